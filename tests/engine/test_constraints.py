@@ -11,6 +11,7 @@ import pytest
 
 from kestrel_engine import EngineOverloaded, InvalidRequest
 from kestrel_engine import engine as engine_module
+from kestrel_engine.front.submitting import constraints
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.skills.constraints.grammars import Grammars
 from kestrel_engine.types.model_config import parse_model_config
@@ -194,7 +195,7 @@ async def test_errors_name_the_place_before_anything_is_computed(make_engine, fa
 
 async def test_constraints_that_wait_to_be_compiled_are_bounded(make_engine, monkeypatch):
     engine = make_engine()
-    monkeypatch.setattr(engine_module, "MAX_COMPILING", 2)
+    monkeypatch.setattr(constraints, "MAX_COMPILING", 2)
     opened = threading.Event()
     compiled = []
 
@@ -203,9 +204,10 @@ async def test_constraints_that_wait_to_be_compiled_are_bounded(make_engine, mon
         compiled.append(constraint.source)
         return grammars.compile(constraint)
 
-    grammars = engine._grammars
+    compiler = engine._submitter.constraints
+    grammars = compiler._grammars
     monkeypatch.setattr(
-        engine, "_grammars", types.SimpleNamespace(compile=compile, close=grammars.close)
+        compiler, "_grammars", types.SimpleNamespace(compile=compile, close=grammars.close)
     )
 
     def ask(choice):

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from kestrel_engine import Displaced, EngineOverloaded, InvalidRequest
-from kestrel_engine.front.queue_places import QueuePlaces
+from kestrel_engine.front.submitting.queue_places import QueuePlaces
 from kestrel_engine.preprocess.pool import PreprocessPool
 from kestrel_engine.runtime.fake import FakeRuntime
 from tests.engine.fakes import GREEDY, IMAGE, Gate

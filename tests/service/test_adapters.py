@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 def add_adapters(served: Served, folder: Path) -> None:
     """Gives a server on the fake runtime, which has no folder of adapters, that of the test."""
-    served.engine._adapters = AdapterLibrary(
+    served.engine._submitter.adapters = AdapterLibrary(
         folder, fake_model("moondream3"), dtype=torch.float32, device=torch.device("cpu"),
         max_bytes=1 << 20,
     )  # fmt: skip

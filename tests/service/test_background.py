@@ -23,14 +23,14 @@ def logo():
 async def test_a_background_holds_for_one_request(serve, monkeypatch):
     served = await serve()
     shown = []
-    prepare = served.engine._pool.prepare
+    prepare = served.engine._submitter.images._pool.prepare
 
     async def spy(source, *args, **options):
         done = await prepare(source, *args, **options)
         shown.append(done.image.crops[0].reshape(-1, 3)[0].tolist())
         return done
 
-    monkeypatch.setattr(served.engine._pool, "prepare", spy)
+    monkeypatch.setattr(served.engine._submitter.images._pool, "prepare", spy)
     white, options = "#ffffff", {"max_tokens": 2}
     async with AsyncKestrelClient(served.server.addresses[0]) as client:
         plain = await client.caption(logo(), **options)

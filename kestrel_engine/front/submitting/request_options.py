@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import uuid
 
-from ..errors import InvalidRequest
+from ...errors import InvalidRequest
 
 PRIORITIES = {"high": 0, "normal": 1, "low": 2}
 

@@ -1,0 +1,1 @@
+"""What a request passes before its submission: a place, checks, its images, its constraint, its adapter."""

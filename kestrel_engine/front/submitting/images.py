@@ -1,0 +1,157 @@
+"""ImagePreparation: the images of requests, prepared in the pool. Owns the pool and what the observer hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ...errors import RequestError
+from ...preprocess.crop_keys import with_crop_keys
+from ...preprocess.looks import Tiled
+from ...preprocess.pool import Preprocessed, PreprocessPool
+from ...preprocess.prepared_cache import Looks
+from ...types.observer import ImageEvent, Observer
+from ...types.requests import PreparedImage, PreparedTiles
+from ...types.timings import FrontTimings
+from .preparing import Preparing
+from .queue_places import Place
+
+logger = logging.getLogger(__name__)
+
+
+class ImagePreparation:
+    """``with_keys``: every crop gets a key, by which the engine recognises equal crops."""
+
+    def __init__(
+        self,
+        pool: PreprocessPool,
+        preparing: Preparing,
+        observer: Observer | None,
+        *,
+        with_keys: bool,
+    ) -> None:
+        self._pool = pool
+        self._preparing = preparing
+        self._observer = observer
+        self._with_keys = with_keys
+
+    async def prepare(
+        self,
+        images: Sequence[Any],
+        accepted_at: float,
+        timeout_s: float | None,
+        cache_salt: str,
+        place: Place,
+    ) -> tuple[list[Looks], FrontTimings]:
+        """The looks at each image: one, or those of a tiled image. Raises RequestError, EngineOverloaded,
+        DeadlineExceeded, and Displaced if the request loses its place meanwhile."""
+        ready = [_looks_of(image) for image in images]
+        if all(ready):
+            return ready, FrontTimings(accepted_at=accepted_at)
+        prepared = await self._preparing.run(
+            self._prepare_each(images, cache_salt, place), place, timeout_s, "in preprocessing"
+        )
+        # Images of one request are prepared at the same time if decoders are free.
+        now = time.monotonic()
+        timings = FrontTimings(
+            accepted_at=accepted_at,
+            preprocess_s=min(sum(each.seconds for each in prepared), now - accepted_at),
+            prepared_at=now,
+        )
+        return [each.looks for each in prepared], timings
+
+    async def prepare_ahead(
+        self,
+        image: Any,
+        timeout_s: float | None,
+        cache_salt: str,
+        place: Place,
+        request_id: str,
+    ) -> PreparedImage | PreparedTiles:
+        """An image ahead of the requests that will be about it. Tells the observer. Raises as ``prepare``."""
+        now = time.monotonic()
+        timings = FrontTimings(accepted_at=now)
+        looks: Looks = ()
+        error = ""
+        try:
+            (looks,), timings = await self.prepare([image], now, timeout_s, cache_salt, place)
+            return PreparedTiles(looks) if isinstance(image, Tiled) else looks[0]
+        except BaseException as failed:
+            error = type(failed).__name__
+            raise
+        finally:
+            self._observe(request_id, timings, looks, error)
+
+    def flush(self) -> None:
+        """Drops prepared images that no request uses."""
+        self._pool.flush()
+
+    def close(self) -> None:
+        """Ends the decoders."""
+        self._pool.close()
+
+    async def _prepare_each(
+        self, images: Sequence[Any], cache_salt: str, place: Place
+    ) -> list[Preprocessed]:
+        """Prepares the images at the same time. The error of an image names its place, if there are several."""
+        if len(images) == 1:
+            return [await self._prepare_one(images[0], cache_salt, place)]
+
+        async def prepare(image: Any) -> Preprocessed:
+            if ready := _looks_of(image):
+                return Preprocessed(ready, 0.0)
+            return await self._prepare_one(image, cache_salt, place)
+
+        tasks = [asyncio.create_task(prepare(image)) for image in images]
+        try:
+            prepared = []
+            for index, task in enumerate(tasks):
+                try:
+                    prepared.append(await task)
+                except RequestError as error:
+                    field = f"images[{index}]{error.field.removeprefix('image')}"
+                    raise type(error)(field, error.message) from error
+            return prepared
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _prepare_one(self, image: Any, cache_salt: str, place: Place) -> Preprocessed:
+        prepared = await self._pool.prepare(
+            image, cache_salt, principal=place.principal, is_high=place.priority == 0
+        )
+        if not self._with_keys:
+            return prepared
+
+        def keyed() -> Looks:
+            return tuple(with_crop_keys(look, cache_salt) for look in prepared.looks)
+
+        return Preprocessed(await asyncio.to_thread(keyed), prepared.seconds)
+
+    def _observe(self, request_id: str, timings: FrontTimings, looks: Looks, error: str) -> None:
+        if self._observer is None:
+            return
+        event = ImageEvent(
+            request_id=request_id,
+            error=error,
+            size=looks[0].image_size if looks else None,
+            num_crops=sum(look.num_crops for look in looks),
+            seconds=timings.preprocess_s,
+            accepted_at=timings.accepted_at,
+            ended_at=time.monotonic(),
+        )
+        try:
+            self._observer.on_image(event)
+        except Exception:  # A fault of the observer must not change what it observes.
+            logger.exception("the observer failed on an image")
+
+
+def _looks_of(image: Any) -> Looks:
+    """The looks at an image that is prepared; none for another image."""
+    if isinstance(image, PreparedTiles):
+        return image.looks
+    return (image,) if isinstance(image, PreparedImage) else ()

@@ -1,0 +1,39 @@
+"""Preparing: the requests that are accepted and not submitted yet. Owns their number."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from ...errors import DeadlineExceeded
+from .queue_places import Place, until_displaced
+
+_Result = TypeVar("_Result")
+
+
+class Preparing:
+    """``on_end`` is called after each piece of work. Between two pieces, and before its submission, a request does not
+    count; no other task runs in between."""
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self._on_end = on_end
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    async def run(
+        self, work: Awaitable[_Result], place: Place, timeout_s: float | None, what: str
+    ) -> _Result:
+        """The result of ``work`` for a request. Raises Displaced if the request loses its place meanwhile, and
+        DeadlineExceeded: the deadline passed ``what``."""
+        self._count += 1
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await until_displaced(place, work)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the deadline of {timeout_s} s passed {what}") from None
+        finally:
+            self._count -= 1
+            self._on_end()
