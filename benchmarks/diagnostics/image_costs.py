@@ -2,20 +2,24 @@
 
 python -m benchmarks.diagnostics.image_costs [--quick] [--megapixels N] [--json FILE]
 
-Each image is prepared in a separate process, as in a decoder. Noise is the most expensive content; a single colour
-makes the smallest file. The measured cost must not exceed the reserved cost.
+Each image is prepared in a process of its own, a fork of one that has only imported what it needs, as a decoder is.
+Noise is the most expensive content; a single colour makes the smallest file. The measured cost must not exceed the
+reserved cost.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -152,36 +156,64 @@ def measure(path: Path) -> dict[str, float]:
     }
 
 
+def measure_each(paths: Iterable[str]) -> None:
+    """Measures each image in a fork of this process. Prints a line of JSON for each, or nothing if its fork failed."""
+    for path in paths:
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                print(json.dumps(measure(Path(path.rstrip("\n")))), flush=True)
+                status = 0
+            except Exception:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        _, ended = os.waitpid(pid, 0)
+        if ended:
+            print("null", flush=True)
+
+
+@contextlib.contextmanager
+def measurer() -> Iterator[Callable[[Path], dict[str, float] | None]]:
+    """Gives a function that measures the image of a file in a process of its own. It returns None if that failed."""
+    command = [sys.executable, "-m", "benchmarks.diagnostics.image_costs", "--each"]
+    # OpenBLAS would start threads, which do not survive a fork.
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
+        asked, told = process.stdin, process.stdout
+        assert asked is not None and told is not None
+
+        def ask(path: Path) -> dict[str, float] | None:
+            asked.write(f"{path}\n")
+            asked.flush()
+            found: dict[str, float] | None = json.loads(told.readline() or "null")
+            return found
+
+        yield ask
+
+
 def main(arguments: list[str] | None = None) -> Report:
     parser = benchmark_parser("diagnostics.image_costs", __doc__)
     parser.add_argument("--megapixels", type=float, default=9.0)
-    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--each", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     report = Report("image_costs", vars(args))
-    if args.one is not None:
-        print(json.dumps(measure(args.one)))
+    if args.each:
+        measure_each(sys.stdin)
         return report
     side = 300 if args.quick else round((args.megapixels * 1e6) ** 0.5)
     worst_bytes = worst_seconds = 0.0
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, measurer() as measured:
         for content, image in contents(side).items():
             for form, save in FORMS.items():
                 path = Path(folder) / "image"
                 path.write_bytes(save(image))
-                done = subprocess.run(
-                    [
-                        sys.executable,
-                        "-m",
-                        "benchmarks.diagnostics.image_costs",
-                        "--one",
-                        str(path),
-                    ],
-                    capture_output=True,
-                    text=True,
-                )
-                if done.returncode:
-                    raise SystemExit(f"{form}, {content}: {done.stderr}")
-                found = json.loads(done.stdout)
+                found = measured(path)
+                if found is None:
+                    raise SystemExit(f"{form}, {content}: not measured")
                 pixels = found["pixels"]
                 report.add(
                     f"Images of {side} x {side}",
