@@ -47,22 +47,18 @@ from .values.embeddings import Embedding, EmbedResult
 from .values.events import Event, PathPiece, ReasoningDelta, TextDelta
 from .values.frames import Dropped, FrameResult
 from .values.geometry import Box, ImageSize, Point, SpatialRef, Tiles
-from .values.results import (
+from .values.results.base import FinishReason, Result, Timings, Usage
+from .values.results.named_skill import SkillResult
+from .values.results.objects import DetectResult, PointResult
+from .values.results.outline import SegmentResult
+from .values.results.text import (
     CaptionResult,
-    DetectResult,
-    FinishReason,
     GroundingSpan,
     Logprobs,
-    PointResult,
     QueryResult,
     Reasoning,
-    Result,
     SeenImage,
-    SegmentResult,
-    SkillResult,
-    Timings,
     TokenLogprob,
-    Usage,
 )
 from .values.tasks import (
     AnalyzeResult,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from kestrel_client import Box, ImageSize
 from kestrel_client.drawing.marks import Outline
-from kestrel_client.values.exports import outline_to_coco, to_coco
+from kestrel_client.values.results.exports import outline_to_coco, to_coco
 
 from ..parser import CommandError
 

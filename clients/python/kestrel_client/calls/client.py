@@ -26,15 +26,11 @@ from ..values.description import Model, ServerInfo, ServerLoad
 from ..values.embeddings import Embedding, EmbeddingDtype, EmbedResult, Pooling
 from ..values.events import Event, PathPiece, ReasoningDelta, TextDelta
 from ..values.geometry import Box, Point, SpatialRef, TilesInput
-from ..values.results import (
-    CaptionResult,
-    DetectResult,
-    PointResult,
-    QueryResult,
-    Result,
-    SegmentResult,
-    SkillResult,
-)
+from ..values.results.base import Result
+from ..values.results.named_skill import SkillResult
+from ..values.results.objects import DetectResult, PointResult
+from ..values.results.outline import SegmentResult
+from ..values.results.text import CaptionResult, QueryResult
 from ..values.tasks import (
     AnalyzeResult,
     CaptionTask,

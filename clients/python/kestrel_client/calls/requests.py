@@ -33,7 +33,8 @@ from ..values.description import (
 )
 from ..values.embeddings import EmbeddingDtype, EmbedResult, EmbedStream, Pooling, embed_result
 from ..values.geometry import Box, to_region, to_spatial_refs, to_tiles
-from ..values.results import Result, SkillResult, skill_result
+from ..values.results.base import Result
+from ..values.results.named_skill import SkillResult, skill_result
 from ..values.struct_values import to_struct
 from ..values.tasks import (
     AnalyzeResult,

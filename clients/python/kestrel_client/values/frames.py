@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, overload
 from .._pb.kestrel.v1 import vision_service_pb2 as pb
 from ..errors import KestrelError, RpcError, from_task_error
 from ..images.images import ImageInput
-from .results import Result, read_image_size, read_usage
+from .results.base import Result, read_image_size, read_usage
 from .tasks import AnalyzeResult, Task, TaskOf, read_outcome
 
 R = TypeVar("R", bound=Result)

@@ -15,25 +15,11 @@ from ..images.images import ImageInput
 from .constraint import Constraint
 from .events import Event, read_event
 from .geometry import ImageSize, SpatialRef, TilesInput
-from .results import (
-    CaptionResult,
-    DetectResult,
-    PointResult,
-    QueryResult,
-    Result,
-    SegmentResult,
-    Usage,
-    caption_result,
-    detect_result,
-    draw_marks,
-    notebook_png,
-    plain_value,
-    point_result,
-    query_result,
-    read_image_size,
-    read_usage,
-    segment_result,
-)
+from .results.base import Result, Usage, plain_value, read_image_size, read_usage
+from .results.objects import DetectResult, PointResult, detect_result, point_result
+from .results.outline import SegmentResult, segment_result
+from .results.showing import draw_marks, notebook_png
+from .results.text import CaptionResult, QueryResult, caption_result, query_result
 
 if TYPE_CHECKING:
     import PIL.Image

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .exports import package
-from .results import DetectResult
+from .results.exports import package
+from .results.objects import DetectResult
 
 
 class ObjectTracker:

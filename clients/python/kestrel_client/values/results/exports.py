@@ -6,9 +6,9 @@ import importlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ..drawing.marks import Outline
-from ..errors import InvalidImageError, MissingDependencyError
-from .geometry import Box, ImageSize, Point
+from ...drawing.marks import Outline
+from ...errors import InvalidImageError, MissingDependencyError
+from ..geometry import Box, ImageSize, Point
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -66,7 +66,7 @@ def to_coco(
 def outline_to_coco(
     outline: Outline, size: ImageSize, image_id: int, category_id: int
 ) -> list[dict[str, Any]]:
-    from ..drawing import paint
+    from ...drawing import paint
 
     if outline.box is None:
         return []
