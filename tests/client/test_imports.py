@@ -16,9 +16,9 @@ WITHOUT_PILLOW = """
 import sys
 sys.modules["PIL"] = None
 import kestrel_client
-from kestrel_client.values import results
-result = results.PointResult(
-    object="x", points=(), finish_reason="stop", usage=results.Usage(), timings=results.Timings(), model="",
+from kestrel_client import PointResult, Timings, Usage
+result = PointResult(
+    object="x", points=(), finish_reason="stop", usage=Usage(), timings=Timings(), model="",
     request_id="", image_size=None, seed=0, source=b"x",
 )
 try:

@@ -12,7 +12,13 @@ from .administration.messages import Captures, LogLevel, MethodStatistics, Profi
 from .calls.async_client import AsyncKestrelClient
 from .calls.client import KestrelClient
 from .calls.frames import AsyncFrames, AsyncFrameSource, Frames, FrameSource
-from .calls.requests import CallOptions, CaptionLength, HandlingOptions, LateFrames, Priority
+from .calls.requests.options import (
+    CallOptions,
+    CaptionLength,
+    HandlingOptions,
+    LateFrames,
+    Priority,
+)
 from .calls.streams import AsyncStream, Stream
 from .connection import Metadata, Tls
 from .drawing.marks import Marks, Mask, MaskFormat

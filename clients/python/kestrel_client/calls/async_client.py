@@ -48,14 +48,8 @@ from ..values.tasks import (
 from .async_channel import AsyncChannel
 from .batches import Progress, gather_bounded
 from .frames import AsyncFrames, AsyncFrameSource
-from .requests import (
-    STUBS,
-    CallOptions,
-    CaptionLength,
-    HandlingOptions,
-    LateFrames,
-    Requests,
-)
+from .requests.options import CallOptions, CaptionLength, HandlingOptions, LateFrames
+from .requests.requests import STUBS, Requests
 from .streams import AsyncStream
 
 T = TypeVar("T", bound=Result)
@@ -402,7 +396,7 @@ class AsyncKestrelClient:
 
         Large files are uploaded in pieces. ``session``: as in HandlingOptions.
         """
-        prepare = self._requests.put_image
+        prepare = self._requests.images.put
         return await self._channel.call(prepare, image, timeout, metadata, session)
 
     async def delete_image(
@@ -414,7 +408,7 @@ class AsyncKestrelClient:
         session: str | None = None,
     ) -> bool:
         """Deletes an image from its server. Returns whether it was stored there. ``session``: as in HandlingOptions."""
-        prepared = self._requests.delete_image(image, timeout, metadata, session)
+        prepared = self._requests.images.delete(image, timeout, metadata, session)
         return await self._channel.send(prepared)
 
     async def analyze(
@@ -570,19 +564,19 @@ class AsyncKestrelClient:
 
     async def list_models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
         """Returns the models of the server, the default model first."""
-        return await self._channel.send(self._requests.list_models(timeout))
+        return await self._channel.send(self._requests.server.list_models(timeout))
 
     async def get_model(self, name: str | None = None, *, timeout: float | None = None) -> Model:
         """Returns one model; default: the default model of the server. Raises NotFoundError."""
-        return await self._channel.send(self._requests.get_model(name, timeout))
+        return await self._channel.send(self._requests.server.get_model(name, timeout))
 
     async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """Returns the server's versions, limits and capabilities."""
-        return await self._channel.send(self._requests.server_info(timeout))
+        return await self._channel.send(self._requests.server.server_info(timeout))
 
     async def server_load(self, *, timeout: float | None = None) -> ServerLoad:
         """Returns how busy the server is. A client that has several servers can choose by it."""
-        return await self._channel.send(self._requests.server_load(timeout))
+        return await self._channel.send(self._requests.server.server_load(timeout))
 
     async def wait_ready(self, timeout: float = 60.0, *, service: str = "") -> None:
         """Waits until the server answers requests, by gRPC's health protocol.
@@ -593,7 +587,7 @@ class AsyncKestrelClient:
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
             try:
-                if await self._channel.send(self._requests.is_serving(service, left)):
+                if await self._channel.send(self._requests.server.is_serving(service, left)):
                     return
             except DeadlineExceededError:
                 break

@@ -47,14 +47,8 @@ from ..values.tasks import (
 from .batches import Progress, run_bounded
 from .channel import Channel
 from .frames import Frames, FrameSource
-from .requests import (
-    STUBS,
-    CallOptions,
-    CaptionLength,
-    HandlingOptions,
-    LateFrames,
-    Requests,
-)
+from .requests.options import CallOptions, CaptionLength, HandlingOptions, LateFrames
+from .requests.requests import STUBS, Requests
 from .streams import Stream
 
 T = TypeVar("T", bound=Result)
@@ -401,7 +395,7 @@ class KestrelClient:
 
         Large files are uploaded in pieces. ``session``: as in HandlingOptions.
         """
-        prepare = self._requests.put_image
+        prepare = self._requests.images.put
         return self._channel.call(prepare, image, timeout, metadata, session)
 
     def delete_image(
@@ -413,7 +407,7 @@ class KestrelClient:
         session: str | None = None,
     ) -> bool:
         """Deletes an image from its server. Returns whether it was stored there. ``session``: as in HandlingOptions."""
-        prepared = self._requests.delete_image(image, timeout, metadata, session)
+        prepared = self._requests.images.delete(image, timeout, metadata, session)
         return self._channel.send(prepared)
 
     def analyze(
@@ -569,19 +563,19 @@ class KestrelClient:
 
     def list_models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
         """Returns the models of the server, the default model first."""
-        return self._channel.send(self._requests.list_models(timeout))
+        return self._channel.send(self._requests.server.list_models(timeout))
 
     def get_model(self, name: str | None = None, *, timeout: float | None = None) -> Model:
         """Returns one model; default: the default model of the server. Raises NotFoundError."""
-        return self._channel.send(self._requests.get_model(name, timeout))
+        return self._channel.send(self._requests.server.get_model(name, timeout))
 
     def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """Returns the server's versions, limits and capabilities."""
-        return self._channel.send(self._requests.server_info(timeout))
+        return self._channel.send(self._requests.server.server_info(timeout))
 
     def server_load(self, *, timeout: float | None = None) -> ServerLoad:
         """Returns how busy the server is. A client that has several servers can choose by it."""
-        return self._channel.send(self._requests.server_load(timeout))
+        return self._channel.send(self._requests.server.server_load(timeout))
 
     def wait_ready(self, timeout: float = 60.0, *, service: str = "") -> None:
         """Waits until the server answers requests, by gRPC's health protocol.
@@ -592,7 +586,7 @@ class KestrelClient:
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
             try:
-                if self._channel.send(self._requests.is_serving(service, left)):
+                if self._channel.send(self._requests.server.is_serving(service, left)):
                     return
             except DeadlineExceededError:
                 break

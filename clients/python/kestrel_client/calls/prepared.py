@@ -5,16 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 
 from ..connection import Connection, Metadata
 from ..errors import RequestTooLargeError
+from ..images.images import ImageHandle
 from .streams import Reading
-
-if TYPE_CHECKING:
-    from .restoring import Restoring
 
 R_co = TypeVar("R_co", covariant=True)
 R = TypeVar("R")
@@ -36,6 +34,18 @@ class Method(NamedTuple):
     """Whether the unary method may be called again if it is not known whether the server has answered it."""
 
 
+class PutsAgain(Protocol):
+    """The images of a call that the server stores: what puts them again when the server has dropped them."""
+
+    def puts(
+        self, error: Exception, timeout: float | None
+    ) -> Iterator[tuple[str, Prepared[ImageHandle]]]:
+        """The calls that put the images again, by the ids that the caller gave. Raises ``error`` if this can't help."""
+
+    def stored(self, given: str, handle: ImageHandle) -> None:
+        """An image was put again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared(Generic[R_co]):
     """A request, the method that takes it, and the function that reads its response."""
@@ -45,7 +55,7 @@ class Prepared(Generic[R_co]):
     reading: Reading[R_co]
     handling: dict[str, Any]
     """Keyword arguments for gRPC: ``timeout`` and ``metadata``, and ``wait_for_ready`` where it is wanted."""
-    restoring: Restoring | None = None
+    restoring: PutsAgain | None = None
     """Puts the images of the call again; None for a call without images."""
     started_at: float = field(default_factory=time.monotonic)
     """The timeout begins here, and covers all attempts."""
@@ -85,7 +95,7 @@ def prepare(
     timeout: float | None = None,
     metadata: Metadata | None = None,
     about: str = "",
-    restoring: Restoring | None = None,
+    restoring: PutsAgain | None = None,
     **handling: Any,
 ) -> Prepared[R]:
     """Completes a call with the timeout and metadata of the connection.

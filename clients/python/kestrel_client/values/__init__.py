@@ -1,1 +1,1 @@
-"""The values that the client returns: frozen dataclasses, read from messages, and their exports."""
+"""The values that the client takes and returns: frozen dataclasses, read from messages."""

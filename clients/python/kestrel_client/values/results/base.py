@@ -24,7 +24,6 @@ FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "unknown"]
 """Why generation ended: at its natural end ("stop"), at a limit, or cancelled. A newer server may give "unknown"."""
 
 _SHOWN_CHARACTERS = 120
-
 _FINISH_REASONS: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",

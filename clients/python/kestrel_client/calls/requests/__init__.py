@@ -1,0 +1,1 @@
+"""From the arguments of a method to a prepared call: what the client sends."""

@@ -1,0 +1,42 @@
+"""Builds messages from values. An error names the field and its valid values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from ...errors import InvalidRequestError
+
+_Q = TypeVar("_Q", bound=Message)
+_E = TypeVar("_E")
+
+
+def choice(name: str, value: object, choices: Mapping[str, _E]) -> _E:
+    if not isinstance(value, str) or value not in choices:
+        raise InvalidRequestError(f"{name}: {value!r} is not one of {', '.join(choices)}")
+    return choices[value]
+
+
+def build(kind: Callable[..., _Q], **values: Any) -> _Q:
+    """Builds a message. Raises InvalidRequestError, naming the field whose type or range protobuf refuses."""
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:
+        for name, value in values.items():
+            try:
+                kind(**{name: value})
+            except (TypeError, ValueError):
+                limit = _limit(kind, name, value)
+                raise InvalidRequestError(f"{name}: {limit or error}") from error
+        raise InvalidRequestError(str(error)) from error
+
+
+def _limit(kind: Any, name: str, value: object) -> str:
+    """What a whole number in a field of the message ``kind`` must be; empty if ``value`` is no whole number."""
+    field = kind.DESCRIPTOR.fields_by_name[name]
+    highest = {field.CPPTYPE_UINT32: 2**32 - 1, field.CPPTYPE_UINT64: 2**64 - 1}.get(field.cpp_type)
+    if highest is None or not isinstance(value, int):
+        return ""
+    return f"{value} is not a whole number from 0 to {highest}"

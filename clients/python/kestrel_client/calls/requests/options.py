@@ -1,0 +1,152 @@
+"""The options of a call, and the parts of a request that they make."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias, TypedDict
+
+from ..._pb.kestrel.v1 import common_pb2
+from ...connection import Metadata
+from ...errors import InvalidRequestError
+from ...values.constraint import Constraint, to_constraint
+from ...values.geometry import Box
+from .building import build, choice
+
+CaptionLength: TypeAlias = Literal["short", "normal", "long"]
+Priority: TypeAlias = Literal["low", "normal", "high"]
+LateFrames: TypeAlias = Literal["keep", "overview"]
+
+
+class HandlingOptions(TypedDict, total=False):
+    """How a call is handled. The server has a default for each option that is omitted or None."""
+
+    model: str | None
+    """Name of the model that must answer."""
+    adapter: str | None
+    """Name of the adapter, a fine-tune of the model, to apply."""
+    request_id: str | None
+    """Your name for the request: 1 to 128 visible ASCII characters."""
+    priority: Priority | None
+    """Order in which waiting requests are started."""
+    cache_salt: str | None
+    """The server reuses computation only among calls with the same salt; at most 128 bytes of UTF-8."""
+    background: str | None
+    """Background colour for a transparent image, like "#ffffff"; without it the server drops the alpha channel."""
+    region: Box | Sequence[float] | None
+    """The part of the image that the model sees: a Box, or x_min, y_min, x_max and y_max. Results and spatial
+    references have coordinates of the whole image. Further images of a query are seen whole."""
+    timeout: float | None
+    """Seconds for the whole call; default: the client's. The server drops a request that still waits at its end."""
+    metadata: Metadata | None
+    """Sent with the call, after the client's own."""
+    session: str | None
+    """With several servers: calls with the same name go to the same server, whatever their images are. 1 to 128 visible
+    ASCII characters; default: calls about the same image go to the same server."""
+
+
+class CallOptions(HandlingOptions, total=False):
+    """Options of every skill. The server has a default for each option that is omitted or None."""
+
+    temperature: float | None
+    """0 is greedy; in [0, 100]."""
+    top_p: float | None
+    """In (0, 1]."""
+    top_k: int | None
+    """At least 0; 0 keeps all tokens."""
+    max_tokens: int | None
+    """Largest number of tokens to generate, at least 1. Reasoning and answer each have this limit. A point takes 2
+    tokens and a box 3; an incomplete object is dropped."""
+    max_reasoning_tokens: int | None
+    """For ``query`` with reasoning: largest number of tokens of the reasoning, at least 1; ``max_tokens`` then limits
+    the answer alone. ``result.reasoning.finish_reason`` tells whether the reasoning was cut."""
+    seed: int | None
+    """In [0, 2^64): the same seed and request give the same result."""
+    stop: str | Sequence[str] | None
+    """For ``query`` and ``caption``: the text ends before the first of these texts; at most 16, each of at most 256
+    bytes of UTF-8. One string is one text. In reasoning they are ordinary text."""
+    logprobs: bool | None
+    """For ``query`` and ``caption``: whether the result has the log-probability of each token (``result.logprobs``)."""
+    top_logprobs: int | None
+    """With ``logprobs``: how many of the likeliest tokens the result has at the place of each token, at most 20
+    (``TokenLogprob.top``)."""
+    constraint: Constraint | None
+    """For ``query`` and ``caption``: what the text must match."""
+    min_p: float | None
+    """In [0, 1]: tokens whose probability is below this part of the largest one are not sampled."""
+    repetition_penalty: float | None
+    """For ``query`` and ``caption``, as the options below. In [0.01, 10]; above 1 the model repeats less of the prompt
+    and of the text so far."""
+    presence_penalty: float | None
+    """In [-2, 2]: subtracted from the logits of all tokens of the text so far."""
+    frequency_penalty: float | None
+    """In [-2, 2]: subtracted from the logit of a token for each time that it is in the text so far."""
+    logit_bias: Mapping[int, float] | None
+    """Numbers in [-100, 100] to add to the logits of at most 300 tokens, by id."""
+
+
+_PRIORITIES = {
+    "low": common_pb2.PRIORITY_LOW,
+    "normal": common_pb2.PRIORITY_NORMAL,
+    "high": common_pb2.PRIORITY_HIGH,
+}
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_tokens",
+    "max_reasoning_tokens",
+    "seed",
+    "stop",
+    "logprobs",
+    "top_logprobs",
+    "constraint",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+)
+_HANDLING = ("model", "adapter", "request_id", "priority", "cache_salt")
+
+
+def checked_session(name: str | None) -> str:
+    """The value of IMAGE_HEADER for a session; empty for None. Raises InvalidRequestError."""
+    if name is None:
+        return ""
+    if not isinstance(name, str) or not re.fullmatch(r"[!-~]{1,128}", name):
+        raise InvalidRequestError(f"session={name!r}: must be 1 to 128 visible ASCII characters")
+    return name
+
+
+def to_handling(options: HandlingOptions, known: type) -> common_pb2.RequestOptions | None:
+    """None if no option is set. Raises TypeError for an option that is not in ``known``."""
+    unknown = options.keys() - known.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"unexpected keyword argument {sorted(unknown)[0]!r}")
+    given = {n: v for n, v in options.items() if n in _HANDLING and v is not None}
+    if "priority" in given:
+        given["priority"] = choice("priority", given["priority"], _PRIORITIES)
+    return build(common_pb2.RequestOptions, **given) if given else None
+
+
+def to_sampling(values: Mapping[str, Any]) -> common_pb2.Sampling | None:
+    """None if no sampling option is set."""
+    given = {name: values[name] for name in SAMPLING if values.get(name) is not None}
+    if isinstance(given.get("stop"), str):
+        given["stop"] = [given["stop"]]
+    if "constraint" in given:
+        given["constraint"] = to_constraint(given["constraint"])
+    if "logit_bias" in given:
+        given["logit_bias"] = _to_bias(given["logit_bias"])
+    return build(common_pb2.Sampling, **given) if given else None
+
+
+def _to_bias(biases: object) -> list[common_pb2.LogitBias]:
+    """Raises InvalidRequestError."""
+    if not isinstance(biases, Mapping):
+        raise InvalidRequestError(f"logit_bias: {biases!r} is not a mapping from ids to numbers")
+    try:
+        return [common_pb2.LogitBias(id=token, bias=bias) for token, bias in biases.items()]
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"logit_bias: {error}") from error
