@@ -25,6 +25,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..adapters.slabs import MOST_SLABS, RANKS, RowSlabs, add_expanded, fetch_tile, store_shrunk
+from .gelu import gelu_tanh
+
 MAX_ROWS = 128
 
 
@@ -46,12 +49,26 @@ class Tiling:
     boxes: bool = False
 
 
-@triton.jit
-def _gelu_tanh(v):
-    """Returns 0.5 v (1 + tanh(z)) as v sigmoid(2 z), which needs no tanh. The exponential of -|2 z| can't overflow."""
-    twice_z = 1.5957691216057308 * (v + 0.044715 * v * v * v)
-    small = tl.exp(-tl.abs(twice_z))
-    return v * tl.where(twice_z >= 0, 1.0, small) / (1.0 + small)
+ADAPTERS_AT_ONCE = 8
+"""The slabs of adapters that a tile multiplies at once. 16 rows with 8 adapters of rank 16 have so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """The change of an MLP's hidden layer by adapters, and the first half of the change of what follows it.
+
+    The columns from ``begin`` on are the hidden layer. Before GELU, they get B [N - begin, 16] times ``shrunk`` [M,
+    ranks] float32, the products of the input with A. ``parts``: [`adapter_parts`, M, ranks] float32 for the products of
+    the hidden layer with the next A [16, N - begin], as partial sums. ``b_at``, ``a_at``: where these B and A are in a
+    slab.
+    """
+
+    rows: RowSlabs
+    begin: int
+    b_at: int
+    shrunk: Tensor
+    a_at: int
+    parts: Tensor
 
 
 @triton.jit
@@ -66,11 +83,13 @@ def _prefetch_l2(address, BYTES: tl.constexpr):
 # The number of rows and the prefetch depth do not change the code, so they are not specialised.
 @triton.jit(do_not_specialize=["num_rows", "prefetch"])
 def _dot_kernel(
-    x, weight, boxes, bias, out, tau, content, num_rows, n, k, k_per_split, x_stride, w_stride,
-    out_stride, split_stride, gelu_from, prefetch, tau_columns, tau_k,
+    x, weight, boxes, bias, out, tau, content, anchor, slabs, slab_first, slab_count, shrunk, parts,
+    num_rows, n, k, k_per_split, x_stride, w_stride, out_stride, split_stride, gelu_from, prefetch,
+    tau_columns, tau_k, hidden_from, b_at, a_at, parts_stride,
     HAS_BIAS: tl.constexpr, HAS_GELU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    TILE_BYTES: tl.constexpr, BOXES: tl.constexpr, TAU_PAD: tl.constexpr, PDL: tl.constexpr,
+    TILE_BYTES: tl.constexpr, BOXES: tl.constexpr, TAU_PAD: tl.constexpr, SLABS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK_N
     begin = tl.program_id(1) * k_per_split
@@ -98,6 +117,23 @@ def _dot_kernel(
         line = (w_tile + rows_n * w_stride + begin).to(tl.int64)
         for tile in range(prefetch):
             _prefetch_l2(line + tile * TILE_BYTES, TILE_BYTES)
+    if SLABS:
+        firsts = tl.load(slab_first + rows_m, mask=keep_m, other=0)
+        counts = tl.load(slab_count + rows_m, mask=keep_m, other=0)
+        total = tl.max(tl.where(counts > 0, firsts + counts, 0), 0)
+        # Only tiles of the hidden layer are changed. The first of them may begin with other columns.
+        hidden = first + rows_n - hidden_from
+        keep_hidden = keep_n & (hidden >= 0)
+        if first + BLOCK_N <= hidden_from:
+            total = 0
+        if PDL:
+            if first >= hidden_from:
+                LINE: tl.constexpr = 1024 // anchor.dtype.element_ty.primitive_bitwidth
+                fetch_tile(
+                    anchor, slabs, total, b_at, a_at, n - hidden_from, first - hidden_from, BLOCK_N,
+                    SLABS, LINE,
+                )  # fmt: skip
+    if PDL:
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for at in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
@@ -118,12 +154,24 @@ def _dot_kernel(
         acc = tl.dot(w, tl.trans(rows), acc, input_precision="ieee")
     if HAS_BIAS:
         acc += owed[:, None]
+    if SLABS:
+        acc = add_expanded(
+            acc, anchor, slabs, firsts, counts, total, shrunk, b_at, rows_m, hidden, keep_hidden,
+            SLABS,
+        )  # fmt: skip
     if HAS_GELU:
-        acc = tl.where((first + rows_n >= gelu_from)[:, None], _gelu_tanh(acc), acc)
+        acc = tl.where((first + rows_n >= gelu_from)[:, None], gelu_tanh(acc), acc)
     out += tl.program_id(1).to(tl.int64) * split_stride
     at_out = out + rows_m[:, None] * out_stride + (first + rows_n)[None, :]
     result = tl.trans(acc.to(out.dtype.element_ty))
     tl.store(at_out, result, mask=keep_m[:, None] & keep_n[None, :])
+    if SLABS:
+        # Each tile of the hidden layer has a part of its own.
+        own_part = parts + (tl.program_id(0) - hidden_from // BLOCK_N).to(tl.int64) * parts_stride
+        store_shrunk(
+            acc.to(out.dtype.element_ty), anchor, slabs, firsts, counts, total, own_part,
+            a_at, n - hidden_from, rows_m, hidden, keep_hidden, SLABS,
+        )  # fmt: skip
     if TAU_PAD:
         if first < tau_k:
             # GELU reads the stored output, rounded to the weights' dtype, as a separate GELU kernel would.
@@ -175,7 +223,7 @@ def _row_kernel(
     if HAS_BIAS:
         total += owed
     if HAS_GELU:
-        total = tl.where(first + rows_n >= gelu_from, _gelu_tanh(total), total)
+        total = tl.where(first + rows_n >= gelu_from, gelu_tanh(total), total)
     out += tl.program_id(1).to(tl.int64) * split_stride + first
     tl.store(out + rows_n, total.to(out.dtype.element_ty), mask=keep_n)
 
@@ -187,6 +235,7 @@ def skinny_linear(
     *,
     gelu_from: int | None = None,
     tau: tuple[Tensor, Tensor] | None = None,
+    adapted: Adapted | None = None,
     pdl: bool = False,
     tiling: Tiling | None = None,
     out: Tensor | None = None,
@@ -199,11 +248,12 @@ def skinny_linear(
 
     ``tau``: weights [C, K'] in x's dtype, and a buffer [`content_parts`, M, C] float32 for partial sums of
     ``gelu(out[:, :K']) @ weights.T`` with the exact GELU (see `tau_content`). Each program multiplies its own columns.
+    ``adapted``: the changes by adapters; None if no row has one.
 
     Raises ValueError for more than 128 rows.
     """
     out = x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
-    _launch(x, weight, bias, gelu_from, out.unsqueeze(0), pdl, tiling, tau)
+    _launch(x, weight, bias, gelu_from, out.unsqueeze(0), pdl, tiling, tau, adapted)
     return out
 
 
@@ -211,6 +261,13 @@ def content_parts(rows: int, weight: Tensor, tau_k: int) -> int:
     """Returns the number of partial sums over ``tau_k`` columns that `skinny_linear` writes."""
     n, k = weight.shape
     return -(-tau_k // _config(rows, n, k, 1, weight.element_size()).block_n)
+
+
+def adapter_parts(rows: int, weight: Tensor, begin: int) -> int:
+    """Returns the number of partial sums over the columns from ``begin`` on that `skinny_linear` writes."""
+    n, k = weight.shape
+    block_n = _config(rows, n, k, 1, weight.element_size()).block_n
+    return -(-n // block_n) - begin // block_n
 
 
 def skinny_partials(
@@ -254,6 +311,7 @@ def _launch(
     pdl: bool,
     tiling: Tiling | None,
     tau: tuple[Tensor, Tensor] | None = None,
+    adapted: Adapted | None = None,
 ) -> None:
     """Launches the kernel that ``tiling`` selects. ``out``: [S, M, N]."""
     (rows, k), n, splits = x.shape, weight.shape[0], out.shape[0]
@@ -281,7 +339,7 @@ def _launch(
     # Without a bias, the kernel still needs a pointer.
     given_bias = out if bias is None else bias
     if t.one_row:
-        assert tau is None, "not of one row by multiply-adds"
+        assert tau is None and adapted is None, "not of one row by multiply-adds"
         _row_kernel[grid](
             x, weight, given_bias, out, n, k, k_per_split, weight.stride(0), out.stride(0),
             gelu_from, EVEN_K=even_k, ONE_TILE=k_per_split == t.block_k, **options,
@@ -294,16 +352,32 @@ def _launch(
         assert splits == 1 and tau_k <= n and tau_weights.is_contiguous()
         assert content.shape == (triton.cdiv(tau_k, t.block_n), rows, columns), content.shape
         assert content.is_contiguous()
+    begin, b_at, a_at, parts_stride = 0, 0, 0, 0
+    on_device = [out] * 6
+    if adapted is not None:
+        own, begin, parts = adapted.rows, adapted.begin, adapted.parts
+        on_device = [own.anchor, own.slabs, own.first, own.count, adapted.shrunk, parts]
+        b_at, a_at, parts_stride = adapted.b_at, adapted.a_at, parts.stride(0)
+        assert splits == 1 and len(own.first) == len(own.count) == rows
+        assert own.anchor.dtype == x.dtype and adapted.shrunk.is_contiguous()
+        assert parts.shape == (
+            triton.cdiv(n, t.block_n) - begin // t.block_n,
+            rows,
+            RANKS * MOST_SLABS,
+        )
+        assert parts[0].is_contiguous()
     _dot_kernel[grid](
         x, weight, _boxes(weight, t) if boxes else weight, given_bias, out, tau_weights, content,
-        rows, n, k, k_per_split, x.stride(0), weight.stride(0), out.stride(1), out.stride(0),
+        *on_device, rows, n, k, k_per_split, x.stride(0), weight.stride(0), out.stride(1), out.stride(0),
         gelu_from, _prefetchable(weight, t, k_per_split) if pdl and even_k else 0, columns, tau_k,
+        begin, b_at, a_at, parts_stride,
         EVEN_K=even_k,
         BLOCK_M=max(triton.next_power_of_2(rows), 16),
         STAGES=t.stages,
         TILE_BYTES=t.block_k * x.element_size(),
         BOXES=boxes,
         TAU_PAD=0 if tau is None else max(16, triton.next_power_of_2(columns)),
+        SLABS=0 if adapted is None else ADAPTERS_AT_ONCE,
         **options,
     )  # fmt: skip
 

@@ -1,0 +1,139 @@
+"""Slabs: the memory in which kernels find adapters, and what a tile of a linear layer does with them.
+
+A slab holds 16 ranks of one adapter, for all layers that the adapter may change: for each layer A [16, in] and B [out,
+16]. An adapter of a higher rank has several slabs. All slabs have the same layout, so a captured graph holds the offset
+of a layer, and reads from the device which slabs a row uses. The places of slabs are distances from an anchor, because
+a kernel knows the type of what the anchor points to, and the alignment of what it adds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+RANKS = 16
+"""The ranks of a slab, which is the least depth of a product on tensor cores."""
+MOST_SLABS = 8
+"""The most slabs of one row."""
+UNIT = 16
+"""Distances of slabs from the anchor are counted in units of so many elements."""
+
+_RANKS = tl.constexpr(RANKS)
+_WIDTH = tl.constexpr(RANKS * MOST_SLABS)
+
+
+@dataclass(frozen=True, slots=True)
+class RowSlabs:
+    """The slabs of the rows of a pass. ``anchor``: [1], in the dtype of the slabs. ``slabs``: [n] int64, the distances
+    of the slabs. ``first``, ``count``: [M] int32; row m has the slabs first[m] to first[m] + count[m] - 1, and its
+    first rank is that of its first slab. Rows without an adapter have the count 0."""
+
+    anchor: Tensor
+    slabs: Tensor
+    first: Tensor
+    count: Tensor
+
+    def of(self, num_rows: int) -> RowSlabs:
+        """Those of the first ``num_rows`` rows."""
+        return RowSlabs(self.anchor, self.slabs, self.first[:num_rows], self.count[:num_rows])
+
+    def at(self, rows: Tensor) -> RowSlabs:
+        """Those of ``rows`` [n] int64."""
+        return RowSlabs(self.anchor, self.slabs, self.first[rows], self.count[rows])
+
+
+def distance(slab: Tensor, anchor: Tensor) -> int:
+    """Returns the distance of a slab from the anchor, in units. Memory of torch is aligned to 64 bytes or more."""
+    units, rest = divmod(slab.data_ptr() - anchor.data_ptr(), UNIT * anchor.element_size())
+    assert not rest and slab.dtype == anchor.dtype and slab.is_contiguous()
+    return units
+
+
+def shrunk_rows(num_rows: int, device: torch.device) -> Tensor:
+    """Returns a buffer [M, ranks] float32 for the products of rows with the A of their adapters."""
+    return torch.zeros(num_rows, RANKS * MOST_SLABS, dtype=torch.float32, device=device)
+
+
+@triton.jit
+def ranks_of(anchor, slabs, at, total, GROUP: tl.constexpr):
+    """Returns for each rank of GROUP slabs from ``at`` on, [GROUP * 16]: the slab's index, the rank within the slab,
+    whether it exists, and the pointer to the slab."""
+    rank = tl.arange(0, GROUP * _RANKS)
+    slab = at + rank // _RANKS
+    there = slab < total
+    units = tl.load(slabs + slab, mask=there, other=0)
+    return slab, rank % _RANKS, there, anchor + units * 16
+
+
+@triton.jit
+def add_expanded(
+    acc, anchor, slabs, firsts, counts, total, shrunk, b_at, rows_m, rows_n, keep_n, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Adds B times the shrunk rows to ``acc`` [BLOCK_N, BLOCK_M] float32. ``firsts``, ``counts``: [BLOCK_M].
+    ``rows_n``: [BLOCK_N], rows of B. ``b_at``: the offset of B in a slab."""
+    for at in range(0, total, GROUP):
+        slab, rank, there, base = ranks_of(anchor, slabs, at, total, GROUP)
+        w = tl.load(
+            base[None, :] + (b_at + rows_n[:, None] * _RANKS + rank[None, :]),
+            mask=keep_n[:, None] & there[None, :],
+            other=0.0,
+        )
+        beyond = slab[None, :] - firsts[:, None]
+        own = (beyond >= 0) & (beyond < counts[:, None])
+        s = tl.load(
+            shrunk + rows_m[:, None] * _WIDTH + beyond * _RANKS + rank[None, :], mask=own, other=0.0
+        )
+        acc = tl.dot(w, tl.trans(s.to(w.dtype)), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def store_shrunk(
+    h, anchor, slabs, firsts, counts, total, parts, a_at, inputs, rows_m, rows_n, keep_n, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Stores A times ``h`` [BLOCK_N, BLOCK_M], whose rows are the inputs ``rows_n``: a part of the sum over all
+    inputs. ``parts``: [M, ranks] float32. ``a_at``: the offset of A [16, inputs] in a slab."""
+    for at in range(0, total, GROUP):
+        slab, rank, there, base = ranks_of(anchor, slabs, at, total, GROUP)
+        a = tl.load(
+            base[:, None] + (a_at + rank[:, None] * inputs + rows_n[None, :]),
+            mask=there[:, None] & keep_n[None, :],
+            other=0.0,
+        )
+        part = tl.dot(a, h.to(a.dtype), input_precision="ieee")
+        beyond = slab[:, None] - firsts[None, :]
+        own = (beyond >= 0) & (beyond < counts[None, :])
+        tl.store(parts + rows_m[None, :] * _WIDTH + beyond * _RANKS + rank[:, None], part, mask=own)
+
+
+@triton.jit
+def fetch_tile(
+    anchor, slabs, total, b_at, a_at, inputs, row, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    LINE: tl.constexpr,
+):  # fmt: skip
+    """Requests B's rows, and A's columns, from ``row`` on for the first GROUP slabs, in lines of LINE elements."""
+    if total > 0:
+        each = tl.arange(0, GROUP)
+        slab = tl.minimum(each, total - 1)
+        base = anchor + tl.load(slabs + slab) * 16
+        line = tl.arange(0, BLOCK_N * _RANKS // LINE)
+        request(base[:, None] + (b_at + row * _RANKS + line[None, :] * LINE))
+        rank = tl.arange(0, GROUP * _RANKS)
+        slab = tl.minimum(rank // _RANKS, total - 1)
+        base = anchor + tl.load(slabs + slab) * 16
+        line = tl.arange(0, (BLOCK_N + LINE - 1) // LINE)
+        within = (rank % _RANKS)[:, None] * inputs + row + line[None, :] * LINE
+        request(base[:, None] + (a_at + within))
+
+
+@triton.jit
+def request(pointers):
+    """Prefetches the line of 128 bytes at each pointer into L2, without waiting."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
