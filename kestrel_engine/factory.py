@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .kernels.compile_meter import CompileMeter
     from .models.kv_format import Scales
     from .models.refiner import Refiner
+    from .runtime.gpu.adapters.layout import SlabLayout
     from .runtime.gpu.memory import Pool
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,6 @@ CPU_POOL_SHARE = 0.5
 """On a CPU the KV pool's default takes at most this share of the memory left beside the weights."""
 
 
-_NO_ADAPTERS = "the GPU kernels do not compute adapters yet; set --no-compile, which is slower, or --device cpu"
 PLAIN_CROPS = 8
 """Crops that the plain vision tower encodes together."""
 
@@ -80,6 +80,7 @@ class _Plan:
     dtype: torch.dtype
     kv_scales: tuple[Scales, ...] | None
     refiner: Refiner | None
+    slabs: SlabLayout | None
     progress: Progress | None
 
     @property
@@ -109,9 +110,7 @@ def build(
     sizes = config.sizes(cuda=device.type == "cuda")
     kernels = _uses_kernels(config, device)
     _check_fp8_gemms(config, device, dtype, kernels)
-    adapters_dir = _adapters_dir(config, kernels)
-    if lora is not None and kernels:
-        raise ConfigError("lora", "given", _NO_ADAPTERS)
+    adapters_dir = _adapters_dir(config)
     compiling = _compile_meter() if kernels else None
     if config.attention == "flashinfer" and dtype == torch.float32:
         raise ConfigError("attention", "flashinfer", "needs dtype bfloat16 or float16")
@@ -124,7 +123,10 @@ def build(
     cache_dtype = kv_dtype(dtype, scales)
     page_bytes = bytes_per_page(model.text, page_size, cache_dtype)
     _check_pool(config, model, page_size, page_bytes)
-    adapter = None if lora is None else lora.adapter(model.text, dtype, device)
+    layout = None
+    if kernels and (lora is not None or adapters_dir is not None):
+        layout = _slab_layout(model, dtype, device)
+    adapter = None if lora is None else lora.adapter(model.text, dtype, device, layout)
     codec = Tokenizer.from_file(opened.tokenizer_path, vocab_size=model.text.vocab_size)
     try:
         began = time.monotonic()
@@ -151,7 +153,17 @@ def build(
             refiner = load_refiner(opened.refiner, model.vision, dtype=dtype, device=device)
             logger.info("refiner: %s", opened.refiner)
         plan = _Plan(
-            config, sizes, model, page_size, page_bytes, device, dtype, scales, refiner, progress
+            config,
+            sizes,
+            model,
+            page_size,
+            page_bytes,
+            device,
+            dtype,
+            scales,
+            refiner,
+            layout,
+            progress,
         )
         runtime, capture_s = (_gpu_runtime if kernels else _torch_runtime)(plan, tensors)
         built = time.monotonic()
@@ -196,7 +208,12 @@ def build(
     adapters = None
     if adapters_dir is not None:
         adapters = AdapterLibrary(
-            adapters_dir, model, dtype=dtype, device=device, max_bytes=config.adapter_cache_bytes
+            adapters_dir,
+            model,
+            dtype=dtype,
+            device=device,
+            max_bytes=config.adapter_cache_bytes,
+            packer=layout,
         )
     if not kernels:
         return Built(
@@ -213,7 +230,9 @@ def build(
 
     # Crops are recognised by their bytes, which must be here for that.
     device_pixels = 0 if config.crop_cache_bytes else DEVICE_PIXELS
-    return Built(runtime, model, codec, info, compiling, device_pixels, calibration)
+    return Built(
+        runtime, model, codec, info, compiling, device_pixels, calibration, adapters, adapter
+    )
 
 
 def read_calibration(asked: str | Path, weights: Sequence[Path], fingerprint: str) -> Calibration:
@@ -234,20 +253,20 @@ def read_calibration(asked: str | Path, weights: Sequence[Path], fingerprint: st
     return from_text(text, str(path), fingerprint)
 
 
-def _adapters_dir(config: RuntimeConfig, kernels: bool) -> Path | None:
+def _adapters_dir(config: RuntimeConfig) -> Path | None:
     """The folder of adapters. Raises ConfigError."""
     if config.adapters_dir is None:
         return None
     folder = Path(config.adapters_dir).expanduser()
     if not folder.is_dir():
         raise ConfigError("adapters_dir", str(config.adapters_dir), "is not a folder")
-    if kernels:
-        raise ConfigError(
-            "adapters_dir",
-            str(config.adapters_dir),
-            _NO_ADAPTERS,
-        )
     return folder
+
+
+def _slab_layout(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> SlabLayout:
+    from .runtime.gpu.adapters.layout import SlabLayout
+
+    return SlabLayout(model.text, dtype, device)
 
 
 def _compile_meter() -> CompileMeter:
@@ -381,6 +400,8 @@ def _gpu_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime
     pack_weights(plan.model, tensors)
     fp8_gemms = plan.config.fp8_gemms
     reserve = reserve_of(plan.model, plan.dtype, sizes, fp8_gemms=fp8_gemms)
+    if plan.config.adapters_dir is not None:
+        reserve += plan.config.adapter_cache_bytes
     pool = _pool(plan, reserve + plan.refine_bytes)
     runtime = GpuRuntime(
         plan.model,
@@ -396,6 +417,7 @@ def _gpu_runtime(plan: _Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime
         decode_beside=_decodes_beside(plan.config, plan.model),
         max_crops=_most_crops(sizes),
         refiner=plan.refiner,
+        adapters=plan.slabs,
         progress=plan.progress,
     )
     return runtime, runtime.capture_s

@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..checkpoint.files import (
     PICKLE_SUFFIXES,
@@ -66,6 +66,27 @@ class Checked:
     @property
     def count(self) -> int:
         return sum(prod(side.shape) for pair in self.pairs.values() for side in pair)
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """The rank of each module's change."""
+        return {module: a.shape[-2] for module, (a, _) in self.pairs.items()}
+
+
+class Packer(Protocol):
+    """The form in which kernels read adapters, if they do not read A and B of each module."""
+
+    def refusal(self, modules: Iterable[str]) -> str | None:
+        """Returns why an adapter that changes ``modules`` can't be computed; None if it can."""
+        ...
+
+    def num_bytes(self, ranks: Mapping[str, int]) -> int:
+        """Returns the device memory of an adapter with the ``ranks`` of its modules."""
+        ...
+
+    def pack(self, weights: Mapping[str, LowRank]) -> torch.Tensor:
+        """Returns an adapter, whose tensors are on the CPU, on the device."""
+        ...
 
 
 def checked_adapter_name(name: object) -> str:
@@ -121,13 +142,17 @@ def check(found: Found, shapes: Shapes, text: TextConfig) -> Checked:
         return Checked(found, pairs, _scale(described, pairs))
 
 
-def read(checked: Checked, dtype: torch.dtype, device: torch.device) -> Adapter:
+def read(
+    checked: Checked, dtype: torch.dtype, device: torch.device, packer: Packer | None = None
+) -> Adapter:
     """Reads the tensors of a checked adapter. Raises AdapterUnfit if they are not finite or the files have changed."""
     import torch
 
     from ..models.low_rank import LowRank
 
     found = checked.found
+    if packer is not None:
+        device = torch.device("cpu")
     with _naming(found.name, found.files[0].parent):
         weights: dict[str, LowRank] = {}
         pickles = {file: load_pickle(file) for file in found.files if is_pickle(file)}
@@ -145,6 +170,9 @@ def read(checked: Checked, dtype: torch.dtype, device: torch.device) -> Adapter:
                     )
                 sides.append(side)
             weights[module] = LowRank(*sides)
+    if packer is not None:
+        slabs = packer.pack(weights)
+        return Adapter(found.name, _key(weights), {}, slabs.nbytes, slabs)
     num_bytes = sum(side.nbytes for pair in weights.values() for side in (pair.a, pair.b))
     return Adapter(found.name, _key(weights), weights, num_bytes)
 

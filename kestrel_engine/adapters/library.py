@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from ..errors import AdaptersFull, AdapterUnfit, EngineClosed
 from ..types.adapter import Adapter
 from ..types.model_config import ModelConfig
-from .files import Checked, Found, check, find, read
+from .files import Checked, Found, Packer, check, find, read
 from .targets import targets
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ class _Entry:
 
 
 class AdapterLibrary:
-    """``acquire`` gives an adapter by its name. All loaded ones together take at most ``max_bytes``."""
+    """``acquire`` gives an adapter by its name. All loaded ones together take at most ``max_bytes``. ``packer``: for
+    kernels that read adapters in another form."""
 
     def __init__(
         self,
@@ -61,10 +62,11 @@ class AdapterLibrary:
         dtype: torch.dtype,
         device: torch.device,
         max_bytes: int,
+        packer: Packer | None = None,
     ) -> None:
         self._folder, self._model = folder, model
         self._shapes = targets(model)
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device, self._packer = dtype, device, packer
         self._max_bytes = max_bytes
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         """By name, the most recently used last."""
@@ -122,7 +124,7 @@ class AdapterLibrary:
             )
             self._reserve(entry, checked)
             adapter = await loop.run_in_executor(
-                self._thread, read, checked, self._dtype, self._device
+                self._thread, read, checked, self._dtype, self._device, self._packer
             )
         except BaseException:
             self._drop(entry)
@@ -135,6 +137,13 @@ class AdapterLibrary:
     def _reserve(self, entry: _Entry, checked: Checked) -> None:
         """Reserves the memory of an adapter. Drops unused ones if necessary."""
         wanted = checked.count * self._dtype.itemsize
+        if self._packer is not None:
+            refusal = self._packer.refusal(checked.pairs)
+            if refusal is not None:
+                raise AdapterUnfit(
+                    "adapter", f"{entry.found.name!r} can't be applied: it {refusal}"
+                )
+            wanted = self._packer.num_bytes(checked.ranks)
         if wanted > self._max_bytes:
             raise AdapterUnfit(
                 "adapter",

@@ -9,6 +9,7 @@ from ..checkpoint.weights.expected import Shapes
 from ..errors import ConfigError
 from ..types.adapter import Adapter
 from ..types.model_config import TextConfig
+from .files import Packer
 from .targets import MAX_RANK, text_targets
 
 if TYPE_CHECKING:
@@ -63,8 +64,15 @@ class LoRA:
         }
         return cls(lora_config, tensors)
 
-    def adapter(self, text: TextConfig, dtype: torch.dtype, device: torch.device) -> Adapter:
-        """Returns the adapter for a model with the text decoder ``text``. Raises ConfigError if it does not fit."""
+    def adapter(
+        self,
+        text: TextConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        packer: Packer | None = None,
+    ) -> Adapter:
+        """Returns the adapter for a model with the text decoder ``text``. Raises ConfigError if it does not fit.
+        ``packer``: for kernels that read adapters in another form."""
         import torch
 
         from ..models.low_rank import LowRank
@@ -80,13 +88,18 @@ class LoRA:
         sides = {
             name: (tensor * (self.config.scale if name.endswith(".B") else 1.0))
             .detach()
-            .to(device, dtype, copy=True)
+            .to(device if packer is None else "cpu", dtype, copy=True)
             for name, tensor in self.tensors.items()
         }
         modules = dict.fromkeys(name[:-2] for name in sides)
         weights = {
             module: LowRank(sides[f"{module}.A"], sides[f"{module}.B"]) for module in modules
         }
+        if packer is not None:
+            if (refusal := packer.refusal(weights)) is not None:
+                raise ConfigError("lora", "given", refusal)
+            slabs = packer.pack(weights)
+            return Adapter(_NAME, _NAME, {}, slabs.nbytes, slabs)
         return Adapter(_NAME, _NAME, weights, sum(side.nbytes for side in sides.values()))
 
 

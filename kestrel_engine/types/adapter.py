@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ..models.low_rank import LowRank
 
 INPUT = "@input"
@@ -16,12 +18,14 @@ INPUT = "@input"
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
     """A loaded adapter. ``key``: a hash of its content, by which prefixes are kept apart. ``weights``: its change of
-    each module, by the module's canonical name. ``num_bytes``: the memory of its tensors."""
+    each module, by the module's canonical name. ``num_bytes``: the memory of its tensors. ``slabs``: the same changes
+    in the form that kernels read (runtime.gpu.adapters.layout). An adapter has either; for tests, both."""
 
     name: str
     key: str
     weights: Mapping[str, LowRank] = field(repr=False)
     num_bytes: int
+    slabs: Tensor | None = field(default=None, repr=False)
 
     @property
     def changes_vision(self) -> bool:

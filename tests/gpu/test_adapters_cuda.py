@@ -1,16 +1,17 @@
-"""Adapters on CUDA with plain torch (--no-compile): in float32 the same tokens as on a CPU."""
+"""Adapters on CUDA with plain torch (--no-compile) and with kernels: in float32 the same tokens as on a CPU."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from kestrel_engine import EngineResult, InferenceEngine, RuntimeConfig
+from kestrel_engine import EngineResult, InferenceEngine, LoRA, RuntimeConfig, TextLoRAConfig
 from kestrel_engine.checkpoint.open import open_model
 from tests.engine.adapters.random_adapters import random_tensors
 
@@ -22,8 +23,10 @@ pytestmark = [
 IMAGE = np.random.default_rng(4).integers(0, 256, (70, 90, 3), dtype=np.uint8)
 
 
-async def answers(folder: Path, device: str) -> list[tuple[int, ...]]:
-    config = RuntimeConfig(adapters_dir=folder, device=device, dtype="float32", compile=False)
+async def answers(
+    folder: Path, device: str, names: tuple[str | None, ...], **settings: Any
+) -> list[tuple[int, ...]]:
+    config = RuntimeConfig(adapters_dir=folder, device=device, dtype="float32", **settings)
     async with await InferenceEngine.create(config) as engine:
 
         async def ask(adapter: str | None) -> tuple[int, ...]:
@@ -32,7 +35,7 @@ async def answers(folder: Path, device: str) -> list[tuple[int, ...]]:
             assert isinstance(result, EngineResult)
             return result.token_ids
 
-        return await asyncio.gather(*map(ask, (None, "text", "sight", "text", None)))
+        return await asyncio.gather(*map(ask, names))
 
 
 async def test_mixed_requests_equal_those_of_a_cpu(tmp_path: Path) -> None:
@@ -40,4 +43,31 @@ async def test_mixed_requests_equal_those_of_a_cpu(tmp_path: Path) -> None:
     save_file(random_tensors(model, 1, size=0.3), tmp_path / "text.safetensors")
     sight = random_tensors(model, 2, size=0.3, vision=True, only="vision.")
     save_file(sight, tmp_path / "sight.safetensors")
-    assert await answers(tmp_path, "cuda") == await answers(tmp_path, "cpu")
+    names = (None, "text", "sight", "text", None)
+    plain = await answers(tmp_path, "cuda", names, compile=False)
+    assert plain == await answers(tmp_path, "cpu", names)
+
+
+@pytest.mark.parametrize("model", ["bundled", "md2"])
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+async def test_kernels_equal_a_cpu(
+    model: str, cuda_graphs: bool, tmp_path: Path, golden_folder: Any
+) -> None:
+    """The dense MLPs of the text decoder, with ranks of one slab and of several."""
+    path = None if model == "bundled" else golden_folder(model)
+    text = open_model(RuntimeConfig(model_path=path)).config.text
+    dense = text.n_layers if text.moe is None else text.moe.start_layer
+    for seed, rank in enumerate((3, 16, 40)):
+        lora = LoRA.create(text, lora_config=TextLoRAConfig(rank=rank), seed=seed)
+        generator = torch.Generator().manual_seed(seed)
+        tensors = {
+            name: tensor if name.endswith(".A") else tensor.normal_(generator=generator) * 0.1
+            for name, tensor in lora.tensors.items()
+            if any(f"blocks.{layer}." in name for layer in range(dense))
+        }
+        save_file(tensors, tmp_path / f"{rank}.safetensors")
+    names = (None, "3", "40", "16", "40", None, "3")
+    settings = {"model_path": path, "cuda_graphs": cuda_graphs}
+    expected = await answers(tmp_path, "cpu", names, model_path=path)
+    assert len(set(expected)) > 2, "the adapters change nothing"
+    assert await answers(tmp_path, "cuda", names, **settings) == expected

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from kestrel_engine import ConfigError, InferenceEngine, RuntimeConfig
+from kestrel_engine import ConfigError, InferenceEngine, LoRA, RuntimeConfig, TextLoRAConfig
+from kestrel_engine.checkpoint.open import open_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,8 +37,11 @@ def image(number: int, side: tuple[int, int]) -> np.ndarray:
     return rng.integers(0, 256, (side[1], side[0], 3), dtype=np.uint8)
 
 
-async def ask_everything(engine: InferenceEngine, *, segments: bool) -> None:
-    """All skills, tilings, ways to sample and sizes of a batch; prompts of one token to several steps."""
+async def ask_everything(
+    engine: InferenceEngine, *, segments: bool, adapter: str | None = None
+) -> None:
+    """All skills, tilings, ways to sample and sizes of a batch; prompts of one token to several steps. ``adapter``: of
+    every second question."""
     words = "is there a green crescent beside the pink star "
     for number, side in enumerate(SIDES):
         await engine.caption(image(number, side), settings={"max_tokens": 3})
@@ -44,12 +49,14 @@ async def ask_everything(engine: InferenceEngine, *, segments: bool) -> None:
         questions = []
         for index in range(count):
             settings = {"max_tokens": 4 + index, **SAMPLING[index % len(SAMPLING)]}
+            if adapter is not None and index % 2:
+                settings["adapter"] = adapter
             question = words * (1 + 7 * (index % 5))
             source = None if index % 3 else image(index, SIDES[index % len(SIDES)])
             questions.append(engine.query(source, question, settings=settings))
         await asyncio.gather(*questions)
     some = [image(100 + number, side) for number, side in enumerate(SIDES)]
-    limit = {"max_objects": 3}
+    limit = {"max_objects": 3, "adapter": adapter}
     await asyncio.gather(
         *(engine.detect(source, "star", settings=limit) for source in some),
         *(engine.point(source, "star", settings=limit) for source in some),
@@ -70,6 +77,8 @@ async def ask_everything(engine: InferenceEngine, *, segments: bool) -> None:
         {"dtype": "float32", "cuda_graphs": False},
         {"dtype": "bfloat16", "fp8_gemms": "all"},
         {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+        {"dtype": "bfloat16", "adapters_dir": True},
+        {"dtype": "float32", "cuda_graphs": False, "adapters_dir": True},
     ],
     ids=str,
 )
@@ -81,6 +90,14 @@ async def test_nothing_is_compiled_after_ready(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # nothing is found compiled on the disk
+    adapter = None
+    if "adapters_dir" in settings:
+        adapter = "tuned"
+        settings = {**settings, "adapters_dir": tmp_path}
+        text = open_model(RuntimeConfig(model_path=golden_folder(model))).config.text
+        tensors = LoRA.create(text, lora_config=TextLoRAConfig(rank=24)).tensors
+        dense = {name: tensors[name] for name in tensors if "blocks.0." in name}
+        save_file(dense, tmp_path / f"{adapter}.safetensors")
     config = RuntimeConfig(
         model_path=golden_folder(model),
         device="cuda",
@@ -94,5 +111,5 @@ async def test_nothing_is_compiled_after_ready(
         pytest.skip(f"this card or this model can't: {error}")
     async with started as engine:
         ready = engine.compiled
-        await ask_everything(engine, segments=model == "md3")
+        await ask_everything(engine, segments=model == "md3", adapter=adapter)
         assert engine.compiled == ready

@@ -14,11 +14,13 @@ import sys
 import pytest
 import torch
 
+from kestrel_engine.runtime.gpu.adapters.layout import SlabLayout
 from kestrel_engine.runtime.gpu.graphs import Variant
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.types.requests import SamplingParams
 from kestrel_engine.types.step import EncodeSlice, StepPlan, TokenRule
 from tests.engine.runtime.gpu.small_models import both_ways, small_model
+from tests.engine.runtime.gpu.test_adapters import Tuned, adapters_of
 from tests.engine.runtime.gpu.test_gpu_runtime import (
     POINT_X,
     POINT_Y,
@@ -78,10 +80,13 @@ def launches():
 
 
 def talk():
-    """Passes of all kinds: images, prompts, greedy and drawn rows, values, masks, likeliest ids, shared positions."""
+    """Passes of all kinds: images, prompts, greedy and drawn rows, values, masks, likeliest ids, shared positions,
+    adapters."""
     config, tensors = small_model("moondream3")  # It has all kernels of Moondream 2.
     tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    runtime = GpuRuntime(config, tensors, **{**SIZES, "max_batch_size": 8})
+    layout = SlabLayout(config.text, torch.bfloat16, torch.device("cpu"))
+    (tuned,) = adapters_of(config, layout, (1, 20))
+    runtime = GpuRuntime(config, tensors, adapters=layout, **{**SIZES, "max_batch_size": 8})
     try:
         _, image = both_ways("wide", 140, 60, config, seed=1)
         runtime.collect(
@@ -94,6 +99,7 @@ def talk():
                 Talk(0, [0, 20], [TEXT, TokenRule(stop=3, top=5)]),
                 Talk(1, [0, 22], [WIDE, TEXT], hot),
                 Talk(2, [0, 31], [POINT_X, POINT_Y, SIDES, POINT_X]),
+                Tuned(3, [0, 41], [TEXT, TEXT], tuned),
             ],
         )
         runtime._decode._send_padding()

@@ -18,6 +18,7 @@ from ...types.progress import Progress
 from ...types.requests import Coord, Size
 from ...types.step import Previous, Row
 from ..kv_cache import KvCache
+from .adapters.pass_slabs import PassSlabs
 from .attention.decode import FlashInferRows
 from .graphs import DecodeGraphs, Variant, ladder
 from .sampling.rows import RowSampler
@@ -28,7 +29,7 @@ from .text.decoder import FusedText
 
 class Decode:
     """The decode passes of a runtime. ``planned``: FlashInfer's attention, which the host plans before each pass; None
-    for our own kernel. ``stream``: None on a CPU."""
+    for our own kernel. ``slabs``: those of the rows; None if rows have no adapters. ``stream``: None on a CPU."""
 
     def __init__(
         self,
@@ -40,11 +41,12 @@ class Decode:
         max_rows: int,
         *,
         planned: FlashInferRows | None,
+        slabs: PassSlabs | None = None,
         stream: torch.cuda.Stream | None,
     ) -> None:
         self._model, self._text, self._cache, self._state = model, text, cache, state
         self._sampler, self._max_rows = sampler, max_rows
-        self._planned, self._stream = planned, stream
+        self._planned, self._stream, self._slabs = planned, stream, slabs
         device, dim = model.device, text.config.dim
         self._x = torch.zeros(max_rows, dim, dtype=model.dtype, device=device)
         self._normed = torch.empty_like(self._x)
@@ -63,6 +65,7 @@ class Decode:
             max_rows,
             stream=stream,
             fewest_shared=None if self._shared is None else FEWEST_ROWS,
+            adapters=slabs is not None,
         )
 
     def run(self, rows: Sequence[Row], step_id: int) -> tuple[Tensor, Tensor | None]:
@@ -85,7 +88,7 @@ class Decode:
         host["kinds"][count:padded] = TEXT
         host["ids"][count:padded] = 0
         variant = self._sampler.encode(rows, host, padded, spatial=spatial)
-        variant = variant._replace(shared=shared)
+        variant = variant._replace(shared=shared, adapters=self._send_adapters(rows, padded))
         self._sampler.rows.send()
         if self._planned is not None:
             self._planned.plan(padded, rows)
@@ -117,6 +120,17 @@ class Decode:
         self._sampler.send_padding(self._max_rows)
         if self._shared is not None:
             self._shared.send_nothing()
+        if self._slabs is not None:
+            self._slabs.send((), self._max_rows)
+
+    def _send_adapters(self, rows: Sequence[Row], padded: int) -> bool:
+        """Returns whether a row has an adapter. If one has, enqueues the copy of where the adapters are."""
+        adapters = [row.adapter for row in rows]
+        if not any(adapters):
+            return False
+        assert self._slabs is not None, "this runtime computes no adapters"
+        self._slabs.send(adapters, padded)
+        return True
 
     def _fill_inputs(self, rows: Sequence[Row], host: dict[str, np.ndarray]) -> bool:
         """Writes each row's input token and position. Returns True if an input may be a coordinate or a size."""
@@ -189,4 +203,5 @@ class Decode:
             self._cache.values,
             normed=self._normed[:n],
             shared=self._shared.of(n) if self._shared is not None and variant.shared else None,
+            adapters=self._slabs.of(n) if self._slabs is not None and variant.adapters else None,
         )

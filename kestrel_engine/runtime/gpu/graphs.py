@@ -28,6 +28,8 @@ class Variant(NamedTuple):
     """Rows may have coordinates and sizes as input, and may sample them."""
     shared: bool = False
     """Positions that several rows share are read once."""
+    adapters: bool = False
+    """A row has an adapter."""
 
 
 def ladder(max_rows: int) -> tuple[int, ...]:
@@ -50,7 +52,8 @@ def shared_ladder(max_rows: int, fewest: int) -> tuple[int, ...]:
 
 class DecodeGraphs:
     """The graphs of decode passes. ``body`` enqueues one pass of a variant on the current stream and does not wait.
-    ``fewest_shared``: the fewest rows of a pass with shared reads; None if there are no such passes."""
+    ``fewest_shared``: the fewest rows of a pass with shared reads; None if there are no such passes. ``adapters``: rows
+    may have adapters."""
 
     def __init__(
         self,
@@ -59,6 +62,7 @@ class DecodeGraphs:
         *,
         stream: torch.cuda.Stream | None,
         fewest_shared: int | None = None,
+        adapters: bool = False,
     ) -> None:
         self._body, self._stream = body, stream
         shares = fewest_shared is not None and fewest_shared <= max_rows
@@ -66,15 +70,17 @@ class DecodeGraphs:
             False: ladder(max_rows),
             True: shared_ladder(max_rows, fewest_shared) if shares and fewest_shared else (),
         }
+        self._adapters = (False, True) if adapters else (False,)
         self._graphs: dict[Variant, torch.cuda.CUDAGraph] = {}
 
     @property
     def variants(self) -> list[Variant]:
         """All variants, the largest first, so that smaller graphs reuse the memory of larger ones."""
         return [
-            Variant(rows, greedy, spatial, shared)
+            Variant(rows, greedy, spatial, shared, adapters)
             for shared, rungs in self._rungs.items()
             for rows in reversed(rungs)
+            for adapters in self._adapters
             for greedy in (True, False)
             for spatial in (True, False)
         ]

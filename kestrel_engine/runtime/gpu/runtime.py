@@ -45,6 +45,8 @@ from ..lost_work import LostWork
 from ..out_of_memory import raise_as_memory_error
 from ..protocol import StepHandle
 from ..refinement import Refinement, arrays_of, results_of
+from .adapters.layout import SlabLayout
+from .adapters.pass_slabs import PassSlabs, new_anchor
 from .attention.decode import FlashInferRows
 from .attention.prefill import choose_attention
 from .decode import Decode
@@ -114,12 +116,14 @@ class GpuRuntime:
         kv_scales: Sequence[Scales] | None = None,
         decode_beside: bool = True,
         refiner: Refiner | None = None,
+        adapters: SlabLayout | None = None,
         progress: Progress | None = None,
     ) -> None:
         """Captures the graphs on a CUDA device, unless ``cuda_graphs`` is False, and calls ``progress`` for each.
 
         ``attention``, ``fp8_gemms`` and ``decode_beside``: as in RuntimeConfig. ``kv_scales``: the scales of each layer
-        for an FP8 KV cache; None for a KV cache in the model's dtype. Raises ConfigError for an attention library or an
+        for an FP8 KV cache; None for a KV cache in the model's dtype. ``adapters``: the layout of adapters' slabs; None
+        if rows have no adapters, which needs fewer graphs. Raises ConfigError for an attention library or an
         FP8 setting that is not available, and torch's own errors.
         """
         assert max_seq_length <= config.text.max_context, (max_seq_length, config.text.max_context)
@@ -170,7 +174,12 @@ class GpuRuntime:
             fp8=fp8_gemms in FP8_PREFILL,
             kv_scales=kv_scales,
             decode_priority=self._lanes.decode_priority,
+            adapters=adapters,
         )
+        self._anchor = None if adapters is None else new_anchor(model.dtype, device)
+        decode_slabs = None
+        if self._anchor is not None:
+            decode_slabs = PassSlabs(self._anchor, max_batch_size, max_batch_size, device)
         self.vision = FusedVision(config.vision, tensors, fp8=fp8_gemms in FP8_VISION)
         self._vision_graphs = None
         if self._stream is not None and cuda_graphs:
@@ -187,6 +196,7 @@ class GpuRuntime:
             self._upload,
             self._prefill_graphs(captured=cuda_graphs),
             spare_slot=num_pages * page_size,
+            anchor=self._anchor,
         )
         samplers = [
             RowSampler(config, model, self.text, state, max_batch_size, device) for _ in range(2)
@@ -200,6 +210,7 @@ class GpuRuntime:
             decode_sampler,
             max_batch_size,
             planned=planned,
+            slabs=decode_slabs,
             stream=self._lanes.decode_stream,
         )
         self._results = Results(max_batch_size, RESULT_WIDTH, device)
@@ -233,6 +244,7 @@ class GpuRuntime:
             spare_slot=limits.num_pages * limits.page_size,
             block_backend=self.attention.block_backend,
             stream=self._stream,
+            anchor=self._anchor,
         )
 
     @property

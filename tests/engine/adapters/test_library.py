@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from kestrel_engine.adapters import library
-from kestrel_engine.adapters.files import Checked
+from kestrel_engine.adapters.files import Checked, Packer
 from kestrel_engine.adapters.library import AdapterLibrary, Lease
 from kestrel_engine.errors import AdaptersFull, AdapterUnfit, EngineClosed
+from kestrel_engine.runtime.gpu.adapters.layout import SlabLayout
 from kestrel_engine.types.adapter import Adapter
 from tests.engine.adapters.random_adapters import random_tensors
 from tests.engine.models.small import small_config
@@ -33,10 +34,12 @@ class Reader:
         self._read = library.read
         monkeypatch.setattr(library, "read", self)
 
-    def __call__(self, checked: Checked, dtype: torch.dtype, device: torch.device) -> Adapter:
+    def __call__(
+        self, checked: Checked, dtype: torch.dtype, device: torch.device, packer: Packer | None
+    ) -> Adapter:
         self.names.append(checked.found.name)
         assert self.go.wait(30)
-        return self._read(checked, dtype, device)
+        return self._read(checked, dtype, device, packer)
 
 
 @pytest.fixture
@@ -143,3 +146,20 @@ async def test_close_fails_those_that_wait(adapters: AdapterLibrary, reader: Rea
         await waiting
     reader.go.set()
     await closing
+
+
+async def test_adapters_for_kernels(tmp_path: Path) -> None:
+    """Their memory is that of their slabs, and one that the kernels can't compute fails alone."""
+    cpu = torch.device("cpu")
+    layout = SlabLayout(MODEL.text, torch.float32, cpu)
+    save_file(random_tensors(MODEL, 1, rank=17, only=".mlp."), tmp_path / "a.safetensors")
+    save_file(random_tensors(MODEL, 1), tmp_path / "b.safetensors")
+    limits = {"max_bytes": 2 * layout.size * 4, "dtype": torch.float32, "device": cpu}
+    made = AdapterLibrary(tmp_path, MODEL, packer=layout, **limits)
+    adapter = (await made.acquire("a")).adapter
+    assert adapter.slabs is not None and adapter.slabs.shape == (2, layout.size)
+    assert adapter.num_bytes == limits["max_bytes"] == made._num_bytes and not adapter.weights
+    with pytest.raises(AdapterUnfit, match=r"'b' can't be applied: .*attn.*--no-compile"):
+        await made.acquire("b")
+    assert made._num_bytes == adapter.num_bytes
+    await made.close()

@@ -44,6 +44,8 @@ class PrefillBatch:
     """Image keys, in the order of their blocks."""
     block_length: int
     """Positions of a block, including BOS."""
+    block_rows: tuple[int, ...]
+    """The index of each block's row in the pass."""
     text: tuple[TextPart, ...]
     coord_places: np.ndarray
     """[n] int64, the indices of coordinates."""
@@ -57,6 +59,12 @@ class PrefillBatch:
     @property
     def num_tokens(self) -> int:
         return len(self.ids)
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """The flat batch as runs of tokens of one row: the row's index in the pass, and the number of tokens."""
+        blocks = [(row, self.block_length) for row in self.block_rows]
+        return blocks + [(part.row, part.count) for part in self.text]
 
 
 def prefill_batch(rows: Sequence[Row], page_size: int, block_length: int) -> PrefillBatch:
@@ -130,6 +138,7 @@ def prefill_batch(rows: Sequence[Row], page_size: int, block_length: int) -> Pre
         last=np.array(last, dtype=np.int64),
         blocks=keys,
         block_length=block_length,
+        block_rows=tuple(index for index, image in enumerate(images) if image is not None),
         text=tuple(text),
         coord_places=np.array([place for place, _ in coords], dtype=np.int64),
         coord_values=np.array([value for _, value in coords], dtype=np.float32),

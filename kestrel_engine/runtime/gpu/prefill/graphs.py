@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from ....kernels.attention.paged_text import TILE_QUERIES, TILE_WIDTH, paged_text
+from ....types.adapter import Adapter
 from ....types.progress import Progress
 from ...kv_cache import KvCache
+from ..adapters.pass_slabs import PassSlabs
 from ..attention.prefill import attend_blocks
 from ..state.staging import Field, RowBuffers
 from ..text.decoder import FusedText
@@ -37,6 +39,8 @@ class PassShape(NamedTuple):
 
     num_blocks: int
     text_rows: int
+    adapters: bool = False
+    """A row has an adapter."""
 
 
 def tiles_of(batch: PrefillBatch, seqs: Sequence[int]) -> list[tuple[int, int, int, int]]:
@@ -60,7 +64,7 @@ def num_tiles(text_rows: int) -> int:
 
 class PrefillGraphs:
     """Owns the fixed buffers of captured passes. ``max_rows``: the most rows of a pass. Padding writes its keys and
-    values to ``spare_slot``."""
+    values to ``spare_slot``. ``anchor``: of the slabs of adapters; None if rows have none."""
 
     def __init__(
         self,
@@ -73,6 +77,7 @@ class PrefillGraphs:
         spare_slot: int,
         block_backend: SDPBackend | None,
         stream: torch.cuda.Stream | None,
+        anchor: Tensor | None = None,
     ) -> None:
         self._text, self._cache, self._page_table = text, cache, page_table
         self._length, self._max_rows, self._spare_slot = block_length, max_rows, spare_slot
@@ -89,10 +94,13 @@ class PrefillGraphs:
         self._tiles = RowBuffers(
             {"tiles": Field(np.int32, (TILE_WIDTH,))}, num_tiles(MAX_TEXT), pool.device
         )
+        self._slabs: PassSlabs | None = None
+        if anchor is not None:
+            self._slabs = PassSlabs(anchor, longest, max_rows, pool.device)
         self._block_backend = block_backend
         self._graphs: dict[PassShape, torch.cuda.CUDAGraph] = {}
 
-    def shape(self, batch: PrefillBatch, tiles: int) -> PassShape | None:
+    def shape(self, batch: PrefillBatch, tiles: int, *, adapters: bool = False) -> PassShape | None:
         """Returns the smallest captured pass for ``batch`` with ``tiles`` tiles; None if there is none.
 
         A captured pass has no image later in a prompt, because its text attends causally.
@@ -104,7 +112,7 @@ class PrefillGraphs:
             return None
         for rows in TEXT_ROWS:
             if text <= rows and tiles <= num_tiles(rows):
-                return PassShape(blocks, rows)
+                return PassShape(blocks, rows, adapters)
         return None
 
     def embeddings(self, num_tokens: int) -> Tensor:
@@ -112,9 +120,14 @@ class PrefillGraphs:
         return self._x[:num_tokens]
 
     def run(
-        self, shape: PassShape, batch: PrefillBatch, tiles: list[tuple[int, int, int, int]]
+        self,
+        shape: PassShape,
+        batch: PrefillBatch,
+        tiles: list[tuple[int, int, int, int]],
+        adapters: Sequence[Adapter | None] = (),
     ) -> Tensor:
         """Runs a captured pass and returns [num_rows, dim], the residual stream at each row's last position.
+        ``adapters``: those of the rows, for a shape with adapters.
 
         The result is valid until the next pass.
         """
@@ -134,6 +147,10 @@ class PrefillGraphs:
         meta[: len(tiles)] = tiles if tiles else np.empty((0, TILE_WIDTH), np.int32)
         meta[len(tiles) :] = 0
         self._tiles.send()
+        if shape.adapters:
+            assert self._slabs is not None
+            rows_of_runs, sizes = zip(*batch.runs, strict=True)
+            self._slabs.send([adapters[row] for row in rows_of_runs], total, sizes)
         graph = self._graphs.get(shape)
         if graph is None:
             self._body(shape)
@@ -145,12 +162,19 @@ class PrefillGraphs:
         """Runs and captures every pass, the largest first. Requires a CUDA device."""
         assert self._stream is not None, "graphs are captured on a stream of a CUDA device"
         pool = torch.cuda.graph_pool_handle()
-        shapes = [PassShape(n, rows) for n in reversed(BLOCKS) for rows in reversed(TEXT_ROWS)]
+        shapes = [
+            PassShape(n, rows, adapters)
+            for n in reversed(BLOCKS)
+            for rows in reversed(TEXT_ROWS)
+            for adapters in ((False,) if self._slabs is None else (False, True))
+        ]
         with torch.cuda.stream(self._stream):
             for buffers in (self._places, self._last, self._tiles):
                 for name, array in buffers.host().items():
                     array[:] = self._spare_slot if name == "slots" else 0
                 buffers.send()
+            if self._slabs is not None:
+                self._slabs.send((), len(self._x))
         for index, shape in enumerate(shapes):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(self._stream):
@@ -181,6 +205,7 @@ class PrefillGraphs:
             self._cache.keys,
             self._cache.values,
             rows=self._last.device["last"],
+            adapters=self._slabs.of(total) if self._slabs is not None and shape.adapters else None,
         )
         self._hidden.copy_(hidden)
 

@@ -13,11 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....kernels.adapters.slabs import RowSlabs
 from ....models.moondream import Moondream
+from ....types.adapter import Adapter
 from ....types.model_config import ModelConfig
 from ....types.progress import Progress
 from ....types.step import Row
 from ...kv_cache import KvCache
+from ..adapters.pass_slabs import places_of
 from ..attention.prefill import AttentionChoice, PrefillAttention
 from ..footprint import PASS_POSITIONS
 from ..state.staging import Uploader
@@ -33,7 +36,7 @@ WARM_UP_POSITIONS = (1, 16, 17, 300, 730, 2000)
 
 class Prefill:
     """The prefill passes of a runtime. ``graphs``: None to launch all kernels one by one. ``spare_slot``: the first
-    slot of the spare page, which no sequence reads."""
+    slot of the spare page, which no sequence reads. ``anchor``: of the slabs of adapters; None if rows have none."""
 
     def __init__(
         self,
@@ -47,10 +50,11 @@ class Prefill:
         graphs: PrefillGraphs | None,
         *,
         spare_slot: int,
+        anchor: Tensor | None = None,
     ) -> None:
         self._config, self._model, self._text, self._cache = config, model, text, cache
         self._images, self._attention, self._upload = images, attention, upload
-        self._graphs, self._spare_slot = graphs, spare_slot
+        self._graphs, self._spare_slot, self._anchor = graphs, spare_slot, anchor
 
     def passes(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
         """Groups rows into passes: as many rows as a captured pass holds, or PASS_POSITIONS positions."""
@@ -67,13 +71,15 @@ class Prefill:
         graph. The result is valid until the next pass.
         """
         batch = prefill_batch(rows, self._cache.page_size, self._config.image_prefix)
+        adapters = [row.adapter for row in rows]
+        has_adapters = any(adapters)
         if self._graphs is not None and seqs is not None:
             tiles = tiles_of(batch, seqs)
-            shape = self._graphs.shape(batch, len(tiles))
+            shape = self._graphs.shape(batch, len(tiles), adapters=has_adapters)
             if shape is not None:
                 embeddings = self._graphs.embeddings(batch.num_tokens)
                 self._embed(batch, embeddings, self._arrays(batch, "ids"))
-                return self._graphs.run(shape, batch, tiles)
+                return self._graphs.run(shape, batch, tiles, adapters)
         arrays = self._arrays(batch, "ids", "positions", "slots", "last")
         x = torch.empty(
             batch.num_tokens,
@@ -86,8 +92,10 @@ class Prefill:
         attention = PrefillAttention(
             self._attention, batch, keys, values, self._cache.page_size, self._cache.scales
         )
+        places = arrays["positions"], arrays["slots"]
+        slabs = self._slabs(batch, adapters) if has_adapters else None
         return self._text.prefill(
-            x, arrays["positions"], arrays["slots"], attention, keys, values, rows=arrays["last"]
+            x, *places, attention, keys, values, rows=arrays["last"], adapters=slabs
         )
 
     def warm_up(self) -> None:
@@ -97,9 +105,11 @@ class Prefill:
             x = torch.randn(count, dim, dtype=self._model.dtype, device=self._model.device)
             places = torch.arange(count, device=x.device) % size
             slots = places + self._spare_slot
-            self._text.prefill(
-                x, places, slots, _no_attention, self._cache.keys, self._cache.values
-            )
+            pool = self._cache.keys, self._cache.values
+            self._text.prefill(x, places, slots, _no_attention, *pool)
+            if self._anchor is not None:
+                none = self._upload_slabs([], [0], [0], [count])
+                self._text.prefill(x, places, slots, _no_attention, *pool, adapters=none)
 
     def capture(self, progress: Progress | None) -> None:
         if self._graphs is not None:
@@ -118,6 +128,21 @@ class Prefill:
             if len(getattr(batch, name)):
                 arrays[name] = getattr(batch, name)
         return self._upload({name: np.asarray(array) for name, array in arrays.items()})
+
+    def _slabs(self, batch: PrefillBatch, adapters: Sequence[Adapter | None]) -> RowSlabs:
+        """Returns the slabs of the batch's tokens. ``adapters``: those of the rows."""
+        assert self._anchor is not None, "this runtime computes no adapters"
+        rows, sizes = zip(*batch.runs, strict=True)
+        return self._upload_slabs(*places_of([adapters[row] for row in rows], self._anchor), sizes)
+
+    def _upload_slabs(
+        self, slabs: list[int], first: list[int], count: list[int], sizes: Sequence[int]
+    ) -> RowSlabs:
+        assert self._anchor is not None
+        arrays = {"slabs": np.array([*slabs, 0], dtype=np.int64)}
+        for name, values in (("first", first), ("count", count)):
+            arrays[name] = np.repeat(np.array(values, dtype=np.int32), sizes)
+        return RowSlabs(self._anchor, **self._upload(arrays))
 
     def _embed(self, batch: PrefillBatch, x: Tensor, arrays: dict[str, Tensor]) -> None:
         """Writes the batch's embeddings to ``x`` [num_tokens, dim]."""

@@ -9,17 +9,21 @@ the other one reads weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from ....kernels.adapters.layer_norm import adapted_layer_norm
+from ....kernels.adapters.rows import change_rows
+from ....kernels.adapters.slabs import RowSlabs
 from ....kernels.attention.shared_prefix import SharedPrefixes
 from ....kernels.attention.tau_content import TauWorkspace, tau_content
 from ....kernels.layer_norm import add_layer_norm, layer_norm
 from ....kernels.linear.skinny_linear import (
     MAX_ROWS,
+    Adapted,
     content_parts,
     default_splits,
     skinny_linear,
@@ -32,6 +36,8 @@ from ....kernels.moe.router import RouterWorkspace, route_tokens
 from ....models.layers import LayerNorm, Linear
 from ....models.text import Moe
 from ....types.model_config import TextConfig
+from ..adapters.decode_changes import DecodeChanges
+from ..adapters.layout import SlabLayout
 from ..attention.decode import DecodeAttention, PagedDecode
 from ..gemm import linear
 from .layers import TextLayer
@@ -45,7 +51,7 @@ class DecodePass:
     """Owns the buffers of a step of up to ``max_rows`` rows. All steps share them, so they run one after the other.
 
     ``pdl``: launch kernels early (programmatic dependent launch, sm_90). ``priority``: of the second stream.
-    ``attention``: None for our own kernel.
+    ``attention``: None for our own kernel. ``adapters``: the layout of adapters' slabs; None if rows have none.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class DecodePass:
         pdl: bool,
         priority: int = 0,
         attention: DecodeAttention | None = None,
+        adapters: SlabLayout | None = None,
     ) -> None:
         self._config, self._layers, self._post_ln = config, layers, post_ln
         self._angles = angles
@@ -93,6 +100,9 @@ class DecodePass:
             for rows in range(1, min(self._inline_tau, max_rows) + 1)
         ]
         self._content = floats(max([1, *tau_parts]), max_rows, 2 * heads)
+        self._changes: DecodeChanges | None = None
+        if adapters is not None:
+            self._changes = DecodeChanges(adapters, layers, max_rows, device)
         self._router_weights = floats(max_rows, chosen)
         self._chosen = torch.empty(max_rows * chosen, dtype=torch.int32, device=device)
         if config.moe is not None:
@@ -114,23 +124,62 @@ class DecodePass:
         *,
         normed: Tensor | None,
         shared: SharedPrefixes | None,
+        adapters: RowSlabs | None = None,
     ) -> Tensor:
         """As `FusedText.decode`."""
         assert len(x) <= self._max_rows, f"{len(x)} rows, buffers for {self._max_rows}"
         rows = positions, row_seq, page_table
         u = _shaped(self._u, *x.shape)
         first = self._layers[0].ln
-        layer_norm(x, first.weight, first.bias, pending=None, out=u)
+        if adapters is None:
+            layer_norm(x, first.weight, first.bias, pending=None, out=u)
+        else:
+            self._adapted_norm(x, adapters, first, (), before=self._layers[0], out=u)
         norms = [*(layer.ln for layer in self._layers[1:]), self._post_ln]
-        for layer, norm in zip(self._layers, norms, strict=True):
+        following = [*self._layers[1:], None]
+        for layer, norm, before in zip(self._layers, norms, following, strict=True):
             pool = keys[layer.index], values[layer.index]
-            parts = self._block(layer, u, rows, pool, shared)
+            parts = self._block(layer, u, rows, pool, shared, adapters)
             if norm is self._post_ln and normed is not None:
                 u = normed
             # An early launch waits for its predecessor in the same stream, but not for kernels of the other stream.
             early = self._early and not self._is_concurrent(layer, len(x))
-            add_layer_norm(x, parts, layer.owed, norm.weight, norm.bias, pdl=early, out=u)
+            if adapters is None:
+                add_layer_norm(x, parts, layer.owed, norm.weight, norm.bias, pdl=early, out=u)
+            else:
+                self._adapted_norm(
+                    x, adapters, norm, parts, after=layer, before=before, early=early, out=u
+                )
         return x
+
+    def _adapted_norm(
+        self,
+        x: Tensor,
+        adapters: RowSlabs,
+        norm: LayerNorm,
+        parts: Sequence[Tensor],
+        *,
+        after: TextLayer | None = None,
+        before: TextLayer | None,
+        early: bool = False,
+        out: Tensor,
+    ) -> None:
+        """The LayerNorm ``after`` a layer and ``before`` another one, with the changes of adapters in both."""
+        rows, changes = len(x), self._changes
+        assert changes is not None, "this runtime computes no adapters"
+        fused = rows <= MAX_ROWS
+        adapted_layer_norm(
+            x,
+            parts,
+            None if after is None else after.owed,
+            norm.weight,
+            norm.bias,
+            adapters,
+            down=None if after is None or not fused else changes.after(after, rows),
+            up=changes.before(before, rows) if fused else None,
+            pdl=early,
+            out=out,
+        )
 
     def _is_concurrent(self, layer: TextLayer, rows: int) -> bool:
         """Returns whether the layer's experts run concurrently with its attention."""
@@ -143,6 +192,7 @@ class DecodePass:
         rows: tuple[Tensor, Tensor, Tensor],
         pool: tuple[Tensor, Tensor],
         shared: SharedPrefixes | None,
+        adapters: RowSlabs | None,
     ) -> list[Tensor]:
         """Returns tensors whose sum is the block's output, without its biases."""
         dim, moe = self._config.dim, layer.moe
@@ -153,7 +203,7 @@ class DecodePass:
 
         def attend(reads: Linear, *, gelu_from: int | None = None) -> None:
             out = read[:, : reads.weight.shape[0]]
-            factors = self._linear_and_tau(layer, u, reads, out, gelu_from=gelu_from)
+            factors = self._linear_and_tau(layer, u, reads, out, adapters, gelu_from=gelu_from)
             scales = layer.kv_scales
             self._attention(
                 read, *pool, rows, self._angles, factors, attended, scales, shared=shared
@@ -161,7 +211,10 @@ class DecodePass:
 
         if moe is None:
             attend(layer.reads, gelu_from=3 * dim)
-            return [self._partials(read[:, 2 * dim :], layer.writes)]
+            output = self._partials(read[:, 2 * dim :], layer.writes)
+            if adapters is not None and len(u) > MAX_ROWS:
+                self._add_change(layer, "fc2", adapters, hidden, output)
+            return [output]
         if self._is_concurrent(layer, len(u)):
             with self._on_side_stream():
                 expert_output = self._experts_of_few(moe, u)
@@ -190,6 +243,7 @@ class DecodePass:
         u: Tensor,
         reads: Linear,
         out: Tensor,
+        adapters: RowSlabs | None,
         *,
         gelu_from: int | None = None,
     ) -> tuple[Tensor, Tensor] | None:
@@ -198,7 +252,7 @@ class DecodePass:
         Returns tau's raw content (or its partial sums) and alpha, or None without tau attention.
         """
         if layer.tau is None:
-            self._linear(u, reads, out, gelu_from=gelu_from)
+            self._linear(layer, u, reads, out, adapters, gelu_from=gelu_from)
             return None
         rows, columns = len(u), 2 * self._config.n_heads
         if rows <= self._inline_tau:
@@ -211,11 +265,12 @@ class DecodePass:
                 reads.bias,
                 gelu_from=gelu_from,
                 tau=weights_and_parts,
+                adapted=self._adapted(layer, adapters),
                 pdl=self._early,
                 out=out,
             )
             return parts, layer.tau.alpha
-        self._linear(u, reads, out, gelu_from=gelu_from)
+        self._linear(layer, u, reads, out, adapters, gelu_from=gelu_from)
         assert self._tau is not None
         content = _shaped(self._content, rows, columns)
         tau_content(out, layer.tau.weights, self._tau, out=content)
@@ -247,19 +302,41 @@ class DecodePass:
 
     def _linear(
         self,
+        layer: TextLayer,
         x: Tensor,
-        layer: Linear,
+        reads: Linear,
         out: Tensor,
+        adapters: RowSlabs | None,
         *,
         gelu_from: int | None = None,
     ) -> None:
         if len(x) <= MAX_ROWS:
-            pdl = self._early
-            skinny_linear(x, layer.weight, layer.bias, gelu_from=gelu_from, pdl=pdl, out=out)
+            weights, adapted = (reads.weight, reads.bias), self._adapted(layer, adapters)
+            early = self._early
+            skinny_linear(x, *weights, gelu_from=gelu_from, adapted=adapted, pdl=early, out=out)
             return
-        linear(x, layer, out=out)
-        if gelu_from is not None:
-            torch.ops.aten.gelu_(out[:, gelu_from:], approximate="tanh")
+        linear(x, reads, out=out)
+        if gelu_from is None:
+            return
+        hidden = out[:, gelu_from:]
+        if adapters is None:
+            torch.ops.aten.gelu_(hidden, approximate="tanh")
+        else:
+            self._add_change(layer, "fc1", adapters, x, hidden)
+
+    def _adapted(self, layer: TextLayer, adapters: RowSlabs | None) -> Adapted | None:
+        if adapters is None or self._changes is None:
+            return None
+        return self._changes.within(layer, adapters)
+
+    def _add_change(
+        self, layer: TextLayer, name: str, adapters: RowSlabs, x: Tensor, y: Tensor
+    ) -> None:
+        """Adds the change of a dense layer's fc1 or fc2 for its input ``x`` to ``y``, and applies GELU to fc1's."""
+        places = None if self._changes is None else self._changes.layout.mlp(layer.index)
+        assert places is not None
+        place = places.fc1 if name == "fc1" else places.fc2
+        change_rows(x, adapters, place.a_at, place.b_at, add_to=y, gelu=name == "fc1")
 
     def _partials(self, x: Tensor, weight: Tensor) -> Tensor:
         """Returns ``x @ weight.T`` as partial sums [S, M, dim] float32, or as [M, dim] beyond `MAX_ROWS` rows."""

@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ....kernels.adapters.rows import change_rows
+from ....kernels.adapters.slabs import RowSlabs
 from ....kernels.attention.rope_store import rope_store
 from ....kernels.attention.shared_prefix import SharedPrefixes
 from ....kernels.attention.tau_content import TauWorkspace, tau_content
@@ -22,6 +24,7 @@ from ....kernels.moe.route import route
 from ....models.kv_format import Scales
 from ....models.layers import LayerNorm, Linear, Tensors
 from ....types.model_config import TextConfig
+from ..adapters.layout import SlabLayout
 from ..attention.decode import DecodeAttention
 from ..gemm import add_linear, linear, linear_gelu, require_exact
 from .decode_step import DecodePass
@@ -51,6 +54,7 @@ class FusedText:
     preceding kernels have ended (sm_90). ``attention``: for decode steps; None for our own kernel. ``fp8``: prefill
     computes qkv and the dense layers' fc1, proj and fc2 in FP8, with FP8 copies of their weights. ``kv_scales``: the
     scales of each layer for an FP8 KV cache. ``decode_priority``: of the streams of a decode step, as in torch.
+    ``adapters``: the layout of adapters' slabs; None if rows have none.
 
     Raises ConfigError for shapes that do not support FP8.
     """
@@ -67,10 +71,11 @@ class FusedText:
         fp8: bool = False,
         kv_scales: Sequence[Scales] | None = None,
         decode_priority: int = 0,
+        adapters: SlabLayout | None = None,
     ) -> None:
         self.config = config
         self._layers, self._pending = load_layers(config, tensors, kv_scales)
-        self.fp8 = fp8
+        self.fp8, self._layout = fp8, adapters
         self._fp8 = [Fp8Products.of(layer) for layer in self._layers] if fp8 else []
         self._post_ln = LayerNorm.load(tensors, "text.post_ln")
         self._lm_head = Linear.load(tensors, "text.lm_head")
@@ -89,6 +94,7 @@ class FusedText:
             page_size=page_size,
             pdl=pdl,
             attention=attention,
+            adapters=adapters,
         )
 
     @property
@@ -111,13 +117,16 @@ class FusedText:
         values: Tensor,
         *,
         rows: Tensor | None = None,
+        adapters: RowSlabs | None = None,
     ) -> Tensor:
         """Returns the residual stream after the last block, before ``post_ln``: [T, dim], or only its ``rows`` [n]
         int64.
 
         ``x``: [T, dim], which is overwritten. ``positions``, ``slots``: [T] int64. ``keys``, ``values``: the KV cache,
-        [layers, num_slots, heads, head_dim].
+        [layers, num_slots, heads, head_dim]. ``adapters``: those of the tokens. With them, the pass is not computed in
+        FP8, because their changes are not small beside its errors.
         """
+        fp8 = self._fp8 if adapters is None else []
         # Attention does not write rows of padding, so they must be initialised with numbers.
         u, attended = torch.empty_like(x), torch.zeros_like(x)
         heads = self.config.n_heads
@@ -125,9 +134,9 @@ class FusedText:
         owed: Tensor | None = None
         for layer in self._layers:
             u8: Fp8Rows | None = None
-            if self._fp8:
+            if fp8:
                 u8 = self._norm_fp8(layer, x, u, owed)
-                qkv = self._fp8[layer.index].qkv(u8)
+                qkv = fp8[layer.index].qkv(u8)
             else:
                 layer_norm(x, layer.ln.weight, layer.ln.bias, pending=layer.pending, out=u)
                 qkv = linear(u, layer.qkv)
@@ -141,12 +150,13 @@ class FusedText:
                 # All keys and values are stored. The rest of the last layer needs these rows only.
                 x, u, attended = x[rows], u[rows], attended[rows]
                 u8 = None if u8 is None else u8.at(rows)
+                adapters = None if adapters is None else adapters.at(rows)
             if layer.moe is None and u8 is not None:
                 owed = self._owed_in_fp8(layer, attended, u8)
                 continue
             owed = None
             add_linear(x, attended, layer.proj)
-            self._add_mlp(layer, x, u, u8)
+            self._add_mlp(layer, x, u, u8, adapters)
         if owed is not None:
             x.add_(owed)
         # The sum is rounded once: torch adds a float32 tensor in place to a half-precision one in float32.
@@ -175,9 +185,25 @@ class FusedText:
         assert fp8.fc1 is not None and fp8.writes is not None
         return fp8.writes(quantise_rows(fp8.fc1(u8), gelu=True, left=attended))
 
-    def _add_mlp(self, layer: TextLayer, x: Tensor, u: Tensor, u8: Fp8Rows | None) -> None:
+    def _add_mlp(
+        self,
+        layer: TextLayer,
+        x: Tensor,
+        u: Tensor,
+        u8: Fp8Rows | None,
+        adapters: RowSlabs | None,
+    ) -> None:
         """Adds the MLP of ``u`` to ``x``. ``u8``: ``u`` in FP8, for experts with FP8 inputs."""
         moe = layer.moe
+        places = None if self._layout is None else self._layout.mlp(layer.index)
+        if adapters is not None and places is not None:
+            assert layer.fc1 is not None and layer.fc2 is not None
+            hidden = linear(u, layer.fc1)
+            up, down = places.fc1, places.fc2
+            change_rows(u, adapters, up.a_at, up.b_at, add_to=hidden, gelu=True)
+            add_linear(x, hidden, layer.fc2)
+            change_rows(hidden, adapters, down.a_at, down.b_at, add_to=x)
+            return
         if moe is None:
             assert layer.fc1 is not None and layer.fc2 is not None
             add_linear(x, linear_gelu(u, layer.fc1), layer.fc2)
@@ -207,16 +233,18 @@ class FusedText:
         *,
         normed: Tensor | None = None,
         shared: SharedPrefixes | None = None,
+        adapters: RowSlabs | None = None,
     ) -> Tensor:
         """Runs one token of each row: overwrites ``x`` [M, dim] with the stream after the last block, and returns it.
 
         ``positions``: [M] int32, the positions of the tokens. ``row_seq``: [M] int32, the row of each token's sequence
         in ``page_table`` [num_seqs, max_pages] int32. ``keys``, ``values``: as for `prefill`. ``normed``: [M, dim],
-        filled with ``post_ln`` of the stream at no cost, for `logits`. ``shared``: as for `paged_decode`. A graph can
-        capture this pass, because the grids depend on M only and all memory is allocated before.
+        filled with ``post_ln`` of the stream at no cost, for `logits`. ``shared``: as for `paged_decode`. ``adapters``:
+        those of the rows. A graph can capture this pass, because the grids depend on M only and all memory is allocated
+        before.
         """
         rows = positions, row_seq, page_table
-        return self._decode(x, *rows, keys, values, normed=normed, shared=shared)
+        return self._decode(x, *rows, keys, values, normed=normed, shared=shared, adapters=adapters)
 
     def logits(
         self, hidden: Tensor, *, normed: Tensor | None = None, out: Tensor | None = None

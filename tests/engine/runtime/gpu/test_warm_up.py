@@ -21,6 +21,7 @@ from kestrel_engine.kernels.decode_io import flag_rows
 from kestrel_engine.kernels.images.patchify import patchify
 from kestrel_engine.kernels.images.pool_tiles import pool_tiles
 from kestrel_engine.kernels.layer_norm import layer_norm
+from kestrel_engine.runtime.gpu.adapters.layout import SlabLayout
 from kestrel_engine.runtime.gpu.graphs import Variant
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.gpu.state.staging import ImageUploader, Uploader
@@ -129,7 +130,8 @@ def test_the_crops_of_any_images_need_no_other_kernels_than_warm_up(launches: La
 def test_serving_launches_nothing_that_warm_up_did_not(family: str, launches: Launches) -> None:
     config, tensors = small_model(family)
     sizes = {"num_pages": 30, "page_size": 17, "max_batch_size": 3, "max_seq_length": 200}
-    runtime = GpuRuntime(config, tensors, **sizes)
+    layout = SlabLayout(config.text, torch.float32, torch.device("cpu"))
+    runtime = GpuRuntime(config, tensors, adapters=layout, **sizes)
     runtime._decode.warm_up()
     runtime._warm_up_samples()
     first = picture("first", (1, 1), config, seed=1)
@@ -144,7 +146,9 @@ def test_serving_launches_nothing_that_warm_up_did_not(family: str, launches: La
         for greedy in (True, False):
             for spatial in (True, False):
                 runtime._prefill_sampler(hidden[:count], Variant(count, greedy, spatial))
-    for variant in runtime._decode._graphs.variants:
+    variants = runtime._decode._graphs.variants
+    assert {variant.adapters for variant in variants} == {False, True}
+    for variant in variants:
         runtime._decode._body(variant)
     for step, tiling in enumerate(((1, 2), (2, 1), (2, 2)), 1):
         image = picture(str(tiling), tiling, config, seed=step)
