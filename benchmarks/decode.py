@@ -16,12 +16,16 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
 from kestrel_engine.runtime.protocol import StepHandle
+from kestrel_engine.types.adapter import Adapter
 from kestrel_engine.types.model_config import ModelConfig
 from kestrel_engine.types.requests import SamplingParams
 from kestrel_engine.types.step import StepPlan, TokenRule
@@ -30,6 +34,7 @@ from .device.model_work import chosen_experts, decoder_bytes, touched
 from .device.rates import copy_rate, synchronize
 from .models.hand_made_steps import HandMadeSteps, Held
 from .models.opening import Opened, model_arguments, open_model, parse, server_gc
+from .models.random_adapters import random_adapters
 from .reports import bars
 from .reports.gpu_report import GpuReport, command_line
 from .reports.report import benchmark_parser, median, quantile
@@ -143,11 +148,14 @@ def measure(
     shared: int = 0,
     top: int = 0,
     masked: int = 0,
+    adapters: Sequence[Adapter] = (),
+    adapter_rank: int = 0,
 ) -> None:
     """Measures all batch sizes. ``rate``: copied bytes a second; None to measure it. ``sampled``: sample with the
     defaults of query. ``shared``: the first positions that all sequences have in common. ``top``: also measure steps
     whose rows ask for that many of the likeliest tokens. ``masked``: also measure steps of which that many rows have a
-    mask."""
+    mask. ``adapters``: also measure steps whose rows have these, in turn, which are
+    of ``adapter_rank``."""
     config, device = opened.built.model, opened.device
     model = opened.runtime.model
     rate = rate or copy_rate(device)
@@ -226,6 +234,21 @@ def measure(
             cost = _cost(steps, plans, partial(plans, masked=masked), clock)
             what = f"Decode steps with a mask for {masked} rows"
             report.add(f"{what}, {ROUNDS} rounds", {"batch": batch, **cost})
+        if adapters:
+            cost = _cost(steps, plans, partial(plans, adapters=adapters), clock)
+            what = f"{len(adapters)} adapters of rank {adapter_rank}"
+            report.add(f"Decode steps with {what}, {ROUNDS} rounds", {"batch": batch, **cost})
+            limits = bars.DECODE_ADAPTERS_COST.get((opened.name, batch), bars.NONE)
+            judged = opened.on_cuda and context >= 800 and what == "8 adapters of rank 16"
+            limits = limits if judged else bars.NONE
+            report.figure(
+                f"{opened.name}: cost of {what} in a decode step, batch {batch}",
+                100 * cost["cost"],
+                "%",
+                at_least=False,
+                bar=limits.bar and 100 * limits.bar,
+                goal=limits.goal and 100 * limits.goal,
+            )
     steps.end(prefilled.held)
 
 
@@ -295,6 +318,16 @@ def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="also measure the cost of masks for N rows, as of rows that follow a JSON Schema [0]",
     )
+    parser.add_argument(
+        "--adapters",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also measure the cost of N adapters of the text MLPs, which the rows have in turn [0]",
+    )
+    parser.add_argument(
+        "--adapter-rank", type=int, default=16, help="the rank of these adapters [16]"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> GpuReport:
@@ -304,8 +337,16 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
     if args.quick:
         args.batches, args.context, args.steps, args.warm_up = [1, 4], 48, 6, 2
     report = GpuReport("decode", vars(args), command=command_line("benchmarks.decode", arguments))
-    opened = open_model(model_arguments(of_model, quick=args.quick))
-    try:
+    config = model_arguments(of_model, quick=args.quick)
+    with ExitStack() as held:
+        loaded: list[Adapter] = []
+        if args.adapters:
+            folder = Path(held.enter_context(TemporaryDirectory()))
+            opened = open_model(replace(config, adapters_dir=folder))
+            loaded = random_adapters(opened, folder, args.adapters, args.adapter_rank)
+        else:
+            opened = open_model(config)
+        held.callback(opened.runtime.close)
         measure(
             opened,
             report,
@@ -317,9 +358,9 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
             shared=args.shared,
             top=args.top_logprobs,
             masked=args.masked,
+            adapters=loaded,
+            adapter_rank=args.adapter_rank,
         )
-    finally:
-        opened.runtime.close()
     report.finish(args.json)
     return report
 

@@ -51,6 +51,9 @@ DECODE_SHARE = {
 }
 """Of the decode step's memory floor, by model and batch."""
 
+DECODE_ADAPTERS_COST = {("moondream2", 16): Limits(0.15, 0.08)}
+"""Of 8 adapters of rank 16 on all MLPs, by model and batch."""
+
 DECODE_SHARED_MS = {("moondream2", 64): Limits(1.5, 1.1)}
 """Of a decode step whose rows are about one image, by model and batch."""
 
