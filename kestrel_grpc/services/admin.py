@@ -31,7 +31,7 @@ from ..monitoring.profiles import (
 )
 from ..security.admission.guard import Guard
 from ..served_model import ServedModel
-from .messages import convert
+from .messages.responses import rounded_s
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class AdminService(AdminServiceServicer):
         return pb.StopProfileResponse(
             file=os.path.basename(profile.path),
             size_bytes=profile.file_bytes,
-            seconds=convert.seconds(profile.seconds),
+            seconds=rounded_s(profile.seconds),
             steps=profile.steps,
         )
 
@@ -163,7 +163,7 @@ class AdminService(AdminServiceServicer):
         self, request: pb.GetStatisticsRequest, context: Context
     ) -> pb.GetStatisticsResponse:
         response = pb.GetStatisticsResponse(
-            uptime_seconds=convert.seconds(time.monotonic() - self._started_at),
+            uptime_seconds=rounded_s(time.monotonic() - self._started_at),
             calls=self._guard.admission.calls,
             held_bytes=self._guard.held_bytes,
             refused_calls=self._guard.refused,
@@ -198,11 +198,11 @@ def _method_statistics(method: str, counts: MethodCounts) -> pb.MethodStatistics
         input_tokens=counts.input_tokens,
         output_tokens=counts.output_tokens,
         cached_tokens=counts.cached_tokens,
-        total_seconds=convert.seconds(counts.total_s),
-        preprocess_seconds=convert.seconds(counts.preprocess_s),
-        queue_seconds=convert.seconds(counts.queue_s),
-        prefill_seconds=convert.seconds(counts.prefill_s),
-        decode_seconds=convert.seconds(counts.decode_s),
+        total_seconds=rounded_s(counts.total_s),
+        preprocess_seconds=rounded_s(counts.preprocess_s),
+        queue_seconds=rounded_s(counts.queue_s),
+        prefill_seconds=rounded_s(counts.prefill_s),
+        decode_seconds=rounded_s(counts.decode_s),
     )
 
 

@@ -18,7 +18,7 @@ from ..images.request_images import RequestImages
 from ..images.store import StoredImage
 from ..images.upload import Upload, UploadRoom
 from ..served_model import ServedModel
-from .messages import convert
+from .messages.images import checked_image_id, required_image
 
 _A_MOMENT_S = 0.05
 
@@ -35,7 +35,7 @@ class ImageService(ImageServiceServicer):
         self._max_image_bytes = served.config.image_limits.max_bytes
 
     async def PutImage(self, request: pb.PutImageRequest, context: Context) -> pb.PutImageResponse:
-        image = self._images.find(current_call().owner, convert.required_image(request))
+        image = self._images.find(current_call().owner, required_image(request))
         kept = image.kept or await self._put(image.source)
         return pb.PutImageResponse(image=_stored(kept))
 
@@ -61,7 +61,7 @@ class ImageService(ImageServiceServicer):
     async def DeleteImage(
         self, request: pb.DeleteImageRequest, context: Context
     ) -> pb.DeleteImageResponse:
-        image_id = convert.image_id("image_id", request.image_id)
+        image_id = checked_image_id("image_id", request.image_id)
         existed = self._images.store.delete(current_call().owner, image_id.value)
         return pb.DeleteImageResponse(existed=existed)
 

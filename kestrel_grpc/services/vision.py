@@ -24,10 +24,24 @@ from .answers.frames import answer_frame
 from .answers.several_objects import find_several
 from .answers.several_samples import TextResponse, check_single, draw_samples, num_samples
 from .answers.starting import Respond, Response, Starter
-from .messages import convert
-from .messages.convert import SkillCall
+from .messages.calls import (
+    SkillCall,
+    caption_call,
+    detect_call,
+    point_call,
+    query_call,
+    segment_call,
+)
 from .messages.embeddings import embed_call, embed_events, embed_final, embed_response
 from .messages.named_skill import check_skill, located, skill_call, skill_event, skill_response
+from .messages.responses import (
+    caption_response,
+    detect_response,
+    event_fields,
+    point_response,
+    query_response,
+    segment_response,
+)
 
 _Event = Callable[[StreamUpdate], dict[str, Any]]
 _Rest = Callable[[EngineResult], Iterable[Mapping[str, Any]]]
@@ -43,23 +57,23 @@ class VisionService(VisionServiceServicer):
         self._max_message_bytes = max_message_bytes
 
     async def Query(self, request: pb.QueryRequest, context: Context) -> pb.QueryResponse:
-        return await self._samples(request, convert.query_call(request), convert.query_response)
+        return await self._samples(request, query_call(request), query_response)
 
     async def Caption(self, request: pb.CaptionRequest, context: Context) -> pb.CaptionResponse:
-        return await self._samples(request, convert.caption_call(request), convert.caption_response)
+        return await self._samples(request, caption_call(request), caption_response)
 
     async def Point(self, request: pb.PointRequest, context: Context) -> pb.PointResponse:
         if request.objects:
             return await find_several(self._starter, request)
-        return await self._answer(convert.point_call(request), convert.point_response)
+        return await self._answer(point_call(request), point_response)
 
     async def Detect(self, request: pb.DetectRequest, context: Context) -> pb.DetectResponse:
         if request.objects:
             return await find_several(self._starter, request)
-        return await self._answer(convert.detect_call(request), convert.detect_response)
+        return await self._answer(detect_call(request), detect_response)
 
     async def Segment(self, request: pb.SegmentRequest, context: Context) -> pb.SegmentResponse:
-        return await self._answer(convert.segment_call(request), convert.segment_response)
+        return await self._answer(segment_call(request), segment_response)
 
     # The streams write to the context instead of yielding. A coroutine is cancelled at once, but an async generator
     # that waits in a yield is closed only when it is collected.
@@ -69,16 +83,16 @@ class VisionService(VisionServiceServicer):
     ) -> None:
         inner = _inner(request)
         check_single(inner)
-        call = convert.query_call(inner)
-        await self._stream(call, context, pb.StreamQueryResponse, convert.query_response)
+        call = query_call(inner)
+        await self._stream(call, context, pb.StreamQueryResponse, query_response)
 
     async def StreamCaption(  # type: ignore[override]
         self, request: pb.StreamCaptionRequest, context: Context
     ) -> None:
         inner = _inner(request)
         check_single(inner)
-        call = convert.caption_call(inner)
-        await self._stream(call, context, pb.StreamCaptionResponse, convert.caption_response)
+        call = caption_call(inner)
+        await self._stream(call, context, pb.StreamCaptionResponse, caption_response)
 
     async def StreamPoint(  # type: ignore[override]
         self, request: pb.StreamPointRequest, context: Context
@@ -88,8 +102,8 @@ class VisionService(VisionServiceServicer):
             send = _sender(context, pb.StreamPointResponse)
             await send("", {"final": await find_several(self._starter, inner, send)})
             return
-        call = convert.point_call(inner)
-        await self._stream(call, context, pb.StreamPointResponse, convert.point_response)
+        call = point_call(inner)
+        await self._stream(call, context, pb.StreamPointResponse, point_response)
 
     async def StreamDetect(  # type: ignore[override]
         self, request: pb.StreamDetectRequest, context: Context
@@ -99,14 +113,14 @@ class VisionService(VisionServiceServicer):
             send = _sender(context, pb.StreamDetectResponse)
             await send("", {"final": await find_several(self._starter, inner, send)})
             return
-        call = convert.detect_call(inner)
-        await self._stream(call, context, pb.StreamDetectResponse, convert.detect_response)
+        call = detect_call(inner)
+        await self._stream(call, context, pb.StreamDetectResponse, detect_response)
 
     async def StreamSegment(  # type: ignore[override]
         self, request: pb.StreamSegmentRequest, context: Context
     ) -> None:
-        call = convert.segment_call(_inner(request))
-        await self._stream(call, context, pb.StreamSegmentResponse, convert.segment_response)
+        call = segment_call(_inner(request))
+        await self._stream(call, context, pb.StreamSegmentResponse, segment_response)
 
     async def Analyze(self, request: pb.AnalyzeRequest, context: Context) -> pb.AnalyzeResponse:
         return await analyze(self._starter, request)
@@ -175,7 +189,7 @@ class VisionService(VisionServiceServicer):
         context: Context,
         response: Callable[..., Any],
         respond: Respond[Any],
-        event: _Event = convert.event,
+        event: _Event = event_fields,
         rest: _Rest = lambda result: (),
     ) -> None:
         """``rest``: the events that follow from the result."""

@@ -30,9 +30,30 @@ from kestrel_engine import (
 from ...edge.calls.current_call import current_call
 from ...edge.failures.errors import LocatedError
 from ...edge.failures.statuses import Complaint, complaint, row_of
-from ..messages import convert
-from ..messages.convert import CallOptions, ImageSource, SkillCall
+from ..messages.calls import (
+    Fields,
+    SkillCall,
+    caption_arguments,
+    detect_arguments,
+    object_settings,
+    point_arguments,
+    query_task_arguments,
+    read_mask_format,
+    score_setting,
+    segment_arguments,
+)
+from ..messages.images import ImageSource, required_image
 from ..messages.named_skill import skill_event
+from ..messages.options import CallOptions, call_options, sampling_settings
+from ..messages.responses import (
+    caption_response,
+    detect_response,
+    point_response,
+    query_response,
+    rounded_ms,
+    segment_response,
+    usage_message,
+)
 from .starting import Respond, SharedImage, Starter, responded, submit
 from .total_result import total_result
 
@@ -54,17 +75,17 @@ Event = Callable[[StreamUpdate], dict[str, Any]]
 class _Kind:
     """The conversions of one kind of task: fields to arguments and settings, result to response."""
 
-    arguments: Callable[[Any], convert.Fields]
+    arguments: Callable[[Any], Fields]
     respond: Respond[Any]
-    settings: Callable[[Any], convert.Fields] = lambda fields: {}
+    settings: Callable[[Any], Fields] = lambda fields: {}
 
 
 _KINDS = {
-    "query": _Kind(convert.query_task_arguments, convert.query_response),
-    "caption": _Kind(convert.caption_arguments, convert.caption_response),
-    "point": _Kind(convert.point_arguments, convert.point_response, convert.object_settings),
-    "detect": _Kind(convert.detect_arguments, convert.detect_response, convert.object_settings),
-    "segment": _Kind(convert.segment_arguments, convert.segment_response, convert.min_score),
+    "query": _Kind(query_task_arguments, query_response),
+    "caption": _Kind(caption_arguments, caption_response),
+    "point": _Kind(point_arguments, point_response, object_settings),
+    "detect": _Kind(detect_arguments, detect_response, object_settings),
+    "segment": _Kind(segment_arguments, segment_response, score_setting),
 }
 """By the name of the task's field. The skill and the result's field have the same name."""
 
@@ -90,11 +111,11 @@ class Task:
             image=None,
             arguments=kind.arguments(self.fields),
             settings={
-                **convert.sampling_settings(self.fields.sampling),
+                **sampling_settings(self.fields.sampling),
                 **kind.settings(self.fields),
             },
             options=options,
-            mask_format=convert.mask_format(self.fields) if self.name == "segment" else unspecified,
+            mask_format=read_mask_format(self.fields) if self.name == "segment" else unspecified,
         )
 
 
@@ -134,7 +155,7 @@ async def analyze(
 
     Raises an error if the image, the options or the list of tasks is invalid.
     """
-    options, source = convert.call_options(request.options), convert.required_image(request)
+    options, source = call_options(request.options), required_image(request)
     tasks = read_tasks(request.tasks)
     done = await run_tasks(starter, options, source, tasks, send, skill_event)
     return pb.AnalyzeResponse(
@@ -189,9 +210,9 @@ async def run_tasks(
     used = call.result.metrics
     return Analysis(
         results=[each.result for each in done],
-        usage=convert.usage(used, engine.info.image_positions * len(metrics) * image.num_looks),
+        usage=usage_message(used, engine.info.image_positions * len(metrics) * image.num_looks),
         metrics=used,
-        total_time_ms=convert.milliseconds(1e3 * (time.monotonic() - began)),
+        total_time_ms=rounded_ms(1e3 * (time.monotonic() - began)),
         model=engine.info.model,
         request_id=call.request_id,
         image_size=common_pb2.ImageSize(width=image.size[0], height=image.size[1]),

@@ -26,9 +26,11 @@ from ...edge.failures.statuses import Complaint, field_path
 from ...edge.request_streams import StreamKind
 from ...security.admission.message_limits import COPIES
 from ...security.identity.principal import Principal, Scope
-from ..messages import convert
-from ..messages.convert import CallOptions
+from ..messages.images import required_image
 from ..messages.named_skill import skill_event
+from ..messages.options import CallOptions, call_options
+from ..messages.responses import rounded_ms
+from ..messages.values import known_value
 from .analysis import Task, described_error, read_tasks, run_tasks
 from .starting import Starter
 
@@ -159,7 +161,7 @@ async def answer_frame(starter: Starter, request: pb.StreamFramesRequest, contex
     stream: FrameStream = context.state
     call, config = current_call(), stream.config
     reason = await stream.begin()
-    waited_ms = convert.milliseconds(call.duration_ms)
+    waited_ms = rounded_ms(call.duration_ms)
     if reason != pb.DROP_REASON_UNSPECIFIED:
         call.frame = "dropped"
         await context.write(
@@ -173,7 +175,7 @@ async def answer_frame(starter: Starter, request: pb.StreamFramesRequest, contex
     began = time.monotonic()
     try:
         with _located():
-            source = convert.required_image(request.frame)
+            source = required_image(request.frame)
             image = await starter.prepare(config.options, source, keep=False)
             prepared = image.prepared
             assert isinstance(prepared, PreparedImage), "frames have no tiles"
@@ -223,7 +225,7 @@ def _response(frame: pb.Frame, work: dict[str, Any], **outcome: Any) -> pb.Strea
     return pb.StreamFramesResponse(
         frame_id=frame.id,
         captured_at_us=frame.captured_at_us if frame.HasField("captured_at_us") else None,
-        work=pb.FrameWork(**work, total_ms=convert.milliseconds(call.duration_ms)),
+        work=pb.FrameWork(**work, total_ms=rounded_ms(call.duration_ms)),
         request_id=call.request_id,
         **outcome,
     )
@@ -241,8 +243,8 @@ def _checked(message: pb.StreamFramesRequest, principal: Principal) -> _Config:
         tasks = read_tasks(kept.tasks)
         if config.options.HasField("request_id"):
             raise InvalidRequest("request_id", "must not be set: each frame has an id of its own")
-        options = convert.call_options(config.options)
-        overview = convert.known("late", config.late, pb.LateFrames, _LATE)
+        options = call_options(config.options)
+        overview = known_value("late", config.late, pb.LateFrames, _LATE)
         _check_range("latency_budget_ms", config, _MOST_BUDGET_MS)
         _check_range("max_in_flight", config, _MOST_IN_FLIGHT)
         has_budget = config.HasField("latency_budget_ms")

@@ -10,7 +10,10 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import InvalidRequest, best_boxes
 
-from ..messages import convert
+from ..messages.calls import object_settings, read_tiles
+from ..messages.images import required_image
+from ..messages.options import call_options
+from ..messages.responses import event_fields, timings_of_several
 from .analysis import Analysis, Send, Task, run_tasks
 from .starting import Starter
 
@@ -34,9 +37,9 @@ async def find_several(
     the result of that name.
     """
     _check(request)
-    options, source = convert.call_options(request.options), convert.required_image(request)
+    options, source = call_options(request.options), required_image(request)
     done = await run_tasks(
-        starter, options, source, _tasks(request), send, convert.event, tiles=convert.tiles(request)
+        starter, options, source, _tasks(request), send, event_fields, tiles=read_tiles(request)
     )
     if isinstance(request, pb.PointRequest):
         return pb.PointResponse(**_shared_fields(done))
@@ -63,7 +66,7 @@ def _check(request: pb.PointRequest | pb.DetectRequest) -> None:
 def _tasks(request: pb.PointRequest | pb.DetectRequest) -> Sequence[Task]:
     kind: type[pb.PointTask] | type[pb.DetectTask]
     shared: dict[str, Any] = {"sampling": request.sampling}
-    shared.update(convert.object_settings(request))
+    shared.update(object_settings(request))
     skill, kind = "detect", pb.DetectTask
     if isinstance(request, pb.PointRequest):
         skill, kind = "point", pb.PointTask
@@ -79,7 +82,7 @@ def _shared_fields(done: Analysis) -> dict[str, Any]:
         "results": done.results,
         "finish_reason": _finish_reason(done.results),
         "usage": done.usage,
-        "timings": convert.timings_of_several(done.metrics, done.total_time_ms),
+        "timings": timings_of_several(done.metrics, done.total_time_ms),
         "model": done.model,
         "request_id": done.request_id,
         "image_size": done.image_size,

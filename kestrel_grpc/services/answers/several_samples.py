@@ -15,8 +15,9 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import EngineStream, InvalidRequest
 
 from ...edge.calls.current_call import current_call
-from ..messages import convert
-from ..messages.convert import SkillCall, at_image
+from ..messages.calls import SkillCall
+from ..messages.images import at_image
+from ..messages.responses import timings_of_several, usage_message
 from .starting import Respond, SharedImage, Starter, add_image_ids, submit
 from .total_result import total_result
 
@@ -79,6 +80,6 @@ async def draw_samples(
     response.samples.extend(samples)
     used, total_time_ms = edge.result.metrics, 1e3 * (time.monotonic() - began)
     image_tokens = engine.info.image_positions * len(images) * count
-    response.usage.CopyFrom(convert.usage(used, image_tokens))
-    response.timings.CopyFrom(convert.timings_of_several(used, total_time_ms))
+    response.usage.CopyFrom(usage_message(used, image_tokens))
+    response.timings.CopyFrom(timings_of_several(used, total_time_ms))
     return response

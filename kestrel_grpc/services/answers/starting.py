@@ -26,7 +26,10 @@ from ...edge.calls.current_call import current_call
 from ...edge.failures.errors import LocatedError
 from ...images.request_images import RequestImage, RequestImages
 from ...served_model import ServedModel
-from ..messages.convert import CallOptions, ImageSource, SkillCall, at_image, seen_images
+from ..messages.calls import SkillCall
+from ..messages.images import ImageSource, at_image
+from ..messages.options import CallOptions
+from ..messages.responses import seen_images
 from .drawn_mask import add_mask
 
 _IMAGE = re.compile(r"images\[(\d+)\]|image(?!s)")

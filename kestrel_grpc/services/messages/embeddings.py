@@ -1,4 +1,4 @@
-"""Conversions of the messages of Embed and StreamEmbed: pure functions, as those of convert.py."""
+"""Conversions of the messages of Embed and StreamEmbed: pure functions, as those of calls.py and responses.py."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import EngineResult
 
-from . import convert
-from .convert import SkillCall
+from .calls import SkillCall
+from .images import required_image
+from .options import call_options
+from .responses import timings_message
+from .values import known_value
 
 _REST_BYTES = 16 * 1024
 """Room in a message for all but the numbers."""
@@ -39,8 +42,8 @@ def embed_call(
 ) -> SkillCall:
     """Raises InvalidRequest. ``streamed``: the limit is on each embedding, not on all together."""
     arguments: dict[str, Any] = {
-        "pooling": convert.known("pooling", request.pooling, pb.EmbeddingPooling, _POOLINGS),
-        "dtype": convert.known("dtype", request.dtype, pb.EmbeddingDtype, _DTYPES),
+        "pooling": known_value("pooling", request.pooling, pb.EmbeddingPooling, _POOLINGS),
+        "dtype": known_value("dtype", request.dtype, pb.EmbeddingDtype, _DTYPES),
         "crops": request.crops,
         "one_by_one": streamed,
     }
@@ -50,10 +53,10 @@ def embed_call(
         arguments["max_bytes"] = max_message_bytes - _REST_BYTES
     return SkillCall(
         skill="embed",
-        image=convert.required_image(request),
+        image=required_image(request),
         arguments=arguments,
         settings={},
-        options=convert.call_options(request.options),
+        options=call_options(request.options),
     )
 
 
@@ -73,7 +76,7 @@ def embed_final(result: EngineResult, image_positions: int) -> pb.EmbedResponse:
     assert result.image_size is not None, "an embedding has an image"
     width, height = result.image_size
     return pb.EmbedResponse(
-        timings=convert.timings(result.metrics),
+        timings=timings_message(result.metrics),
         model=result.model,
         request_id=result.request_id,
         image_size=common_pb2.ImageSize(width=width, height=height),

@@ -22,8 +22,10 @@ from kestrel_engine import (
 
 from ...edge.failures.errors import LocatedError, SkillNotFound
 from ...edge.failures.statuses import field_path
-from . import convert
-from .convert import SkillCall
+from .calls import SkillCall
+from .images import image_source
+from .options import call_options, sampling_settings
+from .responses import event_fields, logprobs_message, shared_fields
 
 _MAX_NAME = 128
 
@@ -34,7 +36,7 @@ def skill_call(request: pb.RunSkillRequest) -> SkillCall:
         raise LocatedError(
             InvalidRequest("skill", f"must have 1 to {_MAX_NAME} characters"), "skill"
         )
-    sampling = convert.sampling_settings(request.sampling)
+    sampling = sampling_settings(request.sampling)
     settings = plain(request.settings)
     for name in settings:
         if name in sampling:
@@ -42,10 +44,10 @@ def skill_call(request: pb.RunSkillRequest) -> SkillCall:
             raise LocatedError(error, f"settings.{name}")
     return SkillCall(
         skill=request.skill,
-        image=convert.image_source(request.image) if request.HasField("image") else None,
+        image=image_source(request.image) if request.HasField("image") else None,
         arguments=plain(request.arguments),
         settings={**settings, **sampling},
-        options=convert.call_options(request.options),
+        options=call_options(request.options),
     )
 
 
@@ -84,15 +86,15 @@ def check_skill(name: str, available: tuple[str, ...]) -> None:
 
 def skill_response(result: EngineResult, image_positions: int) -> pb.RunSkillResponse:
     response = pb.RunSkillResponse(
-        logprobs=convert.logprobs(result), **convert.shared_fields(result, image_positions)
+        logprobs=logprobs_message(result), **shared_fields(result, image_positions)
     )
     response.output.update(result.output)
     return response
 
 
 def skill_event(update: StreamUpdate) -> dict[str, Any]:
-    """Like convert.event, for streams that have separate fields for points and boxes."""
-    fields = convert.event(update)
+    """Like event_fields, for streams that have separate fields for points and boxes."""
+    fields = event_fields(update)
     found = fields.pop("object", None)
     if found is not None:
         fields["box" if found.DESCRIPTOR.name == "Box" else "point"] = found

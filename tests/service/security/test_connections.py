@@ -16,7 +16,7 @@ from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceS
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.process import server
 from kestrel_grpc.services.answers import analysis
-from kestrel_grpc.services.messages import convert
+from kestrel_grpc.services.messages.responses import event_fields
 from kestrel_grpc.services.vision import VisionService
 from kestrel_grpc.settings.security import CallLimits, ConnectionLimits, SecurityConfig
 from tests.service.conftest import LIMITS, raw_image
@@ -173,7 +173,7 @@ def large_events(monkeypatch):
         return {"text_delta": pb.TextDelta(text="x" * 100_000, output_tokens=update.token_index)}
 
     first, *others = VisionService._stream.__defaults__
-    assert first is convert.event
+    assert first is event_fields
     monkeypatch.setattr(VisionService._stream, "__defaults__", (event, *others))
 
 

@@ -1,0 +1,135 @@
+"""The images that a request holds: encoded, raw, or by id; on a background; a region of one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_engine import (
+    InRegion,
+    InvalidRequest,
+    OnBackground,
+    RequestError,
+    RuntimeConfig,
+    settings_of,
+)
+
+from ...edge.failures.errors import LocatedError
+from ...images.store import ImageId
+from .values import known_value, meant_float
+
+_COLOUR = re.compile(r"#[0-9a-fA-F]{6}")
+_MAX_IMAGE_ID = 64
+MAX_IMAGES = settings_of(RuntimeConfig)["max_images"].high
+"""The most that --max-images may be. The engine then applies the server's own limit."""
+
+
+_BYTES_PER_PIXEL = {
+    common_pb2.PIXEL_FORMAT_UNSPECIFIED: 3,
+    common_pb2.PIXEL_FORMAT_RGB8: 3,
+    common_pb2.PIXEL_FORMAT_RGBA8: 4,
+    common_pb2.PIXEL_FORMAT_GRAY8: 1,
+    common_pb2.PIXEL_FORMAT_BGR8: 3,
+}
+ImageSource: TypeAlias = bytes | np.ndarray | ImageId | OnBackground | InRegion
+"""Encoded bytes; pixels as [height, width(, channels)] uint8 RGB(A); the id of a stored image; one of these with a
+background colour; or a region of one of these."""
+
+
+class LocatedImage(NamedTuple):
+    """An image with the path of its field in the request."""
+
+    path: str
+    source: ImageSource
+
+
+class HasImage(Protocol):
+    """A request with an image."""
+
+    @property
+    def image(self) -> common_pb2.Image: ...
+    def HasField(self, field_name: Any, /) -> bool: ...
+
+
+@contextmanager
+def at_image(path: str) -> Iterator[None]:
+    """Raises an error of the field ``image`` as a LocatedError with the image's ``path`` in the request."""
+    try:
+        yield
+    except RequestError as error:
+        if not error.field.startswith("image"):
+            raise
+        raise LocatedError(error, path + error.field.removeprefix("image")) from error
+
+
+def image_source(image: common_pb2.Image) -> ImageSource:
+    """The image of a request: encoded bytes, an ImageId, or raw pixels as an array that shares the message's memory.
+
+    If the request sets a background, the result is an OnBackground of these; with a region, an InRegion of all that.
+    Raises InvalidRequest.
+    """
+    source = _on_background(image)
+    if not image.HasField("region"):
+        return source
+    region = image.region
+    edges = (region.x_min, region.y_min, region.x_max, region.y_max)
+    return InRegion(source, tuple(map(meant_float, edges)))  # type: ignore[arg-type]
+
+
+def _on_background(image: common_pb2.Image) -> bytes | np.ndarray | ImageId | OnBackground:
+    source = _source(image)
+    if not image.HasField("background"):
+        return source
+    if not _COLOUR.fullmatch(image.background):
+        raise InvalidRequest(
+            "image.background", f"{image.background!r} must be a colour like #ffffff"
+        )
+    red, green, blue = bytes.fromhex(image.background[1:])
+    return OnBackground(source, (red, green, blue))  # type: ignore[arg-type]  # images.store resolves ids
+
+
+def _source(image: common_pb2.Image) -> bytes | np.ndarray | ImageId:
+    source = image.WhichOneof("source")
+    if source == "encoded":
+        return image.encoded
+    if source == "raw":
+        return _raw_pixels(image.raw)
+    if source == "image_id":
+        return checked_image_id("image.image_id", image.image_id)
+    raise InvalidRequest("image", "holds no image: set encoded, raw or image_id")
+
+
+def checked_image_id(field: str, text: str) -> ImageId:
+    """Raises InvalidRequest, which names ``field``, if ``text`` cannot be an id."""
+    if not 1 <= len(text) <= _MAX_IMAGE_ID:
+        raise InvalidRequest(
+            field, f"has {len(text)} characters; an image id has 1 to {_MAX_IMAGE_ID}"
+        )
+    return ImageId(text)
+
+
+def _raw_pixels(raw: common_pb2.RawImage) -> np.ndarray:
+    depth = known_value("image.raw.format", raw.format, common_pb2.PixelFormat, _BYTES_PER_PIXEL)
+    for side, length in (("width", raw.width), ("height", raw.height)):
+        if length < 1:
+            raise InvalidRequest(f"image.raw.{side}", "must be at least 1")
+    expected = raw.width * raw.height * depth
+    data = raw.data
+    if len(data) != expected:
+        raise InvalidRequest(
+            "image.raw.data",
+            f"has {len(data)} bytes; {raw.width}x{raw.height} pixels of {depth} bytes need {expected}",
+        )
+    pixels = np.frombuffer(data, np.uint8).reshape(raw.height, raw.width, depth)
+    return pixels[:, :, ::-1] if raw.format == common_pb2.PIXEL_FORMAT_BGR8 else pixels
+
+
+def required_image(request: HasImage) -> ImageSource:
+    if not request.HasField("image"):
+        raise InvalidRequest("image", "is required")
+    return image_source(request.image)
