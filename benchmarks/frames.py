@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = benchmark_parser("frames", __doc__)
     parser.add_argument("--frames", type=int, default=120, help="number of frames")
     args, model_flags = parse(parser, arguments)
-    count = 12 if args.quick else args.frames
+    count = 6 if args.quick else args.frames
     plain = model_arguments(model_flags, quick=args.quick)
     engines = {
         "none": plain,

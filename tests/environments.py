@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,13 @@ def python_with(folder: Path, *packages: str) -> Path:
     """The interpreter of a new environment in ``folder`` with ``packages``. Skips the test if one can't be installed.
 
     A package is a requirement, with pip's options before it. The environment has no pip of its own, and only modules
-    that a program imports are compiled: both would take longer than most programs."""
+    that a program imports are compiled: both would take longer than most programs. For the same reason what the tests'
+    own environment has is not installed again, unless another version is needed."""
     new_environment = [sys.executable, "-m", "venv", "--without-pip", folder / "env"]
     subprocess.run(new_environment, check=True, timeout=120)
     python = folder / "env/bin/python"
+    paths = sysconfig.get_paths(vars={"base": str(folder / "env"), "platbase": str(folder / "env")})
+    Path(paths["purelib"], "outer.pth").write_text(sysconfig.get_path("purelib"))
     install = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-compile"]
     for package in packages:
         installed = subprocess.run([*install, *package.split()], timeout=300, check=False)

@@ -24,14 +24,18 @@ END_PATIENCE_S = 30.0
 
 ROOT = Path(__file__).parents[2]
 
+START: type[subprocess.Popen[Any]] = subprocess.Popen
+"""What starts servers. Tests start them in another way."""
+
 
 class ServerProcess:
     """A server in a separate process, ready for calls.
 
     ``command`` starts the server, which prints a line "… listening on ADDRESS, …" once it is ready. ``log``: the file
     that receives its standard error; None to inherit this process's. ``end_patience_s``: seconds that it may take to
-    end. ``start``: starts the process. Attributes: ``ready_line``; ``address``, the first in that line; ``ready_s``,
-    seconds from the start of the process until it was ready; ``status``, the exit status, once it has ended.
+    end. ``start``: starts the process; START if it is None. Attributes: ``ready_line``; ``address``, the first in that
+    line; ``ready_s``, seconds from the start of the process until it was ready; ``status``, the exit status, once it
+    has ended.
 
     Raises RuntimeError, with the end of the log, if the server ends or START_PATIENCE_S pass before it is ready.
     """
@@ -43,14 +47,14 @@ class ServerProcess:
         log: Path | None = None,
         environment: Mapping[str, str] | None = None,
         end_patience_s: float = END_PATIENCE_S,
-        start: type[subprocess.Popen[Any]] = subprocess.Popen,
+        start: type[subprocess.Popen[Any]] | None = None,
     ) -> None:
         self._log, self._end_patience_s = log, end_patience_s
         self.status: int | None = None
         began = time.perf_counter()
         with contextlib.ExitStack() as stack:
             errors = None if log is None else stack.enter_context(log.open("wb"))
-            self._process = start(
+            self._process = (start or START)(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

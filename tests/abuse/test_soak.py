@@ -16,7 +16,7 @@ from benchmarks import soak
 
 pytestmark = pytest.mark.xdist_group("processes")
 
-SECONDS = float(os.environ.get("KESTREL_SOAK_SECONDS", "120"))
+SECONDS = float(os.environ.get("KESTREL_SOAK_SECONDS", "60"))
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def shell(script, folder, timeout=240, **variables):
 
 def require(*programs, files=()):
     missing = [name for name in ("buf", *programs) if shutil.which(name, path=PATH) is None]
-    missing += [file for file in files if not Path(file).exists()]
+    missing += [str(file) for file in files if not Path(file).exists()]
     if missing:
         pytest.skip(f"needs {', '.join(missing)}")
 

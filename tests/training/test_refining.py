@@ -17,23 +17,13 @@ VISION = parse_model_config(
 ).vision
 
 
-def check(coarse: list[float], final: list[float], gain: float) -> None:
-    assert np.mean(final) > np.mean(coarse) + gain, (np.mean(coarse), np.mean(final))
-
-
-@pytest.mark.slow
-async def test_refined_outlines_are_better_on_some_scenes() -> None:
-    coarse, final = await run(2, "auto", 1)
-    assert len(final) >= 2
-    check(coarse, final, 0.0)
-
-
 @pytest.mark.slow
 async def test_refined_outlines_are_better_on_held_out_scenes() -> None:
     """The mean of the bundled refiner on 120 scenes is in docs/models.md."""
-    coarse, final = await run(100, "auto", 1)
+    coarse, final = await run(30, "auto", 1)
+    assert len(final) > 20
     assert np.mean(coarse) == pytest.approx(0.955, abs=0.01)
-    check(coarse, final, 0.005)
+    assert np.mean(final) > np.mean(coarse) + 0.005, (np.mean(coarse), np.mean(final))
 
 
 def test_samples_repeat_and_their_coarse_masks_are_near_the_truth() -> None:

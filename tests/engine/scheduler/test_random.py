@@ -94,13 +94,9 @@ def test_random_histories(seed):
 
 
 @pytest.mark.slow
-def test_no_page_is_lost_in_100_000_operations():
-    total = 0
-    for seed in range(50):
-        simulation, disturbed = run(random.Random(1_000_000 + seed), 2_000)
-        check_end(simulation, disturbed)
-        total += 2_000
-    assert total == 100_000
+def test_no_page_is_lost_in_20_000_operations():
+    for seed in range(10):
+        check_end(*run(random.Random(1_000_000 + seed), 2_000))
 
 
 def test_random_histories_preempt_and_hit_the_cache():
