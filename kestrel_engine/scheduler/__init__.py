@@ -1,0 +1,1 @@
+"""The scheduler: which sequences compute what in the next step. Pure Python."""

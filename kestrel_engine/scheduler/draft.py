@@ -1,0 +1,140 @@
+"""Draft: a step in the making. Owns its rows, and the crops and embeddings that it computes."""
+
+from __future__ import annotations
+
+from ..types.step import PREVIOUS, EmbedRead, EncodeSlice, Row, SampleSpec
+from .budget import Allowance
+from .memory.images import Images
+from .memory.prompt_images import ImagePiece
+from .scheduled import Scheduled
+from .sequence import Sequence
+
+
+class Draft:
+    """``images``: the batch's, which know what is encoded."""
+
+    def __init__(self, images: Images, page_size: int) -> None:
+        self._images = images
+        self._page_size = page_size
+        self.encode: list[EncodeSlice] = []
+        self.embed: list[EmbedRead] = []
+        self.prefill: list[Row] = []
+        self.decode: list[Row] = []
+        self.scheduled: list[Scheduled] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.encode or self.embed or self.prefill or self.decode)
+
+    def add_decode(self, sequence: Sequence) -> None:
+        """Schedules the next token of a sequence."""
+        self.decode.append(self._row(sequence, 1, is_prefill=False))
+
+    def add_new_work(self, sequence: Sequence, allowance: Allowance) -> None:
+        """Schedules as much of a sequence's images and prompt as the allowance permits."""
+        if sequence.submission.embedding is not None:
+            self._embed(sequence, allowance)
+        else:
+            self._prefill(sequence, allowance)
+
+    def _embed(
+        self,
+        sequence: Sequence,
+        allowance: Allowance,
+    ) -> None:
+        """Schedules crops of an image as the allowance permits, and the embeddings to return after the last one."""
+        (piece,), spec = sequence.needed, sequence.submission.embedding
+        assert spec is not None
+        image = piece.image
+        if not self._encode(sequence, piece, allowance):
+            return
+        allowance.take_crops(1)  # Embeddings that are there cost little, but not nothing.
+        self._images.release(image.key)
+        sequence.needed = []
+        self.embed.append(EmbedRead(sequence.sequence_id, image, spec))
+        self.scheduled.append(
+            Scheduled(
+                sequence, sequence.epoch, 0, samples=False, is_prefill=False, images=(image.key,)
+            )
+        )
+
+    def _prefill(
+        self,
+        sequence: Sequence,
+        allowance: Allowance,
+    ) -> None:
+        """Schedules as much of a prompt as the allowance permits: text in parts, each image as a whole."""
+        count = 0
+        computed: list[ImagePiece] = []
+        while (begin := sequence.cursor + count) < len(sequence.tokens):
+            piece = sequence.needed[0] if sequence.needed else None
+            if piece is not None and piece.first == begin:
+                if not self._encode(sequence, piece, allowance):
+                    break
+                if not allowance.allows_whole(piece.num_positions):
+                    break
+                allowance.take_positions(piece.num_positions)
+                self._images.release(piece.image.key)
+                computed.append(sequence.needed.pop(0))
+                count += piece.last - piece.first
+                continue
+            end = len(sequence.tokens) if piece is None else piece.first
+            text = min(end - begin, allowance.positions)
+            allowance.take_positions(text)
+            count += text
+            if text < end - begin:
+                break
+        if count:
+            self.prefill.append(self._row(sequence, count, tuple(computed), is_prefill=True))
+
+    def _encode(
+        self,
+        sequence: Sequence,
+        piece: ImagePiece,
+        allowance: Allowance,
+    ) -> bool:
+        """Schedules crops of an image; True once all are."""
+        key = piece.image.key
+        while not self._images.is_encoded(key) and allowance.crops:
+            part = self._images.encode(key, allowance.crops)
+            allowance.take_crops(part.last - part.first - len(part.reused))
+            sequence.num_encoded_crops += part.num_encoded
+            sequence.num_reused_crops += len(part.reused)
+            self.encode.append(part)
+        return self._images.is_encoded(key)
+
+    def _row(
+        self,
+        sequence: Sequence,
+        count: int,
+        images: tuple[ImagePiece, ...] = (),
+        *,
+        is_prefill: bool,
+    ) -> Row:
+        """Schedules the next ``count`` tokens, with ``images`` among them; samples if they are the last ones."""
+        start = sequence.num_scheduled
+        tokens = tuple(sequence.tokens[sequence.cursor : sequence.cursor + count])
+        sequence.cursor += count
+        if not is_prefill:
+            account = sequence.account
+            assert account is not None
+            account.used += account.token_cost
+        sequence.num_scheduled += count
+        for piece in images:
+            sequence.num_scheduled += piece.num_hidden
+        sample: SampleSpec | None = None
+        if sequence.cursor == len(sequence.tokens):
+            assert sequence.rule is not None and not (is_prefill and sequence.in_flight)
+            sampling = sequence.submission.sampling
+            sample = SampleSpec(sequence.rule, sampling, draw=sequence.num_planned)
+            sequence.rule = None
+            sequence.in_flight += 1
+            sequence.tokens.append(PREVIOUS)
+        end = sequence.num_scheduled
+        keys = tuple([piece.image.key for piece in images]) if images else ()
+        self.scheduled.append(
+            Scheduled(sequence, sequence.epoch, end, sample is not None, is_prefill, keys)
+        )
+        page_table = sequence.page_table(-(-end // self._page_size))
+        adapter = sequence.submission.adapter
+        return Row(sequence.sequence_id, tokens, start, page_table, sample, adapter)
