@@ -84,8 +84,8 @@ class Packer(Protocol):
         """Returns the device memory of an adapter with the ``ranks`` of its modules."""
         ...
 
-    def pack(self, weights: Mapping[str, LowRank]) -> torch.Tensor:
-        """Returns an adapter, whose tensors are on the CPU, on the device."""
+    def pack(self, weights: Mapping[str, LowRank]) -> Mapping[str, torch.Tensor]:
+        """Returns an adapter, whose tensors are on the CPU, on the device, by kind (`Adapter.slabs`)."""
         ...
 
 
@@ -172,7 +172,9 @@ def read(
             weights[module] = LowRank(*sides)
     if packer is not None:
         slabs = packer.pack(weights)
-        return Adapter(found.name, _key(weights), {}, slabs.nbytes, slabs)
+        return Adapter(
+            found.name, _key(weights), {}, sum(each.nbytes for each in slabs.values()), slabs
+        )
     num_bytes = sum(side.nbytes for pair in weights.values() for side in (pair.a, pair.b))
     return Adapter(found.name, _key(weights), weights, num_bytes)
 

@@ -99,7 +99,7 @@ class LoRA:
             if (refusal := packer.refusal(weights)) is not None:
                 raise ConfigError("lora", "given", refusal)
             slabs = packer.pack(weights)
-            return Adapter(_NAME, _NAME, {}, slabs.nbytes, slabs)
+            return Adapter(_NAME, _NAME, {}, sum(each.nbytes for each in slabs.values()), slabs)
         return Adapter(_NAME, _NAME, weights, sum(side.nbytes for side in sides.values()))
 
 

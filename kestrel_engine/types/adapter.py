@@ -19,13 +19,13 @@ INPUT = "@input"
 class Adapter:
     """A loaded adapter. ``key``: a hash of its content, by which prefixes are kept apart. ``weights``: its change of
     each module, by the module's canonical name. ``num_bytes``: the memory of its tensors. ``slabs``: the same changes
-    in the form that kernels read (runtime.gpu.adapters.layout). An adapter has either; for tests, both."""
+    in the form that kernels read, by kind (runtime.gpu.adapters.layout). An adapter has either; for tests, both."""
 
     name: str
     key: str
     weights: Mapping[str, LowRank] = field(repr=False)
     num_bytes: int
-    slabs: Tensor | None = field(default=None, repr=False)
+    slabs: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def changes_vision(self) -> bool:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kestrel_engine import EngineResult, InferenceEngine, LoRA, RuntimeConfig, TextLoRAConfig
+from kestrel_engine import EngineResult, InferenceEngine, RuntimeConfig
 from kestrel_engine.checkpoint.open import open_model
+from kestrel_engine.runtime.gpu.adapters.layout import SlabLayout
 from tests.engine.adapters.random_adapters import random_tensors
 
 pytestmark = [
@@ -53,19 +54,14 @@ async def test_mixed_requests_equal_those_of_a_cpu(tmp_path: Path) -> None:
 async def test_kernels_equal_a_cpu(
     model: str, cuda_graphs: bool, tmp_path: Path, golden_folder: Any
 ) -> None:
-    """The dense MLPs of the text decoder, with ranks of one slab and of several."""
+    """All layers of the text decoder but experts, with ranks of one slab and of several."""
     path = None if model == "bundled" else golden_folder(model)
-    text = open_model(RuntimeConfig(model_path=path)).config.text
-    dense = text.n_layers if text.moe is None else text.moe.start_layer
-    for seed, rank in enumerate((3, 16, 40)):
-        lora = LoRA.create(text, lora_config=TextLoRAConfig(rank=rank), seed=seed)
-        generator = torch.Generator().manual_seed(seed)
-        tensors = {
-            name: tensor if name.endswith(".A") else tensor.normal_(generator=generator) * 0.1
-            for name, tensor in lora.tensors.items()
-            if any(f"blocks.{layer}." in name for layer in range(dense))
-        }
-        save_file(tensors, tmp_path / f"{rank}.safetensors")
+    config = open_model(RuntimeConfig(model_path=path)).config
+    layout = SlabLayout(config.text, torch.float32, torch.device("cpu"))
+    for rank, part in ((3, ""), (16, ".mlp."), (40, "attn.")):
+        tensors = random_tensors(config, rank, rank, size=0.3, only=part)
+        known = {n: t for n, t in tensors.items() if layout.refusal([n[:-2]]) is None}
+        save_file(known, tmp_path / f"{rank}.safetensors")
     names = (None, "3", "40", "16", "40", None, "3")
     settings = {"model_path": path, "cuda_graphs": cuda_graphs}
     expected = await answers(tmp_path, "cpu", names, model_path=path)

@@ -85,7 +85,7 @@ def talk():
     config, tensors = small_model("moondream3")  # It has all kernels of Moondream 2.
     tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     layout = SlabLayout(config.text, torch.bfloat16, torch.device("cpu"))
-    (tuned,) = adapters_of(config, layout, (1, 20))
+    (tuned,) = adapters_of(config, layout, (1, 20, ""))
     runtime = GpuRuntime(config, tensors, adapters=layout, **{**SIZES, "max_batch_size": 8})
     try:
         _, image = both_ways("wide", 140, 60, config, seed=1)

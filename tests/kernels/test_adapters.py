@@ -9,11 +9,16 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from kestrel_engine.kernels.adapters.layer_norm import Down, Up, adapted_layer_norm
+from kestrel_engine.kernels.adapters.layer_norm import Shrunk, Summed, Whole, adapted_layer_norm
 from kestrel_engine.kernels.adapters.rows import expand_rows, shrink_rows
 from kestrel_engine.kernels.adapters.slabs import RANKS, RowSlabs, distance, shrunk_rows
 from kestrel_engine.kernels.layer_norm import add_layer_norm
-from kestrel_engine.kernels.linear.skinny_linear import Adapted, adapter_parts, skinny_linear
+from kestrel_engine.kernels.linear.skinny_linear import (
+    Adapted,
+    Expanded,
+    adapter_parts,
+    skinny_linear,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DIM, HIDDEN = 52, 75
@@ -22,9 +27,10 @@ DIM, HIDDEN = 52, 75
 class Slabs:
     """Random adapters of an MLP of the given numbers of slabs, and rows that use one of them, or none (-1)."""
 
-    def __init__(self, adapters, users, dtype=torch.float32):
+    def __init__(self, adapters, users, dtype=torch.float32, first=DIM):
         self.places, size = {}, 0
-        for name, (rows, columns) in {"up": (HIDDEN, DIM), "down": (DIM, HIDDEN)}.items():
+        shapes = {"up": (HIDDEN, DIM), "down": (DIM, HIDDEN), "first": (first, DIM)}
+        for name, (rows, columns) in shapes.items():
             self.places[name] = size, size + RANKS * columns, rows, columns
             size += RANKS * (rows + columns)
         anchor = torch.zeros(1, dtype=dtype, device=DEVICE)
@@ -122,17 +128,21 @@ def test_many_rows_of_long_inputs():
 @pytest.mark.parametrize("begin", [32, pytest.param(41, marks=pytest.mark.slow)])
 def test_the_gemm_of_a_decode_step(adapters, users, begin):
     """Also where the first tile of the hidden layer begins with other columns."""
-    slabs = Slabs(adapters, users)
+    slabs = Slabs(adapters, users, first=begin)
     x = torch.randn(len(users), DIM, device=DEVICE)
     weight = torch.randn(begin + HIDDEN, DIM, device=DEVICE)
     bias = torch.randn(begin + HIDDEN, device=DEVICE)
     count = adapter_parts(len(x), weight, begin)
     parts = torch.full((count, len(x), 128), float("nan"), device=DEVICE)
     (_, b_at), (a_at, _) = slabs.at("up"), slabs.at("down")
-    adapted = Adapted(slabs.rows, begin, b_at, slabs.shrunk("up", x), a_at, parts)
+    hidden = Expanded(slabs.rows, b_at, slabs.shrunk("up", x))
+    # The first columns have another change.
+    first = Expanded(slabs.rows, slabs.at("first")[1], slabs.shrunk("first", x))
+    adapted = Adapted(begin, first, hidden, a_at, parts)
     out = skinny_linear(x, weight, bias, gelu_from=begin, adapted=adapted)
     plain = skinny_linear(x, weight, bias, gelu_from=begin)
     wanted = x.double() @ weight.double().T + bias.double()
+    wanted[:, :begin] += slabs.product("first", x)
     wanted[:, begin:] = F.gelu(wanted[:, begin:] + slabs.product("up", x), approximate="tanh")
     near(out, wanted)
     others = [m for m, user in enumerate(users) if user < 0]
@@ -152,21 +162,29 @@ def test_the_layer_norm_of_a_decode_step(adapters, users):
     owed = torch.randn(DIM, device=DEVICE)
     of_hidden = slabs.shrunk("down", hidden)
     sums = torch.stack([of_hidden * 0.25, of_hidden * 0.5, of_hidden * 0.25])
-    stream, u, plain_stream = x.clone(), torch.empty_like(x), x.clone()
-    shrunk = shrunk_rows(rows, x.device).fill_(float("nan"))
-    (a_at, _), (_, b_at) = slabs.at("up"), slabs.at("down")
+    stream, plain_stream = x.clone(), x.clone()
+    shrunk = [shrunk_rows(rows, x.device).fill_(float("nan")) for _ in range(2)]
+    (up_a, _), (_, down_b) = slabs.at("up"), slabs.at("down")
+    first = slabs.at("first")
+    attended = torch.randn(rows, 3 * DIM, device=DEVICE)[:, 7 : 7 + DIM]
+    before = torch.randn(rows, DIM, device=DEVICE)
+    u = before.clone()
     adapted_layer_norm(
-        stream, parts, owed, weight, shift, slabs.rows,
-        down=Down(sums, b_at), up=Up(shrunk, a_at), out=u,
+        stream, parts, owed, weight, shift, out=u,
+        summed=Summed(slabs.rows, sums, down_b),
+        whole=(Whole(slabs.rows, attended, *first), Whole(slabs.rows, u, *first)),
+        shrunk=(Shrunk(slabs.rows, shrunk[0], up_a), Shrunk(slabs.rows, shrunk[1], first[0])),
     )  # fmt: skip
     wanted = x.double() + owed + parts[0].double().sum(0) + parts[1]
     wanted += slabs.product("down", hidden)
+    wanted += slabs.product("first", attended) + slabs.product("first", before)
     near(stream, wanted)
     near(u, F.layer_norm(wanted, (DIM,), weight.double(), shift.double()))
     plain = add_layer_norm(plain_stream, parts, owed, weight, shift)
     others = [m for m, user in enumerate(users) if user < 0]
     assert torch.equal(u[others], plain[others])
     assert torch.equal(stream[others], plain_stream[others])
-    known = slabs.shrunk("up", u)
-    assert torch.equal(shrunk.isnan(), known.isnan())
-    near(shrunk.nan_to_num(), known.nan_to_num())
+    for name, got in zip(("up", "first"), shrunk, strict=True):
+        known = slabs.shrunk(name, u)
+        assert torch.equal(got.isnan(), known.isnan())
+        near(got.nan_to_num(), known.nan_to_num())

@@ -17,55 +17,132 @@ import triton.language as tl
 from torch import Tensor
 
 from ..layer_norm import EPS, MAX_PARTS, _normalised, _sum_of
-from .slabs import RANKS, RowSlabs, request
+from .slabs import MOST_SLABS, RANKS, RowSlabs, request
 
 _RANKS = tl.constexpr(RANKS)
 
 
 @dataclass(frozen=True, slots=True)
-class Down:
-    """The change of an MLP's output. ``parts``: [P, M, ranks] float32, partial sums of A times the hidden layer.
-    ``b_at``: the offset of B [dim, 16] in a slab."""
+class Summed:
+    """A change of the stream whose products with A are computed. ``parts``: [P, M, ranks] float32, their partial sums.
+    ``b_at``: the offset of B [dim, 16] in the slabs of ``rows``."""
 
+    rows: RowSlabs
     parts: Tensor
     b_at: int
 
 
 @dataclass(frozen=True, slots=True)
-class Up:
-    """The first half of the change of an MLP's hidden layer. ``shrunk``: [M, ranks] float32, to be written. ``a_at``:
-    the offset of A [16, dim] in a slab."""
+class Whole:
+    """A change of the stream by a layer with the input ``x`` [M, dim], which may be the result of the LayerNorm before.
+    ``a_at``, ``b_at``: the offsets of A [16, dim] and B [dim, 16] in the slabs of ``rows``."""
 
-    shrunk: Tensor
+    rows: RowSlabs
+    x: Tensor
+    a_at: int
+    b_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shrunk:
+    """The products of the result with the A [16, dim] at ``a_at`` in the slabs of ``rows``. ``out``: [M, ranks]
+    float32, to be written."""
+
+    rows: RowSlabs
+    out: Tensor
     a_at: int
 
 
 @triton.jit
+def _fetch(anchor, slabs, first, count, at, dim, LINE: tl.constexpr, BLOCK: tl.constexpr):
+    """Requests the matrix of 16 * dim elements at ``at`` in each of the row's slabs."""
+    line = tl.arange(0, BLOCK * _RANKS // LINE) * LINE
+    for i in range(count):
+        slab = anchor + tl.load(slabs + first + i) * 16
+        request(slab + (at + tl.minimum(line, dim * _RANKS - 1)))
+
+
+@triton.jit
+def _shrunk(slab, a_at, wide, dim, cols, rank, mask):
+    """Returns A [16, dim] times ``wide`` [BLOCK] float32."""
+    a = tl.load(slab + (a_at + rank[:, None] * dim + cols[None, :]), mask=mask[None, :], other=0.0)
+    return tl.sum(a.to(tl.float32) * wide[None, :], 1)
+
+
+@triton.jit
+def _expanded(slab, b_at, s, cols, rank, mask):
+    """Returns B [dim, 16] times ``s`` [16] float32, which is rounded first, as a result of A would be."""
+    b = tl.load(
+        slab + (b_at + cols[:, None] * _RANKS + rank[None, :]), mask=mask[:, None], other=0.0
+    )
+    return tl.sum(b.to(tl.float32) * s.to(b.dtype).to(tl.float32)[None, :], 1)
+
+
+@triton.jit
+def _changed(
+    added, x, row, stride, anchor, slabs, first, count, a_at, b_at, dim, cols, rank, mask,
+):  # fmt: skip
+    """Returns ``added`` with the change of a layer for its input, row ``row`` of ``x``."""
+    if count > 0:
+        given = tl.load(x + row * stride + cols, mask=mask, other=0.0).to(tl.float32)
+        for i in range(count):
+            slab = anchor + tl.load(slabs + first + i) * 16
+            s = _shrunk(slab, a_at, given, dim, cols, rank, mask)
+            added += _expanded(slab, b_at, s, cols, rank, mask)
+    return added
+
+
+@triton.jit
+def _store_shrunk(
+    to, wide, row, anchor, slabs, first, count, a_at, dim, cols, rank, mask, WIDTH: tl.constexpr
+):
+    for i in range(count):
+        slab = anchor + tl.load(slabs + first + i) * 16
+        s = _shrunk(slab, a_at, wide, dim, cols, rank, mask)
+        tl.store(to + row * WIDTH + i * _RANKS + rank, s)
+
+
+@triton.jit
 def _adapted_layer_norm_kernel(
-    x, part0, part1, part2, owed, weight, bias, out, anchor, slabs, slab_first, slab_count, down, shrunk,
+    x, part0, part1, part2, owed, weight, bias, out, anchor, slabs, of_summed, in_summed, summed,
+    of_whole0, in_whole0, whole0, of_whole1, in_whole1, whole1, of_up0, in_up0, up0, of_up1, in_up1, up1,
     x_stride, out_stride, split_stride0, row_stride0, split_stride1, row_stride1, split_stride2,
-    row_stride2, down_stride, b_at, a_at, dim, eps,
+    row_stride2, summed_stride, whole0_stride, whole1_stride, summed_b, whole0_a, whole0_b, whole1_a,
+    whole1_b, up0_a, up1_a, dim, eps,
     SPLITS0: tl.constexpr, SPLITS1: tl.constexpr, SPLITS2: tl.constexpr, HAS_BIAS: tl.constexpr,
-    DOWN: tl.constexpr, DOWN_PAD: tl.constexpr, UP: tl.constexpr, WIDTH: tl.constexpr,
-    LINE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    SUMMED: tl.constexpr, SUMMED_PAD: tl.constexpr, WHOLE0: tl.constexpr,
+    WHOLE1: tl.constexpr, UP0: tl.constexpr, UP1: tl.constexpr, WIDTH: tl.constexpr, LINE: tl.constexpr,
+    PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < dim
     rank = tl.arange(0, _RANKS)
-    # No kernel writes these, so they are read before the wait.
-    first = tl.load(slab_first + row)
-    count = tl.load(slab_count + row)
+    # No kernel writes a row's slabs, so they are read, and requested, before the wait.
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        line = tl.arange(0, BLOCK * _RANKS // LINE) * LINE
-        last = dim * _RANKS - 1
-        for i in range(count):
-            slab = anchor + tl.load(slabs + first + i) * 16
-            if DOWN > 0:
-                request(slab + (b_at + tl.minimum(line, last)))
-            if UP:
-                request(slab + (a_at + tl.minimum(line, last)))
+    if SUMMED > 0:
+        summed_first, summed_count = tl.load(of_summed + row), tl.load(in_summed + row)
+        if PDL:
+            _fetch(anchor, slabs, summed_first, summed_count, summed_b, dim, LINE, BLOCK)
+    if WHOLE0:
+        whole0_first, whole0_count = tl.load(of_whole0 + row), tl.load(in_whole0 + row)
+        if PDL:
+            _fetch(anchor, slabs, whole0_first, whole0_count, whole0_a, dim, LINE, BLOCK)
+            _fetch(anchor, slabs, whole0_first, whole0_count, whole0_b, dim, LINE, BLOCK)
+    if WHOLE1:
+        whole1_first, whole1_count = tl.load(of_whole1 + row), tl.load(in_whole1 + row)
+        if PDL:
+            _fetch(anchor, slabs, whole1_first, whole1_count, whole1_a, dim, LINE, BLOCK)
+            _fetch(anchor, slabs, whole1_first, whole1_count, whole1_b, dim, LINE, BLOCK)
+    if UP0:
+        up0_first, up0_count = tl.load(of_up0 + row), tl.load(in_up0 + row)
+        if PDL:
+            _fetch(anchor, slabs, up0_first, up0_count, up0_a, dim, LINE, BLOCK)
+    if UP1:
+        up1_first, up1_count = tl.load(of_up1 + row), tl.load(in_up1 + row)
+        if PDL:
+            _fetch(anchor, slabs, up1_first, up1_count, up1_a, dim, LINE, BLOCK)
     gain = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
     shift = tl.load(bias + cols, mask=mask, other=0.0).to(tl.float32)
     added = tl.zeros([BLOCK], tl.float32)
@@ -81,33 +158,37 @@ def _adapted_layer_norm_kernel(
         added += _sum_of(part1, row, cols, mask, split_stride1, row_stride1, SPLITS1)
     if SPLITS2 > 0:
         added += _sum_of(part2, row, cols, mask, split_stride2, row_stride2, SPLITS2)
-    if DOWN > 0:
-        part = tl.arange(0, DOWN_PAD)
-        for i in range(count):
-            slab = anchor + tl.load(slabs + first + i) * 16
-            at = down + part[:, None] * down_stride + row * WIDTH + i * _RANKS + rank[None, :]
-            s = tl.sum(tl.load(at, mask=(part < DOWN)[:, None], other=0.0), 0)
-            b = tl.load(
-                slab + (b_at + cols[:, None] * _RANKS + rank[None, :]),
-                mask=mask[:, None],
-                other=0.0,
-            )
-            s = s.to(b.dtype).to(tl.float32)
-            added += tl.sum(b.to(tl.float32) * s[None, :], 1)
+    if SUMMED > 0:
+        part = tl.arange(0, SUMMED_PAD)
+        for i in range(summed_count):
+            slab = anchor + tl.load(slabs + summed_first + i) * 16
+            at = summed + part[:, None] * summed_stride + row * WIDTH + i * _RANKS + rank[None, :]
+            s = tl.sum(tl.load(at, mask=(part < SUMMED)[:, None], other=0.0), 0)
+            added += _expanded(slab, summed_b, s, cols, rank, mask)
+    if WHOLE0:
+        added = _changed(
+            added, whole0, row, whole0_stride, anchor, slabs, whole0_first, whole0_count, whole0_a,
+            whole0_b, dim, cols, rank, mask,
+        )  # fmt: skip
+    if WHOLE1:
+        added = _changed(
+            added, whole1, row, whole1_stride, anchor, slabs, whole1_first, whole1_count, whole1_a,
+            whole1_b, dim, cols, rank, mask,
+        )  # fmt: skip
     stored = (v + added).to(x.dtype.element_ty)
     tl.store(stream, stored, mask=mask)
     u = _normalised(stored.to(tl.float32), mask, gain, shift, dim, eps)
     u = u.to(out.dtype.element_ty)
     tl.store(out + row * out_stride + cols, u, mask=mask)
-    if UP:
-        wide = u.to(tl.float32)
-        for i in range(count):
-            slab = anchor + tl.load(slabs + first + i) * 16
-            a = tl.load(
-                slab + (a_at + rank[:, None] * dim + cols[None, :]), mask=mask[None, :], other=0.0
-            )
-            s = tl.sum(a.to(tl.float32) * wide[None, :], 1)
-            tl.store(shrunk + row * WIDTH + i * _RANKS + rank, s)
+    wide = u.to(tl.float32)
+    if UP0:
+        _store_shrunk(
+            up0, wide, row, anchor, slabs, up0_first, up0_count, up0_a, dim, cols, rank, mask, WIDTH
+        )
+    if UP1:
+        _store_shrunk(
+            up1, wide, row, anchor, slabs, up1_first, up1_count, up1_a, dim, cols, rank, mask, WIDTH
+        )
 
 
 def adapted_layer_norm(
@@ -116,16 +197,17 @@ def adapted_layer_norm(
     bias: Tensor | None,
     weight: Tensor,
     ln_bias: Tensor,
-    rows: RowSlabs,
     *,
-    down: Down | None,
-    up: Up | None,
+    summed: Summed | None = None,
+    whole: Sequence[Whole] = (),
+    shrunk: Sequence[Shrunk] = (),
     pdl: bool = False,
     out: Tensor,
 ) -> Tensor:
-    """As `kernels.layer_norm.add_layer_norm`, and adds ``down`` to the stream, and writes ``up.shrunk``.
+    """As `kernels.layer_norm.add_layer_norm`, and adds ``summed`` and up to two ``whole`` changes to the stream, and
+    writes up to two ``shrunk``. All have the same anchor and array of slabs.
 
-    ``parts`` are [S, M, D] or [M, D]; there may be none. ``rows``: the slabs of the M rows.
+    ``parts`` are [S, M, D] or [M, D]; there may be none.
     """
     num_rows, dim = x.shape
     if len(parts) > MAX_PARTS:
@@ -139,21 +221,49 @@ def adapted_layer_norm(
     block = triton.next_power_of_2(dim)
     pdl = pdl and x.is_cuda
     launch: dict[str, Any] = {"launch_pdl": True} if pdl else {}
-    sums = x if down is None else down.parts
-    shrunk = x if up is None else up.shrunk
-    num_parts = 0 if down is None else len(sums)
-    width = shrunk.shape[-1] if down is None else sums.shape[-1]
-    assert down is None or (sums.shape[1] == num_rows and sums[0].is_contiguous())
-    assert up is None or (shrunk.is_contiguous() and shrunk.shape[-1] == width)
-    assert len(rows.first) == len(rows.count) == num_rows and rows.anchor.dtype == x.dtype
+    changes: list[Summed | Whole | Shrunk | None] = [
+        summed,
+        *whole,
+        *[None] * (2 - len(whole)),
+        *shrunk,
+        *[None] * (2 - len(shrunk)),
+    ]
+    assert len(changes) == 5
+    given = [change.rows for change in changes if change is not None]
+    anchor, slabs = (given[0].anchor, given[0].slabs) if given else (x, x)
+    assert not given or anchor.dtype == x.dtype
+    for rows in given:
+        assert rows.anchor is anchor and rows.slabs is slabs
+        assert len(rows.first) == len(rows.count) == num_rows
+    pointers, input_strides, offsets = list[Tensor](), list[int](), list[int]()
+    for change in changes:
+        pointers += [x, x] if change is None else [change.rows.first, change.rows.count]
+        if isinstance(change, Summed):
+            assert change.parts.shape[1] == num_rows and change.parts[0].is_contiguous()
+        if isinstance(change, Shrunk):
+            assert change.out.is_contiguous()
+        pointers.append(x if change is None else _array(change))
+    for each in (summed, *changes[1:3]):
+        assert not isinstance(each, Shrunk)
+        input_strides.append(0 if each is None else _array(each).stride(0))
+    offsets.append(0 if summed is None else summed.b_at)
+    for each in changes[1:3]:
+        offsets += [each.a_at, each.b_at] if isinstance(each, Whole) else [0, 0]
+    offsets += [each.a_at if isinstance(each, Shrunk) else 0 for each in changes[3:]]
+    num_parts = 0 if summed is None else len(summed.parts)
     _adapted_layer_norm_kernel[(num_rows,)](
-        x, *split, *[x] * absent, x if bias is None else bias, weight, ln_bias, out, rows.anchor,
-        rows.slabs, rows.first, rows.count, sums, shrunk, x.stride(0), out.stride(0), *strides,
-        0 if down is None else sums.stride(0), 0 if down is None else down.b_at,
-        0 if up is None else up.a_at, dim, EPS, SPLITS0=counts[0], SPLITS1=counts[1],
-        SPLITS2=counts[2], HAS_BIAS=bias is not None, DOWN=num_parts,
-        DOWN_PAD=triton.next_power_of_2(max(1, num_parts)), UP=up is not None, WIDTH=width,
-        LINE=128 // x.element_size(), PDL=pdl, BLOCK=block,
+        x, *split, *[x] * absent, x if bias is None else bias, weight, ln_bias, out, anchor, slabs,
+        *pointers, x.stride(0), out.stride(0), *strides, *input_strides, *offsets, dim, EPS,
+        SPLITS0=counts[0], SPLITS1=counts[1], SPLITS2=counts[2], HAS_BIAS=bias is not None,
+        SUMMED=num_parts, SUMMED_PAD=triton.next_power_of_2(max(1, num_parts)),
+        WHOLE0=len(whole) > 0, WHOLE1=len(whole) > 1, UP0=len(shrunk) > 0, UP1=len(shrunk) > 1,
+        WIDTH=RANKS * MOST_SLABS, LINE=128 // x.element_size(), PDL=pdl, BLOCK=block,
         num_warps=min(max(block // 128, 1), 16), **launch,
     )  # fmt: skip
     return out
+
+
+def _array(change: Summed | Whole | Shrunk) -> Tensor:
+    if isinstance(change, Summed):
+        return change.parts
+    return change.x if isinstance(change, Whole) else change.out

@@ -111,22 +111,37 @@ def store_shrunk(
 
 
 @triton.jit
-def fetch_tile(
-    anchor, slabs, total, b_at, a_at, inputs, row, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
-    LINE: tl.constexpr,
+def slabs_of(slab_first, slab_count, rows_m, keep_m):
+    """Returns the first slab and the number of slabs of each row, and the end of all rows' slabs; 0 without any."""
+    firsts = tl.load(slab_first + rows_m, mask=keep_m, other=0)
+    counts = tl.load(slab_count + rows_m, mask=keep_m, other=0)
+    return firsts, counts, tl.max(tl.where(counts > 0, firsts + counts, 0), 0)
+
+
+@triton.jit
+def fetch_rows(
+    anchor, slabs, total, b_at, row, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
-    """Requests B's rows, and A's columns, from ``row`` on for the first GROUP slabs, in lines of LINE elements."""
+    """Requests BLOCK_N rows of B [.., 16] from ``row`` on for the first GROUP slabs, in lines of LINE elements."""
     if total > 0:
-        each = tl.arange(0, GROUP)
-        slab = tl.minimum(each, total - 1)
+        slab = tl.minimum(tl.arange(0, GROUP), total - 1)
         base = anchor + tl.load(slabs + slab) * 16
         line = tl.arange(0, BLOCK_N * _RANKS // LINE)
         request(base[:, None] + (b_at + row * _RANKS + line[None, :] * LINE))
+
+
+@triton.jit
+def fetch_columns(
+    anchor, slabs, total, a_at, inputs, column, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    LINE: tl.constexpr,
+):  # fmt: skip
+    """As `fetch_rows`, for the columns of A [16, inputs]."""
+    if total > 0:
         rank = tl.arange(0, GROUP * _RANKS)
         slab = tl.minimum(rank // _RANKS, total - 1)
         base = anchor + tl.load(slabs + slab) * 16
         line = tl.arange(0, (BLOCK_N + LINE - 1) // LINE)
-        within = (rank % _RANKS)[:, None] * inputs + row + line[None, :] * LINE
+        within = (rank % _RANKS)[:, None] * inputs + column + line[None, :] * LINE
         request(base[:, None] + (a_at + within))
 
 

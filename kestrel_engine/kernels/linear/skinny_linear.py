@@ -25,7 +25,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..adapters.slabs import MOST_SLABS, RANKS, RowSlabs, add_expanded, fetch_tile, store_shrunk
+from ..adapters.slabs import (
+    MOST_SLABS,
+    RANKS,
+    RowSlabs,
+    add_expanded,
+    fetch_columns,
+    fetch_rows,
+    slabs_of,
+    store_shrunk,
+)
 from .gelu import gelu_tanh
 
 MAX_ROWS = 128
@@ -54,21 +63,29 @@ ADAPTERS_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Adapted:
-    """The change of an MLP's hidden layer by adapters, and the first half of the change of what follows it.
-
-    The columns from ``begin`` on are the hidden layer. Before GELU, they get B [N - begin, 16] times ``shrunk`` [M,
-    ranks] float32, the products of the input with A. ``parts``: [`adapter_parts`, M, ranks] float32 for the products of
-    the hidden layer with the next A [16, N - begin], as partial sums. ``b_at``, ``a_at``: where these B and A are in a
-    slab.
-    """
+class Expanded:
+    """The change of some columns: B [columns, 16], at ``b_at`` in the slabs of ``rows``, times ``shrunk`` [M, ranks]
+    float32, the products of the input with A."""
 
     rows: RowSlabs
-    begin: int
     b_at: int
     shrunk: Tensor
-    a_at: int
-    parts: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """The changes of a GEMM by adapters: ``first`` of the columns below ``begin``, ``hidden`` of those from ``begin``
+    on, before GELU. None if they are not changed.
+
+    The columns from ``begin`` on may be the hidden layer of an MLP. ``parts`` [`adapter_parts`, M, ranks] float32 is
+    for the products of the hidden layer with the next A [16, N - begin] at ``a_at``, as partial sums.
+    """
+
+    begin: int
+    first: Expanded | None
+    hidden: Expanded | None = None
+    a_at: int = 0
+    parts: Tensor | None = None
 
 
 @triton.jit
@@ -83,13 +100,14 @@ def _prefetch_l2(address, BYTES: tl.constexpr):
 # The number of rows and the prefetch depth do not change the code, so they are not specialised.
 @triton.jit(do_not_specialize=["num_rows", "prefetch"])
 def _dot_kernel(
-    x, weight, boxes, bias, out, tau, content, anchor, slabs, slab_first, slab_count, shrunk, parts,
-    num_rows, n, k, k_per_split, x_stride, w_stride, out_stride, split_stride, gelu_from, prefetch,
-    tau_columns, tau_k, hidden_from, b_at, a_at, parts_stride,
+    x, weight, boxes, bias, out, tau, content, anchor, slabs, of_first, in_first, first_shrunk,
+    of_hidden, in_hidden, hidden_shrunk, parts, num_rows, n, k, k_per_split, x_stride, w_stride,
+    out_stride, split_stride, gelu_from, prefetch, tau_columns, tau_k, hidden_from, first_b, hidden_b,
+    a_at, parts_stride,
     HAS_BIAS: tl.constexpr, HAS_GELU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    TILE_BYTES: tl.constexpr, BOXES: tl.constexpr, TAU_PAD: tl.constexpr, SLABS: tl.constexpr,
-    PDL: tl.constexpr,
+    TILE_BYTES: tl.constexpr, BOXES: tl.constexpr, TAU_PAD: tl.constexpr, FIRST: tl.constexpr,
+    HIDDEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK_N
     begin = tl.program_id(1) * k_per_split
@@ -117,22 +135,27 @@ def _dot_kernel(
         line = (w_tile + rows_n * w_stride + begin).to(tl.int64)
         for tile in range(prefetch):
             _prefetch_l2(line + tile * TILE_BYTES, TILE_BYTES)
-    if SLABS:
-        firsts = tl.load(slab_first + rows_m, mask=keep_m, other=0)
-        counts = tl.load(slab_count + rows_m, mask=keep_m, other=0)
-        total = tl.max(tl.where(counts > 0, firsts + counts, 0), 0)
-        # Only tiles of the hidden layer are changed. The first of them may begin with other columns.
+    if FIRST or HIDDEN:
+        LINE: tl.constexpr = 1024 // anchor.dtype.element_ty.primitive_bitwidth
+    if FIRST:
+        first_from, first_count, first_total = slabs_of(of_first, in_first, rows_m, keep_m)
+        if first >= hidden_from:
+            first_total = 0
+        if PDL:
+            fetch_rows(anchor, slabs, first_total, first_b, first, BLOCK_N, FIRST, LINE)
+    if HIDDEN:
+        hidden_slab, hidden_count, hidden_total = slabs_of(of_hidden, in_hidden, rows_m, keep_m)
+        # The first tile of the hidden layer may begin with other columns.
         hidden = first + rows_n - hidden_from
         keep_hidden = keep_n & (hidden >= 0)
         if first + BLOCK_N <= hidden_from:
-            total = 0
+            hidden_total = 0
         if PDL:
             if first >= hidden_from:
-                LINE: tl.constexpr = 1024 // anchor.dtype.element_ty.primitive_bitwidth
-                fetch_tile(
-                    anchor, slabs, total, b_at, a_at, n - hidden_from, first - hidden_from, BLOCK_N,
-                    SLABS, LINE,
-                )  # fmt: skip
+                row = first - hidden_from
+                fetch_rows(anchor, slabs, hidden_total, hidden_b, row, BLOCK_N, HIDDEN, LINE)
+                inputs = n - hidden_from
+                fetch_columns(anchor, slabs, hidden_total, a_at, inputs, row, BLOCK_N, HIDDEN, LINE)
     if PDL:
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -154,10 +177,15 @@ def _dot_kernel(
         acc = tl.dot(w, tl.trans(rows), acc, input_precision="ieee")
     if HAS_BIAS:
         acc += owed[:, None]
-    if SLABS:
+    if FIRST:
         acc = add_expanded(
-            acc, anchor, slabs, firsts, counts, total, shrunk, b_at, rows_m, hidden, keep_hidden,
-            SLABS,
+            acc, anchor, slabs, first_from, first_count, first_total, first_shrunk, first_b, rows_m,
+            first + rows_n, keep_n & (first + rows_n < hidden_from), FIRST,
+        )  # fmt: skip
+    if HIDDEN:
+        acc = add_expanded(
+            acc, anchor, slabs, hidden_slab, hidden_count, hidden_total, hidden_shrunk, hidden_b, rows_m,
+            hidden, keep_hidden, HIDDEN,
         )  # fmt: skip
     if HAS_GELU:
         acc = tl.where((first + rows_n >= gelu_from)[:, None], gelu_tanh(acc), acc)
@@ -165,12 +193,12 @@ def _dot_kernel(
     at_out = out + rows_m[:, None] * out_stride + (first + rows_n)[None, :]
     result = tl.trans(acc.to(out.dtype.element_ty))
     tl.store(at_out, result, mask=keep_m[:, None] & keep_n[None, :])
-    if SLABS:
+    if HIDDEN:
         # Each tile of the hidden layer has a part of its own.
         own_part = parts + (tl.program_id(0) - hidden_from // BLOCK_N).to(tl.int64) * parts_stride
         store_shrunk(
-            acc.to(out.dtype.element_ty), anchor, slabs, firsts, counts, total, own_part,
-            a_at, n - hidden_from, rows_m, hidden, keep_hidden, SLABS,
+            acc.to(out.dtype.element_ty), anchor, slabs, hidden_slab, hidden_count, hidden_total,
+            own_part, a_at, n - hidden_from, rows_m, hidden, keep_hidden, HIDDEN,
         )  # fmt: skip
     if TAU_PAD:
         if first < tau_k:
@@ -352,34 +380,50 @@ def _launch(
         assert splits == 1 and tau_k <= n and tau_weights.is_contiguous()
         assert content.shape == (triton.cdiv(tau_k, t.block_n), rows, columns), content.shape
         assert content.is_contiguous()
-    begin, b_at, a_at, parts_stride = 0, 0, 0, 0
-    on_device = [out] * 6
-    if adapted is not None:
-        own, begin, parts = adapted.rows, adapted.begin, adapted.parts
-        on_device = [own.anchor, own.slabs, own.first, own.count, adapted.shrunk, parts]
-        b_at, a_at, parts_stride = adapted.b_at, adapted.a_at, parts.stride(0)
-        assert splits == 1 and len(own.first) == len(own.count) == rows
-        assert own.anchor.dtype == x.dtype and adapted.shrunk.is_contiguous()
-        assert parts.shape == (
-            triton.cdiv(n, t.block_n) - begin // t.block_n,
-            rows,
-            RANKS * MOST_SLABS,
-        )
-        assert parts[0].is_contiguous()
+    changes = adapted or _UNCHANGED
+    on_device, places = _change_arguments(changes, x, out)
+    parts = changes.parts
+    if parts is not None:
+        shape = triton.cdiv(n, t.block_n) - changes.begin // t.block_n, rows, RANKS * MOST_SLABS
+        assert splits == 1 and parts.shape == shape and parts[0].is_contiguous(), parts.shape
     _dot_kernel[grid](
         x, weight, _boxes(weight, t) if boxes else weight, given_bias, out, tau_weights, content,
         *on_device, rows, n, k, k_per_split, x.stride(0), weight.stride(0), out.stride(1), out.stride(0),
         gelu_from, _prefetchable(weight, t, k_per_split) if pdl and even_k else 0, columns, tau_k,
-        begin, b_at, a_at, parts_stride,
+        changes.begin, *places, changes.a_at, 0 if parts is None else parts.stride(0),
         EVEN_K=even_k,
         BLOCK_M=max(triton.next_power_of_2(rows), 16),
         STAGES=t.stages,
         TILE_BYTES=t.block_k * x.element_size(),
         BOXES=boxes,
         TAU_PAD=0 if tau is None else max(16, triton.next_power_of_2(columns)),
-        SLABS=0 if adapted is None else ADAPTERS_AT_ONCE,
+        FIRST=0 if changes.first is None else ADAPTERS_AT_ONCE,
+        HIDDEN=0 if changes.hidden is None else ADAPTERS_AT_ONCE,
         **options,
     )  # fmt: skip
+
+
+_UNCHANGED = Adapted(0, None)
+
+
+def _change_arguments(
+    changes: Adapted, x: Tensor, unused: Tensor
+) -> tuple[list[Tensor], list[int]]:
+    """Returns the kernel's pointers and the places in slabs. ``unused``: a pointer that the kernel does not read."""
+    given = [each for each in (changes.first, changes.hidden) if each is not None]
+    shared = [given[0].rows.anchor, given[0].rows.slabs] if given else [unused] * 2
+    pointers, places = list[Tensor](), list[int]()
+    for each in (changes.first, changes.hidden):
+        if each is None:
+            pointers += [unused] * 3
+            places.append(0)
+            continue
+        own = each.rows
+        assert own.anchor is shared[0] and own.slabs is shared[1] and own.anchor.dtype == x.dtype
+        assert len(own.first) == len(own.count) == len(x) and each.shrunk.is_contiguous()
+        pointers += [own.first, own.count, each.shrunk]
+        places.append(each.b_at)
+    return [*shared, *pointers, unused if changes.parts is None else changes.parts], places
 
 
 def _is_aligned(weight: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """DecodeChanges: what the launches of a decode step do for adapters, for each layer.
 
-The changes of a dense MLP are halves of other launches: the LayerNorm before it multiplies by fc1's A, the first GEMM
-adds fc1's B and multiplies by fc2's A, and the LayerNorm after it adds fc2's B.
+Changes are parts of other launches. The LayerNorm before a block multiplies by the A of qkv and fc1. The first GEMM
+adds their B, and multiplies by fc2's A. The LayerNorm after the block adds fc2's B, and the whole change of proj.
 """
 
 from __future__ import annotations
@@ -9,60 +9,98 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
-from ....kernels.adapters.layer_norm import Down, Up
-from ....kernels.adapters.slabs import MOST_SLABS, RANKS, RowSlabs, shrunk_rows
-from ....kernels.linear.skinny_linear import MAX_ROWS, Adapted, adapter_parts
+from ....kernels.adapters.layer_norm import Shrunk, Summed, Whole
+from ....kernels.adapters.rows import change_rows
+from ....kernels.adapters.slabs import MOST_SLABS, RANKS, shrunk_rows
+from ....kernels.linear.skinny_linear import MAX_ROWS, Adapted, Expanded, adapter_parts
 from ..text.layers import TextLayer
 from .layout import SlabLayout
+from .pass_slabs import PassAdapters
 
 
 class DecodeChanges:
-    """Owns the products of up to ``max_rows`` rows with A. Steps of more than MAX_ROWS rows do not use it."""
+    """Owns the products of up to ``max_rows`` rows with A. In steps of more than MAX_ROWS rows, changes are launches of
+    their own."""
 
     def __init__(
         self, layout: SlabLayout, layers: list[TextLayer], max_rows: int, device: torch.device
     ) -> None:
-        self.layout = layout
+        self._blocks = layout.blocks
         few = min(max_rows, MAX_ROWS)
-        self._shrunk = shrunk_rows(few, device)
-        most = max(
-            [0, *(_num_parts(layer, r) for layer in layers[: len(layout.mlps)] for r in _to(few))]
-        )
-        self._parts = shrunk_rows(most * few, device).view(-1)
+        self._first, self._hidden = shrunk_rows(few, device), shrunk_rows(few, device)
+        dense = [layer for layer in layers if layer.moe is None]
+        counts = [_num_parts(layer, rows) for layer in dense for rows in range(1, few + 1)]
+        self._parts = shrunk_rows(max([0, *counts]) * few, device).view(-1)
 
-    def before(self, layer: TextLayer | None, rows: int) -> Up | None:
-        """Returns the LayerNorm's part before ``layer``; None for experts, and behind the last layer."""
-        places = None if layer is None else self.layout.mlp(layer.index)
-        return None if places is None else Up(self._shrunk[:rows], places.fc1.a_at)
+    def before(self, layer: TextLayer | None, adapters: PassAdapters) -> list[Shrunk]:
+        """Returns what the LayerNorm before ``layer`` writes; nothing behind the last layer."""
+        rows = adapters.num_rows
+        if layer is None or rows > MAX_ROWS:
+            return []
+        block = self._blocks[layer.index]
+        found = [Shrunk(adapters.attention, self._first[:rows], block.qkv.a_at)]
+        if block.fc1 is not None:
+            found.append(Shrunk(adapters.mlp, self._hidden[:rows], block.fc1.a_at))
+        return found
 
-    def within(self, layer: TextLayer, adapters: RowSlabs) -> Adapted | None:
-        """Returns the part of the first GEMM of ``layer``; None for experts."""
-        places = self.layout.mlp(layer.index)
-        if places is None:
+    def within(self, layer: TextLayer, adapters: PassAdapters, *, hidden: bool) -> Adapted | None:
+        """Returns the part of the first GEMM of ``layer``; None if its changes are launches of their own. ``hidden``:
+        the GEMM computes the hidden layer, too."""
+        rows = adapters.num_rows
+        if rows > MAX_ROWS:
             return None
-        rows = len(adapters.first)
-        shrunk, parts = self._shrunk[:rows], self._parts_of(layer, rows)
-        return Adapted(adapters, _begin(layer), places.fc1.b_at, shrunk, places.fc2.a_at, parts)
+        block, begin = self._blocks[layer.index], layer.qkv.weight.shape[0]
+        first = Expanded(adapters.attention, block.qkv.b_at, self._first[:rows])
+        if not hidden:
+            return Adapted(begin, first)
+        assert block.fc1 is not None and block.fc2 is not None
+        up = Expanded(adapters.mlp, block.fc1.b_at, self._hidden[:rows])
+        return Adapted(begin, first, up, block.fc2.a_at, self._parts_of(layer, rows))
 
-    def after(self, layer: TextLayer, rows: int) -> Down | None:
-        """Returns the LayerNorm's part after ``layer``; None for experts."""
-        places = self.layout.mlp(layer.index)
-        return None if places is None else Down(self._parts_of(layer, rows), places.fc2.b_at)
+    def after_mlp(self, layer: TextLayer, adapters: PassAdapters) -> Summed | None:
+        """Returns the change of fc2 that the LayerNorm after ``layer`` adds."""
+        rows, place = adapters.num_rows, self._blocks[layer.index].fc2
+        if place is None or rows > MAX_ROWS:
+            return None
+        return Summed(adapters.mlp, self._parts_of(layer, rows), place.b_at)
 
-    def _parts_of(self, layer: TextLayer, rows: int) -> torch.Tensor:
+    def after_attention(
+        self, layer: TextLayer, adapters: PassAdapters, attended: Tensor, u: Tensor
+    ) -> list[Whole]:
+        """Returns the changes of proj that the LayerNorm after ``layer`` adds. ``attended``: the result of attention.
+        ``u``: the block's normalised input."""
+        block = self._blocks[layer.index]
+        proj, other = block.proj, block.proj_input
+        return [
+            Whole(adapters.attention, attended, proj.a_at, proj.b_at),
+            Whole(adapters.proj_input, u, other.a_at, other.b_at),
+        ]
+
+    def add_first(
+        self, layer: TextLayer, adapters: PassAdapters, u: Tensor, out: Tensor, *, hidden: bool
+    ) -> None:
+        """Adds the changes of qkv, and with ``hidden`` of fc1 before GELU, to the result ``out`` of the first GEMM, and
+        applies GELU to the hidden layer."""
+        block, begin = self._blocks[layer.index], layer.qkv.weight.shape[0]
+        change_rows(u, adapters.attention, *block.qkv[:2], add_to=out[:, :begin])
+        if hidden:
+            assert block.fc1 is not None
+            change_rows(u, adapters.mlp, *block.fc1[:2], add_to=out[:, begin:], gelu=True)
+
+    def add_mlp(
+        self, layer: TextLayer, adapters: PassAdapters, hidden: Tensor, output: Tensor
+    ) -> None:
+        """Adds the change of fc2 to ``output``."""
+        place = self._blocks[layer.index].fc2
+        assert place is not None
+        change_rows(hidden, adapters.mlp, *place[:2], add_to=output)
+
+    def _parts_of(self, layer: TextLayer, rows: int) -> Tensor:
         shape = _num_parts(layer, rows), rows, RANKS * MOST_SLABS
         return self._parts[: math.prod(shape)].view(shape)
 
 
-def _begin(layer: TextLayer) -> int:
-    """Returns the first column of the hidden layer in the result of a dense layer's first GEMM."""
-    return layer.qkv.weight.shape[0]
-
-
 def _num_parts(layer: TextLayer, rows: int) -> int:
-    return adapter_parts(rows, layer.reads.weight, _begin(layer))
-
-
-def _to(rows: int) -> range:
-    return range(1, rows + 1)
+    return adapter_parts(rows, layer.reads.weight, layer.qkv.weight.shape[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,33 +12,74 @@ from torch import Tensor
 from ....kernels.adapters.slabs import MOST_SLABS, RowSlabs, distance
 from ....types.adapter import Adapter
 from ..state.staging import Field, RowBuffers
+from .layout import ATTENTION, KINDS, MLP, PROJ_INPUT
+
+ROW_FIELDS = {f"{what} {kind}": Field(np.int32) for kind in KINDS for what in ("first", "count")}
+"""For each row and kind, its first slab and its number of slabs."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassAdapters:
+    """The slabs of a pass's rows, by kind."""
+
+    mlp: RowSlabs
+    attention: RowSlabs
+    proj_input: RowSlabs
+
+    def at(self, rows: Tensor) -> PassAdapters:
+        """Those of ``rows`` [n] int64."""
+        return PassAdapters(self.mlp.at(rows), self.attention.at(rows), self.proj_input.at(rows))
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.mlp.first)
+
+
+@dataclass(slots=True, eq=False)
+class Places:
+    """Where the slabs of a pass are: the distances of all ``slabs``, each adapter's once, and ``rows``: for each field
+    of ROW_FIELDS a number for each row."""
+
+    slabs: list[int]
+    rows: dict[str, list[int]]
+
+    @classmethod
+    def of(cls, adapters: Sequence[Adapter | None], anchor: Tensor) -> Places:
+        """Those of rows with ``adapters``."""
+        made = cls([], {name: [0] * len(adapters) for name in ROW_FIELDS})
+        for kind in KINDS:
+            firsts, counts = made.rows[f"first {kind}"], made.rows[f"count {kind}"]
+            begins: dict[int, int] = {}
+            for row, adapter in enumerate(adapters):
+                own = None if adapter is None else adapter.slabs.get(kind)
+                if own is None:
+                    continue
+                begin = begins.setdefault(id(adapter), len(made.slabs))
+                if begin == len(made.slabs):
+                    made.slabs += [distance(slab, anchor) for slab in own]
+                firsts[row], counts[row] = begin, len(own)
+        return made
+
+    def repeated(self, sizes: Sequence[int]) -> Places:
+        """Those of a pass in which each row stands for so many."""
+        return Places(
+            self.slabs,
+            {name: np.repeat(each, sizes).tolist() for name, each in self.rows.items()},
+        )
+
+
+def pass_adapters(anchor: Tensor, slabs: Tensor, rows: dict[str, Tensor]) -> PassAdapters:
+    """Returns the kernels' arguments. ``rows``: the fields of ROW_FIELDS on the device."""
+    mlp, attention, proj_input = (
+        RowSlabs(anchor, slabs, rows[f"first {kind}"], rows[f"count {kind}"])
+        for kind in (MLP, ATTENTION, PROJ_INPUT)
+    )
+    return PassAdapters(mlp, attention, proj_input)
 
 
 def new_anchor(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns what the kernels measure the places of slabs from."""
     return torch.zeros(1, dtype=dtype, device=device)
-
-
-def places_of(
-    adapters: Sequence[Adapter | None], anchor: Tensor
-) -> tuple[list[int], list[int], list[int]]:
-    """Returns the distances of all slabs of ``adapters``, each adapter once, and for each entry its first slab and its
-    number of slabs."""
-    slabs: list[int] = []
-    begins: dict[int, int] = {}
-    first, count = [], []
-    for adapter in adapters:
-        if adapter is None:
-            first.append(0)
-            count.append(0)
-            continue
-        assert adapter.slabs is not None, f"adapter {adapter.name} has no slabs"
-        begin = begins.setdefault(id(adapter), len(slabs))
-        if begin == len(slabs):
-            slabs += [distance(slab, anchor) for slab in adapter.slabs]
-        first.append(begin)
-        count.append(len(adapter.slabs))
-    return slabs, first, count
 
 
 class PassSlabs:
@@ -48,10 +90,10 @@ class PassSlabs:
         self, anchor: Tensor, max_rows: int, max_adapters: int, device: torch.device
     ) -> None:
         self._anchor = anchor
-        fields = {"first": Field(np.int32), "count": Field(np.int32)}
-        self._rows = RowBuffers(fields, max_rows, device)
-        self._slabs = RowBuffers({"slabs": Field(np.int64)}, max_adapters * MOST_SLABS, device)
-        self._sent: tuple[list[int], list[int], list[int], int] | None = None
+        self._rows = RowBuffers(ROW_FIELDS, max_rows, device)
+        most = max_adapters * MOST_SLABS * len(KINDS)
+        self._slabs = RowBuffers({"slabs": Field(np.int64)}, most, device)
+        self._sent: tuple[list[int], dict[str, list[int]], int] | None = None
 
     def send(
         self,
@@ -61,22 +103,22 @@ class PassSlabs:
     ) -> None:
         """Enqueues the copy for rows with ``adapters``, and rows of padding up to ``padded``, unless the device has it
         already. ``sizes``: how many rows each adapter applies to; None for one each."""
-        slabs, first, count = places_of(adapters, self._anchor)
+        places = Places.of(adapters, self._anchor)
         if sizes is not None:
-            first, count = (np.repeat(each, sizes).tolist() for each in (first, count))
-        wanted = slabs, first, count, padded
+            places = places.repeated(sizes)
+        wanted = places.slabs, places.rows, padded
         if wanted == self._sent:
             return
         self._sent = wanted
         host = self._rows.host()
-        for name, values in (("first", first), ("count", count)):
+        for name, values in places.rows.items():
             host[name][: len(values)] = values
             host[name][len(values) : padded] = 0
         self._rows.send()
-        self._slabs.host()["slabs"][: len(slabs)] = slabs
+        self._slabs.host()["slabs"][: len(places.slabs)] = places.slabs
         self._slabs.send()
 
-    def of(self, num_rows: int) -> RowSlabs:
+    def of(self, num_rows: int) -> PassAdapters:
         """Returns the kernels' arguments for a pass of ``num_rows`` rows, padding included."""
-        rows, slabs = self._rows.device, self._slabs.device["slabs"]
-        return RowSlabs(self._anchor, slabs, rows["first"], rows["count"]).of(num_rows)
+        rows = {name: each[:num_rows] for name, each in self._rows.device.items()}
+        return pass_adapters(self._anchor, self._slabs.device["slabs"], rows)

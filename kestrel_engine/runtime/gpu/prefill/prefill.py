@@ -13,14 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.adapters.slabs import RowSlabs
 from ....models.moondream import Moondream
 from ....types.adapter import Adapter
 from ....types.model_config import ModelConfig
 from ....types.progress import Progress
 from ....types.step import Row
 from ...kv_cache import KvCache
-from ..adapters.pass_slabs import places_of
+from ..adapters.pass_slabs import PassAdapters, Places, pass_adapters
 from ..attention.prefill import AttentionChoice, PrefillAttention
 from ..footprint import PASS_POSITIONS
 from ..state.staging import Uploader
@@ -108,7 +107,7 @@ class Prefill:
             pool = self._cache.keys, self._cache.values
             self._text.prefill(x, places, slots, _no_attention, *pool)
             if self._anchor is not None:
-                none = self._upload_slabs([], [0], [0], [count])
+                none = self._upload_slabs([None], [count])
                 self._text.prefill(x, places, slots, _no_attention, *pool, adapters=none)
 
     def capture(self, progress: Progress | None) -> None:
@@ -129,20 +128,20 @@ class Prefill:
                 arrays[name] = getattr(batch, name)
         return self._upload({name: np.asarray(array) for name, array in arrays.items()})
 
-    def _slabs(self, batch: PrefillBatch, adapters: Sequence[Adapter | None]) -> RowSlabs:
+    def _slabs(self, batch: PrefillBatch, adapters: Sequence[Adapter | None]) -> PassAdapters:
         """Returns the slabs of the batch's tokens. ``adapters``: those of the rows."""
-        assert self._anchor is not None, "this runtime computes no adapters"
         rows, sizes = zip(*batch.runs, strict=True)
-        return self._upload_slabs(*places_of([adapters[row] for row in rows], self._anchor), sizes)
+        return self._upload_slabs([adapters[row] for row in rows], sizes)
 
     def _upload_slabs(
-        self, slabs: list[int], first: list[int], count: list[int], sizes: Sequence[int]
-    ) -> RowSlabs:
-        assert self._anchor is not None
-        arrays = {"slabs": np.array([*slabs, 0], dtype=np.int64)}
-        for name, values in (("first", first), ("count", count)):
-            arrays[name] = np.repeat(np.array(values, dtype=np.int32), sizes)
-        return RowSlabs(self._anchor, **self._upload(arrays))
+        self, adapters: Sequence[Adapter | None], sizes: Sequence[int]
+    ) -> PassAdapters:
+        assert self._anchor is not None, "this runtime computes no adapters"
+        places = Places.of(adapters, self._anchor).repeated(sizes)
+        arrays = {name: np.array(each, dtype=np.int32) for name, each in places.rows.items()}
+        arrays["slabs"] = np.array([*places.slabs, 0], dtype=np.int64)
+        on_device = self._upload(arrays)
+        return pass_adapters(self._anchor, on_device.pop("slabs"), on_device)
 
     def _embed(self, batch: PrefillBatch, x: Tensor, arrays: dict[str, Tensor]) -> None:
         """Writes the batch's embeddings to ``x`` [num_tokens, dim]."""

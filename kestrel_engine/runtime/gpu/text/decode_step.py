@@ -9,15 +9,13 @@ the other one reads weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from ....kernels.adapters.layer_norm import adapted_layer_norm
-from ....kernels.adapters.rows import change_rows
-from ....kernels.adapters.slabs import RowSlabs
 from ....kernels.attention.shared_prefix import SharedPrefixes
 from ....kernels.attention.tau_content import TauWorkspace, tau_content
 from ....kernels.layer_norm import add_layer_norm, layer_norm
@@ -38,6 +36,7 @@ from ....models.text import Moe
 from ....types.model_config import TextConfig
 from ..adapters.decode_changes import DecodeChanges
 from ..adapters.layout import SlabLayout
+from ..adapters.pass_slabs import PassAdapters
 from ..attention.decode import DecodeAttention, PagedDecode
 from ..gemm import linear
 from .layers import TextLayer
@@ -124,62 +123,44 @@ class DecodePass:
         *,
         normed: Tensor | None,
         shared: SharedPrefixes | None,
-        adapters: RowSlabs | None = None,
+        adapters: PassAdapters | None = None,
     ) -> Tensor:
         """As `FusedText.decode`."""
         assert len(x) <= self._max_rows, f"{len(x)} rows, buffers for {self._max_rows}"
         rows = positions, row_seq, page_table
         u = _shaped(self._u, *x.shape)
         first = self._layers[0].ln
-        if adapters is None:
+        changes = self._changes
+        assert adapters is None or changes is not None, "this runtime computes no adapters"
+        if adapters is None or changes is None:
             layer_norm(x, first.weight, first.bias, pending=None, out=u)
         else:
-            self._adapted_norm(x, adapters, first, (), before=self._layers[0], out=u)
+            shrunk = changes.before(self._layers[0], adapters)
+            adapted_layer_norm(x, (), None, first.weight, first.bias, shrunk=shrunk, out=u)
         norms = [*(layer.ln for layer in self._layers[1:]), self._post_ln]
-        following = [*self._layers[1:], None]
-        for layer, norm, before in zip(self._layers, norms, following, strict=True):
+        followings = [*self._layers[1:], None]
+        for layer, norm, following in zip(self._layers, norms, followings, strict=True):
             pool = keys[layer.index], values[layer.index]
             parts = self._block(layer, u, rows, pool, shared, adapters)
+            block_input = u
             if norm is self._post_ln and normed is not None:
                 u = normed
             # An early launch waits for its predecessor in the same stream, but not for kernels of the other stream.
             early = self._early and not self._is_concurrent(layer, len(x))
-            if adapters is None:
-                add_layer_norm(x, parts, layer.owed, norm.weight, norm.bias, pdl=early, out=u)
-            else:
-                self._adapted_norm(
-                    x, adapters, norm, parts, after=layer, before=before, early=early, out=u
-                )
+            summand = x, parts, layer.owed, norm.weight, norm.bias
+            if adapters is None or changes is None:
+                add_layer_norm(*summand, pdl=early, out=u)
+                continue
+            attended, _ = self._attended_and_hidden(layer, len(x))
+            adapted_layer_norm(
+                *summand,
+                summed=changes.after_mlp(layer, adapters),
+                whole=changes.after_attention(layer, adapters, attended, block_input),
+                shrunk=changes.before(following, adapters),
+                pdl=early,
+                out=u,
+            )
         return x
-
-    def _adapted_norm(
-        self,
-        x: Tensor,
-        adapters: RowSlabs,
-        norm: LayerNorm,
-        parts: Sequence[Tensor],
-        *,
-        after: TextLayer | None = None,
-        before: TextLayer | None,
-        early: bool = False,
-        out: Tensor,
-    ) -> None:
-        """The LayerNorm ``after`` a layer and ``before`` another one, with the changes of adapters in both."""
-        rows, changes = len(x), self._changes
-        assert changes is not None, "this runtime computes no adapters"
-        fused = rows <= MAX_ROWS
-        adapted_layer_norm(
-            x,
-            parts,
-            None if after is None else after.owed,
-            norm.weight,
-            norm.bias,
-            adapters,
-            down=None if after is None or not fused else changes.after(after, rows),
-            up=changes.before(before, rows) if fused else None,
-            pdl=early,
-            out=out,
-        )
 
     def _is_concurrent(self, layer: TextLayer, rows: int) -> bool:
         """Returns whether the layer's experts run concurrently with its attention."""
@@ -192,14 +173,12 @@ class DecodePass:
         rows: tuple[Tensor, Tensor, Tensor],
         pool: tuple[Tensor, Tensor],
         shared: SharedPrefixes | None,
-        adapters: RowSlabs | None,
+        adapters: PassAdapters | None,
     ) -> list[Tensor]:
         """Returns tensors whose sum is the block's output, without its biases."""
         dim, moe = self._config.dim, layer.moe
         read = _shaped(self._read, len(u), layer.reads.weight.shape[0])
-        # Attention overwrites the values v with its output, each head after its last read. So the output is next to the
-        # MLP's hidden layer, and both form one operand.
-        attended, hidden = read[:, 2 * dim : 3 * dim], read[:, 3 * dim :]
+        attended, hidden = self._attended_and_hidden(layer, len(u))
 
         def attend(reads: Linear, *, gelu_from: int | None = None) -> None:
             out = read[:, : reads.weight.shape[0]]
@@ -212,8 +191,8 @@ class DecodePass:
         if moe is None:
             attend(layer.reads, gelu_from=3 * dim)
             output = self._partials(read[:, 2 * dim :], layer.writes)
-            if adapters is not None and len(u) > MAX_ROWS:
-                self._add_change(layer, "fc2", adapters, hidden, output)
+            if adapters is not None and self._changes is not None and len(u) > MAX_ROWS:
+                self._changes.add_mlp(layer, adapters, hidden, output)
             return [output]
         if self._is_concurrent(layer, len(u)):
             with self._on_side_stream():
@@ -226,6 +205,15 @@ class DecodePass:
         # One GEMM computes qkv and the router's logits.
         attend(layer.reads)
         return [self._partials(attended, layer.proj), self._experts_of_many(moe, u, hidden)]
+
+    def _attended_and_hidden(self, layer: TextLayer, rows: int) -> tuple[Tensor, Tensor]:
+        """Returns the output of attention [M, dim] and what follows it in the result of the layer's first GEMM.
+
+        Attention overwrites the values v with its output, each head after its last read. So the output is next to the
+        MLP's hidden layer, and both form one operand.
+        """
+        read, dim = _shaped(self._read, rows, layer.reads.weight.shape[0]), self._config.dim
+        return read[:, 2 * dim : 3 * dim], read[:, 3 * dim :]
 
     @contextmanager
     def _on_side_stream(self) -> Iterator[None]:
@@ -243,7 +231,7 @@ class DecodePass:
         u: Tensor,
         reads: Linear,
         out: Tensor,
-        adapters: RowSlabs | None,
+        adapters: PassAdapters | None,
         *,
         gelu_from: int | None = None,
     ) -> tuple[Tensor, Tensor] | None:
@@ -265,7 +253,7 @@ class DecodePass:
                 reads.bias,
                 gelu_from=gelu_from,
                 tau=weights_and_parts,
-                adapted=self._adapted(layer, adapters),
+                adapted=self._adapted(layer, adapters, hidden=gelu_from is not None),
                 pdl=self._early,
                 out=out,
             )
@@ -306,37 +294,35 @@ class DecodePass:
         x: Tensor,
         reads: Linear,
         out: Tensor,
-        adapters: RowSlabs | None,
+        adapters: PassAdapters | None,
         *,
         gelu_from: int | None = None,
     ) -> None:
         if len(x) <= MAX_ROWS:
-            weights, adapted = (reads.weight, reads.bias), self._adapted(layer, adapters)
-            early = self._early
-            skinny_linear(x, *weights, gelu_from=gelu_from, adapted=adapted, pdl=early, out=out)
+            adapted = self._adapted(layer, adapters, hidden=gelu_from is not None)
+            skinny_linear(
+                x,
+                reads.weight,
+                reads.bias,
+                gelu_from=gelu_from,
+                adapted=adapted,
+                pdl=self._early,
+                out=out,
+            )
             return
         linear(x, reads, out=out)
-        if gelu_from is None:
-            return
-        hidden = out[:, gelu_from:]
-        if adapters is None:
-            torch.ops.aten.gelu_(hidden, approximate="tanh")
-        else:
-            self._add_change(layer, "fc1", adapters, x, hidden)
+        if adapters is not None and self._changes is not None:
+            hidden = gelu_from is not None
+            self._changes.add_first(layer, adapters, x, out, hidden=hidden)
+        elif gelu_from is not None:
+            torch.ops.aten.gelu_(out[:, gelu_from:], approximate="tanh")
 
-    def _adapted(self, layer: TextLayer, adapters: RowSlabs | None) -> Adapted | None:
+    def _adapted(
+        self, layer: TextLayer, adapters: PassAdapters | None, *, hidden: bool
+    ) -> Adapted | None:
         if adapters is None or self._changes is None:
             return None
-        return self._changes.within(layer, adapters)
-
-    def _add_change(
-        self, layer: TextLayer, name: str, adapters: RowSlabs, x: Tensor, y: Tensor
-    ) -> None:
-        """Adds the change of a dense layer's fc1 or fc2 for its input ``x`` to ``y``, and applies GELU to fc1's."""
-        places = None if self._changes is None else self._changes.layout.mlp(layer.index)
-        assert places is not None
-        place = places.fc1 if name == "fc1" else places.fc2
-        change_rows(x, adapters, place.a_at, place.b_at, add_to=y, gelu=name == "fc1")
+        return self._changes.within(layer, adapters, hidden=hidden)
 
     def _partials(self, x: Tensor, weight: Tensor) -> Tensor:
         """Returns ``x @ weight.T`` as partial sums [S, M, dim] float32, or as [M, dim] beyond `MAX_ROWS` rows."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ....kernels.adapters.rows import change_rows
-from ....kernels.adapters.slabs import RowSlabs
 from ....kernels.attention.rope_store import rope_store
 from ....kernels.attention.shared_prefix import SharedPrefixes
 from ....kernels.attention.tau_content import TauWorkspace, tau_content
@@ -24,7 +23,8 @@ from ....kernels.moe.route import route
 from ....models.kv_format import Scales
 from ....models.layers import LayerNorm, Linear, Tensors
 from ....types.model_config import TextConfig
-from ..adapters.layout import SlabLayout
+from ..adapters.layout import BlockPlaces, SlabLayout
+from ..adapters.pass_slabs import PassAdapters
 from ..attention.decode import DecodeAttention
 from ..gemm import add_linear, linear, linear_gelu, require_exact
 from .decode_step import DecodePass
@@ -117,7 +117,7 @@ class FusedText:
         values: Tensor,
         *,
         rows: Tensor | None = None,
-        adapters: RowSlabs | None = None,
+        adapters: PassAdapters | None = None,
     ) -> Tensor:
         """Returns the residual stream after the last block, before ``post_ln``: [T, dim], or only its ``rows`` [n]
         int64.
@@ -140,6 +140,8 @@ class FusedText:
             else:
                 layer_norm(x, layer.ln.weight, layer.ln.bias, pending=layer.pending, out=u)
                 qkv = linear(u, layer.qkv)
+            if adapters is not None:
+                change_rows(u, adapters.attention, *self._places(layer).qkv[:2], add_to=qkv)
             pool = keys[layer.index], values[layer.index]
             tau = self._factors(layer, qkv)
             angles, scales = (self._cos, self._sin), layer.kv_scales
@@ -156,11 +158,19 @@ class FusedText:
                 continue
             owed = None
             add_linear(x, attended, layer.proj)
+            if adapters is not None:
+                block = self._places(layer)
+                change_rows(attended, adapters.attention, *block.proj[:2], add_to=x)
+                change_rows(u, adapters.proj_input, *block.proj_input[:2], add_to=x)
             self._add_mlp(layer, x, u, u8, adapters)
         if owed is not None:
             x.add_(owed)
         # The sum is rounded once: torch adds a float32 tensor in place to a half-precision one in float32.
         return x.add_(self._pending)
+
+    def _places(self, layer: TextLayer) -> BlockPlaces:
+        assert self._layout is not None, "this runtime computes no adapters"
+        return self._layout.blocks[layer.index]
 
     def _norm_fp8(self, layer: TextLayer, x: Tensor, u: Tensor, add: Tensor | None) -> Fp8Rows:
         """Returns the LayerNorm of ``x + add`` in FP8. In an MoE layer, also writes it to ``u``, for the router."""
@@ -191,18 +201,17 @@ class FusedText:
         x: Tensor,
         u: Tensor,
         u8: Fp8Rows | None,
-        adapters: RowSlabs | None,
+        adapters: PassAdapters | None,
     ) -> None:
         """Adds the MLP of ``u`` to ``x``. ``u8``: ``u`` in FP8, for experts with FP8 inputs."""
         moe = layer.moe
-        places = None if self._layout is None else self._layout.mlp(layer.index)
-        if adapters is not None and places is not None:
+        if moe is None and adapters is not None:
             assert layer.fc1 is not None and layer.fc2 is not None
-            hidden = linear(u, layer.fc1)
-            up, down = places.fc1, places.fc2
-            change_rows(u, adapters, up.a_at, up.b_at, add_to=hidden, gelu=True)
+            block, hidden = self._places(layer), linear(u, layer.fc1)
+            assert block.fc1 is not None and block.fc2 is not None
+            change_rows(u, adapters.mlp, *block.fc1[:2], add_to=hidden, gelu=True)
             add_linear(x, hidden, layer.fc2)
-            change_rows(hidden, adapters, down.a_at, down.b_at, add_to=x)
+            change_rows(hidden, adapters.mlp, *block.fc2[:2], add_to=x)
             return
         if moe is None:
             assert layer.fc1 is not None and layer.fc2 is not None
@@ -233,7 +242,7 @@ class FusedText:
         *,
         normed: Tensor | None = None,
         shared: SharedPrefixes | None = None,
-        adapters: RowSlabs | None = None,
+        adapters: PassAdapters | None = None,
     ) -> Tensor:
         """Runs one token of each row: overwrites ``x`` [M, dim] with the stream after the last block, and returns it.
 

@@ -8,9 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kestrel_engine.kernels.linear.skinny_linear import MAX_ROWS
 from kestrel_engine.models.moondream import Moondream
+from kestrel_engine.runtime.gpu.adapters import decode_changes
 from kestrel_engine.runtime.gpu.adapters.layout import SlabLayout
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
+from kestrel_engine.runtime.gpu.text import decode_step
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.requests import ImageBlock
 from kestrel_engine.types.step import EncodeSlice, StepPlan
@@ -20,18 +23,26 @@ from tests.engine.runtime.gpu.test_gpu_runtime import DEVICE, SIZES, TEXT, Talk,
 
 
 def adapters_of(config, layout, *shapes):
-    """An adapter of the dense MLPs for each (seed, rank), in both forms."""
+    """An adapter of all layers but experts for each (seed, rank, part of the names), in both forms."""
     made = []
-    for seed, rank in shapes:
-        dense = [f"blocks.{layer}.mlp." for layer in range(len(layout.mlps))]
+    for seed, rank, only in shapes:
         tensors = {
             name: tensor
-            for name, tensor in random_tensors(config, seed, rank, only=".mlp.").items()
-            if any(each in name for each in dense)
+            for name, tensor in random_tensors(config, seed, rank, only=only).items()
+            if layout.refusal([name[:-2]]) is None
         }
         plain = adapter(f"{seed}", tensors)
         made.append(replace(plain, slabs=layout.pack(plain.weights)))
     return made
+
+
+def with_input_change(config, layout):
+    """An adapter of the MLPs, and one that changes proj by the block's normalised input, in both forms."""
+    tensors = random_tensors(config, 3, 9, only="attn.proj") | random_tensors(
+        config, 3, 4, only="0.mlp"
+    )
+    plain = adapter("3", {name.replace("proj.", "proj@input."): t for name, t in tensors.items()})
+    return replace(plain, slabs=layout.pack(plain.weights))
 
 
 class Tuned(Talk):
@@ -45,7 +56,7 @@ class Tuned(Talk):
         return replace(super()._row(tokens, samples=samples), adapter=self.adapter)
 
 
-def mixed(config, first, second):
+def mixed(config, first, second, third):
     look = [0, ImageBlock("single", config.image_positions)]
     return [
         Tuned(0, [0, 21, 22, 23], [TEXT] * 5, first),
@@ -53,6 +64,7 @@ def mixed(config, first, second):
         Tuned(2, [0, 21, 22, 23], [TEXT] * 5, second, chunk=2),
         Tuned(3, [*look, 11, 12], [TEXT] * 4, second),
         Tuned(4, [*look, 11, 12], [TEXT] * 4, first),
+        Tuned(5, [0, 21, 22, 23], [TEXT] * 4, third),
     ]
 
 
@@ -60,12 +72,26 @@ def ids(found):
     return {number: [token.id for token in tokens] for number, tokens in found.items()}
 
 
-@pytest.mark.parametrize("family", ["moondream2", "moondream3"])
-@pytest.mark.slow_with("moondream3")
-def test_mixed_requests(family):
+@pytest.mark.parametrize(
+    ("family", "most_rows"),
+    [
+        ("moondream2", MAX_ROWS),
+        pytest.param("moondream3", MAX_ROWS, marks=pytest.mark.slow),
+        pytest.param("moondream2", 2, marks=pytest.mark.slow),
+        pytest.param("moondream3", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_mixed_requests(family, most_rows, monkeypatch):
+    """``most_rows``: of a decode step whose changes are no launches of their own."""
+    for module in (decode_step, decode_changes):
+        monkeypatch.setattr(module, "MAX_ROWS", most_rows)
+    if most_rows < MAX_ROWS:
+        monkeypatch.setattr(decode_step, "MAX_TOKENS", most_rows)
+        monkeypatch.setattr(decode_step, "INLINE_TAU_ROWS", most_rows)
     config, tensors = small_model(family)
     layout = SlabLayout(config.text, torch.float32, torch.device(DEVICE))
-    first, second = adapters_of(config, layout, (1, 5), (2, 35))
+    first, second = adapters_of(config, layout, (1, 5, "attn"), (2, 35, ""))
+    third = with_input_change(config, layout)
     reference = TorchRuntime(
         Moondream(config, tensors), config, device="cpu", dtype=torch.float32, **SIZES
     )
@@ -78,10 +104,11 @@ def test_mixed_requests(family):
                 runtime.launch(StepPlan(0, encode=(EncodeSlice(single, 0, single.num_crops),)))
             )
         wanted, got = (
-            ids(answers(runtime, mixed(config, first, second))) for runtime in (reference, tested)
+            ids(answers(runtime, mixed(config, first, second, third)))
+            for runtime in (reference, tested)
         )
         assert got == wanted
-        assert len({tuple(wanted[i]) for i in range(3)}) == 3, "the adapters change nothing"
+        assert len({tuple(wanted[i]) for i in (0, 1, 2, 5)}) == 4, "the adapters change nothing"
         # Rows without adapters afterwards: nothing remains.
         again = ids(answers(tested, [Tuned(1, [0, 21, 22, 23], [TEXT] * 5, None)]))
         assert again[1] == wanted[1]
