@@ -20,8 +20,9 @@ from kestrel_engine.scheduler.budget import StepBudget
 from kestrel_engine.scheduler.policy import SchedulerPolicy
 from kestrel_engine.skills.base import SkillContext
 from kestrel_engine.skills.text.answer import AnswerControl, AnswerOutput
+from kestrel_engine.steps.active import Work
 from kestrel_engine.steps.delivery import Delivery, DeliveryThread
-from kestrel_engine.steps.loop import PIPELINE_DEPTH, EngineLoop, Work
+from kestrel_engine.steps.loop import PIPELINE_DEPTH, EngineLoop
 from kestrel_engine.types.events import StreamUpdate
 from kestrel_engine.types.model_config import parse_model_config
 from kestrel_engine.types.requests import ImageBlock, PreparedImage, SamplingParams

@@ -1,6 +1,6 @@
 """EngineLoop: schedule, launch, collect, commit, in one thread.
 
-Owns the scheduler, the sequences, the skill controls and the runtime; no other thread uses them. Up to ``depth`` steps
+Owns the scheduler, the active requests (active.py) and the runtime; no other thread uses them. Up to ``depth`` steps
 are out at a time: step N + 1 is launched before step N is read, with the rules that are known ahead, and rows of
 sequences that turn out to have ended are dropped. With two lanes (types.step.Lane), ``depth`` is that of the decode
 lane. Commands come in through one queue, reports go out to the delivery thread, and ``stats`` is an immutable snapshot.
@@ -19,34 +19,21 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..errors import (
-    DeadlineExceeded,
-    EngineClosed,
-    KestrelError,
-    QueueTimeout,
-    RequestError,
-    RuntimeFailure,
-    SkillFault,
-)
+from ..errors import EngineClosed, KestrelError, RuntimeFailure
 from ..runtime.profile import StepProfile
 from ..runtime.protocol import Runtime, StepHandle
 from ..scheduler.policy import SchedulerPolicy
 from ..scheduler.scheduler import Scheduler
-from ..scheduler.sequence import Sequence
-from ..skills.base import SkillControl, SkillOutput
 from ..skills.rule_check import RuleCheck
-from ..types.embedding import Embedding
-from ..types.events import FinishReason
 from ..types.info import SchedulerStats
-from ..types.observer import Observer, StepEvent
-from ..types.requests import num_positions
-from ..types.step import PREVIOUS, Lane, RefineRow, StepPlan, StepResult, StepToken
-from ..types.submission import Submission
-from ..types.timings import StepTimings
-from .delivery import DeliveryThread, SequenceEnd, StepReport
+from ..types.observer import Observer
+from ..types.step import Lane, RefineRow, StepPlan, StepResult
+from .active import ActiveRequests, Work
+from .delivery import DeliveryThread
+from .observing import StepEvents
 
 if TYPE_CHECKING:
-    import numpy as np
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -57,49 +44,6 @@ PIPELINE_DEPTH = 2
 """The default for steps out at a time: one runs while the host works on the other."""
 NEW_WORK_DEPTH = 2
 """Steps out in the lane of new work: one runs, and the next one is there when it ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A request that is ready for the scheduler."""
-
-    request_id: str
-    submission: Submission
-    control: SkillControl
-    output: SkillOutput
-    queue_limited: bool = False
-    """The submission's deadline is the engine's bound on waiting, not the caller's."""
-    refines: bool = False
-    """After the last token, the delivery thread may ask for a refinement of the request's outline."""
-
-
-@dataclass(slots=True, eq=False)
-class _Active:
-    """A request that has not ended, on the step thread."""
-
-    work: Work
-    sequence: Sequence | None = None
-    """None until the scheduler has it."""
-    first_token_at: float | None = None
-    last_token_at: float | None = None
-    finish: FinishReason | None = None
-    """Why generation ended, while the outline is refined. The scheduler no longer has the sequence."""
-
-    @property
-    def num_sampled(self) -> int:
-        return 0 if self.sequence is None else self.sequence.num_sampled
-
-    def timings(self, finished_at: float) -> StepTimings:
-        sequence = self.sequence
-        return StepTimings(
-            scheduled_at=None if sequence is None else sequence.admitted_at,
-            first_token_at=self.first_token_at,
-            last_token_at=self.last_token_at,
-            finished_at=finished_at,
-            cached_tokens=0 if sequence is None else sequence.num_cached,
-            encoded_crops=0 if sequence is None else sequence.num_encoded_crops,
-            reused_crops=0 if sequence is None else sequence.num_reused_crops,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,24 +70,22 @@ class EngineLoop:
         """``check_rule``: None trusts all skills."""
         self._runtime = runtime
         self._delivery = delivery
-        self._observer = observer
         two = runtime.limits.decodes_beside
         self._depths = (
             {Lane.NEW_WORK: NEW_WORK_DEPTH, Lane.DECODE: depth} if two else {Lane.ALL: depth}
         )
         self._clock = clock
-        self._check_rule = check_rule
         self._scheduler = Scheduler(runtime.limits, policy)
         self._stats = self._scheduler.stats
-        self._active: dict[int, _Active] = {}
+        self._requests = ActiveRequests(self._scheduler, clock, check_rule)
+        self._events = (
+            None if observer is None else StepEvents(observer, self._scheduler, self._requests)
+        )
         # Unbounded here because the engine admits a bounded number of requests, each of which sends two commands.
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._out: dict[Lane, deque[_Out]] = {lane: deque() for lane in self._depths}
         """The steps that are out, in the order of their launch."""
-        self._outbox: list[StepReport] = []
         self._profile: StepProfile | None = None
-        self._is_refining = False
-        """Whether masks are queued, or out in a step."""
         self._beat_at = clock()
         self._thread = threading.Thread(target=self._run, name="kestrel-steps", daemon=True)
 
@@ -165,25 +107,25 @@ class EngineLoop:
     def stalled_s(self) -> float:
         """Any thread. Seconds since the last command or collected step, while there is work; else 0."""
         stats = self._stats
-        has_work = stats.running or stats.waiting or self._is_refining
+        has_work = stats.running or stats.waiting or self._requests.is_refining
         return self._clock() - self._beat_at if has_work else 0.0
 
     def submit(self, work: Work) -> None:
         """Any thread. The delivery thread reports the request's outcome."""
-        self._commands.put(lambda: self._add(work))
+        self._commands.put(lambda: self._requests.add(work))
 
     def abort(self, sequence_id: int) -> None:
         """Any thread. Ends a request as "cancelled" before the next step; without effect if it has ended."""
-        self._commands.put(lambda: self._abort(sequence_id))
+        self._commands.put(lambda: self._requests.abort(sequence_id))
 
     def refuse(self, sequence_id: int, error: KestrelError) -> None:
         """Any thread. Ends a request with ``error`` before the next step; without effect if it has ended."""
-        self._commands.put(lambda: self._refuse(sequence_id, error))
+        self._commands.put(lambda: self._requests.refuse(sequence_id, error))
 
     def refine(self, sequence_id: int, row: RefineRow | None) -> None:
         """Any thread. Continues a request whose report had ``to_refine``: refines the mask of ``row`` in one of the
         next steps, or, without a row, ends the request. Without effect if the request has ended."""
-        self._commands.put(lambda: self._refine(sequence_id, row))
+        self._commands.put(lambda: self._requests.refine(sequence_id, row))
 
     def flush(self) -> Future[None]:
         """Any thread. Drops cached prefixes and embeddings without users, before the next step. The future ends then,
@@ -247,19 +189,13 @@ class EngineLoop:
         """Launches a step if the pipeline has room, then collects the oldest if the pipeline is full or stuck."""
         now = self._clock()
         for sequence_id in self._scheduler.expired(now):
-            self._expire(self._active[sequence_id].work)
+            self._requests.expire(sequence_id)
         plan = self._schedule(now)
-        for sequence in self._scheduler.take_admitted():
-            output = self._active[sequence.sequence_id].work.output
-            admitted_at = sequence.admitted_at
-            self._outbox.append(
-                StepReport(sequence.sequence_id, output, 0, admitted_at=admitted_at)
-            )
+        self._requests.admitted(self._scheduler.take_admitted())
         if plan is not None:
             self._launch(plan, now)
         if plan is None:
-            generating = (a for a in self._active.values() if a.finish is None)
-            assert any(self._out.values()) or next(generating, None) is None, (
+            assert any(self._out.values()) or not self._requests.is_generating, (
                 "there is work, but no step to be made of it"
             )
         if any(self._out.values()) and (plan is None or not self._has_room):
@@ -289,26 +225,7 @@ class EngineLoop:
             self._fail_step(_Out(plan, None, now), error)
             return
         self._out[plan.lane].append(_Out(plan, handle, now))
-        for row in plan.prefill + plan.decode:
-            if row.sample is not None:
-                try:
-                    active = self._active[row.sequence_id]
-                    assert active.sequence is not None
-                    self._resume(active, active.sequence)
-                except Exception as error:
-                    self._skill_failed(row.sequence_id, error)
-
-    def _resume(self, active: _Active, sequence: Sequence) -> None:
-        """Gives the scheduler the next rule as soon as it is known."""
-        work = active.work
-        if sequence.rule is None and sequence.num_planned < work.submission.max_tokens:
-            rule = work.control.rule(sequence.num_planned)
-            if rule is not None:
-                check = self._check_rule
-                # Looked up here: this runs for every token of every row.
-                if check is not None and check.passed.get(id(rule)) is not rule:
-                    check(rule)
-                self._scheduler.resume(sequence.sequence_id, rule)
+        self._requests.launched(plan)
 
     def _lane_to_collect(self) -> Lane:
         """The lane whose oldest step is read next. Decode steps are short, so waiting for one delays the other lane
@@ -339,122 +256,26 @@ class EngineLoop:
             self._profile.step()
             if self._profile.ended.done():
                 self._profile = None
-        self._observe(out, result, failed=False)
-        for sequence_id in result.non_finite & self._active.keys():
-            self._not_finite(sequence_id)
-        for sequence, token in self._scheduler.commit(out.plan, result):
-            self._consume(self._active[sequence.sequence_id], sequence, token)
-        for sequence_id in result.embeddings.keys() & self._active.keys():
-            active = self._active[sequence_id]
-            active.first_token_at = active.last_token_at = self._beat_at
-            self._end(sequence_id, "stop", embedding=result.embeddings[sequence_id])
-        if out.plan.refine:
-            self._end_refined(out.plan, result)
+        if self._events is not None:
+            self._events.tell(
+                out.plan,
+                result,
+                launched_at=out.launched_at,
+                collected_at=self._beat_at,
+                failed=False,
+            )
+        self._requests.collected(out.plan, result, self._beat_at)
 
     def _fail_step(self, out: _Out, error: Exception) -> None:
-        self._observe(out, StepResult(), failed=True)
-        memory = isinstance(error, MemoryError)
-        why = ": the device is out of memory" if memory else ""
-        for sequence_id in self._scheduler.fail_step(out.plan):
-            failure = RuntimeFailure(
-                f"the step that computed this request failed{why}", out_of_memory=memory
+        if self._events is not None:
+            self._events.tell(
+                out.plan,
+                StepResult(),
+                launched_at=out.launched_at,
+                collected_at=self._clock(),
+                failed=True,
             )
-            self._end(sequence_id, failure)
-        if out.plan.refine:
-            # Their answers are complete without it.
-            self._end_refined(out.plan, StepResult())
-
-    def _end_refined(self, plan: StepPlan, result: StepResult) -> None:
-        """Ends the requests whose masks were in a step. A mask that could not be refined leaves the coarse outline."""
-        self._is_refining = self._scheduler.is_refining
-        for row in plan.refine:
-            active = self._active.get(row.sequence_id)
-            if active is not None:
-                assert active.finish is not None
-                mask = result.refined.get(row.sequence_id)
-                if mask is None:
-                    logger.error("request %s: the refiner failed", active.work.request_id)
-                self._end(row.sequence_id, active.finish, refined=mask)
-
-    def _refine(self, sequence_id: int, row: RefineRow | None) -> None:
-        active = self._active.get(sequence_id)
-        if active is None:
-            return
-        assert active.finish is not None
-        if row is None:
-            self._end(sequence_id, active.finish)
-        else:
-            self._scheduler.refine(row)
-            self._is_refining = True
-
-    def _not_finite(self, sequence_id: int) -> None:
-        """Ends a request whose row gave NaN or infinity."""
-        active = self._active[sequence_id]
-        logger.error(
-            "request %s: the model gave numbers that are not finite, after %d tokens",
-            active.work.request_id,
-            active.num_sampled,
-        )
-        self._scheduler.discard(sequence_id)
-        self._end(
-            sequence_id,
-            RuntimeFailure("the model gave numbers that are not finite for this request"),
-        )
-
-    def _consume(self, active: _Active, sequence: Sequence, token: StepToken) -> None:
-        work = active.work
-        max_tokens = work.submission.max_tokens
-        active.last_token_at = self._beat_at
-        if active.first_token_at is None:
-            active.first_token_at = self._beat_at
-        try:
-            finish = work.control.accept(token)
-            if finish is None and sequence.num_sampled == max_tokens:
-                finish = "length"
-            if finish is None:
-                self._resume(active, sequence)
-                assert (
-                    sequence.rule is not None
-                    or sequence.in_flight
-                    or sequence.num_planned == max_tokens
-                )
-        except Exception as error:
-            self._skill_failed(sequence.sequence_id, error)
-            return
-        if finish is None:
-            self._outbox.append(
-                StepReport(sequence.sequence_id, work.output, sequence.num_sampled, token)
-            )
-        else:
-            # The stop token is no part of the output.
-            stopped = finish == "stop"
-            last, stop = (None, token) if stopped else (token, None)
-            if work.refines:
-                self._draft(active, sequence, finish, last)
-            else:
-                self._end(sequence.sequence_id, finish, last, stop=stop)
-
-    def _draft(
-        self, active: _Active, sequence: Sequence, finish: FinishReason, token: StepToken | None
-    ) -> None:
-        """Ends a sequence, but not its request, whose outline the delivery thread may want refined."""
-        active.finish = finish
-        sequence_id, (image,) = sequence.sequence_id, active.work.submission.images
-        self._scheduler.abort(sequence_id)
-        report = StepReport(sequence_id, active.work.output, sequence.num_sampled, token)
-        report.to_refine = image
-        self._outbox.append(report)
-
-    def _skill_failed(self, sequence_id: int, error: Exception) -> None:
-        """Called when a skill raised or gave an impossible rule. The fault ends its own request only.
-
-        A RequestError is the caller's fault: a constraint that is too complex to follow."""
-        if isinstance(error, RequestError):
-            self._end(sequence_id, error)
-            return
-        logger.error("the skill of sequence %d failed", sequence_id, exc_info=error)
-        failure = RuntimeFailure("the skill failed on a sampled token")
-        self._end(sequence_id, error if isinstance(error, SkillFault) else failure)
+        self._requests.failed(out.plan, error)
 
     def _begin_profile(self, profile: StepProfile) -> None:
         self._end_profile()
@@ -469,36 +290,6 @@ class EngineLoop:
             self._profile.end()
             self._profile = None
 
-    def _add(self, work: Work) -> None:
-        submission = work.submission
-        active = self._active[submission.sequence_id] = _Active(work)
-        try:
-            if self._check_rule is not None:
-                self._check_rule(submission.rule)
-        except SkillFault as error:
-            self._skill_failed(submission.sequence_id, error)
-            return
-        active.sequence = self._scheduler.add(submission)
-
-    def _abort(self, sequence_id: int) -> None:
-        if sequence_id in self._active:
-            self._end(sequence_id, "cancelled")
-
-    def _refuse(self, sequence_id: int, error: KestrelError) -> None:
-        if sequence_id in self._active:
-            self._end(sequence_id, error)
-
-    def _expire(self, work: Work) -> None:
-        waited = self._clock() - work.submission.arrived_at
-        error: KestrelError
-        if work.queue_limited:
-            error = QueueTimeout(
-                f"the request waited {waited:.1f} s, the limit is max_queue_wait_s"
-            )
-        else:
-            error = DeadlineExceeded(f"the deadline passed after {waited:.1f} s in the queue")
-        self._end(work.submission.sequence_id, error)
-
     def _fail_all(self, error: KestrelError) -> None:
         while True:  # Requests whose command was never run must end, too.
             try:
@@ -507,95 +298,9 @@ class EngineLoop:
                 break
             if command is not None:
                 command()
-        for sequence_id in list(self._active):
-            self._end(sequence_id, error)
-
-    def _end(
-        self,
-        sequence_id: int,
-        reason: FinishReason | KestrelError,
-        token: StepToken | None = None,
-        embedding: Embedding | None = None,
-        refined: np.ndarray | None = None,
-        stop: StepToken | None = None,
-    ) -> None:
-        active = self._active.pop(sequence_id)
-        if active.finish is None:
-            self._scheduler.abort(sequence_id)
-        else:
-            self._scheduler.abort_refinement(sequence_id)
-        self._outbox.append(
-            StepReport(
-                sequence_id,
-                active.work.output,
-                active.num_sampled,
-                token,
-                SequenceEnd(reason, active.timings(self._clock()), refined, stop),
-                embedding=embedding,
-            )
-        )
+        self._requests.fail_all(error)
 
     def _flush(self) -> None:
         self._stats = self._scheduler.stats
-        if self._outbox:
-            batch, self._outbox = self._outbox, []
-            self._delivery.put(batch)
-
-    def _observe(self, out: _Out, result: StepResult, *, failed: bool) -> None:
-        if self._observer is None:
-            return
-        plan = out.plan
-        ids = [row.sequence_id for row in plan.prefill + plan.decode]
-        ids += [read.sequence_id for read in plan.embed] + [r.sequence_id for r in plan.refine]
-        encoded = {piece.image.key for piece in plan.encode}
-        num_tokens, gaps = self._gaps(result)
-        event = StepEvent(
-            step_id=plan.step_id,
-            launched_at=out.launched_at,
-            collected_at=self._clock() if failed else self._beat_at,
-            vision_s=result.vision_s,
-            prefill_s=result.prefill_s,
-            decode_s=result.decode_s,
-            num_crops=sum(piece.num_encoded for piece in plan.encode),
-            num_reused_crops=sum(len(piece.reused) for piece in plan.encode),
-            num_prefill_positions=sum(
-                num_positions(tuple(t for t in row.tokens if t is not PREVIOUS))
-                for row in plan.prefill
-            ),
-            num_decode=len(plan.decode),
-            request_ids=tuple(self._active[i].work.request_id for i in ids if i in self._active),
-            encoded_request_ids=self._about(encoded) if encoded else (),
-            failed=failed,
-            stats=self._scheduler.stats,
-            shared_groups=result.shared_groups,
-            num_masked=sum(
-                row.sample is not None and row.sample.rule.mask is not None
-                for row in plan.prefill + plan.decode
-            ),
-            num_tokens=num_tokens,
-            token_gaps=gaps,
-        )
-        try:
-            self._observer.on_step(event)
-        except Exception:  # A fault of the observer must not change what it observes.
-            logger.exception("the observer failed on a step")
-
-    def _gaps(self, result: StepResult) -> tuple[int, tuple[tuple[float, int], ...]]:
-        """How many tokens go to requests, and the gaps before them. Most gaps are equal, so they are counted."""
-        before: dict[float | None, int] = {}
-        for sequence_id in result.tokens:
-            active = self._active.get(sequence_id)
-            if active is not None:
-                last = active.last_token_at
-                before[last] = before.get(last, 0) + 1
-        gaps = tuple((self._beat_at - last, n) for last, n in before.items() if last is not None)
-        return sum(before.values()), gaps
-
-    def _about(self, keys: set[str]) -> tuple[str, ...]:
-        """Requests about one of the images."""
-        works = [active.work for active in self._active.values()]
-        return tuple(
-            work.request_id
-            for work in works
-            if any(image.key in keys for image in work.submission.images)
-        )
+        if reports := self._requests.take_reports():
+            self._delivery.put(reports)

@@ -22,7 +22,8 @@ from ...preprocess.crops import crop_boxes
 from ...preprocess.prepared_cache import Looks
 from ...skills.base import SkillRequest
 from ...skills.prompts import build_prompt
-from ...steps.loop import EngineLoop, Work
+from ...steps.active import Work
+from ...steps.loop import EngineLoop
 from ...types.embedding import EmbeddingSpec
 from ...types.requests import PreparedImage
 from ...types.submission import Submission

@@ -1,0 +1,342 @@
+"""ActiveRequests: the requests that have not ended, on the step thread.
+
+Owns them with their skill's controls, and the reports of their tokens and ends. The scheduler owns their sequences.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..errors import (
+    DeadlineExceeded,
+    KestrelError,
+    QueueTimeout,
+    RequestError,
+    RuntimeFailure,
+    SkillFault,
+)
+from ..scheduler.scheduler import Scheduler
+from ..scheduler.sequence import Sequence
+from ..skills.base import SkillControl, SkillOutput
+from ..skills.rule_check import RuleCheck
+from ..types.embedding import Embedding
+from ..types.events import FinishReason
+from ..types.step import RefineRow, StepPlan, StepResult, StepToken
+from ..types.submission import Submission
+from ..types.timings import StepTimings
+from .delivery import SequenceEnd, StepReport
+
+if TYPE_CHECKING:
+    import numpy as np
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A request that is ready for the scheduler."""
+
+    request_id: str
+    submission: Submission
+    control: SkillControl
+    output: SkillOutput
+    queue_limited: bool = False
+    """The submission's deadline is the engine's bound on waiting, not the caller's."""
+    refines: bool = False
+    """After the last token, the delivery thread may ask for a refinement of the request's outline."""
+
+
+@dataclass(slots=True, eq=False)
+class _Active:
+    """A request that has not ended, on the step thread."""
+
+    work: Work
+    sequence: Sequence | None = None
+    """None until the scheduler has it."""
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    finish: FinishReason | None = None
+    """Why generation ended, while the outline is refined. The scheduler no longer has the sequence."""
+
+    @property
+    def num_sampled(self) -> int:
+        return 0 if self.sequence is None else self.sequence.num_sampled
+
+    def timings(self, finished_at: float) -> StepTimings:
+        sequence = self.sequence
+        return StepTimings(
+            scheduled_at=None if sequence is None else sequence.admitted_at,
+            first_token_at=self.first_token_at,
+            last_token_at=self.last_token_at,
+            finished_at=finished_at,
+            cached_tokens=0 if sequence is None else sequence.num_cached,
+            encoded_crops=0 if sequence is None else sequence.num_encoded_crops,
+            reused_crops=0 if sequence is None else sequence.num_reused_crops,
+        )
+
+
+class ActiveRequests:
+    """``check_rule``: None trusts all skills."""
+
+    def __init__(
+        self, scheduler: Scheduler, clock: Callable[[], float], check_rule: RuleCheck | None
+    ) -> None:
+        self._scheduler = scheduler
+        self._clock = clock
+        self._check_rule = check_rule
+        self._active: dict[int, _Active] = {}
+        self._reports: list[StepReport] = []
+        self.is_refining = False
+        """Whether masks are queued, or out in a step."""
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether a request waits for tokens."""
+        return any(active.finish is None for active in self._active.values())
+
+    def take_reports(self) -> list[StepReport]:
+        """What happened since the last call, in order."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    def add(self, work: Work) -> None:
+        submission = work.submission
+        active = self._active[submission.sequence_id] = _Active(work)
+        try:
+            if self._check_rule is not None:
+                self._check_rule(submission.rule)
+        except SkillFault as error:
+            self._skill_failed(submission.sequence_id, error)
+            return
+        active.sequence = self._scheduler.add(submission)
+
+    def abort(self, sequence_id: int) -> None:
+        """Ends a request as "cancelled"."""
+        if sequence_id in self._active:
+            self._end(sequence_id, "cancelled")
+
+    def refuse(self, sequence_id: int, error: KestrelError) -> None:
+        """Ends a request with ``error``."""
+        if sequence_id in self._active:
+            self._end(sequence_id, error)
+
+    def expire(self, sequence_id: int) -> None:
+        """Ends a request whose deadline passed while it waited."""
+        work = self._active[sequence_id].work
+        waited = self._clock() - work.submission.arrived_at
+        error: KestrelError
+        if work.queue_limited:
+            error = QueueTimeout(
+                f"the request waited {waited:.1f} s, the limit is max_queue_wait_s"
+            )
+        else:
+            error = DeadlineExceeded(f"the deadline passed after {waited:.1f} s in the queue")
+        self._end(work.submission.sequence_id, error)
+
+    def refine(self, sequence_id: int, row: RefineRow | None) -> None:
+        """Queues the mask of a request whose tokens have all come; None: ends the request."""
+        active = self._active.get(sequence_id)
+        if active is None:
+            return
+        assert active.finish is not None
+        if row is None:
+            self._end(sequence_id, active.finish)
+        else:
+            self._scheduler.refine(row)
+            self.is_refining = True
+
+    def admitted(self, sequences: Iterable[Sequence]) -> None:
+        """Reports that sequences were admitted for the first time."""
+        for sequence in sequences:
+            output = self._active[sequence.sequence_id].work.output
+            admitted_at = sequence.admitted_at
+            self._reports.append(
+                StepReport(sequence.sequence_id, output, 0, admitted_at=admitted_at)
+            )
+
+    def launched(self, plan: StepPlan) -> None:
+        """Gives the scheduler the rules of the next tokens, as far as they are known ahead."""
+        for row in plan.prefill + plan.decode:
+            if row.sample is not None:
+                try:
+                    active = self._active[row.sequence_id]
+                    assert active.sequence is not None
+                    self._resume(active, active.sequence)
+                except Exception as error:
+                    self._skill_failed(row.sequence_id, error)
+
+    def collected(self, plan: StepPlan, result: StepResult, now: float) -> None:
+        """Takes the result of a step that has come back."""
+        for sequence_id in result.non_finite & self._active.keys():
+            self._not_finite(sequence_id)
+        for sequence, token in self._scheduler.commit(plan, result):
+            self._consume(self._active[sequence.sequence_id], sequence, token, now)
+        for sequence_id in result.embeddings.keys() & self._active.keys():
+            active = self._active[sequence_id]
+            active.first_token_at = active.last_token_at = now
+            self._end(sequence_id, "stop", embedding=result.embeddings[sequence_id])
+        if plan.refine:
+            self._end_refined(plan, result)
+
+    def failed(self, plan: StepPlan, error: Exception) -> None:
+        """Ends the requests of a step that has failed."""
+        memory = isinstance(error, MemoryError)
+        why = ": the device is out of memory" if memory else ""
+        for sequence_id in self._scheduler.fail_step(plan):
+            failure = RuntimeFailure(
+                f"the step that computed this request failed{why}", out_of_memory=memory
+            )
+            self._end(sequence_id, failure)
+        if plan.refine:
+            # Their answers are complete without it.
+            self._end_refined(plan, StepResult())
+
+    def fail_all(self, error: KestrelError) -> None:
+        """Ends all requests with ``error``."""
+        for sequence_id in list(self._active):
+            self._end(sequence_id, error)
+
+    def request_ids(self, sequence_ids: Iterable[int]) -> tuple[str, ...]:
+        """The ids of those of the requests that have not ended."""
+        return tuple(self._active[i].work.request_id for i in sequence_ids if i in self._active)
+
+    def about(self, keys: Collection[str]) -> tuple[str, ...]:
+        """The ids of the requests about one of the images."""
+        works = [active.work for active in self._active.values()]
+        return tuple(
+            work.request_id
+            for work in works
+            if any(image.key in keys for image in work.submission.images)
+        )
+
+    def gaps(self, result: StepResult, now: float) -> tuple[int, tuple[tuple[float, int], ...]]:
+        """How many tokens go to requests, and the gaps before them. Most gaps are equal, so they are counted."""
+        before: dict[float | None, int] = {}
+        for sequence_id in result.tokens:
+            active = self._active.get(sequence_id)
+            if active is not None:
+                last = active.last_token_at
+                before[last] = before.get(last, 0) + 1
+        gaps = tuple((now - last, n) for last, n in before.items() if last is not None)
+        return sum(before.values()), gaps
+
+    def _resume(self, active: _Active, sequence: Sequence) -> None:
+        """Gives the scheduler the next rule as soon as it is known."""
+        work = active.work
+        if sequence.rule is None and sequence.num_planned < work.submission.max_tokens:
+            rule = work.control.rule(sequence.num_planned)
+            if rule is not None:
+                check = self._check_rule
+                # Looked up here: this runs for every token of every row.
+                if check is not None and check.passed.get(id(rule)) is not rule:
+                    check(rule)
+                self._scheduler.resume(sequence.sequence_id, rule)
+
+    def _consume(self, active: _Active, sequence: Sequence, token: StepToken, now: float) -> None:
+        work = active.work
+        max_tokens = work.submission.max_tokens
+        active.last_token_at = now
+        if active.first_token_at is None:
+            active.first_token_at = now
+        try:
+            finish = work.control.accept(token)
+            if finish is None and sequence.num_sampled == max_tokens:
+                finish = "length"
+            if finish is None:
+                self._resume(active, sequence)
+                assert (
+                    sequence.rule is not None
+                    or sequence.in_flight
+                    or sequence.num_planned == max_tokens
+                )
+        except Exception as error:
+            self._skill_failed(sequence.sequence_id, error)
+            return
+        if finish is None:
+            self._reports.append(
+                StepReport(sequence.sequence_id, work.output, sequence.num_sampled, token)
+            )
+        else:
+            # The stop token is no part of the output.
+            stopped = finish == "stop"
+            last, stop = (None, token) if stopped else (token, None)
+            if work.refines:
+                self._draft(active, sequence, finish, last)
+            else:
+                self._end(sequence.sequence_id, finish, last, stop=stop)
+
+    def _draft(
+        self, active: _Active, sequence: Sequence, finish: FinishReason, token: StepToken | None
+    ) -> None:
+        """Ends a sequence, but not its request, whose outline the delivery thread may want refined."""
+        active.finish = finish
+        sequence_id, (image,) = sequence.sequence_id, active.work.submission.images
+        self._scheduler.abort(sequence_id)
+        report = StepReport(sequence_id, active.work.output, sequence.num_sampled, token)
+        report.to_refine = image
+        self._reports.append(report)
+
+    def _skill_failed(self, sequence_id: int, error: Exception) -> None:
+        """Called when a skill raised or gave an impossible rule. The fault ends its own request only.
+
+        A RequestError is the caller's fault: a constraint that is too complex to follow."""
+        if isinstance(error, RequestError):
+            self._end(sequence_id, error)
+            return
+        logger.error("the skill of sequence %d failed", sequence_id, exc_info=error)
+        failure = RuntimeFailure("the skill failed on a sampled token")
+        self._end(sequence_id, error if isinstance(error, SkillFault) else failure)
+
+    def _not_finite(self, sequence_id: int) -> None:
+        """Ends a request whose row gave NaN or infinity."""
+        active = self._active[sequence_id]
+        logger.error(
+            "request %s: the model gave numbers that are not finite, after %d tokens",
+            active.work.request_id,
+            active.num_sampled,
+        )
+        self._scheduler.discard(sequence_id)
+        self._end(
+            sequence_id,
+            RuntimeFailure("the model gave numbers that are not finite for this request"),
+        )
+
+    def _end_refined(self, plan: StepPlan, result: StepResult) -> None:
+        """Ends the requests whose masks were in a step. A mask that could not be refined leaves the coarse outline."""
+        self.is_refining = self._scheduler.is_refining
+        for row in plan.refine:
+            active = self._active.get(row.sequence_id)
+            if active is not None:
+                assert active.finish is not None
+                mask = result.refined.get(row.sequence_id)
+                if mask is None:
+                    logger.error("request %s: the refiner failed", active.work.request_id)
+                self._end(row.sequence_id, active.finish, refined=mask)
+
+    def _end(
+        self,
+        sequence_id: int,
+        reason: FinishReason | KestrelError,
+        token: StepToken | None = None,
+        embedding: Embedding | None = None,
+        refined: np.ndarray | None = None,
+        stop: StepToken | None = None,
+    ) -> None:
+        active = self._active.pop(sequence_id)
+        if active.finish is None:
+            self._scheduler.abort(sequence_id)
+        else:
+            self._scheduler.abort_refinement(sequence_id)
+        self._reports.append(
+            StepReport(
+                sequence_id,
+                active.work.output,
+                active.num_sampled,
+                token,
+                SequenceEnd(reason, active.timings(self._clock()), refined, stop),
+                embedding=embedding,
+            )
+        )
