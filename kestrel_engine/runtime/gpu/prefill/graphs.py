@@ -21,6 +21,7 @@ from ....types.progress import Progress
 from ...kv_cache import KvCache
 from ..adapters.pass_slabs import PassSlabs
 from ..attention.prefill import attend_blocks
+from ..attention.prompts import PagedPrompts
 from ..state.staging import Field, RowBuffers
 from ..text.decoder import FusedText
 from .batch import PrefillBatch
@@ -32,6 +33,9 @@ for one image, 405 for four)."""
 TEXT_ROWS = (32, 64, 96, 128, 192, 256)
 """The numbers of text tokens that are captured."""
 MAX_BLOCKS, MAX_TEXT = BLOCKS[-1], TEXT_ROWS[-1]
+FEW_TOKENS = 64
+"""The most text tokens without images that take the launches of a decode step. So few are bound by reading the weights,
+which its kernels do faster than cuBLAS."""
 
 
 class PassShape(NamedTuple):
@@ -98,6 +102,11 @@ class PrefillGraphs:
         if anchor is not None:
             self._slabs = PassSlabs(anchor, longest, max_rows, pool.device)
         self._block_backend = block_backend
+        self._few = text.few_tokens(
+            PagedPrompts(page_table, cache.page_size),
+            max_rows=FEW_TOKENS,
+            page_size=cache.page_size,
+        )
         self._graphs: dict[PassShape, torch.cuda.CUDAGraph] = {}
 
     def shape(self, batch: PrefillBatch, tiles: int, *, adapters: bool = False) -> PassShape | None:
@@ -197,6 +206,12 @@ class PrefillGraphs:
     def _body(self, shape: PassShape) -> None:
         total = shape.num_blocks * self._length + shape.text_rows
         places = self._places.device
+        if not shape.num_blocks and total <= FEW_TOKENS:
+            rows = places["positions"][:total], places["slots"][:total], self._tiles_of(shape)
+            pools = self._cache.keys, self._cache.values
+            x = self._few(self._x[:total], *rows, *pools, normed=None, shared=None)
+            torch.index_select(x, 0, self._last.device["last"], out=self._hidden)
+            return
         hidden = self._text.prefill(
             self._x[:total],
             places["positions"][:total],
@@ -220,11 +235,14 @@ class PrefillGraphs:
             self._cache.keys[layer],
             self._cache.values[layer],
             self._page_table,
-            self._tiles.device["tiles"][: num_tiles(shape.text_rows)],
+            self._tiles_of(shape),
             page_size=self._cache.page_size,
             scales=self._cache.scales[layer],
             out=out,
         )
+
+    def _tiles_of(self, shape: PassShape) -> Tensor:
+        return self._tiles.device["tiles"][: num_tiles(shape.text_rows)]
 
 
 class _PassAttention:

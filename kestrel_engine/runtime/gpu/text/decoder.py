@@ -255,6 +255,22 @@ class FusedText:
         rows = positions, row_seq, page_table
         return self._decode(x, *rows, keys, values, normed=normed, shared=shared, adapters=adapters)
 
+    def few_tokens(self, attention: DecodeAttention, *, max_rows: int, page_size: int) -> DecodePass:
+        """Returns a pass of its own buffers for up to ``max_rows`` prompt tokens, in the launches of a decode step.
+
+        ``attention``: stores the keys and values of all rows, then attends.
+        """
+        return DecodePass(
+            self.config,
+            self._layers,
+            self._post_ln,
+            (self._cos, self._sin),
+            max_rows=max_rows,
+            page_size=page_size,
+            pdl=self._early,
+            attention=attention,
+        )
+
     def logits(
         self, hidden: Tensor, *, normed: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
