@@ -20,7 +20,7 @@ from ...types.step import Previous, Row
 from ..kv_cache import KvCache
 from .adapters.pass_slabs import PassSlabs
 from .attention.decode import FlashInferRows
-from .graphs import DecodeGraphs, Variant, ladder
+from .graphs import PassGraphs, Variant, ladder
 from .sampling.rows import RowSampler
 from .state.sequence_state import SequenceState
 from .state.shared_rows import FEWEST_ROWS, SharedRows
@@ -60,7 +60,8 @@ class Decode:
             self._shared = SharedRows(
                 max_rows, config.n_heads, config.head_dim, cache.page_size, device
             )
-        self._graphs = DecodeGraphs(
+        self._graphs = PassGraphs(
+            "decode",
             self._body,
             max_rows,
             stream=stream,

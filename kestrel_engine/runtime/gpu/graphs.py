@@ -1,4 +1,4 @@
-"""DecodeGraphs: a captured CUDA graph for each decode batch size and each kind of sampling.
+"""PassGraphs: a captured CUDA graph for each number of rows and each kind of sampling.
 
 Replaying a graph runs a whole pass with one launch. A graph always uses the same buffers, so it has a fixed number of
 rows. A batch is padded to the next size for which there is a graph.
@@ -50,13 +50,14 @@ def shared_ladder(max_rows: int, fewest: int) -> tuple[int, ...]:
     return (*rungs, max_rows)
 
 
-class DecodeGraphs:
-    """The graphs of decode passes. ``body`` enqueues one pass of a variant on the current stream and does not wait.
+class PassGraphs:
+    """The graphs of the pass ``name``. ``body`` enqueues one pass of a variant on the current stream and does not wait.
     ``fewest_shared``: the fewest rows of a pass with shared reads; None if there are no such passes. ``adapters``: rows
     may have adapters."""
 
     def __init__(
         self,
+        name: str,
         body: Callable[[Variant], None],
         max_rows: int,
         *,
@@ -64,7 +65,7 @@ class DecodeGraphs:
         fewest_shared: int | None = None,
         adapters: bool = False,
     ) -> None:
-        self._body, self._stream = body, stream
+        self._name, self._body, self._stream = name, body, stream
         shares = fewest_shared is not None and fewest_shared <= max_rows
         self._rungs = {
             False: ladder(max_rows),
@@ -108,7 +109,7 @@ class DecodeGraphs:
                     graph.capture_end()
             self._graphs[variant] = graph
             if progress is not None:
-                progress(index + 1, len(variants), f"decode graph of {variant.num_rows} rows")
+                progress(index + 1, len(variants), f"{self._name} graph of {variant.num_rows} rows")
 
     def warm_up(self) -> None:
         """Runs every variant without capturing it; compiles what is not compiled yet."""

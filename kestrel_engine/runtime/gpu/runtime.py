@@ -55,6 +55,7 @@ from .footprint import FP8_PREFILL, FP8_VISION
 from .lanes import Lanes
 from .prefill.graphs import PrefillGraphs
 from .prefill.prefill import Prefill
+from .sampling.prompts import PromptSampler
 from .sampling.rows import RowSampler, spec_of
 from .sampling.rules import TOP_WIDTH, decode_results
 from .state.sequence_state import SequenceState
@@ -201,7 +202,10 @@ class GpuRuntime:
         samplers = [
             RowSampler(config, model, self.text, state, max_batch_size, device) for _ in range(2)
         ]
-        decode_sampler, self._prefill_sampler = samplers
+        decode_sampler, prompt_sampler = samplers
+        self._prompt_sampler = PromptSampler(
+            prompt_sampler, state, self._prompts.fixed_hidden, stream=self._stream
+        )
         self._decode = Decode(
             model,
             self.text,
@@ -343,6 +347,7 @@ class GpuRuntime:
         if self._vision_graphs is not None:
             self._vision_graphs.clear()
         self._prompts.close()
+        self._prompt_sampler.close()
         self._images.clear()
         del self._cache
 
@@ -448,14 +453,8 @@ class GpuRuntime:
         sampled = [rows[i] for i in wanted]
         if len(wanted) < len(rows):
             hidden = hidden[self._upload({"wanted": np.array(wanted)})["wanted"]]
-        sampler = self._prefill_sampler
-        host = sampler.rows.host()
-        host["seqs"][: len(sampled)] = [seqs[i] for i in wanted]
-        variant = sampler.encode(sampled, host, len(sampled), spatial=False)
-        sampler.rows.send()
-        sampler(hidden, variant)
-        results = sampler.head.results[: len(sampled)]
-        outputs.append(self._output(sampled, results, sampler.tops(len(sampled))))
+        results, tops = self._prompt_sampler.run(sampled, [seqs[i] for i in wanted], hidden)
+        outputs.append(self._output(sampled, results, tops))
 
     def _warm_up(self) -> None:
         """Runs every kind of pass that is compiled or planned separately. The passes write to the spare page.
@@ -482,13 +481,14 @@ class GpuRuntime:
         """What follows a prefill pass: sampling for any number of prompts, and the check of prompts that go on."""
         rows, dim = self._limits.max_batch_size, self._config.text.dim
         hidden = torch.zeros(rows, dim, dtype=self.model.dtype, device=self.model.device)
-        self._prefill_sampler.warm_up(hidden)
+        self._prompt_sampler.warm_up(hidden)
         flag_rows(hidden, torch.empty(rows, 1, dtype=torch.int32, device=hidden.device))
 
     @torch.inference_mode()
     def _capture(self, progress: Progress | None) -> None:
         self._decode.capture(progress)
         self._prompts.capture(progress)
+        self._prompt_sampler.capture(progress)
         if self._vision_graphs is not None:
             self._vision_graphs.capture(progress)
 

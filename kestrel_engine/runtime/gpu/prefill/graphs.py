@@ -91,12 +91,17 @@ class PrefillGraphs:
         dim = text.config.dim
         self._x = torch.zeros(longest, dim, dtype=text.dtype, device=pool.device)
         self._hidden = torch.zeros(max_rows, dim, dtype=text.dtype, device=pool.device)
-        self._places = RowBuffers(
-            {"positions": Field(np.int64), "slots": Field(np.int64)}, longest, pool.device
-        )
-        self._last = RowBuffers({"last": Field(np.int64)}, max_rows, pool.device)
-        self._tiles = RowBuffers(
-            {"tiles": Field(np.int32, (TILE_WIDTH,))}, num_tiles(MAX_TEXT), pool.device
+        # One copy fills them all.
+        self._inputs = RowBuffers(
+            {
+                "positions": Field(np.int64),
+                "slots": Field(np.int64),
+                "ids": Field(np.int64, rows=MAX_TEXT),
+                "last": Field(np.int64, rows=max_rows),
+                "tiles": Field(np.int32, (TILE_WIDTH,), rows=num_tiles(MAX_TEXT)),
+            },
+            longest,
+            pool.device,
         )
         self._slabs: PassSlabs | None = None
         if anchor is not None:
@@ -124,48 +129,56 @@ class PrefillGraphs:
                 return PassShape(blocks, rows, adapters)
         return None
 
-    def embeddings(self, num_tokens: int) -> Tensor:
-        """Returns the input buffer [num_tokens, dim]. The caller fills it with a batch's embeddings before `run`."""
-        return self._x[:num_tokens]
+    @property
+    def hidden(self) -> Tensor:
+        """The fixed output, [max_rows, dim]: the residual stream at the last position of each row."""
+        return self._hidden
 
-    def run(
+    def send(
         self,
         shape: PassShape,
         batch: PrefillBatch,
         tiles: list[tuple[int, int, int, int]],
         adapters: Sequence[Adapter | None] = (),
-    ) -> Tensor:
-        """Runs a captured pass and returns [num_rows, dim], the residual stream at each row's last position.
-        ``adapters``: those of the rows, for a shape with adapters.
+    ) -> tuple[Tensor, Tensor]:
+        """Enqueues the copy of the pass's inputs to the device. ``adapters``: those of the rows, for a shape with
+        adapters.
 
-        The result is valid until the next pass.
+        Returns the buffer [num_tokens, dim] that the caller fills with the batch's embeddings before `run`, and the ids
+        [text tokens] int64 on the device.
         """
-        total = shape.num_blocks * self._length + shape.text_rows
         count, rows = batch.num_tokens, len(batch.last)
-        places = self._places.host()
-        places["positions"][:count] = batch.positions
-        places["positions"][count:total] = 0
-        places["slots"][:count] = batch.slots
-        places["slots"][count:total] = self._spare_slot
-        self._places.send()
-        last = self._last.host()["last"]
-        last[:rows] = batch.last
-        last[rows:] = 0
-        self._last.send()
-        meta = self._tiles.host()["tiles"]
+        begin = len(batch.blocks) * batch.block_length
+        total = shape.num_blocks * self._length + shape.text_rows
+        host = self._inputs.host()
+        host["positions"][:count] = batch.positions
+        host["positions"][count:total] = 0
+        host["slots"][:count] = batch.slots
+        host["slots"][count:total] = self._spare_slot
+        host["ids"][: count - begin] = batch.ids[begin:]
+        host["last"][:rows] = batch.last
+        host["last"][rows:] = 0
+        meta = host["tiles"]
         meta[: len(tiles)] = tiles if tiles else np.empty((0, TILE_WIDTH), np.int32)
         meta[len(tiles) :] = 0
-        self._tiles.send()
+        self._inputs.send()
         if shape.adapters:
             assert self._slabs is not None
             rows_of_runs, sizes = zip(*batch.runs, strict=True)
             self._slabs.send([adapters[row] for row in rows_of_runs], total, sizes)
+        return self._x[:count], self._inputs.device["ids"][: count - begin]
+
+    def run(self, shape: PassShape, num_rows: int) -> Tensor:
+        """Runs a captured pass and returns [num_rows, dim], the beginning of `hidden`.
+
+        The result is valid until the next pass.
+        """
         graph = self._graphs.get(shape)
         if graph is None:
             self._body(shape)
         else:
             graph.replay()
-        return self._hidden[:rows]
+        return self._hidden[:num_rows]
 
     def capture(self, progress: Progress | None = None) -> None:
         """Runs and captures every pass, the largest first. Requires a CUDA device."""
@@ -178,10 +191,9 @@ class PrefillGraphs:
             for adapters in ((False,) if self._slabs is None else (False, True))
         ]
         with torch.cuda.stream(self._stream):
-            for buffers in (self._places, self._last, self._tiles):
-                for name, array in buffers.host().items():
-                    array[:] = self._spare_slot if name == "slots" else 0
-                buffers.send()
+            for name, array in self._inputs.host().items():
+                array[:] = self._spare_slot if name == "slots" else 0
+            self._inputs.send()
             if self._slabs is not None:
                 self._slabs.send((), len(self._x))
         for index, shape in enumerate(shapes):
@@ -205,22 +217,25 @@ class PrefillGraphs:
 
     def _body(self, shape: PassShape) -> None:
         total = shape.num_blocks * self._length + shape.text_rows
-        places = self._places.device
+        inputs = self._inputs.device
+        slabs = self._slabs.of(total) if self._slabs is not None and shape.adapters else None
         if not shape.num_blocks and total <= FEW_TOKENS:
-            rows = places["positions"][:total], places["slots"][:total], self._tiles_of(shape)
+            rows = inputs["positions"][:total], inputs["slots"][:total], self._tiles_of(shape)
             pools = self._cache.keys, self._cache.values
-            x = self._few(self._x[:total], *rows, *pools, normed=None, shared=None)
-            torch.index_select(x, 0, self._last.device["last"], out=self._hidden)
+            x = self._few(
+                self._x[:total], *rows, *pools, normed=None, shared=None, adapters=slabs
+            )
+            torch.index_select(x, 0, inputs["last"], out=self._hidden)
             return
         hidden = self._text.prefill(
             self._x[:total],
-            places["positions"][:total],
-            places["slots"][:total],
+            inputs["positions"][:total],
+            inputs["slots"][:total],
             _PassAttention(self, shape),
             self._cache.keys,
             self._cache.values,
-            rows=self._last.device["last"],
-            adapters=self._slabs.of(total) if self._slabs is not None and shape.adapters else None,
+            rows=inputs["last"],
+            adapters=slabs,
         )
         self._hidden.copy_(hidden)
 
@@ -242,7 +257,7 @@ class PrefillGraphs:
         )
 
     def _tiles_of(self, shape: PassShape) -> Tensor:
-        return self._tiles.device["tiles"][: num_tiles(shape.text_rows)]
+        return self._inputs.device["tiles"][: num_tiles(shape.text_rows)]
 
 
 class _PassAttention:

@@ -7,7 +7,7 @@ host longer than the device computes: with a graph, an answer about a repeated i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -76,9 +76,9 @@ class Prefill:
             tiles = tiles_of(batch, seqs)
             shape = self._graphs.shape(batch, len(tiles), adapters=has_adapters)
             if shape is not None:
-                embeddings = self._graphs.embeddings(batch.num_tokens)
-                self._embed(batch, embeddings, self._arrays(batch, "ids"))
-                return self._graphs.run(shape, batch, tiles, adapters)
+                embeddings, ids = self._graphs.send(shape, batch, tiles, adapters)
+                self._embed(batch, embeddings, ids, self._arrays(batch))
+                return self._graphs.run(shape, len(rows))
         arrays = self._arrays(batch, "ids", "positions", "slots", "last")
         x = torch.empty(
             batch.num_tokens,
@@ -86,7 +86,7 @@ class Prefill:
             dtype=self._model.dtype,
             device=self._model.device,
         )
-        self._embed(batch, x, arrays)
+        self._embed(batch, x, arrays["ids"], arrays)
         keys, values = self._cache.keys, self._cache.values
         attention = PrefillAttention(
             self._attention, batch, keys, values, self._cache.page_size, self._cache.scales
@@ -96,6 +96,11 @@ class Prefill:
         return self._text.prefill(
             x, *places, attention, keys, values, rows=arrays["last"], adapters=slabs
         )
+
+    @property
+    def fixed_hidden(self) -> Tensor | None:
+        """The buffer [max_rows, dim] with which the results of captured passes begin; None without such passes."""
+        return None if self._graphs is None else self._graphs.hidden
 
     def warm_up(self) -> None:
         """Runs every kind of pass that is compiled separately. The passes write to the spare page."""
@@ -120,13 +125,13 @@ class Prefill:
 
     def _arrays(self, batch: PrefillBatch, *names: str) -> dict[str, Tensor]:
         """Returns the named arrays of the batch, and its coordinates and sizes, if any, on the device."""
-        arrays = {name: getattr(batch, name) for name in names}
+        arrays: dict[str, np.ndarray] = {name: getattr(batch, name) for name in names}
         if "ids" in arrays:
             arrays["ids"] = batch.ids[len(batch.blocks) * batch.block_length :]
         for name in ("coord_places", "coord_values", "size_places", "size_values"):
             if len(getattr(batch, name)):
                 arrays[name] = getattr(batch, name)
-        return self._upload({name: np.asarray(array) for name, array in arrays.items()})
+        return self._upload(arrays) if arrays else {}
 
     def _slabs(self, batch: PrefillBatch, adapters: Sequence[Adapter | None]) -> PassAdapters:
         """Returns the slabs of the batch's tokens. ``adapters``: those of the rows."""
@@ -143,14 +148,16 @@ class Prefill:
         on_device = self._upload(arrays)
         return pass_adapters(self._anchor, on_device.pop("slabs"), on_device)
 
-    def _embed(self, batch: PrefillBatch, x: Tensor, arrays: dict[str, Tensor]) -> None:
-        """Writes the batch's embeddings to ``x`` [num_tokens, dim]."""
+    def _embed(
+        self, batch: PrefillBatch, x: Tensor, ids: Tensor, arrays: Mapping[str, Tensor]
+    ) -> None:
+        """Writes the batch's embeddings to ``x`` [num_tokens, dim]. ``ids``: those behind the image prefixes."""
         length, region = batch.block_length, self._model.region
         for index, key in enumerate(batch.blocks):
             x[index * length : (index + 1) * length] = self._images.prefix(key)
         text = len(batch.blocks) * length
         if text < len(x):
-            torch.index_select(self._model.text.wte, 0, arrays["ids"], out=x[text:])
+            torch.index_select(self._model.text.wte, 0, ids, out=x[text:])
         if "coord_places" in arrays:
             x[arrays["coord_places"]] = region.embed_coords(arrays["coord_values"])
         if "size_places" in arrays:

@@ -6,6 +6,7 @@ CPU device, memory is not pinned.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -96,10 +97,15 @@ class ImageUploader:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One array of a RowBuffers: its ``dtype``, and ``tail``, its dimensions after the row dimension."""
+    """One array of a RowBuffers: its ``dtype``, and ``tail``, its dimensions after the row dimension. ``rows``: its
+    number of rows; None for that of the RowBuffers."""
 
     dtype: type[np.generic]
     tail: tuple[int, ...] = ()
+    rows: int | None = None
+
+    def shape(self, max_rows: int) -> tuple[int, ...]:
+        return (max_rows if self.rows is None else self.rows, *self.tail)
 
 
 class RowBuffers:
@@ -114,16 +120,14 @@ class RowBuffers:
         for name, each in sorted(
             fields.items(), key=lambda item: -np.dtype(item[1].dtype).itemsize
         ):
-            nbytes = (
-                max_rows * int(np.prod(each.tail, dtype=np.int64)) * np.dtype(each.dtype).itemsize
-            )
+            nbytes = math.prod(each.shape(max_rows)) * np.dtype(each.dtype).itemsize
             self._layout[name] = (each, size, nbytes)
             size += -(-nbytes // _ALIGN) * _ALIGN
         self._device_bytes = torch.zeros(size, dtype=torch.uint8, device=device)
         self.device = {
             name: self._device_bytes[begin : begin + nbytes]
             .view(_torch_dtype(np.dtype(each.dtype)))
-            .view(max_rows, *each.tail)
+            .view(each.shape(max_rows))
             for name, (each, begin, nbytes) in self._layout.items()
         }
         self._ring = [self._host_set(size, max_rows, device) for _ in range(RING)]
@@ -136,7 +140,7 @@ class RowBuffers:
         host = _host_bytes(size, device)
         flat = host.numpy()
         return host, {
-            name: flat[begin : begin + nbytes].view(each.dtype).reshape(max_rows, *each.tail)
+            name: flat[begin : begin + nbytes].view(each.dtype).reshape(each.shape(max_rows))
             for name, (each, begin, nbytes) in self._layout.items()
         }
 

@@ -255,7 +255,9 @@ class FusedText:
         rows = positions, row_seq, page_table
         return self._decode(x, *rows, keys, values, normed=normed, shared=shared, adapters=adapters)
 
-    def few_tokens(self, attention: DecodeAttention, *, max_rows: int, page_size: int) -> DecodePass:
+    def few_tokens(
+        self, attention: DecodeAttention, *, max_rows: int, page_size: int
+    ) -> DecodePass:
         """Returns a pass of its own buffers for up to ``max_rows`` prompt tokens, in the launches of a decode step.
 
         ``attention``: stores the keys and values of all rows, then attends.
@@ -269,6 +271,7 @@ class FusedText:
             page_size=page_size,
             pdl=self._early,
             attention=attention,
+            adapters=self._layout,
         )
 
     def logits(

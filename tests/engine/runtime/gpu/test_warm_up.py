@@ -145,7 +145,7 @@ def test_serving_launches_nothing_that_warm_up_did_not(family: str, launches: La
         flag_rows(hidden[:count], torch.empty(count, 1, dtype=torch.int32))
         for greedy in (True, False):
             for spatial in (True, False):
-                runtime._prefill_sampler(hidden[:count], Variant(count, greedy, spatial))
+                runtime._prompt_sampler._sampler(hidden[:count], Variant(count, greedy, spatial))
     variants = runtime._decode._graphs.variants
     assert {variant.adapters for variant in variants} == {False, True}
     for variant in variants:
