@@ -403,14 +403,16 @@ class GpuRuntime:
             sampled, tops = self._decode.run(plan.decode, plan.step_id)
             outputs.append(self._output(plan.decode, sampled, tops))
             groups = self._decode.shared_groups
-        marks.append(self._mark())
+        # A part without work ends where the part before it does.
+        marks.append(self._mark() if plan.decode else marks[-1])
         self._images.encode(plan.encode)
         embeddings = {read.sequence_id: self._images.embedding(read) for read in plan.embed}
         refined = self._refine(plan.refine) if plan.refine else None
-        marks.append(self._mark())
+        looks = plan.encode or plan.embed or plan.refine
+        marks.append(self._mark() if looks else marks[-1])
         for rows in self._prompts.passes(plan.prefill):
             self._prefill(rows, plan, outputs, flags)
-        marks.append(self._mark())
+        marks.append(self._mark() if plan.prefill else marks[-1])
         self._lanes.enqueued(plan, marks[-1])
         return PendingStep(plan, embeddings, outputs, groups, flags, refined, marks)
 
@@ -497,7 +499,9 @@ def _seconds(marks: list[torch.cuda.Event | float]) -> list[float]:
     """Returns the seconds between each two consecutive marks."""
     spans = []
     for before, after in itertools.pairwise(marks):
-        if isinstance(before, torch.cuda.Event):
+        if before is after:
+            spans.append(0.0)
+        elif isinstance(before, torch.cuda.Event):
             assert isinstance(after, torch.cuda.Event)
             spans.append(before.elapsed_time(after) / 1000)
         else:

@@ -222,9 +222,7 @@ class PrefillGraphs:
         if not shape.num_blocks and total <= FEW_TOKENS:
             rows = inputs["positions"][:total], inputs["slots"][:total], self._tiles_of(shape)
             pools = self._cache.keys, self._cache.values
-            x = self._few(
-                self._x[:total], *rows, *pools, normed=None, shared=None, adapters=slabs
-            )
+            x = self._few(self._x[:total], *rows, *pools, normed=None, shared=None, adapters=slabs)
             torch.index_select(x, 0, inputs["last"], out=self._hidden)
             return
         hidden = self._text.prefill(

@@ -13,7 +13,10 @@ import torch
 from ....kernels.decode_io import SampledTokens
 from ....types.step import Row, RuntimeLimits, SampleSpec
 from .sequence_indices import SequenceIndices, TableUpdates
-from .staging import Uploader
+from .staging import Field, RowBuffers, Uploader
+
+STAGED_ENTRIES = 256
+"""The most page table entries that fixed buffers copy: those of three new sequences with an image."""
 
 
 class SequenceState:
@@ -30,10 +33,13 @@ class SequenceState:
             (self.spare + 1, self.max_pages), limits.num_pages, dtype=torch.int32, device=device
         )
         self.sampled = SampledTokens.empty(self.spare + 1, device)
+        fields = {"indices": Field(np.int64), "pages": Field(np.int32)}
+        self._entries = RowBuffers(fields, STAGED_ENTRIES, device)
         self._reads_value = [False] * (self.spare + 1)
 
     def assign(self, rows: Sequence[Row], step_id: int, *, hold: bool = False) -> list[int]:
-        """Returns the sequence index of each row. Enqueues the copy of page table entries that the device lacks.
+        """Returns the sequence index of each row of a prompt. Enqueues the copy of page table entries that the device
+        lacks.
 
         ``hold``: no other sequence gets these indices before `unhold`.
         """
@@ -41,7 +47,7 @@ class SequenceState:
         seqs = [self._indices.assign(row, step_id, updates) for row in rows]
         if hold:
             self._indices.hold(seqs, step_id)
-        self._send(updates)
+        self._send_staged(updates)
         return seqs
 
     def unhold(self, step_id: int) -> None:
@@ -75,7 +81,22 @@ class SequenceState:
                     "pages": np.array(updates.pages, dtype=np.int32),
                 }
             )
-            self.page_table.view(-1).index_copy_(0, on_device["indices"], on_device["pages"])
+            self._write(on_device["indices"], on_device["pages"])
+
+    def _send_staged(self, updates: TableUpdates) -> None:
+        """As `_send`, with half as many calls if the entries fit the fixed buffers. Only one lane may use these."""
+        count = len(updates.indices)
+        if not 0 < count <= STAGED_ENTRIES:
+            self._send(updates)
+            return
+        host, on_device = self._entries.host(), self._entries.device
+        host["indices"][:count] = updates.indices
+        host["pages"][:count] = updates.pages
+        self._entries.send()
+        self._write(on_device["indices"][:count], on_device["pages"][:count])
+
+    def _write(self, indices: torch.Tensor, pages: torch.Tensor) -> None:
+        self.page_table.view(-1).index_copy_(0, indices, pages)
 
     def release(self, sequence_id: int) -> None:
         """Frees the index of a sequence. An unknown id has no effect."""

@@ -44,10 +44,18 @@ class _PinnedRing:
         if self._device.type != "cuda":
             return host.clone()
         on_device = host.to(self._device, non_blocking=True)
+        self._note_copy()
+        return on_device
+
+    def copy_to(self, host: Tensor, target: Tensor) -> None:
+        """Enqueues the copy of the last buffer of `next_buffer` to ``target``, on the device."""
+        target.copy_(host, non_blocking=True)
+        self._note_copy()
+
+    def _note_copy(self) -> None:
         event = self._copied[self._next] or torch.cuda.Event()
         event.record()
         self._copied[self._next] = event
-        return on_device
 
 
 class Uploader:
@@ -92,7 +100,7 @@ class ImageUploader:
         else:
             host = self._ring.next_buffer(source.nbytes)
             np.copyto(host.numpy(), source.numpy())
-            target.copy_(self._ring.copy(host))
+            self._ring.copy_to(host, target)
 
 
 @dataclass(frozen=True, slots=True)

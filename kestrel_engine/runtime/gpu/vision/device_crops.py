@@ -56,6 +56,8 @@ class DeviceCrops:
     ) -> None:
         self._vision, self._device, self._block = vision, device, block
         self._upload, self._upload_pixels = upload, upload_pixels
+        self._on_device = lru_cache(LAYOUTS_KEPT)(self._sent)
+        """The tables and jobs of images that are alone in their group, which are the same for every image of a size."""
 
     def __call__(self, images: Sequence[PreparedImage]) -> list[Tensor]:
         """Returns the distinct crops [n, S, S, 3] uint8 of each image, contiguous, made from its ``pixels``.
@@ -93,6 +95,7 @@ class DeviceCrops:
         side = self._vision.crop_size
         counts = [image.num_distinct for image, _ in group]
         size = sum(layout.num_bytes for _, layout in group)
+        alone = len(group) == 1
         arena = torch.empty(size, dtype=torch.uint8, device=self._device)
         crops = torch.empty((sum(counts), side, side, 3), dtype=torch.uint8, device=self._device)
         by_kind: list[list[Job]] = [[] for _ in KINDS]
@@ -102,16 +105,20 @@ class DeviceCrops:
             end = begin + image.pixels.nbytes
             self._upload_pixels(image.pixels, arena[begin:end])
             for kind, job in layout.jobs:
-                by_kind[kind].append(
-                    _moved(kind, job, begin, first_crop * side**2 * 3, first_entry)
+                moved = (
+                    job
+                    if alone
+                    else _moved(kind, job, begin, first_crop * side**2 * 3, first_entry)
                 )
+                by_kind[kind].append(moved)
             begin += layout.num_bytes
             first_crop += count
             first_entry += len(layout.tables)
-        jobs = np.array([job for same in by_kind for job in same], np.int32).reshape(-1, JOB_WIDTH)
-        on_device = self._upload(
-            {"tables": np.concatenate([layout.tables for _, layout in group]), "jobs": jobs}
-        )
+        if alone:
+            on_device = self._on_device(group[0][1])
+        else:
+            tables = np.concatenate([layout.tables for _, layout in group])
+            on_device = self._upload({"tables": tables, "jobs": _job_rows(by_kind)})
         first = 0
         for (vertical, wide_in, wide_out), same in zip(KINDS, by_kind, strict=True):
             last = first + len(same)
@@ -129,6 +136,17 @@ class DeviceCrops:
                 )
             first = last
         return list(crops.split(counts))
+
+    def _sent(self, layout: _Layout) -> dict[str, Tensor]:
+        by_kind = [
+            [job for kind, job in layout.jobs if kind == wanted] for wanted in range(len(KINDS))
+        ]
+        return self._upload({"tables": layout.tables, "jobs": _job_rows(by_kind)})
+
+
+def _job_rows(by_kind: Sequence[Sequence[Job]]) -> np.ndarray:
+    """Returns the jobs in the order of their launches, [n, JOB_WIDTH] int32."""
+    return np.array([job for same in by_kind for job in same], np.int32).reshape(-1, JOB_WIDTH)
 
 
 def _moved(kind: int, job: Job, begin: int, crops: int, tables: int) -> Job:
