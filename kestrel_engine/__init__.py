@@ -54,7 +54,14 @@ from .runtime.profile import Profile
 from .settings import Setting, SettingGroup, check_settings, default_of, setting, settings_of
 from .skills.base import SkillSpec
 from .skills.registry import SkillRegistry
-from .types.events import EngineMetrics, EngineResult, FinishReason, StreamUpdate, TokenLogprob
+from .types.events import (
+    EngineMetrics,
+    EngineResult,
+    FinishReason,
+    ObjectAbsence,
+    StreamUpdate,
+    TokenLogprob,
+)
 from .types.info import EngineInfo, LoadTimes, SchedulerStats
 from .types.observer import ImageEvent, Observer, RequestEvent, StepEvent
 from .types.requests import PreparedImage, PreparedTiles
@@ -92,6 +99,7 @@ __all__ = [
     "LoadTimes",
     "ModelLoadError",
     "ModelNotFoundError",
+    "ObjectAbsence",
     "Observer",
     "OnBackground",
     "PixelsWaiting",

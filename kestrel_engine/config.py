@@ -435,6 +435,16 @@ class RuntimeConfig:
         low=0,
         high=1,
     )
+    max_absence: float = setting(
+        0.5,
+        REQUESTS,
+        "a question is not answered if an object that it presupposes is absent with a higher probability, unless the "
+        "request sets its own; 1 answers all",
+        kind="number",
+        metavar="P",
+        low=0,
+        high=1,
+    )
     kv_cache_pages: int | None = setting(
         None,
         SCHEDULER,

@@ -12,7 +12,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any, overload
 
 import numpy as np
@@ -234,23 +233,16 @@ class InferenceEngine(SkillCalls):
         request_id = checked_request_id(request_id)
         check_timeout(timeout_s)
         place = self._take_place(principal, weight, priority)
-        held = ExitStack()
-        held.callback(self._places.give_back, place)
-        try:
-            return await self._submitter.submit(
-                place,
-                held,
-                skill,
-                image,
-                arguments or {},
-                settings or {},
-                request_id=request_id,
-                timeout_s=timeout_s,
-                cache_salt=cache_salt,
-            )
-        except BaseException:
-            held.close()
-            raise
+        return await self._submitter.submit(
+            place,
+            skill,
+            image,
+            arguments or {},
+            settings or {},
+            request_id=request_id,
+            timeout_s=timeout_s,
+            cache_salt=cache_salt,
+        )
 
     @overload
     async def prepare_image(
@@ -305,10 +297,10 @@ class InferenceEngine(SkillCalls):
     def cancel(self, request_id: str) -> int:
         """Ends the requests of this id as "cancelled", as soon as a step ends; returns how many. One whose image is
         still being prepared is not among them."""
-        found = self._open.named(request_id)
-        for sequence_id in found:
-            self._loop.abort(sequence_id)
-        return len(set(found.values()))
+        streams = self._open.named(request_id)
+        for stream in streams:
+            stream.cancel()
+        return len(streams)
 
     async def flush_caches(self) -> None:
         """Drops prefixes, embeddings and prepared images that no request uses, before the next step.

@@ -18,10 +18,10 @@ class SkillCalls:
     Common arguments. ``image``: encoded bytes, a path, a pyvips.Image or a uint8 [H, W, C] array, or an InRegion of
     one; for query, also a list of these; for point and detect, also a Tiled image. ``settings``: temperature, top_p,
     top_k, min_p, seed, max_tokens; stop, logprobs, top_logprobs, constraint, repetition_penalty, presence_penalty,
-    frequency_penalty and logit_bias for query and caption; max_reasoning_tokens for query; max_objects for point and
-    detect; min_score for point, detect and segment; max_overlap for detect; absent or None means the default.
-    ``stream``: False returns the EngineResult, True an EngineStream as soon as the request is queued. ``request_id``:
-    the caller's name for the request, at most 128 printable characters.
+    frequency_penalty and logit_bias for query and caption; max_reasoning_tokens and max_absence for query; max_objects
+    for point and detect; min_score for point, detect and segment; max_overlap for detect; absent or None means the
+    default. ``stream``: False returns the EngineResult, True an EngineStream as soon as the request is queued.
+    ``request_id``: the caller's name for the request, at most 128 printable characters.
 
     All raise RequestError (naming the field), EngineOverloaded and EngineClosed; results also RuntimeFailure.
     """
@@ -36,6 +36,7 @@ class SkillCalls:
         spatial_refs: SpatialRefs | None = ...,
         history: Sequence[tuple[str, str]] = ...,
         system: str = ...,
+        presupposes: Sequence[str] = ...,
         stream: Literal[False] = ...,
         settings: Settings | None = ...,
         request_id: str | None = ...,
@@ -51,6 +52,7 @@ class SkillCalls:
         spatial_refs: SpatialRefs | None = ...,
         history: Sequence[tuple[str, str]] = ...,
         system: str = ...,
+        presupposes: Sequence[str] = ...,
         stream: Literal[True],
         settings: Settings | None = ...,
         request_id: str | None = ...,
@@ -65,6 +67,7 @@ class SkillCalls:
         spatial_refs: SpatialRefs | None = None,
         history: Sequence[tuple[str, str]] = (),
         system: str = "",
+        presupposes: Sequence[str] = (),
         stream: bool = False,
         settings: Settings | None = None,
         request_id: str | None = None,
@@ -74,6 +77,8 @@ class SkillCalls:
         ``reasoning``: think aloud first, with points that ground the text. ``spatial_refs``: points [x, y] or boxes
         [x_min, y_min, x_max, y_max], normalised, that the question refers to; they need an image. ``history``: earlier
         questions with their answers, oldest first. ``system``: instructions that precede the first question.
+        ``presupposes``: objects without which there is no answer; result.absences says how likely each is absent, and
+        result.abstained whether one was, with a probability above the setting max_absence.
         """
         arguments = {
             "question": question,
@@ -81,6 +86,7 @@ class SkillCalls:
             "spatial_refs": spatial_refs,
             "history": history,
             "system": system,
+            "presupposes": presupposes,
         }
         return await self._call("query", image, arguments, settings, stream, request_id)
 

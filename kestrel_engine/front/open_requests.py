@@ -77,9 +77,15 @@ class OpenRequests:
         self._open[sequence_id] = request
         self._streams.add(request.stream)
 
-    def named(self, request_id: str) -> dict[int, EngineStream]:
-        """The sequence ids of the requests that carry ``request_id``, with the request's stream."""
-        return {i: r.stream for i, r in self._open.items() if r.stream.request_id == request_id}
+    def end_at_once(self, request: OpenRequest, outcome: Finished) -> None:
+        """Ends a request that was not added, because nothing is computed for it."""
+        ended = StepTimings(finished_at=time.monotonic())
+        self._conclude(request, [], RequestEnd(outcome, ended))
+        self._on_end()
+
+    def named(self, request_id: str) -> set[EngineStream]:
+        """The streams of the requests that carry ``request_id``."""
+        return {stream for stream in self._streams if stream.request_id == request_id}
 
     def deliver(self, deliveries: list[Delivery]) -> None:
         """Passes deliveries to their requests. A delivery for a request that has ended is dropped."""
@@ -167,6 +173,7 @@ class OpenRequests:
             seed=request.submission.sampling.seed,
             logprobs=outcome.logprobs,
             absence=outcome.absence,
+            abstained=outcome.abstained,
         )
         request.stream.finish(result)
 

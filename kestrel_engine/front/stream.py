@@ -19,9 +19,17 @@ class EngineStream:
     All text that arrives between two reads is one update. Unread updates are bounded by the request's max_tokens.
     """
 
-    def __init__(self, request_id: str, abort: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        abort: Callable[[], None],
+        complete: Callable[[EngineResult], EngineResult] | None = None,
+    ) -> None:
+        """``complete``: adds to the result what is known besides."""
         self.request_id = request_id
-        self._abort = abort
+        self._abort, self._complete = abort, complete
+        self.is_cancelled = False
+        """``cancel`` was called. The request may have ended in another way before."""
         self._updates: deque[tuple[int, StreamUpdate]] = deque()
         self._outcome: EngineResult | BaseException | None = None
         # One future for each waiter: a shared future must be shielded from its waiters, which takes another future and
@@ -50,6 +58,11 @@ class EngineStream:
     @property
     def done(self) -> bool:
         return self._outcome is not None
+
+    def cancel(self) -> None:
+        """Ends the request as "cancelled", as soon as a step ends, if it is unfinished."""
+        self.is_cancelled = True
+        self._abort()
 
     async def aclose(self) -> None:
         """Cancels the request if it is unfinished, and waits until its resources are freed. Idempotent."""
@@ -95,7 +108,7 @@ class EngineStream:
         _wake(self._readers)
 
     def finish(self, result: EngineResult) -> None:
-        self._end(result)
+        self._end(result if self._complete is None else self._complete(result))
 
     def fail(self, error: BaseException) -> None:
         self._end(error)

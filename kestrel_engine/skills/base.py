@@ -61,6 +61,8 @@ class SkillDefaults:
     max_objects: int = 150
     min_score: float = 0.0
     """The least score of an object that is returned."""
+    max_absence: float = 0.5
+    """The largest probability of an object's absence with which a question about it is answered."""
     max_text_bytes: int = 32 * 1024 - 1
 
 
@@ -85,6 +87,15 @@ class Merging:
     key: str
     max_objects: int
     max_overlap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Presupposed:
+    """The request is about ``objects``. If one of them is absent from its images with a probability above
+    ``max_absence``, nothing is generated."""
+
+    objects: tuple[str, ...]
+    max_absence: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +136,8 @@ class SkillRequest:
     """What the text must match."""
     merging: Merging | None = None
     """None: the skill looks at an image once, and refuses tiles."""
+    presupposed: Presupposed | None = None
+    """The objects without which the request is not answered. It needs an image then."""
     grammar: Grammar | None = None
     """The compiled ``constraint``. The engine sets it before it asks for a control."""
 

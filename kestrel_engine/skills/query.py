@@ -16,22 +16,34 @@ from ..types.requests import (
     spatial_tokens,
 )
 from ..types.step import StepToken, TokenRule
-from .base import SkillContext, SkillControl, SkillOutput, SkillRequest, check_size, checked_text
+from .base import (
+    Presupposed,
+    SkillContext,
+    SkillControl,
+    SkillOutput,
+    SkillRequest,
+    check_size,
+    checked_text,
+)
 from .settings import TEXT_KEYS, read_settings, reject_unknown
 from .text.answer import AnswerOutput, answer_control
 from .text.detokenize import StreamingText
 from .text.penalties import read_penalties
 
 MAX_TURNS = 64
-_SETTINGS = TEXT_KEYS | {"max_reasoning_tokens"}
+MAX_PRESUPPOSED = 8
+_SETTINGS = TEXT_KEYS | {"max_reasoning_tokens", "max_absence"}
 _ARGUMENTS = frozenset(
-    {"question", "reasoning", "spatial_refs", "history", "image_turns", "system"}
+    {"question", "reasoning", "spatial_refs", "history", "image_turns", "system", "presupposes"}
 )
 
 
 class QuerySkill:
-    """Arguments: question, reasoning (default False), spatial_refs, history, image_turns, system. Output: {"answer",
-    "reasoning"?}.
+    """Arguments: question, reasoning (default False), spatial_refs, history, image_turns, system, presupposes. Output:
+    {"answer", "reasoning"?}.
+
+    ``presupposes``: names of objects that the question is about. If an image has no such object, the answer is empty
+    (SkillRequest.presupposed).
 
     ``system``: instructions for the whole conversation. They precede the first question, with a blank line between
     (moondream.md section 14).
@@ -76,6 +88,7 @@ class QuerySkill:
             *context.codec.encode(question if turns else before + question),
             *suffix,
         )
+        objects = _presupposed(arguments.get("presupposes"), context)
         # A reasoning phase, the answer id after it, and an answer.
         wanted = read.max_tokens or context.defaults.max_tokens
         most_reasoning = read.max_reasoning_tokens or wanted
@@ -85,7 +98,8 @@ class QuerySkill:
             prompt_field="question",
             sampling=read.sampling,
             seed=read.seed,
-            needs_image=bool(refs),
+            needs_image=bool(refs or objects),
+            presupposed=Presupposed(objects, read.max_absence) if objects else None,
             max_images=None,
             num_images=None if shown is None else len(shown),
             max_tokens=read.max_tokens,
@@ -130,6 +144,18 @@ def _most_reasoning(request: SkillRequest, token_limit: int | None, context: Ski
     wanted = request.max_tokens or context.defaults.max_tokens
     # Where the context is too short for both, reasoning may take half of what there is.
     return wanted if token_limit is None else min(wanted, max(1, (token_limit - 1) // 2))
+
+
+def _presupposed(objects: Any, context: SkillContext) -> tuple[str, ...]:
+    """The names of the objects that the question presupposes. Raises InvalidRequest."""
+    field, names = "presupposes", () if objects is None else objects
+    if isinstance(names, (str, bytes)) or not isinstance(names, Sequence):
+        raise InvalidRequest(field, "must be a list of names of objects")
+    if len(names) > MAX_PRESUPPOSED:
+        raise InvalidRequest(field, f"has {len(names)} names, the limit is {MAX_PRESUPPOSED}")
+    return tuple(
+        checked_text(f"{field}[{index}]", name, context) for index, name in enumerate(names)
+    )
 
 
 def _system_text(system: Any, context: SkillContext) -> str:

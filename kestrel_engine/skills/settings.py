@@ -32,7 +32,8 @@ class Settings:
     ``stop`` is empty.
 
     ``min_score``: the least score of an object that is returned, in [0, 1]. ``max_overlap``: of two boxes that overlap
-    more, the better one is returned; None returns both.
+    more, the better one is returned; None returns both. ``max_absence``: the limit on the probability that an object is
+    absent with which a question that presupposes it is answered, in [0, 1].
     """
 
     sampling: SamplingParams
@@ -42,6 +43,7 @@ class Settings:
     max_objects: int | None
     min_score: float = 0.0
     max_overlap: float | None = None
+    max_absence: float = 0.5
     stop: tuple[str, ...] = ()
     logprobs: bool = False
     top_logprobs: int = 0
@@ -93,6 +95,7 @@ def read_settings(
         max_objects=_positive("max_objects", given.get("max_objects")),
         min_score=_share("min_score", given.get("min_score", defaults.min_score)),
         max_overlap=_inner_share("max_overlap", given.get("max_overlap")),
+        max_absence=_share("max_absence", given.get("max_absence", defaults.max_absence)),
         stop=read_stop_strings(given.get("stop")),
         logprobs=logprobs,
         top_logprobs=top,

@@ -87,6 +87,8 @@ class Finished:
     absence: float | None = None
     reasoning_tokens: int = 0
     """Those of ``token_ids`` that were reasoning."""
+    abstained: bool = False
+    """As in EngineResult."""
 
 
 @dataclass(frozen=True, slots=True)

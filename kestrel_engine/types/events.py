@@ -83,6 +83,13 @@ class EngineMetrics:
     """Accepted to finished."""
 
 
+class ObjectAbsence(NamedTuple):
+    """The probability in [0, 1] that no image of a request shows an object."""
+
+    object: str
+    absence: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenImage:
     """An image of a request. ``size``: width and height in pixels of the whole upright image. ``digest``: SHA-256 of
@@ -105,13 +112,18 @@ class EngineResult:
     images: tuple[SeenImage, ...] = ()
     """The images of the request, in the order of its prompt."""
     num_looks: int = 1
-    """How often the request looked at its images: above 1 for a tiled image."""
+    """How often the request looked at its images: above 1 for a tiled image, and for a question that presupposes
+    objects."""
     seed: int = 0
     """The seed that the sampling used."""
     logprobs: tuple[TokenLogprob, ...] | None = None
     """The tokens of the answer or description, reasoning left out; None unless the request asked for them."""
     absence: float | None = None
     """Of point and detect: the probability in [0, 1] that the image has no such object; None if it is unknown."""
+    absences: tuple[ObjectAbsence, ...] = ()
+    """Those of the objects that the question presupposes, in order."""
+    abstained: bool = False
+    """One of these objects is absent, so nothing was generated."""
 
     @property
     def image_size(self) -> tuple[int, int] | None:

@@ -14,6 +14,8 @@ class FrontTimings:
     accepted_at: float
     preprocess_s: float = 0.0
     """Seconds that a decoder worked on the image."""
+    looking_s: float = 0.0
+    """Seconds in which other requests looked for the objects that the question presupposes."""
     prepared_at: float | None = None
     """None: the request has no image to prepare."""
 
@@ -47,7 +49,7 @@ def metrics_of(
     scheduled = steps.scheduled_at if steps.scheduled_at is not None else end
     first = steps.first_token_at if steps.first_token_at is not None else end
     last = steps.last_token_at if steps.last_token_at is not None else first
-    queue = max(0.0, scheduled - front.accepted_at - front.preprocess_s)
+    queue = max(0.0, scheduled - front.accepted_at - front.preprocess_s - front.looking_s)
     total = end - front.accepted_at
     return EngineMetrics(
         input_tokens=input_tokens,

@@ -30,6 +30,7 @@ from ..settings.flags import SettingsError
 from ..settings.model import add_model_flags, config_error, runtime_config
 from .parser import EXIT_FAILED, CommandError
 from .requests.flags import (
+    add_abstention_flags,
     add_logprobs_flags,
     add_reasoning_flags,
     add_sampling_flags,
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     )
     add_reasoning_flags(parser)
     add_system_flag(parser)
+    add_abstention_flags(parser, has_limit=True)
     add_sampling_flags(parser, text=True, has_seed=True)
     output = parser.add_argument_group("output")
     add_logprobs_flags(output)
@@ -106,7 +108,9 @@ async def _schedule(args: argparse.Namespace, runtime: RuntimeConfig) -> int:
     if not args.json:
         _print_total(results, seconds)
     empty = [
-        p for p, r in zip(args.prompts, results, strict=True) if not r.output["answer"].strip()
+        p
+        for p, r in zip(args.prompts, results, strict=True)
+        if not r.output["answer"].strip() and not r.abstained
     ]
     for prompt in empty:
         print(f"kestrel-grpc schedule: error: the answer to {prompt!r} is empty", file=sys.stderr)
@@ -119,7 +123,12 @@ async def _ask(
     settings = sampling(args)
     if settings["constraint"] is not None:
         settings["constraint"] = asdict(settings["constraint"])
-    arguments = {"question": prompt, "reasoning": args.reasoning, "system": args.system}
+    arguments = {
+        "question": prompt,
+        "reasoning": args.reasoning,
+        "system": args.system,
+        "presupposes": args.presupposes,
+    }
     try:
         async with await engine.submit("query", image, arguments, settings) as stream:
             if args.stream and not args.json:
@@ -149,7 +158,9 @@ def _print_answer(prompt: str, result: EngineResult) -> None:
     print(f"\n{prompt}")
     if "reasoning" in result.output:
         print(f"  ({result.output['reasoning']['text']})")
-    print(f"  {result.output['answer']}")
+    for each in result.absences:
+        print(f"  {each.object}: absent with probability {each.absence:.3f}")
+    print("  abstained" if result.abstained else f"  {result.output['answer']}")
     for token in result.logprobs or ():
         others = "".join(f"  {_text(each.utf8)!r} {each.logprob:.4f}" for each in token.top)
         print(f"  {token.logprob:10.4f}  {_text(token.utf8)!r}{others}")

@@ -170,6 +170,7 @@ class ModelService(ModelServiceServicer):
             max_analyze_tasks=MAX_TASKS,
             default_min_score=config.min_score,
             max_images=config.max_images,
+            default_max_absence=config.max_absence,
         )
 
 

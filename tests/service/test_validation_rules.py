@@ -68,7 +68,7 @@ STRICTER = [
         # A stream has one sample.
         r"num_samples: must be 1 in a stream",
         # Only white space.
-        r"(question|object): must not be empty",
+        r"(question|object|abstention\.objects\[\d+\]): must not be empty",
         # It depends on another field, or on another message.
         r"config\.late: needs latency_budget_ms",
         r"^(config|frame): ",
@@ -114,7 +114,7 @@ THINKING = common_pb2.Sampling(max_reasoning_tokens=5)
 THINKING.MergeFrom(TEXT_SAMPLING)
 QUERY = {
     "question": "what?", "spatial_refs": REFS, "history": TURNS, "reasoning": True, "system": "Be brief.",
-    "sampling": THINKING,
+    "sampling": THINKING, "abstention": pb.Abstention(objects=["cat"], max_absence=0.5),
 }  # fmt: skip
 POINT = {"object": "cat", "spatial_refs": REFS, "max_objects": 1, "sampling": SAMPLING}
 DETECT = {"object": "cat", "max_objects": 1, "sampling": SAMPLING}

@@ -51,6 +51,7 @@ class RequestCheck:
                 top_p=config.default_top_p,
                 max_objects=config.default_max_objects,
                 min_score=config.min_score,
+                max_absence=config.max_absence,
                 max_text_bytes=config.max_text_bytes,
             ),
             refines=built.runtime.limits.refines,

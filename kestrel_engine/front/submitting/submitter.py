@@ -37,6 +37,7 @@ from .checked import RequestCheck
 from .constraints import ConstraintCompiler
 from .images import ImagePreparation
 from .preparing import Preparing
+from .presence import LOOK, LOOK_SETTINGS, Presence, find_absences
 from .queue_places import Place, QueuePlaces
 from .seeds import Seeds
 
@@ -84,6 +85,37 @@ class Submitter:
     async def submit(
         self,
         place: Place,
+        skill: str,
+        image: Any,
+        arguments: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        *,
+        request_id: str,
+        timeout_s: float | None,
+        cache_salt: str,
+    ) -> EngineStream:
+        """Starts a request. ``place``: its place in the queue, which it gives back at its end, or if this raises."""
+        held = ExitStack()
+        held.callback(self._places.give_back, place)
+        try:
+            return await self._submit(
+                place,
+                held,
+                skill,
+                image,
+                arguments,
+                settings,
+                request_id=request_id,
+                timeout_s=timeout_s,
+                cache_salt=cache_salt,
+            )
+        except BaseException:
+            held.close()
+            raise
+
+    async def _submit(
+        self,
+        place: Place,
         held: ExitStack,
         skill: str,
         image: Any,
@@ -94,7 +126,7 @@ class Submitter:
         timeout_s: float | None,
         cache_salt: str,
     ) -> EngineStream:
-        """Starts a request that has its place in the queue. ``held``: what it gives back at its end."""
+        """``held``: what the request gives back at its end."""
         now = time.monotonic()
         timings = FrontTimings(accepted_at=now)
         checked = self._check.check(skill, image, arguments, settings)
@@ -113,6 +145,19 @@ class Submitter:
         prepared: list[Looks] = []
         if images:
             prepared, timings = await self.images.prepare(images, now, timeout_s, cache_salt, place)
+        presence = None
+        if request.presupposed is not None:
+            began = time.monotonic()
+            presence = await self._look(
+                request.presupposed.objects,
+                prepared,
+                place,
+                {**LOOK_SETTINGS, "adapter": checked.adapter},
+                request_id=request_id,
+                timeout_s=None if timeout_s is None else timeout_s - (began - now),
+                cache_salt=cache_salt,
+            )
+            timings = dataclasses.replace(timings, looking_s=time.monotonic() - began)
         self._lifetime.check_alive()
         if adapter is not None and adapter.changes_vision:
             prepared = [tuple(look.with_adapter(adapter) for look in each) for each in prepared]
@@ -132,7 +177,7 @@ class Submitter:
                 command(sequence_id)
 
         abort = partial(for_all, self._loop.abort)
-        stream = EngineStream(request_id, abort)
+        stream = EngineStream(request_id, abort, None if presence is None else presence.added_to)
         group, merging = None, request.merging
         if merging is not None and (is_tiled or merging.max_overlap is not None):
             group = LookGroup(len(looks), merging, abort)
@@ -163,6 +208,11 @@ class Submitter:
             refines = request.refine and self._check.context.refines and bool(images_of_look)
             works.append(Work(request_id, submission, control, output, queue_limited, refines))
             opened.append(OpenRequest(skill, stream, timings, submission, held.close, group=group))
+        if presence is not None and request.presupposed is not None:
+            outcome = presence.ending(request.presupposed.max_absence, works[0].output)
+            if outcome is not None:
+                self._open.end_at_once(opened[0], outcome)
+                return stream
         for each in opened:
             self._open.add(each.submission.sequence_id, each)
         place.is_waiting = lambda: all(each.admitted_at is None for each in opened)
@@ -170,6 +220,42 @@ class Submitter:
         for work in works:
             self._loop.submit(work)
         return stream
+
+    async def _look(
+        self,
+        objects: Sequence[str],
+        prepared: Sequence[Looks],
+        place: Place,
+        settings: Mapping[str, Any],
+        *,
+        request_id: str,
+        timeout_s: float | None,
+        cache_salt: str,
+    ) -> Presence:
+        """Whether the images show ``objects``. Each look is a request of its own, with a place in the queue.
+
+        Raises what ``submit`` does, and Displaced if the request loses its place meanwhile.
+        """
+
+        async def start(image: PreparedImage, name: str) -> EngineStream:
+            own = self._places.take(place.principal, place.weight, place.priority)
+            return await self.submit(
+                own,
+                LOOK,
+                image,
+                {"object": name},
+                settings,
+                request_id=request_id,
+                timeout_s=timeout_s,
+                cache_salt=cache_salt,
+            )
+
+        return await self._preparing.run(
+            find_absences(objects, prepared, start),
+            place,
+            timeout_s,
+            "before the objects that the question presupposes were looked for",
+        )
 
     async def _leased(self, name: str, timeout_s: float | None, place: Place) -> Lease:
         """The adapter ``name``, loaded. Raises the errors of ``AdapterLibrary.acquire``, and Displaced if the request

@@ -21,10 +21,12 @@ from kestrel_client import (
 from ..connection import add_connection_flags, connected, failure_text
 from ..terminal import styled
 from .flags import (
+    add_abstention_flags,
     add_reasoning_flags,
     add_request_flags,
     add_sampling_flags,
     add_system_flag,
+    question_options,
     request_options,
     sampling,
 )
@@ -41,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument("image", metavar="IMAGE", help=IMAGE_HELP)
     add_reasoning_flags(parser)
     add_system_flag(parser)
+    add_abstention_flags(parser)
     parser.add_argument(
         "--independent",
         action="store_true",
@@ -92,8 +95,7 @@ def _answer(
 
     Raises an error only if the server is unavailable; prints other errors and returns None.
     """
-    asked = {"reasoning": args.reasoning or None, "system": args.system}
-    options = {**sampling(args), **request_options(args), **asked}
+    options = {**sampling(args), **request_options(args), **question_options(args)}
     del history[:-_MAX_TURNS]
     while True:
         try:

@@ -106,6 +106,35 @@ def add_system_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_abstention_flags(parser: argparse.ArgumentParser, *, has_limit: bool = False) -> None:
+    """``has_limit``: the command has a flag --max-absence of its own."""
+    parser.add_argument(
+        "--presupposes",
+        action="append",
+        default=[],
+        metavar="OBJECT",
+        help="answer only if the image shows this object; may be given several times",
+    )
+    if has_limit:
+        return
+    parser.add_argument(
+        "--max-absence",
+        type=number,
+        metavar="P",
+        help="with --presupposes: largest probability that the object is absent, in [0, 1] [the server's default]",
+    )
+
+
+def question_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The values of the flags of questions, as keyword arguments of the client's methods."""
+    return {
+        "reasoning": args.reasoning or None,
+        "system": args.system,
+        "presupposes": args.presupposes,
+        "max_absence": args.max_absence,
+    }
+
+
 def add_logprobs_flags(output: Any) -> None:
     output.add_argument(
         "--logprobs",

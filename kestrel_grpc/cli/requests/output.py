@@ -64,7 +64,8 @@ def print_result(result: Result) -> None:
         case QueryResult():
             if result.reasoning is not None:
                 print(styled(result.reasoning.text, "dim", sys.stdout) + "\n")
-            print(result.answer)
+            if not result.abstained:
+                print(result.answer)
             print_logprobs(result.logprobs)
         case CaptionResult():
             print(result.caption)
@@ -98,6 +99,11 @@ def print_nothing(result: Result) -> None:
     match result:
         case PointResult(points=()) | DetectResult(objects=()):
             print(f"no {result.object} found{_absence(result)}", file=sys.stderr)
+        case QueryResult(abstained=True):
+            for each in result.absences:
+                shown = f"{each.object}: absent with probability {each.absence:.3f}"
+                print(shown, file=sys.stderr)
+            print("not answered: the image does not show it", file=sys.stderr)
         case SegmentResult(box=None):
             print(f"no {result.object} found", file=sys.stderr)
         case SegmentResult(parse_error=str() as why):

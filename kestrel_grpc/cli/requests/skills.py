@@ -24,6 +24,7 @@ from ..parser import EXIT_FAILED, suggestion
 from ..terminal import styled
 from ..values import number, whole
 from .flags import (
+    add_abstention_flags,
     add_logprobs_flags,
     add_min_score_flag,
     add_reasoning_flags,
@@ -32,6 +33,7 @@ from .flags import (
     add_save_flags,
     add_system_flag,
     object_options,
+    question_options,
     request_options,
     sampling,
     tile_grid,
@@ -87,6 +89,7 @@ def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
     if command == "query":
         add_reasoning_flags(parser)
         add_system_flag(parser)
+        add_abstention_flags(parser)
         parser.add_argument(
             "--together",
             action="store_true",
@@ -225,7 +228,7 @@ def _arguments(args: argparse.Namespace, word: str) -> tuple[list[Any], dict[str
     if args.command in _TEXT_COMMANDS and (args.samples or 1) > 1:
         options["num_samples"] = args.samples
     if args.command == "query":
-        return [word], {**options, "reasoning": args.reasoning or None, "system": args.system}
+        return [word], {**options, **question_options(args)}
     if args.command == "caption":
         return [word], options
     if args.command == "segment":

@@ -176,6 +176,10 @@ def field_path(name: str, prefix: str = "") -> str:
         name = f"options.{name}"
     elif root in _MODEL_FIELDS:
         name = "options.model"
+    elif root == "presupposes":
+        name = f"abstention.objects{name.removeprefix(root)}"
+    elif root == "max_absence":
+        name = "abstention.max_absence"
     return (prefix + name).rstrip(".")
 
 

@@ -39,6 +39,7 @@ _LENGTHS = {
 _NAMES = {
     "image": "image_url",
     "image.encoded": "image_url",
+    "abstention.max_absence": "settings.max_absence",
     "max_objects": "settings.max_objects",
     "min_score": "settings.min_score",
     "max_overlap": "settings.max_overlap",
@@ -58,6 +59,7 @@ def endpoints(service: VisionService, served: Callable[[], str]) -> dict[tuple[s
             spatial_refs=_spatial_refs(fields),
             system=fields.text("system", ""),
         )
+        _fill_abstention(request, fields)
         _fill(request, fields, served(), needs_image=False)
         if not fields.flag("stream"):
             return Asked(request, service.Query, query_json)
@@ -114,6 +116,8 @@ def json_name(path: str) -> str:
         return f"settings.{path.removeprefix('sampling.')}"
     if path.partition(".")[0] == "tiles":
         return f"settings.{path}"
+    if path.startswith("abstention.objects"):
+        return path.replace("abstention.objects", "presupposes")
     return _NAMES.get(path, path)
 
 
@@ -146,6 +150,16 @@ def _fill(request: Any, fields: Fields, served: str, *, needs_image: bool = True
         set_model(request.options, fields.text("model"), served)
     if settings.values.get("adapter") is not None:
         request.options.adapter = settings.text("adapter")
+
+
+def _fill_abstention(request: pb.QueryRequest, fields: Fields) -> None:
+    """Raises InvalidRequest."""
+    most = fields.inner("settings").number("max_absence")
+    objects = fields.texts("presupposes")
+    if objects:
+        request.abstention.objects.extend(objects)
+        if most is not None:
+            request.abstention.max_absence = most
 
 
 def _fill_looks(request: Any, settings: Fields, fields: Fields) -> None:
@@ -216,6 +230,11 @@ def query_json(response: pb.QueryResponse) -> dict[str, Any]:
     body: dict[str, Any] = {"answer": response.answer, **_shared(response)}
     if response.HasField("reasoning"):
         body["reasoning"] = reasoning_values(response.reasoning)
+    if response.absences:
+        body["absences"] = [
+            {"object": each.object, "absence": each.absence} for each in response.absences
+        ]
+        body["abstained"] = response.abstained
     return body
 
 

@@ -37,6 +37,7 @@ from ..messages.calls import (
     detect_arguments,
     object_settings,
     point_arguments,
+    query_settings,
     query_task_arguments,
     read_mask_format,
     score_setting,
@@ -81,7 +82,7 @@ class _Kind:
 
 
 _KINDS = {
-    "query": _Kind(query_task_arguments, query_response),
+    "query": _Kind(query_task_arguments, query_response, query_settings),
     "caption": _Kind(caption_arguments, caption_response),
     "point": _Kind(point_arguments, point_response, object_settings),
     "detect": _Kind(detect_arguments, detect_response, object_settings),

@@ -56,30 +56,40 @@ async def draw_samples(
             images.append(await starter.prepare(call.options, source))
     given = call.settings.get("seed")
     seed = engine.draw_seed(count) if given is None else given
+    seeds = [(seed + index) % 2**64 for index in range(count)]
+    arguments = {**call.arguments}
     streams: list[EngineStream] = []
     try:
-        for index in range(count):
-            settings = {**call.settings, "seed": (seed + index) % 2**64}
-            sample = replace(call, settings=settings)
-            streams.append(await submit(engine, sample, [image.prepared for image in images]))
+        for own in seeds:
+            asked = replace(call, arguments=arguments, settings={**call.settings, "seed": own})
+            streams.append(await submit(engine, asked, [image.prepared for image in images]))
+            # The first sample looks for the objects that the question presupposes, for all of them.
+            if arguments.pop("presupposes", None) and await _has_abstained(streams[0]):
+                break
         await edge.accept()
         results = await asyncio.gather(*(stream.result() for stream in streams))
     finally:
         await asyncio.gather(*(stream.aclose() for stream in streams))
     edge.result = total_result(edge.request_id, [result.metrics for result in results])
+    image_tokens = engine.info.image_positions * len(images) * sum(r.num_looks for r in results)
+    drawn = results if len(results) == count else [replace(results[0], seed=s) for s in seeds]
     samples = []
-    for result in results:
+    for each in drawn:
+        result = replace(each, absences=drawn[0].absences)
         samples.append(respond(result, engine.info.image_positions))
         # Log-probabilities with alternatives take some 50 us a token, so other calls get their turn.
         await asyncio.sleep(0)
     if images:
-        for each, result in zip(samples, results, strict=True):
-            add_image_ids(each, call, result, [image.image_id for image in images])
+        for sample, result in zip(samples, drawn, strict=True):
+            add_image_ids(sample, call, result, [image.image_id for image in images])
     response = type(samples[0])()
     response.CopyFrom(samples[0])
     response.samples.extend(samples)
     used, total_time_ms = edge.result.metrics, 1e3 * (time.monotonic() - began)
-    image_tokens = engine.info.image_positions * len(images) * count
     response.usage.CopyFrom(usage_message(used, image_tokens))
     response.timings.CopyFrom(timings_of_several(used, total_time_ms))
     return response
+
+
+async def _has_abstained(stream: EngineStream) -> bool:
+    return stream.done and (await stream.result()).abstained

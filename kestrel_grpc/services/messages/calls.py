@@ -75,7 +75,7 @@ def query_call(request: vision_service_pb2.QueryRequest) -> SkillCall:
     if more:
         turns = [*([] if image is None else [0]), *(turn for turn, _ in more)]
         arguments = {**arguments, "image_turns": turns}
-    call = _call("query", request, image, arguments)
+    call = _call("query", request, image, arguments, query_settings(request))
     return replace(call, more_images=tuple(image for _, image in more)) if more else call
 
 
@@ -117,7 +117,24 @@ def query_arguments(
             if fields.history
             else {}
         ),
+        **(
+            {"presupposes": list(fields.abstention.objects)}
+            if fields.HasField("abstention")
+            else {}
+        ),
     }
+
+
+def query_settings(
+    fields: vision_service_pb2.QueryRequest | vision_service_pb2.QueryTask,
+) -> Fields:
+    """Raises InvalidRequest."""
+    abstention = fields.abstention
+    if fields.HasField("abstention") and not abstention.objects:
+        raise InvalidRequest("abstention.objects", "is empty: name the objects of the question")
+    if not abstention.HasField("max_absence"):
+        return {}
+    return {"max_absence": meant_float(abstention.max_absence)}
 
 
 def _more_images(request: vision_service_pb2.QueryRequest) -> list[tuple[int, LocatedImage]]:

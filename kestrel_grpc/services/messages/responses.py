@@ -39,6 +39,11 @@ def query_response(result: EngineResult, image_positions: int) -> vision_service
     return vision_service_pb2.QueryResponse(
         answer=output["answer"],
         reasoning=reasoning,
+        absences=[
+            vision_service_pb2.ObjectAbsence(object=each.object, absence=each.absence)
+            for each in result.absences
+        ],
+        abstained=result.abstained,
         logprobs=logprobs_message(result),
         **shared_fields(result, image_positions),
     )

@@ -105,6 +105,8 @@ class KestrelClient:
         history: Iterable[Turn] = (),
         images: Sequence[ImageInput] = (),
         system: str = "",
+        presupposes: Sequence[str] = (),
+        max_absence: float | None = None,
         num_samples: int | None = None,
         **options: Unpack[CallOptions],
     ) -> QueryResult:
@@ -114,10 +116,14 @@ class KestrelClient:
         refers to. ``history``: earlier turns of the conversation, oldest first: results of ``query`` about the same
         image, or pairs of question and answer. ``images``: more images that the question is about; with a history,
         ``image`` belongs to the first turn, and these to the question. ``system``: instructions that precede the first
-        question. ``num_samples``: how many answers to generate, at most 16: ``result.samples``. Sample i, counted from
-        0, has the seed ``seed + i``.
+        question. ``presupposes``: objects without which the question has no answer, at most 8; if one of them is absent
+        with a probability above ``max_absence`` (default: the server's), there is no answer: ``result.abstained``.
+        ``num_samples``: how many answers to generate, at most 16: ``result.samples``. Sample i, counted from 0, has the
+        seed ``seed + i``.
         """
-        task = QueryTask(question, reasoning, spatial_refs, history, images, system)
+        task = QueryTask(
+            question, reasoning, spatial_refs, history, images, system, presupposes, max_absence
+        )
         return self._channel.call(
             self._requests.task, image, task, options, num_samples=num_samples
         )
@@ -265,10 +271,14 @@ class KestrelClient:
         history: Iterable[Turn] = (),
         images: Sequence[ImageInput] = (),
         system: str = "",
+        presupposes: Sequence[str] = (),
+        max_absence: float | None = None,
         **options: Unpack[CallOptions],
     ) -> Stream[QueryResult, TextDelta | ReasoningDelta]:
         """As ``query``; the stream gives the text as it is generated."""
-        task = QueryTask(question, reasoning, spatial_refs, history, images, system)
+        task = QueryTask(
+            question, reasoning, spatial_refs, history, images, system, presupposes, max_absence
+        )
         return self._channel.stream(self._requests.task, image, task, options)
 
     def stream_caption(

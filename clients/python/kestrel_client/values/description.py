@@ -69,6 +69,7 @@ class ServerLimits:
     max_analyze_tasks: int = 0
     default_min_score: float = 0.0
     max_images: int = 1
+    default_max_absence: float = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,8 @@ class QueryTask(TaskOf[QueryResult]):
     images: Sequence[ImageInput] = ()
     """Not in ``analyze``."""
     system: str = ""
+    presupposes: Sequence[str] = ()
+    max_absence: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

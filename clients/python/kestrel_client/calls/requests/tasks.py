@@ -104,6 +104,7 @@ def described(
                 "spatial_refs": refs,
                 "history": to_turns(task.history, to_image),
                 "system": task.system or None,
+                "abstention": _abstention(task),
             }
         case CaptionTask():
             return _CAPTION, {"length": choice("length", task.length, _CAPTION_LENGTHS)}
@@ -133,6 +134,17 @@ def described(
                 "refine": task.refine,
             }
     raise InvalidRequestError(f"{name}: {task!r} is not a task, like QueryTask")
+
+
+def _abstention(task: QueryTask) -> pb.Abstention | None:
+    """None without objects. Raises InvalidRequestError."""
+    if isinstance(task.presupposes, str):
+        raise InvalidRequestError("presupposes: must be a list of names of objects, not one text")
+    if task.max_absence is not None and not task.presupposes:
+        raise InvalidRequestError("max_absence: needs objects that the question presupposes")
+    if not task.presupposes:
+        return None
+    return build(pb.Abstention, objects=task.presupposes, max_absence=task.max_absence)
 
 
 def to_task(key: str, task: Task) -> pb.AnalyzeTask:

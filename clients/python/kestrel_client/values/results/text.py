@@ -85,6 +85,10 @@ class QueryResult(Result):
     images: tuple[SeenImage, ...] = ()
     """With several images, all of them in the order of the prompt: that of the conversation, those of the turns, those
     of the question. ``image_size`` and ``image_id`` are those of the first. Otherwise empty."""
+    absences: tuple[ObjectAbsence, ...] = ()
+    """With ``presupposes``, how likely it is that the image does not show each of these objects, in order."""
+    abstained: bool = False
+    """One of these objects is absent, so there is no answer."""
     more_sources: tuple[ImageInput, ...] = field(default=(), repr=False, compare=False)
     """The further images that were given to the call (``images``), for the turns of a conversation."""
 
@@ -103,7 +107,15 @@ class QueryResult(Result):
         return self.answer
 
     def __repr__(self) -> str:
-        return self._short(clipped(self.answer))
+        return self._short("abstained" if self.abstained else clipped(self.answer))
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectAbsence:
+    """The probability, in [0, 1], that no image of a question shows an object."""
+
+    object: str
+    absence: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +177,8 @@ def query_result(
             SeenImage(ImageSize(seen.image_size.width, seen.image_size.height), seen.image_id)
             for seen in response.images
         ),
+        absences=tuple(ObjectAbsence(each.object, each.absence) for each in response.absences),
+        abstained=response.abstained,
         more_sources=more_sources,
         **common_fields(response, source),
     )

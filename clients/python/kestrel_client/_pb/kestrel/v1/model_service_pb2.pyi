@@ -340,6 +340,7 @@ class ServerLimits(_message.Message):
     MAX_ANALYZE_TASKS_FIELD_NUMBER: _builtins.int
     DEFAULT_MIN_SCORE_FIELD_NUMBER: _builtins.int
     MAX_IMAGES_FIELD_NUMBER: _builtins.int
+    DEFAULT_MAX_ABSENCE_FIELD_NUMBER: _builtins.int
     max_message_bytes: _builtins.int
     """Limit on the bytes of a message in either direction; at least 1. A client may have a lower limit: gRPC's default for
     received messages is 4 MiB.
@@ -374,6 +375,8 @@ class ServerLimits(_message.Message):
     """Default of min_score; in [0, 1]."""
     max_images: _builtins.int
     """Limit on the images of one Query; at least 1. max_context_positions limits them further."""
+    default_max_absence: _builtins.float
+    """Default of Abstention.max_absence; in [0, 1]."""
     def __init__(
         self,
         *,
@@ -393,10 +396,11 @@ class ServerLimits(_message.Message):
         max_analyze_tasks: _builtins.int = ...,
         default_min_score: _builtins.float = ...,
         max_images: _builtins.int = ...,
+        default_max_absence: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_max_objects", b"default_max_objects", "default_max_tokens", b"default_max_tokens", "default_min_score", b"default_min_score", "default_temperature", b"default_temperature", "default_top_p", b"default_top_p", "image_store_bytes", b"image_store_bytes", "max_analyze_tasks", b"max_analyze_tasks", "max_batch_size", b"max_batch_size", "max_context_positions", b"max_context_positions", "max_image_aspect_ratio", b"max_image_aspect_ratio", "max_image_bytes", b"max_image_bytes", "max_image_pixels", b"max_image_pixels", "max_images", b"max_images", "max_message_bytes", b"max_message_bytes", "max_queue", b"max_queue", "max_text_bytes", b"max_text_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_max_absence", b"default_max_absence", "default_max_objects", b"default_max_objects", "default_max_tokens", b"default_max_tokens", "default_min_score", b"default_min_score", "default_temperature", b"default_temperature", "default_top_p", b"default_top_p", "image_store_bytes", b"image_store_bytes", "max_analyze_tasks", b"max_analyze_tasks", "max_batch_size", b"max_batch_size", "max_context_positions", b"max_context_positions", "max_image_aspect_ratio", b"max_image_aspect_ratio", "max_image_bytes", b"max_image_bytes", "max_image_pixels", b"max_image_pixels", "max_images", b"max_images", "max_message_bytes", b"max_message_bytes", "max_queue", b"max_queue", "max_text_bytes", b"max_text_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

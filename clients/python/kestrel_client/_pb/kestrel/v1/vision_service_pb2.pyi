@@ -215,6 +215,7 @@ class QueryRequest(_message.Message):
     IMAGES_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     SYSTEM_FIELD_NUMBER: _builtins.int
+    ABSTENTION_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     question: _builtins.str
@@ -260,6 +261,12 @@ class QueryRequest(_message.Message):
         """
 
     @_builtins.property
+    def abstention(self) -> Global___Abstention:
+        """Objects that the question presupposes, and when to abstain from an answer because the image does not show them.
+        Default: the question is answered in any case.
+        """
+
+    @_builtins.property
     def sampling(self) -> _common_pb2.Sampling:
         """Settings of sampling. Default: the default of every field."""
 
@@ -278,12 +285,13 @@ class QueryRequest(_message.Message):
         images: _abc.Iterable[_common_pb2.Image] | None = ...,
         num_samples: _builtins.int | None = ...,
         system: _builtins.str | None = ...,
+        abstention: Global___Abstention | None = ...,
         sampling: _common_pb2.Sampling | None = ...,
         options: _common_pb2.RequestOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples", "_reasoning", b"_reasoning", "_system", b"_system", "image", b"image", "num_samples", b"num_samples", "options", b"options", "reasoning", b"reasoning", "sampling", b"sampling", "system", b"system"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples", "_reasoning", b"_reasoning", "_system", b"_system", "abstention", b"abstention", "image", b"image", "num_samples", b"num_samples", "options", b"options", "reasoning", b"reasoning", "sampling", b"sampling", "system", b"system"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples", "_reasoning", b"_reasoning", "_system", b"_system", "history", b"history", "image", b"image", "images", b"images", "num_samples", b"num_samples", "options", b"options", "question", b"question", "reasoning", b"reasoning", "sampling", b"sampling", "spatial_refs", b"spatial_refs", "system", b"system"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples", "_reasoning", b"_reasoning", "_system", b"_system", "abstention", b"abstention", "history", b"history", "image", b"image", "images", b"images", "num_samples", b"num_samples", "options", b"options", "question", b"question", "reasoning", b"reasoning", "sampling", b"sampling", "spatial_refs", b"spatial_refs", "system", b"system"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_samples: _TypeAlias = _typing.Literal["num_samples"]  # noqa: Y015
     _WhichOneofArgType__num_samples: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples"]  # noqa: Y015
@@ -299,6 +307,72 @@ class QueryRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__system) -> _WhichOneofReturnType__system | None: ...
 
 Global___QueryRequest: _TypeAlias = QueryRequest  # noqa: Y015
+
+@_typing.final
+class Abstention(_message.Message):
+    """When to abstain from an answer: the models answer "What colour is the dog?" without a dog, too. The server first asks the
+    model for each object, as Point does, whether the image shows it (docs/scores.md). Each is a short request of its own in
+    the queue and the batch, and shares the image's prefix with the question.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OBJECTS_FIELD_NUMBER: _builtins.int
+    MAX_ABSENCE_FIELD_NUMBER: _builtins.int
+    max_absence: _builtins.float
+    """If an object is absent with a higher probability than this, nothing is generated (QueryResponse.abstained). In [0, 1];
+    1 answers in any case. Default: ServerLimits.default_max_absence.
+    """
+    @_builtins.property
+    def objects(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Objects without which the question has no answer, in any words ("the dog"): 1 to 8 names, each of 1 byte to 32 KiB - 1
+        of UTF-8, not only white space. They need an image. With several images, an object is absent if none of them shows it.
+        Required.
+        """
+
+    def __init__(
+        self,
+        *,
+        objects: _abc.Iterable[_builtins.str] | None = ...,
+        max_absence: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_absence", b"_max_absence", "max_absence", b"max_absence"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_absence", b"_max_absence", "max_absence", b"max_absence", "objects", b"objects"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_absence: _TypeAlias = _typing.Literal["max_absence"]  # noqa: Y015
+    _WhichOneofArgType__max_absence: _TypeAlias = _typing.Literal["_max_absence", b"_max_absence"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_absence) -> _WhichOneofReturnType__max_absence | None: ...
+
+Global___Abstention: _TypeAlias = Abstention  # noqa: Y015
+
+@_typing.final
+class ObjectAbsence(_message.Message):
+    """How likely it is that no image of a question shows an object."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OBJECT_FIELD_NUMBER: _builtins.int
+    ABSENCE_FIELD_NUMBER: _builtins.int
+    object: _builtins.str
+    """Name of the object, as in Abstention.objects."""
+    absence: _builtins.float
+    """The probability that no image shows it, in [0, 1]: as PointResponse.absence, calibrated if the model has a calibration
+    (Model.calibrated_scores). With several images, that of the image for which it is least.
+    """
+    def __init__(
+        self,
+        *,
+        object: _builtins.str = ...,
+        absence: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absence", b"absence", "object", b"object"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ObjectAbsence: _TypeAlias = ObjectAbsence  # noqa: Y015
 
 @_typing.final
 class Turn(_message.Message):
@@ -342,6 +416,8 @@ class QueryResponse(_message.Message):
     REASONING_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
+    ABSENCES_FIELD_NUMBER: _builtins.int
+    ABSTAINED_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
@@ -353,6 +429,10 @@ class QueryResponse(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     answer: _builtins.str
     """The answer, as the model wrote it; may be empty."""
+    abstained: _builtins.bool
+    """Whether nothing was generated, because an object of Abstention is absent. Then `answer` is empty, and finish_reason is
+    STOP. `usage` is that of the look for the objects; with an answer, it includes them.
+    """
     finish_reason: _common_pb2.FinishReason.ValueType
     """The reason why generation ended."""
     model: _builtins.str
@@ -383,6 +463,10 @@ class QueryResponse(_message.Message):
         """
 
     @_builtins.property
+    def absences(self) -> _containers.RepeatedCompositeFieldContainer[Global___ObjectAbsence]:
+        """With Abstention, the absence of each of its objects, in order; otherwise empty."""
+
+    @_builtins.property
     def usage(self) -> _common_pb2.Usage:
         """Positions that the request used."""
 
@@ -405,6 +489,8 @@ class QueryResponse(_message.Message):
         reasoning: Global___Reasoning | None = ...,
         samples: _abc.Iterable[Global___QueryResponse] | None = ...,
         images: _abc.Iterable[Global___SeenImage] | None = ...,
+        absences: _abc.Iterable[Global___ObjectAbsence] | None = ...,
+        abstained: _builtins.bool = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         usage: _common_pb2.Usage | None = ...,
         timings: _common_pb2.Timings | None = ...,
@@ -417,7 +503,7 @@ class QueryResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "image_size", b"image_size", "logprobs", b"logprobs", "reasoning", b"reasoning", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "answer", b"answer", "finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "images", b"images", "logprobs", b"logprobs", "model", b"model", "reasoning", b"reasoning", "request_id", b"request_id", "samples", b"samples", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "absences", b"absences", "abstained", b"abstained", "answer", b"answer", "finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "images", b"images", "logprobs", b"logprobs", "model", b"model", "reasoning", b"reasoning", "request_id", b"request_id", "samples", b"samples", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reasoning: _TypeAlias = _typing.Literal["reasoning"]  # noqa: Y015
     _WhichOneofArgType__reasoning: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning"]  # noqa: Y015
@@ -1926,6 +2012,7 @@ class QueryTask(_message.Message):
     SPATIAL_REFS_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
     SYSTEM_FIELD_NUMBER: _builtins.int
+    ABSTENTION_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     question: _builtins.str
     """The question, in any words: 1 byte to 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes), not only white space. White
@@ -1949,6 +2036,12 @@ class QueryTask(_message.Message):
         """
 
     @_builtins.property
+    def abstention(self) -> Global___Abstention:
+        """Objects that the question presupposes, and when to abstain from an answer because the image does not show them.
+        Default: the question is answered in any case.
+        """
+
+    @_builtins.property
     def sampling(self) -> _common_pb2.Sampling:
         """Settings of sampling. Default: the default of every field."""
 
@@ -1960,11 +2053,12 @@ class QueryTask(_message.Message):
         spatial_refs: _abc.Iterable[_common_pb2.SpatialRef] | None = ...,
         history: _abc.Iterable[Global___Turn] | None = ...,
         system: _builtins.str | None = ...,
+        abstention: Global___Abstention | None = ...,
         sampling: _common_pb2.Sampling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "_system", b"_system", "reasoning", b"reasoning", "sampling", b"sampling", "system", b"system"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "_system", b"_system", "abstention", b"abstention", "reasoning", b"reasoning", "sampling", b"sampling", "system", b"system"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "_system", b"_system", "history", b"history", "question", b"question", "reasoning", b"reasoning", "sampling", b"sampling", "spatial_refs", b"spatial_refs", "system", b"system"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "_system", b"_system", "abstention", b"abstention", "history", b"history", "question", b"question", "reasoning", b"reasoning", "sampling", b"sampling", "spatial_refs", b"spatial_refs", "system", b"system"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reasoning: _TypeAlias = _typing.Literal["reasoning"]  # noqa: Y015
     _WhichOneofArgType__reasoning: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning"]  # noqa: Y015
