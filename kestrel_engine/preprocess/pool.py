@@ -15,38 +15,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
-import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .. import errors
 from ..config import ImageLimits
 from ..errors import (
     EngineClosed,
     EngineOverloaded,
-    ImageDecodeError,
     ImageTooLargeError,
     ImageTooSlowError,
-    InvalidRequest,
     PixelsWaiting,
-    RequestError,
     RuntimeFailure,
 )
 from ..types.model_config import VisionConfig
-from ..types.requests import PreparedImage
-from .crops import KEY_LENGTH, select_tiling, stored_shape
 from .decoding.costs import FIELD, Cost
-from .decoding.images import Colour, ImageSource, OnBackground, read_source
+from .decoding.images import ImageSource, OnBackground, read_source
 from .fair_queue import FairQueue
-from .looks import WHOLE, Selection, look_size, regions, selection_of, selection_values
-from .prepared_cache import Looks, PreparedCache, in_namespace, source_digest, source_key
+from .jobs import Job, Preprocessed
+from .looks import selection_of, selection_values
+from .prepared_cache import PreparedCache, source_digest, source_key
+from .processes.answers import Answers
 from .processes.decoder_process import DecoderProcess, template
-from .processes.segments import map_segment, new_segment, write_segment
+from .processes.segments import new_segment, write_segment
 
 HASHED_AT_ONCE_BYTES = 256 * 1024
 """Encoded bytes of up to this size are hashed on the event loop, so that a repeated image does not wait for a thread.
@@ -69,76 +63,14 @@ DEAR_NICE = 10
 MOST_SPARE_BYTES = 8 * 2**20
 """A decoder keeps memory for the crops of an image of its last image's size, if they take no more than this."""
 
-OVERTAKEN_PER_SECOND = 10.0
-"""Cheaper images of the same principal may overtake an image that costs a second, if they arrive within this many
-seconds after it."""
-
-HIGH_OVERTAKES_S = 60.0
-"""An image of a request of the best priority overtakes those of the same principal's other requests, if they arrived at
-most this many seconds before it."""
-
 _NOTHING = Cost(0, 0, 0.0)
-_ERRORS = {
-    name: each
-    for name, each in vars(errors).items()
-    if isinstance(each, type) and issubclass(each, RequestError)
-}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Preprocessed:
-    """``looks``: one, or those of a Tiled image. ``seconds``: the time of the work, without the wait for a decoder."""
-
-    looks: Looks
-    seconds: float
-
-    @property
-    def image(self) -> PreparedImage:
-        """The only look."""
-        (look,) = self.looks
-        return look
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """An image that waits or is being decoded. ``waiters``: the number of its callers. ``cost``: None until a decoder
-    has read the header."""
-
-    payload: bytes | np.ndarray | None
-    """None once no request needs it."""
-    principal: str
-    key: bytes | None
-    result: asyncio.Future[Preprocessed]
-    namespace: str
-    background: Colour | None = None
-    selection: Selection = WHOLE
-    source_digest: bytes | None = None
-    arrived: float = field(default_factory=time.monotonic)
-    cost: Cost | None = None
-    dear: bool = False
-    is_high: bool = False
-    """Whether a request of the best priority needs it."""
-    queue: FairQueue[_Job] | None = None
-    """The queue in which it waits. Other queues may hold entries for it, which count no more."""
-    waiters: int = 0
-    waits: bool = False
-    """Whether its pixels count as waiting."""
-
-    @property
-    def rank(self) -> float:
-        delay = OVERTAKEN_PER_SECOND * (self.cost.seconds if self.cost else 0.0)
-        return self.arrived + delay - (HIGH_OVERTAKES_S if self.is_high else 0.0)
-
-    def wait_in(self, queue: FairQueue[_Job]) -> None:
-        self.queue = queue
-        queue.push(self, self.principal, self.rank)
 
 
 @dataclass(slots=True, eq=False)
 class _Run:
     """The job of a busy decoder. ``failure``: the error of the job once the decoder has ended."""
 
-    job: _Job
+    job: Job
     timer: asyncio.TimerHandle
     dear: bool
     failure: Exception | None = None
@@ -179,9 +111,10 @@ class PreprocessPool:
         self._most_dear, self._running_dear = max(1, processes // 4), 0
         self._dear_bytes = self._free_bytes = decode_bytes - processes * self._cheap.num_bytes
         self._max_waiting, self._waiting_pixels = max_waiting_pixels, 0
+        self._answers = Answers(limits.max_pixels, vision, device_pixels)
         self._cache = PreparedCache(cache_bytes)
-        self._making: dict[bytes, _Job] = {}
-        self._unknown, self._known, self._dear = (FairQueue[_Job]() for _ in range(3))
+        self._making: dict[bytes, Job] = {}
+        self._unknown, self._known, self._dear = (FairQueue[Job]() for _ in range(3))
         self._idle: list[DecoderProcess] = []
         self._runs: dict[DecoderProcess, _Run] = {}
         self._closed = False
@@ -221,7 +154,7 @@ class PreprocessPool:
         job = self._making.get(key) if key is not None else None
         if job is None:
             result = asyncio.get_running_loop().create_future()
-            job = _Job(payload, principal, key, result, namespace, background, selection, digest)
+            job = Job(payload, principal, key, result, namespace, background, selection, digest)
             job.is_high = is_high
             if key is not None:
                 self._making[key] = job
@@ -281,7 +214,7 @@ class PreprocessPool:
     def _num_cheap(self) -> int:
         return sum(not run.dear for run in self._runs.values())
 
-    def _next(self, queue: FairQueue[_Job]) -> _Job | None:
+    def _next(self, queue: FairQueue[Job]) -> Job | None:
         """The first job of ``queue`` that still waits in it."""
         while (job := queue.peek()) is not None and (job.result.done() or job.queue is not queue):
             queue.pop()
@@ -297,7 +230,7 @@ class PreprocessPool:
             and job.cost.num_bytes <= self._free_bytes
         )
 
-    def _start(self, job: _Job, granted: Cost | None) -> None:
+    def _start(self, job: Job, granted: Cost | None) -> None:
         """Gives ``job`` to an idle or a new decoder. ``granted``: the cost up to which the decoder prepares the image
         at once; None for a dear image, which gets a separate decoder within the budget."""
         dear = granted is None
@@ -346,7 +279,7 @@ class PreprocessPool:
                 self._idle.remove(decoder)
             return
         try:
-            outcome = self._outcome(run, decoder, message)
+            outcome = self._answers.read(message, run.job, decoder.crops, run.failure)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             decoder.kill()
             decoder.close()
@@ -379,58 +312,7 @@ class PreprocessPool:
             except OSError:
                 decoder.close()
 
-    def _outcome(
-        self, run: _Run, decoder: DecoderProcess, message: dict[str, Any]
-    ) -> Preprocessed | Cost | Exception:
-        """Raises KeyError, TypeError or ValueError for an answer that only a decoder under an image's control sends."""
-        if "done" in message:
-            done = message["done"]
-            return Preprocessed(self._prepared(run, decoder, done), float(done["seconds"]))
-        if "cost" in message and run.job.cost is None:
-            pixels, num_bytes = int(message["cost"]["pixels"]), int(message["cost"]["num_bytes"])
-            return Cost(pixels, num_bytes, float(message["cost"]["seconds"]))
-        if "error" in message:
-            name, at, text = message["error"]
-            return _ERRORS[name](str(at), str(text))
-        if "ended" in message:
-            return run.failure or _lost(message["ended"])
-        if message["fault"] == "MemoryError":
-            text = "takes more memory to decode than expected from its format and size (--decode-bytes)"
-            return ImageTooLargeError(FIELD, text)
-        return RuntimeFailure(f"decoding failed: {message['fault']}")
-
-    def _prepared(self, run: _Run, decoder: DecoderProcess, done: dict[str, Any]) -> Looks:
-        """Returns what a decoder has prepared. The crops or pixels are in memory that the decoder cannot shrink. Raises
-        OSError and the errors of ``_outcome``."""
-        job = run.job
-        width, height = int(done["width"]), int(done["height"])
-        keys = [str(key) for key in done["keys"]]
-        if width * height > self._limits.max_pixels:
-            raise ValueError(f"{width}x{height} pixels")
-        try:
-            found = regions(width, height, job.selection)
-        except InvalidRequest as error:
-            raise ValueError(str(error)) from error
-        if len(keys) != len(found):
-            raise ValueError(f"{len(keys)} keys for {len(found)} looks")
-        sizes = [look_size(region, width, height) for region in found]
-        shapes = [stored_shape(*size, self._vision, self._device_pixels) for size in sizes]
-        memory = map_segment(decoder.crops, (sum(map(math.prod, shapes)),))
-        looks = []
-        for key, region, size, shape in zip(keys, found, sizes, shapes, strict=True):
-            if len(key) != KEY_LENGTH:
-                raise ValueError(f"key {key!r}")
-            part = memory[: math.prod(shape)].reshape(shape)
-            memory = memory[math.prod(shape) :]
-            crops, pixels = (None, part) if len(shape) == 3 else (part, None)
-            tiling = select_tiling(*size, self._vision)
-            look = PreparedImage(
-                key, crops, tiling, *size, pixels, job.source_digest, region=region
-            )
-            looks.append(in_namespace(look, job.namespace))
-        return tuple(looks)
-
-    def _learn_cost(self, job: _Job, cost: Cost) -> None:
+    def _learn_cost(self, job: Job, cost: Cost) -> None:
         """Queues ``job`` by the cost that its decoder found in the header, if the limits allow it."""
         job.cost = cost
         job.dear = cost.num_bytes > self._cheap.num_bytes or cost.seconds > self._cheap.seconds
@@ -454,7 +336,7 @@ class PreprocessPool:
             self._waiting_pixels += cost.pixels
             job.wait_in(self._dear if job.dear else self._known)
 
-    def _begin_run(self, job: _Job) -> None:
+    def _begin_run(self, job: Job) -> None:
         """Notes that ``job`` has left its queue."""
         self._waiting_pixels -= job.cost.pixels if job.waits and job.cost else 0
         job.waits, job.queue = False, None
@@ -474,7 +356,7 @@ class PreprocessPool:
             run.failure = ImageTooSlowError(FIELD, text)
             decoder.kill()
 
-    def _give_up(self, job: _Job) -> None:
+    def _give_up(self, job: Job) -> None:
         """Drops ``job``, which has no more waiters, unless it is done."""
         if job.result.done():
             return
@@ -488,29 +370,21 @@ class PreprocessPool:
         job.result.cancel()
         self._forget(job)
 
-    def _finish(self, job: _Job, done: Preprocessed) -> None:
+    def _finish(self, job: Job, done: Preprocessed) -> None:
         if job.key is not None:
             self._cache.keep(job.key, done.looks)
         self._forget(job)
         if not job.result.done():
             job.result.set_result(done)
 
-    def _fail(self, job: _Job, error: Exception) -> None:
+    def _fail(self, job: Job, error: Exception) -> None:
         self._forget(job)
         if not job.result.done():
             job.result.set_exception(error)
             job.result.exception()  # Avoids asyncio's warning if all callers are gone.
 
-    def _forget(self, job: _Job) -> None:
+    def _forget(self, job: Job) -> None:
         """Removes the job's data. A later caller of the same image starts a new job."""
         job.payload = None
         if job.key is not None and self._making.get(job.key) is job:
             del self._making[job.key]
-
-
-def _lost(status: int | None) -> Exception:
-    """The error of a job whose decoder ended unexpectedly."""
-    if status is None or -status in (signal.SIGKILL, signal.SIGTERM):
-        return EngineOverloaded("the process that decoded the image was killed from outside")
-    how = signal.Signals(-status).name if status < 0 else f"status {status}"
-    return ImageDecodeError(FIELD, f"ended the process that decoded it ({how})")

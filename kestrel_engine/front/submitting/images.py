@@ -10,8 +10,9 @@ from typing import Any
 
 from ...errors import RequestError
 from ...preprocess.crop_keys import with_crop_keys
+from ...preprocess.jobs import Preprocessed
 from ...preprocess.looks import Tiled
-from ...preprocess.pool import Preprocessed, PreprocessPool
+from ...preprocess.pool import PreprocessPool
 from ...preprocess.prepared_cache import Looks
 from ...types.observer import ImageEvent, Observer
 from ...types.requests import PreparedImage, PreparedTiles

@@ -1,0 +1,104 @@
+"""Answers: what the answer of a decoder to its job means. Every answer is checked: an image may control its decoder."""
+
+from __future__ import annotations
+
+import math
+import signal
+from typing import Any
+
+from ... import errors
+from ...errors import (
+    EngineOverloaded,
+    ImageDecodeError,
+    ImageTooLargeError,
+    InvalidRequest,
+    RequestError,
+    RuntimeFailure,
+)
+from ...types.model_config import VisionConfig
+from ...types.requests import PreparedImage
+from ..crops import KEY_LENGTH, select_tiling, stored_shape
+from ..decoding.costs import FIELD, Cost
+from ..jobs import Job, Preprocessed
+from ..looks import look_size, regions
+from ..prepared_cache import Looks, in_namespace
+from .segments import map_segment
+
+_ERRORS = {
+    name: each
+    for name, each in vars(errors).items()
+    if isinstance(each, type) and issubclass(each, RequestError)
+}
+
+
+class Answers:
+    """``device_pixels``: as in ``crops.prepare``."""
+
+    def __init__(self, max_pixels: int, vision: VisionConfig, device_pixels: int) -> None:
+        self._max_pixels = max_pixels
+        self._vision = vision
+        self._device_pixels = device_pixels
+
+    def read(
+        self,
+        message: dict[str, Any],
+        job: Job,
+        segment: int,
+        failure: Exception | None,
+    ) -> Preprocessed | Cost | Exception:
+        """The prepared image, its cost, or its error. ``segment``: the decoder's, with the crops. ``failure``: the error of
+        the job if the decoder has ended. Raises OSError, and KeyError, TypeError or ValueError for an answer that only
+        a decoder under an image's control sends."""
+        if "done" in message:
+            done = message["done"]
+            return Preprocessed(self._looks(done, job, segment), float(done["seconds"]))
+        if "cost" in message and job.cost is None:
+            pixels, num_bytes = int(message["cost"]["pixels"]), int(message["cost"]["num_bytes"])
+            return Cost(pixels, num_bytes, float(message["cost"]["seconds"]))
+        if "error" in message:
+            name, at, text = message["error"]
+            return _ERRORS[name](str(at), str(text))
+        if "ended" in message:
+            return failure or _lost(message["ended"])
+        if message["fault"] == "MemoryError":
+            text = "takes more memory to decode than expected from its format and size (--decode-bytes)"
+            return ImageTooLargeError(FIELD, text)
+        return RuntimeFailure(f"decoding failed: {message['fault']}")
+
+    def _looks(self, done: dict[str, Any], job: Job, segment: int) -> Looks:
+        """Returns what a decoder has prepared. The crops or pixels are in memory that the decoder cannot shrink. Raises
+        OSError and the errors of ``read``."""
+        width, height = int(done["width"]), int(done["height"])
+        keys = [str(key) for key in done["keys"]]
+        if width * height > self._max_pixels:
+            raise ValueError(f"{width}x{height} pixels")
+        try:
+            found = regions(width, height, job.selection)
+        except InvalidRequest as error:
+            raise ValueError(str(error)) from error
+        if len(keys) != len(found):
+            raise ValueError(f"{len(keys)} keys for {len(found)} looks")
+        sizes = [look_size(region, width, height) for region in found]
+        shapes = [stored_shape(*size, self._vision, self._device_pixels) for size in sizes]
+        memory = map_segment(segment, (sum(map(math.prod, shapes)),))
+        looks = []
+        for key, region, size, shape in zip(keys, found, sizes, shapes, strict=True):
+            if len(key) != KEY_LENGTH:
+                raise ValueError(f"key {key!r}")
+            part = memory[: math.prod(shape)].reshape(shape)
+            memory = memory[math.prod(shape) :]
+            crops, pixels = (None, part) if len(shape) == 3 else (part, None)
+            tiling = select_tiling(*size, self._vision)
+            look = PreparedImage(
+                key, crops, tiling, *size, pixels, job.source_digest, region=region
+            )
+            looks.append(in_namespace(look, job.namespace))
+        return tuple(looks)
+
+
+def _lost(status: int | None) -> Exception:
+    """The error of a job whose decoder ended unexpectedly."""
+    if status is None or -status in (signal.SIGKILL, signal.SIGTERM):
+        return EngineOverloaded("the process that decoded the image was killed from outside")
+    how = signal.Signals(-status).name if status < 0 else f"status {status}"
+    return ImageDecodeError(FIELD, f"ended the process that decoded it ({how})")
