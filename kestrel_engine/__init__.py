@@ -10,7 +10,9 @@ Importing this package loads no torch; creating an engine does.
 from . import errors, maintenance
 from .adapters.files import checked_adapter_name
 from .adapters.lora import LoRA, TextLoRAConfig
-from .config import ImageLimits, RuntimeConfig
+from .config.images import ImageLimits
+from .config.runtime import RuntimeConfig
+from .config.setting import Setting, SettingGroup, check_settings, default_of, setting, settings_of
 from .engine import InferenceEngine
 from .errors import (
     AdapterNotFound,
@@ -51,7 +53,6 @@ from .preprocess.decoding.images import FORMATS as IMAGE_FORMATS
 from .preprocess.decoding.images import OnBackground
 from .preprocess.looks import InRegion, Tiled, Tiles
 from .runtime.profile import Profile
-from .settings import Setting, SettingGroup, check_settings, default_of, setting, settings_of
 from .skills.base import SkillSpec
 from .skills.registry import SkillRegistry
 from .types.events import (

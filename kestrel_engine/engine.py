@@ -17,7 +17,8 @@ from typing import Any, overload
 import numpy as np
 
 from .adapters.lora import LoRA
-from .config import RuntimeConfig, Sizes
+from .config.runtime import RuntimeConfig
+from .config.sizes import Sizes
 from .errors import DeadlineExceeded, EngineClosed, ProfileError, RuntimeFailure
 from .factory import Built, build
 from .front.calls import SkillCalls

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from .adapters.library import AdapterLibrary
 from .adapters.lora import LoRA
-from .config import RuntimeConfig, Sizes
+from .config.runtime import RuntimeConfig
+from .config.sizes import Sizes
 from .errors import ConfigError
 from .runtime.protocol import Runtime
 from .skills.base import TextCodec

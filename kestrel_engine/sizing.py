@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .config import RuntimeConfig
+from .config.runtime import RuntimeConfig
 from .errors import KestrelError
 from .types.model_config import ModelConfig
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import pyvips
 
-from kestrel_engine.config import ImageLimits
+from kestrel_engine.config.images import ImageLimits
 from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.decoding.images import EncodedImage
 from kestrel_engine.types.model_config import VisionConfig

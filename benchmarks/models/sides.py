@@ -207,7 +207,7 @@ def open_side(flags: str, shared: Sequence[str]) -> Side:
 
 def make_request(args: argparse.Namespace, side: Side) -> Request:
     """Returns the greedy request for the flags."""
-    from kestrel_engine.config import ImageLimits
+    from kestrel_engine.config.images import ImageLimits
     from kestrel_engine.preprocess.crops import prepare
     from kestrel_engine.preprocess.decoding.images import open_image
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
-from ..config import DEFAULT_MODEL
+from ..config.runtime import DEFAULT_MODEL
 from ..errors import ConfigError
 from ..types.model_config import Family
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config import RuntimeConfig
+from ..config.runtime import RuntimeConfig
 from ..errors import ConfigError
 from ..types.model_config import ModelConfig
 

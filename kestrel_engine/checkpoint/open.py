@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import RuntimeConfig
+from ..config.runtime import RuntimeConfig
 from ..errors import CheckpointError, DownloadError
 from ..types.model_config import ModelConfig, parse_model_config
 from .catalog import HubFile, ModelSource, architecture, resolve

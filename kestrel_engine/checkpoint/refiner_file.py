@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..config import RuntimeConfig
+from ..config.runtime import RuntimeConfig
 from ..errors import ConfigError
 from ..types.model_config import ModelConfig
 from .catalog import HubFile

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import RuntimeConfig
+from ..config.runtime import RuntimeConfig
 from .finding import Finding
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import RuntimeConfig
+from ..config.runtime import RuntimeConfig
 from ..errors import KestrelError
 from .finding import Finding, Status
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.catalog import BUNDLED
-from ..config import RuntimeConfig
+from ..config.runtime import RuntimeConfig
 from ..engine import InferenceEngine
 from .finding import Finding
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import RuntimeConfig
+from ..config.runtime import RuntimeConfig
 from ..errors import ConfigError, DownloadError, KestrelError
 from ..types.model_config import ModelConfig
 from .finding import Finding

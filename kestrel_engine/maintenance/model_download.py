@@ -15,7 +15,7 @@ from ..checkpoint.open import OpenedModel, open_model
 from ..checkpoint.progress import log_progress
 from ..checkpoint.tokenizer_file import NAME as TOKENIZER_NAME
 from ..checkpoint.weights.plan import checkpoint_error
-from ..config import RuntimeConfig
+from ..config.runtime import RuntimeConfig
 from ..errors import DownloadError
 
 if TYPE_CHECKING:

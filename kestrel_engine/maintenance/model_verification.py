@@ -14,7 +14,7 @@ from ..checkpoint.tokenizer_file import NAME as TOKENIZER_NAME
 from ..checkpoint.weights import kv_scales
 from ..checkpoint.weights.loader import check_values
 from ..checkpoint.weights.plan import SHOWN, checkpoint_error
-from ..config import RuntimeConfig
+from ..config.runtime import RuntimeConfig
 from ..errors import CheckpointError, ConfigError, KestrelError
 from .finding import Finding
 from .model_download import named_files

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..config import RuntimeConfig
+from ..config.runtime import RuntimeConfig
 from ..engine import InferenceEngine
 from ..errors import ConfigError
 from ..types.calibration import CURVES, Calibration, Curve, to_text

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import ImageLimits
+from ..config.images import ImageLimits
 from ..errors import (
     EngineClosed,
     EngineOverloaded,

@@ -1,6 +1,6 @@
 """ServerConfig: the server's own settings. RuntimeConfig holds the engine's.
 
-Each field describes its flag, variable and key (kestrel_engine.settings). A new setting is one new field.
+Each field describes its flag, variable and key (kestrel_engine.config.setting). A new setting is one new field.
 """
 
 from __future__ import annotations

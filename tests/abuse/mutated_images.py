@@ -28,7 +28,7 @@ import numpy as np
 import pyvips
 from PIL import Image
 
-from kestrel_engine.config import ImageLimits
+from kestrel_engine.config.images import ImageLimits
 from kestrel_engine.errors import ImageError
 from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.decoding.images import open_image

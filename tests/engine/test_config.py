@@ -2,11 +2,12 @@
 
 import pytest
 
-from kestrel_engine import ConfigError, RuntimeConfig, config
+from kestrel_engine import ConfigError, RuntimeConfig
+from kestrel_engine.config import sizes
 
 
 def test_the_device_settles_what_was_left_open(monkeypatch):
-    monkeypatch.setattr(config, "_processors", lambda: 12)
+    monkeypatch.setattr(sizes, "_processors", lambda: 12)
     open_config = RuntimeConfig(max_batch_size=None)
     on_cpu, on_cuda = (open_config.sizes(cuda=cuda) for cuda in (False, True))
     assert (on_cpu.max_batch_size, on_cpu.step_prefill_positions, on_cpu.step_crops) == (16, 768, 3)
@@ -20,7 +21,7 @@ def test_the_device_settles_what_was_left_open(monkeypatch):
 
 @pytest.mark.parametrize(("processors", "threads"), [(1, 2), (4, 2), (9, 7), (128, 8)])
 def test_preprocessing_leaves_two_processors_to_the_engine(monkeypatch, processors, threads):
-    monkeypatch.setattr(config, "_processors", lambda: processors)
+    monkeypatch.setattr(sizes, "_processors", lambda: processors)
     assert RuntimeConfig().sizes(cuda=True).preprocess_threads == threads
 
 
@@ -34,7 +35,7 @@ def test_what_is_given_holds_on_every_device():
         "preprocess_threads": 8,
     }
     for cuda in (False, True):
-        assert RuntimeConfig(**given).sizes(cuda=cuda) == config.Sizes(**given)
+        assert RuntimeConfig(**given).sizes(cuda=cuda) == sizes.Sizes(**given)
 
 
 @pytest.mark.parametrize(

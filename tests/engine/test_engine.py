@@ -267,12 +267,13 @@ def test_the_public_names_are_these():
         "EngineResult",
         "SkillRegistry",
     }
-    from kestrel_engine import config, engine
+    from kestrel_engine import engine
+    from kestrel_engine.config import runtime
     from kestrel_engine.skills import base
 
     for module in (engine, base):
         assert module.EngineResult is kestrel_engine.EngineResult
         assert module.EngineStream is kestrel_engine.EngineStream
     assert base.SkillSpec is kestrel_engine.SkillSpec
-    assert config.RuntimeConfig is kestrel_engine.RuntimeConfig
+    assert runtime.RuntimeConfig is kestrel_engine.RuntimeConfig
     assert engine.InferenceEngine is kestrel_engine.InferenceEngine

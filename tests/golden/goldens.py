@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kestrel_engine.checkpoint.weights.loader import load_checkpoint
-from kestrel_engine.config import ImageLimits
+from kestrel_engine.config.images import ImageLimits
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.decoding.images import open_image

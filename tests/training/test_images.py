@@ -64,7 +64,7 @@ def test_the_transform_is_orthonormal() -> None:
 
 def test_crops_match_the_engine_on_a_jpeg() -> None:
     """The whole path: file -> engine's crops, against the training path on the same pixels."""
-    from kestrel_engine.config import ImageLimits
+    from kestrel_engine.config.images import ImageLimits
     from kestrel_engine.preprocess.crops import prepare
     from kestrel_engine.preprocess.decoding.images import open_image
     from kestrel_engine.types.model_config import VisionConfig

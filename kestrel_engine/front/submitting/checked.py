@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...adapters.files import checked_adapter_name
-from ...config import RuntimeConfig
+from ...config.runtime import RuntimeConfig
 from ...errors import InvalidRequest
 from ...factory import Built
 from ...preprocess.looks import Tiled

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from ...adapters.library import AdapterLibrary, Lease
-from ...config import RuntimeConfig
+from ...config.runtime import RuntimeConfig
 from ...errors import AdapterNotFound, InvalidRequest
 from ...factory import Built
 from ...preprocess.crops import crop_boxes

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import numpy as np
 
-from ...config import ImageLimits
+from ...config.images import ImageLimits
 from ...errors import ImageDecodeError, UnsupportedImageError
 from .costs import FIELD, KINDS, Cost, check_size, cost_of
 from .decoded_image import Allocate, DecodedImage, new_bytes

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...config import ImageLimits
+from ...config.images import ImageLimits
+from ...config.setting import settings_of
 from ...errors import ImageDecodeError, ImageTooLargeError
-from ...settings import settings_of
 
 FIELD = "image"
 """The request's field that errors name."""

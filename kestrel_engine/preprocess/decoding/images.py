@@ -32,13 +32,8 @@ import numpy as np
 import pyvips
 from pyvips import ffi, vips_lib
 
-from ...config import ImageLimits
-from ...errors import (
-    ImageDecodeError,
-    ImageTooLargeError,
-    InvalidRequest,
-    UnsupportedImageError,
-)
+from ...config.images import ImageLimits
+from ...errors import ImageDecodeError, ImageTooLargeError, InvalidRequest, UnsupportedImageError
 from . import amplifiers, bmp
 from .bmp import BmpImage, on_background
 from .costs import FIELD, KINDS, PIXELS, Cost, Kind, check_size, cost_of

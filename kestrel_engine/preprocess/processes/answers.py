@@ -46,9 +46,9 @@ class Answers:
         segment: int,
         failure: Exception | None,
     ) -> Preprocessed | Cost | Exception:
-        """The prepared image, its cost, or its error. ``segment``: the decoder's, with the crops. ``failure``: the error of
-        the job if the decoder has ended. Raises OSError, and KeyError, TypeError or ValueError for an answer that only
-        a decoder under an image's control sends."""
+        """The prepared image, its cost, or its error. ``segment``: the decoder's. ``failure``: the error of the job if
+        the decoder has ended. Raises OSError, and KeyError, TypeError or ValueError for an answer that only a decoder
+        under an image's control sends."""
         if "done" in message:
             done = message["done"]
             return Preprocessed(self._looks(done, job, segment), float(done["seconds"]))

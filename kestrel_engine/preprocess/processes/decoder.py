@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from ...config import ImageLimits
+from ...config.images import ImageLimits
 from ...errors import RequestError
 from ...types.model_config import VisionConfig
 from ..crops import Piece, content_key, device_makes_crops, prepare, region_of, stored_shape

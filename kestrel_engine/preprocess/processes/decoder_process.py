@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ...config import ImageLimits
+from ...config.images import ImageLimits
 from ...types.model_config import VisionConfig
 from .segments import new_segment, send_message, take_message
 from .template import FORK, KILL, REQUEST

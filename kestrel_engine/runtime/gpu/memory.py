@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...config import RuntimeConfig
+from ...config.runtime import RuntimeConfig
 from ...errors import InsufficientMemoryError
 from ...types.model_config import ModelConfig
 

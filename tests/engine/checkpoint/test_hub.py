@@ -15,7 +15,7 @@ from safetensors.torch import save
 from kestrel_engine.checkpoint.catalog import HubCheckpoint, HubFile
 from kestrel_engine.checkpoint.hub import Hub
 from kestrel_engine.checkpoint.open import open_model
-from kestrel_engine.config import RuntimeConfig
+from kestrel_engine.config.runtime import RuntimeConfig
 from kestrel_engine.errors import ConfigError, DownloadError
 from tests.hub_stand import OLDER, REPO, Stand, stand
 
@@ -177,7 +177,7 @@ def test_the_librarys_environment_is_honoured(model: Stand, tmp_path: Path) -> N
     """HF_ENDPOINT, HF_HOME and HF_TOKEN are read when the library is imported: a process of its own."""
     code = (
         "from kestrel_engine.checkpoint.open import open_model; "
-        "from kestrel_engine.config import RuntimeConfig; "
+        "from kestrel_engine.config.runtime import RuntimeConfig; "
         f"print(open_model(RuntimeConfig(model='{REPO}')).files[0])"
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}

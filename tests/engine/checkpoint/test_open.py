@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from kestrel_engine.checkpoint.catalog import BUNDLED
 from kestrel_engine.checkpoint.hub import Hub
 from kestrel_engine.checkpoint.open import load_weights, open_model
-from kestrel_engine.config import RuntimeConfig
+from kestrel_engine.config.runtime import RuntimeConfig
 from kestrel_engine.errors import CheckpointError, ConfigError, DownloadError
 
 TOKENIZER = {"added_tokens": [{"id": 0, "content": "<|endoftext|>"}]}
@@ -124,7 +124,7 @@ def test_the_bundled_model_opens_and_loads_by_default():
 
 def test_opening_needs_no_torch(folder):
     code = (
-        "import sys; from kestrel_engine.config import RuntimeConfig; "
+        "import sys; from kestrel_engine.config.runtime import RuntimeConfig; "
         "from kestrel_engine.checkpoint.open import open_model; "
         "open_model(RuntimeConfig(model_path=sys.argv[1])); assert 'torch' not in sys.modules"
     )

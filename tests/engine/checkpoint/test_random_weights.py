@@ -11,7 +11,7 @@ from kestrel_engine.checkpoint.catalog import BUNDLED
 from kestrel_engine.checkpoint.open import load_weights, open_model
 from kestrel_engine.checkpoint.weights.expected import expected_tensors
 from kestrel_engine.checkpoint.weights.random_weights import random_checkpoint
-from kestrel_engine.config import RuntimeConfig
+from kestrel_engine.config.runtime import RuntimeConfig
 from kestrel_engine.errors import ConfigError
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.models.text import Moe

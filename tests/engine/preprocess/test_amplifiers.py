@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kestrel_engine.config import ImageLimits
+from kestrel_engine.config.images import ImageLimits
 from kestrel_engine.errors import ImageError, ImageTooLargeError
 from kestrel_engine.preprocess.decoding.amplifiers import (
     MOST_PAGES,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kestrel_engine.config import ImageLimits
+from kestrel_engine.config.images import ImageLimits
 from kestrel_engine.errors import ImageDecodeError, ImageTooLargeError, UnsupportedImageError
 from kestrel_engine.preprocess.decoding.bmp import BmpImage
 from kestrel_engine.preprocess.decoding.images import OnBackground, open_image

@@ -13,7 +13,7 @@ import pyvips
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kestrel_engine.config import ImageLimits
+from kestrel_engine.config.images import ImageLimits
 from kestrel_engine.preprocess.crops import prepare, select_tiling
 from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
 from kestrel_engine.preprocess.decoding.images import open_image

@@ -13,7 +13,7 @@ import pytest
 import pyvips
 from PIL import Image
 
-from kestrel_engine.config import ImageLimits
+from kestrel_engine.config.images import ImageLimits
 from kestrel_engine.errors import (
     ImageDecodeError,
     ImageError,
@@ -303,7 +303,7 @@ NO_DISK = """
 import io, sys, tempfile
 import numpy as np
 from PIL import Image
-from kestrel_engine.config import ImageLimits
+from kestrel_engine.config.images import ImageLimits
 from kestrel_engine.types.model_config import VisionConfig
 from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.decoding.images import open_image

@@ -8,7 +8,7 @@ import pyvips
 import simplejpeg
 from PIL import Image, ImageCms, ImageOps
 
-from kestrel_engine.config import ImageLimits
+from kestrel_engine.config.images import ImageLimits
 from kestrel_engine.errors import (
     ImageDecodeError,
     ImageTooLargeError,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kestrel_engine.config import ImageLimits
+from kestrel_engine.config.images import ImageLimits
 from kestrel_engine.errors import ImageTooLargeError, InvalidRequest
 from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage

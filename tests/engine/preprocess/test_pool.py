@@ -19,7 +19,7 @@ import pytest
 import pyvips
 from PIL import Image
 
-from kestrel_engine.config import ImageLimits
+from kestrel_engine.config.images import ImageLimits
 from kestrel_engine.errors import (
     EngineClosed,
     EngineOverloaded,
@@ -474,7 +474,7 @@ async def test_pixels_that_wait_are_bounded(make_pool):
 _KILLED = """
 import asyncio, sys
 import numpy as np
-from kestrel_engine.config import ImageLimits
+from kestrel_engine.config.images import ImageLimits
 from kestrel_engine.types.model_config import VisionConfig
 from kestrel_engine.preprocess.processes.decoder_process import template
 from kestrel_engine.preprocess.pool import DEAR_NICE, PreprocessPool

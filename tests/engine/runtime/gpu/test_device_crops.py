@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kestrel_engine.config import ImageLimits
+from kestrel_engine.config.images import ImageLimits
 from kestrel_engine.models.vision import num_distinct
 from kestrel_engine.preprocess.crops import prepare, select_tiling
 from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage

@@ -15,7 +15,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 Kind = Literal["text", "whole", "number", "bytes", "seconds", "bool"]
 """``bytes`` are whole numbers, ``number`` and ``seconds`` are floats."""

@@ -1,170 +1,28 @@
 """RuntimeConfig: the settings of an engine. They are checked once, before the engine reads any weight.
 
 This module imports no torch and queries no device. ``types.step.RuntimeLimits`` holds the values that the device
-determines (number of pages, captured batch sizes). ``sizes`` gives the fields whose defaults depend on the device. The
-service's ``settings`` package reads the environment. A new setting is one field made with ``setting``.
+determines (number of pages, captured batch sizes). The service's ``settings`` package reads the environment. A new
+setting is one field made with ``setting``.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import ConfigError
-from .settings import SettingGroup, check_settings, setting
+from ..errors import ConfigError
+from .dtypes import PRECISIONS, dtype_name
+from .groups import DEVICE, MODEL, REQUESTS, SCHEDULER
+from .images import ImageLimits
+from .setting import check_settings, setting
+from .sizes import Sizes, default_sizes
 
 if TYPE_CHECKING:
     import torch
 
 DEFAULT_MODEL = "kestrel-tiny"
-DTYPES = ("float32", "bfloat16", "float16")
-
-MODEL = SettingGroup("model", "model")
-DEVICE = SettingGroup("device", "device")
-REQUESTS = SettingGroup("limits and defaults of requests", "requests")
-SCHEDULER = SettingGroup("caches and steps", "scheduler")
-
-_DTYPE_ALIASES = {
-    "float32": "float32",
-    "float": "float32",
-    "fp32": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "half": "float16",
-    "fp16": "float16",
-    "auto": "auto",
-}
-
-_PRECISIONS = {
-    "auto": {"fp8_gemms": "off"},
-    "float32": {"dtype": "float32", "fp8_gemms": "off", "kv_cache_dtype": "model"},
-    "bfloat16": {"dtype": "bfloat16", "fp8_gemms": "off", "kv_cache_dtype": "model"},
-    "fp8": {"dtype": "bfloat16", "fp8_gemms": "all", "kv_cache_dtype": "fp8"},
-}
-"""What each precision makes of settings that are auto."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageLimits:
-    """Limits on an image. They are checked on its header, before any pixel is decoded."""
-
-    max_bytes: int = setting(
-        32 * 1024 * 1024,
-        REQUESTS,
-        "limit on the bytes of an encoded image",
-        kind="bytes",
-        flag="--max-image-bytes",
-        metavar="SIZE",
-        low=1,
-    )
-    """32 MiB holds a 24 megapixel PNG."""
-    max_pixels: int = setting(
-        100_000_000,
-        REQUESTS,
-        "limit on the pixels of an image, width times height",
-        kind="whole",
-        flag="--max-image-pixels",
-        metavar="N",
-        low=1,
-    )
-    """The largest common cameras have 100 megapixels."""
-    max_aspect_ratio: float = setting(
-        20.0,
-        REQUESTS,
-        "limit on the longer side of an image divided by its shorter side",
-        kind="number",
-        flag="--max-image-aspect-ratio",
-        metavar="RATIO",
-        low=1,
-    )
-    """Beyond this ratio, the resize to crops makes objects too small to see."""
-    max_progressive_pixels: int = setting(
-        64_000_000,
-        REQUESTS,
-        "limit on the pixels of a progressive JPEG, whose decoder holds all coefficients in memory",
-        kind="whole",
-        metavar="N",
-        low=1,
-    )
-    max_interlaced_pixels: int = setting(
-        64_000_000,
-        REQUESTS,
-        "limit on the pixels of an interlaced PNG, which is decoded as a whole",
-        kind="whole",
-        metavar="N",
-        low=1,
-    )
-    max_webp_pixels: int = setting(
-        40_000_000,
-        REQUESTS,
-        "limit on the pixels of a WebP, which is decoded as a whole",
-        kind="whole",
-        metavar="N",
-        low=1,
-    )
-    max_avif_pixels: int = setting(
-        24_000_000,
-        REQUESTS,
-        "limit on the pixels of an AVIF, the most expensive format in time and memory",
-        kind="whole",
-        metavar="N",
-        low=1,
-    )
-    max_heic_pixels: int = setting(
-        24_000_000,
-        REQUESTS,
-        "limit on the pixels of a HEIC, which is as expensive as an AVIF",
-        kind="whole",
-        metavar="N",
-        low=1,
-    )
-    """The limit of a format is lower than ``max_pixels`` if its pixels cost more (preprocess/decoding/costs.py)."""
-
-    def __post_init__(self) -> None:
-        check_settings(self, "image_limits.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """The values of the fields of RuntimeConfig whose defaults depend on the device."""
-
-    max_batch_size: int
-    step_prefill_positions: int
-    step_crops: int
-    step_pause: float
-    steps_out: int
-    preprocess_threads: int
-
-
-_CPU_SIZES = Sizes(
-    max_batch_size=16,
-    step_prefill_positions=768,
-    step_crops=3,
-    step_pause=0.0,
-    steps_out=2,
-    preprocess_threads=2,
-)
-"""Sixteen requests decode six times as fast together as one after the other. A step accepts one image prefix."""
-_CUDA_SIZES = Sizes(
-    max_batch_size=64,
-    step_prefill_positions=11680,
-    step_crops=48,
-    step_pause=4.0,
-    steps_out=3,
-    preprocess_threads=2,
-)
-"""A step accepts four images, crops and prefixes together.
-
-Measured on one H200 with 64 requests in flight and 3 tokens each, in requests a second: Moondream 2 reached 92 with
-three eighths of this allowance and 97 with three quarters; Moondream 3 reached 80 with three quarters and 82 with all.
-While new images arrive, the gaps between tokens are 50 to 80 ms. With 30 tokens, Moondream 2 reached 72 with a
-``step_pause`` of 0 and ``steps_out`` of 2, 77 with 2 and 3, 79 with 4 and 2, and 84 with 4 and 3.
-``preprocess_threads`` grows with the number of processors, up to MOST_PREPROCESS_THREADS."""
-MOST_PREPROCESS_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -579,7 +437,7 @@ class RuntimeConfig:
         self._check_device()
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         check_settings(self)
-        for name, value in _PRECISIONS[self.precision].items():
+        for name, value in PRECISIONS[self.precision].items():
             if getattr(self, name) == "auto":
                 object.__setattr__(self, name, value)
         if self.kv_cache_dtype == "fp8" and self.attention == "flashinfer":
@@ -598,12 +456,9 @@ class RuntimeConfig:
 
     def sizes(self, *, cuda: bool) -> Sizes:
         """Returns the fields that may be None, with the defaults of the device. Read these fields only here."""
-        chosen = _CUDA_SIZES if cuda else _CPU_SIZES
-        if cuda:
-            threads = min(max(_processors() - 2, 2), MOST_PREPROCESS_THREADS)
-            chosen = replace(chosen, preprocess_threads=threads)
         given = {f.name: getattr(self, f.name) for f in fields(Sizes)}
-        return replace(chosen, **{k: v for k, v in given.items() if v is not None})
+        chosen = {name: value for name, value in given.items() if value is not None}
+        return replace(default_sizes(cuda=cuda), **chosen)
 
     def _check_embedded(self) -> None:
         """Checks the fields that have no flag."""
@@ -628,23 +483,6 @@ class RuntimeConfig:
             index and (kind != "cuda" or not index.isdigit())
         ):
             raise ConfigError("device", self.device, 'must be "auto", "cpu", "cuda" or "cuda:N"')
-
-
-def dtype_name(dtype: object) -> str:
-    """Returns the canonical name of a dtype, given as a torch.dtype or a string. Raises ConfigError."""
-    name = _DTYPE_ALIASES.get(str(dtype).removeprefix("torch."))
-    if name is None:
-        raise ConfigError(
-            "dtype", dtype, f"must be auto, {', '.join(DTYPES)} or the torch.dtype of that name"
-        )
-    return name
-
-
-def _processors() -> int:
-    """Returns the number of processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _finite(value: object) -> bool:

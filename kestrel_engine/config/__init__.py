@@ -1,0 +1,1 @@
+"""The settings of an engine, and what a setting is."""
