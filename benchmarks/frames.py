@@ -4,10 +4,11 @@ python -m benchmarks.frames --model moondream2 --random-weights --device cuda --
 
 The frames are those of a fixed camera or a screen: some equal the frame before, and in each of the others one tile has
 changed, and with it the overview. So many frames have changed that 90 % of all crops of the stream are equal to those
-of the frame before. Frames come as pixels, one after the other. The task is Detect with one object at most, or Embed.
+of the frame before. Frames come as pixels, one after the other.
 
-Three engines are compared. "none" reuses nothing, because every frame has a salt of its own. "whole" reuses decoded
-images, prefixes and embeddings of equal images (the default). "crops" reuses equal crops too (--crop-cache-bytes).
+The tasks are Detect with one object at most, through StreamFrames of a server in this process, and Embed of the engine.
+"none": every frame is new, so nothing can be reused. "whole": the stream above, with the default settings, which reuse
+the results or the embeddings of equal frames. "crops": equal crops too (--crop-cache-bytes).
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from kestrel_client import AsyncKestrelClient, DetectTask
 from kestrel_engine import InferenceEngine, RuntimeConfig
 from kestrel_engine.checkpoint.open import open_model
 from kestrel_engine.preprocess.crops import crop_boxes, select_tiling
 from kestrel_engine.types.model_config import VisionConfig
+from kestrel_grpc.process.server import KestrelServer
+from kestrel_grpc.settings.server import ServerConfig
 
 from .models.opening import model_arguments, parse
 from .reports.report import Report, benchmark_parser
@@ -31,6 +35,13 @@ from .reports.report import Report, benchmark_parser
 UNCHANGED = 0.9
 CACHE_BYTES = 256 << 20
 SIZES = ((640, 360), (640, 480), (1280, 720), (1920, 1080))
+
+
+def new_frames(vision: VisionConfig, count: int) -> list[np.ndarray]:
+    """Returns frames [height, width, 3] uint8 that have nothing in common."""
+    width, height = frame_size(vision)
+    numbers = np.random.default_rng(8)
+    return [numbers.integers(0, 255, (height, width, 3), dtype=np.uint8) for _ in range(count)]
 
 
 def frames(vision: VisionConfig, count: int) -> tuple[list[np.ndarray], float, int]:
@@ -63,23 +74,44 @@ def frame_size(vision: VisionConfig) -> tuple[int, int]:
     return max(SIZES, key=lambda size: math.prod(select_tiling(*size, vision)))
 
 
-async def run(
-    config: RuntimeConfig, given: Sequence[np.ndarray], skill: str, *, salted: bool
-) -> tuple[float, int]:
-    """Returns the seconds for all frames but the first, and the number of crops that were encoded for them. ``salted``:
-    each frame has a salt of its own, so that it reuses nothing of earlier ones."""
+async def detect(config: RuntimeConfig, given: Sequence[np.ndarray]) -> tuple[float, int]:
+    """Returns the seconds for all frames but the first, and the number of crops that were encoded for them."""
+
+    async def load() -> InferenceEngine:
+        return await InferenceEngine.create(config)
+
+    server = KestrelServer(ServerConfig(listen=("127.0.0.1:0",)), config, load)
+    await server.start()
+    try:
+        await server.load()
+        encoded, began = 0, 0.0
+        async with AsyncKestrelClient(server.addresses[0], timeout=None) as client:
+            task = DetectTask("person", max_objects=1)
+            async with client.frames([task], given, max_in_flight=1) as answered:
+                async for frame in answered:
+                    assert frame.analysis is not None, frame
+                    if not began:
+                        began = time.perf_counter()
+                    else:
+                        encoded += frame.encoded_crops
+        return time.perf_counter() - began, encoded
+    finally:
+        await server.stop(grace_s=0)
+
+
+async def embed(config: RuntimeConfig, given: Sequence[np.ndarray]) -> tuple[float, int]:
+    """As ``detect``."""
     async with await InferenceEngine.create(config) as engine:
         encoded, began = 0, 0.0
         for index, frame in enumerate(given):
             if index == 1:
                 encoded, began = 0, time.perf_counter()
-            image = await engine.prepare_image(frame, cache_salt=str(index) if salted else "")
-            if skill == "embed":
-                result = await engine.embed(image)
-            else:
-                result = await engine.detect(image, "person", settings={"max_objects": 1})
+            result = await engine.embed(await engine.prepare_image(frame))
             encoded += result.metrics.encoded_crops
         return time.perf_counter() - began, encoded
+
+
+TASKS = {"detect": detect, "embed": embed}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -88,24 +120,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args, model_flags = parse(parser, arguments)
     count = 6 if args.quick else args.frames
     plain = model_arguments(model_flags, quick=args.quick)
-    engines = {
-        "none": plain,
-        "whole": plain,
-        "crops": replace(plain, crop_cache_bytes=CACHE_BYTES),
-    }
     report = Report("frames", {"model": plain.model, "frames": count})
     vision = open_model(plain).config.vision
     given, unchanged, crops = frames(vision, count)
-    for skill in ("detect", "embed"):
+    sides = {
+        "none": (plain, new_frames(vision, max(12, count // 4))),
+        "whole": (plain, given),
+        "crops": (replace(plain, crop_cache_bytes=CACHE_BYTES), given),
+    }
+    for skill, run in TASKS.items():
         rates = {}
-        for name, config in engines.items():
-            seconds, encoded = asyncio.run(run(config, given, skill, salted=name == "none"))
-            rates[name] = (count - 1) / seconds
+        for name, (config, stream) in sides.items():
+            seconds, encoded = asyncio.run(run(config, stream))
+            rates[name] = (len(stream) - 1) / seconds
             report.add(
                 f"{skill}, {crops} crops a frame, {100 * unchanged:.1f} % of all crops unchanged",
                 {
                     "reuse": name,
                     "frames/s": rates[name],
+                    "frames": len(stream),
                     "crops encoded": encoded,
                     "times none": rates[name] / rates["none"],
                     "times whole": rates[name] / rates.get("whole", math.nan),

@@ -249,7 +249,8 @@ FRAMES = Metric(
     "kestrel.frames",
     "counter",
     "{frame}",
-    "Frames of StreamFrames, by outcome: answered, overview (answered with the overview only), dropped or failed",
+    "Frames of StreamFrames, by outcome: answered, repeated (with the results of an equal frame), overview (answered "
+    "with the overview only), dropped or failed",
     (OUTCOME,),
 )
 STEP_TOKENS = Metric(

@@ -117,6 +117,75 @@ async def test_frames_share_crops(serve: Serve):
     assert (works[2].encoded_crops, works[2].reused_crops) == (0, 0)
 
 
+FIXED = [
+    pb.AnalyzeTask(
+        key="what", query=pb.QueryTask(question="what?", sampling={"max_tokens": 2, "seed": 3})
+    ),
+    pb.AnalyzeTask(key="cats", detect=pb.DetectTask(object="cat", max_objects=1)),
+]
+
+
+async def repeated(served: Any, tasks: list[pb.AnalyzeTask], **changes: Any) -> list[Any]:
+    """The responses of a frame, of the same again, of another one, and of the first one again."""
+    config = pb.FramesConfig(tasks=tasks, max_in_flight=1, **changes)
+    sent = [opening(config), frame(1), frame(2), frame(3), frame(4)]
+    for each in (sent[2], sent[4]):
+        each.frame.image.CopyFrom(sent[1].frame.image)
+    return await all_of(served.vision.StreamFrames(sent))
+
+
+async def test_a_frame_that_equals_the_last_one_has_its_results(serve: Serve, caplog):
+    served = await serve(server_config={"access_log": "text"})
+    with caplog.at_level(logging.INFO, ACCESS_LOG):
+        first, same, other, again = await repeated(served, FIXED)
+    assert [each.work.repeated for each in (first, same, other, again)] == [
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert same.work.crops == 1 and same.work.encoded_crops == same.work.reused_crops == 0
+    for one, two in zip(first.results.results, same.results.results, strict=True):
+        kind = one.WhichOneof("outcome")
+        had, has = getattr(one, kind), getattr(two, kind)
+        assert has.request_id == same.request_id != had.request_id == first.request_id
+        assert not has.usage.ByteSize() and not has.timings.ByteSize() and had.usage.ByteSize()
+        for each in (had, has):
+            for field in ("request_id", "usage", "timings"):
+                each.ClearField(field)
+        assert had == has
+    assert not same.results.usage.ByteSize() and same.results.model == first.results.model
+    assert again.results.results[1].detect.objects == first.results.results[1].detect.objects
+    lines = [r.getMessage() for r in caplog.records if "StreamFrames" in r.getMessage()]
+    found = [line.partition("frame=")[2].split()[0] for line in lines]
+    assert found == ["answered", "repeated", "answered", "answered"]
+
+
+@pytest.mark.parametrize(
+    "tasks",
+    [
+        TASKS,
+        [pb.AnalyzeTask(detect=pb.DetectTask(object="cat", sampling={"temperature": 0.5}))],
+        [*FIXED, pb.AnalyzeTask(detect=pb.DetectTask(object="x" * 500))],
+    ],
+    ids=["sampled by default", "sampled", "an error"],
+)
+async def test_results_that_may_differ_are_not_repeated(serve: Serve, tasks):
+    responses = await repeated(await serve(), tasks)
+    assert not any(each.work.repeated for each in responses) and len(responses) == 4
+
+
+async def test_equal_pixels_in_another_region_are_no_repetition(serve: Serve):
+    served = await serve()
+    sent = [opening(pb.FramesConfig(tasks=FIXED[1:], max_in_flight=1)), frame(1), frame(2)]
+    sent[2].frame.image.CopyFrom(sent[1].frame.image)
+    for each, left in zip(sent[1:], (0.0, 0.5), strict=True):
+        each.frame.image.region.CopyFrom(common_pb2.Box(x_min=left, x_max=left + 0.5, y_max=1))
+    first, second = await all_of(served.vision.StreamFrames(sent))
+    assert not second.work.repeated
+    assert first.results.results[0].detect.objects != second.results.results[0].detect.objects
+
+
 async def test_a_newer_frame_takes_the_place_of_one_that_waits(serve: Serve, caplog):
     served = await serve(slow(0.2), server_config={"access_log": "text"})
     call = served.vision.StreamFrames()

@@ -101,6 +101,7 @@ def _line(frame: FrameResult) -> dict[str, Any]:
         "encoded_crops": frame.encoded_crops,
         "reused_crops": frame.reused_crops,
         "overview_only": frame.overview_only,
+        "repeated": frame.repeated,
         "waited_ms": frame.waited_ms,
         "total_ms": frame.total_ms,
     }

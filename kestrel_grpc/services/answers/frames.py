@@ -32,6 +32,7 @@ from ..messages.options import CallOptions, call_options
 from ..messages.responses import rounded_ms
 from ..messages.values import known_value
 from .analysis import Task, described_error, read_tasks, run_tasks
+from .repeats import LastFrame
 from .starting import Starter
 
 MOST_STREAMS = 32
@@ -79,11 +80,17 @@ class FrameStream:
         """Of the frame that waits. Its result is DROP_REASON_UNSPECIFIED when the frame may begin."""
         self._whole_frame_s = 0.0
         """The time that a frame with all crops is expected to take."""
+        self._last_frame: LastFrame | None = None
 
     @property
     def config(self) -> _Config:
         assert self._config is not None, "take() comes first"
         return self._config
+
+    @property
+    def last_frame(self) -> LastFrame:
+        assert self._last_frame is not None, "take() comes first"
+        return self._last_frame
 
     @property
     def most_requests(self) -> int:
@@ -97,6 +104,7 @@ class FrameStream:
         InvalidRequest, ScopeMissing."""
         if self._config is None:
             self._config = _checked(message, principal)
+            self._last_frame = LastFrame(self._config.tasks, self._config.options)
             self._last_id = message.config.last_frame
             if not message.HasField("frame"):
                 return False
@@ -138,7 +146,8 @@ class FrameStream:
         return told.result() if told.done() else pb.DROP_REASON_STALE
 
     def end(self, took_s: float | None, *, is_whole: bool) -> None:
-        """A frame has ended, which took ``took_s``, or None if it failed. ``is_whole``: it had all of its crops."""
+        """A frame has ended, which took ``took_s``, or None if it failed or was not computed. ``is_whole``: it had all
+        of its crops."""
         if took_s is not None:
             self._whole_frame_s = took_s if is_whole else _FADING * self._whole_frame_s
         self._pass_on()
@@ -171,7 +180,7 @@ async def answer_frame(starter: Starter, request: pb.StreamFramesRequest, contex
         )
         return
     took_s: float | None = None
-    is_whole = True
+    is_whole, encoded, reused = True, 0, 0
     began = time.monotonic()
     try:
         with _located():
@@ -183,25 +192,34 @@ async def answer_frame(starter: Starter, request: pb.StreamFramesRequest, contex
                 is_whole = prepared.num_distinct == 1
                 prepared = prepared.overview()
                 image = replace(image, prepared=prepared)
-            done = await run_tasks(
-                *(starter, config.options, source, config.tasks, None, skill_event),
-                image=image,
-                prefix="config.",
-            )
-        took_s = time.monotonic() - began
+            results = stream.last_frame.results_of(prepared, call.request_id)
+            is_repeated = results is not None
+            if results is None:
+                done = await run_tasks(
+                    *(starter, config.options, source, config.tasks, None, skill_event),
+                    image=image,
+                    prefix="config.",
+                )
+                results = pb.FrameResults(
+                    results=done.results,
+                    image_size=done.image_size,
+                    usage=done.usage,
+                    model=done.model,
+                )
+                encoded, reused = done.metrics.encoded_crops, done.metrics.reused_crops
+                stream.last_frame.keep(prepared, results)
+                took_s = time.monotonic() - began
     finally:
         stream.end(took_s, is_whole=is_whole)
-    call.frame = "answered" if is_whole else "overview"
+    call.frame = "repeated" if is_repeated else "answered" if is_whole else "overview"
     work = {
         "crops": prepared.num_distinct,
-        "encoded_crops": done.metrics.encoded_crops,
-        "reused_crops": done.metrics.reused_crops,
+        "encoded_crops": encoded,
+        "reused_crops": reused,
         "overview_only": not is_whole,
+        "repeated": is_repeated,
         "waited_ms": waited_ms,
     }
-    results = pb.FrameResults(
-        results=done.results, image_size=done.image_size, usage=done.usage, model=done.model
-    )
     await context.write(_response(request.frame, work, results=results))
 
 

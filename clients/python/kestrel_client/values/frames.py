@@ -46,6 +46,8 @@ class FrameResult:
     """Crops that were equal to crops of earlier images. If both are 0, the frame was equal to an earlier image."""
     overview_only: bool = False
     """Whether the frame was computed with its overview only, because it was late."""
+    repeated: bool = False
+    """Whether the frame has the results of the frame before, which has the same pixels; then nothing was computed."""
     waited_ms: float = 0.0
     total_ms: float = 0.0
     """From the frame's arrival at the server to its response."""
@@ -99,6 +101,7 @@ def frame_result(
         encoded_crops=work.encoded_crops,
         reused_crops=work.reused_crops,
         overview_only=work.overview_only,
+        repeated=work.repeated,
         waited_ms=work.waited_ms,
         total_ms=work.total_ms,
         request_id=response.request_id,

@@ -3254,6 +3254,7 @@ class FrameWork(_message.Message):
     OVERVIEW_ONLY_FIELD_NUMBER: _builtins.int
     WAITED_MS_FIELD_NUMBER: _builtins.int
     TOTAL_MS_FIELD_NUMBER: _builtins.int
+    REPEATED_FIELD_NUMBER: _builtins.int
     crops: _builtins.int
     """Crops of the frame that were computed: the overview and the tiles."""
     encoded_crops: _builtins.int
@@ -3268,6 +3269,10 @@ class FrameWork(_message.Message):
     """How long the frame waited until its computation began, in milliseconds."""
     total_ms: _builtins.float
     """From the frame's arrival at the server to this response, in milliseconds."""
+    repeated: _builtins.bool
+    """Whether the frame has the results of the frame that was computed last, because both have the same pixels and no task
+    samples (each has a temperature of 0 or a seed). Nothing was computed: usage and timings of the results are 0.
+    """
     def __init__(
         self,
         *,
@@ -3277,10 +3282,11 @@ class FrameWork(_message.Message):
         overview_only: _builtins.bool = ...,
         waited_ms: _builtins.float = ...,
         total_ms: _builtins.float = ...,
+        repeated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crops", b"crops", "encoded_crops", b"encoded_crops", "overview_only", b"overview_only", "reused_crops", b"reused_crops", "total_ms", b"total_ms", "waited_ms", b"waited_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crops", b"crops", "encoded_crops", b"encoded_crops", "overview_only", b"overview_only", "repeated", b"repeated", "reused_crops", b"reused_crops", "total_ms", b"total_ms", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
