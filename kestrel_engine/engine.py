@@ -17,10 +17,10 @@ from typing import Any, overload
 import numpy as np
 
 from .adapters.lora import LoRA
+from .building.factory import Built, build
 from .config.runtime import RuntimeConfig
 from .config.sizes import Sizes
 from .errors import DeadlineExceeded, EngineClosed, ProfileError, RuntimeFailure
-from .factory import Built, build
 from .front.calls import SkillCalls
 from .front.lifetime import Lifetime
 from .front.open_requests import OpenRequests

@@ -52,11 +52,12 @@ def fit(
     """
     import torch
 
+    from .building.pages import page_size_of
+    from .building.runtimes import reserve_of
     from .checkpoint.catalog import KNOWN
     from .checkpoint.open import open_model
     from .checkpoint.weights.random_weights import weight_bytes
     from .errors import InsufficientMemoryError
-    from .factory import page_size_of, reserve_of
     from .models.kv_format import EIGHT_BITS
     from .runtime.gpu.memory import plan_pool
     from .runtime.kv_cache import bytes_per_page
@@ -102,7 +103,8 @@ def fit(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m kestrel_engine.sizing", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m kestrel_engine.sizing",
+        description=(__doc__ or "").partition("\n")[0],
     )
     parser.add_argument("--model", default="moondream2", help="released model, or a config.json")
     parser.add_argument("--gpu-gib", type=float, nargs="+", default=[8, 16, 24, 80], metavar="N")

@@ -103,7 +103,7 @@ def measure(
             {"model": model, "run": number + 1, "GB": size / 1e9, "s": start.ready_s},
         )
         for line in start.log.splitlines():
-            if "kestrel_engine.factory" in line or "load_s" in line:
+            if "kestrel_engine.building" in line or "load_s" in line:
                 print(f"    {line}")
     limits = bars.READY_S.get(model, bars.NONE) if "cuda" in flags else bars.NONE
     report.figure(

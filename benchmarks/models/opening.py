@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, cast
 
 from kestrel_engine import InferenceEngine, Observer, RuntimeConfig, SkillRegistry
+from kestrel_engine.building.factory import Built, build
 from kestrel_engine.checkpoint.open import open_model as open_files
-from kestrel_engine.factory import Built, build
 from kestrel_engine.runtime.protocol import Runtime, StepHandle
 from kestrel_engine.types.step import Row, RuntimeLimits, StepPlan, StepResult
 from kestrel_grpc.process.interpreter import GC_THRESHOLDS, SWITCH_INTERVAL_S

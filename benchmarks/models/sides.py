@@ -162,8 +162,8 @@ def open_side(flags: str, shared: Sequence[str]) -> Side:
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    from kestrel_engine.building.device import kv_scales_of
     from kestrel_engine.checkpoint.open import load_weights, open_model
-    from kestrel_engine.factory import kv_scales_of
     from kestrel_engine.preprocess.tokenizer import Tokenizer
     from kestrel_engine.runtime.torch_runtime import TorchRuntime
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import kestrel_engine
 from kestrel_engine import EngineInfo, RuntimeConfig
-from kestrel_engine.factory import Built
+from kestrel_engine.building.factory import Built
 from kestrel_engine.preprocess.tokenizer import Tokenizer
 from kestrel_engine.types.model_config import parse_model_config
 from kestrel_engine.types.step import RuntimeLimits, StepPlan, StepResult, StepToken

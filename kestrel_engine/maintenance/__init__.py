@@ -39,7 +39,7 @@ def check_names(config: RuntimeConfig) -> None:
     It reads no weights and sends no request to the hub. It imports torch only if ``config`` names a CUDA device. Raises
     ConfigError.
     """
-    from ..factory import check_device
+    from ..building.device import check_device
 
     check_model_names(config)
     if config.device.startswith("cuda"):

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from kestrel_engine import EngineInfo, ImageEvent, RequestEvent, RuntimeConfig, StepEvent
-from kestrel_engine.factory import Built
+from kestrel_engine.building.factory import Built
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.model_config import ModelConfig, parse_model_config
 from kestrel_engine.types.requests import Token

@@ -12,8 +12,9 @@ from kestrel_engine import (
     InferenceEngine,
     InsufficientMemoryError,
     RuntimeConfig,
-    factory,
 )
+from kestrel_engine.building import device as devices
+from kestrel_engine.building import factory
 from kestrel_engine.checkpoint.catalog import BUNDLED
 from kestrel_engine.checkpoint.weights import kv_scales
 from kestrel_engine.runtime.gpu import device as gpu_device
@@ -211,22 +212,22 @@ class TestChoiceOfRuntime:
 
     def test_kernels_compute_and_experts_stay_in_fp8(self):
         config = RuntimeConfig()
-        assert factory._uses_kernels(config, self.CUDA)
-        assert factory._keeps_fp8(config, self.CUDA, kernels=True)
-        assert not factory._keeps_fp8(config, self.CUDA, kernels=False)
+        assert devices.uses_kernels(config, self.CUDA)
+        assert devices.keeps_fp8(config, self.CUDA, kernels=True)
+        assert not devices.keeps_fp8(config, self.CUDA, kernels=False)
 
     def test_ampere_widens_its_experts(self, monkeypatch):
         self.says(monkeypatch, (8, 6))
-        assert factory._uses_kernels(RuntimeConfig(), self.CUDA)
-        assert not factory._keeps_fp8(RuntimeConfig(), self.CUDA, kernels=True)
+        assert devices.uses_kernels(RuntimeConfig(), self.CUDA)
+        assert not devices.keeps_fp8(RuntimeConfig(), self.CUDA, kernels=True)
         with pytest.raises(ConfigError, match=r"capability 8\.9; a card is older"):
-            factory._keeps_fp8(RuntimeConfig(fp8_experts="keep"), self.CUDA, kernels=True)
+            devices.keeps_fp8(RuntimeConfig(fp8_experts="keep"), self.CUDA, kernels=True)
         plain = RuntimeConfig(fp8_experts="keep")
-        assert factory._keeps_fp8(plain, self.CUDA, kernels=False), "the reference path can"
+        assert devices.keeps_fp8(plain, self.CUDA, kernels=False), "the reference path can"
 
     def test_experts_are_widened_where_that_is_asked_for(self):
         config = RuntimeConfig(fp8_experts="dequantise")
-        assert not factory._keeps_fp8(config, self.CUDA, kernels=True)
+        assert not devices.keeps_fp8(config, self.CUDA, kernels=True)
 
     @pytest.mark.parametrize("which", ["vision", "prefill", "all"])
     def test_gemms_in_fp8_need_a_card_that_has_them(self, monkeypatch, which):
@@ -235,7 +236,7 @@ class TestChoiceOfRuntime:
         monkeypatch.setattr(gemm, "fp8_refused", lambda device, dtype: None)
 
         def check(config, device, dtype=torch.bfloat16, kernels=True):
-            factory._check_fp8_gemms(config, device, dtype, kernels)
+            devices.check_fp8_gemms(config, device, dtype, kernels)
 
         check(config, self.CUDA)
         check(config, cpu, torch.float32)
@@ -261,7 +262,7 @@ class TestChoiceOfRuntime:
             config=SimpleNamespace(text=SimpleNamespace(n_layers=2)),
         )
         config = config or RuntimeConfig(**settings)
-        return factory.kv_scales_of(config, opened, self.CUDA, dtype, kernels)
+        return devices.kv_scales_of(config, opened, self.CUDA, dtype, kernels)
 
     def test_a_cache_is_in_fp8_by_itself_only_where_all_fits(self, monkeypatch):
         every = [f"text.blocks.{i}.attn.{side}_scale" for i in (0, 1) for side in "kv"]
@@ -283,31 +284,31 @@ class TestChoiceOfRuntime:
             assert forced == read
 
     def test_no_compile_is_plain_torch_and_says_so(self, caplog):
-        assert not factory._uses_kernels(RuntimeConfig(compile=False), self.CUDA)
+        assert not devices.uses_kernels(RuntimeConfig(compile=False), self.CUDA)
         assert "--no-compile: plain torch computes on cuda" in caplog.text
 
     def test_without_triton_plain_torch_computes(self, monkeypatch, caplog):
         monkeypatch.setattr(gpu_device, "library_version", lambda name: None)
-        assert not factory._uses_kernels(RuntimeConfig(), self.CUDA)
+        assert not devices.uses_kernels(RuntimeConfig(), self.CUDA)
         assert "Triton isn't there: plain torch computes" in caplog.text
 
     def test_flashinfer_must_be_there_if_asked_for(self, monkeypatch):
         there = {"triton": "3.6.0"}
         monkeypatch.setattr(gpu_device, "library_version", there.get)
-        assert factory._uses_kernels(RuntimeConfig(attention="triton"), self.CUDA)
+        assert devices.uses_kernels(RuntimeConfig(attention="triton"), self.CUDA)
         with pytest.raises(ConfigError, match="flashinfer-python"):
-            factory._uses_kernels(RuntimeConfig(attention="flashinfer"), self.CUDA)
+            devices.uses_kernels(RuntimeConfig(attention="flashinfer"), self.CUDA)
 
     def test_an_older_card_is_refused_in_one_line(self, monkeypatch):
         self.says(monkeypatch, (7, 5))
         with pytest.raises(
             ConfigError, match=r"capability 7\.5; use a GPU of at least 8\.0 \(Ampere\)"
         ):
-            factory._uses_kernels(RuntimeConfig(), self.CUDA)
+            devices.uses_kernels(RuntimeConfig(), self.CUDA)
 
     def test_a_cpu_asks_for_no_gpu_library(self, monkeypatch):
         monkeypatch.setattr(gpu_device, "library_version", lambda name: pytest.fail(name))
-        assert not factory._uses_kernels(RuntimeConfig(), torch.device("cpu"))
+        assert not devices.uses_kernels(RuntimeConfig(), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("family", ["md2", "md3"])
@@ -316,7 +317,7 @@ def test_the_kernels_runtime_gets_weights_pool_and_settings(golden_folder, monke
     pytest.importorskip("triton")
     from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 
-    monkeypatch.setattr(factory, "_uses_kernels", lambda config, device: True)
+    monkeypatch.setattr(factory, "uses_kernels", lambda config, device: True)
     config = RuntimeConfig(
         model_path=golden_folder(family),
         device="cpu",
@@ -341,7 +342,7 @@ def test_the_kernels_runtime_gets_weights_pool_and_settings(golden_folder, monke
 def test_a_cache_in_fp8_has_twice_the_pages_of_a_half_type(golden_folder, monkeypatch, kernels):
     if kernels:
         pytest.importorskip("triton")
-        monkeypatch.setattr(factory, "_uses_kernels", lambda config, device: True)
+        monkeypatch.setattr(factory, "uses_kernels", lambda config, device: True)
     wide, half = (
         factory.build(
             RuntimeConfig(

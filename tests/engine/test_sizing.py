@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kestrel_engine import InsufficientMemoryError, RuntimeConfig, factory, sizing
+from kestrel_engine import InsufficientMemoryError, RuntimeConfig, sizing
+from kestrel_engine.building import runtimes
 from kestrel_engine.checkpoint.weights.random_weights import random_checkpoint, weight_bytes
 from kestrel_engine.sizing import GIB, fit
 from kestrel_engine.types.model_config import parse_model_config
@@ -101,7 +102,7 @@ def test_the_command_prints_a_line_a_card(capsys):
 def test_the_reserve_counts_the_largest_step():
     model = parse_model_config({}, family="moondream2")
     few, many = (
-        factory.reserve_of(model, torch.bfloat16, config(step_crops=crops).sizes(cuda=True))
+        runtimes.reserve_of(model, torch.bfloat16, config(step_crops=crops).sizes(cuda=True))
         for crops in (1, 18)
     )
     assert few < many

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from kestrel_engine import InferenceEngine, RuntimeConfig, factory
+from kestrel_engine import InferenceEngine, RuntimeConfig
+from kestrel_engine.building import factory
 from kestrel_engine.runtime.gpu import device as gpu_device
 from kestrel_engine.types.step import Row
 from tests.golden.test_engine import CHECKS, cases, check_text, run

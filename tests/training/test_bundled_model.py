@@ -238,7 +238,7 @@ async def test_a_few_frozen_scenes_through_the_engine(
 
 
 def test_the_calibration_is_that_of_the_weights(bundled: Path) -> None:
-    from kestrel_engine.factory import read_calibration
+    from kestrel_engine.building.files import read_calibration
     from kestrel_engine.types.calibration import CURVES, FILE_NAME
 
     stored = json.loads((bundled / FILE_NAME).read_text())

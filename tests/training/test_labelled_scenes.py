@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kestrel_engine import RuntimeConfig
-from kestrel_engine.factory import build
+from kestrel_engine.building.factory import build
 from kestrel_engine.maintenance import read_labelled_images
 from kestrel_grpc.cli.parser import main
 from training.labelled_scenes import labelled_scene, write

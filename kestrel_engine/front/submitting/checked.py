@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...adapters.files import checked_adapter_name
+from ...building.factory import Built
 from ...config.runtime import RuntimeConfig
 from ...errors import InvalidRequest
-from ...factory import Built
 from ...preprocess.looks import Tiled
 from ...skills.base import SkillContext, SkillDefaults, SkillRequest, SkillSpec
 from ...skills.embed import EMBED, EmbedSkill

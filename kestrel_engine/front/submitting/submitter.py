@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any
 
 from ...adapters.library import AdapterLibrary, Lease
+from ...building.factory import Built
 from ...config.runtime import RuntimeConfig
 from ...errors import AdapterNotFound, InvalidRequest
-from ...factory import Built
 from ...preprocess.crops import crop_boxes
 from ...preprocess.prepared_cache import Looks
 from ...skills.base import SkillRequest

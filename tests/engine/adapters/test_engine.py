@@ -23,8 +23,8 @@ from kestrel_engine import (
     LoRA,
     RuntimeConfig,
     TextLoRAConfig,
-    factory,
 )
+from kestrel_engine.building import factory
 from kestrel_engine.checkpoint.open import load_weights, open_model
 from kestrel_engine.models.moondream import Moondream
 from tests.engine.adapters.random_adapters import merged, random_tensors
@@ -155,7 +155,7 @@ async def test_an_error_fails_its_request_alone(folder: Path) -> None:
 def test_settings_that_can_not_be_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="is not a folder"):
         factory.build(RuntimeConfig(adapters_dir=tmp_path / "none"))
-    monkeypatch.setattr(factory, "_uses_kernels", lambda config, device: True)
+    monkeypatch.setattr(factory, "uses_kernels", lambda config, device: True)
     # The kernels compute no adapters of experts yet.
     text = open_model(RuntimeConfig()).config.text
     lora = LoRA.create(text, lora_config=TextLoRAConfig(rank=8))

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from kestrel_engine import ConfigError
-from kestrel_engine.factory import read_calibration
+from kestrel_engine.building.files import read_calibration
 from kestrel_engine.maintenance import read_labelled_images
 from kestrel_engine.maintenance.average_precision import (
     AveragePrecision,

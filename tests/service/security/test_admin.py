@@ -220,7 +220,10 @@ async def test_the_log_level_of_one_module_changes_alone(serve, root_level):
         assert response.previous_level == pb.LOG_LEVEL_DEBUG
         # A package has no logger of its own until it is given a level.
         await admin.SetLogLevel(level=pb.LOG_LEVEL_WARNING, module="kestrel_engine")
-        assert logging.getLogger("kestrel_engine.factory").getEffectiveLevel() == logging.WARNING
+        assert (
+            logging.getLogger("kestrel_engine.building.factory").getEffectiveLevel()
+            == logging.WARNING
+        )
         known = len(logging.root.manager.loggerDict)
         for name in ("kestrel_engine.nothing", "..", "x" * 1000):
             told = await failure(admin.SetLogLevel(level=pb.LOG_LEVEL_DEBUG, module=name))

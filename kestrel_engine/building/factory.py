@@ -1,0 +1,210 @@
+"""build(config): from a configuration to a runtime, with its weights and what stands beside it.
+
+Imports torch when called, not before; Triton only where it is to be used. Everything that can be wrong with the
+configuration is found before any weight is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from ..adapters.library import AdapterLibrary
+from ..adapters.lora import LoRA
+from ..config.runtime import RuntimeConfig
+from ..errors import ConfigError
+from ..runtime.protocol import Runtime
+from ..skills.base import TextCodec
+from ..types.adapter import Adapter
+from ..types.calibration import UNCALIBRATED, Calibration
+from ..types.info import EngineInfo, LoadTimes
+from ..types.model_config import ModelConfig
+from ..types.progress import Progress
+from .device import (
+    check_fp8_gemms,
+    compile_meter,
+    device_of,
+    dtype_of,
+    keeps_fp8,
+    kv_scales_of,
+    uses_kernels,
+)
+from .files import adapters_folder, read_calibration
+from .pages import check_pool, page_size_of
+from .runtimes import Plan, gpu_runtime, torch_runtime
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..kernels.compile_meter import CompileMeter
+    from ..runtime.gpu.adapters.layout import SlabLayout
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """The parts of an engine; ``info.skills``: the skills that the model can do."""
+
+    runtime: Runtime
+    model: ModelConfig
+    codec: TextCodec
+    info: EngineInfo
+    compiling: CompileMeter | None = None
+    """Counts compiled kernels; None if no kernels are compiled."""
+    device_pixels: int = 0
+    """Width times height of the largest image whose crops the runtime makes of its pixels; 0: it takes crops only."""
+    calibration: Calibration = UNCALIBRATED
+    adapters: AdapterLibrary | None = None
+    lora: Adapter | None = None
+    """The adapter of requests that name none."""
+
+
+def build(
+    config: RuntimeConfig, progress: Progress | None = None, lora: LoRA | None = None
+) -> Built:
+    """Resolves, checks, downloads if necessary, and loads the model. Blocks. Raises ConfigError or ModelLoadError."""
+    import torch
+
+    from ..checkpoint.open import load_weights, open_model
+    from ..checkpoint.refiner import load_refiner
+    from ..preprocess.tokenizer import Tokenizer
+    from ..runtime.gpu.memory import out_of_memory
+    from ..runtime.kv_cache import bytes_per_page, kv_dtype
+
+    device, dtype = device_of(config), dtype_of(config)
+    sizes = config.sizes(cuda=device.type == "cuda")
+    kernels = uses_kernels(config, device)
+    check_fp8_gemms(config, device, dtype, kernels)
+    adapters_dir = adapters_folder(config)
+    compiling = compile_meter() if kernels else None
+    if config.attention == "flashinfer" and dtype == torch.float32:
+        raise ConfigError("attention", "flashinfer", "needs dtype bfloat16 or float16")
+    if config.cpu_threads is not None:
+        torch.set_num_threads(config.cpu_threads)
+    opened = open_model(config, progress=progress)
+    model = opened.config
+    page_size = page_size_of(config, model)
+    scales = kv_scales_of(config, opened, device, dtype, kernels)
+    cache_dtype = kv_dtype(dtype, scales)
+    page_bytes = bytes_per_page(model.text, page_size, cache_dtype)
+    check_pool(config, model, page_size, page_bytes)
+    layout = None
+    if kernels and (lora is not None or adapters_dir is not None):
+        layout = _slab_layout(model, dtype, device)
+    adapter = None if lora is None else lora.adapter(model.text, dtype, device, layout)
+    codec = Tokenizer.from_file(opened.tokenizer_path, vocab_size=model.text.vocab_size)
+    try:
+        began = time.monotonic()
+        loaded = load_weights(
+            opened,
+            dtype=dtype,
+            device=device,
+            keep_fp8=keeps_fp8(config, device, kernels),
+            progress=progress,
+        )
+        tensors = loaded.tensors
+        calibration = read_calibration(config.calibration, opened.files, loaded.fingerprint)
+        num_parameters = sum(t.numel() for n, t in tensors.items() if not n.endswith(".scale"))
+        weights_bytes = sum(t.nbytes for t in tensors.values())
+        read = time.monotonic()
+        logger.info("weights: %.2f GB in %.2f s", weights_bytes / 1e9, read - began)
+        refiner = None
+        if opened.refiner is not None and find_spec("contourpy") is None:
+            logger.warning(
+                "refiner: %s is not used, because the package contourpy is not installed",
+                opened.refiner,
+            )
+        elif opened.refiner is not None:
+            refiner = load_refiner(opened.refiner, model.vision, dtype=dtype, device=device)
+            logger.info("refiner: %s", opened.refiner)
+        plan = Plan(
+            config,
+            sizes,
+            model,
+            page_size,
+            page_bytes,
+            device,
+            dtype,
+            scales,
+            refiner,
+            layout,
+            progress,
+        )
+        runtime, capture_s = (gpu_runtime if kernels else torch_runtime)(plan, tensors)
+        built = time.monotonic()
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        raise out_of_memory(config, sizes.max_batch_size, reason) from error
+    limits = runtime.limits
+    logger.info(
+        "%s: %d pages, %.2f GB of KV cache in %s, in %.2f s",
+        type(runtime).__name__,
+        limits.num_pages,
+        limits.num_pages * page_bytes / 1e9,
+        str(cache_dtype).removeprefix("torch."),
+        built - read,
+    )
+    info = EngineInfo(
+        model=opened.name,
+        family=model.family,
+        skills=model.skills,
+        max_context=limits.max_seq_length,
+        image_positions=model.image_positions,
+        vocab_size=model.text.vocab_size,
+        num_parameters=num_parameters,
+        weights_bytes=weights_bytes,
+        weights_fingerprint=loaded.fingerprint,
+        device=str(device),
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+        dtype=str(dtype).removeprefix("torch."),
+        max_batch_size=limits.max_batch_size,
+        num_pages=limits.num_pages,
+        page_size=page_size,
+        kv_cache_bytes=limits.num_pages * page_bytes,
+        kv_cache_dtype=str(cache_dtype).removeprefix("torch."),
+        max_queue=config.max_queue,
+        refines=limits.refines,
+        torch_version=torch.__version__,
+        calibrated=calibration.names,
+        load=LoadTimes(
+            weights_s=read - began, build_s=built - read - capture_s, capture_s=capture_s
+        ),
+    )
+    adapters = None
+    if adapters_dir is not None:
+        adapters = AdapterLibrary(
+            adapters_dir,
+            model,
+            dtype=dtype,
+            device=device,
+            max_bytes=config.adapter_cache_bytes,
+            packer=layout,
+        )
+    if not kernels:
+        return Built(
+            runtime,
+            model,
+            codec,
+            info,
+            compiling,
+            calibration=calibration,
+            adapters=adapters,
+            lora=adapter,
+        )
+    from ..runtime.gpu.footprint import DEVICE_PIXELS
+
+    # Crops are recognised by their bytes, which must be here for that.
+    device_pixels = 0 if config.crop_cache_bytes else DEVICE_PIXELS
+    return Built(
+        runtime, model, codec, info, compiling, device_pixels, calibration, adapters, adapter
+    )
+
+
+def _slab_layout(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> SlabLayout:
+    from ..runtime.gpu.adapters.layout import SlabLayout
+
+    return SlabLayout(model.text, dtype, device)

@@ -1,0 +1,168 @@
+"""From a plan and weights to one of the two runtimes. Owns the memory that is left for pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..config.runtime import RuntimeConfig
+from ..config.sizes import Sizes
+from ..runtime.protocol import Runtime
+from ..types.model_config import ModelConfig
+from ..types.progress import Progress
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..models.kv_format import Scales
+    from ..models.refiner import Refiner
+    from ..runtime.gpu.adapters.layout import SlabLayout
+    from ..runtime.gpu.memory import Pool
+
+CPU_POOL_SHARE = 0.5
+"""On a CPU the KV pool's default takes at most this share of the memory left beside the weights."""
+
+PLAIN_CROPS = 8
+"""Crops that the plain vision tower encodes together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The choices for a runtime, without weights and pool."""
+
+    config: RuntimeConfig
+    sizes: Sizes
+    model: ModelConfig
+    page_size: int
+    page_bytes: int
+    device: torch.device
+    dtype: torch.dtype
+    kv_scales: tuple[Scales, ...] | None
+    refiner: Refiner | None
+    slabs: SlabLayout | None
+    progress: Progress | None
+
+    @property
+    def refine_bytes(self) -> int:
+        """Memory for the activations of the masks that one step refines."""
+        from ..runtime.refinement import refine_bytes
+        from ..types.step import MOST_REFINED
+
+        if self.refiner is None:
+            return 0
+        return refine_bytes(self.refiner.config, self.model.vision, self.dtype, MOST_REFINED)
+
+
+def torch_runtime(plan: Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime, float]:
+    """Builds TorchRuntime. Returns it, and 0 seconds for capturing graphs."""
+    from ..models.moondream import Moondream
+    from ..runtime.gpu.footprint import reserve_bytes
+    from ..runtime.torch_runtime import TorchRuntime
+
+    reserve = 0
+    if plan.device.type == "cuda":
+        # Plain operators keep what the kernels fuse away.
+        reserve = 2 * reserve_bytes(
+            plan.model,
+            plan.dtype,
+            max_batch_size=plan.sizes.max_batch_size,
+            max_crops=PLAIN_CROPS,
+        )
+    pool = _pool(plan, reserve + plan.refine_bytes)
+    runtime = TorchRuntime(
+        Moondream(plan.model, tensors),
+        plan.model,
+        num_pages=pool.num_pages,
+        page_size=plan.page_size,
+        max_batch_size=plan.sizes.max_batch_size,
+        max_seq_length=pool.max_seq_length,
+        device=plan.device,
+        dtype=plan.dtype,
+        kv_scales=plan.kv_scales,
+        refiner=plan.refiner,
+    )
+    return runtime, 0.0
+
+
+def gpu_runtime(plan: Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime, float]:
+    """Builds GpuRuntime. Returns it, and the seconds that capturing graphs took."""
+    from ..runtime.gpu.runtime import GpuRuntime
+    from ..runtime.gpu.weights import pack_weights
+
+    sizes = plan.sizes
+    pack_weights(plan.model, tensors)
+    fp8_gemms = plan.config.fp8_gemms
+    reserve = reserve_of(plan.model, plan.dtype, sizes, fp8_gemms=fp8_gemms)
+    if plan.config.adapters_dir is not None:
+        reserve += plan.config.adapter_cache_bytes
+    pool = _pool(plan, reserve + plan.refine_bytes)
+    runtime = GpuRuntime(
+        plan.model,
+        tensors,
+        num_pages=pool.num_pages,
+        page_size=plan.page_size,
+        max_batch_size=sizes.max_batch_size,
+        max_seq_length=pool.max_seq_length,
+        attention=plan.config.attention,
+        fp8_gemms=fp8_gemms,
+        kv_scales=plan.kv_scales,
+        cuda_graphs=plan.config.cuda_graphs,
+        decode_beside=_decodes_beside(plan.config, plan.model),
+        max_crops=_most_crops(sizes),
+        refiner=plan.refiner,
+        adapters=plan.slabs,
+        progress=plan.progress,
+    )
+    return runtime, runtime.capture_s
+
+
+def _decodes_beside(config: RuntimeConfig, model: ModelConfig) -> bool:
+    if config.decode_beside == "auto":
+        return model.text.moe is None
+    return config.decode_beside == "on"
+
+
+def _most_crops(sizes: Sizes) -> int:
+    """Crops that the vision tower encodes at once: those of the largest step, up to the size of a pass."""
+    from ..runtime.gpu.attention.patches import BATCHES
+    from ..scheduler.budget import StepBudget
+
+    return min(sizes.step_crops * StepBudget(crops=sizes.step_crops).idle_scale, BATCHES[-1])
+
+
+def reserve_of(
+    model: ModelConfig, dtype: torch.dtype, sizes: Sizes, *, fp8_gemms: str = "off"
+) -> int:
+    """Bytes that GpuRuntime needs beside weights and pool, with the largest steps that the scheduler makes."""
+    from ..runtime.gpu.footprint import reserve_bytes
+
+    return reserve_bytes(
+        model,
+        dtype,
+        max_batch_size=sizes.max_batch_size,
+        max_crops=_most_crops(sizes),
+        fp8_gemms=fp8_gemms,
+    )
+
+
+def _pool(plan: Plan, reserve_bytes: int) -> Pool:
+    from ..checkpoint.weights.memory import device_available
+    from ..runtime.gpu.memory import CACHED_CONTEXTS, CUDA_SHARE, plan_pool
+
+    cuda = plan.device.type == "cuda"
+    if cuda:
+        import torch
+
+        # Memory that loading and packing released must count as free.
+        torch.cuda.empty_cache()
+    return plan_pool(
+        device_available(plan.device),
+        reserve_bytes + plan.config.crop_cache_bytes,
+        plan.page_bytes,
+        plan.config,
+        plan.model,
+        page_size=plan.page_size,
+        max_batch_size=plan.sizes.max_batch_size,
+        share=CUDA_SHARE if cuda else CPU_POOL_SHARE,
+        contexts=CACHED_CONTEXTS if cuda else 1,
+    )
