@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -76,12 +76,12 @@ class Checked:
 class Packer(Protocol):
     """The form in which kernels read adapters, if they do not read A and B of each module."""
 
-    def refusal(self, modules: Iterable[str]) -> str | None:
-        """Returns why an adapter that changes ``modules`` can't be computed; None if it can."""
+    def refusal(self, ranks: Mapping[str, int]) -> str | None:
+        """Returns why an adapter with the ``ranks`` of its modules can't be computed; None if it can."""
         ...
 
     def num_bytes(self, ranks: Mapping[str, int]) -> int:
-        """Returns the device memory of an adapter with the ``ranks`` of its modules."""
+        """Returns the device memory of an adapter."""
         ...
 
     def pack(self, weights: Mapping[str, LowRank]) -> Mapping[str, torch.Tensor]:

@@ -138,7 +138,7 @@ class AdapterLibrary:
         """Reserves the memory of an adapter. Drops unused ones if necessary."""
         wanted = checked.count * self._dtype.itemsize
         if self._packer is not None:
-            refusal = self._packer.refusal(checked.pairs)
+            refusal = self._packer.refusal(checked.ranks)
             if refusal is not None:
                 raise AdapterUnfit(
                     "adapter", f"{entry.found.name!r} can't be applied: it {refusal}"

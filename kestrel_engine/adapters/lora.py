@@ -96,7 +96,8 @@ class LoRA:
             module: LowRank(sides[f"{module}.A"], sides[f"{module}.B"]) for module in modules
         }
         if packer is not None:
-            if (refusal := packer.refusal(weights)) is not None:
+            ranks = {module: change.a.shape[-2] for module, change in weights.items()}
+            if (refusal := packer.refusal(ranks)) is not None:
                 raise ConfigError("lora", "given", refusal)
             slabs = packer.pack(weights)
             return Adapter(_NAME, _NAME, {}, sum(each.nbytes for each in slabs.values()), slabs)

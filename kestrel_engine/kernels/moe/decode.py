@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..adapters.experts import ExpertChanges, add_expert_change, shrink_experts
 from .tile import Experts, dot_tile, geglu, product_scale, triton_type
 
 MAX_TOKENS = 64
@@ -69,14 +70,16 @@ def moe_decode(
     fc2_scale: Tensor | None = None,
     *,
     out: Tensor | None = None,
+    adapters: ExpertChanges | None = None,
     pdl: bool = False,
     tiles: Tiles | None = None,
 ) -> Tensor:
     """Applies each token's experts (see `route.route`) to ``u`` [T, D] and returns parts [k, T, D] float32.
 
     Part i is the output of each token's i-th expert times its weight. The sum of the parts, in order, is the layer's
-    output; `add_layer_norm` computes it. ``out``: [k, T, D] for the parts, in float32 or the model's dtype. ``pdl``:
-    launch as programmatic dependents (sm_90), which does not change results.
+    output; `add_layer_norm` computes it. ``out``: [k, T, D] for the parts, in float32 or the model's dtype.
+    ``adapters``: changes of the experts, which take two more launches; None if no token has an adapter.
+    ``pdl``: launch as programmatic dependents (sm_90), which does not change results.
 
     Raises ValueError for more than 64 tokens.
     """
@@ -104,15 +107,29 @@ def moe_decode(
         "SCALED": fc1_scale is not None,
         "DOT": triton_type(product_type),
         "PRODUCT_SCALE": product_scale(product_type),
+        "ADAPTERS": adapters is not None,
     }
     if pdl:
         shared["launch_pdl"] = True
+    # Without adapters, the kernels read none of these.
+    on_device, places = (fc1, fc1, experts, experts), (0, 0)
+    shrunk = out
+    if adapters is not None:
+        own = adapters.rows
+        on_device, places = (
+            (own.anchor, own.slabs, own.first, own.count),
+            (adapters.fc1_b, adapters.fc2_b),
+        )
+        shrunk = shrink_experts(u, experts, own, adapters.fc1_a, of_tokens=True, pdl=pdl)
     _up_kernel[(triton.cdiv(inner, tiles.up.rows), num_slots)](
         u,
         experts,
         fc1,
         fc1 if fc1_scale is None else fc1_scale,
         product,
+        *on_device,
+        shrunk,
+        places[0],
         num_tokens,
         u.stride(0),
         DIM=dim,
@@ -125,6 +142,8 @@ def moe_decode(
         num_stages=tiles.up.stages,
         **shared,
     )
+    if adapters is not None:
+        shrunk = shrink_experts(product, experts, own, adapters.fc2_a, of_tokens=False, pdl=pdl)
     _down_kernel[(triton.cdiv(dim, tiles.down.rows), num_slots)](
         product,
         weights,
@@ -132,6 +151,9 @@ def moe_decode(
         fc2,
         fc2 if fc2_scale is None else fc2_scale,
         out,
+        *on_device,
+        shrunk,
+        places[1],
         num_tokens,
         DIM=dim,
         INNER=inner,
@@ -275,6 +297,12 @@ def _up_tile(
     pairs,
     tile,
     stride,
+    anchor,
+    slabs,
+    slab_first,
+    slab_count,
+    shrunk,
+    b_at,
     K_CHOICES: tl.constexpr,
     DIM: tl.constexpr,
     INNER: tl.constexpr,
@@ -286,6 +314,7 @@ def _up_tile(
     SCALED: tl.constexpr,
     DOT: tl.constexpr,
     PRODUCT_SCALE: tl.constexpr,
+    ADAPTERS: tl.constexpr,
 ):
     valid = pairs >= 0
     token = tl.where(valid, pairs, 0) // K_CHOICES
@@ -301,6 +330,11 @@ def _up_tile(
     if SCALED:
         scale = tl.load(scale_ptr + of_expert + row, mask=w_valid, other=0.0)
         acc = acc * scale[None, :]
+    if ADAPTERS:
+        acc = add_expert_change(
+            acc, anchor, slabs, slab_first, slab_count, shrunk, b_at, expert, token, valid, pairs, row,
+            w_valid, 2 * INNER,
+        )  # fmt: skip
     h, g = tl.split(tl.permute(tl.reshape(acc, [M, 2, ROWS]), [0, 2, 1]))
     column = tile * ROWS + tl.arange(0, ROWS)
     product = geglu(h, g, PRODUCT_SCALE)
@@ -319,6 +353,12 @@ def _up_kernel(
     fc1_ptr,
     scale_ptr,
     product_ptr,
+    anchor,
+    slabs,
+    slab_first,
+    slab_count,
+    shrunk,
+    b_at,
     num_tokens,
     stride,
     DIM: tl.constexpr,
@@ -335,6 +375,7 @@ def _up_kernel(
     SCALED: tl.constexpr,
     DOT: tl.constexpr,
     PRODUCT_SCALE: tl.constexpr,
+    ADAPTERS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Computes product[pair] = gelu(h) * (g + 1) for the pairs of one work item and ROWS of its columns."""
@@ -349,20 +390,23 @@ def _up_kernel(
     if count > 0:
         if TOKENS_PAD <= NARROW:
             _up_tile(
-                u_ptr, fc1_ptr, scale_ptr, product_ptr, expert, pairs, tile, stride, K_CHOICES, DIM,
-                INNER, TOKENS_PAD, ROWS, BLOCK_K, STAGES, SWAP, SCALED, DOT, PRODUCT_SCALE,
-            )  # fmt: skip
+                    u_ptr, fc1_ptr, scale_ptr, product_ptr, expert, pairs, tile, stride, anchor, slabs,
+                    slab_first, slab_count, shrunk, b_at, K_CHOICES, DIM, INNER, TOKENS_PAD, ROWS,
+                    BLOCK_K, STAGES, SWAP, SCALED, DOT, PRODUCT_SCALE, ADAPTERS,
+                )  # fmt: skip
         else:
             if count <= NARROW:
                 few = _compact(pairs, TOKENS_PAD, NARROW)
                 _up_tile(
-                    u_ptr, fc1_ptr, scale_ptr, product_ptr, expert, few, tile, stride, K_CHOICES,
-                    DIM, INNER, NARROW, ROWS, BLOCK_K, STAGES, SWAP, SCALED, DOT, PRODUCT_SCALE,
+                    u_ptr, fc1_ptr, scale_ptr, product_ptr, expert, few, tile, stride, anchor, slabs,
+                    slab_first, slab_count, shrunk, b_at, K_CHOICES, DIM, INNER, NARROW, ROWS,
+                    BLOCK_K, STAGES, SWAP, SCALED, DOT, PRODUCT_SCALE, ADAPTERS,
                 )  # fmt: skip
             else:
                 _up_tile(
-                    u_ptr, fc1_ptr, scale_ptr, product_ptr, expert, pairs, tile, stride, K_CHOICES,
-                    DIM, INNER, TOKENS_PAD, ROWS, BLOCK_K, STAGES, SWAP, SCALED, DOT, PRODUCT_SCALE,
+                    u_ptr, fc1_ptr, scale_ptr, product_ptr, expert, pairs, tile, stride, anchor, slabs,
+                    slab_first, slab_count, shrunk, b_at, K_CHOICES, DIM, INNER, TOKENS_PAD, ROWS,
+                    BLOCK_K, STAGES, SWAP, SCALED, DOT, PRODUCT_SCALE, ADAPTERS,
                 )  # fmt: skip
 
 
@@ -377,6 +421,12 @@ def _down_tile(
     pairs,
     tile,
     num_tokens,
+    anchor,
+    slabs,
+    slab_first,
+    slab_count,
+    shrunk,
+    b_at,
     K_CHOICES: tl.constexpr,
     DIM: tl.constexpr,
     INNER: tl.constexpr,
@@ -388,6 +438,7 @@ def _down_tile(
     SCALED: tl.constexpr,
     DOT: tl.constexpr,
     PRODUCT_SCALE: tl.constexpr,
+    ADAPTERS: tl.constexpr,
 ):
     valid = pairs >= 0
     pair = tl.where(valid, pairs, 0)
@@ -399,6 +450,12 @@ def _down_tile(
     acc = _product(x_ptr, valid, w_ptr, w_valid, M, ROWS, INNER, BLOCK_K, STAGES, SWAP, DOT)
     if SCALED:
         acc = acc * tl.load(scale_ptr + of_expert + row, mask=w_valid, other=0.0)[None, :]
+    if ADAPTERS:
+        # The products with A have the scale of the product, as the other summands do.
+        acc = add_expert_change(
+            acc, anchor, slabs, slab_first, slab_count, shrunk, b_at, expert, pair // K_CHOICES, valid,
+            pair, row, w_valid, DIM,
+        )  # fmt: skip
     weight = tl.load(weights_ptr + pair, mask=valid, other=0.0) * (1.0 / PRODUCT_SCALE)
     part = (pair % K_CHOICES) * num_tokens + pair // K_CHOICES
     at = out_ptr + part[:, None] * DIM + row[None, :]
@@ -414,6 +471,12 @@ def _down_kernel(
     fc2_ptr,
     scale_ptr,
     out_ptr,
+    anchor,
+    slabs,
+    slab_first,
+    slab_count,
+    shrunk,
+    b_at,
     num_tokens,
     DIM: tl.constexpr,
     INNER: tl.constexpr,
@@ -429,6 +492,7 @@ def _down_kernel(
     SCALED: tl.constexpr,
     DOT: tl.constexpr,
     PRODUCT_SCALE: tl.constexpr,
+    ADAPTERS: tl.constexpr,
     PDL: tl.constexpr,
     TILE_BYTES: tl.constexpr,
 ):
@@ -450,21 +514,21 @@ def _down_kernel(
     if count > 0:
         if TOKENS_PAD <= NARROW:
             _down_tile(
-                product_ptr, weights_ptr, fc2_ptr, scale_ptr, out_ptr, expert, pairs, tile,
-                num_tokens, K_CHOICES, DIM, INNER, TOKENS_PAD, ROWS, BLOCK_K, STAGES, SWAP, SCALED,
-                DOT, PRODUCT_SCALE,
-            )  # fmt: skip
+                    product_ptr, weights_ptr, fc2_ptr, scale_ptr, out_ptr, expert, pairs, tile,
+                    num_tokens, anchor, slabs, slab_first, slab_count, shrunk, b_at, K_CHOICES, DIM,
+                    INNER, TOKENS_PAD, ROWS, BLOCK_K, STAGES, SWAP, SCALED, DOT, PRODUCT_SCALE, ADAPTERS,
+                )  # fmt: skip
         else:
             if count <= NARROW:
                 few = _compact(pairs, TOKENS_PAD, NARROW)
                 _down_tile(
                     product_ptr, weights_ptr, fc2_ptr, scale_ptr, out_ptr, expert, few, tile,
-                    num_tokens, K_CHOICES, DIM, INNER, NARROW, ROWS, BLOCK_K, STAGES, SWAP, SCALED,
-                    DOT, PRODUCT_SCALE,
+                    num_tokens, anchor, slabs, slab_first, slab_count, shrunk, b_at, K_CHOICES, DIM,
+                    INNER, NARROW, ROWS, BLOCK_K, STAGES, SWAP, SCALED, DOT, PRODUCT_SCALE, ADAPTERS,
                 )  # fmt: skip
             else:
                 _down_tile(
                     product_ptr, weights_ptr, fc2_ptr, scale_ptr, out_ptr, expert, pairs, tile,
-                    num_tokens, K_CHOICES, DIM, INNER, TOKENS_PAD, ROWS, BLOCK_K, STAGES, SWAP,
-                    SCALED, DOT, PRODUCT_SCALE,
+                    num_tokens, anchor, slabs, slab_first, slab_count, shrunk, b_at, K_CHOICES, DIM,
+                    INNER, TOKENS_PAD, ROWS, BLOCK_K, STAGES, SWAP, SCALED, DOT, PRODUCT_SCALE, ADAPTERS,
                 )  # fmt: skip

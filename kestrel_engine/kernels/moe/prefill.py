@@ -19,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..adapters.experts import ExpertChanges, add_expert_change, shrink_experts
+from ..adapters.slabs import RowSlabs
 from ..linear.fp8_rows import Fp8Rows
 from .route import Grouping, group_by_expert
 from .tile import Experts, dot_tile, geglu, product_scale, triton_type
@@ -104,13 +106,15 @@ def moe_prefill(
     out: Tensor | None = None,
     tiles: Tiles | None = None,
     in_fp8: Fp8Rows | None = None,
+    adapters: ExpertChanges | None = None,
 ) -> Tensor:
     """Applies each token's experts (see `route.route`) to ``u`` [T, D] and returns their weighted sum [T, D].
 
     ``add_to``: [T, D], added to the sum, or None. ``out`` may be ``add_to``. The experts' outputs are rounded to the
     model's dtype, then weighted and summed in float32. ``in_fp8``: ``u`` in FP8. If hopper.py is used, FP8 experts
     multiply it instead of ``u``, with FP8 products of GeGLU. ``tiles``: use these tiles, and the kernels of this
-    module, on any GPU.
+    module, on any GPU. ``adapters``: changes of the experts, which only the kernels of this module compute; None if no
+    token has an adapter.
     """
     layer = Experts(fc1, fc2, fc1_scale, fc2_scale)
     num_tokens, k = experts.shape
@@ -120,7 +124,7 @@ def moe_prefill(
     if not num_tokens:
         return out
     outputs = torch.empty((num_pairs, dim), dtype=u.dtype, device=u.device)
-    hopper = _hopper(u.device) if tiles is None else None
+    hopper = _hopper(u.device) if tiles is None and adapters is None else None
     if hopper is not None and hopper.takes(u, layer, num_pairs):
         hopper.products(u, experts, layer, outputs, in_fp8=in_fp8)
     else:
@@ -129,8 +133,20 @@ def moe_prefill(
         product_type = layer.product_type(u.dtype)
         product = torch.empty((num_pairs, inner), dtype=product_type, device=u.device)
         x = u.to(product_type)
-        _launch(_up_kernel, tiles.up, grouping, x, fc1, fc1_scale, product, inner, k)
-        _launch(_down_kernel, tiles.down, grouping, product, fc2, fc2_scale, outputs, dim, k)
+        up: _Change | None = None
+        down: _Change | None = None
+        if adapters is not None:
+            own = adapters.rows
+            shrunk = shrink_experts(u, experts, own, adapters.fc1_a, of_tokens=True)
+            up = _Change(own, shrunk, adapters.fc1_b)
+        _launch(_up_kernel, tiles.up, grouping, x, fc1, fc1_scale, product, inner, k, up)
+        if adapters is not None:
+            order = grouping.order
+            shrunk = shrink_experts(
+                product, experts, own, adapters.fc2_a, of_tokens=False, order=order
+            )
+            down = _Change(own, shrunk, adapters.fc2_b)
+        _launch(_down_kernel, tiles.down, grouping, product, fc2, fc2_scale, outputs, dim, k, down)
     block = min(triton.next_power_of_2(dim), 2048)
     _sum_kernel[(num_tokens, triton.cdiv(dim, block))](
         outputs,
@@ -148,6 +164,14 @@ def moe_prefill(
     return out
 
 
+class _Change(NamedTuple):
+    """The change of one product: the tokens' slabs, the pairs' products with A, and the offset of B in a slab."""
+
+    rows: RowSlabs
+    shrunk: Tensor
+    b_at: int
+
+
 def _launch(
     kernel: Any,
     tile: Tile,
@@ -158,6 +182,7 @@ def _launch(
     outputs: Tensor,
     num_columns: int,
     k: int,
+    change: _Change | None,
 ) -> None:
     num_inputs = weight.shape[2]
     product_type = outputs.dtype if kernel is _up_kernel else inputs.dtype
@@ -169,6 +194,11 @@ def _launch(
         rows = TensorDescriptor.from_tensor(
             weight.view(-1, num_inputs), [tile.block_n, tile.block_k]
         )
+    # Without a change, the kernel reads none of these.
+    slabs: tuple[Tensor, ...] = (outputs, outputs, grouping.order, grouping.order, outputs)
+    if change is not None:
+        own = change.rows
+        slabs = own.anchor, own.slabs, own.first, own.count, change.shrunk
     kernel[(grouping.num_tiles * triton.cdiv(num_columns, tile.block_n),)](
         inputs,
         grouping.order,
@@ -176,6 +206,8 @@ def _launch(
         rows,
         weight if scale is None else scale,
         outputs,
+        *slabs,
+        0 if change is None else change.b_at,
         grouping.num_tiles,
         inputs.stride(0),
         NUM_INPUTS=num_inputs,
@@ -189,6 +221,7 @@ def _launch(
         SCALED=scale is not None,
         DOT=triton_type(product_type),
         PRODUCT_SCALE=product_scale(product_type),
+        ADAPTERS=change is not None,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -228,6 +261,12 @@ def _up_kernel(
     fc1,
     scale_ptr,
     product_ptr,
+    anchor,
+    slabs,
+    slab_first,
+    slab_count,
+    shrunk,
+    b_at,
     num_tiles,
     stride,
     NUM_INPUTS: tl.constexpr,
@@ -241,6 +280,7 @@ def _up_kernel(
     SCALED: tl.constexpr,
     DOT: tl.constexpr,
     PRODUCT_SCALE: tl.constexpr,
+    ADAPTERS: tl.constexpr,
 ):
     """Computes product[place] = gelu(h) * (g + 1) for the places of one tile and BLOCK_N columns."""
     tile = tl.program_id(0) // tl.cdiv(NUM_COLUMNS, BLOCK_N)
@@ -285,6 +325,16 @@ def _up_kernel(
             scales = scale_ptr + expert.to(tl.int64) * (2 * NUM_COLUMNS) + column
             h = h * tl.load(scales, mask=inside, other=0.0)[None, :]
             g = g * tl.load(scales + NUM_COLUMNS, mask=inside, other=0.0)[None, :]
+        if ADAPTERS:
+            pair = tl.load(order_ptr + place, mask=valid, other=0)
+            h = add_expert_change(
+                h, anchor, slabs, slab_first, slab_count, shrunk, b_at, expert, token, valid, pair,
+                column, inside, 2 * NUM_COLUMNS,
+            )  # fmt: skip
+            g = add_expert_change(
+                g, anchor, slabs, slab_first, slab_count, shrunk, b_at + NUM_COLUMNS, expert, token,
+                valid, pair, column, inside, 2 * NUM_COLUMNS,
+            )  # fmt: skip
         at = place.to(tl.int64)[:, None] * NUM_COLUMNS + column[None, :]
         product = geglu(h, g, PRODUCT_SCALE).to(product_ptr.dtype.element_ty)
         tl.store(product_ptr + at, product, mask=valid[:, None] & inside[None, :])
@@ -298,6 +348,12 @@ def _down_kernel(
     fc2,
     scale_ptr,
     outputs_ptr,
+    anchor,
+    slabs,
+    slab_first,
+    slab_count,
+    shrunk,
+    b_at,
     num_tiles,
     stride,
     NUM_INPUTS: tl.constexpr,
@@ -311,6 +367,7 @@ def _down_kernel(
     SCALED: tl.constexpr,
     DOT: tl.constexpr,
     PRODUCT_SCALE: tl.constexpr,
+    ADAPTERS: tl.constexpr,
 ):
     """Computes outputs[pair] = product[place] @ fc2.T for the places of one tile and BLOCK_N columns."""
     tile = tl.program_id(0) // tl.cdiv(NUM_COLUMNS, BLOCK_N)
@@ -347,9 +404,15 @@ def _down_kernel(
         if SCALED:
             scales = scale_ptr + expert.to(tl.int64) * NUM_COLUMNS + column
             acc = acc * tl.load(scales, mask=inside, other=0.0)[None, :]
+        pair = tl.load(order_ptr + place, mask=valid, other=0)
+        if ADAPTERS:
+            # The products with A have the scale of the product, as the other summands do.
+            acc = add_expert_change(
+                acc, anchor, slabs, slab_first, slab_count, shrunk, b_at, expert, pair // K_CHOICES,
+                valid, place, column, inside, NUM_COLUMNS,
+            )  # fmt: skip
         if PRODUCT_SCALE != 1.0:
             acc = acc * (1.0 / PRODUCT_SCALE)
-        pair = tl.load(order_ptr + place, mask=valid, other=0)
         at = pair.to(tl.int64)[:, None] * NUM_COLUMNS + column[None, :]
         acc = acc.to(outputs_ptr.dtype.element_ty)
         tl.store(outputs_ptr + at, acc, mask=valid[:, None] & inside[None, :])

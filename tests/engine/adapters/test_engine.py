@@ -152,15 +152,9 @@ async def test_an_error_fails_its_request_alone(folder: Path) -> None:
         assert engine.num_requests == 0 and engine.places.held == 0
 
 
-def test_settings_that_can_not_be_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_can_not_be_served(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a folder"):
         factory.build(RuntimeConfig(adapters_dir=tmp_path / "none"))
-    monkeypatch.setattr(factory, "uses_kernels", lambda config, device: True)
-    # The kernels compute no adapters of experts yet.
-    text = open_model(RuntimeConfig()).config.text
-    lora = LoRA.create(text, lora_config=TextLoRAConfig(rank=8))
-    with pytest.raises(ConfigError, match=r"plain torch \(--no-compile\)"):
-        factory.build(RuntimeConfig(), lora=lora)
 
 
 async def test_a_lora_applies_to_requests_that_name_no_adapter(folder: Path) -> None:

@@ -167,3 +167,7 @@ async def test_adapters_for_kernels(tmp_path: Path) -> None:
         await made.acquire("b")
     assert made._num_bytes == adapter.num_bytes
     await made.close()
+    experts = small_config("moondream3").text
+    ranks = {f"text.blocks.{experts.n_layers - 1}.mlp.fc2": 17}
+    refusal = SlabLayout(experts, torch.float32, cpu).refusal(ranks)
+    assert refusal is not None and "rank 17" in refusal and "up to rank 16" in refusal

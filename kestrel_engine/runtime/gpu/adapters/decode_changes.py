@@ -11,12 +11,13 @@ import math
 import torch
 from torch import Tensor
 
+from ....kernels.adapters.experts import ExpertChanges
 from ....kernels.adapters.layer_norm import Shrunk, Summed, Whole
 from ....kernels.adapters.rows import change_rows
 from ....kernels.adapters.slabs import MOST_SLABS, RANKS, shrunk_rows
 from ....kernels.linear.skinny_linear import MAX_ROWS, Adapted, Expanded, adapter_parts
 from ..text.layers import TextLayer
-from .layout import SlabLayout
+from .layout import BlockPlaces, SlabLayout
 from .pass_slabs import PassAdapters
 
 
@@ -41,7 +42,7 @@ class DecodeChanges:
             return []
         block = self._blocks[layer.index]
         found = [Shrunk(adapters.attention, self._first[:rows], block.qkv.a_at)]
-        if block.fc1 is not None:
+        if layer.moe is None:
             found.append(Shrunk(adapters.mlp, self._hidden[:rows], block.fc1.a_at))
         return found
 
@@ -55,14 +56,13 @@ class DecodeChanges:
         first = Expanded(adapters.attention, block.qkv.b_at, self._first[:rows])
         if not hidden:
             return Adapted(begin, first)
-        assert block.fc1 is not None and block.fc2 is not None
         up = Expanded(adapters.mlp, block.fc1.b_at, self._hidden[:rows])
         return Adapted(begin, first, up, block.fc2.a_at, self._parts_of(layer, rows))
 
     def after_mlp(self, layer: TextLayer, adapters: PassAdapters) -> Summed | None:
         """Returns the change of fc2 that the LayerNorm after ``layer`` adds."""
         rows, place = adapters.num_rows, self._blocks[layer.index].fc2
-        if place is None or rows > MAX_ROWS:
+        if layer.moe is not None or rows > MAX_ROWS:
             return None
         return Summed(adapters.mlp, self._parts_of(layer, rows), place.b_at)
 
@@ -86,20 +86,29 @@ class DecodeChanges:
         block, begin = self._blocks[layer.index], layer.qkv.weight.shape[0]
         change_rows(u, adapters.attention, *block.qkv[:2], add_to=out[:, :begin])
         if hidden:
-            assert block.fc1 is not None
             change_rows(u, adapters.mlp, *block.fc1[:2], add_to=out[:, begin:], gelu=True)
+
+    def experts(self, layer: TextLayer, adapters: PassAdapters | None) -> ExpertChanges | None:
+        """Returns the changes of a layer's experts."""
+        return expert_changes(self._blocks[layer.index], adapters)
 
     def add_mlp(
         self, layer: TextLayer, adapters: PassAdapters, hidden: Tensor, output: Tensor
     ) -> None:
         """Adds the change of fc2 to ``output``."""
         place = self._blocks[layer.index].fc2
-        assert place is not None
         change_rows(hidden, adapters.mlp, *place[:2], add_to=output)
 
     def _parts_of(self, layer: TextLayer, rows: int) -> Tensor:
         shape = _num_parts(layer, rows), rows, RANKS * MOST_SLABS
         return self._parts[: math.prod(shape)].view(shape)
+
+
+def expert_changes(block: BlockPlaces, adapters: PassAdapters | None) -> ExpertChanges | None:
+    """Returns the changes of an MoE block's experts; None without adapters."""
+    if adapters is None:
+        return None
+    return ExpertChanges(adapters.experts, *block.fc1[:2], *block.fc2[:2])
 
 
 def _num_parts(layer: TextLayer, rows: int) -> int:

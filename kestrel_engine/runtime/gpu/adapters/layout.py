@@ -5,41 +5,46 @@ There are several kinds of slabs, so that an adapter of the MLPs neither takes m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ....kernels.adapters.slabs import RANKS
+from ....kernels.adapters.experts import EXPERT_RANKS, WIDTH
+from ....kernels.adapters.slabs import RANKS, UNIT
 from ....models.low_rank import LowRank
 from ....types.adapter import INPUT
 from ....types.model_config import TextConfig
 
-MLP, ATTENTION, PROJ_INPUT = "mlp", "attention", "proj_input"
-"""The kinds: fc1 and fc2 of dense MLPs; qkv and proj; the change of proj that reads the block's normalised input."""
-KINDS = (MLP, ATTENTION, PROJ_INPUT)
+MLP, ATTENTION, PROJ_INPUT, EXPERTS = "mlp", "attention", "proj_input", "experts"
+"""The kinds: fc1 and fc2 of dense MLPs; qkv and proj; the change of proj that reads the block's normalised input; fc1
+and fc2 of experts."""
+KINDS = (MLP, ATTENTION, PROJ_INPUT, EXPERTS)
 
 
 class Place(NamedTuple):
-    """The change of one linear layer in a slab: the offsets of A [16, columns] and B [rows, 16]."""
+    """The change of one linear layer in a slab: the offsets of A [16, columns] and B [rows, 16]; of ``experts``,
+    those of A [experts, EXPERT_RANKS, columns] and B [experts, EXPERT_RANKS, rows]."""
 
     a_at: int
     b_at: int
     rows: int
     columns: int
+    experts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPlaces:
-    """The changes of one block, in the slabs of their kinds. An MoE block has no ``fc1`` and ``fc2``."""
+    """The changes of one block, in the slabs of their kinds. In an MoE block, ``fc1`` and ``fc2`` are
+    those of experts."""
 
     qkv: Place
     proj: Place
     proj_input: Place
-    fc1: Place | None
-    fc2: Place | None
+    fc1: Place
+    fc2: Place
 
 
 class SlabLayout:
@@ -50,36 +55,50 @@ class SlabLayout:
         self.dtype, self._device = dtype, device
         self.sizes = dict.fromkeys(KINDS, 0)
         self._places: dict[str, tuple[str, Place]] = {}
-        dense = text.n_layers if text.moe is None else text.moe.start_layer
-        self.blocks = [self._block(text, i, dense=i < dense) for i in range(text.n_layers)]
+        self.blocks = [self._block(text, index) for index in range(text.n_layers)]
+        # Slabs begin at whole units.
+        self.sizes = {kind: -(-size // UNIT) * UNIT for kind, size in self.sizes.items()}
 
-    def _block(self, text: TextConfig, index: int, *, dense: bool) -> BlockPlaces:
+    def _block(self, text: TextConfig, index: int) -> BlockPlaces:
         name, dim, inner = f"text.blocks.{index}", text.dim, text.ff_dim
-        return BlockPlaces(
+        attention = (
             self._place(f"{name}.attn.qkv", ATTENTION, 3 * dim, dim),
             self._place(f"{name}.attn.proj", ATTENTION, dim, dim),
             self._place(f"{name}.attn.proj{INPUT}", PROJ_INPUT, dim, dim),
-            self._place(f"{name}.mlp.fc1", MLP, inner, dim) if dense else None,
-            self._place(f"{name}.mlp.fc2", MLP, dim, inner) if dense else None,
         )
+        moe = text.moe
+        if moe is None or index < moe.start_layer:
+            fc1 = self._place(f"{name}.mlp.fc1", MLP, inner, dim)
+            fc2 = self._place(f"{name}.mlp.fc2", MLP, dim, inner)
+        else:
+            inner, count = moe.expert_inner_dim, moe.num_experts
+            fc1 = self._place(f"{name}.mlp.fc1", EXPERTS, 2 * inner, dim, count)
+            fc2 = self._place(f"{name}.mlp.fc2", EXPERTS, dim, inner, count)
+        return BlockPlaces(*attention, fc1, fc2)
 
-    def _place(self, module: str, kind: str, rows: int, columns: int) -> Place:
+    def _place(self, module: str, kind: str, rows: int, columns: int, experts: int = 0) -> Place:
+        ranks = experts * EXPERT_RANKS or RANKS
         a_at = self.sizes[kind]
-        b_at = a_at + RANKS * columns
-        self.sizes[kind] = b_at + RANKS * rows
-        place = Place(a_at, b_at, rows, columns)
+        b_at = a_at + ranks * columns
+        self.sizes[kind] = b_at + ranks * rows
+        place = Place(a_at, b_at, rows, columns, experts)
         self._places[module] = kind, place
         return place
 
-    def refusal(self, modules: Iterable[str]) -> str | None:
-        """Returns why an adapter that changes ``modules`` can't be computed; None if it can."""
-        other = next((module for module in modules if module not in self._places), None)
-        if other is None:
-            return None
-        return (
-            f"changes {other}; the GPU kernels compute adapters of the text decoder's attention and dense MLPs only, "
-            "plain torch (--no-compile) computes all"
-        )
+    def refusal(self, ranks: Mapping[str, int]) -> str | None:
+        """Returns why an adapter can't be computed; None if it can. ``ranks``: by module."""
+        for module, rank in ranks.items():
+            if module not in self._places:
+                return (
+                    f"changes {module}; the GPU kernels compute adapters of the text decoder only, "
+                    "plain torch (--no-compile) computes all"
+                )
+            if rank > WIDTH and self._places[module][0] == EXPERTS:
+                return (
+                    f"changes {module} with rank {rank}; the GPU kernels compute adapters of experts up to rank "
+                    f"{WIDTH}, plain torch (--no-compile) computes all"
+                )
+        return None
 
     def num_bytes(self, ranks: Mapping[str, int]) -> int:
         """Returns the bytes of an adapter's slabs. ``ranks``: by module."""
@@ -90,22 +109,15 @@ class SlabLayout:
     def pack(self, weights: Mapping[str, LowRank]) -> dict[str, Tensor]:
         """Returns the slabs [n, size] on the device, by kind, of an adapter on the CPU, which has no refusal. Ranks and
         layers that the adapter lacks are zero."""
-        counts = self._counts({module: len(change.a) for module, change in weights.items()})
+        counts = self._counts({name: change.a.shape[-2] for name, change in weights.items()})
         found = {
             kind: torch.zeros(count, self.sizes[kind], dtype=self.dtype)
             for kind, count in counts.items()
         }
         for module, change in weights.items():
             kind, place = self._places[module]
-            slabs, count = found[kind], counts[kind]
-            left = slabs[:, place.a_at : place.b_at].view(count, RANKS, place.columns)
-            right = slabs[:, place.b_at : place.b_at + RANKS * place.rows]
-            right = right.view(count, place.rows, RANKS)
-            for slab in range(_slabs_of(len(change.a))):
-                some = slice(slab * RANKS, (slab + 1) * RANKS)
-                a, b = change.a[some], change.b[:, some]
-                left[slab, : len(a)] = a
-                right[slab, :, : len(a)] = b
+            for slab, values in enumerate(found[kind]):
+                _fill(values, place, change, slab)
         return {kind: slabs.to(self._device) for kind, slabs in found.items()}
 
     def _counts(self, ranks: Mapping[str, int]) -> dict[str, int]:
@@ -113,9 +125,24 @@ class SlabLayout:
         counts: dict[str, int] = {}
         for module, rank in ranks.items():
             kind, _ = self._places[module]
-            counts[kind] = max(counts.get(kind, 0), _slabs_of(rank))
+            each = EXPERT_RANKS if kind == EXPERTS else RANKS
+            counts[kind] = max(counts.get(kind, 0), -(-rank // each))
         return counts
 
 
-def _slabs_of(rank: int) -> int:
-    return -(-rank // RANKS)
+def _fill(slab: Tensor, place: Place, change: LowRank, index: int) -> None:
+    """Writes the ranks of the ``index``-th slab of a change, if it has as many."""
+    each = EXPERT_RANKS if place.experts else RANKS
+    ranks = slice(index * each, (index + 1) * each)
+    a, b = change.a[..., ranks, :], change.b[..., ranks]
+    count = a.shape[-2]
+    if place.experts:
+        left = slab[place.a_at : place.b_at].view(place.experts, each, place.columns)
+        right = slab[place.b_at : place.b_at + place.experts * each * place.rows]
+        left[:, :count] = a
+        right.view(place.experts, each, place.rows)[:, :count] = b.transpose(1, 2)
+        return
+    left = slab[place.a_at : place.b_at].view(each, place.columns)
+    right = slab[place.b_at : place.b_at + each * place.rows].view(place.rows, each)
+    left[:count] = a
+    right[:, :count] = b

@@ -12,7 +12,7 @@ from torch import Tensor
 from ....kernels.adapters.slabs import MOST_SLABS, RowSlabs, distance
 from ....types.adapter import Adapter
 from ..state.staging import Field, RowBuffers
-from .layout import ATTENTION, KINDS, MLP, PROJ_INPUT
+from .layout import ATTENTION, EXPERTS, KINDS, MLP, PROJ_INPUT
 
 ROW_FIELDS = {f"{what} {kind}": Field(np.int32) for kind in KINDS for what in ("first", "count")}
 """For each row and kind, its first slab and its number of slabs."""
@@ -25,10 +25,12 @@ class PassAdapters:
     mlp: RowSlabs
     attention: RowSlabs
     proj_input: RowSlabs
+    experts: RowSlabs
 
     def at(self, rows: Tensor) -> PassAdapters:
         """Those of ``rows`` [n] int64."""
-        return PassAdapters(self.mlp.at(rows), self.attention.at(rows), self.proj_input.at(rows))
+        kinds = self.mlp, self.attention, self.proj_input, self.experts
+        return PassAdapters(*(each.at(rows) for each in kinds))
 
     @property
     def num_rows(self) -> int:
@@ -54,6 +56,7 @@ class Places:
                 own = None if adapter is None else adapter.slabs.get(kind)
                 if own is None:
                     continue
+                assert len(own) <= MOST_SLABS, f"{len(own)} slabs of adapter {adapter}"
                 begin = begins.setdefault(id(adapter), len(made.slabs))
                 if begin == len(made.slabs):
                     made.slabs += [distance(slab, anchor) for slab in own]
@@ -70,11 +73,12 @@ class Places:
 
 def pass_adapters(anchor: Tensor, slabs: Tensor, rows: dict[str, Tensor]) -> PassAdapters:
     """Returns the kernels' arguments. ``rows``: the fields of ROW_FIELDS on the device."""
-    mlp, attention, proj_input = (
-        RowSlabs(anchor, slabs, rows[f"first {kind}"], rows[f"count {kind}"])
-        for kind in (MLP, ATTENTION, PROJ_INPUT)
+    return PassAdapters(
+        *(
+            RowSlabs(anchor, slabs, rows[f"first {kind}"], rows[f"count {kind}"])
+            for kind in (MLP, ATTENTION, PROJ_INPUT, EXPERTS)
+        )
     )
-    return PassAdapters(mlp, attention, proj_input)
 
 
 def new_anchor(dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ....kernels.adapters.experts import ExpertChanges
 from ....kernels.adapters.layer_norm import adapted_layer_norm
 from ....kernels.attention.shared_prefix import SharedPrefixes
 from ....kernels.attention.tau_content import TauWorkspace, tau_content
@@ -194,9 +195,10 @@ class DecodePass:
             if adapters is not None and self._changes is not None and len(u) > MAX_ROWS:
                 self._changes.add_mlp(layer, adapters, hidden, output)
             return [output]
+        experts = None if self._changes is None else self._changes.experts(layer, adapters)
         if self._is_concurrent(layer, len(u)):
             with self._on_side_stream():
-                expert_output = self._experts_of_few(moe, u)
+                expert_output = self._experts_of_few(moe, u, experts)
             attend(layer.qkv)
             attention_output = self._partials(attended, layer.proj)
             if self._side is not None:
@@ -204,7 +206,10 @@ class DecodePass:
             return [attention_output, expert_output]
         # One GEMM computes qkv and the router's logits.
         attend(layer.reads)
-        return [self._partials(attended, layer.proj), self._experts_of_many(moe, u, hidden)]
+        return [
+            self._partials(attended, layer.proj),
+            self._experts_of_many(moe, u, hidden, experts),
+        ]
 
     def _attended_and_hidden(self, layer: TextLayer, rows: int) -> tuple[Tensor, Tensor]:
         """Returns the output of attention [M, dim] and what follows it in the result of the layer's first GEMM.
@@ -264,7 +269,7 @@ class DecodePass:
         tau_content(out, layer.tau.weights, self._tau, out=content)
         return content, layer.tau.alpha
 
-    def _experts_of_few(self, moe: Moe, u: Tensor) -> Tensor:
+    def _experts_of_few(self, moe: Moe, u: Tensor, adapters: ExpertChanges | None) -> Tensor:
         """Routes up to `MAX_TOKENS` rows [M, dim] and returns the experts' outputs [k, M, dim], whose sum is the
         MLP's."""
         rows, k = len(u), moe.experts_per_token
@@ -278,15 +283,20 @@ class DecodePass:
             moe.fc1_scale,
             moe.fc2_scale,
             out=_shaped(self._expert_outputs, k, *u.shape),
+            adapters=adapters,
             pdl=self._early,
         )
 
-    def _experts_of_many(self, moe: Moe, u: Tensor, logits: Tensor) -> Tensor:
+    def _experts_of_many(
+        self, moe: Moe, u: Tensor, logits: Tensor, adapters: ExpertChanges | None
+    ) -> Tensor:
         """Returns the MLP's output [M, dim]. ``logits``: [M, experts], the router's."""
         rows, k = len(u), moe.experts_per_token
         routed = _shaped(self._router_weights, rows, k), _shaped(self._chosen, rows, k)
         route(logits, k, out=routed, pdl=self._early)
-        return moe_prefill(u, *routed, moe.fc1, moe.fc2, moe.fc1_scale, moe.fc2_scale)
+        return moe_prefill(
+            u, *routed, moe.fc1, moe.fc2, moe.fc1_scale, moe.fc2_scale, adapters=adapters
+        )
 
     def _linear(
         self,

@@ -23,6 +23,7 @@ from ....kernels.moe.route import route
 from ....models.kv_format import Scales
 from ....models.layers import LayerNorm, Linear, Tensors
 from ....types.model_config import TextConfig
+from ..adapters.decode_changes import expert_changes
 from ..adapters.layout import BlockPlaces, SlabLayout
 from ..adapters.pass_slabs import PassAdapters
 from ..attention.decode import DecodeAttention
@@ -208,7 +209,6 @@ class FusedText:
         if moe is None and adapters is not None:
             assert layer.fc1 is not None and layer.fc2 is not None
             block, hidden = self._places(layer), linear(u, layer.fc1)
-            assert block.fc1 is not None and block.fc2 is not None
             change_rows(u, adapters.mlp, *block.fc1[:2], add_to=hidden, gelu=True)
             add_linear(x, hidden, layer.fc2)
             change_rows(hidden, adapters.mlp, *block.fc2[:2], add_to=x)
@@ -229,6 +229,7 @@ class FusedText:
             add_to=x,
             out=x,
             in_fp8=u8,
+            adapters=None if adapters is None else expert_changes(self._places(layer), adapters),
         )
 
     def decode(

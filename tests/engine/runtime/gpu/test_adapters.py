@@ -23,13 +23,14 @@ from tests.engine.runtime.gpu.test_gpu_runtime import DEVICE, SIZES, TEXT, Talk,
 
 
 def adapters_of(config, layout, *shapes):
-    """An adapter of all layers but experts for each (seed, rank, part of the names), in both forms."""
+    """An adapter for each (seed, rank, part of the names), in both forms. Experts have lower ranks."""
     made = []
     for seed, rank, only in shapes:
         tensors = {
             name: tensor
-            for name, tensor in random_tensors(config, seed, rank, only=only).items()
-            if layout.refusal([name[:-2]]) is None
+            for its_rank in (rank, rank // 5)
+            for name, tensor in random_tensors(config, seed, its_rank, only=only).items()
+            if (its_rank == rank) == (tensor.dim() == 2)
         }
         plain = adapter(f"{seed}", tensors)
         made.append(replace(plain, slabs=layout.pack(plain.weights)))
