@@ -28,7 +28,7 @@ from ..security.admission.guard import Guard
 from ..security.admission.message_limits import ADAPTED_COPIES, COPIES
 from ..security.identity.principal import Principal, Scope
 from ..service_names import KSERVE_METHODS
-from .calls.call import Call, Context, id_from_metadata, new_id
+from .calls.call import Call, Context
 from .calls.call_limit import CallLimit
 from .calls.call_watcher import CallWatcher
 from .calls.current_call import current
@@ -112,15 +112,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         copies = ADAPTED_COPIES if method.startswith(KSERVE_METHODS) else COPIES
 
         async def handle(_messages: Any, context: Context) -> Any:
-            metadata = tuple(context.invocation_metadata() or ())
-            call = Call(
-                method=method,
-                peer=context.peer(),
-                context=context,
-                metadata=metadata,
-                request_id=id_from_metadata(metadata) or new_id(),
-                longest_s=limits.deadline_s,
-            )
+            call = Call.begin(method, context, longest_s=limits.deadline_s)
             current.set(call)
             if watcher is not None:
                 watcher.begin(call)
@@ -131,7 +123,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             use = guard.connections.use(call.peer)
             with self._in_flight, use:
                 try:
-                    call.principal = principal = guard.principal(metadata, context)
+                    call.principal = principal = guard.principal(call.metadata, context)
                     call.owner = principal.name or call.owner
                     use.is_known = True
                     with (

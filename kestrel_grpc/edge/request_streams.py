@@ -28,7 +28,7 @@ from ..security.admission.guard import Guard
 from ..security.admission.message_limits import ADAPTED_COPIES
 from ..security.admission.message_room import Hold
 from ..security.identity.principal import Principal, needed_scopes
-from .calls.call import Call, Context, Metadata, id_from_metadata, new_id
+from .calls.call import Call, Context, Metadata, new_id
 from .calls.call_limit import CallLimit
 from .calls.call_watcher import CallWatcher
 from .calls.current_call import current
@@ -119,21 +119,14 @@ class RequestStreams:
         kind = self._kinds.get(method, StreamKind())
 
         async def handle(_messages: Any, context: Context) -> None:
-            metadata = tuple(context.invocation_metadata() or ())
-            call = Call(
-                method=method,
-                peer=context.peer(),
-                context=context,
-                metadata=metadata,
-                request_id=id_from_metadata(metadata) or new_id(),
-            )
+            call = Call.begin(method, context)
             failed: Exception | None = None
             stream: _RequestStream | None = None
             guard, limits = self.guard, self.guard.limits
             use = guard.connections.use(call.peer)
             try:
                 with use, contextlib.ExitStack() as stack:
-                    call.principal = principal = guard.principal(metadata, context)
+                    call.principal = principal = guard.principal(call.metadata, context)
                     principal.check(*needed_scopes(method))
                     use.is_known = True
                     stack.enter_context(self._counted(kind, method, principal.name))

@@ -17,7 +17,7 @@ from kestrel_engine import KestrelError
 
 from ..security.admission.guard import Guard
 from ..security.identity.peers import address_of
-from .calls.call import UNKNOWN_METHOD, Call, Context, id_from_metadata, new_id
+from .calls.call import UNKNOWN_METHOD, Call, Context, new_id
 from .calls.call_limit import CallLimit
 from .failures.endings import Endings, forget_frames
 from .failures.errors import MethodNotFound, SlowSender
@@ -121,15 +121,7 @@ class Visitors:
         answer: Callable[[Call, Context], Any],
     ) -> Callable[[Any, Context], Any]:
         async def handle(_messages: Any, context: Context) -> Any:
-            metadata = tuple(context.invocation_metadata() or ())
-            call = Call(
-                method=method,
-                peer=context.peer(),
-                context=context,
-                metadata=metadata,
-                request_id=id_from_metadata(metadata) or new_id(),
-                asked=asked,
-            )
+            call = Call.begin(method, context, asked=asked)
             failed: KestrelError | None = None
             try:
                 with self._guard.connections.use(call.peer):

@@ -16,6 +16,7 @@ from kestrel_engine import InvalidRequest, RequestError
 from ..edge.calls.call import Context
 from ..edge.failures.errors import LocatedError
 from ..services.messages.json_values import (
+    CAPTION_LENGTHS,
     absence_values,
     box_values,
     finish_reason,
@@ -29,11 +30,6 @@ from ..services.vision import VisionService
 from .model import INPUTS
 from .tensors import Tensor, tensors
 
-_LENGTHS = {
-    "short": pb.CAPTION_LENGTH_SHORT,
-    "normal": pb.CAPTION_LENGTH_NORMAL,
-    "long": pb.CAPTION_LENGTH_LONG,
-}
 _MOST_REFS_BYTES = 64 * 1024
 _MOST = 2**31 - 1
 _CHANNELS = {
@@ -230,11 +226,11 @@ def _query(inputs: _Inputs, vision: VisionService) -> Asked:
 
 def _caption(inputs: _Inputs, vision: VisionService) -> Asked:
     length = inputs.text("LENGTH") or "normal"
-    if length not in _LENGTHS:
+    if length not in CAPTION_LENGTHS:
         raise InvalidRequest("LENGTH", f"must be short, normal or long, got {length[:40]!r}")
     stream = pb.StreamCaptionRequest()
     request = stream.request
-    request.length = _LENGTHS[length]
+    request.length = CAPTION_LENGTHS[length]
     inputs.fill(request, "caption")
     if inputs.flag("STREAM"):
         return Asked(stream, vision.StreamCaption, True, _caption_values)

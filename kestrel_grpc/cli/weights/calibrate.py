@@ -16,7 +16,7 @@ from ...settings.configuration import add_config_flag
 from ...settings.model import DEVICE_FLAGS, add_model_flags, config_error
 from ..parser import CommandError
 from ..values import whole
-from .download import source_config
+from .download import computing_config
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
@@ -52,11 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = source_config(args)
+    config = computing_config(args)
     try:
-        config = dataclasses.replace(
-            config, device=args.device, dtype=args.dtype, cpu_threads=args.threads
-        )
         images = maintenance.read_labelled_images(
             Path(args.annotations), Path(args.images), absent=args.absent
         )[: args.limit]

@@ -49,6 +49,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def computing_config(args: argparse.Namespace) -> RuntimeConfig:
+    """``source_config`` with the device, its dtype and its threads. Raises SettingsError."""
+    config = source_config(args)
+    try:
+        return dataclasses.replace(
+            config, device=args.device, dtype=args.dtype, cpu_threads=args.threads
+        )
+    except ConfigError as error:
+        raise config_error(error, args) from None
+
+
 def source_config(args: argparse.Namespace) -> RuntimeConfig:
     """The configuration of the model and its files. MODEL overrides all other settings. Raises SettingsError."""
     try:

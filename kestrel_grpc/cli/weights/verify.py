@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 from collections.abc import Iterator
 
-from kestrel_engine import ConfigError, KestrelError, RuntimeConfig, maintenance
+from kestrel_engine import KestrelError, RuntimeConfig, maintenance
 
 from ...process.startup_progress import LoadingProgress
 from ...settings.configuration import add_config_flag
 from ...settings.flags import SettingsError
-from ...settings.model import DEVICE_FLAGS, add_model_flags, config_error
+from ...settings.model import DEVICE_FLAGS, add_model_flags
 from ..findings import print_findings
-from .download import source_config
+from .download import computing_config
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
@@ -48,13 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = source_config(args)
-    try:
-        config = dataclasses.replace(
-            config, device=args.device, dtype=args.dtype, cpu_threads=args.threads
-        )
-    except ConfigError as error:
-        raise config_error(error, args) from None
+    config = computing_config(args)
     if args.no_answer and args.image is not None:
         raise SettingsError("--image is for the known answer, which --no-answer skips")
     with LoadingProgress() as progress:

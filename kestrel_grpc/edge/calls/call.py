@@ -65,6 +65,22 @@ class Call:
     """For the CallWatcher only."""
     _greeted: bool = False
 
+    @classmethod
+    def begin(
+        cls, method: str, context: Context, *, longest_s: float | None = None, asked: str = ""
+    ) -> Call:
+        """The call that ``context`` has begun. Its id is the caller's if it is valid, else a new one."""
+        metadata = tuple(context.invocation_metadata() or ())
+        return cls(
+            method=method,
+            peer=context.peer(),
+            context=context,
+            metadata=metadata,
+            request_id=id_from_metadata(metadata) or new_id(),
+            longest_s=longest_s,
+            asked=asked,
+        )
+
     def release(self) -> None:
         """Drops large objects at the end of the call. A cancelled timer keeps its task's context, and so this object,
         until its time."""

@@ -17,6 +17,7 @@ from kestrel_engine import InvalidRequest
 
 from ...service_names import VISION_METHODS
 from ...services.messages.json_values import (
+    CAPTION_LENGTHS,
     absence_values,
     box_values,
     finish_reason,
@@ -31,11 +32,6 @@ from ..edge import Asked, Endpoint
 from ..fields import Fields, image_bytes, numbers, positive
 from .models import set_model
 
-_LENGTHS = {
-    "short": pb.CAPTION_LENGTH_SHORT,
-    "normal": pb.CAPTION_LENGTH_NORMAL,
-    "long": pb.CAPTION_LENGTH_LONG,
-}
 _NAMES = {
     "image": "image_url",
     "image.encoded": "image_url",
@@ -68,9 +64,9 @@ def endpoints(service: VisionService, served: Callable[[], str]) -> dict[tuple[s
 
     def caption(fields: Fields) -> Asked:
         length = fields.text("length", "normal")
-        if length not in _LENGTHS:
+        if length not in CAPTION_LENGTHS:
             raise InvalidRequest("length", f"must be short, normal or long, got {length!r}")
-        request = pb.CaptionRequest(length=_LENGTHS[length])
+        request = pb.CaptionRequest(length=CAPTION_LENGTHS[length])
         _fill(request, fields, served())
         if not fields.flag("stream"):
             return Asked(request, service.Caption, caption_json)

@@ -12,6 +12,12 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import InvalidRequest
 
+CAPTION_LENGTHS = {
+    "short": pb.CAPTION_LENGTH_SHORT,
+    "normal": pb.CAPTION_LENGTH_NORMAL,
+    "long": pb.CAPTION_LENGTH_LONG,
+}
+
 
 def point_values(point: common_pb2.Point) -> dict[str, float]:
     return {"x": point.x, "y": point.y, **score_values(point)}
