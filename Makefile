@@ -33,7 +33,7 @@ serve: $(INSTALLED) ## Serve the bundled model on 127.0.0.1:50051
 # How many processes share the tests: make test WORKERS=8. With 0, one process runs them, and a debugger works. There are
 # two more than cores, as many tests wait for other processes.
 WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 2)))
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(INSTALLED) ## Run the tests, but no slow ones and none that need a GPU
 	$(PYTEST) -m "not slow"

@@ -27,11 +27,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 LONG = (
-    *("processes", "equality", "engine/test_exact_resize", "abuse", "engine/runtime"),
-    *("golden", "service", "benchmarks"),
+    *("http/test_real_clients", "abuse/test_attacks", "golden", "equality", "abuse"),
+    *("engine/preprocess/test_pool", "engine/runtime", "gpu", "training", "engine/scheduler"),
+    *("engine/test_exact_resize", "service", "benchmarks"),
 )
-"""Groups, folders and files whose tests take longest. They start first, so that the processes end at about the same
-time."""
+"""Folders and files whose tests take longest. They start first, so that the processes end at about the same time. Those
+that compute and those that wait start together."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -71,8 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
     def rank(item: pytest.Item) -> int:
-        group = item.get_closest_marker("xdist_group")
-        place = group.args[0] if group else item.nodeid.removeprefix("tests/")
+        place = item.nodeid.removeprefix("tests/")
         return next((i for i, start in enumerate(LONG) if place.startswith(start)), len(LONG))
 
     # By path within a rank: every process must have the same order, whichever way it collected.
@@ -104,18 +104,16 @@ def pytest_xdist_setupnodes(specs: list[Any]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadgroup``, a file's tests run in one process, as they share fixtures; so do those of a group, and
-    the golden tests, as they share models whose images take seconds to encode."""
-    from xdist.scheduler import LoadGroupScheduling
+    """With ``--dist loadfile``, a file's tests run in one process, as they share fixtures; so do the golden tests, as
+    they share models whose images take seconds to encode."""
+    from xdist.scheduler import LoadFileScheduling
 
-    class FilesAndGroups(LoadGroupScheduling):
+    class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            if "@" in nodeid:
-                return nodeid.rpartition("@")[2]
             golden = "tests/golden"
             return golden if nodeid.startswith(f"{golden}/") else nodeid.partition("::")[0]
 
-    return FilesAndGroups(config, log) if config.getoption("dist") == "loadgroup" else None
+    return Files(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")

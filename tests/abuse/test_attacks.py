@@ -8,10 +8,7 @@ import pytest
 from tests.abuse.attacks import ATTACKS, Target, run
 from tests.forking.process import ForkedProcess
 
-pytestmark = [
-    pytest.mark.xdist_group("processes"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 STRANGERS = 160
 """MiB that strangers may move: nothing of theirs is read, but gRPC's buffers and the allocator's slack."""

@@ -26,10 +26,9 @@ from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceS
 from tests.abuse.hand_made_calls import head
 from tests.abuse.process import ServerProcess
 
-pytestmark = [
-    pytest.mark.xdist_group("processes"),
-    pytest.mark.skipif(sys.platform != "linux", reason="the guard needs /proc, the test 127.0.0.2"),
-]
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="the guard needs /proc, the test 127.0.0.2"
+)
 
 MIB = 2**20
 STRANGER = "127.0.0.2"

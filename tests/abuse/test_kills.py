@@ -28,8 +28,6 @@ from kestrel_grpc.process.running import EXIT_ENGINE_FAILED
 from tests.abuse.process import ROOT, ServerProcess
 from tests.service.statuses import failure
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 Code = grpc.StatusCode
 DEADLINE_S = 60.0
 

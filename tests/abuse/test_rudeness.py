@@ -20,8 +20,6 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from tests.forking.process import ForkedProcess
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 FORGED = b'\n{"event": "forged"}\n'
 EACH = 6
 

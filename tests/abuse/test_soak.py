@@ -14,8 +14,6 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="counts spa
 
 from benchmarks import soak
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 SECONDS = float(os.environ.get("KESTREL_SOAK_SECONDS", "60"))
 
 

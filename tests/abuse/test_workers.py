@@ -27,10 +27,7 @@ from tests.abuse.process import ROOT, ServerProcess
 from tests.forking.process import run_forked
 from tests.service.statuses import failure
 
-pytestmark = [
-    pytest.mark.xdist_group("processes"),
-    pytest.mark.skipif(sys.platform != "linux", reason="SO_REUSEPORT spreads on Linux"),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="SO_REUSEPORT spreads on Linux")
 
 Code = grpc.StatusCode
 DEADLINE_S = 60.0

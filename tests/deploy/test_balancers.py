@@ -16,7 +16,7 @@ import pytest
 
 from tests.abuse.three_servers import FILES, GREEDY, Servers, places
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("balancers")]
+pytestmark = pytest.mark.slow
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
 

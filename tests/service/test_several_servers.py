@@ -12,7 +12,6 @@ from kestrel_client import ImageHandle, NotFoundError, QueryTask
 from kestrel_grpc.cli.parser import main
 from tests.abuse.three_servers import FILES, GREEDY, Servers, places
 
-pytestmark = pytest.mark.xdist_group("three servers")
 BOTH = pytest.mark.parametrize("kind", ["sync", "async"])
 
 

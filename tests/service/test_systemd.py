@@ -14,8 +14,6 @@ import pytest
 from kestrel_grpc.process.systemd import Notifier
 from tests.forking.process import ForkedProcess
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 ROOT = Path(__file__).parents[2]
 
 

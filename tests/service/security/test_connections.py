@@ -22,8 +22,6 @@ from kestrel_grpc.settings.security import CallLimits, ConnectionLimits, Securit
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 
 def query(max_tokens=2):
     sampling = common_pb2.Sampling(max_tokens=max_tokens, temperature=0)

@@ -20,10 +20,7 @@ from kestrel_grpc.workers.port import HeldPorts
 from tests.engine.fakes import fake_build
 from tests.service.conftest import LIMITS
 
-pytestmark = [
-    pytest.mark.xdist_group("processes"),
-    pytest.mark.skipif(sys.platform != "linux", reason="SO_REUSEPORT spreads on Linux"),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="SO_REUSEPORT spreads on Linux")
 
 OWN = "127.0.0.1:0"
 

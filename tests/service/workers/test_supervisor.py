@@ -19,10 +19,7 @@ from kestrel_grpc.workers.supervisor import WorkersError, supervise
 from tests.forking.process import create_forked_process
 from tests.service.workers import puppet
 
-pytestmark = [
-    pytest.mark.xdist_group("processes"),
-    pytest.mark.skipif(sys.platform != "linux", reason="SO_REUSEPORT spreads on Linux"),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="SO_REUSEPORT spreads on Linux")
 
 
 @pytest.fixture
