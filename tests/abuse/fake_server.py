@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kestrel_engine import InferenceEngine, ModelLoadError, RuntimeConfig
+from kestrel_engine.preprocess.processes.decoder_process import template
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.step import RuntimeLimits, StepPlan
 from kestrel_grpc.cli import parser
@@ -60,6 +61,7 @@ def main() -> int:
         return InferenceEngine(config, built, options["skills"], observer=options["observer"])
 
     InferenceEngine.create = create  # type: ignore[assignment, method-assign]
+    template.start = lambda: None  # type: ignore[method-assign]  # Most of these servers see no image.
     child.COMMAND = (sys.executable, "-m", "tests.abuse.fake_server", WORKER)
     if sys.argv[1] == WORKER:
         from kestrel_grpc.workers import worker  # Not before: a supervisor loads no gRPC.

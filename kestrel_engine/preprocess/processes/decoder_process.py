@@ -46,6 +46,7 @@ class _Template:
         self._link: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._numbers = itertools.count(1)
+        self._has_forked = False
 
     def fork(self, link: socket.socket, nice: int) -> int:
         """Starts a decoder with ``link``. Returns its number. Raises OSError."""
@@ -55,10 +56,12 @@ class _Template:
             if self._link is not None:
                 with contextlib.suppress(OSError):
                     socket.send_fds(self._link, [request], [link.fileno()])
+                    self._has_forked = True
                     return number
             self._start()
             assert self._link is not None
             socket.send_fds(self._link, [request], [link.fileno()])
+            self._has_forked = True
             return number
 
     def kill(self, number: int) -> None:
@@ -86,10 +89,13 @@ class _Template:
             if self._link is not None:
                 self._link.close()
             if self._process is not None:
+                if not self._has_forked:  # It has nothing to end, and may still be loading.
+                    self._process.kill()
                 self._process.wait()
             self._link = self._process = None
 
     def _start(self) -> None:
+        self._has_forked = False
         if self._link is not None:
             self._link.close()
         if self._process is not None:
