@@ -47,7 +47,6 @@ from .errors import (
 )
 from .front.merging import best_boxes
 from .front.profiling import ProfileRequest
-from .front.stream import EngineStream
 from .parent_death import end_with_parent
 from .preprocess.decoding.images import FORMATS as IMAGE_FORMATS
 from .preprocess.decoding.images import OnBackground
@@ -66,6 +65,7 @@ from .types.events import (
 from .types.info import EngineInfo, LoadTimes, SchedulerStats
 from .types.observer import ImageEvent, Observer, RequestEvent, StepEvent
 from .types.requests import PreparedImage, PreparedTiles
+from .types.stream import EngineStream
 
 __all__ = [
     "IMAGE_FORMATS",

@@ -25,7 +25,6 @@ from .front.calls import SkillCalls
 from .front.lifetime import Lifetime
 from .front.open_requests import OpenRequests
 from .front.profiling import ProfileRequest, take_profile
-from .front.stream import EngineStream
 from .front.submitting.checked import RequestCheck
 from .front.submitting.constraints import ConstraintCompiler
 from .front.submitting.images import ImagePreparation
@@ -57,6 +56,7 @@ from .types.info import CompileCounts, EngineInfo, MaskCounts, PlaceCounts, Sche
 from .types.observer import Observer
 from .types.progress import Progress
 from .types.requests import PreparedImage, PreparedTiles
+from .types.stream import EngineStream
 
 __all__ = ["EngineMetrics", "EngineResult", "EngineStream", "InferenceEngine", "StreamUpdate"]
 

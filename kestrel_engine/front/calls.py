@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
 from ..types.events import EngineResult
-from .stream import EngineStream
+from ..types.stream import EngineStream
 
 Settings = Mapping[str, Any]
 SpatialRefs = Sequence[Sequence[float]]

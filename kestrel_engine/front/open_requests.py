@@ -17,10 +17,10 @@ from ..steps.delivery import Delivery, Finished, RequestEnd
 from ..types.events import EngineMetrics, EngineResult, SeenImage, StreamUpdate
 from ..types.observer import Observer, RequestEvent
 from ..types.requests import ImageRegion, num_positions
+from ..types.stream import EngineStream
 from ..types.submission import Submission
 from ..types.timings import FrontTimings, StepTimings, metrics_of
 from .looks import LookGroup
-from .stream import EngineStream
 from .whole_image import output_in_image, update_in_image
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from ..errors import InvalidRequest
-from ..front.stream import EngineStream
 from ..types.calibration import UNCALIBRATED, Calibration
 from ..types.constraint import Constraint
 from ..types.embedding import EmbeddingSpec
@@ -19,6 +18,7 @@ from ..types.events import EngineMetrics, EngineResult, FinishReason, StreamUpda
 from ..types.model_config import ModelConfig
 from ..types.requests import ImagePlace, SamplingParams, Token, check_bytes
 from ..types.step import StepToken, TokenRule
+from ..types.stream import EngineStream
 from .constraints.grammars import Grammar
 
 __all__ = [

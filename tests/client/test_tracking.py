@@ -12,7 +12,7 @@ from tests.environments import python_with
 CLIENT = Path(__file__).parents[2] / "clients/python"
 MADE = """
 from kestrel_client import Box, DetectResult, ObjectTracker, SegmentResult
-from kestrel_client.values.geometry import ImageSize
+from kestrel_client.geometry import ImageSize
 import dataclasses
 
 def made(kind, **given):

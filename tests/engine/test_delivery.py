@@ -7,11 +7,11 @@ import time
 import pytest
 
 from kestrel_engine.errors import RuntimeFailure
-from kestrel_engine.front.stream import EngineStream
 from kestrel_engine.steps import delivery
 from kestrel_engine.steps.delivery import DeliveryThread, SequenceEnd, StepReport
 from kestrel_engine.types.events import StreamUpdate
 from kestrel_engine.types.step import StepToken
+from kestrel_engine.types.stream import EngineStream
 from kestrel_engine.types.timings import StepTimings
 
 ENDED = StepTimings(scheduled_at=1.0, first_token_at=2.0, last_token_at=3.0, finished_at=4.0)

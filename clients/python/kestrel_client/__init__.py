@@ -45,6 +45,7 @@ from .errors import (
     UnavailableError,
     UnimplementedError,
 )
+from .geometry import Box, ImageSize, Point, SpatialRef, Tiles
 from .images.images import ImageHandle, ImageInput
 from .images.known import ImageSource
 from .values.constraint import Constraint
@@ -52,7 +53,6 @@ from .values.description import Model, ServerCapabilities, ServerInfo, ServerLim
 from .values.embeddings import Embedding, EmbedResult
 from .values.events import Event, PathPiece, ReasoningDelta, TextDelta
 from .values.frames import Dropped, FrameResult
-from .values.geometry import Box, ImageSize, Point, SpatialRef, Tiles
 from .values.results.base import FinishReason, Result, Timings, Usage
 from .values.results.named_skill import SkillResult
 from .values.results.objects import DetectResult, PointResult

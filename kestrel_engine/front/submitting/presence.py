@@ -13,7 +13,7 @@ from ...preprocess.prepared_cache import Looks
 from ...skills.base import SkillOutput, logprobs_of
 from ...steps.delivery import Finished
 from ...types.events import EngineResult, FinishReason, ObjectAbsence
-from ..stream import EngineStream
+from ...types.stream import EngineStream
 
 LOOK = "point"
 """The skill of a look."""

@@ -26,12 +26,12 @@ from ...steps.active import Work
 from ...steps.loop import EngineLoop
 from ...types.embedding import EmbeddingSpec
 from ...types.requests import PreparedImage
+from ...types.stream import EngineStream
 from ...types.submission import Submission
 from ...types.timings import FrontTimings
 from ..lifetime import Lifetime
 from ..looks import LookGroup
 from ..open_requests import OpenRequest, OpenRequests
-from ..stream import EngineStream
 from ..whole_image import prompt_in_region
 from .checked import RequestCheck
 from .constraints import ConstraintCompiler

@@ -20,12 +20,12 @@ from ..connection import (
 )
 from ..drawing.marks import MaskFormat
 from ..errors import DeadlineExceededError, KestrelError
+from ..geometry import Box, Point, SpatialRef, TilesInput
 from ..images.images import ImageHandle, ImageInput
 from ..images.known import DEFAULT_KEPT_IMAGE_BYTES, ImageSource, KnownImages
 from ..values.description import Model, ServerInfo, ServerLoad
 from ..values.embeddings import Embedding, EmbeddingDtype, EmbedResult, Pooling
 from ..values.events import Event, PathPiece, ReasoningDelta, TextDelta
-from ..values.geometry import Box, Point, SpatialRef, TilesInput
 from ..values.results.base import Result
 from ..values.results.named_skill import SkillResult
 from ..values.results.objects import DetectResult, PointResult

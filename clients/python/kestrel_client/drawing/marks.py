@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from ..values.geometry import Box, Point
+from ..geometry import Box, Point
 
 MaskFormat: TypeAlias = Literal["none", "svg", "png", "rle", "polygons"]
 

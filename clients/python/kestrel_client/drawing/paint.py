@@ -7,8 +7,8 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from ..errors import MissingDependencyError
+from ..geometry import Box, Point
 from ..images.images import ImageInput, to_pillow
-from ..values.geometry import Box, Point
 from .marks import Marks, Mask, Outline
 from .svg_path import polygons
 

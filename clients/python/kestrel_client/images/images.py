@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard, runtime_c
 
 from .._pb.kestrel.v1 import common_pb2
 from ..errors import InvalidImageError, MissingDependencyError, RequestTooLargeError
-from ..values.geometry import ImageSize
+from ..geometry import ImageSize
 from .fetching import fetch, is_url
 
 if TYPE_CHECKING:

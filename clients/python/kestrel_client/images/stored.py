@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from .._pb.kestrel.v1 import common_pb2
 from .._pb.kestrel.v1 import image_service_pb2 as pb
 from ..errors import InvalidImageError
-from ..values.geometry import ImageSize
+from ..geometry import ImageSize
 from .images import ImageHandle, ImageInput, loaded, to_image
 
 UPLOAD_THRESHOLD_BYTES = 4 * 1024 * 1024

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from .._pb.kestrel.v1 import vision_service_pb2 as pb
-from .geometry import Box, ImageSize, from_box
+from ..geometry import Box, ImageSize, from_box
 from .results.base import Timings, plain_value, read_timings
 from .results.exports import package
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from .._pb.kestrel.v1 import common_pb2, vision_service_pb2
-from .geometry import Box, Point, from_box, from_point
+from ..geometry import Box, Point, from_box, from_point
 from .results.text import TokenLogprob, read_token
 
 

@@ -11,10 +11,10 @@ from .._pb.kestrel.v1 import common_pb2
 from .._pb.kestrel.v1 import vision_service_pb2 as pb
 from ..drawing.marks import Marks, MaskFormat
 from ..errors import InvalidRequestError, RpcError, from_task_error
+from ..geometry import ImageSize, SpatialRef, TilesInput
 from ..images.images import ImageInput
 from .constraint import Constraint
 from .events import Event, read_event
-from .geometry import ImageSize, SpatialRef, TilesInput
 from .results.base import Result, Usage, plain_value, read_image_size, read_usage
 from .results.objects import DetectResult, PointResult, detect_result, point_result
 from .results.outline import SegmentResult, segment_result

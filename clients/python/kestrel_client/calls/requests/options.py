@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeAlias, TypedDict
 from ..._pb.kestrel.v1 import common_pb2
 from ...connection import Metadata
 from ...errors import InvalidRequestError
+from ...geometry import Box
 from ...values.constraint import Constraint, to_constraint
-from ...values.geometry import Box
 from .building import build, choice
 
 CaptionLength: TypeAlias = Literal["short", "normal", "long"]

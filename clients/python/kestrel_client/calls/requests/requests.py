@@ -15,10 +15,10 @@ from ..._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
 from ..._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from ...connection import Connection
 from ...errors import InvalidRequestError
+from ...geometry import to_region
 from ...images.images import ImageHandle, ImageInput, loaded, to_image
 from ...images.known import KnownImages, images_of
 from ...values.embeddings import EmbeddingDtype, EmbedResult, EmbedStream, Pooling, embed_result
-from ...values.geometry import to_region
 from ...values.results.base import Result
 from ...values.results.named_skill import SkillResult, skill_result
 from ...values.struct_values import to_struct

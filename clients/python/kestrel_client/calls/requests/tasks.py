@@ -11,8 +11,8 @@ from ..._pb.kestrel.v1 import common_pb2
 from ..._pb.kestrel.v1 import vision_service_pb2 as pb
 from ..._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from ...errors import InvalidRequestError
+from ...geometry import to_spatial_refs, to_tiles
 from ...images.images import ImageInput
-from ...values.geometry import to_spatial_refs, to_tiles
 from ...values.tasks import (
     CaptionTask,
     DetectTask,

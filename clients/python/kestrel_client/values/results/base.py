@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ..._pb.kestrel.v1 import common_pb2, vision_service_pb2
 from ...drawing.marks import Marks, Mask
+from ...geometry import Box, ImageSize, Point
 from ...images.images import ImageInput
-from ..geometry import Box, ImageSize, Point
 from .showing import draw_marks, notebook_png
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...drawing.marks import Outline
 from ...errors import InvalidImageError, MissingDependencyError
-from ..geometry import Box, ImageSize, Point
+from ...geometry import Box, ImageSize, Point
 
 if TYPE_CHECKING:
     import PIL.Image

@@ -7,8 +7,8 @@ from typing import Any
 
 from ..._pb.kestrel.v1 import vision_service_pb2
 from ...drawing.marks import Marks, labelled
+from ...geometry import Box, Point
 from ...images.images import ImageInput
-from ..geometry import Box, Point
 from ..struct_values import from_struct
 from .base import Result, clipped, common_fields
 from .text import Logprobs, read_logprobs

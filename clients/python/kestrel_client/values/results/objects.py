@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..._pb.kestrel.v1 import vision_service_pb2
 from ...drawing.marks import Marks, labelled
+from ...geometry import Box, Point, from_box, from_point
 from ...images.images import ImageInput
-from ..geometry import Box, Point, from_box, from_point
 from .base import Result, common_fields, shown_scores
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..._pb.kestrel.v1 import vision_service_pb2
 from ...drawing.marks import Marks, Mask, Outline, labelled
+from ...geometry import Box, from_box, read_score
 from ...images.images import ImageInput
-from ..geometry import Box, from_box, read_score
 from .base import Result, common_fields, shown_scores
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from ..._pb.kestrel.v1 import common_pb2, vision_service_pb2
 from ...drawing.marks import Marks
+from ...geometry import ImageSize, Point, from_point
 from ...images.images import ImageInput
-from ..geometry import ImageSize, Point, from_point
 from .base import FinishReason, Result, clipped, common_fields, read_finish_reason
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from .._pb.kestrel.v1 import common_pb2, vision_service_pb2
-from ..errors import InvalidRequestError
+from ._pb.kestrel.v1 import common_pb2, vision_service_pb2
+from .errors import InvalidRequestError
 
 
 class ImageSize(NamedTuple):

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
-from ..types.events import EngineResult, StreamUpdate
+from .events import EngineResult, StreamUpdate
 
 
 class EngineStream:
