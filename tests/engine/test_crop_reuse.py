@@ -113,6 +113,7 @@ def test_the_gpu_runtime_reuses_features_bit_for_bit(family):
     runtime.close()
 
 
+@pytest.mark.slow
 async def test_frames_of_a_fixed_camera():
     """The bundled model: the second frame encodes the two crops that changed, and all results stay as they were."""
     results, encoded, reused = [], [], []

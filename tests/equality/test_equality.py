@@ -87,8 +87,8 @@ async def test_everything_at_once_from_the_caches(
     assert seen.largest_batch > 4
 
 
-@pytest.mark.slow_with("md2", "kestrel-tiny")
-@pytest.mark.parametrize("cached", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cached", [False, True])
 async def test_forced_preemption(
     model: Model, cached: bool, golden_images: Path, alone: Alone
 ) -> None:

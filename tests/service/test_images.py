@@ -1,7 +1,7 @@
 """Images sent once and named afterwards, over a real socket: put, upload, use, push out, delete."""
 
 import asyncio
-import functools
+import dataclasses
 import hashlib
 
 import grpc
@@ -159,8 +159,12 @@ async def test_ids_belong_to_their_owner(serve, monkeypatch):
     """Callers are not told apart yet: the owner is set by hand, as authentication will."""
     served = await serve()
     stored = await put(served)
-    somebody_else = functools.partial(interceptors.Call, owner="somebody else")
-    monkeypatch.setattr(interceptors, "Call", somebody_else)
+    begin = interceptors.Call.begin
+
+    def by_somebody_else(*args, **kwargs):
+        return dataclasses.replace(begin(*args, **kwargs), owner="somebody else")
+
+    monkeypatch.setattr(interceptors.Call, "begin", by_somebody_else)
     told = await failure(served.vision.Query(query(by_id(stored.image_id))))
     assert told.reason == "IMAGE_NOT_FOUND"
     request = image_service_pb2.DeleteImageRequest(image_id=stored.image_id)
