@@ -25,7 +25,7 @@ from .front.calls import SkillCalls
 from .front.lifetime import Lifetime
 from .front.open_requests import OpenRequests
 from .front.profiling import ProfileRequest, take_profile
-from .front.submitting.checked import RequestCheck
+from .front.submitting.checked import Asked, RequestCheck
 from .front.submitting.constraints import ConstraintCompiler
 from .front.submitting.images import ImagePreparation
 from .front.submitting.preparing import Preparing
@@ -37,6 +37,7 @@ from .front.submitting.request_options import (
     checked_request_id,
 )
 from .front.submitting.seeds import Seeds
+from .front.submitting.sequence_start import SequenceStart
 from .front.submitting.submitter import Submitter
 from .front.watchdog import watch
 from .preprocess.looks import Tiled
@@ -108,13 +109,11 @@ class InferenceEngine(SkillCalls):
         self._places = QueuePlaces(config.max_queue, sizes.max_batch_size)
         self._preparing = Preparing(self._note_idle)
         self._seeds = Seeds(config.seed)
+        check = RequestCheck(config, built, skills)
         self._submitter = Submitter(
-            config,
-            built,
-            self._loop,
+            built.lora,
             self._lifetime,
-            self._open,
-            check=RequestCheck(config, built, skills),
+            check=check,
             places=self._places,
             preparing=self._preparing,
             images=ImagePreparation(
@@ -128,7 +127,9 @@ class InferenceEngine(SkillCalls):
                 self._preparing,
             ),
             adapters=built.adapters,
-            seeds=self._seeds,
+            sequences=SequenceStart(
+                config, built, self._loop, self._open, check.context, self._seeds
+            ),
         )
         self._delivery.start()
         self._loop.start()
@@ -234,16 +235,16 @@ class InferenceEngine(SkillCalls):
         request_id = checked_request_id(request_id)
         check_timeout(timeout_s)
         place = self._take_place(principal, weight, priority)
-        return await self._submitter.submit(
-            place,
-            skill,
-            image,
-            arguments or {},
-            settings or {},
+        asked = Asked(
+            skill=skill,
+            image=image,
+            arguments=arguments or {},
+            settings=settings or {},
             request_id=request_id,
             timeout_s=timeout_s,
             cache_salt=cache_salt,
         )
+        return await self._submitter.submit(asked, place)
 
     @overload
     async def prepare_image(

@@ -22,6 +22,19 @@ from .token_limit import token_limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a caller asks of ``InferenceEngine.submit``."""
+
+    skill: str
+    image: Any
+    arguments: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    request_id: str
+    timeout_s: float | None
+    cache_salt: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRequest:
     """``num_looks``: those at its image, 1 unless it is tiled. ``max_tokens``: most tokens to sample."""
 
@@ -59,15 +72,14 @@ class RequestCheck:
         )
         """What skills know of the engine."""
 
-    def check(
-        self, skill: str, image: Any, arguments: Mapping[str, Any], settings: Mapping[str, Any]
-    ) -> CheckedRequest:
+    def check(self, asked: Asked) -> CheckedRequest:
         """Raises RequestError."""
-        spec: SkillSpec = EmbedSkill() if skill == EMBED else self._skills.get(skill)
-        adapter, settings = _without_adapter(settings)
-        request = spec.build(arguments, settings, self.context)
+        embeds = asked.skill == EMBED
+        spec: SkillSpec = EmbedSkill() if embeds else self._skills.get(asked.skill)
+        adapter, settings = _without_adapter(asked.settings)
+        request = spec.build(asked.arguments, settings, self.context)
         check_prompt(request.prompt_suffix, self._model)
-        images = _as_list(image)
+        images = _as_list(asked.image)
         num_looks = _check_tiled(images, request)
         check_images(request, len(images), self._config.max_images)
         positions = 0
