@@ -181,7 +181,7 @@ async def test_a_row_that_is_not_finite_fails_its_request_only(make_engine, fake
         await engine.query(question=f"{n}?", stream=True, settings=settings) for n in range(3)
     ]
     await anext(streams[1])
-    (bad,) = engine._open.named(streams[1].request_id)
+    (bad,) = (i for i, each in engine._open._open.items() if each.stream is streams[1])
     runtime.bad_sequences.add(bad)
     with pytest.raises(RuntimeFailure, match="numbers that are not finite"):
         await streams[1].result()
