@@ -1,15 +1,17 @@
-"""ServedModel: the one model of this server, and its state as callers see it.
+"""ServedModels: the models of this server, and the state of each as callers see it.
 
-This module uses neither protobuf nor gRPC. A server has one ServedModel, which only the event loop uses. Its state
-goes from LOADING to READY to DRAINING. READY becomes FAILED when the engine dies.
+This module uses neither protobuf nor gRPC. A server has one ServedModels, which only the event loop uses. The state of
+a model goes from LOADING to READY to DRAINING. LOADING becomes FAILED when the model cannot be loaded, and READY when
+the engine dies. One model's failure leaves the others as they are.
 """
 
 from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Iterator
 
-from kestrel_engine import InferenceEngine, ModelNotFoundError, RuntimeConfig
+from kestrel_engine import EngineOverloaded, InferenceEngine, ModelNotFoundError, RuntimeConfig
 
 from .edge.calls.current_call import find_call
 from .edge.failures.errors import ModelNotReady, ShuttingDown
@@ -56,32 +58,18 @@ class ServedModel:
         if self._state is State.LOADING:
             self._state = State.READY
 
+    def fail(self) -> None:
+        """The model could not be loaded."""
+        if self._state is State.LOADING:
+            self._state = State.FAILED
+
     def drain(self) -> None:
         """Refuses new requests from now on. Running requests continue."""
         self._state = State.DRAINING
 
-    def check_room(self) -> None:
-        """Raises EngineOverloaded if the queue has no room for a request of this caller.
-
-        The call's message is not read yet, so the check assumes the highest priority that the caller may ask for.
-        """
-        if self._engine is not None and self.state is State.READY:
-            call = find_call()
-            caller = ANONYMOUS if call is None else call.principal
-            best = "high" if Scope.HIGH in caller.scopes else "normal"
-            self._engine.check_admission(caller.name, caller.weight, priority=best)
-
-    def check_name(self, name: str | None, field: str = "model") -> None:
-        """Raises ModelNotFoundError if ``name`` is not the served model. None means the default model."""
-        if name is None or name == self.name:
-            return
-        if not 1 <= len(name) <= 512:
-            limit = f"must have 1 to 512 characters; this server serves {self.name}"
-            raise ModelNotFoundError(field, limit)
-        raise ModelNotFoundError(field, f"{name!r} is not served; this server serves {self.name}")
-
-    def engine(self, name: str | None = None) -> InferenceEngine:
-        """The engine for a request for the model ``name``. Raises ModelNotReady, ShuttingDown, ModelNotFoundError."""
+    @property
+    def engine(self) -> InferenceEngine:
+        """The engine for a request. Raises ModelNotReady, ShuttingDown."""
         state = self.state
         if state is State.DRAINING:
             raise ShuttingDown("the server is shutting down")
@@ -90,5 +78,100 @@ class ServedModel:
         if self._engine is None:
             seconds = time.monotonic() - self._started_at
             raise ModelNotReady(f"{self.name} is still loading ({seconds:.0f} s so far)")
-        self.check_name(name)
         return self._engine
+
+
+class ServedModels:
+    """Finds the model of a request. The first model is the default: it answers requests that name none, and the
+    server's state is its state."""
+
+    def __init__(self, *models: ServedModel) -> None:
+        assert models, "a server has a model"
+        self._models = models
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(self._models)
+
+    @property
+    def default(self) -> ServedModel:
+        return self._models[0]
+
+    @property
+    def name(self) -> str:
+        """The default model's name."""
+        return self.default.name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all models, the default first."""
+        return tuple(model.name for model in self._models)
+
+    @property
+    def config(self) -> RuntimeConfig:
+        """The default model's configuration."""
+        return self.default.config
+
+    @property
+    def state(self) -> State:
+        """The default model's state."""
+        return self.default.state
+
+    @property
+    def loaded(self) -> InferenceEngine | None:
+        """The default model's engine, as ``ServedModel.loaded``."""
+        return self.default.loaded
+
+    @property
+    def engines(self) -> list[InferenceEngine]:
+        """The engines of all models that are loaded."""
+        return [model.loaded for model in self._models if model.loaded is not None]
+
+    @property
+    def num_requests(self) -> int:
+        """The requests of all models that have not ended."""
+        return sum(engine.num_requests for engine in self.engines)
+
+    def drain(self) -> None:
+        """Refuses new requests from now on. Running requests continue."""
+        for model in self._models:
+            model.drain()
+
+    def check_room(self) -> None:
+        """Raises EngineOverloaded if no model's queue has room for a request of this caller.
+
+        The call's message is not read yet, so the check assumes the highest priority that the caller may ask for, and
+        any model.
+        """
+        ready = [model.engine for model in self._models if model.state is State.READY]
+        call = find_call()
+        caller = ANONYMOUS if call is None else call.principal
+        best = "high" if Scope.HIGH in caller.scopes else "normal"
+        refusal: EngineOverloaded | None = None
+        for engine in ready:
+            try:
+                engine.check_admission(caller.name, caller.weight, priority=best)
+                return
+            except EngineOverloaded as error:
+                refusal = refusal or error
+        if refusal is not None:
+            raise refusal
+
+    def model(self, name: str | None, field: str = "model") -> ServedModel:
+        """The model ``name``; None means the default. Raises ModelNotFoundError."""
+        if name is None:
+            return self.default
+        for model in self._models:
+            if model.name == name:
+                return model
+        served = f"this server serves {', '.join(self.names)}"
+        if not 1 <= len(name) <= 512:
+            raise ModelNotFoundError(field, f"must have 1 to 512 characters; {served}")
+        raise ModelNotFoundError(field, f"{name!r} is not served; {served}")
+
+    def engine(self, name: str | None = None) -> InferenceEngine:
+        """The engine for a request for the model ``name``. Raises ModelNotReady, ShuttingDown, ModelNotFoundError."""
+        if name is None or name not in self.names:
+            engine = self.default.engine  # While the server cannot answer, that is the reason.
+            self.model(name)
+            return engine
+        return self.model(name).engine

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import dataclasses
 import os
+from collections.abc import Sequence
 
 from kestrel_engine import ConfigError, RuntimeConfig, SkillRegistry, maintenance
 
@@ -21,7 +22,7 @@ from ..settings.configuration import add_flags, configuration, print_configurati
 from ..settings.flags import Parser
 from ..settings.model import config_error
 from ..settings.server import ServerConfig
-from ..settings.sources import name_of
+from ..settings.sources import SettingsError, name_of
 from ..workers.plan import plan_workers, shared_addresses
 from ..workers.supervisor import WorkersError, supervise
 from .parser import CommandError, CommandParser
@@ -68,14 +69,18 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     settled = configuration(args)
-    config, runtime = settled.server, settled.runtime
+    config, runtimes = settled.server, settled.runtimes
+    if len(runtimes) > 1 and config.workers.count > 1:
+        workers, models = name_of(args, "--workers"), name_of(args, "--model")
+        raise SettingsError(f"{workers} and several values of {models}: give only one of the two")
     if args.print_config:
-        _check(config, runtime, args)
+        _check(config, runtimes, args)
         print(print_configuration(args.settings, args, os.environ))
         return 0
     try:
         # A misspelt name is known before the server listens.
-        maintenance.check_model_names(runtime)
+        for runtime in runtimes:
+            maintenance.check_model_names(runtime)
     except ConfigError as error:
         raise config_error(error, args) from None
     # Only processes that serve import plug-ins. The supervisor does not.
@@ -86,12 +91,9 @@ def run(args: argparse.Namespace) -> int:
     )
     set_up_logging(config.log_level, config.log_format, buffer_bytes=config.log_buffer_bytes)
     try:
-        maintenance.check_model_names(
-            runtime
-        )  # A misspelt name is known before the server listens.
         if skills is None:
-            return asyncio.run(supervise(config, runtime))
-        return _serve_alone(config, runtime, skills)
+            return asyncio.run(supervise(config, settled.runtime))
+        return _serve_alone(config, runtimes, skills)
     except (AddressError, WorkersError) as error:
         raise CommandError(str(error)) from None
     except ConfigError as error:
@@ -100,7 +102,9 @@ def run(args: argparse.Namespace) -> int:
         flush_log()  # The command prints the error as the last line.
 
 
-def _check(config: ServerConfig, runtime: RuntimeConfig, args: argparse.Namespace) -> None:
+def _check(
+    config: ServerConfig, runtimes: Sequence[RuntimeConfig], args: argparse.Namespace
+) -> None:
     """Checks everything that serving checks before it reads the model's files or opens a port. Raises SettingsError,
     CommandError."""
     from ..process.serving import FAILURES
@@ -109,17 +113,20 @@ def _check(config: ServerConfig, runtime: RuntimeConfig, args: argparse.Namespac
     try:
         skill_registry(config.skills, name_of(args, "--skill"))
         if config.workers.count > 1:
-            plan_workers(config, runtime, shared_addresses(config), os.environ)
+            plan_workers(config, runtimes[0], shared_addresses(config), os.environ)
         addresses = (*config.listen, *config.workers.own_addresses)
         check_files_and_addresses(config.security, addresses, config.telemetry.prometheus)
-        maintenance.check_names(runtime)
+        for runtime in runtimes:
+            maintenance.check_names(runtime)
     except ConfigError as error:
         raise config_error(error, args) from None
     except FAILURES as error:
         raise CommandError(str(error)) from None
 
 
-def _serve_alone(config: ServerConfig, runtime: RuntimeConfig, skills: SkillRegistry) -> int:
+def _serve_alone(
+    config: ServerConfig, runtimes: Sequence[RuntimeConfig], skills: SkillRegistry
+) -> int:
     """Raises ConfigError, CommandError."""
     # Imported here, because a supervisor must not import gRPC.
     from ..process.serving import FAILURES, serve_alone
@@ -128,10 +135,11 @@ def _serve_alone(config: ServerConfig, runtime: RuntimeConfig, skills: SkillRegi
     if own is not None:
         config = dataclasses.replace(config, listen=(*config.listen, own))
     if config.workers.devices:
-        runtime = dataclasses.replace(runtime, device=config.workers.devices[0])
+        device = config.workers.devices[0]
+        runtimes = [dataclasses.replace(runtime, device=device) for runtime in runtimes]
     set_up_interpreter()
     try:
-        asyncio.run(serve_alone(config, runtime, skills))
+        asyncio.run(serve_alone(config, runtimes, skills))
     except ConfigError:
         raise
     except FAILURES as error:

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from ..kserve.service import InferenceService
 from ..security.admission.guard import Guard
-from ..served_model import ServedModel, State
+from ..served_model import ServedModels, State
 from ..services.model import ModelService
 from ..services.vision import VisionService
 from ..telemetry.opening import Telemetry
@@ -39,16 +39,16 @@ def application(
     vision: VisionService,
     models: ModelService,
     inference: InferenceService,
-    served: ServedModel,
+    served: ServedModels,
     guard: Guard,
     telemetry: Telemetry | None,
 ) -> Any:
     """The ASGI application."""
     endpoints = {
-        **moondream.endpoints(vision, lambda: served.name),
-        **openai.endpoints(vision, models, lambda: served.name),
-        **completions.endpoints(vision, lambda: served.name),
-        **ollama.endpoints(vision, models, lambda: served.name),
+        **moondream.endpoints(vision, lambda: served.names),
+        **openai.endpoints(vision, models, lambda: served.names),
+        **completions.endpoints(vision, lambda: served.names),
+        **ollama.endpoints(vision, models, lambda: served.names),
         **kserve.endpoints(inference),
     }
     routes = [
@@ -78,7 +78,7 @@ class _SingleSlashes:
         await self._app(scope, cast(Any, receive), cast(Any, send))
 
 
-def _health(served: ServedModel) -> Callable[[Request], Any]:
+def _health(served: ServedModels) -> Callable[[Request], Any]:
     async def health(request: Request) -> Response:
         """Answers 200 while the model is ready, and 503 before and while the server drains."""
         status = 200 if served.state is State.READY else 503

@@ -13,7 +13,7 @@ from ..security.admission.guard import Guard
 from ..security.connections.connection_guard import ConnectionGuard
 from ..security.identity.tls import RenewedContext
 from ..security.listening import check_exposure
-from ..served_model import ServedModel
+from ..served_model import ServedModels
 from ..services.model import ModelService
 from ..services.vision import VisionService
 from ..settings.addresses import AddressError
@@ -33,7 +33,7 @@ def open_http(
     vision: VisionService,
     models: ModelService,
     inference: InferenceService,
-    served: ServedModel,
+    served: ServedModels,
     in_flight: InFlight,
     guard: Guard,
     end_call: Callable[[Call], None],

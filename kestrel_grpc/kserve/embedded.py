@@ -19,7 +19,7 @@ from ..edge.failures.statuses import complaint
 from ..images.request_images import RequestImages
 from ..images.store import ImageStore
 from ..monitoring.call_statistics import CallStatistics
-from ..served_model import ServedModel
+from ..served_model import ServedModel, ServedModels
 from ..services.vision import VisionService
 from .service import InferenceService, refuse
 
@@ -34,8 +34,9 @@ class EmbeddedModel:
 
     def __init__(self, engine: InferenceEngine, config: RuntimeConfig) -> None:
         self._engine = engine
-        served = ServedModel(config)
-        served.ready(engine)
+        model = ServedModel(config)
+        model.ready(engine)
+        served = ServedModels(model)
         vision = VisionService(served, RequestImages(ImageStore(0)))
         self._service = InferenceService(served, vision, CallStatistics())
 

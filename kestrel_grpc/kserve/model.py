@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kestrel_client._pb.inference import grpc_service_pb2 as pb
 from kestrel_engine import InvalidRequest, ModelNotFoundError
 
-from ..served_model import ServedModel
+from ..served_model import ServedModels
 from .tensors import BYTES
 
 NAME, VERSION = "moondream", "1"
@@ -55,12 +55,12 @@ INPUTS = {
 }
 
 
-def check_model(served: ServedModel, name: str, version: str, field: str = "name") -> None:
+def check_model(served: ServedModels, name: str, version: str, field: str = "name") -> None:
     """``field``: the path of the name in the request. Raises ModelNotFoundError, InvalidRequest."""
     if not name:
         raise InvalidRequest(field, f"is required: {NAME!r}")
     if name != NAME:
-        served.check_name(name, field)
+        served.model(name, field)
     if version not in ("", VERSION):
         shown = version[:20]
         field = field.removesuffix("name") + "version"

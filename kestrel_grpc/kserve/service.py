@@ -18,7 +18,7 @@ from ..edge.calls.current_call import current_call
 from ..edge.failures.errors import NotServed
 from ..edge.failures.statuses import Complaint
 from ..monitoring.call_statistics import CallStatistics
-from ..served_model import ServedModel, State
+from ..served_model import ServedModel, ServedModels, State
 from ..services.vision import VisionService
 from . import model
 from .skills import Asked, Values, asked, located
@@ -51,7 +51,7 @@ _STATES = {
 class InferenceService(GRPCInferenceServiceServicer):
     """Holds no state."""
 
-    def __init__(self, served: ServedModel, vision: VisionService, calls: CallStatistics) -> None:
+    def __init__(self, served: ServedModels, vision: VisionService, calls: CallStatistics) -> None:
         self._served, self._vision, self._calls = served, vision, calls
 
     async def ServerLive(
@@ -68,7 +68,8 @@ class InferenceService(GRPCInferenceServiceServicer):
         self, request: pb.ModelReadyRequest, context: Context
     ) -> pb.ModelReadyResponse:
         model.check_model(self._served, request.name, request.version)
-        return pb.ModelReadyResponse(ready=self._served.state is State.READY)
+        state = self._model(request.name).state
+        return pb.ModelReadyResponse(ready=state is State.READY)
 
     async def ServerMetadata(
         self, request: pb.ServerMetadataRequest, context: Context
@@ -99,11 +100,18 @@ class InferenceService(GRPCInferenceServiceServicer):
     async def RepositoryIndex(
         self, request: pb.RepositoryIndexRequest, context: Context
     ) -> pb.RepositoryIndexResponse:
-        state, reason = _STATES[self._served.state]
-        index = pb.RepositoryIndexResponse.ModelIndex(
-            name=model.NAME, version=model.VERSION, state=state, reason=reason
-        )
-        shown = [] if request.ready and state != "READY" else [index]
+        default = self._served.default
+        named = [(model.NAME, default)]
+        named += [(each.name, each) for each in self._served if each is not default]
+        shown = []
+        for name, each in named:
+            state, reason = _STATES[each.state]
+            if state == "READY" or not request.ready:
+                shown.append(
+                    pb.RepositoryIndexResponse.ModelIndex(
+                        name=name, version=model.VERSION, state=state, reason=reason
+                    )
+                )
         return pb.RepositoryIndexResponse(models=shown)
 
     async def ModelInfer(
@@ -166,8 +174,17 @@ class InferenceService(GRPCInferenceServiceServicer):
         _apply_parameters(request, call)
         _check_outputs(request)
         wanted = asked(request, self._vision)
+        if request.model_name != model.NAME:
+            message = wanted.message
+            (
+                message.request if hasattr(message, "request") else message
+            ).options.model = request.model_name
         call.message = wanted.message
         return wanted
+
+    def _model(self, name: str) -> ServedModel:
+        """The model ``name``, which is served."""
+        return self._served.model(None if name == model.NAME else name)
 
 
 def refuse(

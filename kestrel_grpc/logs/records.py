@@ -19,7 +19,15 @@ from .writer import LogWriter
 
 Format = Literal["text", "json"]
 LifeEvent = Literal[
-    "listening", "ready", "leaving", "draining", "stopped", "failed", "worker_ready", "worker_ended"
+    "listening",
+    "loaded",
+    "ready",
+    "leaving",
+    "draining",
+    "stopped",
+    "failed",
+    "worker_ready",
+    "worker_ended",
 ]
 
 _lifecycle = logging.getLogger("kestrel_grpc.lifecycle")

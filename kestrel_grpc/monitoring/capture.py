@@ -37,7 +37,7 @@ from ..edge.calls.call import Call
 from ..edge.failures.errors import CaptureError
 from ..edge.messages.inner_request import inner_request, request_images, request_options
 from ..images.upload import ReceivedParts
-from ..served_model import ServedModel
+from ..served_model import ServedModels
 from ..service_names import IMAGE_METHODS, KSERVE_METHODS, VISION_METHODS
 from ..settings.debug import DebugConfig
 
@@ -90,7 +90,7 @@ class Capture:
     Runs on the event loop; a thread writes the files.
     """
 
-    def __init__(self, config: DebugConfig, served: ServedModel) -> None:
+    def __init__(self, config: DebugConfig, served: ServedModels) -> None:
         self._config, self._served = config, served
         self._folder = None if config.capture_dir is None else Path(config.capture_dir)
         self._left = 0

@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from kestrel_engine import SchedulerStats
 
 from ..edge.calls.call import Call
-from ..served_model import ServedModel, State
+from ..served_model import ServedModels, State
 from ..service_names import INFERENCE_METHODS
 
 WINDOW_S = 10
@@ -28,7 +28,8 @@ _RESIDENT = Path("/proc/self/statm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """A snapshot of the load. The engine's figures are 0 until the model is ready."""
+    """A snapshot of the load: the sums over all models, and the default model's state. The engines' figures are 0 until
+    the models are ready."""
 
     state: State
     stats: SchedulerStats
@@ -70,7 +71,7 @@ class _Second:
 class LoadMeter:
     """Measures the load. The server passes every finished call to ``on_call``."""
 
-    def __init__(self, served: ServedModel, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, served: ServedModels, clock: Callable[[], float] = time.monotonic) -> None:
         self._served, self._clock = served, clock
         self._seconds: deque[_Second] = deque(maxlen=WINDOW_S)
         self._started_at = clock()
@@ -91,19 +92,22 @@ class LoadMeter:
         second.tokens += call.result.metrics.output_tokens if call.result is not None else 0
 
     def read(self) -> Load:
-        now, config, engine = self._clock(), self._served.config, self._served.loaded
-        stats = SchedulerStats() if engine is None else engine.stats
+        now, engines = self._clock(), self._served.engines
+        stats = _sum([engine.stats for engine in engines])
         first = int(now) - WINDOW_S + 1
         recent = [second for second in self._seconds if second.number >= first]
         span_s = max(1.0, min(now - first, now - self._started_at))
         return Load(
             state=self._served.state,
             stats=stats,
-            waiting=0 if engine is None else max(0, engine.num_requests - stats.running),
-            max_running=config.max_batch_size or 0
-            if engine is None
-            else engine.info.max_batch_size,
-            max_waiting=config.max_queue,
+            waiting=max(0, self._served.num_requests - stats.running),
+            max_running=sum(
+                (model.config.max_batch_size or 0)
+                if model.loaded is None
+                else model.loaded.info.max_batch_size
+                for model in self._served
+            ),
+            max_waiting=sum(model.config.max_queue for model in self._served),
             tokens_per_s=sum(second.tokens for second in recent) / span_s,
             requests_per_s=sum(second.requests for second in recent) / span_s,
             errors_per_s=sum(second.errors for second in recent) / span_s,
@@ -118,6 +122,12 @@ class LoadMeter:
             self._cpu = min(1.0, (used_s - seen_s) / (now - seen_at) / self._processors)
             self._cpu_seen = (now, used_s)
         return self._cpu
+
+
+def _sum(stats: Sequence[SchedulerStats]) -> SchedulerStats:
+    """The sums of the counts of several models."""
+    names = [field.name for field in fields(SchedulerStats)]
+    return SchedulerStats(**{name: sum(getattr(each, name) for each in stats) for name in names})
 
 
 def _num_processors() -> int:

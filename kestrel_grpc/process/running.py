@@ -70,8 +70,7 @@ async def stop(server: KestrelServer, grace_s: float, delay_s: float = 0.0) -> N
         is_stuck = True
         for address in server.addresses:
             close_address(address)
-    engine = server.served.loaded
-    if failed or is_stuck or (engine is not None and engine.is_stuck):
+    if failed or is_stuck or any(engine.is_stuck for engine in server.served.engines):
         logger.error("the process ends without waiting for its threads")
         leave_now(EXIT_ENGINE_FAILED if failed else 0)
 

@@ -1,7 +1,7 @@
-"""KestrelServer: serves one model with gRPC. Owns the grpc server, its addresses, and the order of start and stop.
+"""KestrelServer: serves models with gRPC. Owns the grpc server, its addresses, and the order of start and stop.
 
-Start: the server listens first, so that health checks get NOT_SERVING. Then it loads the model, and then it accepts
-requests.
+Start: the server listens first, so that health checks get NOT_SERVING. Then it loads the models, one after the other,
+and then it accepts requests.
 
 Stop: health changes to NOT_SERVING. After an optional delay, new requests are refused with UNAVAILABLE while running
 requests continue. At the end of the grace period, the remaining requests fail with UNAVAILABLE. Then the listeners
@@ -19,8 +19,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import grpc
 
@@ -39,7 +39,7 @@ from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import (
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import (
     add_VisionServiceServicer_to_server,
 )
-from kestrel_engine import InferenceEngine, RuntimeConfig
+from kestrel_engine import ConfigError, InferenceEngine, Observer, RuntimeConfig
 
 from ..edge.calls.call import Call
 from ..edge.calls.in_flight import InFlight
@@ -62,7 +62,7 @@ from ..security.admission.guard import Guard
 from ..security.files.file_modes import exposures
 from ..security.identity.tls import server_credentials
 from ..security.listening import add_port, check_exposure
-from ..served_model import ServedModel, State
+from ..served_model import ServedModel, ServedModels, State
 from ..service_names import (
     ADMIN_SERVICE,
     IMAGE_SERVICE,
@@ -86,7 +86,7 @@ from ..settings.security import SecurityConfig
 from ..settings.server import COMPRESSIONS, ServerConfig
 from ..settings.telemetry import with_http
 from ..telemetry.edge_counts import EdgeCounts
-from ..telemetry.opening import Telemetry, open_telemetry
+from ..telemetry.opening import ModelObserver, Telemetry, open_telemetry
 from .file_watch import INTERVAL_S, FileWatch
 from .heap import follow_heap
 
@@ -111,16 +111,29 @@ _PENDING_CALLS = 8192
 LoadEngine = Callable[[], Awaitable[InferenceEngine]]
 
 
+class OtherModel(NamedTuple):
+    """A model besides the default one. ``load``: loads it, with this observer."""
+
+    config: RuntimeConfig
+    load: Callable[[Observer | None], Awaitable[InferenceEngine]]
+
+
 class KestrelServer:
     """A server. Call ``start``, ``load`` and ``stop``, in this order, on one event loop."""
 
     def __init__(
-        self, config: ServerConfig, runtime: RuntimeConfig, load_engine: LoadEngine
+        self,
+        config: ServerConfig,
+        runtime: RuntimeConfig,
+        load_engine: LoadEngine,
+        others: Sequence[OtherModel] = (),
     ) -> None:
-        """Raises TokenFileError."""
+        """``runtime``, ``load_engine``: the default model. Raises TokenFileError."""
         self._config = config
-        self._load_engine = load_engine
-        self.served = ServedModel(runtime)
+        self._load_engine, self._others = load_engine, tuple(others)
+        self.served = ServedModels(
+            ServedModel(runtime), *(ServedModel(other.config) for other in others)
+        )
         self.addresses: tuple[str, ...] = ()
         """The addresses that the server listens on, with the assigned ports in place of port 0."""
         self.own_addresses: tuple[str, ...] = ()
@@ -309,10 +322,18 @@ class KestrelServer:
         return frozenset(int(address.rpartition(":")[2]) for address in tcp)
 
     async def load(self) -> InferenceEngine:
-        """Loads the model and accepts requests. Raises ConfigError, ModelLoadError, AddressError."""
+        """Loads the models and accepts requests. Returns the default model's engine.
+
+        Raises ConfigError, ModelLoadError, AddressError.
+        """
         started = time.monotonic()
         try:
             engine = await self._load_engine()
+            try:
+                await self._load_others({engine.info.model})
+            except BaseException:
+                await engine.shutdown()
+                raise
         except Exception as error:
             # With a log as text, the command prints the error as its last line. A log in JSON needs it in this record.
             as_json = self._config.log_format == "json"
@@ -321,7 +342,7 @@ class KestrelServer:
         self.load_seconds = time.monotonic() - started
         if self.telemetry is not None:
             self.telemetry.ready(engine, self.load_seconds)
-        self.served.ready(engine)
+        self.served.default.ready(engine)
         self._health.update()
         if self._config.shared_listen and self.served.state is State.READY:
             await self._open(self._config.shared_listen, shared=True)
@@ -333,11 +354,28 @@ class KestrelServer:
             )
         return engine
 
+    async def _load_others(self, names: set[str]) -> None:
+        """Loads the models besides the default one. ``names``: those that are taken. Raises ConfigError,
+        ModelLoadError."""
+        for served, other in zip(list(self.served)[1:], self._others, strict=True):
+            observer = None if self.telemetry is None else ModelObserver(self.telemetry)
+            began = time.monotonic()
+            engine = await other.load(observer)
+            info = engine.info
+            if info.model in names:
+                await engine.shutdown()
+                raise ConfigError("model", info.model, "two models of this server have this name")
+            names.add(info.model)
+            if observer is not None:
+                observer.ready(info)
+            served.ready(engine)
+            seconds = round(time.monotonic() - began, 3)
+            log_lifecycle("loaded", model=info.model, device=info.device, load_s=seconds)
+
     async def drain(self) -> None:
         """Refuses new requests, and new connections at shared addresses. Running requests continue. Idempotent."""
         if self.served.state is not State.DRAINING:
-            engine = self.served.loaded
-            log_lifecycle("draining", requests=0 if engine is None else engine.num_requests)
+            log_lifecycle("draining", requests=self.served.num_requests)
         self.served.drain()
         self._health.update()
         if self._shared is not None and self._leaving is None:
@@ -360,12 +398,12 @@ class KestrelServer:
         for task in (self._following, self._watching, self._trimming, self._guarding):
             if task is not None:
                 task.cancel()
-        engine = self.served.loaded
-        if engine is not None:
+        engines = self.served.engines
+        if engines:
             await self.profiles.close()
-            if engine.num_requests:
-                logger.info("waiting up to %g s for %d requests", grace_s, engine.num_requests)
-            await engine.shutdown(grace_s=grace_s)
+            if self.served.num_requests:
+                logger.info("waiting up to %g s for %d requests", grace_s, self.served.num_requests)
+            await asyncio.gather(*(engine.shutdown(grace_s=grace_s) for engine in engines))
         if not await self._in_flight.wait_idle(LAST_WORDS_S):
             logger.warning("%d calls were aborted", self._in_flight.count)
         if self._http is not None:

@@ -7,8 +7,9 @@ import gc
 import logging
 import os
 import signal
+from collections.abc import Awaitable, Callable, Sequence
 
-from kestrel_engine import InferenceEngine, KestrelError, RuntimeConfig, SkillRegistry
+from kestrel_engine import InferenceEngine, KestrelError, Observer, RuntimeConfig, SkillRegistry
 
 from ..security.identity.tls import TlsError
 from ..security.identity.tokens import TokenFileError
@@ -17,7 +18,7 @@ from ..settings.addresses import AddressError, close_address
 from ..settings.server import ServerConfig
 from .ready_line import print_ready
 from .running import leave_now, load_unless_stopped, stop, until_failed
-from .server import KestrelServer
+from .server import KestrelServer, OtherModel
 from .startup_progress import LoadingProgress
 from .systemd import Notifier
 
@@ -28,8 +29,11 @@ FAILURES = (AddressError, TlsError, TokenFileError, KestrelError)
 """The errors of a failed start: of a port, of certificates, of tokens, or of the model's loading or warm-up."""
 
 
-async def serve_alone(config: ServerConfig, runtime: RuntimeConfig, skills: SkillRegistry) -> None:
-    """Serves until a signal arrives or the engine fails. Raises FAILURES.
+async def serve_alone(
+    config: ServerConfig, runtimes: Sequence[RuntimeConfig], skills: SkillRegistry
+) -> None:
+    """Serves the models of ``runtimes`` until a signal arrives or the engine of the first one, the default, fails.
+    Raises FAILURES.
 
     Ends the process at once if the signal arrives while a thread still loads the model, or if a step hangs.
     """
@@ -39,12 +43,20 @@ async def serve_alone(config: ServerConfig, runtime: RuntimeConfig, skills: Skil
     systemd = Notifier(os.environ)
 
     with LoadingProgress() as progress:
+
+        def loader(
+            runtime: RuntimeConfig,
+        ) -> Callable[[Observer | None], Awaitable[InferenceEngine]]:
+            return lambda observer: InferenceEngine.create(
+                runtime, skills=skills, progress=progress, observer=observer
+            )
+
+        default, *others = runtimes
         server = KestrelServer(
             config,
-            runtime,
-            lambda: InferenceEngine.create(
-                runtime, skills=skills, progress=progress, observer=server.telemetry
-            ),
+            default,
+            lambda: loader(default)(server.telemetry),
+            [OtherModel(other, loader(other)) for other in others],
         )
 
         def on_signal(number: signal.Signals) -> None:
@@ -86,10 +98,8 @@ async def serve_alone(config: ServerConfig, runtime: RuntimeConfig, skills: Skil
 
 
 def _announce(server: KestrelServer) -> str:
-    """Prints the ready line. Returns model and device in one line."""
-    engine = server.served.loaded
-    assert engine is not None, "loaded"
-    info = engine.info
-    served = f"{info.model} on {info.device} ({info.dtype})"
+    """Prints the ready line. Returns models and devices in one line."""
+    infos = [engine.info for engine in server.served.engines]
+    served = " and ".join(f"{info.model} on {info.device} ({info.dtype})" for info in infos)
     print_ready(served, server.addresses, server.load_seconds)
     return served

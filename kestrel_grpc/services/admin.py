@@ -30,7 +30,7 @@ from ..monitoring.profiles import (
     Profiles,
 )
 from ..security.admission.guard import Guard
-from ..served_model import ServedModel
+from ..served_model import ServedModels
 from .messages.responses import rounded_s
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class AdminService(AdminServiceServicer):
 
     def __init__(
         self,
-        served: ServedModel,
+        served: ServedModels,
         images: ImageStore,
         guard: Guard,
         drain: Callable[[], Awaitable[None]],
@@ -65,8 +65,7 @@ class AdminService(AdminServiceServicer):
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         _log_action("drain")
         await self._drain()
-        engine = self._served.loaded
-        return pb.DrainResponse(remaining_requests=0 if engine is None else engine.num_requests)
+        return pb.DrainResponse(remaining_requests=self._served.num_requests)
 
     async def CancelRequest(
         self, request: pb.CancelRequestRequest, context: Context
@@ -76,16 +75,14 @@ class AdminService(AdminServiceServicer):
                 "request_id", "must be 1 to 128 visible ASCII characters (! to ~)"
             )
             raise LocatedError(error, "request_id")
-        engine = self._served.loaded
-        count = 0 if engine is None else engine.cancel(request.request_id)
+        count = sum(engine.cancel(request.request_id) for engine in self._served.engines)
         _log_action("cancel %d requests with id %s", count, request.request_id)
         return pb.CancelRequestResponse(cancelled_requests=count)
 
     async def FlushCaches(
         self, request: pb.FlushCachesRequest, context: Context
     ) -> pb.FlushCachesResponse:
-        engine = self._served.loaded
-        if engine is not None:
+        for engine in self._served.engines:
             await engine.flush_caches()
         removed = self._images.clear() if request.stored_images else 0
         _log_action("flush caches and %d stored images", removed)
@@ -174,17 +171,16 @@ class AdminService(AdminServiceServicer):
                 for name, counts in sorted(self._calls.methods.items())
             ],
         )
-        engine = self._served.loaded
-        if engine is not None:
+        for engine in self._served.engines:
             stats = engine.stats
-            response.running_requests = stats.running
-            response.waiting_requests = stats.waiting
-            response.pages = stats.pages_total
-            response.free_pages = stats.pages_free
-            response.cached_pages = stats.pages_cached
-            response.preemptions = stats.preemptions
-            response.prompt_positions = stats.prompt_positions
-            response.cached_positions = stats.cached_positions
+            response.running_requests += stats.running
+            response.waiting_requests += stats.waiting
+            response.pages += stats.pages_total
+            response.free_pages += stats.pages_free
+            response.cached_pages += stats.pages_cached
+            response.preemptions += stats.preemptions
+            response.prompt_positions += stats.prompt_positions
+            response.cached_positions += stats.cached_positions
         return response
 
 

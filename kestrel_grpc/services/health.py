@@ -10,7 +10,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from ..logs.records import log_lifecycle
-from ..served_model import ServedModel, State
+from ..served_model import ServedModels, State
 
 SERVICE_NAME: str = health.SERVICE_NAME
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -78,14 +78,15 @@ class _Servicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 
 class Health:
-    """The server's health. The service name ``""`` stands for the whole server, the model's name for the model.
+    """The server's health. The service name ``""`` stands for the whole server, which follows the default model,
+    and a model's name for the model.
 
     Some services, such as ModelService, are healthy while the model still loads.
     """
 
     def __init__(
         self,
-        served: ServedModel,
+        served: ServedModels,
         is_crowded: Callable[[], bool],
         *,
         following: tuple[str, ...],
@@ -123,14 +124,29 @@ class Health:
         self._following.add(self._served.name)
         for name in self._following:
             self._servicer.set(name, status)
+        for model in self._served:
+            if model is not self._served.default:
+                self._servicer.set(
+                    model.name, _SERVING if model.state is State.READY else _NOT_SERVING
+                )
 
     def leave(self) -> None:
         """Sets all statuses to NOT_SERVING for good, whatever the model's state."""
         self._servicer.leave()
 
     async def follow(self) -> None:
-        """Waits until the engine fails, then updates and logs that. Runs until then or until it is cancelled."""
+        """Waits until the default model's engine fails, then updates and logs that. Runs until then or until it is
+        cancelled. Meanwhile, it updates and logs when another model fails."""
+        failed: set[str] = set()
         while self._served.state is not State.FAILED:
+            now = {model.name for model in self._served if model.state is State.FAILED}
+            for name in now - failed:
+                log_lifecycle(
+                    "failed", model=name, error="its engine has died; the others serve on"
+                )
+            if now != failed:
+                failed = now
+                self.update()
             await asyncio.sleep(POLL_INTERVAL_S)
         log_lifecycle("failed", error="the engine has died; restart the server")
         self.update()

@@ -17,7 +17,7 @@ from ..edge.calls.current_call import current_call
 from ..images.request_images import RequestImages
 from ..images.store import StoredImage
 from ..images.upload import Upload, UploadRoom
-from ..served_model import ServedModel
+from ..served_model import ServedModels
 from .messages.images import checked_image_id, required_image
 
 _A_MOMENT_S = 0.05
@@ -27,7 +27,7 @@ class ImageService(ImageServiceServicer):
     """Adds images to the store of ``images``, and deletes them."""
 
     def __init__(
-        self, served: ServedModel, images: RequestImages, uploads: UploadRoom, upload_idle_s: float
+        self, served: ServedModels, images: RequestImages, uploads: UploadRoom, upload_idle_s: float
     ) -> None:
         """``upload_idle_s``: an upload that receives no data for this many seconds is cancelled."""
         self._served, self._images, self._room = served, images, uploads

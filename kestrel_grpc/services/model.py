@@ -1,4 +1,4 @@
-"""ModelService: the served model, the server's limits, versions and load.
+"""ModelService: the served models, the server's limits, versions and load.
 
 It answers also while the model loads, with some fields unset.
 """
@@ -17,7 +17,7 @@ from kestrel_engine import IMAGE_FORMATS, InvalidRequest
 from .. import __version__
 from ..edge.calls.call import Context
 from ..monitoring.load import LoadMeter
-from ..served_model import ServedModel, State
+from ..served_model import ServedModel, ServedModels, State
 from .answers.analysis import MAX_TASKS
 
 API_VERSION = "kestrel.v1"
@@ -52,11 +52,11 @@ _FORMATS = {
 
 
 class ModelService(ModelServiceServicer):
-    """Reads the served model's state for every call."""
+    """Reads the models' states for every call. Limits and capabilities are those of the default model."""
 
     def __init__(
         self,
-        served: ServedModel,
+        served: ServedModels,
         load: LoadMeter,
         *,
         max_message_bytes: int,
@@ -70,14 +70,13 @@ class ModelService(ModelServiceServicer):
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Context
     ) -> pb.ListModelsResponse:
-        return pb.ListModelsResponse(models=[self._model()])
+        return pb.ListModelsResponse(models=[_model(each) for each in self._served])
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         name = request.name if request.HasField("name") else None
         if name is not None and not 1 <= len(name) <= 512:
             raise InvalidRequest("name", "must have 1 to 512 characters")
-        self._served.check_name(name, field="name")
-        return pb.GetModelResponse(model=self._model())
+        return pb.GetModelResponse(model=_model(self._served.model(name, field="name")))
 
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: Context
@@ -124,26 +123,6 @@ class ModelService(ModelServiceServicer):
             memory_utilization=load.memory,
         )
 
-    def _model(self) -> pb.Model:
-        engine = self._served.loaded
-        model = pb.Model(
-            name=self._served.name,
-            default_max_objects=self._served.config.default_max_objects,
-            license=_LICENSES.get(self._served.name, ""),
-            state=_STATES[self._served.state],
-        )
-        if engine is not None:
-            info = engine.info
-            model.family = info.family
-            model.context_positions = info.max_context
-            model.image_positions = info.image_positions
-            model.skills.extend(info.skills)
-            model.weights_fingerprint = info.weights_fingerprint
-            model.parameter_count = info.num_parameters
-            model.refines = info.refines
-            model.calibrated_scores.extend(info.calibrated)
-        return model
-
     def _limits(self) -> pb.ServerLimits:
         config, engine = self._served.config, self._served.loaded
         images = config.image_limits
@@ -172,6 +151,26 @@ class ModelService(ModelServiceServicer):
             max_images=config.max_images,
             default_max_absence=config.max_absence,
         )
+
+
+def _model(served: ServedModel) -> pb.Model:
+    model = pb.Model(
+        name=served.name,
+        default_max_objects=served.config.default_max_objects,
+        license=_LICENSES.get(served.name, ""),
+        state=_STATES[served.state],
+    )
+    if served.loaded is not None:
+        info = served.loaded.info
+        model.family = info.family
+        model.context_positions = info.max_context
+        model.image_positions = info.image_positions
+        model.skills.extend(info.skills)
+        model.weights_fingerprint = info.weights_fingerprint
+        model.parameter_count = info.num_parameters
+        model.refines = info.refines
+        model.calibrated_scores.extend(info.calibrated)
+    return model
 
 
 @cache

@@ -18,7 +18,7 @@ from ..edge.calls.call import Context
 from ..edge.calls.current_call import current_call
 from ..edge.messages.inner_request import inner_request
 from ..images.request_images import RequestImages
-from ..served_model import ServedModel
+from ..served_model import ServedModels
 from .answers.analysis import Send, analyze
 from .answers.frames import answer_frame
 from .answers.several_objects import find_several
@@ -51,7 +51,7 @@ class VisionService(VisionServiceServicer):
     """Holds no state besides a Starter. ``max_message_bytes``: limit on a response; None: no limit."""
 
     def __init__(
-        self, served: ServedModel, images: RequestImages, max_message_bytes: int | None = None
+        self, served: ServedModels, images: RequestImages, max_message_bytes: int | None = None
     ) -> None:
         self._starter = Starter(served, images)
         self._max_message_bytes = max_message_bytes

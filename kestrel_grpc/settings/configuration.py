@@ -14,7 +14,7 @@ from kestrel_engine import RuntimeConfig
 from .debug import DebugConfig
 from .flags import Parser, add_settings
 from .http import HttpConfig
-from .model import add_model_flags, runtime_config
+from .model import add_model_flags, runtime_configs
 from .security import add_security_flags, security_config
 from .server import ServerConfig, server_config
 from .sources import CONFIG_FLAG, CONFIG_VARIABLE, Setting
@@ -30,13 +30,19 @@ class Configuration:
     """The configuration of ``serve``."""
 
     server: ServerConfig
-    runtime: RuntimeConfig
+    runtimes: tuple[RuntimeConfig, ...]
+    """Of the models, the default first."""
+
+    @property
+    def runtime(self) -> RuntimeConfig:
+        """Of the default model."""
+        return self.runtimes[0]
 
 
 def add_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str] | None = None) -> None:
     """Adds every flag of the server, and ``--config``."""
     add_config_flag(parser)
-    add_model_flags(parser, environ)
+    add_model_flags(parser, environ, several=True)
     add_server_flags(parser, environ)
     add_security_flags(parser, environ)
 
@@ -51,7 +57,7 @@ def add_server_flags(
 
 def configuration(args: argparse.Namespace) -> Configuration:
     """Raises SettingsError."""
-    return Configuration(server_config(args, security_config(args)), runtime_config(args))
+    return Configuration(server_config(args, security_config(args)), runtime_configs(args))
 
 
 def add_config_flag(parser: argparse.ArgumentParser) -> None:
@@ -100,6 +106,8 @@ def print_configuration(
 
 
 def _line(setting: Setting, value: Any) -> str:
+    if setting.repeated and setting.default is not None and len(value) == 1:
+        (value,) = value  # One model needs no list.
     return f"{setting.key} = {_toml(value)}"
 
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
-from .sources import UNSET, Sources, name_of, variable_of
+from .sources import UNSET, Sources, in_list, name_of, variable_of
 from .sources import Setting as FlagSetting
 from .sources import SettingsError as SettingsError
 
@@ -152,10 +152,11 @@ def add_settings(
     parser: argparse.ArgumentParser,
     *configs: type,
     only: Iterable[str] | None = None,
+    several: Iterable[str] = (),
     environ: Mapping[str, str] | None = None,
 ) -> None:
     """Adds flags for the settings of configuration classes, in the groups that the settings name. ``only``: the titles
-    of the groups to add; None adds all."""
+    of the groups to add; None adds all. ``several``: fields of one text whose flags give lists of texts here."""
     from kestrel_engine import default_of, settings_of
 
     assert isinstance(parser, Parser), "only a Parser fills in flags that are not given"
@@ -168,7 +169,7 @@ def add_settings(
             if flags is None:
                 flags = Flags(parser, group.title, section=group.section, environ=environ)
                 parser.groups[group.title] = flags
-            _add(flags, setting, default_of(config, field))
+            _add(flags, setting, default_of(config, field), several=field in several)
 
 
 def configured(config: type[C], args: argparse.Namespace, **others: Any) -> C:
@@ -184,7 +185,7 @@ def configured(config: type[C], args: argparse.Namespace, **others: Any) -> C:
         dest = dest_of(setting.flag)
         given = getattr(args, dest, None)
         if field not in others and (given is not None or setting.zero_is_none):
-            values[field] = _field_value(setting, given)
+            values[field] = field_value(setting, given)
     try:
         return config(**values, **others)
     except ConfigError as error:
@@ -206,7 +207,7 @@ def dest_of(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def _add(flags: Flags, setting: Setting, default: Any) -> None:
+def _add(flags: Flags, setting: Setting, default: Any, *, several: bool) -> None:
     if setting.kind == "bool" and (setting.switch or setting.negated):
         flags.switch(setting.flag, help=setting.help)
         return
@@ -222,11 +223,24 @@ def _add(flags: Flags, setting: Setting, default: Any) -> None:
         default = "on" if default else "off"
     elif setting.repeated:
         default = None
+    if several:
+        assert setting.kind == "text" and setting.parse is None, setting
+        flags.add(
+            setting.flag,
+            *setting.aliases,
+            help=f"{setting.help}; may be given several times, each with settings of its own: NAME,SETTING=VALUE",
+            type=in_list,
+            default=[default],
+            shown=str(default),
+            repeated=True,
+            **options,
+        )
+        return
     flags.add(
         setting.flag,
         *setting.aliases,
         help=setting.help,
-        type=setting.parse or _PARSERS[setting.kind],
+        type=parser_of(setting),
         default=0 if default is None and setting.zero_is_none else default,
         shown=_shown_size(default)
         if setting.shown is None and setting.kind == "bytes"
@@ -236,7 +250,12 @@ def _add(flags: Flags, setting: Setting, default: Any) -> None:
     )
 
 
-def _field_value(setting: Setting, given: Any) -> Any:
+def parser_of(setting: Setting) -> Callable[[str], Any]:
+    """The function that reads the setting's value from text. It raises ValueError."""
+    return setting.parse or _PARSERS[setting.kind]
+
+
+def field_value(setting: Setting, given: Any) -> Any:
     """The field's value for the flag's value ``given``."""
     if setting.kind == "bool":
         on = given if isinstance(given, bool) else given == "on"

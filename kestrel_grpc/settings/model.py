@@ -1,34 +1,121 @@
-"""The engine's flags, and the RuntimeConfig that they give."""
+"""The engine's flags, and the RuntimeConfigs that they give.
+
+For ``serve``, ``--model`` may be given several times. Each value is a model's name, and may go on with settings of this
+model alone: ``moondream2,kv-cache-gib=8,device=cuda:1``. The other flags apply to all models.
+"""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
 
-from kestrel_engine import ConfigError, ImageLimits, RuntimeConfig
+from kestrel_engine import ConfigError, ImageLimits, RuntimeConfig, settings_of
 
-from .flags import SettingsError, add_settings, configured, settings_error
+from .flags import (
+    SettingsError,
+    add_settings,
+    configured,
+    dest_of,
+    field_value,
+    parser_of,
+    settings_error,
+)
+from .sources import OFF, ON, name_of
 
 SOURCE_FLAGS = ("model",)
 """The group of flags that name the model and its files."""
 DEVICE_FLAGS = (*SOURCE_FLAGS, "device")
 """SOURCE_FLAGS, and the flags that choose device and precision."""
 
+MOST_MODELS = 16
+
 
 def add_model_flags(
     parser: argparse.ArgumentParser,
     environ: Mapping[str, str] | None = None,
     only: Iterable[str] | None = None,
+    *,
+    several: bool = False,
 ) -> None:
-    """``only``: SOURCE_FLAGS or DEVICE_FLAGS for a command that needs no other flags; None adds all."""
-    add_settings(parser, RuntimeConfig, ImageLimits, only=only, environ=environ)
+    """``only``: SOURCE_FLAGS or DEVICE_FLAGS for a command that needs no other flags; None adds all. ``several``:
+    ``--model`` may be given several times."""
+    lists = ("model",) if several else ()
+    add_settings(parser, RuntimeConfig, ImageLimits, only=only, several=lists, environ=environ)
 
 
 def runtime_config(args: argparse.Namespace) -> RuntimeConfig:
-    """Raises SettingsError, which names the invalid flag."""
-    return configured(RuntimeConfig, args, image_limits=configured(ImageLimits, args))
+    """The configuration of a command that needs one model. Raises SettingsError, which names the invalid flag."""
+    configs = runtime_configs(args)
+    if len(configs) > 1:
+        raise SettingsError(
+            f"{name_of(args, '--model')}: {len(configs)} models are given, and this command takes one"
+        )
+    return configs[0]
+
+
+def runtime_configs(args: argparse.Namespace) -> tuple[RuntimeConfig, ...]:
+    """The configurations of all models, the default first. Raises SettingsError, which names the invalid flag."""
+    given: list[str] = args.model if isinstance(args.model, list) else [args.model]
+    where = name_of(args, "--model")
+    if not 1 <= len(given) <= MOST_MODELS:
+        raise SettingsError(
+            f"{where}: {len(given)} models are given; there may be 1 to {MOST_MODELS}"
+        )
+    weights = getattr(args, dest_of("--weights"), None)
+    if len(given) > 1 and weights is not None:
+        raise SettingsError(
+            f"{name_of(args, '--weights')}={weights}: applies to one model; with several, "
+            "write --model NAME,weights=PATH"
+        )
+    limits = configured(ImageLimits, args)
+    configs = []
+    for text in given:
+        name, *overrides = text.split(",")
+        values = dict(_override(each, f"{where}={text}") for each in overrides)
+        configs.append(configured(RuntimeConfig, args, model=name, image_limits=limits, **values))
+    if len(configs) > 1:
+        _check_distinct(configs, where)
+    return tuple(configs)
 
 
 def config_error(error: ConfigError, args: argparse.Namespace) -> SettingsError:
     """The engine's ConfigError as a SettingsError that names the flag, variable or key that gave the value."""
     return settings_error(error, args, RuntimeConfig, ImageLimits)
+
+
+def _override(text: str, where: str) -> tuple[str, Any]:
+    """The field and the value of KEY=VALUE behind a model's name. ``where``: for errors. Raises SettingsError."""
+    key, equals, value = text.partition("=")
+    fields = {
+        setting.flag.removeprefix("--"): (field, setting)
+        for field, setting in settings_of(RuntimeConfig).items()
+        if field != "model"
+    }
+    if not equals or key not in fields:
+        near = get_close_matches(key, fields, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise SettingsError(f"{where}: {text!r} is not SETTING=VALUE of a model's setting{hint}")
+    field, setting = fields[key]
+    if setting.kind == "bool":
+        if value.lower() not in (*ON, *OFF):
+            raise SettingsError(f"{where}: {key} must be on or off")
+        return field, field_value(setting, "on" if value.lower() in ON else "off")
+    try:
+        parsed = parser_of(setting)(value)
+    except ValueError as error:
+        raise SettingsError(f"{where}: {key}={value}: {error}") from None
+    if setting.choices and parsed not in setting.choices:
+        raise SettingsError(f"{where}: {key} must be one of {', '.join(setting.choices)}")
+    return field, field_value(setting, parsed)
+
+
+def _check_distinct(configs: Iterable[RuntimeConfig], where: str) -> None:
+    """Raises SettingsError if two configurations name the same weights."""
+    seen: set[str] = set()
+    for config in configs:
+        name = config.model if config.model_path is None else str(config.model_path)
+        if name in seen:
+            raise SettingsError(f"{where}: {name} is given twice")
+        seen.add(name)

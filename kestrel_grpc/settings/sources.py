@@ -92,7 +92,7 @@ class Setting:
             words = self.switch or (self.choices is not None and "off" in self.choices)
             if words:
                 return "on" if raw else "off"
-        elif isinstance(raw, (int, float)) and self.parse is not str and not self.switch:
+        elif isinstance(raw, (int, float)) and self.parse not in (str, in_list) and not self.switch:
             return repr(raw)
         raise SettingsError(f"{where}: must be {_kind(self)}")
 
@@ -108,6 +108,11 @@ class Setting:
         if self.choices is not None and value not in self.choices:
             raise SettingsError(f"{where}: must be one of {', '.join(self.choices)}")
         return value
+
+
+def in_list(text: str) -> list[str]:
+    """Parses one of several texts."""
+    return [text]
 
 
 def variable_of(flag: str) -> str:
@@ -235,4 +240,4 @@ def _kind(setting: Setting) -> str:
         return "true or false"
     if setting.choices is not None:
         return f"one of {', '.join(setting.choices)}"
-    return "a string" if setting.parse is str else "a string or a number"
+    return "a string" if setting.parse in (str, in_list) else "a string or a number"

@@ -172,13 +172,16 @@ class ServiceMetrics:
         if event.num_decode:
             self._step_phase.record(event.decode_s, _DECODE)
 
-    def on_request(self, event: RequestEvent) -> None:
+    def on_request(self, event: RequestEvent, model: str | None = None) -> None:
+        """``model``: the name of a model that is not the default."""
         metrics, skill = event.metrics, {names.SKILL: event.skill}
         self._requests[event.skill, event.finish_reason or "error", event.error] += 1
         self._tokens["input"] += metrics.input_tokens
         self._tokens["output"] += metrics.output_tokens
         self._reasoning += metrics.reasoning_tokens
         served = {**self._model, **skill, names.OPERATION: operation_of(event.skill)}
+        if model is not None:
+            served[names.REQUEST_MODEL] = model
         failed = {**served, names.ERROR_TYPE: event.error} if event.error else served
         self._request_duration.record(metrics.total_time_ms / 1e3, failed)
         if event.prepared_at is not None:

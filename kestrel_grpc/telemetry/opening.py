@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
-from kestrel_engine import ImageEvent, InferenceEngine, RequestEvent, StepEvent
+from kestrel_engine import EngineInfo, ImageEvent, InferenceEngine, RequestEvent, StepEvent
 
 from ..edge.calls.call import Call
 from ..settings.sources import SettingsError
@@ -132,13 +132,14 @@ class Telemetry:
             self._tracing.on_step(event)
 
     @_harmless
-    def on_request(self, event: RequestEvent) -> None:
+    def on_request(self, event: RequestEvent, info: EngineInfo | None = None) -> None:
+        """``info``: of the engine of a model that is not the default."""
         if not self._counts:
             return
         if self._metrics is not None:
-            self._metrics.on_request(event)
+            self._metrics.on_request(event, None if info is None else info.model)
         if self._tracing is not None:
-            self._tracing.on_request(event)
+            self._tracing.on_request(event, info)
 
     @_harmless
     def on_image(self, event: ImageEvent) -> None:
@@ -162,6 +163,31 @@ class Telemetry:
         if what not in self._complained:
             self._complained.add(what)
             logger.exception("telemetry failed in %s; further failures there are not logged", what)
+
+
+class ModelObserver:
+    """The Observer of the engine of a model that is not the default: its requests have the model's name. Steps and
+    images of all models are counted together."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+        self._info: EngineInfo | None = None
+
+    def ready(self, info: EngineInfo) -> None:
+        """Events before this call, those of the warm-up, do not count."""
+        self._info = info
+
+    def on_step(self, event: StepEvent) -> None:
+        if self._info is not None:
+            self._telemetry.on_step(event)
+
+    def on_request(self, event: RequestEvent) -> None:
+        if self._info is not None:
+            self._telemetry.on_request(event, self._info)
+
+    def on_image(self, event: ImageEvent) -> None:
+        if self._info is not None:
+            self._telemetry.on_image(event)
 
 
 def open_telemetry(

@@ -65,6 +65,8 @@ class CallTrace:
     images: list[ImageEvent] = field(default_factory=list)
     """Images that were prepared before their requests."""
     steps: list[StepRecord] = field(default_factory=list)
+    info: EngineInfo | None = None
+    """Of the model that answers, unless it is the default."""
 
     def ns(self, instant: float) -> int:
         """``instant`` in nanoseconds since the epoch."""
@@ -144,10 +146,12 @@ class CallTracing:
             for trace in self._open.get(request_id, ()):
                 trace.keep(record)
 
-    def on_request(self, event: RequestEvent) -> None:
+    def on_request(self, event: RequestEvent, info: EngineInfo | None = None) -> None:
+        """``info``: of the engine of a model that is not the default."""
         trace = self._trace_of(event)
         if trace is not None:
             trace.requests.append(event)
+            trace.info = info
 
     def on_image(self, event: ImageEvent) -> None:
         trace = self._trace_of(event)
@@ -208,14 +212,17 @@ class CallTracing:
 
     def _request(self, trace: CallTrace, event: RequestEvent, call: Call, below: Context) -> None:
         """Makes the spans of one request of the engine. A phase that did not begin has no span."""
+        model, image_positions = self._model, self._image_positions
+        if trace.info is not None:
+            model, image_positions = trace.info.model, trace.info.image_positions
         span = self._tracer.start_span(
-            f"{attributes.operation_of(event.skill)} {self._model}",
+            f"{attributes.operation_of(event.skill)} {model}",
             context=below,
             attributes=attributes.of_request(
                 event,
                 call.message,
-                model=self._model,
-                image_positions=self._image_positions,
+                model=model,
+                image_positions=image_positions,
                 streaming="/Stream" in call.method,
             ),
             start_time=trace.ns(event.accepted_at),

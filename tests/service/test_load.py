@@ -25,7 +25,7 @@ from kestrel_grpc.monitoring.load import WINDOW_S, LoadMeter
 from kestrel_grpc.monitoring.orca import FRESH_S, LoadReports
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of, new_token
-from kestrel_grpc.served_model import ServedModel
+from kestrel_grpc.served_model import ServedModel, ServedModels
 from kestrel_grpc.services import load_reports
 from kestrel_grpc.settings.security import SecurityConfig
 from tests.service.conftest import LIMITS, raw_image
@@ -190,7 +190,7 @@ def test_a_report_is_read_again_once_it_is_old():
         reads.append(now)
         return meter.read()
 
-    meter = LoadMeter(ServedModel(RuntimeConfig()))
+    meter = LoadMeter(ServedModels(ServedModel(RuntimeConfig())))
     reports = LoadReports(read, lambda: now)
     first = reports.trailer("/kestrel.v1.VisionService/Query")
     assert first == ((TRAILER, reports.current()),) and reports.current()
@@ -279,7 +279,7 @@ async def test_grpcs_own_balancer_reads_the_stream(serve):
 
 def test_rates_are_of_the_last_seconds():
     now = 100.0
-    meter = LoadMeter(ServedModel(RuntimeConfig()), clock=lambda: now)
+    meter = LoadMeter(ServedModels(ServedModel(RuntimeConfig())), clock=lambda: now)
     call = Call(method="/kestrel.v1.VisionService/Query", peer="", context=None)
     for second in (200.0, 201.5, 208.0):
         now = second

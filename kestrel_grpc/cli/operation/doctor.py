@@ -53,11 +53,11 @@ def _runtimes(settled: Configuration) -> list[RuntimeConfig]:
 
     workers = settled.server.workers
     if workers.count == 1 and not workers.devices:
-        return [settled.runtime]
+        return [*settled.runtimes]
     try:
         devices = worker_devices(workers, settled.runtime.device)
     except SettingsError:  # check_workers reports it.
-        return [settled.runtime]
+        return [*settled.runtimes]
     return [
         dataclasses.replace(settled.runtime, device=device) for device in dict.fromkeys(devices)
     ]

@@ -42,11 +42,13 @@ _KNOWN = frozenset({"prompt", "echo", "suffix", "best_of"})
 _Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
 
-def endpoints(vision: VisionService, served: Callable[[], str]) -> dict[tuple[str, str], Endpoint]:
-    """By verb and path. ``served`` gives the model's name."""
+def endpoints(
+    vision: VisionService, names: Callable[[], Sequence[str]]
+) -> dict[tuple[str, str], Endpoint]:
+    """By verb and path. ``names`` gives the served models' names, the default first."""
 
     def complete(fields: Fields) -> Asked:
-        return _complete(fields, vision, served())
+        return _complete(fields, vision, names())
 
     return {("POST", "/v1/completions"): Endpoint(f"{VISION_METHODS}Query", complete, _json_name)}
 
@@ -56,7 +58,7 @@ def _json_name(path: str) -> str:
     return "prompt" if name == "messages" else name
 
 
-def _complete(fields: Fields, service: VisionService, served: str) -> Asked:
+def _complete(fields: Fields, service: VisionService, names: Sequence[str]) -> Asked:
     """Raises InvalidRequest."""
     _refuse(fields)
     prompts = _prompts(fields)
@@ -67,7 +69,7 @@ def _complete(fields: Fields, service: VisionService, served: str) -> Asked:
     requests = []
     for prompt in prompts:
         request = pb.QueryRequest(question=prompt, num_samples=samples(fields))
-        fill(request, fields, served)
+        fill(request, fields, names)
         if fields.values.get("logprobs") is not None and fields.values["logprobs"] is not False:
             fill_top_logprobs(request.sampling, fields, "logprobs")
             request.sampling.logprobs = True

@@ -6,7 +6,7 @@ an object of their own, coordinates in [0, 1], a stream as server-sent events th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import orjson
@@ -45,8 +45,11 @@ _NAMES = {
 }
 
 
-def endpoints(service: VisionService, served: Callable[[], str]) -> dict[tuple[str, str], Endpoint]:
-    """Returns the endpoints by verb and path. ``served`` returns the model's name."""
+def endpoints(
+    service: VisionService, served: Callable[[], Sequence[str]]
+) -> dict[tuple[str, str], Endpoint]:
+    """Returns the endpoints by verb and path. ``served`` returns the served models' names, the default
+    first."""
 
     def query(fields: Fields) -> Asked:
         request = pb.QueryRequest(
@@ -117,7 +120,7 @@ def json_name(path: str) -> str:
     return _NAMES.get(path, path)
 
 
-def _fill(request: Any, fields: Fields, served: str, *, needs_image: bool = True) -> None:
+def _fill(request: Any, fields: Fields, names: Sequence[str], *, needs_image: bool = True) -> None:
     """Image, settings and model, which all skills' requests share. Raises InvalidRequest, ModelNotFoundError."""
     if needs_image or fields.values.get("image_url") is not None:
         request.image.encoded = image_bytes(fields.text("image_url"), "image_url")
@@ -143,7 +146,7 @@ def _fill(request: Any, fields: Fields, served: str, *, needs_image: bool = True
     request.sampling.stop.extend(settings.texts("stop"))
     model = fields.values.get("model")
     if model is not None:
-        set_model(request.options, fields.text("model"), served)
+        set_model(request.options, fields.text("model"), names)
     if settings.values.get("adapter") is not None:
         request.options.adapter = settings.text("adapter")
 

@@ -5,7 +5,7 @@ Images are plain base64. A stream is one JSON object a line, and is the default,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -51,19 +51,20 @@ FORM = Form(
 
 
 def endpoints(
-    vision: VisionService, models: ModelService, served: Callable[[], str]
+    vision: VisionService, models: ModelService, names: Callable[[], Sequence[str]]
 ) -> dict[tuple[str, str], Endpoint]:
-    """Returns the endpoints by verb and path. ``served`` returns the model's name."""
+    """Returns the endpoints by verb and path. ``names`` returns the served models' names, the default
+    first."""
 
     def generate(fields: Fields) -> Asked:
         prompt, system = fields.text("prompt", ""), fields.text("system", "")
         images = _images(fields)
         if not prompt.strip() and not images:
-            return _loaded(models, served(), {"response": ""})
+            return _loaded(models, names(), {"response": ""})
         messages = [Message("user", prompt, images, "prompt")]
         if system:
             messages.insert(0, Message("system", system, (), "system"))
-        return _ask(fields, vision, served(), messages, lambda text: {"response": text})
+        return _ask(fields, vision, names(), messages, lambda text: {"response": text})
 
     def chat(fields: Fields) -> Asked:
         def part(text: str) -> dict[str, Any]:
@@ -74,8 +75,8 @@ def endpoints(
             for index, item in enumerate(fields.items("messages"))
         ]
         if not messages:
-            return _loaded(models, served(), part(""))
-        return _ask(fields, vision, served(), messages, part)
+            return _loaded(models, names(), part(""))
+        return _ask(fields, vision, names(), messages, part)
 
     def tags(fields: Fields) -> Asked:
         request = model_service_pb2.ListModelsRequest()
@@ -90,10 +91,10 @@ def endpoints(
         )
 
     def show(fields: Fields) -> Asked:
-        name = fields.values.get("model") or fields.values.get("name") or served()
+        name = fields.values.get("model") or fields.values.get("name") or names()[0]
         if not isinstance(name, str):
             raise InvalidRequest("model", "must be a string")
-        request = model_service_pb2.GetModelRequest(name=served_name(name, served()))
+        request = model_service_pb2.GetModelRequest(name=served_name(name, names()))
         return Asked(request, models.GetModel, lambda response: _shown(response.model))
 
     return {
@@ -157,7 +158,7 @@ def _schema(fields: Fields) -> str | None:
 def _ask(
     fields: Fields,
     vision: VisionService,
-    served: str,
+    names: Sequence[str],
     messages: list[Message],
     part: Callable[[str], dict[str, Any]],
 ) -> Asked:
@@ -171,7 +172,7 @@ def _ask(
     if schema is not None:
         request.sampling.constraint.json_schema = schema
     if fields.values.get("model") is not None:
-        set_model(request.options, fields.text("model"), served)
+        set_model(request.options, fields.text("model"), names)
 
     def final(response: pb.QueryResponse, text: str) -> dict[str, Any]:
         timings, usage = response.timings, response.usage
@@ -192,7 +193,13 @@ def _ask(
     def events(message: Any) -> Iterable[bytes]:
         kind = message.WhichOneof("event")
         if kind == "text_delta":
-            yield _line({**_begin(served), **part(message.text_delta.text), "done": False})
+            yield _line(
+                {
+                    **_begin(request.options.model or names[0]),
+                    **part(message.text_delta.text),
+                    "done": False,
+                }
+            )
         elif kind == "final":
             yield _line(final(message.final, ""))
 
@@ -219,10 +226,10 @@ def _sample(sampling: common_pb2.Sampling, options: Fields) -> None:
     sampling.stop.extend(options.texts("stop"))
 
 
-def _loaded(models: ModelService, served: str, part: dict[str, Any]) -> Asked:
+def _loaded(models: ModelService, names: Sequence[str], part: dict[str, Any]) -> Asked:
     """Answers a request without a prompt, which asks the server to load the model. The model is already loaded."""
     request = model_service_pb2.ListModelsRequest()
-    body = {**_begin(served), **part, "done": True, "done_reason": "load"}
+    body = {**_begin(names[0]), **part, "done": True, "done_reason": "load"}
     return Asked(request, models.ListModels, lambda response: body)
 
 

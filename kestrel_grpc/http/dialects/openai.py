@@ -58,20 +58,18 @@ _MOST_TOP = 20
 
 
 def endpoints(
-    vision: VisionService, models: ModelService, served: Callable[[], str]
+    vision: VisionService, models: ModelService, names: Callable[[], Sequence[str]]
 ) -> dict[tuple[str, str], Endpoint]:
-    """By verb and path. ``served`` gives the model's name."""
+    """By verb and path. ``names`` gives the served models' names, the default first."""
 
     def chat(fields: Fields) -> Asked:
-        return _chat(fields, vision, served())
+        return _chat(fields, vision, names())
 
     def listed(fields: Fields) -> Asked:
         return Asked(model_service_pb2.ListModelsRequest(), models.ListModels, _models_json)
 
     def described(fields: Fields) -> Asked:
-        request = model_service_pb2.GetModelRequest(
-            name=served_name(fields.text("model"), served())
-        )
+        request = model_service_pb2.GetModelRequest(name=served_name(fields.text("model"), names()))
         return Asked(request, models.GetModel, lambda response: _model_json(response.model))
 
     return {
@@ -93,7 +91,7 @@ def json_name(path: str) -> str:
     return "messages" if path.startswith(("history", "images")) else _NAMES.get(path, path)
 
 
-def _chat(fields: Fields, service: VisionService, served: str) -> Asked:
+def _chat(fields: Fields, service: VisionService, names: Sequence[str]) -> Asked:
     """Raises InvalidRequest, UnsupportedImageError."""
     refuse_unsupported(fields)
     talk = conversation(_messages(fields))
@@ -102,9 +100,9 @@ def _chat(fields: Fields, service: VisionService, served: str) -> Asked:
     streams = fields.flag("stream")
     usage = fields.inner("stream_options").flag("include_usage")
     if wanted is not None:
-        return _grounded(fields, service, served, talk, wanted, usage if streams else None)
+        return _grounded(fields, service, names, talk, wanted, usage if streams else None)
     request = talk.request(reasoning=fields.flag("reasoning"))
-    fill(request, fields, served)
+    fill(request, fields, names)
     most = positive(fields, "max_reasoning_tokens")
     if most is not None:
         request.sampling.max_reasoning_tokens = most
@@ -122,7 +120,7 @@ def _chat(fields: Fields, service: VisionService, served: str) -> Asked:
 def _grounded(
     fields: Fields,
     service: VisionService,
-    served: str,
+    names: Sequence[str],
     talk: Conversation,
     wanted: Wanted,
     usage: bool | None,
@@ -137,7 +135,7 @@ def _grounded(
     request = wanted.request()
     behaviour = service.Detect if wanted.skill == "detect" else service.Point
     request.image.encoded = talk.images[0]
-    fill(request, fields, served)
+    fill(request, fields, names)
     _fill_logprobs(request.sampling, fields)
 
     def answer(response: Any) -> dict[str, Any]:
@@ -225,7 +223,7 @@ def _content(content: Any, name: str) -> tuple[str, list[bytes]]:
     return "\n".join(texts), images
 
 
-def fill(request: Any, fields: Fields, served: str) -> None:
+def fill(request: Any, fields: Fields, names: Sequence[str]) -> None:
     """Fills in what all requests share. Raises InvalidRequest."""
     sampling = request.sampling
     for key in ("temperature", "top_p"):
@@ -253,7 +251,7 @@ def fill(request: Any, fields: Fields, served: str) -> None:
         sampling.seed = seed % 2**64
     sampling.stop.extend(fields.texts("stop"))
     if fields.values.get("model") is not None:
-        set_model(request.options, fields.text("model"), served)
+        set_model(request.options, fields.text("model"), names)
 
 
 def _fill_logprobs(sampling: common_pb2.Sampling, fields: Fields) -> None:

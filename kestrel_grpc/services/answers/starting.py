@@ -25,7 +25,7 @@ from kestrel_engine import (
 from ...edge.calls.current_call import current_call
 from ...edge.failures.errors import LocatedError
 from ...images.request_images import RequestImage, RequestImages
-from ...served_model import ServedModel
+from ...served_model import ServedModels
 from ..messages.calls import SkillCall
 from ..messages.images import ImageSource, at_image
 from ..messages.options import CallOptions
@@ -64,7 +64,7 @@ class SharedImage:
 class Starter:
     """Starts and finishes requests. Keeps no state of a request."""
 
-    def __init__(self, served: ServedModel, images: RequestImages) -> None:
+    def __init__(self, served: ServedModels, images: RequestImages) -> None:
         self.served, self.images = served, images
 
     async def start(self, call: SkillCall) -> Started:

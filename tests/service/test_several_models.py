@@ -1,0 +1,249 @@
+"""Several models in one server: each request reaches the model that it names, and one model's failure is its own."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kestrel_client._pb.inference import grpc_service_pb2 as kserve_pb
+from kestrel_client._pb.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
+from kestrel_client._pb.kestrel.v1 import admin_service_pb2, image_service_pb2, model_service_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceStub
+from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import ImageServiceStub
+from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
+from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
+from kestrel_engine import ConfigError, InferenceEngine, RuntimeConfig
+from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_grpc.process.server import KestrelServer, OtherModel
+from kestrel_grpc.served_model import State
+from kestrel_grpc.settings.flags import Parser
+from kestrel_grpc.settings.http import HttpConfig
+from kestrel_grpc.settings.model import add_model_flags, runtime_config, runtime_configs
+from kestrel_grpc.settings.security import SecurityConfig
+from kestrel_grpc.settings.server import ServerConfig
+from kestrel_grpc.settings.sources import SettingsError
+from tests.engine.fakes import fake_build
+from tests.service.conftest import LIMITS, raw_image
+from tests.service.security.test_admin import CONFIG, METADATA
+
+LETTER_A = 100 + ord("a")
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+class Two:
+    """A server with the models "first", which answers a, and "second", which answers b."""
+
+    def __init__(
+        self,
+        names: tuple[str, str] = ("first", "second"),
+        security: SecurityConfig | None = None,
+    ) -> None:
+        self.engines: dict[str, InferenceEngine] = {}
+        config = RuntimeConfig(max_batch_size=LIMITS.max_batch_size)
+
+        def loader(name: str, letter: int):
+            async def load(observer=None) -> InferenceEngine:
+                built = fake_build(config, FakeRuntime(LIMITS, lambda fed: letter))
+                built = dataclasses.replace(built, info=dataclasses.replace(built.info, model=name))
+                engine = self.engines[name] = InferenceEngine(config, built, observer=observer)
+                return engine
+
+            return load
+
+        first, second = names
+        self.server = KestrelServer(
+            ServerConfig(
+                listen=("127.0.0.1:0",),
+                http=HttpConfig(http_listen=("127.0.0.1:0",)),
+                security=security or SecurityConfig(),
+            ),
+            config,
+            loader(first, LETTER_A),
+            [OtherModel(config, loader(second, LETTER_A + 1))],
+        )
+
+    async def __aenter__(self) -> Two:
+        await self.server.start()
+        self.channel = grpc.aio.insecure_channel(self.server.addresses[0])
+        self.vision = VisionServiceStub(self.channel)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.channel.close()
+        await self.server.stop(grace_s=0)
+
+    async def answer(
+        self, model: str | None = None, image_id: str | None = None, metadata=()
+    ) -> str:
+        request = pb.QueryRequest(question="What?", sampling={"max_tokens": 3})
+        if model is not None:
+            request.options.model = model
+        if image_id is not None:
+            request.image.image_id = image_id
+        response = await self.vision.Query(request, metadata=metadata)
+        assert response.model == model or model is None
+        return response.answer
+
+    async def health(self, name: str) -> int:
+        stub = health_pb2_grpc.HealthStub(self.channel)
+        return (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status
+
+
+async def test_each_request_reaches_its_model() -> None:
+    async with Two() as two:
+        await two.server.load()
+        assert await two.answer() == await two.answer("first") == "aaa"
+        assert await two.answer("second") == "bbb"
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await two.answer("third")
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+        assert "this server serves first, second" in str(refused.value.details())
+        streamed = two.vision.StreamQuery(
+            pb.StreamQueryRequest(
+                request=pb.QueryRequest(
+                    question="What?", options={"model": "second"}, sampling={"max_tokens": 3}
+                )
+            )
+        )
+        events = [event async for event in streamed]
+        assert events[0].started.model == "second" and events[-1].final.answer == "bbb"
+
+
+async def test_a_stored_image_serves_all_models() -> None:
+    async with Two() as two:
+        await two.server.load()
+        put = image_service_pb2.PutImageRequest(image=raw_image())
+        image_id = (await ImageServiceStub(two.channel).PutImage(put)).image.image_id
+        assert await two.answer("first", image_id) == "aaa"
+        assert await two.answer("second", image_id) == "bbb"
+
+
+async def test_models_are_listed_and_have_health() -> None:
+    async with Two() as two:
+        models = ModelServiceStub(two.channel)
+        await two.server.load()
+        listed = await models.ListModels(model_service_pb2.ListModelsRequest())
+        assert [model.name for model in listed.models] == ["first", "second"]
+        one = await models.GetModel(model_service_pb2.GetModelRequest(name="second"))
+        assert one.model.name == "second"
+        info = await models.GetServerInfo(model_service_pb2.GetServerInfoRequest())
+        assert info.default_model == "first"
+        load = await models.GetLoad(model_service_pb2.GetLoadRequest())
+        assert load.max_batch_size == 2 * LIMITS.max_batch_size
+        assert load.pages == 2 * LIMITS.num_pages
+        assert await two.health("first") == await two.health("second") == SERVING
+
+
+async def test_a_failed_model_leaves_the_others() -> None:
+    async with Two() as two:
+        await two.server.load()
+        await two.engines["second"].shutdown()
+        first, second = two.server.served
+        assert (first.state, second.state) == (State.READY, State.FAILED)
+        assert await two.answer() == "aaa"
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await two.answer("second")
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        two.server._health.update()
+        assert await two.health("second") != SERVING
+        assert await two.health("first") == await two.health("") == SERVING
+
+
+async def test_two_models_of_one_name_are_refused() -> None:
+    async with Two(names=("same", "same")) as two:
+        with pytest.raises(ConfigError, match="two models of this server have this name"):
+            await two.server.load()
+        assert not two.server.served.engines
+
+
+async def test_administration_covers_all_models() -> None:
+    async with Two(security=CONFIG["security"]) as two:
+        await two.server.load()
+        await two.answer("first", metadata=METADATA)
+        await two.answer("second", metadata=METADATA)
+        admin = AdminServiceStub(two.channel)
+        asked = admin_service_pb2.GetStatisticsRequest()
+        statistics = await admin.GetStatistics(asked, metadata=METADATA)
+        parts = [engine.stats.prompt_positions for engine in two.engines.values()]
+        assert statistics.prompt_positions == sum(parts) and min(parts) > 0
+        await admin.FlushCaches(admin_service_pb2.FlushCachesRequest(), metadata=METADATA)
+        assert not any(engine.stats.pages_cached for engine in two.engines.values())
+
+
+async def test_http_and_kserve_route_by_name() -> None:
+    async with Two() as two:
+        await two.server.load()
+        base = f"http://{two.server.http_addresses[0]}"
+        async with httpx.AsyncClient(base_url=base, timeout=60) as client:
+            told = []
+            for model in ("second", "moondream2", "first"):
+                message = {"role": "user", "content": "What?"}
+                body = {"model": model, "messages": [message], "max_tokens": 3}
+                answer = (await client.post("/v1/chat/completions", json=body)).json()
+                told.append((answer["model"], answer["choices"][0]["message"]["content"]))
+            assert told == [("second", "bbb"), ("first", "aaa"), ("first", "aaa")]
+            listed = (await client.get("/v1/models")).json()["data"]
+            assert [model["id"] for model in listed] == ["first", "second"]
+            body = {"model": "second", "prompt": "What?", "options": {"num_predict": 3}}
+            lines = (await client.post("/api/generate", json=body)).text.splitlines()
+            assert {json.loads(line)["model"] for line in lines} == {"second"}
+        stub = GRPCInferenceServiceStub(two.channel)
+        for name, answer in (("moondream", "a"), ("second", "b")):
+            request = kserve_pb.ModelInferRequest(model_name=name)
+            for key, text in (("SKILL", "query"), ("QUESTION", "What?")):
+                tensor = request.inputs.add(name=key, datatype="BYTES", shape=[1])
+                tensor.contents.bytes_contents.append(text.encode())
+            tensor = request.inputs.add(name="MAX_TOKENS", datatype="INT32", shape=[1])
+            tensor.contents.int_contents.append(3)
+            output = (await stub.ModelInfer(request)).raw_output_contents[0]
+            assert json.loads(output[4:])["answer"] == 3 * answer
+        index = await stub.RepositoryIndex(kserve_pb.RepositoryIndexRequest())
+        assert [model.name for model in index.models] == ["moondream", "second"]
+
+
+def parsed(*arguments: str, several: bool = True) -> argparse.Namespace:
+    parser = Parser()
+    add_model_flags(parser, {}, several=several)
+    return parser.parse_args(arguments)
+
+
+def test_settings_of_one_model() -> None:
+    text = "moondream2,kv-cache-gib=8,device=cuda:1,no-cuda-graphs=on"
+    first, second = runtime_configs(
+        parsed("--model", "kestrel-tiny", "--model", text, "--max-queue", "7")
+    )
+    assert (first.model, first.device, first.max_queue) == ("kestrel-tiny", "auto", 7)
+    assert (second.model, second.device, second.max_queue) == ("moondream2", "cuda:1", 7)
+    assert second.kv_cache_gib == 8 and first.kv_cache_gib is None
+    assert first.cuda_graphs and not second.cuda_graphs
+    (only,) = runtime_configs(parsed())
+    assert only == runtime_config(parsed(several=False)) == RuntimeConfig()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "a", "--model", "a"], "a is given twice"),
+        (["--model", "a,kv-cach-gib=3"], "did you mean kv-cache-gib?"),
+        (["--model", "a,kv-cache-gib"], "is not SETTING=VALUE"),
+        (["--model", "a,kv-cache-gib=much"], "kv-cache-gib=much"),
+        (["--model", "a,decode-beside=perhaps"], "decode-beside must be one of auto, on, off"),
+        (["--model", "a", "--model", "b", "--weights", "w"], "--model NAME,weights=PATH"),
+        (["--model", "a"] * 17, "17 models are given"),
+    ],
+)
+def test_wrong_settings_are_named(arguments: list[str], words: str) -> None:
+    with pytest.raises(SettingsError, match=words.replace("?", r"\?")):
+        runtime_configs(parsed(*arguments))
+
+
+def test_a_command_for_one_model_takes_one() -> None:
+    with pytest.raises(SettingsError, match="this command takes one"):
+        runtime_config(parsed("--model", "a", "--model", "b"))
