@@ -192,7 +192,8 @@ def failure_text(error: KestrelError, server: str, timeout_s: float | None) -> s
             # Only servers send a reason. Without one, no server answered.
             why = error.message if error.reason else _unreached(error.message)
             return f"server {server} is unavailable: {why}"
-        case DeadlineExceededError() if timeout_s is not None and not error.reason:
+        case DeadlineExceededError() if timeout_s is not None:
+            # Server and client both notice the end of the time. Either may be first.
             return f"no answer within {timeout_s:g} s; increase --timeout [DEADLINE_EXCEEDED]"
         case OverloadedError() if error.reason in BUSY:
             after = error.retry_after_s
