@@ -176,6 +176,10 @@ class Batch:
             self._release_waiting(sequence, count)
 
     def end(self, sequence: Sequence, *, keep: bool) -> None:
+        """Ends a sequence in any phase and frees what it holds, if need be after the steps that write to its pages.
+
+        ``keep``: its computed prefix stays in the prefix cache as long as there is room.
+        """
         is_written = bool(sequence.steps_out)
         if sequence.phase is Phase.RUNNING:
             if keep:

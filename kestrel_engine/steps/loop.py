@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..errors import EngineClosed, KestrelError, RuntimeFailure
 from ..runtime.profile import StepProfile
@@ -31,9 +30,6 @@ from ..types.step import Lane, RefineRow, StepPlan, StepResult
 from .active import ActiveRequests, Work
 from .delivery import DeliveryThread
 from .observing import StepEvents
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,6 @@ _MAX_IMAGE_ID = 64
 MAX_IMAGES = settings_of(RuntimeConfig)["max_images"].high
 """The most that --max-images may be. The engine then applies the server's own limit."""
 
-
 _BYTES_PER_PIXEL = {
     common_pb2.PIXEL_FORMAT_UNSPECIFIED: 3,
     common_pb2.PIXEL_FORMAT_RGB8: 3,
@@ -36,6 +35,7 @@ _BYTES_PER_PIXEL = {
     common_pb2.PIXEL_FORMAT_GRAY8: 1,
     common_pb2.PIXEL_FORMAT_BGR8: 3,
 }
+
 ImageSource: TypeAlias = bytes | np.ndarray | ImageId | OnBackground | InRegion
 """Encoded bytes; pixels as [height, width(, channels)] uint8 RGB(A); the id of a stored image; one of these with a
 background colour; or a region of one of these."""

@@ -61,8 +61,10 @@ _EMBEDDING_DTYPES = {
     "float32": pb.EMBEDDING_DTYPE_FLOAT32,
     "float16": pb.EMBEDDING_DTYPE_FLOAT16,
 }
+
 _E = TypeVar("_E")
 _T = TypeVar("_T", bound=Result)
+
 STUBS = (VisionServiceStub, ImageServiceStub, ModelServiceStub, HealthStub)
 """Those that the calls of Requests need."""
 
