@@ -40,13 +40,16 @@ class Slabs:
         self.begins = [sum(adapters[:i]) for i in range(len(adapters))]
         self.counts, self.users = adapters, users
 
+        # Before and behind them are slabs of another kind, which must not be read.
+        self.other = torch.full((size,), float("nan"), dtype=dtype, device=DEVICE)
+
         def put(values, kind):
             return torch.tensor(values, dtype=kind, device=DEVICE)
 
         self.rows = RowSlabs(
             anchor,
-            put([distance(slab, anchor) for slab in self.all], torch.int64),
-            put([0 if u < 0 else self.begins[u] for u in users], torch.int32),
+            put([distance(s, anchor) for s in (self.other, *self.all, self.other)], torch.int64),
+            put([0 if u < 0 else 1 + self.begins[u] for u in users], torch.int32),
             put([0 if u < 0 else adapters[u] for u in users], torch.int32),
         )
 

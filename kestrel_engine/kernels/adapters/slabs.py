@@ -30,7 +30,8 @@ _WIDTH = tl.constexpr(RANKS * MOST_SLABS)
 class RowSlabs:
     """The slabs of the rows of a pass. ``anchor``: [1], in the dtype of the slabs. ``slabs``: [n] int64, the distances
     of the slabs. ``first``, ``count``: [M] int32; row m has the slabs first[m] to first[m] + count[m] - 1, and its
-    first rank is that of its first slab. Rows without an adapter have the count 0."""
+    first rank is that of its first slab. Rows without an adapter have the count 0. Slabs between those of two rows
+    have the same layout."""
 
     anchor: Tensor
     slabs: Tensor
@@ -59,24 +60,24 @@ def shrunk_rows(num_rows: int, device: torch.device) -> Tensor:
 
 
 @triton.jit
-def ranks_of(anchor, slabs, at, total, GROUP: tl.constexpr):
+def ranks_of(anchor, slabs, at, end, GROUP: tl.constexpr):
     """Returns for each rank of GROUP slabs from ``at`` on, [GROUP * 16]: the slab's index, the rank within the slab,
     whether it exists, and the pointer to the slab."""
     rank = tl.arange(0, GROUP * _RANKS)
     slab = at + rank // _RANKS
-    there = slab < total
+    there = slab < end
     units = tl.load(slabs + slab, mask=there, other=0)
     return slab, rank % _RANKS, there, anchor + units * 16
 
 
 @triton.jit
 def add_expanded(
-    acc, anchor, slabs, firsts, counts, total, shrunk, b_at, rows_m, rows_n, keep_n, GROUP: tl.constexpr,
+    acc, anchor, slabs, firsts, counts, begin, end, shrunk, b_at, rows_m, rows_n, keep_n, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Adds B times the shrunk rows to ``acc`` [BLOCK_N, BLOCK_M] float32. ``firsts``, ``counts``: [BLOCK_M].
     ``rows_n``: [BLOCK_N], rows of B. ``b_at``: the offset of B in a slab."""
-    for at in range(0, total, GROUP):
-        slab, rank, there, base = ranks_of(anchor, slabs, at, total, GROUP)
+    for at in range(begin, end, GROUP):
+        slab, rank, there, base = ranks_of(anchor, slabs, at, end, GROUP)
         w = tl.load(
             base[None, :] + (b_at + rows_n[:, None] * _RANKS + rank[None, :]),
             mask=keep_n[:, None] & there[None, :],
@@ -93,12 +94,12 @@ def add_expanded(
 
 @triton.jit
 def store_shrunk(
-    h, anchor, slabs, firsts, counts, total, parts, a_at, inputs, rows_m, rows_n, keep_n, GROUP: tl.constexpr,
+    h, anchor, slabs, firsts, counts, begin, end, parts, a_at, inputs, rows_m, rows_n, keep_n, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Stores A times ``h`` [BLOCK_N, BLOCK_M], whose rows are the inputs ``rows_n``: a part of the sum over all
     inputs. ``parts``: [M, ranks] float32. ``a_at``: the offset of A [16, inputs] in a slab."""
-    for at in range(0, total, GROUP):
-        slab, rank, there, base = ranks_of(anchor, slabs, at, total, GROUP)
+    for at in range(begin, end, GROUP):
+        slab, rank, there, base = ranks_of(anchor, slabs, at, end, GROUP)
         a = tl.load(
             base[:, None] + (a_at + rank[:, None] * inputs + rows_n[None, :]),
             mask=there[:, None] & keep_n[None, :],
@@ -112,19 +113,22 @@ def store_shrunk(
 
 @triton.jit
 def slabs_of(slab_first, slab_count, rows_m, keep_m):
-    """Returns the first slab and the number of slabs of each row, and the end of all rows' slabs; 0 without any."""
+    """Returns the first slab and the number of slabs of each row, and the range of all rows' slabs. The slabs outside
+    of it may be of another kind, and must not be read."""
     firsts = tl.load(slab_first + rows_m, mask=keep_m, other=0)
     counts = tl.load(slab_count + rows_m, mask=keep_m, other=0)
-    return firsts, counts, tl.max(tl.where(counts > 0, firsts + counts, 0), 0)
+    end = tl.max(tl.where(counts > 0, firsts + counts, 0), 0)
+    begin = tl.min(tl.where(counts > 0, firsts, end), 0)
+    return firsts, counts, begin, end
 
 
 @triton.jit
 def fetch_rows(
-    anchor, slabs, total, b_at, row, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, LINE: tl.constexpr,
+    anchor, slabs, begin, end, b_at, row, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
-    """Requests BLOCK_N rows of B [.., 16] from ``row`` on for the first GROUP slabs, in lines of LINE elements."""
-    if total > 0:
-        slab = tl.minimum(tl.arange(0, GROUP), total - 1)
+    """Requests BLOCK_N rows of B [.., 16] from ``row`` on for GROUP slabs, in lines of LINE elements."""
+    if begin < end:
+        slab = tl.minimum(begin + tl.arange(0, GROUP), end - 1)
         base = anchor + tl.load(slabs + slab) * 16
         line = tl.arange(0, BLOCK_N * _RANKS // LINE)
         request(base[:, None] + (b_at + row * _RANKS + line[None, :] * LINE))
@@ -132,13 +136,13 @@ def fetch_rows(
 
 @triton.jit
 def fetch_columns(
-    anchor, slabs, total, a_at, inputs, column, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    anchor, slabs, begin, end, a_at, inputs, column, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     LINE: tl.constexpr,
 ):  # fmt: skip
     """As `fetch_rows`, for the columns of A [16, inputs]."""
-    if total > 0:
+    if begin < end:
         rank = tl.arange(0, GROUP * _RANKS)
-        slab = tl.minimum(rank // _RANKS, total - 1)
+        slab = tl.minimum(begin + rank // _RANKS, end - 1)
         base = anchor + tl.load(slabs + slab) * 16
         line = tl.arange(0, (BLOCK_N + LINE - 1) // LINE)
         within = (rank % _RANKS)[:, None] * inputs + column + line[None, :] * LINE

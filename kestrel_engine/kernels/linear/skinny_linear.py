@@ -138,24 +138,41 @@ def _dot_kernel(
     if FIRST or HIDDEN:
         LINE: tl.constexpr = 1024 // anchor.dtype.element_ty.primitive_bitwidth
     if FIRST:
-        first_from, first_count, first_total = slabs_of(of_first, in_first, rows_m, keep_m)
+        first_slab, first_count, first_begin, first_end = slabs_of(
+            of_first, in_first, rows_m, keep_m
+        )
         if first >= hidden_from:
-            first_total = 0
+            first_end = first_begin
         if PDL:
-            fetch_rows(anchor, slabs, first_total, first_b, first, BLOCK_N, FIRST, LINE)
+            fetch_rows(anchor, slabs, first_begin, first_end, first_b, first, BLOCK_N, FIRST, LINE)
     if HIDDEN:
-        hidden_slab, hidden_count, hidden_total = slabs_of(of_hidden, in_hidden, rows_m, keep_m)
+        hidden_slab, hidden_count, hidden_begin, hidden_end = slabs_of(
+            of_hidden, in_hidden, rows_m, keep_m
+        )
         # The first tile of the hidden layer may begin with other columns.
         hidden = first + rows_n - hidden_from
         keep_hidden = keep_n & (hidden >= 0)
         if first + BLOCK_N <= hidden_from:
-            hidden_total = 0
+            hidden_end = hidden_begin
         if PDL:
             if first >= hidden_from:
                 row = first - hidden_from
-                fetch_rows(anchor, slabs, hidden_total, hidden_b, row, BLOCK_N, HIDDEN, LINE)
+                fetch_rows(
+                    anchor, slabs, hidden_begin, hidden_end, hidden_b, row, BLOCK_N, HIDDEN, LINE
+                )
                 inputs = n - hidden_from
-                fetch_columns(anchor, slabs, hidden_total, a_at, inputs, row, BLOCK_N, HIDDEN, LINE)
+                fetch_columns(
+                    anchor,
+                    slabs,
+                    hidden_begin,
+                    hidden_end,
+                    a_at,
+                    inputs,
+                    row,
+                    BLOCK_N,
+                    HIDDEN,
+                    LINE,
+                )
     if PDL:
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -179,13 +196,13 @@ def _dot_kernel(
         acc += owed[:, None]
     if FIRST:
         acc = add_expanded(
-            acc, anchor, slabs, first_from, first_count, first_total, first_shrunk, first_b, rows_m,
-            first + rows_n, keep_n & (first + rows_n < hidden_from), FIRST,
+            acc, anchor, slabs, first_slab, first_count, first_begin, first_end, first_shrunk, first_b,
+            rows_m, first + rows_n, keep_n & (first + rows_n < hidden_from), FIRST,
         )  # fmt: skip
     if HIDDEN:
         acc = add_expanded(
-            acc, anchor, slabs, hidden_slab, hidden_count, hidden_total, hidden_shrunk, hidden_b, rows_m,
-            hidden, keep_hidden, HIDDEN,
+            acc, anchor, slabs, hidden_slab, hidden_count, hidden_begin, hidden_end, hidden_shrunk,
+            hidden_b, rows_m, hidden, keep_hidden, HIDDEN,
         )  # fmt: skip
     if HAS_GELU:
         acc = tl.where((first + rows_n >= gelu_from)[:, None], gelu_tanh(acc), acc)
@@ -197,8 +214,8 @@ def _dot_kernel(
         # Each tile of the hidden layer has a part of its own.
         own_part = parts + (tl.program_id(0) - hidden_from // BLOCK_N).to(tl.int64) * parts_stride
         store_shrunk(
-            acc.to(out.dtype.element_ty), anchor, slabs, hidden_slab, hidden_count, hidden_total,
-            own_part, a_at, n - hidden_from, rows_m, hidden, keep_hidden, HIDDEN,
+            acc.to(out.dtype.element_ty), anchor, slabs, hidden_slab, hidden_count, hidden_begin,
+            hidden_end, own_part, a_at, n - hidden_from, rows_m, hidden, keep_hidden, HIDDEN,
         )  # fmt: skip
     if TAU_PAD:
         if first < tau_k:

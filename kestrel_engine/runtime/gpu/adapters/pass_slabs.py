@@ -39,8 +39,8 @@ class PassAdapters:
 
 @dataclass(slots=True, eq=False)
 class Places:
-    """Where the slabs of a pass are: the distances of all ``slabs``, each adapter's once, and ``rows``: for each field
-    of ROW_FIELDS a number for each row."""
+    """Where the slabs of a pass are: the distances of all ``slabs``, kind by kind, each adapter's once, and ``rows``,
+    for each field of ROW_FIELDS a number for each row."""
 
     slabs: list[int]
     rows: dict[str, list[int]]
