@@ -81,8 +81,8 @@ def _tops(logits: Tensor, logprobs: Tensor, counts: Sequence[int]) -> dict[int, 
     return {
         row: _exact_top(logits[at], logprobs[at], counts[row])
         if has_equal[at]
-        else tuple(zip(*(column[: counts[row]] for column in pair), strict=True))
-        for at, (row, pair) in enumerate(zip(rows, found, strict=True))
+        else tuple(zip(of_row[: counts[row]], probabilities[: counts[row]], strict=True))
+        for at, (row, (of_row, probabilities)) in enumerate(zip(rows, found, strict=True))
     }
 
 

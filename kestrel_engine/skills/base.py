@@ -46,7 +46,7 @@ class TextCodec(Protocol):
         """Text of ``ids``, special tokens left out; incomplete UTF-8 shows as U+FFFD."""
         ...
 
-    def token_bytes(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int, /) -> bytes:
         """UTF-8 bytes of one id, which may be a part of a character; empty for a special token."""
         ...
 

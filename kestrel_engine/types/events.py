@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -28,6 +29,16 @@ class TokenLogprob(NamedTuple):
     def text(self) -> str:
         """The token alone, with a part of a character as U+FFFD."""
         return self.utf8.decode(errors="replace")
+
+
+def alternatives(
+    top: Iterable[tuple[int, float]], name: Callable[[int], bytes]
+) -> tuple[TokenLogprob, ...]:
+    """The tokens of the ids and log-probabilities ``top``, without alternatives of their own. ``name``: the bytes of an
+    id."""
+    # In half the time of calls of the class, which counts with 20 alternatives of each token of each request.
+    new: Any = tuple.__new__
+    return tuple([new(TokenLogprob, (id, name(id), logprob, ())) for id, logprob in top])
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ MAX_CACHED = 32
 
 
 class _Codec(Protocol):
-    def token_bytes(self, token_id: int) -> bytes: ...
+    def token_bytes(self, token_id: int, /) -> bytes: ...
 
 
 class Matcher:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...types.events import FinishReason, StreamUpdate, TokenLogprob
+from ...types.events import FinishReason, StreamUpdate, TokenLogprob, alternatives
 from ...types.step import StepToken, TokenRule
 from ..base import SkillContext, SkillControl, SkillRequest
 from ..constraints.grammars import Grammar
@@ -98,7 +98,7 @@ class AnswerOutput:
         if self._logprobs is not None:
             assert token.logprob is not None, "the runtime gives log-probabilities"
             name = self._codec.token_bytes
-            top = tuple([TokenLogprob(each, name(each), logprob) for each, logprob in token.top])
+            top = alternatives(token.top, name) if token.top else ()
             self._logprobs.append(TokenLogprob(token.id, name(token.id), token.logprob, top))
         return self._emit(self._streaming.push(token.id))
 
