@@ -6,6 +6,7 @@ from ..types.requests import Coord, Prompt, SamplingParams, Size
 from ..types.step import StepToken, TokenRule
 from .base import (
     Merging,
+    Presupposed,
     SkillContext,
     SkillControl,
     SkillOutput,
@@ -35,6 +36,7 @@ __all__ = [
     "LocateOutput",
     "Merging",
     "PointSkill",
+    "Presupposed",
     "Prompt",
     "QuerySkill",
     "SamplingParams",

@@ -70,6 +70,15 @@ REFERRING = (
         spatial_refs=((0.4, 0.6), BOX),
     ),
     ask("query", "gray_640x480", settings={"max_tokens": 8}, question="Why?", reasoning=True),
+    ask(
+        "query",
+        "gray_640x480",
+        settings={"max_tokens": 6, "max_reasoning_tokens": 4, "max_absence": 1.0},
+        question="What does it say?",
+        reasoning=True,
+        system="Be brief.",
+        presupposes=("sign",),
+    ),
 )
 PAIR = ("square_378", "gray_640x480")
 SEVERAL = (

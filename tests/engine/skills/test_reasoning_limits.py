@@ -6,6 +6,7 @@ from kestrel_engine import ContextLengthError, InvalidRequest
 from kestrel_engine.front.submitting.token_limit import token_limit
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.skills import CaptionSkill, QuerySkill
+from kestrel_engine.types.requests import Coord
 from kestrel_engine.types.step import StepToken, TokenRule
 from tests.engine.skills.test_skills import feed, start, text
 
@@ -87,6 +88,28 @@ def test_without_reasoning_there_is_nothing_to_limit(moondream3):
         QuerySkill().build({"question": "q"}, {"max_reasoning_tokens": 3}, moondream3)
     with pytest.raises(InvalidRequest, match="not a setting of this skill"):
         CaptionSkill().build({}, {"max_reasoning_tokens": 3}, moondream3)
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        ("", "zwei Käfer 🐞", " und ", "日本語"),
+        ("e\u0301", "\u0301e", "👩\u200d👩\u200d👧", "\U0010ffff\x00"),
+        ("\u202eabc\ufeff", "\r\n", "ﬁ", "ⅷ𝟘"),
+    ],
+)
+def test_offsets_count_code_points_whatever_the_text(moondream3, codec, chunks):
+    _, state = start(QuerySkill(), moondream3, 400, question="q", reasoning=True)
+    for number, chunk in enumerate(chunks):
+        point = [StepToken(5, Coord(number / 8)), StepToken(5, Coord(0.5))]
+        feed(state, [StepToken(7), *text(codec, chunk), *point, StepToken(9)])
+    feed(state, [ANSWER, END])
+    reasoning = state.out.output()["reasoning"]
+    assert reasoning["text"] == "".join(chunks)
+    spans = {span["points"][0][0]: span for span in reasoning["grounding"]}
+    for number, chunk in enumerate(chunks):
+        span = spans[number / 8]
+        assert reasoning["text"][span["start_idx"] : span["end_idx"]] == chunk
 
 
 async def test_the_engine_cuts_the_reasoning_where_the_output_says_so(make_engine, fake_limits):
