@@ -1,8 +1,8 @@
 """ServedModels: the models of this server, and the state of each as callers see it.
 
 This module uses neither protobuf nor gRPC. A server has one ServedModels, which only the event loop uses. The state of
-a model goes from LOADING to READY to DRAINING. LOADING becomes FAILED when the model cannot be loaded, and READY when
-the engine dies. One model's failure leaves the others as they are.
+a model goes from LOADING to READY to DRAINING. READY becomes FAILED when the engine dies. One model's failure leaves
+the others as they are.
 """
 
 from __future__ import annotations
@@ -58,11 +58,6 @@ class ServedModel:
         if self._state is State.LOADING:
             self._state = State.READY
 
-    def fail(self) -> None:
-        """The model could not be loaded."""
-        if self._state is State.LOADING:
-            self._state = State.FAILED
-
     def drain(self) -> None:
         """Refuses new requests from now on. Running requests continue."""
         self._state = State.DRAINING
@@ -72,7 +67,7 @@ class ServedModel:
         """The engine for a request. Raises ModelNotReady, ShuttingDown."""
         state = self.state
         if state is State.DRAINING:
-            raise ShuttingDown("the server is shutting down")
+            raise ShuttingDown(f"{self.name} or its server is shutting down")
         if state is State.FAILED:
             raise ModelNotReady(f"{self.name} has failed; restart the server")
         if self._engine is None:
@@ -87,7 +82,7 @@ class ServedModels:
 
     def __init__(self, *models: ServedModel) -> None:
         assert models, "a server has a model"
-        self._models = models
+        self._models = list(models)
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models)
@@ -95,6 +90,18 @@ class ServedModels:
     @property
     def default(self) -> ServedModel:
         return self._models[0]
+
+    def add(self, model: ServedModel) -> None:
+        self._models.append(model)
+
+    def remove(self, model: ServedModel) -> None:
+        """Removes a model that is not the default."""
+        assert model is not self.default, "the default model stays"
+        self._models.remove(model)
+
+    def make_default(self, model: ServedModel) -> None:
+        self._models.remove(model)
+        self._models.insert(0, model)
 
     @property
     def name(self) -> str:

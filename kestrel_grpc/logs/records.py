@@ -21,6 +21,7 @@ Format = Literal["text", "json"]
 LifeEvent = Literal[
     "listening",
     "loaded",
+    "unloaded",
     "ready",
     "leaving",
     "draining",

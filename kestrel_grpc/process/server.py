@@ -20,7 +20,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -39,7 +39,7 @@ from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import (
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import (
     add_VisionServiceServicer_to_server,
 )
-from kestrel_engine import ConfigError, InferenceEngine, Observer, RuntimeConfig
+from kestrel_engine import InferenceEngine, RuntimeConfig
 
 from ..edge.calls.call import Call
 from ..edge.calls.in_flight import InFlight
@@ -52,6 +52,7 @@ from ..images.store import ImageStore
 from ..images.upload import UploadRoom
 from ..kserve import service as kserve
 from ..logs.records import log_lifecycle
+from ..model_changes import LoadModel, ModelChanges
 from ..monitoring.access_log import AccessLog
 from ..monitoring.call_statistics import CallStatistics
 from ..monitoring.capture import Capture
@@ -86,7 +87,7 @@ from ..settings.security import SecurityConfig
 from ..settings.server import COMPRESSIONS, ServerConfig
 from ..settings.telemetry import with_http
 from ..telemetry.edge_counts import EdgeCounts
-from ..telemetry.opening import ModelObserver, Telemetry, open_telemetry
+from ..telemetry.opening import Telemetry, open_telemetry
 from .file_watch import INTERVAL_S, FileWatch
 from .heap import follow_heap
 
@@ -111,13 +112,6 @@ _PENDING_CALLS = 8192
 LoadEngine = Callable[[], Awaitable[InferenceEngine]]
 
 
-class OtherModel(NamedTuple):
-    """A model besides the default one. ``load``: loads it, with this observer."""
-
-    config: RuntimeConfig
-    load: Callable[[Observer | None], Awaitable[InferenceEngine]]
-
-
 class KestrelServer:
     """A server. Call ``start``, ``load`` and ``stop``, in this order, on one event loop."""
 
@@ -126,14 +120,15 @@ class KestrelServer:
         config: ServerConfig,
         runtime: RuntimeConfig,
         load_engine: LoadEngine,
-        others: Sequence[OtherModel] = (),
+        *,
+        others: Sequence[RuntimeConfig] = (),
+        load_model: LoadModel | None = None,
     ) -> None:
-        """``runtime``, ``load_engine``: the default model. Raises TokenFileError."""
+        """``runtime``, ``load_engine``: the default model. ``others``: the models besides it. ``load_model`` loads
+        these, and models that come later. Raises TokenFileError."""
         self._config = config
-        self._load_engine, self._others = load_engine, tuple(others)
-        self.served = ServedModels(
-            ServedModel(runtime), *(ServedModel(other.config) for other in others)
-        )
+        self._load_engine, self._others = load_engine, list(others)
+        self.served = ServedModels(ServedModel(runtime))
         self.addresses: tuple[str, ...] = ()
         """The addresses that the server listens on, with the assigned ports in place of port 0."""
         self.own_addresses: tuple[str, ...] = ()
@@ -164,6 +159,8 @@ class KestrelServer:
             following=(VISION_SERVICE, IMAGE_SERVICE, KSERVE_SERVICE),
             others=(MODEL_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME),
         )
+        self.models = ModelChanges(self.served, load_model, self._health.update)
+        """Loads and unloads models while the server runs."""
         self._servers: list[grpc.aio.Server] = []
         self._shared: grpc.aio.Server | None = None
         """The one of ``_servers`` that listens on shared addresses."""
@@ -201,6 +198,7 @@ class KestrelServer:
                 max_streams=security.connections.streams,
             ),
         )
+        self.models.telemetry = self.telemetry
         log = AccessLog(self._config.access_log)
 
         def end_call(call: Call) -> None:
@@ -273,6 +271,8 @@ class KestrelServer:
             self.profiles,
             self.capture,
             self.call_statistics,
+            self.models,
+            self._config.grace_s,
         )
         add_AdminServiceServicer_to_server(admin, methods)
         self._health.add_to(methods)
@@ -330,7 +330,7 @@ class KestrelServer:
         try:
             engine = await self._load_engine()
             try:
-                await self._load_others({engine.info.model})
+                await self.models.load_configured(self._others)
             except BaseException:
                 await engine.shutdown()
                 raise
@@ -353,24 +353,6 @@ class KestrelServer:
                 "ready", model=info.model, device=info.device, dtype=info.dtype, load_s=seconds
             )
         return engine
-
-    async def _load_others(self, names: set[str]) -> None:
-        """Loads the models besides the default one. ``names``: those that are taken. Raises ConfigError,
-        ModelLoadError."""
-        for served, other in zip(list(self.served)[1:], self._others, strict=True):
-            observer = None if self.telemetry is None else ModelObserver(self.telemetry)
-            began = time.monotonic()
-            engine = await other.load(observer)
-            info = engine.info
-            if info.model in names:
-                await engine.shutdown()
-                raise ConfigError("model", info.model, "two models of this server have this name")
-            names.add(info.model)
-            if observer is not None:
-                observer.ready(info)
-            served.ready(engine)
-            seconds = round(time.monotonic() - began, 3)
-            log_lifecycle("loaded", model=info.model, device=info.device, load_s=seconds)
 
     async def drain(self) -> None:
         """Refuses new requests, and new connections at shared addresses. Running requests continue. Idempotent."""
@@ -398,6 +380,7 @@ class KestrelServer:
         for task in (self._following, self._watching, self._trimming, self._guarding):
             if task is not None:
                 task.cancel()
+        await self.models.close()
         engines = self.served.engines
         if engines:
             await self.profiles.close()

@@ -18,7 +18,7 @@ from ..settings.addresses import AddressError, close_address
 from ..settings.server import ServerConfig
 from .ready_line import print_ready
 from .running import leave_now, load_unless_stopped, stop, until_failed
-from .server import KestrelServer, OtherModel
+from .server import KestrelServer
 from .startup_progress import LoadingProgress
 from .systemd import Notifier
 
@@ -44,19 +44,22 @@ async def serve_alone(
 
     with LoadingProgress() as progress:
 
-        def loader(
+        def load(
             runtime: RuntimeConfig,
-        ) -> Callable[[Observer | None], Awaitable[InferenceEngine]]:
-            return lambda observer: InferenceEngine.create(
-                runtime, skills=skills, progress=progress, observer=observer
+            observer: Observer | None,
+            shown: Callable[[int, int, str], None] | None = None,
+        ) -> Awaitable[InferenceEngine]:
+            return InferenceEngine.create(
+                runtime, skills=skills, progress=shown or progress, observer=observer
             )
 
         default, *others = runtimes
         server = KestrelServer(
             config,
             default,
-            lambda: loader(default)(server.telemetry),
-            [OtherModel(other, loader(other)) for other in others],
+            lambda: load(default, server.telemetry),
+            others=others,
+            load_model=load,
         )
 
         def on_signal(number: signal.Signals) -> None:

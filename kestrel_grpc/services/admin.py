@@ -19,6 +19,7 @@ from ..edge.calls.current_call import current_call
 from ..edge.calls.request_ids import valid_request_id
 from ..edge.failures.errors import LocatedError
 from ..images.store import ImageStore
+from ..model_changes import Loading, ModelChanges
 from ..monitoring.call_statistics import CallStatistics, MethodCounts
 from ..monitoring.capture import DEFAULT_REQUESTS, MAX_REQUESTS, Capture
 from ..monitoring.profiles import (
@@ -41,11 +42,13 @@ _LEVELS = {
     pb.LOG_LEVEL_WARNING: logging.WARNING,
     pb.LOG_LEVEL_ERROR: logging.ERROR,
 }
+_MOST_GRACE_S = 86_400
 _NAMES = {level: name for name, level in _LEVELS.items()}
 
 
 class AdminService(AdminServiceServicer):
-    """``drain``: makes the server refuse new requests and then stop."""
+    """``drain``: makes the server refuse new requests and then stop. ``grace_s``: for the requests of a model that is
+    unloaded."""
 
     def __init__(
         self,
@@ -56,8 +59,11 @@ class AdminService(AdminServiceServicer):
         profiles: Profiles,
         capture: Capture,
         calls: CallStatistics,
+        models: ModelChanges,
+        grace_s: float,
     ) -> None:
         self._served, self._images, self._guard = served, images, guard
+        self._models, self._grace_s = models, grace_s
         self._drain = drain
         self._profiles, self._capture, self._calls = profiles, capture, calls
         self._started_at = time.monotonic()
@@ -155,6 +161,42 @@ class AdminService(AdminServiceServicer):
         files, lost = await self._capture.stop()
         _log_action("stop captures: %d written, %d lost", len(files), lost)
         return pb.StopCaptureResponse(files=files, lost=lost)
+
+    async def LoadModel(  # type: ignore[override]
+        self, request: pb.LoadModelRequest, context: Context
+    ) -> None:
+        _log_action("load model %s", request.model[:200])
+        try:
+            events = self._models.load(request.model, make_default=request.make_default)
+        except InvalidRequest as error:
+            raise LocatedError(error, "model") from error
+        await current_call().accept()
+        async for event in events:
+            if isinstance(event, Loading):
+                progress = pb.LoadingProgress(step=event.step, done=event.done, total=event.total)
+                await context.write(pb.LoadModelResponse(progress=progress))
+            else:
+                final = pb.LoadedModel(
+                    name=event.name, device=event.device, seconds=rounded_s(event.seconds)
+                )
+                await context.write(pb.LoadModelResponse(final=final))
+
+    async def UnloadModel(
+        self, request: pb.UnloadModelRequest, context: Context
+    ) -> pb.UnloadModelResponse:
+        grace_s = request.grace_seconds if request.HasField("grace_seconds") else self._grace_s
+        if not 0 <= grace_s <= _MOST_GRACE_S:
+            raise InvalidRequest("grace_seconds", f"must be 0 to {_MOST_GRACE_S}")
+        _log_action("unload model %s", request.name[:200])
+        await self._models.unload(request.name, grace_s)
+        return pb.UnloadModelResponse()
+
+    async def SetDefaultModel(
+        self, request: pb.SetDefaultModelRequest, context: Context
+    ) -> pb.SetDefaultModelResponse:
+        previous = self._models.make_default(request.name)
+        _log_action("default model %s in place of %s", request.name, previous)
+        return pb.SetDefaultModelResponse(previous=previous)
 
     async def GetStatistics(
         self, request: pb.GetStatisticsRequest, context: Context

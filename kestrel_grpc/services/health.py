@@ -102,6 +102,10 @@ class Health:
         self._served, self._is_crowded = served, is_crowded
         self._following = {"", *following}
         self._others = others
+        self._configured: str | None = served.name
+        """The default model's name before it was loaded, if that is not a model's name."""
+        self._models: set[str] = set()
+        """The names of all models that were loaded."""
         self._servicer = _Servicer()
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -120,15 +124,19 @@ class Health:
             return
         ready = self._served.state is State.READY and not self._is_crowded()
         status = _SERVING if ready else _NOT_SERVING
-        # A model that was named by its path has another name once it is loaded. Watchers may use either name.
-        self._following.add(self._served.name)
         for name in self._following:
             self._servicer.set(name, status)
-        for model in self._served:
-            if model is not self._served.default:
-                self._servicer.set(
-                    model.name, _SERVING if model.state is State.READY else _NOT_SERVING
-                )
+        states = {model.name: model.state for model in self._served if model.loaded is not None}
+        # A default model that was named by its path has another name once it is loaded. Watchers may use either name.
+        if self._configured in states:
+            self._configured = None
+        elif self._configured is not None:
+            self._servicer.set(self._configured, status)
+        self._models |= states.keys()
+        for name in self._models:
+            state = states.get(name)  # None: unloaded.
+            fine = state is State.READY and (name != self._served.name or ready)
+            self._servicer.set(name, _SERVING if fine else _NOT_SERVING)
 
     def leave(self) -> None:
         """Sets all statuses to NOT_SERVING for good, whatever the model's state."""

@@ -7,11 +7,19 @@ model alone: ``moondream2,kv-cache-gib=8,device=cuda:1``. The other flags apply 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from kestrel_engine import ConfigError, ImageLimits, RuntimeConfig, settings_of
+from kestrel_engine import (
+    ConfigError,
+    ImageLimits,
+    InvalidRequest,
+    RuntimeConfig,
+    maintenance,
+    settings_of,
+)
 
 from .flags import (
     SettingsError,
@@ -30,6 +38,7 @@ DEVICE_FLAGS = (*SOURCE_FLAGS, "device")
 """SOURCE_FLAGS, and the flags that choose device and precision."""
 
 MOST_MODELS = 16
+_MOST_TEXT = 4096
 
 
 def add_model_flags(
@@ -78,6 +87,24 @@ def runtime_configs(args: argparse.Namespace) -> tuple[RuntimeConfig, ...]:
     if len(configs) > 1:
         _check_distinct(configs, where)
     return tuple(configs)
+
+
+def other_model(base: RuntimeConfig, text: str) -> RuntimeConfig:
+    """The configuration of a further model, ``text`` as behind ``--model``, with the settings of ``base`` otherwise.
+    Raises InvalidRequest."""
+    if not 1 <= len(text) <= _MOST_TEXT:
+        raise InvalidRequest("model", f"must have 1 to {_MOST_TEXT} characters")
+    name, *overrides = text.split(",")
+    try:
+        values = dict(_override(each, "model") for each in overrides)
+        own = {"model_path": None, "tokenizer_path": None, **values}
+        config = dataclasses.replace(base, model=name, **own)
+        maintenance.check_model_names(config)
+    except SettingsError as error:
+        raise InvalidRequest("model", str(error).removeprefix("model: ")) from None
+    except ConfigError as error:
+        raise InvalidRequest("model", f"{error.field}={error.value}: {error.limit}") from None
+    return config
 
 
 def config_error(error: ConfigError, args: argparse.Namespace) -> SettingsError:

@@ -6,6 +6,7 @@ and are read when a reader collects them. Events that occur once per token are r
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -53,7 +54,6 @@ class ServiceMetrics:
     ) -> None:
         self._meter = meter
         edge = edge or EdgeCounts()
-        self._engine: InferenceEngine | None = None
         self._model: dict[str, str] = {}
         self._load_s = 0.0
         self._steps = {False: 0, True: 0}
@@ -117,39 +117,51 @@ class ServiceMetrics:
 
     def ready(self, engine: InferenceEngine, load_s: float) -> None:
         """Creates the instruments that read the engine. ``load_s``: seconds that loading took."""
-        self._engine, self._load_s = engine, load_s
+        self._load_s = load_s
         self._model = {
             names.OPERATION: names.GENERATE,
             names.PROVIDER: names.PROVIDER_VALUE,
             names.REQUEST_MODEL: engine.info.model,
         }
-        self._observe(names.LOAD_DURATION, lambda: [Observation(self._load_s)])
-        self._observe(names.LOAD_PHASE, lambda: _load_phases(engine))
-        self._observe(names.KERNELS, lambda: _kernels(engine))
-        self._observe(names.COMPILE_TIME, lambda: [Observation(engine.compiled.seconds)])
-        self._observe(names.MASKS, lambda: [Observation(engine.mask_counts.masks)])
-        self._observe(names.MASK_TIME, lambda: [Observation(engine.mask_counts.seconds)])
-        self._observe(names.RUNNING, lambda: [Observation(engine.stats.running)])
-        self._observe(names.WAITING, lambda: [Observation(_waiting(engine))])
-        self._observe(names.PRINCIPALS, lambda: [Observation(engine.places.principals)])
-        self._observe(names.DISPLACED, lambda: [Observation(engine.places.displaced)])
-        self._observe(
+        # The engine may be unloaded, so the instruments do not keep it.
+        held = weakref.ref(engine)
+
+        def observe(
+            metric: Metric, read: Callable[[InferenceEngine], Iterable[Observation]]
+        ) -> None:
+            def read_present() -> Iterable[Observation]:
+                present = held()
+                return () if present is None else read(present)
+
+            self._observe(metric, read_present)
+
+        observe(names.LOAD_DURATION, lambda engine: [Observation(self._load_s)])
+        observe(names.LOAD_PHASE, lambda engine: _load_phases(engine))
+        observe(names.KERNELS, lambda engine: _kernels(engine))
+        observe(names.COMPILE_TIME, lambda engine: [Observation(engine.compiled.seconds)])
+        observe(names.MASKS, lambda engine: [Observation(engine.mask_counts.masks)])
+        observe(names.MASK_TIME, lambda engine: [Observation(engine.mask_counts.seconds)])
+        observe(names.RUNNING, lambda engine: [Observation(engine.stats.running)])
+        observe(names.WAITING, lambda engine: [Observation(_waiting(engine))])
+        observe(names.PRINCIPALS, lambda engine: [Observation(engine.places.principals)])
+        observe(names.DISPLACED, lambda engine: [Observation(engine.places.displaced)])
+        observe(
             names.LARGEST_SHARE,
-            lambda: [Observation(engine.places.largest_held / engine.places.bound)],
+            lambda engine: [Observation(engine.places.largest_held / engine.places.bound)],
         )
-        self._observe(names.KV_PAGES, lambda: _pages(engine))
+        observe(names.KV_PAGES, lambda engine: _pages(engine))
         at_start = engine.stats  # Positions of the warm-up do not count.
-        self._observe(
+        observe(
             names.PROMPT_POSITIONS,
-            lambda: [Observation(engine.stats.prompt_positions - at_start.prompt_positions)],
+            lambda engine: [Observation(engine.stats.prompt_positions - at_start.prompt_positions)],
         )
-        self._observe(
+        observe(
             names.CACHED_POSITIONS,
-            lambda: [Observation(engine.stats.cached_positions - at_start.cached_positions)],
+            lambda engine: [Observation(engine.stats.cached_positions - at_start.cached_positions)],
         )
-        self._observe(
+        observe(
             names.PREEMPTIONS,
-            lambda: [Observation(engine.stats.preemptions - at_start.preemptions)],
+            lambda engine: [Observation(engine.stats.preemptions - at_start.preemptions)],
         )
 
     def on_step(self, event: StepEvent) -> None:

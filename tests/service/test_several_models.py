@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
+import gc
 import json
+import weakref
+from pathlib import Path
 
 import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kestrel_client import (
+    AsyncKestrelAdmin,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+)
 from kestrel_client._pb.inference import grpc_service_pb2 as kserve_pb
 from kestrel_client._pb.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
 from kestrel_client._pb.kestrel.v1 import admin_service_pb2, image_service_pb2, model_service_pb2
@@ -19,9 +29,9 @@ from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceStu
 from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import ImageServiceStub
 from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
-from kestrel_engine import ConfigError, InferenceEngine, RuntimeConfig
+from kestrel_engine import ConfigError, InferenceEngine, ModelLoadError, RuntimeConfig
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_grpc.process.server import KestrelServer, OtherModel
+from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.served_model import State
 from kestrel_grpc.settings.flags import Parser
 from kestrel_grpc.settings.http import HttpConfig
@@ -31,7 +41,7 @@ from kestrel_grpc.settings.server import ServerConfig
 from kestrel_grpc.settings.sources import SettingsError
 from tests.engine.fakes import fake_build
 from tests.service.conftest import LIMITS, raw_image
-from tests.service.security.test_admin import CONFIG, METADATA
+from tests.service.security.test_admin import CONFIG, KEY, METADATA
 
 LETTER_A = 100 + ord("a")
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -48,25 +58,35 @@ class Two:
         self.engines: dict[str, InferenceEngine] = {}
         config = RuntimeConfig(max_batch_size=LIMITS.max_batch_size)
 
-        def loader(name: str, letter: int):
-            async def load(observer=None) -> InferenceEngine:
-                built = fake_build(config, FakeRuntime(LIMITS, lambda fed: letter))
-                built = dataclasses.replace(built, info=dataclasses.replace(built.info, model=name))
-                engine = self.engines[name] = InferenceEngine(config, built, observer=observer)
-                return engine
+        letters = dict(zip(names, (LETTER_A, LETTER_A + 1), strict=False))
 
-            return load
+        async def load(config: RuntimeConfig, observer=None, progress=None) -> InferenceEngine:
+            name = Path(config.model_path or config.model).name
+            if progress is not None:
+                for part in range(3):
+                    progress(part, 3, "parts")
+                await self.held.wait()
+            if name == "broken":
+                raise ModelLoadError("no such weights")
+            runtime = FakeRuntime(LIMITS, lambda fed: letters.get(name, LETTER_A + 2))
+            built = fake_build(config, runtime)
+            built = dataclasses.replace(built, info=dataclasses.replace(built.info, model=name))
+            engine = self.engines[name] = InferenceEngine(config, built, observer=observer)
+            return engine
 
-        first, second = names
+        self.held = asyncio.Event()
+        self.held.set()
+        first, second = (dataclasses.replace(config, model=name) for name in names)
         self.server = KestrelServer(
             ServerConfig(
                 listen=("127.0.0.1:0",),
                 http=HttpConfig(http_listen=("127.0.0.1:0",)),
                 security=security or SecurityConfig(),
             ),
-            config,
-            loader(first, LETTER_A),
-            [OtherModel(config, loader(second, LETTER_A + 1))],
+            first,
+            lambda: load(first),
+            others=[second],
+            load_model=load,
         )
 
     async def __aenter__(self) -> Two:
@@ -175,6 +195,80 @@ async def test_administration_covers_all_models() -> None:
         assert statistics.prompt_positions == sum(parts) and min(parts) > 0
         await admin.FlushCaches(admin_service_pb2.FlushCachesRequest(), metadata=METADATA)
         assert not any(engine.stats.pages_cached for engine in two.engines.values())
+
+
+async def test_models_are_loaded_swapped_and_unloaded_while_others_serve() -> None:
+    async with Two(security=CONFIG["security"]) as two:
+        await two.server.load()
+        admin = AsyncKestrelAdmin(two.server.addresses[0], token=KEY)
+        two.held.clear()
+        loading = admin.load_model("/tmp,max-queue=7", make_default=True)
+        assert (await anext(loading)).step == "parts"
+        with pytest.raises(FailedPreconditionError, match="another model is being loaded"):
+            await admin.load_model("/tmp").result()
+        assert await two.answer("second", metadata=METADATA) == "bbb"
+        two.held.set()
+        rest = [event async for event in loading]
+        loaded = await loading.result()
+        assert loaded.name == "tmp" and rest[-1].done == 2
+        assert two.engines["tmp"] in two.server.served.engines
+        assert two.server.served.config.max_queue == 7
+        assert (
+            await two.answer(metadata=METADATA)
+            == await two.answer("tmp", metadata=METADATA)
+            == "ccc"
+        )
+        assert await two.answer("first", metadata=METADATA) == "aaa"
+
+        await admin.unload_model("first")
+        assert two.server.served.names == ("tmp", "second")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await two.answer("first", metadata=METADATA)
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+        assert await two.health("first") != SERVING
+        assert await two.health("tmp") == SERVING
+        with pytest.raises(FailedPreconditionError, match="tmp is the default model"):
+            await admin.unload_model("tmp")
+        assert await admin.set_default_model("second") == "tmp"
+        await admin.unload_model("tmp", grace_s=0)
+        assert await two.answer(metadata=METADATA) == "bbb"
+        await admin.aclose()
+
+
+async def test_a_model_that_cannot_be_loaded_harms_no_other() -> None:
+    async with Two(security=CONFIG["security"]) as two:
+        await two.server.load()
+        admin = AsyncKestrelAdmin(two.server.addresses[0], token=KEY)
+        for model, kind, words in (
+            ("", InvalidArgumentError, "must have 1 to 4096 characters"),
+            ("nosuch", InvalidArgumentError, "nosuch"),
+            ("/tmp,max-queu=3", InvalidArgumentError, "did you mean max-queue"),
+            ("/tmp,max-queue=-3", InvalidArgumentError, "max_queue=-3"),
+        ):
+            with pytest.raises(kind, match=words):
+                await admin.load_model(model).result()
+        with pytest.raises(NotFoundError, match="this server serves first, second"):
+            await admin.unload_model("third")
+        with pytest.raises(NotFoundError):
+            await admin.set_default_model("third")
+        assert two.server.served.names == ("first", "second")
+        assert await two.answer("second", metadata=METADATA) == "bbb"
+        await admin.aclose()
+
+
+async def test_an_unloaded_model_ends_its_requests_and_is_freed() -> None:
+    async with Two(security=CONFIG["security"]) as two:
+        await two.server.load()
+        admin = AsyncKestrelAdmin(two.server.addresses[0], token=KEY)
+        held = weakref.ref(two.engines.pop("second"))
+        await admin.unload_model("second", grace_s=0)
+        for _ in range(100):  # A task that is about to end may hold it for a moment.
+            gc.collect()
+            if held() is None:
+                break
+            await asyncio.sleep(0.1)
+        assert held() is None
+        await admin.aclose()
 
 
 async def test_http_and_kserve_route_by_name() -> None:

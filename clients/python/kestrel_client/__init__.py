@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from .administration.admin import KestrelAdmin
 from .administration.async_admin import AsyncKestrelAdmin
-from .administration.messages import Captures, LogLevel, MethodStatistics, Profile, ServerStatistics
+from .administration.messages import (
+    Captures,
+    LoadedModel,
+    LoadingProgress,
+    LogLevel,
+    MethodStatistics,
+    Profile,
+    ServerStatistics,
+)
 from .calls.async_client import AsyncKestrelClient
 from .calls.client import KestrelClient
 from .calls.frames import AsyncFrames, AsyncFrameSource, Frames, FrameSource
@@ -127,6 +135,8 @@ __all__ = [
     "KestrelClient",
     "KestrelError",
     "LateFrames",
+    "LoadedModel",
+    "LoadingProgress",
     "LogLevel",
     "Logprobs",
     "Marks",

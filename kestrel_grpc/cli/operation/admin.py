@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -40,6 +41,23 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     _add_action(actions, "statistics", "print counts of requests, calls, pages and tokens")
     _add_profile(actions)
     _add_capture(actions)
+    load = _add_action(actions, "load-model", "load another model while the server serves")
+    load.add_argument(
+        "model",
+        metavar="MODEL",
+        help="name, hub id or path, which settings of its own may follow: moondream2,kv-cache-gib=8",
+    )
+    load.add_argument("--default", action="store_true", help="then make it the default model")
+    unload = _add_action(actions, "unload-model", "unload a model that is not the default")
+    unload.add_argument("model", metavar="MODEL", help="name of the model, as models lists it")
+    unload.add_argument(
+        "--grace",
+        type=seconds(0.0, 86_400.0),
+        metavar="S",
+        help="seconds that running requests may take [the server's --grace]",
+    )
+    default = _add_action(actions, "default-model", "make a loaded model the default")
+    default.add_argument("model", metavar="MODEL", help="name of the model, as models lists it")
 
 
 def _add_action(actions: Any, name: str, help: str) -> argparse.ArgumentParser:
@@ -179,6 +197,28 @@ def _capture(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
     return [*done.files, f"{len(done.files)} captured, {done.lost} lost"]
 
 
+def _load_model(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
+    shown = -1
+    with admin.load_model(args.model, make_default=args.default) as loading:
+        for progress in loading:
+            tenths = 10 * progress.done // progress.total if progress.total else 0
+            if tenths != shown:
+                shown = tenths
+                print(f"{10 * tenths} %: {progress.step}", file=sys.stderr, flush=True)
+        loaded = loading.result()
+    return [f"{loaded.name} is loaded on {loaded.device}, in {loaded.seconds:.1f} s"]
+
+
+def _unload_model(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
+    admin.unload_model(args.model, grace_s=args.grace)
+    return [f"{args.model} is unloaded"]
+
+
+def _default_model(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
+    before = admin.set_default_model(args.model)
+    return [f"{args.model} is the default model, in place of {before}"]
+
+
 _ACTIONS: dict[str, Callable[[KestrelAdmin, argparse.Namespace], list[str]]] = {
     "drain": _drain,
     "cancel": _cancel,
@@ -187,4 +227,7 @@ _ACTIONS: dict[str, Callable[[KestrelAdmin, argparse.Namespace], list[str]]] = {
     "statistics": _statistics,
     "profile": _profile,
     "capture": _capture,
+    "load-model": _load_model,
+    "unload-model": _unload_model,
+    "default-model": _default_model,
 }

@@ -45,6 +45,10 @@ class CaptureError(engine.KestrelError):
     """The server cannot capture requests as requested."""
 
 
+class ModelUnavailable(engine.KestrelError):
+    """The server cannot load, unload or change models as requested."""
+
+
 class LocatedError(Exception):
     """An ``error`` of the engine with the ``path`` of its field in the request, which the engine does not know."""
 

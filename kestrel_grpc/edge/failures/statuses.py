@@ -36,6 +36,7 @@ from .errors import (
     LocatedError,
     MethodNotFound,
     ModelNotReady,
+    ModelUnavailable,
     NoMessage,
     NotServed,
     ShuttingDown,
@@ -114,6 +115,7 @@ TABLE: dict[type[Exception], _Row] = {
     engine.EngineClosed: _Row(_Code.UNAVAILABLE, "SHUTTING_DOWN"),
     engine.ProfileError: _Row(_Code.FAILED_PRECONDITION, "PROFILE_UNAVAILABLE"),
     CaptureError: _Row(_Code.FAILED_PRECONDITION, "CAPTURE_UNAVAILABLE"),
+    ModelUnavailable: _Row(_Code.FAILED_PRECONDITION, "MODEL_UNAVAILABLE"),
     engine.RuntimeFailure: _Row(_Code.INTERNAL, "COMPUTATION_FAILED", public=False),
     engine.SkillFault: _Row(_Code.INTERNAL, "SKILL_FAILED"),
     # The following errors occur only while the server starts, never in a call.

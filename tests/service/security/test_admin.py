@@ -44,9 +44,12 @@ class Admin:
 
     def __getattr__(self, method):
         request = getattr(pb, f"{method}Request")
-        return lambda **fields: getattr(self._stub, method)(
-            request(**fields), metadata=self._metadata
-        )
+
+        def call(**fields):
+            called = getattr(self._stub, method)(request(**fields), metadata=self._metadata)
+            return called.read() if method == "LoadModel" else called  # It has a stream.
+
+        return call
 
 
 METHODS = (
@@ -59,6 +62,9 @@ METHODS = (
     ("StopProfile", {}),
     ("StartCapture", {}),
     ("StopCapture", {}),
+    ("LoadModel", {"model": "x"}),
+    ("UnloadModel", {"name": "x"}),
+    ("SetDefaultModel", {"name": "x"}),
 )
 
 

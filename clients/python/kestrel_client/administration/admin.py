@@ -5,12 +5,15 @@ from __future__ import annotations
 from types import TracebackType
 
 from ..calls.channel import Channel
+from ..calls.streams import Stream
 from ..connection import DEFAULT_TARGET, ChannelOptions, Connection, Metadata, Tls
 from .messages import (
     DEFAULT_TIMEOUT_S,
     STUBS,
     AdminRequests,
     Captures,
+    LoadedModel,
+    LoadingProgress,
     LogLevel,
     Profile,
     ServerStatistics,
@@ -118,6 +121,28 @@ class KestrelAdmin:
     def stop_capture(self, *, timeout: float | None = None) -> Captures:
         """Stops the capture. Returns the files that were written since its start."""
         return self._channel.send(self._requests.stop_capture(timeout))
+
+    def load_model(
+        self, model: str, *, make_default: bool = False, timeout: float | None = None
+    ) -> Stream[LoadedModel, LoadingProgress]:
+        """Loads another model, as ``--model`` names it, with settings of its own behind it: "moondream2,device=cuda:1".
+
+        The stream gives the progress and ends with the loaded model. Loading goes on if the stream is closed.
+        ``make_default``: whether the model answers requests that name none, once it is loaded. Raises
+        FailedPreconditionError if it cannot be loaded.
+        """
+        return self._channel.stream(self._requests.load_model, model, make_default, timeout)
+
+    def unload_model(
+        self, name: str, *, grace_s: float | None = None, timeout: float | None = None
+    ) -> None:
+        """Unloads a model that is not the default. Returns when its running requests have ended, after ``grace_s``
+        seconds at the latest (default: the server's), and its memory is free."""
+        self._channel.send(self._requests.unload_model(name, grace_s, timeout))
+
+    def set_default_model(self, name: str, *, timeout: float | None = None) -> str:
+        """Makes a loaded model the default. Returns the name of the default before."""
+        return self._channel.send(self._requests.set_default_model(name, timeout))
 
     def close(self) -> None:
         """Closes the connection and cancels the calls that still run. May be called again."""

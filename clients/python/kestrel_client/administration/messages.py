@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from .._pb.kestrel.v1 import admin_service_pb2 as pb
 from .._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceStub
 from ..calls.prepared import Method, Prepared, prepare
+from ..calls.streams import Reading
 from ..connection import Connection
 from ..errors import InvalidRequestError
 
@@ -28,6 +29,26 @@ _LEVELS: dict[LogLevel, pb.LogLevel.ValueType] = {
     "error": pb.LOG_LEVEL_ERROR,
 }
 _NAMES: dict[int, LogLevel] = {level: name for name, level in _LEVELS.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadingProgress:
+    """How far a step of loading a model is."""
+
+    step: str
+    """What is being done, such as the name of a file."""
+    done: int
+    total: int
+    """The whole work of the step, in bytes or items; 0 if it is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model that was loaded."""
+
+    name: str
+    device: str
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +194,24 @@ class AdminRequests:
 
         return self._call("StopCapture", pb.StopCaptureRequest(), read, timeout)
 
+    def load_model(
+        self, model: str, make_default: bool, timeout: float | None
+    ) -> Prepared[LoadedModel]:
+        request = pb.LoadModelRequest(model=model, make_default=make_default)
+        method = Method(AdminServiceStub, "", stream="LoadModel")
+        reading = Reading(_loaded, _loading)
+        return prepare(self._connection, method, request, reading, timeout=timeout)
+
+    def unload_model(
+        self, name: str, grace_s: float | None, timeout: float | None
+    ) -> Prepared[None]:
+        request = pb.UnloadModelRequest(name=name, grace_seconds=grace_s)
+        return self._call("UnloadModel", request, lambda r: None, timeout)
+
+    def set_default_model(self, name: str, timeout: float | None) -> Prepared[str]:
+        request = pb.SetDefaultModelRequest(name=name)
+        return self._call("SetDefaultModel", request, lambda r: str(r.previous), timeout)
+
     def _call(
         self, name: str, request: Message, read: Callable[[Any], R], timeout: float | None
     ) -> Prepared[R]:
@@ -205,3 +244,13 @@ def _whole(name: str, number: int | None) -> int | None:
     if number is not None and not 0 <= number < 2**32:
         raise InvalidRequestError(f"{name}={number}: must be a whole number from 1 on")
     return number
+
+
+def _loading(message: pb.LoadModelResponse, payload: Any) -> LoadingProgress | None:
+    if message.WhichOneof("event") != "progress":
+        return None
+    return LoadingProgress(step=payload.step, done=payload.done, total=payload.total)
+
+
+def _loaded(payload: pb.LoadedModel) -> LoadedModel:
+    return LoadedModel(name=payload.name, device=payload.device, seconds=payload.seconds)

@@ -24,7 +24,8 @@ _STREAM_WRAPPER_BYTES = 16
 
 
 class Method(NamedTuple):
-    """A unary method of a service, and its streaming variant if there is one."""
+    """A unary method of a service, and its streaming variant if there is one. ``stream_request``: wraps the request for
+    the latter; None if both have the same."""
 
     stub: Stub
     unary: str
@@ -80,8 +81,9 @@ class Prepared(Generic[R_co]):
 
     def open_stream(self, stub: Any) -> Any:
         """Calls the streaming method. Returns gRPC's call object."""
-        assert self.method.stream_request is not None, f"{self.method.unary} has no stream"
-        request = self.method.stream_request(request=self.request)
+        assert self.method.stream, f"{self.method.unary} has no stream"
+        wrapper = self.method.stream_request
+        request = self.request if wrapper is None else wrapper(request=self.request)
         handling = {**self.handling, "timeout": self.left}
         return getattr(stub, self.method.stream)(request, **handling)
 

@@ -612,3 +612,212 @@ class MethodStatistics(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MethodStatistics: _TypeAlias = MethodStatistics  # noqa: Y015
+
+@_typing.final
+class LoadModelRequest(_message.Message):
+    """The request of LoadModel."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    MAKE_DEFAULT_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """A model as `--model` takes it: a name, a hub id or a path, which settings of the model's own may follow:
+    "moondream2,kv-cache-gib=8". Other settings are those of the server. 1 to 4096 characters.
+    """
+    make_default: _builtins.bool
+    """Makes the model the default once it is loaded."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        make_default: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["make_default", b"make_default", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadModelRequest: _TypeAlias = LoadModelRequest  # noqa: Y015
+
+@_typing.final
+class LoadModelResponse(_message.Message):
+    """An event of LoadModel."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    FINAL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def progress(self) -> Global___LoadingProgress:
+        """How far loading is."""
+
+    @_builtins.property
+    def final(self) -> Global___LoadedModel:
+        """The last event: the loaded model."""
+
+    def __init__(
+        self,
+        *,
+        progress: Global___LoadingProgress | None = ...,
+        final: Global___LoadedModel | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "final", b"final", "progress", b"progress"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "final", b"final", "progress", b"progress"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["progress", "final"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___LoadModelResponse: _TypeAlias = LoadModelResponse  # noqa: Y015
+
+@_typing.final
+class LoadingProgress(_message.Message):
+    """How far a step of loading is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    step: _builtins.str
+    """What is being done, such as the name of a file."""
+    done: _builtins.int
+    """Finished work of the step, in bytes or items."""
+    total: _builtins.int
+    """The whole work of the step; 0 if it is not known."""
+    def __init__(
+        self,
+        *,
+        step: _builtins.str = ...,
+        done: _builtins.int = ...,
+        total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "step", b"step", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadingProgress: _TypeAlias = LoadingProgress  # noqa: Y015
+
+@_typing.final
+class LoadedModel(_message.Message):
+    """A model that was loaded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The name that requests use."""
+    device: _builtins.str
+    """Where it computes, such as "cuda:0"."""
+    seconds: _builtins.float
+    """How long loading took, in seconds."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        device: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "name", b"name", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadedModel: _TypeAlias = LoadedModel  # noqa: Y015
+
+@_typing.final
+class UnloadModelRequest(_message.Message):
+    """The request of UnloadModel."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    GRACE_SECONDS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The model's name."""
+    grace_seconds: _builtins.float
+    """Seconds that running requests may take; the rest ends with UNAVAILABLE. Default: the server's --grace. 0 to 86400."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        grace_seconds: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grace_seconds", b"_grace_seconds", "grace_seconds", b"grace_seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grace_seconds", b"_grace_seconds", "grace_seconds", b"grace_seconds", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__grace_seconds: _TypeAlias = _typing.Literal["grace_seconds"]  # noqa: Y015
+    _WhichOneofArgType__grace_seconds: _TypeAlias = _typing.Literal["_grace_seconds", b"_grace_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__grace_seconds) -> _WhichOneofReturnType__grace_seconds | None: ...
+
+Global___UnloadModelRequest: _TypeAlias = UnloadModelRequest  # noqa: Y015
+
+@_typing.final
+class UnloadModelResponse(_message.Message):
+    """The response of UnloadModel."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadModelResponse: _TypeAlias = UnloadModelResponse  # noqa: Y015
+
+@_typing.final
+class SetDefaultModelRequest(_message.Message):
+    """The request of SetDefaultModel."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The name of a model that is ready."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetDefaultModelRequest: _TypeAlias = SetDefaultModelRequest  # noqa: Y015
+
+@_typing.final
+class SetDefaultModelResponse(_message.Message):
+    """The response of SetDefaultModel."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREVIOUS_FIELD_NUMBER: _builtins.int
+    previous: _builtins.str
+    """The default before."""
+    def __init__(
+        self,
+        *,
+        previous: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["previous", b"previous"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetDefaultModelResponse: _TypeAlias = SetDefaultModelResponse  # noqa: Y015

@@ -77,6 +77,21 @@ class AdminServiceStub:
                 request_serializer=kestrel_dot_v1_dot_admin__service__pb2.StopCaptureRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_admin__service__pb2.StopCaptureResponse.FromString,
                 _registered_method=True)
+        self.LoadModel = channel.unary_stream(
+                '/kestrel.v1.AdminService/LoadModel',
+                request_serializer=kestrel_dot_v1_dot_admin__service__pb2.LoadModelRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_admin__service__pb2.LoadModelResponse.FromString,
+                _registered_method=True)
+        self.UnloadModel = channel.unary_unary(
+                '/kestrel.v1.AdminService/UnloadModel',
+                request_serializer=kestrel_dot_v1_dot_admin__service__pb2.UnloadModelRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_admin__service__pb2.UnloadModelResponse.FromString,
+                _registered_method=True)
+        self.SetDefaultModel = channel.unary_unary(
+                '/kestrel.v1.AdminService/SetDefaultModel',
+                request_serializer=kestrel_dot_v1_dot_admin__service__pb2.SetDefaultModelRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_admin__service__pb2.SetDefaultModelResponse.FromString,
+                _registered_method=True)
         self.GetStatistics = channel.unary_unary(
                 '/kestrel.v1.AdminService/GetStatistics',
                 request_serializer=kestrel_dot_v1_dot_admin__service__pb2.GetStatisticsRequest.SerializeToString,
@@ -154,6 +169,31 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadModel(self, request, context):
+        """Loads another model, which serves requests from then on. Reports the progress, and ends with the loaded model.
+        Loading goes on if the caller leaves. FAILED_PRECONDITION (reason MODEL_UNAVAILABLE) if another model is being
+        loaded, if a model of this name is served, if there are 16 models, or if the model cannot be loaded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadModel(self, request, context):
+        """Unloads a model, and frees its memory. Its new requests end with UNAVAILABLE from now on, its running requests may
+        end. Responds when it is unloaded. NOT_FOUND (reason MODEL_NOT_FOUND) for a model that is not served.
+        FAILED_PRECONDITION (reason MODEL_UNAVAILABLE) for the default model: make another one the default first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetDefaultModel(self, request, context):
+        """Makes a loaded model the default, which answers requests that name none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatistics(self, request, context):
         """Returns the server's current numbers of requests, calls and pages, and its counts since the start.
         """
@@ -203,6 +243,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.StopCapture,
                     request_deserializer=kestrel_dot_v1_dot_admin__service__pb2.StopCaptureRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_admin__service__pb2.StopCaptureResponse.SerializeToString,
+            ),
+            'LoadModel': grpc.unary_stream_rpc_method_handler(
+                    servicer.LoadModel,
+                    request_deserializer=kestrel_dot_v1_dot_admin__service__pb2.LoadModelRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_admin__service__pb2.LoadModelResponse.SerializeToString,
+            ),
+            'UnloadModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadModel,
+                    request_deserializer=kestrel_dot_v1_dot_admin__service__pb2.UnloadModelRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_admin__service__pb2.UnloadModelResponse.SerializeToString,
+            ),
+            'SetDefaultModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetDefaultModel,
+                    request_deserializer=kestrel_dot_v1_dot_admin__service__pb2.SetDefaultModelRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_admin__service__pb2.SetDefaultModelResponse.SerializeToString,
             ),
             'GetStatistics': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatistics,
@@ -428,6 +483,87 @@ class AdminService:
             '/kestrel.v1.AdminService/StopCapture',
             kestrel_dot_v1_dot_admin__service__pb2.StopCaptureRequest.SerializeToString,
             kestrel_dot_v1_dot_admin__service__pb2.StopCaptureResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kestrel.v1.AdminService/LoadModel',
+            kestrel_dot_v1_dot_admin__service__pb2.LoadModelRequest.SerializeToString,
+            kestrel_dot_v1_dot_admin__service__pb2.LoadModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrel.v1.AdminService/UnloadModel',
+            kestrel_dot_v1_dot_admin__service__pb2.UnloadModelRequest.SerializeToString,
+            kestrel_dot_v1_dot_admin__service__pb2.UnloadModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetDefaultModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrel.v1.AdminService/SetDefaultModel',
+            kestrel_dot_v1_dot_admin__service__pb2.SetDefaultModelRequest.SerializeToString,
+            kestrel_dot_v1_dot_admin__service__pb2.SetDefaultModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

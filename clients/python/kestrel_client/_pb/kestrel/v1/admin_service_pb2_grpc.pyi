@@ -67,6 +67,18 @@ class AdminServiceStub:
     """
     StopCapture: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.StopCaptureRequest, _admin_service_pb2.StopCaptureResponse]
     """Stops capturing, and lists the files since the last StartCapture."""
+    LoadModel: _grpc.UnaryStreamMultiCallable[_admin_service_pb2.LoadModelRequest, _admin_service_pb2.LoadModelResponse]
+    """Loads another model, which serves requests from then on. Reports the progress, and ends with the loaded model.
+    Loading goes on if the caller leaves. FAILED_PRECONDITION (reason MODEL_UNAVAILABLE) if another model is being
+    loaded, if a model of this name is served, if there are 16 models, or if the model cannot be loaded.
+    """
+    UnloadModel: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.UnloadModelRequest, _admin_service_pb2.UnloadModelResponse]
+    """Unloads a model, and frees its memory. Its new requests end with UNAVAILABLE from now on, its running requests may
+    end. Responds when it is unloaded. NOT_FOUND (reason MODEL_NOT_FOUND) for a model that is not served.
+    FAILED_PRECONDITION (reason MODEL_UNAVAILABLE) for the default model: make another one the default first.
+    """
+    SetDefaultModel: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.SetDefaultModelRequest, _admin_service_pb2.SetDefaultModelResponse]
+    """Makes a loaded model the default, which answers requests that name none."""
     GetStatistics: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.GetStatisticsRequest, _admin_service_pb2.GetStatisticsResponse]
     """Returns the server's current numbers of requests, calls and pages, and its counts since the start."""
 
@@ -108,6 +120,18 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     StopCapture: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.StopCaptureRequest, _admin_service_pb2.StopCaptureResponse]  # type: ignore[assignment]
     """Stops capturing, and lists the files since the last StartCapture."""
+    LoadModel: _aio.UnaryStreamMultiCallable[_admin_service_pb2.LoadModelRequest, _admin_service_pb2.LoadModelResponse]  # type: ignore[assignment]
+    """Loads another model, which serves requests from then on. Reports the progress, and ends with the loaded model.
+    Loading goes on if the caller leaves. FAILED_PRECONDITION (reason MODEL_UNAVAILABLE) if another model is being
+    loaded, if a model of this name is served, if there are 16 models, or if the model cannot be loaded.
+    """
+    UnloadModel: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.UnloadModelRequest, _admin_service_pb2.UnloadModelResponse]  # type: ignore[assignment]
+    """Unloads a model, and frees its memory. Its new requests end with UNAVAILABLE from now on, its running requests may
+    end. Responds when it is unloaded. NOT_FOUND (reason MODEL_NOT_FOUND) for a model that is not served.
+    FAILED_PRECONDITION (reason MODEL_UNAVAILABLE) for the default model: make another one the default first.
+    """
+    SetDefaultModel: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.SetDefaultModelRequest, _admin_service_pb2.SetDefaultModelResponse]  # type: ignore[assignment]
+    """Makes a loaded model the default, which answers requests that name none."""
     GetStatistics: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.GetStatisticsRequest, _admin_service_pb2.GetStatisticsResponse]  # type: ignore[assignment]
     """Returns the server's current numbers of requests, calls and pages, and its counts since the start."""
 
@@ -194,6 +218,36 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.StopCaptureResponse, _abc.Awaitable[_admin_service_pb2.StopCaptureResponse]]:
         """Stops capturing, and lists the files since the last StartCapture."""
+
+    @_abc_1.abstractmethod
+    def LoadModel(
+        self,
+        request: _admin_service_pb2.LoadModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_service_pb2.LoadModelResponse], _abc.AsyncIterator[_admin_service_pb2.LoadModelResponse]]:
+        """Loads another model, which serves requests from then on. Reports the progress, and ends with the loaded model.
+        Loading goes on if the caller leaves. FAILED_PRECONDITION (reason MODEL_UNAVAILABLE) if another model is being
+        loaded, if a model of this name is served, if there are 16 models, or if the model cannot be loaded.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadModel(
+        self,
+        request: _admin_service_pb2.UnloadModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.UnloadModelResponse, _abc.Awaitable[_admin_service_pb2.UnloadModelResponse]]:
+        """Unloads a model, and frees its memory. Its new requests end with UNAVAILABLE from now on, its running requests may
+        end. Responds when it is unloaded. NOT_FOUND (reason MODEL_NOT_FOUND) for a model that is not served.
+        FAILED_PRECONDITION (reason MODEL_UNAVAILABLE) for the default model: make another one the default first.
+        """
+
+    @_abc_1.abstractmethod
+    def SetDefaultModel(
+        self,
+        request: _admin_service_pb2.SetDefaultModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.SetDefaultModelResponse, _abc.Awaitable[_admin_service_pb2.SetDefaultModelResponse]]:
+        """Makes a loaded model the default, which answers requests that name none."""
 
     @_abc_1.abstractmethod
     def GetStatistics(

@@ -1,0 +1,200 @@
+"""ModelChanges: loads and unloads models while the server runs, and changes the default. Owns the load in progress."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import NamedTuple, TypeAlias
+
+from kestrel_engine import ConfigError, InferenceEngine, Observer, RuntimeConfig
+
+from .edge.failures.errors import ModelUnavailable
+from .logs.records import log_lifecycle
+from .served_model import ServedModel, ServedModels, State
+from .settings.model import MOST_MODELS, other_model
+from .telemetry.opening import ModelObserver, Telemetry
+
+logger = logging.getLogger(__name__)
+
+Progress: TypeAlias = Callable[[int, int, str], None]
+LoadModel: TypeAlias = Callable[
+    [RuntimeConfig, Observer | None, Progress | None], Awaitable[InferenceEngine]
+]
+"""Loads a model, with the observer of its requests and a callback that any thread calls with the progress."""
+
+_MOST_EVENTS = 64
+"""Reports of progress that wait for a slow reader. Further ones are dropped."""
+
+
+class Loading(NamedTuple):
+    """A report of progress: what is done of the whole (0: not known) of a step."""
+
+    done: int
+    total: int
+    step: str
+
+
+class Loaded(NamedTuple):
+    """The end of a load."""
+
+    name: str
+    device: str
+    seconds: float
+
+
+class ModelChanges:
+    """``load``: None if this server loads no further models. ``changed``: called when a model comes, goes or becomes
+    the default."""
+
+    def __init__(
+        self, served: ServedModels, load: LoadModel | None, changed: Callable[[], None]
+    ) -> None:
+        self._served, self._load, self._changed = served, load, changed
+        self.telemetry: Telemetry | None = None
+        self._task: asyncio.Task[Loaded] | None = None
+
+    async def load_configured(self, configs: list[RuntimeConfig]) -> None:
+        """Loads the models that follow the default one at the start of the server. ``configs``: theirs. Raises
+        ConfigError, ModelLoadError, and what loading raises."""
+        for config in configs:
+            await self._add(config, None)
+
+    def load(self, text: str, *, make_default: bool) -> AsyncIterator[Loading | Loaded]:
+        """Loads the model ``text`` and reports the progress, then the end. Loading goes on if the reader leaves.
+
+        Raises InvalidRequest and ModelUnavailable at once or while it loads.
+        """
+        if self._load is None:
+            raise ModelUnavailable("this server loads no models while it runs")
+        if self._task is not None and not self._task.done():
+            raise ModelUnavailable("another model is being loaded; try again when it is loaded")
+        if len(list(self._served)) >= MOST_MODELS:
+            raise ModelUnavailable(f"the server has {MOST_MODELS} models; unload one first")
+        config = other_model(self._served.config, text)
+        if (name := ServedModel(config).name) in self._served.names:
+            raise ModelUnavailable(f"{name} is served already")
+        events: asyncio.Queue[Loading] = asyncio.Queue(_MOST_EVENTS)
+        loop = asyncio.get_running_loop()
+
+        def note(event: Loading) -> None:
+            if not events.full():
+                events.put_nowait(event)
+
+        def progress(done: int, total: int, step: str) -> None:
+            loop.call_soon_threadsafe(note, Loading(done, total, step))
+
+        self._task = task = asyncio.create_task(self._load_one(config, progress, make_default))
+        return _reported(task, events)
+
+    async def unload(self, name: str, grace_s: float) -> None:
+        """Ends a model: refuses its new requests, gives running ones ``grace_s`` seconds, and frees its memory. Raises
+        ModelNotFoundError, ModelUnavailable."""
+        model = self._served.model(name, "name")
+        if model is self._served.default:
+            raise ModelUnavailable(f"{name} is the default model; make another one the default")
+        if model.state is State.DRAINING:
+            raise ModelUnavailable(f"{name} is being unloaded")
+        model.drain()
+        self._changed()
+        engine = model.loaded
+        if engine is not None:
+            await engine.shutdown(grace_s=grace_s)
+        self._served.remove(model)
+        self._changed()
+        del model, engine
+        await asyncio.to_thread(_free_memory)
+        log_lifecycle("unloaded", model=name)
+
+    def make_default(self, name: str) -> str:
+        """Returns the previous default. Raises ModelNotFoundError, ModelUnavailable."""
+        model = self._served.model(name, "name")
+        if model.state is not State.READY:
+            raise ModelUnavailable(f"{name} is not ready")
+        before = self._served.name
+        self._served.make_default(model)
+        self._changed()
+        return before
+
+    async def close(self) -> None:
+        """Abandons a load in progress. Its thread ends by itself."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def _load_one(
+        self, config: RuntimeConfig, progress: Progress, make_default: bool
+    ) -> Loaded:
+        """Raises ModelUnavailable."""
+        try:
+            loaded = await self._add(config, progress)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            log_lifecycle("failed", model=config.model, error=str(error))
+            raise ModelUnavailable(f"{config.model} could not be loaded: {error}") from error
+        if make_default:
+            self.make_default(loaded.name)
+        return loaded
+
+    async def _add(self, config: RuntimeConfig, progress: Progress | None) -> Loaded:
+        assert self._load is not None, "checked by the caller"
+        began = time.monotonic()
+        observer = None if self.telemetry is None else ModelObserver(self.telemetry)
+        engine = await self._load(config, observer, progress)
+        info = engine.info
+        if info.model in self._served.names:
+            await engine.shutdown()
+            raise ConfigError("model", info.model, "two models of this server have this name")
+        if observer is not None:
+            observer.ready(info)
+        model = ServedModel(config)
+        model.ready(engine)
+        if self._served.default.state is State.DRAINING:
+            await engine.shutdown()
+            raise ModelUnavailable("the server is shutting down")
+        self._served.add(model)
+        self._changed()
+        seconds = round(time.monotonic() - began, 3)
+        log_lifecycle("loaded", model=info.model, device=info.device, load_s=seconds)
+        return Loaded(info.model, info.device, seconds)
+
+
+async def _reported(
+    task: asyncio.Task[Loaded], events: asyncio.Queue[Loading]
+) -> AsyncIterator[Loading | Loaded]:
+    """Yields the events until ``task`` ends, then its result. Raises its error."""
+    getting: asyncio.Task[Loading] | None = None
+    try:
+        while True:
+            getting = getting or asyncio.create_task(events.get())
+            await asyncio.wait({task, getting}, return_when=asyncio.FIRST_COMPLETED)
+            if getting.done():
+                yield getting.result()
+                getting = None
+            elif task.done():
+                break
+    finally:
+        if getting is not None:
+            getting.cancel()
+        if not task.done():
+            task.add_done_callback(_note_unread)
+    yield await task
+
+
+def _note_unread(task: asyncio.Task[Loaded]) -> None:
+    """Nobody waits for the load any more. Its end is in the log."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _free_memory() -> None:
+    """Frees the memory of a model that was unloaded. Objects of the start were frozen (process/serving.py)."""
+    gc.unfreeze()
+    gc.collect()
+    torch = sys.modules.get("torch")  # Without it, no model was on a GPU.
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()
