@@ -60,6 +60,8 @@ async def test_five_tools_answer_over_standard_input(serve, folder: Path):
         assert [part.type for part in found.content] == ["text", "image"]
         refused = await client.call_tool("detect", {**several, "object": "dot"})
         assert refused.is_error and "either object or objects" in refused.content[0].text
+        found = await client.call_tool("query", {**asked, "presupposes": ["dog"]})
+        assert json.loads(found.content[0].text)["absences"][0]["object"] == "dog"
         asked["stop"] = [""]
         refused = await client.call_tool("query", asked)
         assert refused.is_error and "stop[0]" in refused.content[0].text

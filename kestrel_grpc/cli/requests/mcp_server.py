@@ -113,11 +113,22 @@ def _server(args: argparse.Namespace, root: Path | None) -> MCPServer[Any]:
 
     @server.tool(structured_output=False)
     async def query(
-        image: str, question: str, reasoning: bool = False, stop: list[str] | None = None
+        image: str,
+        question: str,
+        reasoning: bool = False,
+        stop: list[str] | None = None,
+        presupposes: list[str] | None = None,
     ) -> list[Any]:
         """Answers a question about an image. `image`: a path, a data URL or an image id. `stop`: texts that end the
-        answer."""
-        call = client().query(source(image), question, reasoning=reasoning, stop=stop or ())
+        answer. `presupposes`: objects that the question is about; if the image does not show one of them, `abstained`
+        is true and there is no answer."""
+        call = client().query(
+            source(image),
+            question,
+            reasoning=reasoning,
+            stop=stop or (),
+            presupposes=presupposes or (),
+        )
         return await answer(call)
 
     @server.tool(structured_output=False)
