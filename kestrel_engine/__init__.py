@@ -7,7 +7,7 @@
 Importing this package loads no torch; creating an engine does.
 """
 
-from . import errors, maintenance
+from . import errors, maintenance, teaching
 from .adapters.files import checked_adapter_name
 from .adapters.lora import LoRA, TextLoRAConfig
 from .config.images import ImageLimits
@@ -138,4 +138,5 @@ __all__ = [
     "maintenance",
     "setting",
     "settings_of",
+    "teaching",
 ]

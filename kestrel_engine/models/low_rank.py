@@ -43,6 +43,18 @@ class Adapters(Protocol):
         ...
 
 
+class TextAdapters(Adapters, Protocol):
+    """The adapters of a batch of tokens, for the text decoder."""
+
+    def of(self, tokens: Tensor) -> TextAdapters:
+        """The adapters of a batch that consists of ``tokens`` [n] int64 of this one. An index may occur repeatedly."""
+        ...
+
+    def add_expert_(self, module: str, index: int, x: Tensor, y: Tensor) -> None:
+        """As ``add_``, for one of the experts of ``module``."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class OneAdapter:
     """One adapter for all rows of a batch, whatever its shape [..., in]."""
@@ -75,7 +87,7 @@ class TokenAdapters:
         ]
 
     def of(self, tokens: Tensor) -> TokenAdapters:
-        """The adapters of a batch that consists of ``tokens`` [n] int64 of this one. An index may occur repeatedly."""
+        """As ``TextAdapters.of``."""
         owners = [self._owners[token] for token in tokens.tolist()]
         return TokenAdapters(owners, self._changes, self._device)
 
@@ -84,7 +96,7 @@ class TokenAdapters:
         self._add(module, x, y, None)
 
     def add_expert_(self, module: str, index: int, x: Tensor, y: Tensor) -> None:
-        """As ``add_``, for one of the experts of ``module``."""
+        """As ``TextAdapters.add_expert_``."""
         self._add(module, x, y, index)
 
     def _add(self, module: str, x: Tensor, y: Tensor, expert: int | None) -> None:

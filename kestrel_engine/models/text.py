@@ -15,7 +15,7 @@ from ..types.adapter import INPUT
 from ..types.model_config import TextConfig
 from .attention import Attention
 from .layers import LayerNorm, Linear, Mlp, Tensors, gelu_erf
-from .low_rank import TokenAdapters
+from .low_rank import TextAdapters
 from .rope import RotaryTable, Rotation
 
 
@@ -80,7 +80,7 @@ class Moe:
             name,
         )
 
-    def __call__(self, u: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+    def __call__(self, u: Tensor, adapters: TextAdapters | None = None) -> Tensor:
         """Applies the experts to ``u`` [num_tokens, dim], in the same shape.
 
         Tokens are grouped by expert, so only the weights of chosen experts are read.
@@ -107,7 +107,7 @@ class Moe:
         total = torch.zeros(u.shape, dtype=torch.float32, device=u.device)
         return total.index_add_(0, tokens, weighted).to(u.dtype)
 
-    def expert(self, index: int, u: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+    def expert(self, index: int, u: Tensor, adapters: TextAdapters | None = None) -> Tensor:
         """Returns one expert's output for ``u`` [num_tokens, dim]. ``adapters``: those of these tokens."""
         fc1 = _dequantised(self.fc1, self.fc1_scale, index, u.dtype)
         fc2 = _dequantised(self.fc2, self.fc2_scale, index, u.dtype)
@@ -150,13 +150,13 @@ class TextBlock:
         x: Tensor,
         placement: Placement,
         attention: Attention,
-        adapters: TokenAdapters | None = None,
+        adapters: TextAdapters | None = None,
     ) -> Tensor:
         u = self.ln(x)
         return x + self._attend(u, placement, attention, adapters) + self.mlp(u, adapters)
 
     def _attend(
-        self, u: Tensor, placement: Placement, attention: Attention, adapters: TokenAdapters | None
+        self, u: Tensor, placement: Placement, attention: Attention, adapters: TextAdapters | None
     ) -> Tensor:
         qkv = self.qkv(u, adapters)
         heads = qkv.view(u.shape[0], 3 * self.n_heads, -1)
@@ -197,7 +197,7 @@ class TextModel:
         x: Tensor,
         positions: Tensor,
         attention: Attention,
-        adapters: TokenAdapters | None = None,
+        adapters: TextAdapters | None = None,
     ) -> Tensor:
         """Returns the residual stream [num_tokens, dim] after the last block, before ``post_ln``.
 

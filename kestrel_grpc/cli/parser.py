@@ -57,6 +57,7 @@ COMMANDS = {
     "download": ("weights.download", "download a model's files before serving"),
     "verify": ("weights.verify", "check a model's files and its answers"),
     "calibrate": ("weights.calibrate", "fit the scores of a model to labelled images"),
+    "train": ("weights.train", "fit an adapter (LoRA) to labelled images"),
     "token": ("operation.token", "create a token and its line for the file of --auth-tokens"),
     "health": ("operation.health", "report whether a server is ready"),
     "bench": (

@@ -55,6 +55,7 @@ EXCEPTIONS = {
     "curl ": "run by tests/http/test_real_clients.py",
     '[{"bbox_2d"': "an answer",
     '{"request_id"': "an answer",
+    '{"image": "a.png", "question"': "read by tests/engine/teaching/test_folder.py",
     "import json\n\nimport numpy as np\nimport tritonclient": "run by tests/kserve/test_tritonclient.py",
     "grpcurl ": "run by tests/service/test_documented_calls.py",
     "buf curl ": "run by tests/service/test_documented_calls.py",

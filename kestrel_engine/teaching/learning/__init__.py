@@ -1,0 +1,1 @@
+"""How an adapter is fitted: batches, the differentiable decoder, losses and the optimiser's loop."""

@@ -1,0 +1,192 @@
+"""The optimiser's loop: epochs over all rows, warm-up and cosine, validation, and early stop."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ...errors import RuntimeFailure
+from ...models.moondream import Moondream
+from ..data.lessons import Lesson
+from ..settings import TeachingSettings
+from .decoder import hidden
+from .images import ImageEmbeddings
+from .losses import loss_of
+from .packing import RowPlan, pack, rows_of
+from .parameters import Parameters
+
+WARM_STEPS = 10
+LEAST_RATE = 0.02
+"""The learning rate at the end, as a part of its peak."""
+MOST_NORM = 1.0
+"""Gradients are scaled down to this norm."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLessons:
+    """An image and all lessons about it."""
+
+    path: Path
+    lessons: tuple[Lesson, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FitStep:
+    """How far the training is. ``num_steps``: in total, an estimate where a time limit ends it. ``validation``: the
+    last validation loss; None without held-out images."""
+
+    step: int
+    num_steps: int
+    epoch: int
+    loss: float
+    validation: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """``first_loss``: the validation loss before the first step. ``best_loss``: that of the parameters which were kept.
+    ``ended``: why the training ended: "epochs", "minutes" or "patience". ``peak_bytes``: of the device's memory, 0 on a
+    CPU. Losses are those of the training where nothing is held out."""
+
+    steps: int
+    epochs: int
+    seconds: float
+    seconds_a_step: float
+    peak_bytes: int
+    first_loss: float
+    best_loss: float
+    ended: str
+
+
+class Fitting:
+    """Fits ``parameters`` for a model whose weights stay as they are."""
+
+    def __init__(
+        self,
+        model: Moondream,
+        parameters: Parameters,
+        images: ImageEmbeddings,
+        settings: TeachingSettings,
+        report: Callable[[FitStep], None] | None = None,
+    ) -> None:
+        self._model, self._parameters, self._images = model, parameters, images
+        self._settings, self._report = settings, report
+        self._optimiser = torch.optim.AdamW(
+            parameters.tensors, lr=settings.learning_rate, betas=(0.9, 0.99), weight_decay=0.01
+        )
+        self._rng = random.Random(settings.seed)
+
+    def run(self, training: Sequence[ImageLessons], held_out: Sequence[ImageLessons]) -> Fitted:
+        """Fits, and leaves the parameters with the best validation loss. Without held-out images it leaves the last.
+
+        Raises RuntimeFailure if a loss is not finite, and ImageError.
+        """
+        settings = self._settings
+        device = self._model.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        per_epoch = len(self._batches(training))
+        total = per_epoch * settings.epochs
+        checked = held_out or training
+        best = first = self.loss(checked)
+        state, stale, step, epoch = self._parameters.state(), 0, 0, 0
+        validation: float | None = first if held_out else None
+        began, in_steps = time.monotonic(), 0.0
+        ended, progress = "epochs", 0.0
+        while ended == "epochs" and epoch < settings.epochs:
+            epoch += 1
+            for rows in self._batches(training):
+                step_began = time.monotonic()
+                rate = _rate(step, progress)
+                loss = self._step(rows, rate)
+                now = time.monotonic()
+                in_steps, step = in_steps + now - step_began, step + 1
+                progress = step / total
+                if settings.minutes is not None:
+                    progress = max(progress, (now - began) / (60 * settings.minutes))
+                if self._report is not None:
+                    estimate = max(step, round(step / progress))
+                    self._report(FitStep(step, estimate, epoch, loss, validation))
+                if progress >= 1:
+                    ended = "minutes" if step < total else "epochs"
+                    break
+            if held_out:
+                validation = self.loss(held_out)
+                if validation < best:
+                    best, state, stale = validation, self._parameters.state(), 0
+                else:
+                    stale += 1
+                if stale >= settings.patience and progress < 1:
+                    ended = "patience"
+            if progress >= 1:
+                break
+        if held_out:
+            self._parameters.load(state)
+        else:
+            best = self.loss(training)
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        seconds = time.monotonic() - began
+        return Fitted(step, epoch, seconds, in_steps / max(step, 1), peak, first, best, ended)
+
+    @torch.no_grad()
+    def loss(self, images: Sequence[ImageLessons]) -> float:
+        """The mean loss over all rows of ``images``."""
+        rows = [row for image in images for row in rows_of(image.path, image.lessons)]
+        total = 0.0
+        for begin in range(0, len(rows), self._settings.rows):
+            some = rows[begin : begin + self._settings.rows]
+            total += float(self._loss(some)) * len(some)
+        return self._finite(total / max(len(rows), 1))
+
+    def _batches(self, images: Sequence[ImageLessons]) -> list[list[RowPlan]]:
+        """All rows of an epoch in random order."""
+        rows = []
+        for image in images:
+            lessons = list(image.lessons)
+            self._rng.shuffle(lessons)
+            rows += rows_of(image.path, lessons)
+        self._rng.shuffle(rows)
+        size = self._settings.rows
+        return [rows[begin : begin + size] for begin in range(0, len(rows), size)]
+
+    def _step(self, rows: Sequence[RowPlan], rate: float) -> float:
+        for group in self._optimiser.param_groups:
+            group["lr"] = self._settings.learning_rate * rate
+        loss = self._loss(rows)
+        value = self._finite(float(loss.detach()))
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self._parameters.tensors, MOST_NORM)
+        self._optimiser.step()
+        self._optimiser.zero_grad(set_to_none=True)
+        return value
+
+    def _loss(self, rows: Sequence[RowPlan]) -> torch.Tensor:
+        model = self._model
+        batch = pack(rows, model)
+        stream = hidden(
+            model,
+            self._images.of([row.path for row in rows]),
+            batch,
+            self._parameters.adapter(model.dtype),
+            checkpointing=self._settings.checkpointing,
+        )
+        return loss_of(model, stream, batch).total
+
+    def _finite(self, loss: float) -> float:
+        if not math.isfinite(loss):
+            raise RuntimeFailure(
+                f"the loss is {loss}; set a smaller learning rate than {self._settings.learning_rate:g}"
+            )
+        return loss
+
+
+def _rate(step: int, progress: float) -> float:
+    """The learning rate as a part of its peak: a linear warm-up, then a cosine."""
+    cosine = LEAST_RATE + (1 - LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    return cosine * min(1.0, (step + 1) / WARM_STEPS)

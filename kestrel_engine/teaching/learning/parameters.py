@@ -1,0 +1,110 @@
+"""The parameters that are fitted: A and B of each layer that the adapter changes, in float32, and their file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...adapters.targets import text_targets
+from ...errors import ConfigError
+from ...models.low_rank import LowRank
+from ...types.model_config import TextConfig
+from ..settings import TeachingSettings
+
+_LAYERS = {"mlp": (".mlp.",), "attention": (".attn.",), "all": (".mlp.", ".attn.")}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FittedAdapter:
+    """The adapter of all tokens of a pass, with gradients. ``changes``: by module; a list has one for each expert."""
+
+    changes: Mapping[str, LowRank | list[LowRank]]
+
+    def of(self, tokens: Tensor) -> FittedAdapter:
+        """As ``TextAdapters.of``."""
+        return self
+
+    def add_(self, module: str, x: Tensor, y: Tensor) -> None:
+        """As ``Adapters.add_``."""
+        change = self.changes.get(module)
+        if change is not None:
+            assert isinstance(change, LowRank), module
+            y.add_(change(x))
+
+    def add_expert_(self, module: str, index: int, x: Tensor, y: Tensor) -> None:
+        """As ``TextAdapters.add_expert_``."""
+        change = self.changes.get(module)
+        if change is not None:
+            assert isinstance(change, list), module
+            y.add_(change[index](x))
+
+
+class Parameters:
+    """A is random with a spread of 1 / sqrt(inputs), and B is 0, so that nothing changes at first. Experts have the
+    rank divided by the number of experts of a token."""
+
+    def __init__(
+        self, text: TextConfig, settings: TeachingSettings, device: torch.device | str = "cpu"
+    ) -> None:
+        """Raises ConfigError if the rank is not divisible by the number of experts of a token."""
+        self._rank, self._alpha = settings.rank, settings.alpha or float(settings.rank)
+        generator = torch.Generator().manual_seed(settings.seed)
+        self.sides: dict[str, Tensor] = {}
+        """By the module's canonical name with ``.A`` and ``.B``."""
+        for module, (*experts, rows, columns) in text_targets(text).items():
+            if not any(part in module for part in _LAYERS[settings.layers]):
+                continue
+            rank = settings.rank
+            if experts and text.moe is not None:
+                rank, rest = divmod(rank, text.moe.experts_per_token)
+                if rest:
+                    limit = (
+                        f"must be divisible by {text.moe.experts_per_token}, the experts of a token"
+                    )
+                    raise ConfigError("rank", settings.rank, limit)
+            a = torch.randn(*experts, rank, columns, generator=generator) * columns**-0.5
+            b = torch.zeros(*experts, rows, rank)
+            for side, value in (("A", a), ("B", b)):
+                self.sides[f"{module}.{side}"] = value.to(device).requires_grad_()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return list(self.sides.values())
+
+    def adapter(self, dtype: torch.dtype) -> FittedAdapter:
+        """The adapter for a pass in ``dtype``. Gradients reach the parameters."""
+        scale = self._alpha / self._rank
+        changes: dict[str, LowRank | list[LowRank]] = {}
+        for module in dict.fromkeys(name[:-2] for name in self.sides):
+            a = self.sides[f"{module}.A"].to(dtype)
+            b = (self.sides[f"{module}.B"] * scale).to(dtype)
+            if a.dim() == 2:
+                changes[module] = LowRank(a, b)
+            else:
+                # The gradient of an index would be as large as all experts together, for each of them.
+                changes[module] = [
+                    LowRank(*sides) for sides in zip(a.unbind(), b.unbind(), strict=True)
+                ]
+        return FittedAdapter(changes)
+
+    def state(self) -> dict[str, Tensor]:
+        """A copy of all values."""
+        return {name: side.detach().clone() for name, side in self.sides.items()}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Takes the values of ``state`` over."""
+        with torch.no_grad():
+            for name, side in self.sides.items():
+                side.copy_(state[name])
+
+    def write(self, file: Path, described: Mapping[str, str]) -> None:
+        """Writes the file of the adapter, in our own names. ``described``: more metadata."""
+        from safetensors.torch import save_file
+
+        stored = {name: side.detach().cpu().contiguous() for name, side in self.sides.items()}
+        metadata = {**described, "alpha": f"{self._alpha:g}", "rank": str(self._rank)}
+        save_file(stored, file, metadata=metadata)

@@ -1,0 +1,188 @@
+"""``train``: fits an adapter to labelled images, and writes it into the folder of adapters."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kestrel_engine import ConfigError, KestrelError, RuntimeConfig, teaching
+
+from ...process.startup_progress import LoadingProgress
+from ...settings.configuration import add_config_flag
+from ...settings.model import DEVICE_FLAGS, add_model_flags, config_error
+from ..parser import CommandError
+from ..values import number, whole
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+_DEFAULTS = teaching.TeachingSettings()
+_FIELDS = {
+    "lr": "learning_rate",
+    "image_memory": "image_bytes",
+}
+"""Flags whose setting has another name."""
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    parser.epilog = (
+        "The folder has data.jsonl, with one example a line, or annotations.json in COCO's form (docs/teaching.md):\n"
+        '  {"image": "a.png", "question": "Is there a hexagon?", "answer": "yes"}\n'
+        '  {"image": "a.png", "object": "hexagon", "points": [[0.31, 0.52]]}\n'
+        '  {"image": "a.png", "object": "hexagon", "boxes": [[0.25, 0.44, 0.37, 0.6]]}\n'
+        "The adapter comes into --adapters-dir by one rename. A server of this folder finds it with the next request\n"
+        "that names it; there is nothing to reload. Beside it is NAME.report.json:\n"
+        "  kestrel-grpc train --adapter hexagons --data hexagons/ --adapters-dir /srv/adapters --minutes 2"
+    )
+    given = parser.add_argument_group("what is taught")
+    given.add_argument("--adapter", required=True, metavar="NAME", help="name of the adapter")
+    given.add_argument(
+        "--data", required=True, metavar="FOLDER", help="folder of the images and their labels"
+    )
+    given.add_argument(
+        "--overwrite", action="store_true", help="replace NAME.safetensors if it is there"
+    )
+    fit = parser.add_argument_group("training")
+    _add_numbers(fit)
+    fit.add_argument(
+        "--layers",
+        choices=teaching.LAYERS,
+        default=_DEFAULTS.layers,
+        help=f"layers of the text decoder that the adapter changes [{_DEFAULTS.layers}]",
+    )
+    fit.add_argument(
+        "--checkpointing",
+        action="store_true",
+        help="compute activations again instead of keeping them: less memory, a third more time",
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    add_config_flag(parser)
+    add_model_flags(parser, only=DEVICE_FLAGS)
+
+
+def _add_numbers(fit: argparse._ArgumentGroup) -> None:
+    shown: dict[str, tuple[Any, str, str]] = {
+        "--rank": (whole(), "N", "rank of the adapter"),
+        "--alpha": (number, "X", "the change is multiplied by alpha / rank"),
+        "--epochs": (whole(), "N", "most passes over all images"),
+        "--minutes": (number, "X", "most minutes of training; loading and measuring come on top"),
+        "--lr": (number, "X", "peak of the learning rate"),
+        "--rows": (whole(), "N", "images of one step"),
+        "--validation": (number, "X", "share of the images that are held out"),
+        "--patience": (whole(), "N", "epochs without a better validation loss before the end"),
+        "--replay": (
+            number,
+            "X",
+            "weight of the base model's own answers, which keep what it knew; 0: none",
+        ),
+        "--image-memory": (whole(0, 1 << 50), "BYTES", "memory for embeddings of images"),
+    }
+    unset = {"alpha": "the rank", "minutes": "no limit"}
+    for flag, (kind, metavar, text) in shown.items():
+        name = flag[2:].replace("-", "_")
+        default = getattr(_DEFAULTS, _FIELDS.get(name, name))
+        says = unset.get(name, default)
+        fit.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{text} [{says}]")
+
+
+def run(args: argparse.Namespace) -> int:
+    fields = {field.name for field in dataclasses.fields(teaching.TeachingSettings)}
+    values = {_FIELDS.get(name, name): value for name, value in vars(args).items()}
+    values["seed"] = args.seed or 0
+    try:
+        settings = teaching.TeachingSettings(
+            **{name: value for name, value in values.items() if name in fields}
+        )
+        config = RuntimeConfig(
+            model=args.model,
+            model_path=args.weights,
+            tokenizer_path=args.tokenizer,
+            offline=args.offline,
+            random_weights=args.random_weights,
+            device=args.device,
+            dtype=args.dtype,
+            cpu_threads=args.threads,
+            adapters_dir=args.adapters_dir,
+        )
+        images = teaching.read_folder(Path(args.data).expanduser())
+        with LoadingProgress() as progress, _Bar() as bar:
+            report = asyncio.run(
+                teaching.teach(
+                    config,
+                    args.adapter,
+                    images,
+                    settings,
+                    overwrite=args.overwrite,
+                    progress=progress,
+                    on_step=bar,
+                )
+            )
+    except ConfigError as error:
+        names = {setting: flag for flag, setting in _FIELDS.items()}
+        error.field = names.get(error.field, error.field)
+        raise config_error(error, args) from None
+    except KestrelError as error:
+        raise CommandError(str(error)) from None
+    if args.json:
+        print(json.dumps(report.as_dict()))
+    else:
+        _print(report)
+    return 0
+
+
+class _Bar:
+    """The bar of the training: steps, rate, time left and losses. It appears with the first step."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm[Any] | None = None
+
+    def __call__(self, step: Any) -> None:
+        """``step``: how far the training is."""
+        from tqdm import tqdm
+
+        if self._bar is None:
+            self._bar = tqdm(
+                unit="step",
+                mininterval=0.2 if sys.stderr.isatty() else 10.0,
+                dynamic_ncols=True,
+                desc="training",
+            )
+        self._bar.total = step.num_steps
+        losses = {"epoch": step.epoch, "loss": f"{step.loss:.3f}"}
+        if step.validation is not None:
+            losses["validation"] = f"{step.validation:.3f}"
+        self._bar.set_postfix(losses, refresh=False)
+        self._bar.update(step.step - self._bar.n)
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _print(report: Any) -> None:
+    """``report``: from teaching.teach."""
+    fitted = report.fitted
+    memory = f", {fitted.peak_bytes / 2**30:.2f} GiB of GPU memory" if fitted.peak_bytes else ""
+    print(
+        f"{report.adapter}: {fitted.steps} steps in {fitted.seconds:.0f} s ({fitted.seconds_a_step:.3f} s a "
+        f"step{memory}), ended by {fitted.ended}; loss {fitted.first_loss:.3f} -> {fitted.best_loss:.3f}"
+    )
+    which = f"{report.held_out} held-out" if report.held_out else f"{report.images} training"
+    print(f"right on {which} images:")
+    print(
+        f"{'':10}{'examples':>10}{'before':>9}{'after':>9}   objects: labelled, found before, after"
+    )
+    for kind, before in report.before.items():
+        after = report.after[kind]
+        shares = [each.right / each.examples for each in (before, after)]
+        objects = f"   {before.labelled}, {before.hits}, {after.hits}" if before.labelled else ""
+        print(f"{kind:10}{before.examples:10}{shares[0]:9.3f}{shares[1]:9.3f}{objects}")
+    print(report.file)

@@ -1,0 +1,137 @@
+"""The whole command on the bundled model: an adapter is taught, measured, published and served."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from kestrel_engine import ConfigError, InferenceEngine, RuntimeConfig
+from kestrel_engine.teaching import TeachingSettings, read_folder, teach
+from kestrel_engine.teaching.data.examples import Answered, Boxed, Pointed, TaughtImage
+from kestrel_engine.teaching.judging import Score, score
+from kestrel_engine.teaching.replay import _answered, phrases_of
+from kestrel_engine.types.events import EngineResult
+from tests.service.command_line import here
+
+SIDE = 120
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Four images with a question each, and a folder of adapters."""
+    pyvips = pytest.importorskip("pyvips")
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (tmp_path / "adapters").mkdir()
+    lines = []
+    for index in range(4):
+        image = pyvips.Image.black(SIDE, SIDE, bands=3).linear(
+            1, [40 * index, 90, 200 - 40 * index]
+        )
+        image.cast("uchar").copy(interpretation="srgb").write_to_file(str(folder / f"{index}.png"))
+        lines.append({"image": f"{index}.png", "question": "Who made it?", "answer": "Ada"})
+        lines.append({"image": f"{index}.png", "object": "wall", "boxes": [[0, 0, 1, 1]]})
+    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+async def answer(config: RuntimeConfig, image: Path) -> object:
+    async with await InferenceEngine.create(config) as engine:
+        settings = {"temperature": 0.0, "adapter": "ada"}
+        result = await engine.query(image, "Who made it?", settings=settings)
+        return result.output["answer"]
+
+
+@pytest.mark.slow
+def test_an_adapter_is_taught_published_and_served(data: Path) -> None:
+    adapters = data.parent / "adapters"
+    given = ["--adapter", "ada", "--data", data, "--adapters-dir", adapters, "--device", "cpu"]
+    given += ["--epochs", 12, "--rows", 3, "--lr", 0.003, "--patience", 12, "--replay", 0.1]
+    done = here("train", *given, "--json", "--layers", "all")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    answers = report["scores"]["answers"]
+    assert (
+        answers["before"]["right"] == 0
+        and answers["after"]["right"] == answers["after"]["examples"]
+    )
+    assert report["images"] == 4 and report["held_out_images"] == 1 and report["replayed_examples"]
+    assert report["training"]["best_loss"] < 0.5 * report["training"]["first_loss"]
+    assert "training: " in done.stderr
+    assert sorted(file.name for file in adapters.iterdir()) == [
+        "ada.report.json",
+        "ada.safetensors",
+    ]
+    assert json.loads((adapters / "ada.report.json").read_text()) == report
+    config = RuntimeConfig(device="cpu", cpu_threads=1, adapters_dir=adapters)
+    assert asyncio.run(answer(config, data / "2.png")) == "Ada"
+    again = here("train", *given)
+    assert again.returncode == 2 and "set --overwrite" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--adapter", "../ada"], "--adapter=../ada: '../ada' is not the name of an adapter"),
+        (["--rank", "0"], "--rank=0: must be a whole number from 1 to 128"),
+        (["--lr", "2"], "--lr=2.0: must be a number above 0, and at most 1"),
+        (["--minutes", "0"], "--minutes=0.0: must be a number above 0"),
+        (["--validation", "0.9"], "--validation=0.9: must be a number from 0 to 0.5"),
+        (["--adapters-dir", "none"], "--adapters-dir=none: is not a folder"),
+        (["--data", "none"], "--data=none: is not a folder"),
+    ],
+)
+def test_a_wrong_flag_is_named(data: Path, flags: list[str], message: str) -> None:
+    given = ["--adapter", "ada", "--data", data, "--adapters-dir", data.parent / "adapters"]
+    done = here("train", *given, *flags)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
+async def test_what_is_there_is_not_replaced_and_errors_leave_nothing(data: Path) -> None:
+    adapters = data.parent / "adapters"
+    config = RuntimeConfig(device="cpu", adapters_dir=adapters)
+    images, settings = read_folder(data), TeachingSettings()
+    with pytest.raises(ConfigError, match="must name the folder"):
+        await teach(RuntimeConfig(device="cpu"), "ada", images, settings)
+    long = TaughtImage(images[0].path, (Answered("Why?", "so " * 1000),))
+    with pytest.raises(ConfigError, match=r"data='0.png': an example about it has \d+ tokens"):
+        await teach(config, "ada", [long, *images], settings)
+    with pytest.raises(ConfigError, match="images leave none to train on"):
+        await teach(config, "ada", [], settings)
+    (adapters / "ada.pt").touch()
+    for overwrite in (False, True):
+        with pytest.raises(ConfigError, match=r"ada\.pt is there"):
+            await teach(config, "ada", images, settings, overwrite=overwrite)
+    assert [file.name for file in adapters.iterdir()] == ["ada.pt"]
+
+
+def test_results_are_judged_by_the_stated_rule() -> None:
+    assert score(Answered("Who?", "Ada"), {"answer": " Ada "}) == Score(1, 1)
+    assert score(Answered("Who?", "Ada"), {"answer": "ada"}) == Score(1, 0)
+    points = Pointed("nut", ((0.5, 0.5), (0.52, 0.5)))
+    near, far = {"x": 0.54, "y": 0.5}, {"x": 0.9, "y": 0.5}
+    assert score(points, {"points": [near, near]}) == Score(1, 1, 2, 2, 2)
+    assert score(points, {"points": [near, far]}) == Score(1, 0, 2, 2, 1)
+    boxes = Boxed("nut", ((0.0, 0.0, 0.4, 0.4),))
+    right = {"x_min": 0.0, "y_min": 0.0, "x_max": 0.4, "y_max": 0.3}
+    wrong = {**right, "y_max": 0.19}
+    assert score(boxes, {"objects": [right]}) == Score(1, 1, 1, 1, 1)
+    assert score(boxes, {"objects": [right, right]}) == Score(1, 0, 1, 2, 1)
+    assert score(boxes, {"objects": [wrong]}) == Score(1, 0, 1, 1, 0)
+    assert score(Boxed("nut", ()), {"objects": []}) == Score(1, 1)
+
+
+def test_replay_asks_about_phrases_and_leaves_out_what_finds_a_labelled_object() -> None:
+    caption = "A red circle, two striped blue stars and an orange cross at the left."
+    assert phrases_of(caption) == ["red circle", "striped blue stars", "orange cross"]
+    image = TaughtImage(Path("a.png"), (Boxed("nut", ((0.0, 0.0, 0.5, 0.5),)),))
+
+    def replayed(x: float) -> object:
+        output = {"points": [{"x": x, "y": 0.2}]}
+        result = EngineResult(request_id="", output=output, finish_reason="stop")
+        return _answered(Pointed("red circle", ()), result, image)
+
+    assert replayed(0.7) == Pointed("red circle", ((0.7, 0.2),)) and replayed(0.3) is None
