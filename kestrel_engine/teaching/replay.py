@@ -1,9 +1,8 @@
 """Replay: the base model's own answers about the training images, which keep what it knew before.
 
 The prompts are made from the base model's short descriptions: their phrases name the objects that it knows. For each
-image there is a description, a question and an object of its own description, and the same about a phrase of another
-image's, which is mostly absent. An example that finds a labelled object is left out, because the base model takes the
-object for something else.
+image there is the description, and questions, points and boxes about phrases of it and of another image's, which are
+mostly absent. An example that finds a labelled object is left out, because the base model takes it for something else.
 """
 
 from __future__ import annotations
@@ -18,8 +17,10 @@ from ..types.events import EngineResult
 from .data.examples import Answered, Boxed, Captioned, Edges, Example, Pointed, TaughtImage
 from .judging import NEAR, ask, boxes_of, points_of
 
-LENGTHS = ("short", "short", "normal", "long")
-"""Of the replayed descriptions; a long one is replayed as often as a normal one."""
+LONGER_EVERY = 4
+"""A longer description, which takes long to make, is replayed for each of so many images."""
+TOGETHER = 16
+"""Images whose prompts follow one another, so that the engine still holds their embeddings."""
 MOST_ANSWER_IDS = 128
 """Longer answers are not replayed: they cost more than they keep."""
 _BREAKS = frozenset(
@@ -37,31 +38,30 @@ async def replay(
     progress: Callable[[int, int, str], None] | None = None,
 ) -> list[TaughtImage]:
     """Returns the base model's answers about each of ``images``. Raises as `ask`."""
-    paths = [image.path for image in images]
-    captions = await ask(engine, [(path, Captioned("short", ())) for path in paths], None, progress)
-    own = [phrases_of(str(result.output["caption"])) for result in captions]
-    every = sorted({phrase for phrases in own for phrase in phrases})
     rng = random.Random(seed)
-    prompts: list[list[Example]] = [
-        _prompts(rng, phrases, every, first=index) for index, phrases in enumerate(own)
-    ]
-    asked: list[tuple[Path, Example]] = [
-        (path, example)
-        for path, examples in zip(paths, prompts, strict=True)
-        for example in examples
-    ]
-    results = iter(await ask(engine, asked, None, progress))
-    return [
-        TaughtImage(
-            image.path,
-            tuple(
-                kept
-                for example in examples
-                if (kept := _answered(example, next(results), image)) is not None
-            ),
-        )
-        for image, examples in zip(images, prompts, strict=True)
-    ]
+    seen: dict[str, None] = {}
+    found: list[TaughtImage] = []
+    for begin in range(0, len(images), TOGETHER):
+        some = images[begin : begin + TOGETHER]
+        short = await ask(engine, [(image.path, Captioned("short", ())) for image in some])
+        own = [phrases_of(str(result.output["caption"])) for result in short]
+        seen |= dict.fromkeys(phrase for phrases in own for phrase in phrases)
+        asked = [
+            (image, example)
+            for index, (image, phrases) in enumerate(zip(some, own, strict=True))
+            for example in _prompts(rng, phrases, list(seen), begin + index)
+        ]
+        results = await ask(engine, [(image.path, example) for image, example in asked])
+        kept: dict[Path, list[Example]] = {image.path: [] for image in some}
+        prompted = [(image, Captioned("short", ())) for image in some] + asked
+        for (image, example), result in zip(prompted, [*short, *results], strict=True):
+            answered = _answered(example, result, image)
+            if answered is not None:
+                kept[image.path].append(answered)
+        found += [TaughtImage(path, tuple(examples)) for path, examples in kept.items()]
+        if progress is not None:
+            progress(len(found), len(images), "images answered for the replay")
+    return found
 
 
 def phrases_of(caption: str) -> list[str]:
@@ -76,17 +76,21 @@ def phrases_of(caption: str) -> list[str]:
 
 
 def _prompts(
-    rng: random.Random, own: Sequence[str], every: Sequence[str], first: int
+    rng: random.Random, own: Sequence[str], every: Sequence[str], index: int
 ) -> list[Example]:
-    """The prompts about one image. The objects are what the base model will say."""
-    prompts: list[Example] = [Captioned(rng.choice(LENGTHS), ())]
-    chosen = rng.sample(own, min(2, len(own)))
-    others = [phrase for phrase in rng.sample(every, min(4, len(every))) if phrase not in own][:1]
-    for index, phrase in enumerate([*chosen, *others]):
-        locate = Pointed(phrase, ()) if (first + index) % 2 else Boxed(phrase, ())
-        question = rng.choice(("Is there a {}?", "How many {} are there?", "Where is the {}?"))
-        prompts += [locate, Answered(question.format(phrase), "")]
-    prompts.append(Answered(rng.choice(("What is in the picture?", "What do you see?")), ""))
+    """The prompts about one image, besides its short description. The base model gives the objects and answers."""
+    prompts: list[Example] = []
+    if index % LONGER_EVERY == 0:
+        prompts.append(Captioned(rng.choice(("normal", "long")), ()))
+    others = [phrase for phrase in rng.sample(every, min(4, len(every))) if phrase not in own]
+    for place, phrase in enumerate((*rng.sample(own, min(2, len(own))), *others[:1])):
+        kind = (index + place) % 3
+        if kind == 0:
+            article = "an" if phrase[0] in "aeiou" else "a"
+            asked = (f"Is there {article} {phrase}?", f"How many {phrase} are there?")
+            prompts.append(Answered(rng.choice((*asked, f"Where is the {phrase}?")), ""))
+        else:
+            prompts.append(Pointed(phrase, ()) if kind == 1 else Boxed(phrase, ()))
     return prompts
 
 
