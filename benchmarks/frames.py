@@ -14,12 +14,15 @@ the results or the embeddings of equal frames. "crops": equal crops too (--crop-
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import numpy as np
+import torch
 
 from kestrel_client import AsyncKestrelClient, DetectTask
 from kestrel_engine import InferenceEngine, RuntimeConfig
@@ -31,6 +34,8 @@ from kestrel_grpc.settings.server import ServerConfig
 
 from .models.opening import model_arguments, parse
 from .reports.report import Report, benchmark_parser
+
+Run: TypeAlias = Callable[[RuntimeConfig, Sequence[np.ndarray]], Awaitable[tuple[float, int]]]
 
 UNCHANGED = 0.9
 CACHE_BYTES = 256 << 20
@@ -114,6 +119,19 @@ async def embed(config: RuntimeConfig, given: Sequence[np.ndarray]) -> tuple[flo
 TASKS = {"detect": detect, "embed": embed}
 
 
+def alone(run: Run, config: RuntimeConfig, given: Sequence[np.ndarray]) -> tuple[float, int]:
+    """Runs one side and frees its memory, so that the next engine finds all of the device's."""
+
+    async def whole() -> tuple[float, int]:
+        return await run(config, given)
+
+    try:
+        return asyncio.run(whole())
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()  # Does nothing without a GPU.
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = benchmark_parser("frames", __doc__)
     parser.add_argument("--frames", type=int, default=120, help="number of frames [120]")
@@ -132,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for skill, run in TASKS.items():
         # The sides take turns, and the least times count, because other programs change these least.
         turns = [
-            {name: asyncio.run(run(*side)) for name, side in sides.items()}
+            {name: alone(run, *side) for name, side in sides.items()}
             for _ in range(1 if args.quick else args.rounds)
         ]
         rates = {}
