@@ -7,6 +7,7 @@ import json
 import os
 import random
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 from ..adapters.files import SUFFIXES, checked_adapter_name
 from ..config.runtime import RuntimeConfig
 from ..engine import InferenceEngine
-from ..errors import ConfigError, InsufficientMemoryError, InvalidRequest
+from ..errors import ConfigError, InsufficientMemoryError, InvalidRequest, RuntimeFailure
 from ..skills.base import SkillContext
 from ..types.progress import Progress
 from .data.examples import Example, TaughtImage
@@ -109,9 +110,21 @@ async def teach(
     # A name that starts with a dot is no adapter's, so no server reads from this folder.
     with tempfile.TemporaryDirectory(prefix=".teaching-", dir=folder) as made:
         file = Path(made) / f"{adapter}.safetensors"
-        fitted = await asyncio.to_thread(
-            _fit, config, settings, lessons(training), lessons(held_out), file, on_step, progress
-        )
+        stopped = threading.Event()
+
+        def step(done: FitStep) -> None:
+            if stopped.is_set():
+                raise RuntimeFailure("the training was stopped")
+            if on_step is not None:
+                on_step(done)
+
+        try:
+            fitted = await asyncio.to_thread(
+                _fit, config, settings, lessons(training), lessons(held_out), file, step, progress
+            )
+        finally:
+            # A task that is cancelled leaves its thread behind. It ends with the next step.
+            stopped.set()
         tried = replace(plain, adapters_dir=Path(made))
         async with await InferenceEngine.create(tried, progress=progress) as engine:
             after = await judge(engine, judged, adapter, progress)
@@ -216,7 +229,7 @@ def _fit(
     training: Sequence[ImageLessons],
     held_out: Sequence[ImageLessons],
     file: Path,
-    on_step: Callable[[FitStep], None] | None,
+    on_step: Callable[[FitStep], None],
     progress: Progress | None,
 ) -> Fitted:
     """Loads the weights, fits, and writes the adapter to ``file``. Raises KestrelError."""

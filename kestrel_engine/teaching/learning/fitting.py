@@ -85,7 +85,7 @@ class Fitting:
     def run(self, training: Sequence[ImageLessons], held_out: Sequence[ImageLessons]) -> Fitted:
         """Fits, and leaves the parameters with the best validation loss. Without held-out images it leaves the last.
 
-        Raises RuntimeFailure if a loss is not finite, and ImageError.
+        Raises RuntimeFailure if a loss is not finite, and ConfigError for an image that cannot be read.
         """
         settings = self._settings
         device = self._model.device

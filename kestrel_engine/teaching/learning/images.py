@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...config.images import ImageLimits
+from ...errors import ConfigError, RequestError
 from ...models.moondream import Moondream
 from ...models.vision import num_distinct
 from ...preprocess.crops import prepare
@@ -24,7 +25,8 @@ class ImageEmbeddings:
         self._kept: dict[Path, Tensor] = {}
 
     def of(self, paths: Sequence[Path]) -> Tensor:
-        """Returns [len(paths), image positions, dim] on the model's device. Raises ImageError."""
+        """Returns [len(paths), image positions, dim] on the model's device. Raises ConfigError, which names the
+        file that is no image."""
         return torch.stack([self._of(path).to(self._model.device) for path in paths])
 
     def _of(self, path: Path) -> Tensor:
@@ -39,7 +41,10 @@ class ImageEmbeddings:
 
     @torch.no_grad()
     def _encoded(self, path: Path) -> Tensor:
-        image = prepare(open_image(path, self._limits), self._model.config.vision)
+        try:
+            image = prepare(open_image(path, self._limits), self._model.config.vision)
+        except RequestError as error:
+            raise ConfigError("data", path.name, str(error)) from error
         assert image.crops is not None, "crops are made here"
         crops = torch.from_numpy(image.crops[: num_distinct(len(image.crops), image.tiling)])
         vision = self._model.vision

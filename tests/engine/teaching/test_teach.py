@@ -7,13 +7,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from kestrel_engine import ConfigError, InferenceEngine, RuntimeConfig
+from kestrel_engine import ConfigError, ImageLimits, InferenceEngine, RuntimeConfig
 from kestrel_engine.teaching import TeachingSettings, read_folder, teach
 from kestrel_engine.teaching.data.examples import Answered, Boxed, Pointed, TaughtImage
 from kestrel_engine.teaching.judging import Score, score
+from kestrel_engine.teaching.learning.fitting import FitStep
+from kestrel_engine.teaching.learning.images import ImageEmbeddings
 from kestrel_engine.teaching.replay import _answered, phrases_of
 from kestrel_engine.types.events import EngineResult
+from tests.engine.models import small
 from tests.service.command_line import here
 
 SIDE = 120
@@ -70,6 +74,48 @@ def test_an_adapter_is_taught_published_and_served(data: Path) -> None:
     assert asyncio.run(answer(config, data / "2.png")) == "Ada"
     again = here("train", *given)
     assert again.returncode == 2 and "set --overwrite" in again.stderr
+
+
+@pytest.mark.slow
+async def test_a_training_that_is_cancelled_ends_with_its_step_and_leaves_nothing(
+    data: Path,
+) -> None:
+    adapters = data.parent / "adapters"
+    config = RuntimeConfig(device="cpu", cpu_threads=1, adapters_dir=adapters)
+    loop, steps = asyncio.get_running_loop(), list[int]()
+
+    def on_step(step: FitStep) -> None:
+        steps.append(step.step)
+        loop.call_soon_threadsafe(task.cancel)
+
+    settings = TeachingSettings(epochs=10_000, replay=0)
+    task = asyncio.create_task(teach(config, "ada", read_folder(data), settings, on_step=on_step))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    async with asyncio.timeout(60):
+        await loop.shutdown_default_executor()
+    assert len(steps) < 10 and list(adapters.iterdir()) == []
+
+
+def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "broken.png"
+    path.write_bytes(b"\x89PNG\r\n\x1a\n and no more")
+    images = ImageEmbeddings(small.small_model("moondream2"), ImageLimits(), 1 << 20)
+    with pytest.raises(ConfigError, match=r"data='broken\.png': image: "):
+        images.of([path])
+
+
+def test_embeddings_are_kept_within_the_limit(data: Path) -> None:
+    model = small.small_model("moondream2")
+    size = model.config.image_positions * model.config.text.dim * 4
+    images = ImageEmbeddings(model, ImageLimits(), size)
+    paths = [data / "0.png", data / "1.png"]
+    first = images.of(paths)
+    for path in paths:
+        path.write_bytes(b"")
+    assert torch.equal(images.of(paths[:1])[0], first[0])
+    with pytest.raises(ConfigError, match=r"1\.png"):
+        images.of(paths[1:])
 
 
 @pytest.mark.parametrize(
