@@ -56,6 +56,8 @@ class ModelChanges:
         self._served, self._load, self._changed = served, load, changed
         self.telemetry: Telemetry | None = None
         self._task: asyncio.Task[Loaded] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+        """The models that are being unloaded. Their engines are the server's to shut down, too."""
 
     async def load_configured(self, configs: list[RuntimeConfig]) -> None:
         """Loads the models that follow the default one at the start of the server. ``configs``: theirs. Raises
@@ -91,8 +93,8 @@ class ModelChanges:
         return _reported(task, events)
 
     async def unload(self, name: str, grace_s: float) -> None:
-        """Ends a model: refuses its new requests, gives running ones ``grace_s`` seconds, and frees its memory. Raises
-        ModelNotFoundError, ModelUnavailable."""
+        """Ends a model: refuses its new requests, gives running ones ``grace_s`` seconds, and frees its memory. Goes
+        on if the caller leaves. Raises ModelNotFoundError, ModelUnavailable."""
         model = self._served.model(name, "name")
         if model is self._served.default:
             raise ModelUnavailable(f"{name} is the default model; make another one the default")
@@ -100,14 +102,11 @@ class ModelChanges:
             raise ModelUnavailable(f"{name} is being unloaded")
         model.drain()
         self._changed()
-        engine = model.loaded
-        if engine is not None:
-            await engine.shutdown(grace_s=grace_s)
-        self._served.remove(model)
-        self._changed()
-        del model, engine
-        await asyncio.to_thread(_free_memory)
-        log_lifecycle("unloaded", model=name)
+        ending = asyncio.create_task(self._end(model, grace_s))
+        del model
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+        await asyncio.shield(ending)
 
     def make_default(self, name: str) -> str:
         """Returns the previous default. Raises ModelNotFoundError, ModelUnavailable."""
@@ -124,6 +123,16 @@ class ModelChanges:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
+
+    async def _end(self, model: ServedModel, grace_s: float) -> None:
+        name, engine = model.name, model.loaded
+        if engine is not None:
+            await engine.shutdown(grace_s=grace_s)
+        self._served.remove(model)
+        self._changed()
+        del model, engine
+        await asyncio.to_thread(_free_memory)
+        log_lifecycle("unloaded", model=name)
 
     async def _load_one(
         self, config: RuntimeConfig, progress: Progress, make_default: bool
@@ -192,9 +201,11 @@ def _note_unread(task: asyncio.Task[Loaded]) -> None:
 
 
 def _free_memory() -> None:
-    """Frees the memory of a model that was unloaded. Objects of the start were frozen (process/serving.py)."""
+    """Frees the memory of a model that was unloaded. Objects of the start were frozen (process/serving.py), and what is
+    left is frozen again. The collection holds the interpreter for some tenths of a second."""
     gc.unfreeze()
     gc.collect()
+    gc.freeze()
     torch = sys.modules.get("torch")  # Without it, no model was on a GPU.
     if torch is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()
