@@ -14,7 +14,7 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="counts spa
 
 from benchmarks import soak
 
-SECONDS = float(os.environ.get("KESTREL_SOAK_SECONDS", "60"))
+SECONDS = float(os.environ.get("KESTREL_SOAK_SECONDS", "120"))
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from tests.equality.mixes import (
     run_mix,
 )
 
-SEEDS = int(os.environ.get("KESTREL_EQUALITY_SEEDS", "5"))
+SEEDS = int(os.environ.get("KESTREL_EQUALITY_SEEDS", "7"))
 NAMES = ("md2", "md3", "kestrel-tiny")
 
 
