@@ -12,8 +12,9 @@ import pytest
 from kestrel_engine import EngineOverloaded, InvalidRequest
 from kestrel_engine import engine as engine_module
 from kestrel_engine.front.submitting import constraints
-from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_engine.runtime.fake import FakeRuntime, hashed
 from kestrel_engine.skills.constraints.grammars import Grammars
+from kestrel_engine.steps.loop import EngineLoop
 from kestrel_engine.types.model_config import parse_model_config
 from tests.engine.fakes import IMAGE, SMALL, ByteCodec
 from tests.engine.test_stop_strings import GREEDY, says, streamed
@@ -120,12 +121,27 @@ async def test_other_rows_of_the_batch_are_unchanged(make_engine, fake_limits):
         assert matches(constraint, result.output["answer"])
 
 
-async def test_preemption_keeps_the_place_in_the_grammar(make_engine, fake_limits):
+async def test_preemption_keeps_the_place_in_the_grammar(make_engine, fake_limits, monkeypatch):
     constraint = {"regex": "(ab|ba){10}[0-9]"}
     settings = {**GREEDY, "constraint": constraint, "max_tokens": 40}
     roomy = make_engine(FakeRuntime(fake_limits))
     wanted = [await roomy.query(question=q, settings=settings) for q in "abc"]
-    tight = make_engine(FakeRuntime(replace(fake_limits, num_pages=28)))
+    # The first token waits until all three requests are with the step thread: alone, each has room enough.
+    submitted, together = [], threading.Event()
+    submit = EngineLoop.submit
+
+    def counted(loop, work):
+        submit(loop, work)
+        submitted.append(work)
+        if len(submitted) == 3:
+            together.set()
+
+    def held(fed):
+        assert together.wait(20)
+        return hashed(fed, fake_limits.vocab_size)
+
+    monkeypatch.setattr(EngineLoop, "submit", counted)
+    tight = make_engine(FakeRuntime(replace(fake_limits, num_pages=28), held))
     results = await asyncio.gather(*(tight.query(question=q, settings=settings) for q in "abc"))
     assert tight.stats.preemptions > 0
     assert [r.token_ids for r in results] == [r.token_ids for r in wanted]
