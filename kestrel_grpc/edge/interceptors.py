@@ -28,7 +28,7 @@ from ..security.admission.guard import Guard
 from ..security.admission.message_limits import ADAPTED_COPIES, COPIES
 from ..security.identity.principal import Principal, Scope
 from ..service_names import KSERVE_METHODS
-from .calls.call import Call, Context
+from .calls.call import Call, Context, code_of_cancellation
 from .calls.call_limit import CallLimit
 from .calls.call_watcher import CallWatcher
 from .calls.current_call import current
@@ -165,11 +165,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                         context.set_trailing_metadata(self._trailers(method))
                     return response
                 except asyncio.CancelledError:
-                    left = context.time_remaining()
-                    expired = left is not None and left <= 0
-                    call.code = (
-                        grpc.StatusCode.DEADLINE_EXCEEDED if expired else grpc.StatusCode.CANCELLED
-                    )
+                    call.code = code_of_cancellation(context)
                     raise  # Without this, grpc leaks memory.
                 except grpc.aio.InternalError as error:
                     # A message could not be sent, because the connection is lost.

@@ -28,7 +28,7 @@ from ..security.admission.guard import Guard
 from ..security.admission.message_limits import ADAPTED_COPIES
 from ..security.admission.message_room import Hold
 from ..security.identity.principal import Principal, needed_scopes
-from .calls.call import Call, Context, Metadata, new_id
+from .calls.call import Call, Context, Metadata, code_of_cancellation, new_id
 from .calls.call_limit import CallLimit
 from .calls.call_watcher import CallWatcher
 from .calls.current_call import current
@@ -293,11 +293,7 @@ class _RequestStream:
                     behaviour = self._handler.stream_stream
                     await edge.limit.within(behaviour(request, call.context))
             except asyncio.CancelledError:
-                left = self._writer.time_remaining()
-                expired = left is not None and left <= 0
-                call.code = (
-                    grpc.StatusCode.DEADLINE_EXCEEDED if expired else grpc.StatusCode.CANCELLED
-                )
+                call.code = code_of_cancellation(self._writer)
                 raise
             except grpc.aio.InternalError:
                 call.code = grpc.StatusCode.CANCELLED

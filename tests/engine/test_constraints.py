@@ -93,8 +93,9 @@ async def test_a_text_that_matches_anyway_is_unchanged(make_engine, fake_limits)
     assert result.token_ids == plain.token_ids[:-1] and len(result.logprobs) == 7
 
 
-async def test_a_stream_adds_up(make_engine):
-    engine = make_engine()
+async def test_a_stream_adds_up(make_engine, fake_limits):
+    # Steps take a while, so that a reader sees several updates.
+    engine = make_engine(FakeRuntime(fake_limits, cost=lambda plan: 0.005))
     settings = {**GREEDY, "constraint": {"json_schema": SCHEMA}, "max_tokens": 100}
     updates, result = await streamed(
         await engine.query(question="a", stream=True, settings=settings)

@@ -25,6 +25,8 @@ FRAME_OUTCOMES = ("answered", "repeated", "overview", "dropped", "failed")
 overview only."""
 _FOREVER_S = 10 * 365 * 86_400.0
 """grpc reports a deadline beyond this if there is none."""
+_DEADLINE_LAG_S = 0.05
+"""How much earlier than the server's copy of a deadline the client may end its call."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Metadata = tuple[tuple[str, str | bytes], ...]
@@ -133,3 +135,14 @@ def id_from_metadata(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
         if key == REQUEST_ID_KEY and isinstance(value, str) and valid_request_id(value):
             return value
     return None
+
+
+def code_of_cancellation(context: Context) -> grpc.StatusCode:
+    """The status of a call that the client ended: DEADLINE_EXCEEDED if its deadline has passed, else CANCELLED.
+
+    A client ends its call at its deadline. The server's copy of the deadline is a little later, because deadlines
+    travel as durations.
+    """
+    left = context.time_remaining()
+    expired = left is not None and left <= _DEADLINE_LAG_S
+    return grpc.StatusCode.DEADLINE_EXCEEDED if expired else grpc.StatusCode.CANCELLED
