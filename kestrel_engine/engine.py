@@ -116,12 +116,7 @@ class InferenceEngine(SkillCalls):
             check=check,
             places=self._places,
             preparing=self._preparing,
-            images=ImagePreparation(
-                _pool(config, sizes, built),
-                self._preparing,
-                observer,
-                with_keys=bool(config.crop_cache_bytes),
-            ),
+            images=ImagePreparation(_pool(config, sizes, built), self._preparing, observer),
             constraints=ConstraintCompiler(
                 Grammars(built.codec, built.model.text.vocab_size, built.model.ids.eos_id),
                 self._preparing,
@@ -436,6 +431,7 @@ def _pool(config: RuntimeConfig, sizes: Sizes, built: Built) -> PreprocessPool:
         cache_bytes=config.image_cache_bytes,
         max_waiting_pixels=config.max_queued_pixels,
         device_pixels=built.device_pixels,
+        with_crop_keys=bool(config.crop_cache_bytes),
     )
 
 

@@ -197,10 +197,8 @@ def build(
         )
     from ..runtime.gpu.footprint import DEVICE_PIXELS
 
-    # Crops are recognised by their bytes, which must be here for that.
-    device_pixels = 0 if config.crop_cache_bytes else DEVICE_PIXELS
     return Built(
-        runtime, model, codec, info, compiling, device_pixels, calibration, adapters, adapter
+        runtime, model, codec, info, compiling, DEVICE_PIXELS, calibration, adapters, adapter
     )
 
 

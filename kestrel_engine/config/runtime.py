@@ -355,8 +355,7 @@ class RuntimeConfig:
         metavar="SIZE",
         low=0,
     )
-    """A crop takes 0.25 MB with kestrel-tiny in float32, and 1.7 MB with a released model in bfloat16. Above 0, decoder
-    processes also make the crops of images for a GPU."""
+    """A crop takes 0.25 MB with kestrel-tiny in float32, and 1.7 MB with a released model in bfloat16."""
     step_prefill_positions: int | None = setting(
         None,
         SCHEDULER,
