@@ -147,11 +147,14 @@ class InferenceEngine(SkillCalls):
     ) -> InferenceEngine:
         """Loads the model off the event loop and warms it up.
 
-        ``api_key`` (or MOONDREAM_API_KEY) is accepted for callers of the vendor's engine and not needed. ``progress``
-        is called with (done bytes, total bytes, what). ``lora``: applies to all requests that name no adapter. Raises
-        ConfigError or ModelLoadError.
+        ``api_key``: the key of ``config.adapter_sources.api``; not needed otherwise. ``progress`` is called with
+        (done bytes, total bytes, what). ``lora``: applies to all requests that name no adapter. Raises ConfigError or
+        ModelLoadError.
         """
         config = config or RuntimeConfig()
+        if api_key is not None:
+            sources = dataclasses.replace(config.adapter_sources, api_key=api_key)
+            config = dataclasses.replace(config, adapter_sources=sources)
         built = await asyncio.to_thread(build, config, progress, lora)
         engine = cls(config, built, skills, observer=observer)
         began = time.monotonic()
