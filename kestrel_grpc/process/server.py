@@ -105,6 +105,8 @@ _HANDSHAKE_S = 10.0
 
 _FOREVER_MS = 2**31 - 1
 """The largest value of a channel argument."""
+_MANY = 1_000_000
+"""No limit on a number. gRPC's core aborts the process at the largest value."""
 
 _PENDING_CALLS = 8192
 """Calls that have arrived and wait for the event loop. gRPC cancels further ones. Each holds its metadata."""
@@ -422,7 +424,7 @@ def _channel_options(
         ("grpc.http2.bdp_probe", 0),
         # Limits the time of the TLS handshake and HTTP/2's first frame. gRPC's default is two minutes.
         ("grpc.server_handshake_timeout_ms", _milliseconds(_HANDSHAKE_S)),
-        ("grpc.max_allowed_incoming_connections", limits.connections or _FOREVER_MS),
+        ("grpc.max_allowed_incoming_connections", limits.connections or _MANY),
         ("grpc.max_metadata_size", limits.metadata_bytes),
         # gRPC refuses calls at random between the soft and the absolute limit, so both are equal.
         ("grpc.absolute_max_metadata_size", limits.metadata_bytes),

@@ -52,6 +52,11 @@ async def test_a_connection_ages_and_no_call_notices(serve, caplog):
     assert len(peers) >= 3, "connections were replaced"
 
 
+async def test_connections_may_be_unlimited(serve):
+    served = await serve(server_config=connections(connections=None))
+    assert (await served.vision.Query(query())).usage.output_tokens == 2
+
+
 async def test_a_connection_that_says_nothing_is_closed(serve, monkeypatch):
     monkeypatch.setattr(server, "_HANDSHAKE_S", 0.3)
     served = await serve()
