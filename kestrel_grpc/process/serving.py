@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from kestrel_engine import InferenceEngine, KestrelError, Observer, RuntimeConfig, SkillRegistry
 
-from ..security.identity.tls import TlsError
+from ..security.identity.tls_files import TlsError
 from ..security.identity.tokens import TokenFileError
 from ..served_model import State
 from ..settings.addresses import AddressError, close_address

@@ -20,7 +20,7 @@ from ..process.running import leave_now, load_unless_stopped, stop, until_failed
 from ..process.server import KestrelServer
 from ..process.skill_plugins import skill_registry
 from ..process.startup_progress import LoadingProgress
-from ..security.identity.tls import TlsError
+from ..security.identity.tls_files import TlsError
 from ..security.identity.tokens import TokenFileError
 from ..settings.addresses import AddressError
 from ..settings.sources import SettingsError

@@ -23,7 +23,8 @@ from ... import __version__
 from ...process.skill_plugins import skill_registry
 from ...security.files.file_modes import exposures
 from ...security.identity.callers import Callers
-from ...security.identity.tls import TlsError, server_credentials
+from ...security.identity.tls import server_credentials
+from ...security.identity.tls_files import TlsError
 from ...security.identity.tokens import TokenFileError
 from ...security.listening import check_exposure
 from ...security.metrics_door import MetricsDoor

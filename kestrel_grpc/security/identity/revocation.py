@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from ..files.watched_files import WatchedFiles
 from .principal import CertificateRevoked
-from .tls import TlsError
+from .tls_files import TlsError
 
 if TYPE_CHECKING:
     from cryptography import x509

@@ -15,12 +15,9 @@ import grpc
 
 from ...settings.security import TlsFiles
 from ..files.watched_files import WatchedFiles
+from .tls_files import TlsError, server_context, watched_paths
 
 logger = logging.getLogger(__name__)
-
-
-class TlsError(Exception):
-    """A certificate, key or file of authorities cannot be used. The message names file and cause in one line."""
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
@@ -74,12 +71,6 @@ class RenewedContext:
         return self._context
 
 
-def watched_paths(files: TlsFiles) -> list[str]:
-    """The files whose change causes a renewal."""
-    paths = [files.certificate, files.private_key]
-    return paths if files.client_ca is None else [*paths, files.client_ca]
-
-
 def _read(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
     certificate = _contents("certificate", files.certificate)
     key = _contents("private key", files.private_key)
@@ -88,35 +79,8 @@ def _read(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(key, certificate)], authorities)
 
 
-def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """A TLS context made from all files. Raises TlsError.
-
-    gRPC does not report a certificate and key that do not match; every handshake would fail.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        # Without this function, OpenSSL would ask for an encrypted key's password on the terminal.
-        context.load_cert_chain(files.certificate, files.private_key, password=lambda: "")
-    except (OSError, ValueError) as error:
-        raise TlsError(
-            f"certificate {files.certificate} and key {files.private_key} cannot be used together: {_why(error)}"
-        ) from None
-    if files.client_ca is not None:
-        try:
-            context.load_verify_locations(files.client_ca)
-        except OSError as error:
-            raise TlsError(f"client CA {files.client_ca} cannot be used: {_why(error)}") from None
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
-
-
 def _contents(what: str, path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
         raise TlsError(f"cannot read the {what} {path}: {error.strerror or error}") from None
-
-
-def _why(error: Exception) -> str:
-    reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
-    return str(reason).lower().replace("_", " ")

@@ -15,7 +15,7 @@ from kestrel_grpc.security.admission.guard import Guard
 from kestrel_grpc.security.identity import callers, revocation
 from kestrel_grpc.security.identity.principal import CertificateRevoked
 from kestrel_grpc.security.identity.revocation import RevocationLists
-from kestrel_grpc.security.identity.tls import TlsError
+from kestrel_grpc.security.identity.tls_files import TlsError
 from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
 from tests.service.security.conftest import make_authority
 from tests.service.statuses import failure

@@ -8,7 +8,8 @@ import ssl
 import pytest
 
 from kestrel_client import AsyncKestrelClient, Tls, UnavailableError
-from kestrel_grpc.security.identity.tls import TlsError, server_credentials
+from kestrel_grpc.security.identity.tls import server_credentials
+from kestrel_grpc.security.identity.tls_files import TlsError
 from kestrel_grpc.security.listening import is_loopback
 from kestrel_grpc.settings.addresses import AddressError
 from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
