@@ -24,7 +24,8 @@ from ..settings.model import config_error
 from ..settings.server import ServerConfig
 from ..settings.sources import SettingsError, name_of
 from ..workers.plan import plan_workers, shared_addresses
-from ..workers.supervisor import WorkersError, supervise
+from ..workers.restarts import WorkersError
+from ..workers.supervisor import supervise
 from .parser import CommandError, CommandParser
 
 _ESSENTIAL = (

@@ -29,6 +29,8 @@ LifeEvent = Literal[
     "failed",
     "worker_ready",
     "worker_ended",
+    "front_started",
+    "front_ended",
 ]
 
 _lifecycle = logging.getLogger("kestrel_grpc.lifecycle")

@@ -43,6 +43,7 @@ from kestrel_engine import InferenceEngine, RuntimeConfig
 
 from ..edge.calls.call import Call
 from ..edge.calls.in_flight import InFlight
+from ..edge.forwarded import FrontCalls
 from ..edge.generic_methods import GenericMethods
 from ..edge.interceptors import CallInterceptor
 from ..edge.request_streams import StreamKind
@@ -110,6 +111,9 @@ _MANY = 1_000_000
 
 _PENDING_CALLS = 8192
 """Calls that have arrived and wait for the event loop. gRPC cancels further ones. Each holds its metadata."""
+
+_FRONT_HEADERS, _CERTIFICATES_BYTES = 4, 64 * 1024
+"""The front passes metadata of this many times the limit, and adds a client's certificates."""
 
 LoadEngine = Callable[[], Awaitable[InferenceEngine]]
 
@@ -222,13 +226,11 @@ class KestrelServer:
         )
         self._health.start()
         if http.http_listen:
-            images = RequestImages(self.images)
-            vision = self._vision_service(images)
+            vision = self._vision_service(RequestImages(self.images))
             self._http = open_http(
                 http,
                 security,
                 vision,
-                self._image_service(images),
                 self._model_service(),
                 kserve.InferenceService(self.served, vision, self.call_statistics),
                 self.served,
@@ -241,21 +243,29 @@ class KestrelServer:
             log_lifecycle("listening", addresses=self._http.addresses, protocol="http")
         if self._config.listen:
             await self._open(self._config.listen)
+        if self._config.front_listen is not None:
+            await self._open((self._config.front_listen,), front=True)
         self._watching = asyncio.create_task(self._watch_files())
         self._trimming = asyncio.create_task(follow_heap(self.guard.take_freed_bytes))
         self._guarding = asyncio.create_task(self.guard.connections.run())
         self._started_at = time.monotonic()
 
-    async def _open(self, addresses: tuple[str, ...], *, shared: bool = False) -> None:
-        """Listens on ``addresses`` with all services. Raises AddressError."""
+    async def _open(
+        self, addresses: tuple[str, ...], *, shared: bool = False, front: bool = False
+    ) -> None:
+        """Listens on ``addresses`` with all services. ``front``: only the front connects. Raises AddressError."""
         assert self._interceptor is not None, "started"
         security = self._config.security
         received = self.guard.messages.received
         options = _channel_options(received, self._config.max_message_bytes, security, shared)
+        interceptors: tuple[CallInterceptor | FrontCalls, ...] = (self._interceptor,)
+        if front:
+            options = list((dict(options) | _front_options(security)).items())
+            interceptors = (FrontCalls(lambda: self._health.is_serving), *interceptors)
         options.append(
             ("grpc.default_compression_level", COMPRESSIONS.index(self._config.compression))
         )
-        server = grpc.aio.server(interceptors=(self._interceptor,), options=options)
+        server = grpc.aio.server(interceptors=interceptors, options=options)
         methods = GenericMethods(server).as_server
         images = RequestImages(self.images)
         vision = self._vision_service(images)
@@ -263,7 +273,9 @@ class KestrelServer:
         add_GRPCInferenceServiceServicer_to_server(
             kserve.InferenceService(self.served, vision, self.call_statistics), methods
         )
-        add_ImageServiceServicer_to_server(self._image_service(images), methods)
+        add_ImageServiceServicer_to_server(
+            ImageService(self.served, images, self.uploads, self._config.upload_idle_s), methods
+        )
         add_ModelServiceServicer_to_server(self._model_service(), methods)
         admin = AdminService(
             self.served,
@@ -288,18 +300,17 @@ class KestrelServer:
             bound.append(with_port(address, add_port(server, address, self._credentials)))
         await server.start()
         self._servers.append(server)
+        self.addresses += tuple(bound)
+        if front:
+            return
         if shared:
             self._shared = server
         else:
             self.own_addresses = tuple(bound)
-        self.addresses += tuple(bound)
         log_lifecycle("listening", addresses=bound)
 
     def _vision_service(self, images: RequestImages) -> VisionService:
         return VisionService(self.served, images, self._config.max_message_bytes)
-
-    def _image_service(self, images: RequestImages) -> ImageService:
-        return ImageService(self.served, images, self.uploads, self._config.upload_idle_s)
 
     def _model_service(self) -> ModelService:
         return ModelService(
@@ -445,6 +456,19 @@ def _channel_options(
         # keepalive_timeout covers TCP. This is the time to answer a ping, by default a minute.
         ("grpc.http2.ping_timeout_ms", _milliseconds(limits.keepalive_timeout_s)),
     ]
+
+
+def _front_options(security: SecurityConfig) -> dict[str, int]:
+    """What differs on the front's socket. A few connections carry all calls, and the front asks clients to connect
+    again."""
+    most_metadata = _FRONT_HEADERS * security.connections.metadata_bytes + _CERTIFICATES_BYTES
+    return {
+        "grpc.max_concurrent_streams": _MANY,
+        "grpc.max_allowed_incoming_connections": _MANY,
+        "grpc.max_connection_age_ms": _FOREVER_MS,
+        "grpc.max_metadata_size": most_metadata,
+        "grpc.absolute_max_metadata_size": most_metadata,
+    }
 
 
 def _milliseconds(seconds: float | None) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
-
-import grpc
+from typing import TYPE_CHECKING
 
 from ..settings.addresses import AddressError, unix_path
 from ..settings.security import SecurityConfig
+
+if TYPE_CHECKING:  # The supervisor of workers loads no gRPC.
+    import grpc
 
 
 def check_exposure(addresses: tuple[str, ...], security: SecurityConfig) -> None:

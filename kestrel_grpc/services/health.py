@@ -38,6 +38,9 @@ class _Servicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             self._statuses[service] = status
             self._wake_watchers()
 
+    def status(self, service: str) -> int | None:
+        return self._statuses.get(service)
+
     def leave(self) -> None:
         """Sets all statuses to NOT_SERVING. Later changes have no effect."""
         if not self._left:
@@ -137,6 +140,11 @@ class Health:
             state = states.get(name)  # None: unloaded.
             fine = state is State.READY and (name != self._served.name or ready)
             self._servicer.set(name, _SERVING if fine else _NOT_SERVING)
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the server as a whole is healthy."""
+        return bool(self._servicer.status("") == _SERVING)
 
     def leave(self) -> None:
         """Sets all statuses to NOT_SERVING for good, whatever the model's state."""

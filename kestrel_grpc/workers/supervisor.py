@@ -1,6 +1,7 @@
 """Supervisor: starts the workers, reports when all are ready, restarts those that end, and stops them all.
 
-The supervisor serves no requests and imports neither grpc nor torch. The kernel distributes connections to the workers.
+The supervisor serves no requests and imports neither grpc nor torch. Its front distributes calls to the workers, or the
+kernel connections.
 """
 
 from __future__ import annotations
@@ -9,22 +10,30 @@ import asyncio
 import logging
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 from kestrel_engine import ConfigError, RuntimeConfig
 
 from ..logs.records import log_lifecycle
 from ..process.ready_line import print_ready
 from ..process.systemd import Notifier
+from ..security.identity.tls_files import TlsError
+from ..security.listening import check_exposure
 from ..settings.addresses import close_address
 from ..settings.flags import SettingsError
 from ..settings.server import ServerConfig
 from .child import Child
+from .front.bootstrap import FrontPlan
+from .front.front import Front, check_installed, is_installed
 from .line import Ready
-from .plan import WorkerTask, plan_workers, shared_addresses, shared_http_addresses
+from .plan import WorkerTask, plan_workers, processors, shared_addresses, shared_http_addresses
 from .port import HeldPorts
-from .restarts import WINDOW_S, Restarts
+from .restarts import Restarts, WorkersError, gave_up
 
 logger = logging.getLogger(__name__)
 
@@ -41,28 +50,51 @@ _DRAINED = (0, -signal.SIGTERM, -signal.SIGINT)
 """Exit statuses of a worker that was asked to stop. A worker that has hardly started ends by the signal."""
 
 
-class WorkersError(Exception):
-    """Workers cannot be started or kept running. The message is one line."""
-
-
 async def supervise(config: ServerConfig, runtime: RuntimeConfig) -> int:
     """Serves with workers until a signal arrives. Returns the exit status.
 
     Raises SettingsError, AddressError, ConfigError and WorkersError.
     """
     shared, http = shared_addresses(config), shared_http_addresses(config)
-    with HeldPorts(shared) as ports, HeldPorts(http) as http_ports:
-        tasks = plan_workers(config, runtime, ports.addresses, os.environ, http_ports.addresses)
-        return await Supervisor(tasks, config, ports.addresses).run()
+    has_front = config.workers.spread == "calls" or (
+        config.workers.spread is None and is_installed()
+    )
+    if has_front:
+        check_installed()
+        check_exposure(shared, config.security)
+    with ExitStack() as stack:
+        ports, http_ports = (stack.enter_context(HeldPorts(each)) for each in (shared, http))
+        front, folder = None, None
+        if has_front:
+            # Only this user may open the folder, so only the front can connect to the workers' sockets in it.
+            name = stack.enter_context(tempfile.TemporaryDirectory(prefix="kestrel-"))
+            folder = Path(name)
+        tasks = plan_workers(
+            config, runtime, ports.addresses, os.environ, http_ports.addresses, folder
+        )
+        if folder is not None:
+            sockets = [str(folder / str(task.index)) for task in tasks]
+            plan = FrontPlan(folder=folder, sockets=ports.sockets, workers=sockets, server=config)
+            try:
+                front = Front(plan, processors())
+            except TlsError as error:
+                raise WorkersError(str(error)) from None
+        return await Supervisor(tasks, config, ports.addresses, front).run()
 
 
 class Supervisor:
     """Runs the workers of ``tasks``. Call ``run`` once."""
 
     def __init__(
-        self, tasks: Sequence[WorkerTask], config: ServerConfig, addresses: tuple[str, ...]
+        self,
+        tasks: Sequence[WorkerTask],
+        config: ServerConfig,
+        addresses: tuple[str, ...],
+        front: Front | None,
     ) -> None:
         self._tasks, self._config, self._addresses = tasks, config, addresses
+        self._front = front
+        self._announcing: asyncio.Task[None] | None = None
         self._children: dict[int, Child] = {}
         """The running workers, by index."""
         self._stopping = asyncio.Event()
@@ -85,16 +117,33 @@ class Supervisor:
             asyncio.create_task(self._systemd.keep_alive(lambda: False)),
         ]
         try:
-            await asyncio.gather(*keepers)
+            await self._until_ended(keepers)
         except (ConfigError, SettingsError, WorkersError):
             self._stop(self._config.grace_s if self._all_ready.is_set() else START_GRACE_S)
             await asyncio.gather(*keepers, return_exceptions=True)
             raise
         finally:
-            for clock in clocks:
+            if self._front is not None:
+                await self._front.stop()
+            for clock in clocks if self._announcing is None else (*clocks, self._announcing):
                 clock.cancel()
             self._remove_sockets()
         return 0 if self._orderly else 1
+
+    async def _until_ended(self, keepers: Sequence[asyncio.Task[None]]) -> None:
+        """Waits for the end of all workers. Raises their errors, and those of the front."""
+        workers = asyncio.ensure_future(asyncio.gather(*keepers))
+        if self._front is None:
+            await workers
+            return
+        front = asyncio.create_task(self._front.run())
+        both: set[asyncio.Future[Any]] = {workers, front}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if front.done():
+            front.result()  # Raises.
+        await workers
+        await self._front.stop()
+        await front
 
     async def _keep(self, task: WorkerTask) -> None:
         """Keeps one worker running until the server stops. Raises ConfigError, SettingsError, WorkersError."""
@@ -120,10 +169,7 @@ class Supervisor:
             delay_s = restarts.next_delay(time.monotonic())
             log_lifecycle("worker_ended", worker=task.index, pid=child.pid, error=how)
             if delay_s is None:
-                raise WorkersError(
-                    f"{child.name} ended {self._config.workers.restarts + 1} times within "
-                    f"{WINDOW_S / 60:g} minutes; the last time: {how}"
-                )
+                raise WorkersError(gave_up(child.name, restarts, how))
             self._send_status()
             logger.info("restarting %s in %g s", child.name, delay_s)
             try:
@@ -156,9 +202,15 @@ class Supervisor:
             self._send_status()
         elif self._num_ready == len(self._tasks):
             self._all_ready.set()
-            served = f"{ready.model} on {_device_names(self._tasks)} ({ready.dtype})"
-            print_ready(served, self._addresses, time.monotonic() - self._began)
-            self._systemd.send("READY=1", f"STATUS={served}")
+            self._announcing = asyncio.create_task(self._announce(ready))
+
+    async def _announce(self, ready: Ready) -> None:
+        """Reports that all workers are ready, once the front has found them."""
+        if self._front is not None:
+            await self._front.until_sees(len(self._tasks))
+        served = f"{ready.model} on {_device_names(self._tasks)} ({ready.dtype})"
+        print_ready(served, self._addresses, time.monotonic() - self._began)
+        self._systemd.send("READY=1", f"STATUS={served}")
 
     @property
     def _num_ready(self) -> int:
@@ -192,6 +244,8 @@ class Supervisor:
             return
         logger.warning("%s again: ending at once", number.name)
         self._kill()
+        if self._front is not None:
+            self._front.kill()
         self._remove_sockets()
         logging.shutdown()
         os._exit(128 + number)

@@ -33,6 +33,7 @@ Code = grpc.StatusCode
 DEADLINE_S = 60.0
 LOCAL = [("grpc.use_local_subchannel_pool", 1)]
 """A connection of its own: channels to one address share theirs otherwise."""
+SPREAD = ("--spread", "connections")
 LOGS = ("--log-format", "json", "--access-log", "json")
 
 
@@ -41,7 +42,16 @@ class Workers(ServerProcess):
 
     def __init__(self, folder: Path, *flags: str, listen: str = "127.0.0.1:0", **variables: str):
         super().__init__(
-            folder, "--workers", "2", "--device", "cpu", *LOGS, *flags, listen=listen, **variables
+            folder,
+            "--workers",
+            "2",
+            "--device",
+            "cpu",
+            *SPREAD,
+            *LOGS,
+            *flags,
+            listen=listen,
+            **variables,
         )
         while len(self.pids()) < 2:  # Lines of the log come a little later.
             time.sleep(0.01)
@@ -217,7 +227,7 @@ async def test_sigkill_of_the_supervisor_ends_the_workers_and_frees_the_port(fol
     with Workers(folder, listen=server.address):
         async with grpc.aio.insecure_channel(server.address, options=LOCAL) as channel:
             await VisionServiceStub(channel).Query(query(), timeout=DEADLINE_S)
-        for flags in ([], ["--workers", "2", "--device", "cpu"]):
+        for flags in ([], ["--workers", "2", "--device", "cpu", *SPREAD]):
             refused = run("--listen", server.address, *flags)
             assert refused.returncode == 1
             assert refused.stderr == (
@@ -251,7 +261,7 @@ def run(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_worker_that_cannot_start_ends_the_start_with_one_line():
-    flags = ("--workers", "2", "--device", "cpu", "--listen", "127.0.0.1:0")
+    flags = ("--workers", "2", "--device", "cpu", "--listen", "127.0.0.1:0", *SPREAD)
     done = run(*flags, **{FAIL: "no weights here"})
     assert done.returncode == 1 and done.stdout == ""
     error = done.stderr.replace("worker 1", "worker 0")

@@ -42,7 +42,7 @@ def workers(*flags, **environ):
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
     """16 processors, two GPUs."""
-    monkeypatch.setattr(plan, "_processors", lambda: 16)
+    monkeypatch.setattr(plan, "processors", lambda: 16)
     monkeypatch.setattr(devices, "count_cuda_devices", lambda: 2)
 
 

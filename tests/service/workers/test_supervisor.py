@@ -36,7 +36,9 @@ def puppets(monkeypatch, tmp_path, capfd):
         config = ServerConfig(
             listen=("127.0.0.1:0",),
             grace_s=0.3,
-            workers=WorkersConfig(workers=2, devices=("cpu", "cuda:1"), **workers),
+            workers=WorkersConfig(
+                workers=2, devices=("cpu", "cuda:1"), spread="connections", **workers
+            ),
         )
         return asyncio.create_task(supervise(config, RuntimeConfig()))
 

@@ -1,0 +1,17 @@
+"""The headers with which the front of several workers tells them about a client. This module imports no gRPC.
+
+The front (workers/front) sets them on every call that it forwards, and removes those of the caller.
+"""
+
+from __future__ import annotations
+
+PEER_HEADER = "x-kestrel-peer"
+"""The client's address, such as 127.0.0.1:50000 or [::1]:50000."""
+CERTIFICATE_HEADER = "x-forwarded-client-cert"
+"""The client's certificate and the chain to its authority, in Envoy's form: Hash=…;Chain="URL-encoded PEM"."""
+_PREFIXES = ("x-forwarded-", "x-envoy-")
+
+
+def is_of_front(key: str) -> bool:
+    """Whether a header is the front's, and no metadata of the caller."""
+    return key == PEER_HEADER or key.startswith(_PREFIXES)
