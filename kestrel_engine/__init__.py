@@ -8,15 +8,18 @@ Importing this package loads no torch; creating an engine does.
 """
 
 from . import errors, maintenance, teaching
-from .adapters.files import checked_adapter_name
 from .adapters.lora import LoRA, TextLoRAConfig
+from .adapters.references import checked_adapter_name
+from .config.adapters import AdapterSources
 from .config.images import ImageLimits
 from .config.runtime import RuntimeConfig
 from .config.setting import Setting, SettingGroup, check_settings, default_of, setting, settings_of
 from .engine import InferenceEngine
 from .errors import (
     AdapterNotFound,
+    AdapterRefused,
     AdaptersFull,
+    AdapterUnavailable,
     AdapterUnfit,
     CheckpointError,
     ConfigError,
@@ -70,6 +73,9 @@ from .types.stream import EngineStream
 __all__ = [
     "IMAGE_FORMATS",
     "AdapterNotFound",
+    "AdapterRefused",
+    "AdapterSources",
+    "AdapterUnavailable",
     "AdapterUnfit",
     "AdaptersFull",
     "CheckpointError",

@@ -116,12 +116,7 @@ class InferenceEngine(SkillCalls):
             check=check,
             places=self._places,
             preparing=self._preparing,
-            images=ImagePreparation(
-                _pool(config, sizes, built),
-                self._preparing,
-                observer,
-                with_keys=bool(config.crop_cache_bytes),
-            ),
+            images=ImagePreparation(_pool(config, sizes, built), self._preparing, observer),
             constraints=ConstraintCompiler(
                 Grammars(built.codec, built.model.text.vocab_size, built.model.ids.eos_id),
                 self._preparing,
@@ -152,11 +147,14 @@ class InferenceEngine(SkillCalls):
     ) -> InferenceEngine:
         """Loads the model off the event loop and warms it up.
 
-        ``api_key`` (or MOONDREAM_API_KEY) is accepted for callers of the vendor's engine and not needed. ``progress``
-        is called with (done bytes, total bytes, what). ``lora``: applies to all requests that name no adapter. Raises
-        ConfigError or ModelLoadError.
+        ``api_key``: the key of ``config.adapter_sources.api``; not needed otherwise. ``progress`` is called with
+        (done bytes, total bytes, what). ``lora``: applies to all requests that name no adapter. Raises ConfigError or
+        ModelLoadError.
         """
         config = config or RuntimeConfig()
+        if api_key is not None:
+            sources = dataclasses.replace(config.adapter_sources, api_key=api_key)
+            config = dataclasses.replace(config, adapter_sources=sources)
         built = await asyncio.to_thread(build, config, progress, lora)
         engine = cls(config, built, skills, observer=observer)
         began = time.monotonic()
@@ -436,6 +434,7 @@ def _pool(config: RuntimeConfig, sizes: Sizes, built: Built) -> PreprocessPool:
         cache_bytes=config.image_cache_bytes,
         max_waiting_pixels=config.max_queued_pixels,
         device_pixels=built.device_pixels,
+        with_crop_keys=bool(config.crop_cache_bytes),
     )
 
 

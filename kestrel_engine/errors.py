@@ -6,6 +6,7 @@
     │   ├── InvalidRequest       a field is missing, malformed or out of range
     │   │   └── AdapterUnfit            the adapter does not fit the model, or its files are broken
     │   ├── AdapterNotFound      there is no adapter of this name
+    │   ├── AdapterRefused       this server may not fetch the adapter
     │   ├── ContextLengthError   prompt plus max_tokens do not fit the context
     │   ├── ImageError
     │   │   ├── ImageDecodeError        broken or truncated image
@@ -23,6 +24,7 @@
     │   ├── Displaced            the request waited and lost its place to a request with a stronger claim
     │   ├── PixelsWaiting        too many pixels wait to be decoded
     │   └── QueueTimeout         the request waited longer than max_queue_wait_s
+    ├── AdapterUnavailable       the adapter can't be fetched now; retry later
     ├── DeadlineExceeded         the caller's deadline passed before the request was admitted
     ├── EngineClosed             the engine is shut down, or shutting down
     ├── ProfileError             a profile can't be taken or can't be written
@@ -72,6 +74,13 @@ class AdapterUnfit(InvalidRequest):
 
 class AdapterNotFound(RequestError):
     """There is no adapter of the name that the request gives."""
+
+
+class AdapterRefused(RequestError):
+    """The server may not fetch the adapter: its settings do not name the repository, or its key gives no access."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("adapter", message)
 
 
 class ContextLengthError(RequestError):
@@ -162,6 +171,10 @@ class EngineOverloaded(KestrelError):
 
 class AdaptersFull(EngineOverloaded):
     """The adapters that requests use leave no memory for another one, or too many adapters wait to be loaded."""
+
+
+class AdapterUnavailable(KestrelError):
+    """The adapter can't be fetched now: the hub or the tuning API does not answer, or the transfer broke off."""
 
 
 class Displaced(EngineOverloaded):

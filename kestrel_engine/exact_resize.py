@@ -63,6 +63,13 @@ class AxisPass:
         """Number of means along the axis."""
         return -(-self.size // self.whole)
 
+    def reads(self, first: int, last: int) -> tuple[int, int]:
+        """Returns the range of the axis before the pass that results ``first`` to ``last`` (exclusive) read."""
+        means = self.positions[first:last] >> 6
+        top = min(max(int(means.min()), 0), self.groups - 1)
+        bottom = min(max(int(means.max()) + self.taps, 1), self.groups)
+        return top * self.whole, min(bottom * self.whole, self.size)
+
 
 def passes(width: int, height: int, to_width: int, to_height: int) -> tuple[AxisPass, ...]:
     """Returns the passes from ``width`` x ``height`` pixels to ``to_width`` x ``to_height`` in order, at least one."""
@@ -89,6 +96,19 @@ def is_exact(width: int, height: int, to_width: int, to_height: int) -> bool:
         and to_width > width
         and _has_ties(height, to_height, _whole(height, to_height))
     )
+
+
+def pixels_read(
+    steps: tuple[AxisPass, ...], rows: tuple[int, int], columns: tuple[int, int]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Returns the rows and columns of the image from which ``steps``, the result of ``passes``, compute these ``rows``
+    and ``columns`` of their result. All ranges exclude their ends."""
+    for step in reversed(steps):
+        if step.vertical:
+            rows = step.reads(*rows)
+        else:
+            columns = step.reads(*columns)
+    return rows, columns
 
 
 def _whole(size: int, target: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import threading
 from collections.abc import Iterator
@@ -19,12 +20,14 @@ REPO = "org/model"
 
 @dataclass
 class Stand:
-    """What the stand-in serves and what it was asked. ``cut``: files whose next transfer breaks half-way."""
+    """What the stand-in serves and what it was asked. ``cut``: files whose next transfer breaks half-way.
+    ``told``: wrong checksums that it tells of files."""
 
     files: dict[tuple[str, str, str], bytes] = field(default_factory=dict)
     revisions: dict[str, str] = field(default_factory=lambda: {"main": COMMIT, "v1": OLDER})
     refuse: dict[str, tuple[int, str]] = field(default_factory=dict)
     cut: set[str] = field(default_factory=set)
+    told: dict[str, str] = field(default_factory=dict)
     requests: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
     url: str = ""
 
@@ -55,18 +58,50 @@ def handler_for(stand: Stand) -> type[BaseHTTPRequestHandler]:
             self.send_header("Content-Length", "0")
             self.end_headers()
 
+        def _commit(self, repo: str, revision: str) -> str | None:
+            """The commit; None if the call is refused."""
+            commit = stand.revisions.get(revision, revision)
+            if repo in stand.refuse:
+                self._refuse(*stand.refuse[repo])
+            elif repo not in {r for r, _, _ in stand.files}:
+                self._refuse(401, "RepoNotFound")
+            elif commit not in {c for r, c, _ in stand.files if r == repo}:
+                self._refuse(404, "RevisionNotFound")
+            else:
+                return commit
+            return None
+
+        def _describe(self, repo: str, revision: str) -> None:
+            """Answers with the files of a repository at a revision, as the hub's API does."""
+            stand.requests.append((self.command, f"api {repo}", dict(self.headers)))
+            commit = self._commit(repo, revision)
+            if commit is None:
+                return
+            siblings = []
+            for (other, at, file), content in stand.files.items():
+                if (other, at) == (repo, commit):
+                    digest = stand.told.get(file, hashlib.sha256(content).hexdigest())
+                    lfs = {"sha256": digest, "size": len(content), "pointerSize": 130}
+                    siblings.append({"rfilename": file, "size": len(content), "lfs": lfs})
+            answer = json.dumps({"id": repo, "sha": commit, "siblings": siblings}).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
         def _answer(self, *, send_body: bool) -> None:
-            path = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", self.path.partition("?")[0])
+            plain = self.path.partition("?")[0]
+            info = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?", plain)
+            if info is not None:
+                return self._describe(info[1], unquote(info[2] or "main"))
+            path = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", plain)
             assert path is not None, self.path
             repo, revision, file = path[1], unquote(path[2]), path[3]
             stand.requests.append((self.command, file, dict(self.headers)))
-            if repo in stand.refuse:
-                return self._refuse(*stand.refuse[repo])
-            if repo not in {r for r, _, _ in stand.files}:
-                return self._refuse(401, "RepoNotFound")
-            commit = stand.revisions.get(revision, revision)
-            if commit not in {c for r, c, _ in stand.files if r == repo}:
-                return self._refuse(404, "RevisionNotFound")
+            commit = self._commit(repo, revision)
+            if commit is None:
+                return
             content = stand.files.get((repo, commit, file))
             if content is None:
                 return self._refuse(404, "EntryNotFound")

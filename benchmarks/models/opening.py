@@ -174,6 +174,7 @@ class KeptRuntime:
         self._out: deque[StepHandle] = deque()
         self._sequences: set[int] = set()
         self._images: set[str] = set()
+        self._crops: set[str] = set()
 
     @property
     def limits(self) -> RuntimeLimits:
@@ -187,6 +188,8 @@ class KeptRuntime:
         self._sequences.difference_update(plan.ended)
         self._images.update(piece.image.key for piece in plan.encode)
         self._images.difference_update(plan.drop_images)
+        self._crops.difference_update(plan.drop_crops)
+        self._crops.update(key for piece in plan.encode for key in piece.kept_keys)
         return handle
 
     def is_done(self, handle: StepHandle) -> bool:
@@ -199,9 +202,14 @@ class KeptRuntime:
     def close(self) -> None:
         while self._out:
             self._runtime.collect(self._out.popleft())
-        left = StepPlan(0, drop_images=tuple(self._images), ended=tuple(self._sequences))
+        left = StepPlan(
+            0,
+            drop_images=tuple(self._images),
+            drop_crops=tuple(self._crops),
+            ended=tuple(self._sequences),
+        )
         self._runtime.collect(self._runtime.launch(left))
-        self._sequences, self._images = set(), set()
+        self._sequences, self._images, self._crops = set(), set(), set()
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -24,7 +23,7 @@ from ..checkpoint.files import (
     read_headers,
 )
 from ..checkpoint.weights.expected import Shapes
-from ..errors import AdapterNotFound, AdapterUnfit, CheckpointError, InvalidRequest
+from ..errors import AdapterNotFound, AdapterUnfit, CheckpointError
 from ..types.adapter import Adapter
 from ..types.model_config import TextConfig
 from .names import Target, target_of
@@ -39,8 +38,9 @@ CONFIG_NAME = "adapter_config.json"
 """PEFT's description of an adapter, beside its tensors."""
 MAX_CONFIG_BYTES = 1 << 20
 SUFFIXES = (".safetensors", *PICKLE_SUFFIXES)
+_PIECE = 1 << 15
+"""Elements that are converted at a time: as many as torch computes in one thread."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}(?:@[0-9]{1,18})?")
 _TWICE = {"text_lora", "_text"}
 _UNKNOWN_KEYS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
 """Keys of PEFT's description that change the computation in ways that this engine does not know."""
@@ -84,20 +84,9 @@ class Packer(Protocol):
         """Returns the device memory of an adapter."""
         ...
 
-    def pack(self, weights: Mapping[str, LowRank]) -> Mapping[str, torch.Tensor]:
-        """Returns an adapter, whose tensors are on the CPU, on the device, by kind (`Adapter.slabs`)."""
+    def packed(self, weights: Mapping[str, LowRank]) -> Mapping[str, torch.Tensor]:
+        """Returns an adapter, whose tensors are on the CPU, by kind (`Adapter.slabs`), on the CPU too."""
         ...
-
-
-def checked_adapter_name(name: object) -> str:
-    """Returns ``name`` if an adapter may have it. Raises InvalidRequest."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidRequest(
-            "adapter",
-            f"{_short(name)} is not the name of an adapter: 1 to 128 letters, digits and any of . _ + -, and possibly "
-            "@ and the number of a step behind them",
-        )
-    return name
 
 
 def find(folder: Path, name: str) -> Found:
@@ -111,9 +100,14 @@ def find(folder: Path, name: str) -> Found:
     if len(there) > 1:
         names = ", ".join(sorted(entry.name for entry in there))
         raise AdapterUnfit("adapter", f"{name!r} means several: {names}; keep one of them")
-    with _naming(name, there[0]):
-        files = find_files(there[0])
-        if (config := there[0] / CONFIG_NAME).is_file():
+    return found_in(there[0], name)
+
+
+def found_in(place: Path, name: str) -> Found:
+    """Returns the files of the adapter ``name`` at ``place``, a folder or a file. Raises AdapterUnfit."""
+    with _naming(name, place):
+        files = find_files(place)
+        if (config := place / CONFIG_NAME).is_file():
             files = (*files, config)
         stats = [file.stat() for file in files]
     return Found(name, files, tuple((s.st_ino, s.st_size, s.st_mtime_ns) for s in stats))
@@ -142,41 +136,68 @@ def check(found: Found, shapes: Shapes, text: TextConfig) -> Checked:
         return Checked(found, pairs, _scale(described, pairs))
 
 
-def read(
-    checked: Checked, dtype: torch.dtype, device: torch.device, packer: Packer | None = None
-) -> Adapter:
-    """Reads the tensors of a checked adapter. Raises AdapterUnfit if they are not finite or the files have changed."""
-    import torch
-
+def read(checked: Checked, dtype: torch.dtype, packer: Packer | None = None) -> Adapter:
+    """Reads the tensors of a checked adapter into the memory of the host. Raises AdapterUnfit if they are not finite or
+    the files have changed."""
     from ..models.low_rank import LowRank
 
     found = checked.found
-    if packer is not None:
-        device = torch.device("cpu")
-    with _naming(found.name, found.files[0].parent):
+    with _naming(found.name, found.files[0].parent), _tensors(found.files) as tensors:
         weights: dict[str, LowRank] = {}
-        pickles = {file: load_pickle(file) for file in found.files if is_pickle(file)}
         for module, pair in checked.pairs.items():
-            sides = []
-            for stored, factor in zip(pair, (1.0, checked.scale), strict=True):
-                tensor = _tensor(stored, pickles)
-                if tensor.shape != stored.shape:
-                    raise CheckpointError("the files have changed while they were read")
-                side = (tensor.to(torch.float32) * factor).to(device, dtype).contiguous()
-                if not torch.isfinite(side).all():
-                    name = str(dtype).removeprefix("torch.")
-                    raise CheckpointError(
-                        f"{stored.name} holds values that are not finite in {name}"
-                    )
-                sides.append(side)
+            sides = (
+                _side(tensors(stored), stored, factor, dtype)
+                for stored, factor in zip(pair, (1.0, checked.scale), strict=True)
+            )
             weights[module] = LowRank(*sides)
+    key = _key(weights)
     if packer is not None:
-        slabs = packer.pack(weights)
-        return Adapter(
-            found.name, _key(weights), {}, sum(each.nbytes for each in slabs.values()), slabs
-        )
+        slabs = packer.packed(weights)
+        return Adapter(found.name, key, {}, sum(each.nbytes for each in slabs.values()), slabs)
     num_bytes = sum(side.nbytes for pair in weights.values() for side in (pair.a, pair.b))
-    return Adapter(found.name, _key(weights), weights, num_bytes)
+    return Adapter(found.name, key, weights, num_bytes)
+
+
+def _side(
+    tensor: torch.Tensor, stored: StoredTensor, factor: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """A or B in ``dtype``, piece by piece: steps run meanwhile, and torch gives a small piece to no other thread."""
+    import torch
+
+    if tensor.shape != stored.shape or tensor.layout is not torch.strided:
+        raise CheckpointError("the files have changed while they were read")
+    made = torch.empty(stored.shape, dtype=dtype)
+    source, target = tensor.reshape(-1), made.view(-1)
+    for begin in range(0, len(target), _PIECE):
+        piece = target[begin : begin + _PIECE]
+        torch.mul(source[begin : begin + _PIECE].to(torch.float32), factor, out=piece)
+        if not torch.isfinite(piece).all():
+            name = str(dtype).removeprefix("torch.")
+            raise CheckpointError(f"{stored.name} holds values that are not finite in {name}")
+    return made
+
+
+@contextmanager
+def _tensors(files: Sequence[Path]) -> Iterator[Callable[[StoredTensor], torch.Tensor]]:
+    """Gives stored tensors. Each file is opened once."""
+    from safetensors import safe_open
+
+    with ExitStack() as opened:
+        pickles = {file: load_pickle(file) for file in files if is_pickle(file)}
+        others = {
+            file: opened.enter_context(safe_open(file, framework="pt"))
+            for file in files
+            if file not in pickles and file.name != CONFIG_NAME
+        }
+
+        def tensor(stored: StoredTensor) -> torch.Tensor:
+            if stored.file in pickles:
+                loaded: torch.Tensor = pickles[stored.file][stored.name]
+                return loaded
+            made: torch.Tensor = others[stored.file].get_tensor(stored.name)
+            return made
+
+        yield tensor
 
 
 def _key(weights: Mapping[str, LowRank]) -> str:
@@ -187,7 +208,7 @@ def _key(weights: Mapping[str, LowRank]) -> str:
     for module, change in weights.items():
         for side in (change.a, change.b):
             digest.update(f"{module} {tuple(side.shape)} {side.dtype} ".encode())
-            digest.update(side.cpu().view(torch.uint8).numpy().data)
+            digest.update(side.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -288,18 +309,6 @@ def _number(name: str, value: object) -> float:
     if not 0 < number < 1e6:
         raise CheckpointError(f"{name} is {_short(value)}; expected a number above 0 and below 1e6")
     return number
-
-
-def _tensor(
-    stored: StoredTensor, pickles: Mapping[Path, Mapping[str, torch.Tensor]]
-) -> torch.Tensor:
-    if stored.file in pickles:
-        return pickles[stored.file][stored.name]
-    from safetensors import safe_open
-
-    with safe_open(stored.file, framework="pt") as handle:
-        tensor: torch.Tensor = handle.get_tensor(stored.name)
-        return tensor
 
 
 @contextmanager

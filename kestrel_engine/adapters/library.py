@@ -1,4 +1,4 @@
-"""AdapterLibrary: the adapters of a folder, and which of them are loaded.
+"""AdapterLibrary: which adapters are loaded, and how many requests use each.
 
 Used on the event loop. Files are read in a thread of its own, one adapter at a time; requests for the same adapter wait
 for one reading. Loaded adapters stay until their memory is needed for another one, the least recently used goes first.
@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import AdaptersFull, AdapterUnfit, EngineClosed
-from ..types.adapter import Adapter
+from ..types.adapter import Adapter, AdapterCounts
 from ..types.model_config import ModelConfig
-from .files import Checked, Found, Packer, check, find, read
+from .files import Checked, Packer, check, read
+from .host_memory import HostMemory
+from .origins.origins import Origins, Version
 from .targets import targets
 
 if TYPE_CHECKING:
     import torch
+
+Upload = Callable[[Adapter], Adapter]
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +45,7 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    found: Found
+    version: Version
     loading: asyncio.Task[Adapter] = field(init=False)
     num_bytes: int = 0
     """Memory that is reserved for it."""
@@ -52,38 +55,71 @@ class _Entry:
 
 class AdapterLibrary:
     """``acquire`` gives an adapter by its name. All loaded ones together take at most ``max_bytes``. ``packer``: for
-    kernels that read adapters in another form."""
+    kernels that read adapters in another form. ``upload``: copies one from the host to the device, None where these are
+    one; the host keeps at most ``host_bytes`` to be copied again."""
 
     def __init__(
         self,
-        folder: Path,
+        origins: Origins,
         model: ModelConfig,
         *,
         dtype: torch.dtype,
-        device: torch.device,
         max_bytes: int,
+        host_bytes: int = 0,
         packer: Packer | None = None,
+        upload: Upload | None = None,
     ) -> None:
-        self._folder, self._model = folder, model
+        self._origins, self._model = origins, model
         self._shapes = targets(model)
-        self._dtype, self._device, self._packer = dtype, device, packer
+        self._dtype, self._packer = dtype, packer
         self._max_bytes = max_bytes
+        self._host = HostMemory(host_bytes)
+        self._upload = upload
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         """By name, the most recently used last."""
         self._num_bytes = 0
         """Of all entries, and of those that requests still use although their files have changed."""
+        self._num_loads = self._num_failures = 0
+        self._waiting: Counter[str] = Counter()
+        """Requests that wait for an adapter, by its name."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kestrel-adapters")
+
+    @property
+    def counts(self) -> AdapterCounts:
+        """What is loaded, used and waited for, now. From any thread."""
+        entries = list(self._entries.items())
+        return AdapterCounts(
+            running=tuple(
+                name for name, entry in entries if entry.users > self._waiting.get(name, 0)
+            ),
+            waiting=tuple(self._waiting.copy()),
+            loaded=sum(entry.loading.done() for _, entry in entries),
+            num_bytes=self._num_bytes,
+            max_bytes=self._max_bytes,
+            host_bytes=self._host.num_bytes,
+            loads=self._num_loads,
+            failures=self._num_failures,
+        )
 
     async def acquire(self, name: str) -> Lease:
         """Returns the adapter, loaded.
 
-        Raises AdapterNotFound, AdapterUnfit, and AdaptersFull if adapters in use leave no memory for it or too many
-        wait to be loaded.
+        Raises AdapterNotFound, AdapterRefused, AdapterUnfit, AdapterUnavailable, and AdaptersFull if adapters in use
+        leave no memory for it or too many wait to be loaded.
         """
-        found = await asyncio.to_thread(find, self._folder, name)
+        self._waiting[name] += 1
+        try:
+            return await self._acquired(name)
+        finally:
+            self._waiting[name] -= 1
+            if not self._waiting[name]:
+                del self._waiting[name]
+
+    async def _acquired(self, name: str) -> Lease:
+        version = await self._origins.find(name)
         entry = self._entries.get(name)
-        if entry is None or (entry.found.files, entry.found.stamps) != (found.files, found.stamps):
-            entry = self._begin(found)
+        if entry is None or entry.version.token != version.token:
+            entry = self._begin(version)
         self._entries.move_to_end(name)
         entry.users += 1
         try:
@@ -103,51 +139,76 @@ class AdapterLibrary:
         """Ends loading, after the adapter that is being read. Requests that wait for an adapter get EngineClosed."""
         for entry in self._entries.values():
             entry.loading.cancel()
+        await self._origins.close()
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
 
-    def _begin(self, found: Found) -> _Entry:
+    def _begin(self, version: Version) -> _Entry:
         """Begins to load an adapter. It replaces the one of the same name."""
         if sum(not each.loading.done() for each in self._entries.values()) >= MAX_LOADING:
             raise AdaptersFull(f"{MAX_LOADING} adapters wait to be loaded")
-        if found.name in self._entries:
-            self._drop(self._entries[found.name])
-        self._entries[found.name] = entry = _Entry(found)
+        if version.name in self._entries:
+            self._drop(self._entries[version.name])
+        self._entries[version.name] = entry = _Entry(version)
         entry.loading = asyncio.create_task(self._load(entry))
         entry.loading.add_done_callback(_retrieved)
         return entry
 
     async def _load(self, entry: _Entry) -> Adapter:
-        loop, found = asyncio.get_running_loop(), entry.found
+        loop, version = asyncio.get_running_loop(), entry.version
+        try:
+            host = self._host.get(version.token)
+            if host is None:
+                host = await self._read(entry)
+            else:
+                self._reserve(entry, host.num_bytes)
+            adapter = host
+            if self._upload is not None:
+                adapter = await loop.run_in_executor(self._thread, self._upload, host)
+                self._host.keep(version.token, host)
+        except BaseException as error:
+            self._drop(entry)
+            if isinstance(error, Exception):
+                self._num_failures += 1
+                self._origins.note_failure(version, error)
+            raise
+        if self._entries.get(version.name) is not entry:
+            self._free(entry)
+        self._num_loads += 1
+        logger.info("adapter %s: %.1f MB", version.name, adapter.num_bytes / 1e6)
+        return adapter
+
+    async def _read(self, entry: _Entry) -> Adapter:
+        """The adapter on the host. Reserves the memory that it will take on the device."""
+        loop = asyncio.get_running_loop()
+        found, give_back = await self._origins.opened(entry.version)
         try:
             checked = await loop.run_in_executor(
                 self._thread, check, found, self._shapes, self._model.text
             )
-            self._reserve(entry, checked)
-            adapter = await loop.run_in_executor(
-                self._thread, read, checked, self._dtype, self._device, self._packer
+            self._reserve(entry, self._size(checked))
+            return await loop.run_in_executor(
+                self._thread, read, checked, self._dtype, self._packer
             )
-        except BaseException:
-            self._drop(entry)
-            raise
-        if self._entries.get(found.name) is not entry:
-            self._free(entry)
-        logger.info("adapter %s: %.1f MB", found.name, adapter.num_bytes / 1e6)
-        return adapter
+        finally:
+            give_back()
 
-    def _reserve(self, entry: _Entry, checked: Checked) -> None:
+    def _size(self, checked: Checked) -> int:
+        """The bytes of an adapter on the device. Raises AdapterUnfit if the kernels can't compute it."""
+        if self._packer is None:
+            return checked.count * self._dtype.itemsize
+        refusal = self._packer.refusal(checked.ranks)
+        if refusal is not None:
+            name = checked.found.name
+            raise AdapterUnfit("adapter", f"{name!r} can't be applied: it {refusal}")
+        return self._packer.num_bytes(checked.ranks)
+
+    def _reserve(self, entry: _Entry, wanted: int) -> None:
         """Reserves the memory of an adapter. Drops unused ones if necessary."""
-        wanted = checked.count * self._dtype.itemsize
-        if self._packer is not None:
-            refusal = self._packer.refusal(checked.ranks)
-            if refusal is not None:
-                raise AdapterUnfit(
-                    "adapter", f"{entry.found.name!r} can't be applied: it {refusal}"
-                )
-            wanted = self._packer.num_bytes(checked.ranks)
+        name = entry.version.name
         if wanted > self._max_bytes:
             raise AdapterUnfit(
                 "adapter",
-                f"{entry.found.name!r} takes {wanted} bytes; the limit of all loaded adapters is {self._max_bytes}",
+                f"{name!r} takes {wanted} bytes; the limit of all loaded adapters is {self._max_bytes}",
             )
         for other in list(self._entries.values()):
             if self._num_bytes + wanted <= self._max_bytes:
@@ -156,21 +217,20 @@ class AdapterLibrary:
                 self._drop(other)
         if self._num_bytes + wanted > self._max_bytes:
             raise AdaptersFull(
-                f"adapters in use take {self._num_bytes} of {self._max_bytes} bytes; {entry.found.name!r} takes "
-                f"{wanted} more"
+                f"adapters in use take {self._num_bytes} of {self._max_bytes} bytes; {name!r} takes {wanted} more"
             )
         entry.num_bytes = wanted
         self._num_bytes += wanted
 
     def _give_back(self, entry: _Entry) -> None:
         entry.users -= 1
-        if self._entries.get(entry.found.name) is not entry:
+        if self._entries.get(entry.version.name) is not entry:
             self._free(entry)
 
     def _drop(self, entry: _Entry) -> None:
         """Removes an entry. Requests that use it keep it."""
-        if self._entries.get(entry.found.name) is entry:
-            del self._entries[entry.found.name]
+        if self._entries.get(entry.version.name) is entry:
+            del self._entries[entry.version.name]
         self._free(entry)
 
     def _free(self, entry: _Entry) -> None:

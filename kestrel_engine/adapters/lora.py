@@ -99,7 +99,7 @@ class LoRA:
             ranks = {module: change.a.shape[-2] for module, change in weights.items()}
             if (refusal := packer.refusal(ranks)) is not None:
                 raise ConfigError("lora", "given", refusal)
-            slabs = packer.pack(weights)
+            slabs = {kind: each.to(device) for kind, each in packer.packed(weights).items()}
             return Adapter(_NAME, _NAME, {}, sum(each.nbytes for each in slabs.values()), slabs)
         return Adapter(_NAME, _NAME, weights, sum(side.nbytes for side in sides.values()))
 

@@ -32,7 +32,7 @@ from .device import (
     kv_scales_of,
     uses_kernels,
 )
-from .files import adapters_folder, read_calibration
+from .files import adapter_origins, read_calibration
 from .pages import check_pool, page_size_of
 from .runtimes import Plan, gpu_runtime, torch_runtime
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from ..kernels.compile_meter import CompileMeter
     from ..runtime.gpu.adapters.layout import SlabLayout
+    from ..runtime.gpu.adapters.upload import Upload
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ def build(
     sizes = config.sizes(cuda=device.type == "cuda")
     kernels = uses_kernels(config, device)
     check_fp8_gemms(config, device, dtype, kernels)
-    adapters_dir = adapters_folder(config)
+    origins = adapter_origins(config)
     compiling = compile_meter() if kernels else None
     if config.attention == "flashinfer" and dtype == torch.float32:
         raise ConfigError("attention", "flashinfer", "needs dtype bfloat16 or float16")
@@ -93,7 +94,7 @@ def build(
     page_bytes = bytes_per_page(model.text, page_size, cache_dtype)
     check_pool(config, model, page_size, page_bytes)
     layout = None
-    if kernels and (lora is not None or adapters_dir is not None):
+    if kernels and (lora is not None or origins is not None):
         layout = _slab_layout(model, dtype, device)
     adapter = None if lora is None else lora.adapter(model.text, dtype, device, layout)
     codec = Tokenizer.from_file(opened.tokenizer_path, vocab_size=model.text.vocab_size)
@@ -175,14 +176,15 @@ def build(
         ),
     )
     adapters = None
-    if adapters_dir is not None:
+    if origins is not None:
         adapters = AdapterLibrary(
-            adapters_dir,
+            origins,
             model,
             dtype=dtype,
-            device=device,
             max_bytes=config.adapter_cache_bytes,
+            host_bytes=config.adapter_sources.host_bytes,
             packer=layout,
+            upload=_adapter_upload(config, device, layout),
         )
     if not kernels:
         return Built(
@@ -197,11 +199,20 @@ def build(
         )
     from ..runtime.gpu.footprint import DEVICE_PIXELS
 
-    # Crops are recognised by their bytes, which must be here for that.
-    device_pixels = 0 if config.crop_cache_bytes else DEVICE_PIXELS
     return Built(
-        runtime, model, codec, info, compiling, device_pixels, calibration, adapters, adapter
+        runtime, model, codec, info, compiling, DEVICE_PIXELS, calibration, adapters, adapter
     )
+
+
+def _adapter_upload(
+    config: RuntimeConfig, device: torch.device, layout: SlabLayout | None
+) -> Upload | None:
+    """What copies adapters to the device; None on a CPU."""
+    from ..runtime.gpu.adapters.upload import Upload
+
+    if device.type != "cuda":
+        return None
+    return Upload(device, 0 if layout is None else config.adapter_cache_bytes)
 
 
 def _slab_layout(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> SlabLayout:

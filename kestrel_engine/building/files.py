@@ -1,13 +1,16 @@
-"""The files beside the weights that settings name: the calibration of scores, and the folder of adapters."""
+"""What settings name beside the weights: the calibration of scores, and where adapters come from."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..adapters.origins.origins import Origins
 from ..config.runtime import RuntimeConfig
 from ..errors import ConfigError
 from ..types.calibration import FILE_NAME, UNCALIBRATED, Calibration, from_text
+
+_MOST_DESCRIPTION = 1 << 20
 
 
 def read_calibration(asked: str | Path, weights: Sequence[Path], fingerprint: str) -> Calibration:
@@ -28,11 +31,15 @@ def read_calibration(asked: str | Path, weights: Sequence[Path], fingerprint: st
     return from_text(text, str(path), fingerprint)
 
 
-def adapters_folder(config: RuntimeConfig) -> Path | None:
-    """The folder of adapters. Raises ConfigError."""
-    if config.adapters_dir is None:
+def adapter_origins(config: RuntimeConfig) -> Origins | None:
+    """Where requests' adapters come from; None if requests may name none. Raises ConfigError."""
+    if not config.has_adapters:
         return None
-    folder = Path(config.adapters_dir).expanduser()
-    if not folder.is_dir():
-        raise ConfigError("adapters_dir", str(config.adapters_dir), "is not a folder")
-    return folder
+    folder = None
+    if config.adapters_dir is not None:
+        folder = Path(config.adapters_dir).expanduser()
+        if not folder.is_dir():
+            raise ConfigError("adapters_dir", str(config.adapters_dir), "is not a folder")
+    # A file may hold each tensor twice, in a type of twice the bytes.
+    most = 4 * config.adapter_cache_bytes + _MOST_DESCRIPTION
+    return Origins(folder, config.adapter_sources, offline=config.offline, most_bytes=most)

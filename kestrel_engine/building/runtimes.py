@@ -93,7 +93,7 @@ def gpu_runtime(plan: Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime, 
     pack_weights(plan.model, tensors)
     fp8_gemms = plan.config.fp8_gemms
     reserve = reserve_of(plan.model, plan.dtype, sizes, fp8_gemms=fp8_gemms)
-    if plan.config.adapters_dir is not None:
+    if plan.config.has_adapters:
         reserve += plan.config.adapter_cache_bytes
     pool = _pool(plan, reserve + plan.refine_bytes)
     runtime = GpuRuntime(

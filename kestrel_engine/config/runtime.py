@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
+from .adapters import AdapterSources
 from .dtypes import PRECISIONS, dtype_name
 from .groups import DEVICE, MODEL, REQUESTS, SCHEDULER
 from .images import ImageLimits
@@ -88,6 +89,7 @@ class RuntimeConfig:
         metavar="SIZE",
         low=1,
     )
+    adapter_sources: AdapterSources = field(default_factory=AdapterSources)
     offline: bool = setting(
         False, MODEL, "never contact the hub; use its cache and local files only", switch=True
     )
@@ -355,8 +357,7 @@ class RuntimeConfig:
         metavar="SIZE",
         low=0,
     )
-    """A crop takes 0.25 MB with kestrel-tiny in float32, and 1.7 MB with a released model in bfloat16. Above 0, decoder
-    processes also make the crops of images for a GPU."""
+    """A crop takes 0.25 MB with kestrel-tiny in float32, and 1.7 MB with a released model in bfloat16."""
     step_prefill_positions: int | None = setting(
         None,
         SCHEDULER,
@@ -453,6 +454,11 @@ class RuntimeConfig:
                 f"kv_cache_pages={self.kv_cache_pages} is set too; set only one of the two",
             )
         self._check_embedded()
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether requests may name adapters."""
+        return self.adapters_dir is not None or self.adapter_sources.downloads
 
     def sizes(self, *, cuda: bool) -> Sizes:
         """Returns the fields that may be None, with the defaults of the device. Read these fields only here."""

@@ -95,14 +95,16 @@ class PreprocessPool:
         cache_bytes: int = 0,
         max_waiting_pixels: int | None = None,
         device_pixels: int = 0,
+        with_crop_keys: bool = False,
     ) -> None:
         """Creates the pool.
 
         Args:
             device_pixels: As in ``crops.prepare``.
             timeout_s: Limit on the time to decode one image, in seconds.
+            with_crop_keys: Whether each crop gets a key, by which the engine recognises equal crops.
         """
-        self._device_pixels = device_pixels
+        self._device_pixels, self._with_crop_keys = device_pixels, with_crop_keys
         self._limits, self._vision = limits, vision
         self._processes, self._timeout_s = processes, timeout_s
         self._cheap = Cost(
@@ -244,6 +246,7 @@ class PreprocessPool:
             "granted": granted._asdict(),
             "threads": min(MOST_THREADS_AN_IMAGE, self._processes) if alone else 1,
             "device_pixels": self._device_pixels,
+            "crop_keys": self._with_crop_keys,
         }
         self._begin_run(job)
         with contextlib.ExitStack() as stack:

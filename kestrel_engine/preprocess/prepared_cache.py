@@ -63,14 +63,17 @@ def _num_bytes(looks: Looks) -> int:
 
 
 def in_namespace(image: PreparedImage, namespace: str) -> PreparedImage:
-    """Returns the image with a key of its namespace, so that other namespaces do not share its results. "" keeps the
-    key."""
+    """Returns the image with keys of its namespace, so that other namespaces do not share its results. "" keeps the
+    keys."""
     if not namespace:
         return image
-    key = hashlib.blake2b(
-        image.key.encode(), key=namespace_digest(namespace), digest_size=16
-    ).hexdigest()
-    return dataclasses.replace(image, key=key)
+    digest = namespace_digest(namespace)
+
+    def own(key: str) -> str:
+        return hashlib.blake2b(key.encode(), key=digest, digest_size=16).hexdigest()
+
+    crop_keys = None if image.crop_keys is None else tuple(map(own, image.crop_keys))
+    return dataclasses.replace(image, key=own(image.key), crop_keys=crop_keys)
 
 
 def source_digest(source: Any) -> bytes | None:

@@ -13,7 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..adapters.files import SUFFIXES, checked_adapter_name
+from ..adapters.files import SUFFIXES
+from ..adapters.references import checked_adapter_name, repository_of
+from ..config.adapters import AdapterSources
 from ..config.runtime import RuntimeConfig
 from ..engine import InferenceEngine
 from ..errors import ConfigError, InsufficientMemoryError, InvalidRequest, RuntimeFailure
@@ -89,7 +91,14 @@ async def teach(
     training, held_out = _split(images, settings)
     judged = held_out or training
     # Kernels may refuse what plain torch can compute: adapters of experts.
-    plain = replace(config, compile=False, calibration="off", min_score=0.0, adapters_dir=None)
+    plain = replace(
+        config,
+        compile=False,
+        calibration="off",
+        min_score=0.0,
+        adapters_dir=None,
+        adapter_sources=AdapterSources(),
+    )
     async with await InferenceEngine.create(plain, progress=progress) as engine:
         before = await judge(engine, judged, None, progress)
         replayed = await replay(engine, images, settings.seed, progress) if settings.replay else []
@@ -155,6 +164,8 @@ def _free_place(config: RuntimeConfig, adapter: str, overwrite: bool) -> Path:
         checked_adapter_name(adapter)
     except InvalidRequest as error:
         raise ConfigError("adapter", adapter, error.message) from None
+    if repository_of(adapter) is not None:
+        raise ConfigError("adapter", adapter, "must be the name of a file, without a /")
     if config.adapters_dir is None:
         raise ConfigError(
             "adapters_dir", None, "must name the folder that the adapter is written to"

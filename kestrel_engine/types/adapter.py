@@ -31,3 +31,21 @@ class Adapter:
     def changes_vision(self) -> bool:
         """Whether images must be encoded with this adapter."""
         return any(module.startswith("vision.") for module in self.weights)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterCounts:
+    """The adapters of an engine at one instant, and counts since it started. ``num_bytes``: of the device's memory."""
+
+    running: tuple[str, ...] = ()
+    """Names of adapters that requests use."""
+    waiting: tuple[str, ...] = ()
+    """Names of adapters that requests wait for."""
+    loaded: int = 0
+    num_bytes: int = 0
+    max_bytes: int = 0
+    host_bytes: int = 0
+    """Of the host's memory, for adapters that are ready to be copied to the device."""
+    loads: int = 0
+    failures: int = 0
+    """Adapters that could not be loaded."""

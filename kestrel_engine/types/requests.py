@@ -169,7 +169,8 @@ class PreparedImage:
     region. ``source_digest``: SHA-256 of what the caller gave, by which callers may recognise equal images.
     ``keeps_features``: the runtime keeps the features of the crops as long as the embedding, because embeddings of
     crops are read. ``region``: None for a whole image. ``crop_keys``: a content key for each distinct crop, if equal
-    crops of other images may skip the tower. ``adapter``: the adapter of the request, if it changes the vision tower.
+    crops of other images may skip the tower; equal keys mean equal crops. ``adapter``: the adapter of the request, if
+    it changes the vision tower.
     """
 
     key: str

@@ -134,6 +134,17 @@ class EncodeSlice:
         return range(self.first, min(self.last, self.image.num_distinct))
 
     @property
+    def encoded_runs(self) -> tuple[tuple[int, int], ...]:
+        """The crops that pass through the tower, as ranges of neighbours, from the first up to the last (exclusive)."""
+        found: list[tuple[int, int]] = []
+        for index in self.distinct:
+            if index in self.reused:
+                continue
+            first = found.pop()[0] if found and found[-1][1] == index else index
+            found.append((first, index + 1))
+        return tuple(found)
+
+    @property
     def num_encoded(self) -> int:
         """Crops that pass through the tower."""
         return len(self.distinct) - len(self.reused)

@@ -15,31 +15,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
 import grpc
 
-from kestrel_client._pb.kestrel.v1 import common_pb2
-
 from ..security.admission.guard import Guard
 from ..security.admission.message_limits import ADAPTED_COPIES, COPIES
-from ..security.identity.principal import Principal, Scope
 from ..service_names import KSERVE_METHODS
 from .calls.call import Call, Context, code_of_cancellation
 from .calls.call_limit import CallLimit
 from .calls.call_watcher import CallWatcher
 from .calls.current_call import current
 from .calls.in_flight import InFlight
-from .calls.request_ids import id_from_options, own_id
 from .failures.endings import Endings, Trailers, forget_frames
 from .failures.errors import SlowSender
 from .lost_connections import silence_lost_connections
 from .messages.bounded_context import BoundedContext
 from .messages.incoming import Incoming
-from .messages.inner_request import inner_request
+from .messages.request_options import check_priority, options_of, take_id
 from .request_streams import RequestStreams, StreamKind
 from .visitors import Visitors
 
@@ -143,15 +138,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                             request = await incoming.only() if empty is None else empty()
                             call.message = request
                             prefix = "request." if streaming else ""
-                            options = _options(request)
-                            chosen = (
-                                own_id(request) if options is None else id_from_options(options)
-                            )
-                            call.request_id = chosen or call.request_id
+                            options = options_of(request)
+                            take_id(call, options)
                             if watcher is not None:
                                 watcher.on_message(call)
-                            if options is not None:
-                                _check_priority(options, principal)
+                            check_priority(options, principal)
                         if streaming and limits.write_s is not None:
                             writer = BoundedContext(context, limits.write_s)
                             with contextlib.closing(writer):
@@ -204,21 +195,3 @@ def _empty(decode: Callable[[bytes], Any]) -> Callable[[], Any] | None:
     None."""
     kind: Any = getattr(decode, "__self__", None)
     return None if kind is None or kind.DESCRIPTOR.fields else cast(Callable[[], Any], kind)
-
-
-def _check_priority(options: common_pb2.RequestOptions, principal: Principal) -> None:
-    """Raises ScopeMissing."""
-    if options.priority == common_pb2.PRIORITY_HIGH:
-        principal.check(Scope.HIGH)
-
-
-def _options(request: Any) -> common_pb2.RequestOptions | None:
-    """The options of the request; None if it has none."""
-    holder = inner_request(request)
-    kind: Any = type(holder)
-    return holder.options if _takes_options(kind) and holder.HasField("options") else None
-
-
-@functools.cache
-def _takes_options(kind: Any) -> bool:
-    return "options" in kind.DESCRIPTOR.fields_by_name

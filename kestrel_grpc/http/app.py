@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import orjson
 from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ..edge.calls.call import REQUEST_ID_KEY, TRACE_ID_KEY
 from ..kserve.service import InferenceService
 from ..security.admission.guard import Guard
 from ..served_model import ServedModels, State
+from ..services.image import ImageService
 from ..services.model import ModelService
 from ..services.vision import VisionService
 from ..telemetry.opening import Telemetry
-from .dialects import completions, kserve, moondream, ollama, openai
+from .dialects import completions, grpc_web, kserve, moondream, ollama, openai
 from .edge import Endpoint, HttpEdge, Receive, Scope, Send
 from .files import page_routes
 from .metrics import metrics
+
+_EXPOSED = [REQUEST_ID_KEY, TRACE_ID_KEY, "retry-after", "retry-after-ms"]
+"""The headers of responses that programs of other origins may read. gRPC-Web has its status in the body."""
+_PREFLIGHT_S = 3600
+"""Seconds for which a browser may remember what it may send."""
 
 
 class _Answered:
@@ -37,19 +45,22 @@ class _Answered:
 def application(
     edge: HttpEdge,
     vision: VisionService,
+    images: ImageService,
     models: ModelService,
     inference: InferenceService,
     served: ServedModels,
     guard: Guard,
     telemetry: Telemetry | None,
+    origins: Sequence[str] = (),
 ) -> Any:
-    """The ASGI application."""
+    """The ASGI application. ``origins``: of the pages whose programs may read the responses; "*" stands for all."""
     endpoints = {
         **moondream.endpoints(vision, lambda: served.names),
         **openai.endpoints(vision, models, lambda: served.names),
         **completions.endpoints(vision, lambda: served.names),
         **ollama.endpoints(vision, models, lambda: served.names),
         **kserve.endpoints(inference),
+        **grpc_web.endpoints(vision, images, models, guard.messages.largest),
     }
     routes = [
         Route(path, _Answered(edge, endpoint), methods=[verb])
@@ -63,7 +74,17 @@ def application(
         *page_routes(),
     ]
     app = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _wrong_method})
-    return _SingleSlashes(app)
+    single: Any = _SingleSlashes(app)
+    if not origins:
+        return single
+    return CORSMiddleware(
+        single,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=_EXPOSED,
+        max_age=_PREFLIGHT_S,
+    )
 
 
 class _SingleSlashes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -13,14 +14,18 @@ CERTIFICATE = "kestrel.certificate"
 
 class HttpContext:
     """``scope``: the request's, of ASGI. ``write`` receives each message of a streaming method. None: the request is no
-    method's."""
+    method's. ``timeout_s``: the seconds that the client waits for the response; None if it does not say."""
 
     def __init__(
-        self, scope: Mapping[str, Any], write: Callable[[Any], Awaitable[None]] | None = None
+        self,
+        scope: Mapping[str, Any],
+        write: Callable[[Any], Awaitable[None]] | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         self._peer = peer_of(scope.get("client"))
         self._certificate: AuthContext = scope.get("state", {}).get(CERTIFICATE, {})
         self._write = write
+        self._ends_at = None if timeout_s is None else time.monotonic() + timeout_s
 
     def peer(self) -> str:
         return self._peer
@@ -29,8 +34,8 @@ class HttpContext:
         return self._certificate
 
     def time_remaining(self) -> float | None:
-        """None, because HTTP has no deadline. The server's own limit applies."""
-        return None
+        """Seconds until the client's deadline; None if it has none, and only the server's own limit applies."""
+        return None if self._ends_at is None else max(0.0, self._ends_at - time.monotonic())
 
     async def send_initial_metadata(self, metadata: Any) -> None:
         """The response's headers carry the ids."""

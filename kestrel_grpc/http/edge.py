@@ -13,19 +13,26 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-import grpc
 import orjson
 
-from kestrel_engine import InvalidRequest
+from kestrel_engine import DeadlineExceeded, InvalidRequest
 
-from ..edge.calls.call import REQUEST_ID_KEY, TRACE_ID_KEY, Call, Context, id_from_metadata, new_id
+from ..edge.calls.call import (
+    REQUEST_ID_KEY,
+    TRACE_ID_KEY,
+    Call,
+    Context,
+    code_of_cancellation,
+    id_from_metadata,
+    new_id,
+)
 from ..edge.calls.call_limit import CallLimit
 from ..edge.calls.call_watcher import CallWatcher
 from ..edge.calls.current_call import current
 from ..edge.calls.in_flight import InFlight
 from ..edge.failures.endings import delay_refusal, forget_frames, note
 from ..edge.failures.errors import SlowReader, SlowSender
-from ..edge.failures.statuses import complaint
+from ..edge.messages.request_options import check_priority, options_of, take_id
 from ..security.admission.admission import MessageTooLarge
 from ..security.admission.guard import Guard
 from ..security.admission.message_limits import COPIES
@@ -34,7 +41,7 @@ from ..security.connections.connection_guard import ConnectionGuard
 from .context import HttpContext
 from .fetching import ImageFetcher, places
 from .fields import Fields, json_fields
-from .refusals import Refusal, refusal
+from .forms import JSON, SSE, Form, Told, Whole
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -47,18 +54,8 @@ _TEXT_BYTES = 1024 * 1024
 _INLINE_BYTES = 256 * 1024
 """A thread parses a larger body, because parsing would occupy the event loop for milliseconds."""
 _Parsed = TypeVar("_Parsed")
-_JSON = b"application/json"
 _KEY_HEADERS = (b"x-moondream-auth", b"x-api-key")
 """Headers in which clients send a key, in addition to ``authorization``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """A response that does not consist of JSON only. ``headers``: additional to length, type and ids."""
-
-    data: bytes
-    content_type: bytes
-    headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
 @dataclass(slots=True)
@@ -76,23 +73,6 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """The form of streams and errors for one kind of client. The functions get errors in the form of refusals.py."""
-
-    stream_type: bytes
-    error: Callable[[dict[str, Any]], dict[str, Any]]
-    error_event: Callable[[dict[str, Any]], bytes]
-
-
-SSE = Form(
-    stream_type=b"text/event-stream",
-    error=lambda body: body,
-    error_event=lambda body: b"data: " + orjson.dumps({**body, "completed": True}) + b"\n\n",
-)
-"""Server-sent events, with errors in the form of OpenAI's and Moondream's clients."""
-
-
-@dataclass(frozen=True, slots=True)
 class Endpoint:
     """A path that the model answers."""
 
@@ -107,6 +87,8 @@ class Endpoint:
     """Number of copies of the message in memory during the request."""
     parse: Callable[[Scope, bytes | bytearray], Fields] | None = None
     """Makes the fields from the request's scope and body, if the body is not a JSON object alone."""
+    timeout_s: Callable[[Scope], float | None] = lambda scope: None
+    """Returns the seconds that the client waits for the response; None if it does not say."""
 
     def asked(self, scope: Scope, body: bytes | bytearray) -> Asked:
         """Converts a request to the form that its service accepts. Raises InvalidRequest."""
@@ -144,7 +126,7 @@ class HttpEdge:
         """Answers one request."""
         metadata = metadata_of(scope["headers"])
         writer = _Writer(send, self._guard.limits.write_s, endpoint.form)
-        context = HttpContext(scope, writer.write)
+        context = HttpContext(scope, writer.write, endpoint.timeout_s(scope))
         call = Call(
             method=endpoint.method,
             peer=context.peer(),
@@ -168,11 +150,11 @@ class HttpEdge:
                 await self._answer(call, endpoint, scope, receive, writer)
             except asyncio.CancelledError:
                 # The client has disconnected, or the server stops. uvicorn would log an exception.
-                call.code = grpc.StatusCode.CANCELLED
+                call.code = code_of_cancellation(call.context)
             except Exception as error:  # The edge: the one place where errors become responses.
                 failed = error
                 note(call, error)
-                told = refusal(error, complaint(error, call.request_id), endpoint.rename)
+                told = endpoint.form.told(error, call, endpoint.rename)
                 with contextlib.suppress(SlowReader, asyncio.CancelledError):
                     await delay_refusal(self._guard.refusals, call, error)
                     await writer.refuse(told)
@@ -206,10 +188,13 @@ class HttpEdge:
                 writer.has_read_all = not _content_length(scope["headers"])
                 asked = endpoint.asked(scope, b"")
             call.message = asked.message
+            options = options_of(asked.message)
+            take_id(call, options)
             if watcher is not None:
                 watcher.on_message(call)
+            check_priority(options, principal)
             writer.events = asked.events
-            async with _cancelled_with(receive):
+            async with _cancelled_with(receive), _deadline(call.context.time_remaining()):
                 response = await self._limit.within(asked.behaviour(asked.message, call.context))
                 if asked.events is None:
                     await writer.answer(asked.answer(response))
@@ -280,22 +265,22 @@ class _Writer:
 
     async def end(self) -> None:
         """Ends a stream."""
+        await self._stream(self._form.ending)
         await self._put({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def answer(self, body: Any) -> None:
         """Sends a whole response."""
         if not isinstance(body, Whole):
-            body = Whole(orjson.dumps(body), _JSON)
+            body = Whole(orjson.dumps(body), JSON)
         await self._whole(200, body)
 
-    async def refuse(self, told: Refusal) -> None:
-        """Sends an error: as a response, or as the last event of a stream that has begun."""
+    async def refuse(self, told: Told) -> None:
+        """Sends an error: as a response, or as the last part of a stream that has begun."""
         if not self._has_begun:
-            body = orjson.dumps(self._form.error(told.body))
-            await self._whole(told.status, Whole(body, _JSON, tuple(told.headers)))
+            await self._whole(told.status, told.whole)
             return
-        await self._stream(self._form.error_event(told.body))
-        await self.end()
+        await self._stream(told.event)
+        await self._put({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _whole(self, status: int, body: Whole) -> None:
         kind = (b"content-type", body.content_type)
@@ -361,6 +346,19 @@ async def _cancelled_with(receive: Receive) -> AsyncIterator[None]:
         yield
     finally:
         waiting.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _deadline(left_s: float | None) -> AsyncIterator[None]:
+    """Raises DeadlineExceeded after ``left_s`` seconds; None for no deadline."""
+    ends = asyncio.timeout(left_s)
+    try:
+        async with ends:
+            yield
+    except TimeoutError:
+        if not ends.expired():
+            raise
+        raise DeadlineExceeded("the deadline of the call passed") from None
 
 
 def metadata_of(headers: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[str, str], ...]:

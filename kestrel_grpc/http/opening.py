@@ -14,6 +14,7 @@ from ..security.connections.connection_guard import ConnectionGuard
 from ..security.identity.tls import RenewedContext
 from ..security.listening import check_exposure
 from ..served_model import ServedModels
+from ..services.image import ImageService
 from ..services.model import ModelService
 from ..services.vision import VisionService
 from ..settings.addresses import AddressError
@@ -31,6 +32,7 @@ def open_http(
     config: HttpConfig,
     security: SecurityConfig,
     vision: VisionService,
+    images: ImageService,
     models: ModelService,
     inference: InferenceService,
     served: ServedModels,
@@ -58,6 +60,9 @@ def open_http(
     allowed = config.http_fetch_allow
     fetcher = ImageFetcher(allowed, guard.messages.largest) if allowed else None
     edge = HttpEdge(in_flight, guard, connection_guard, end_call, telemetry, fetcher)
-    app = application(edge, vision, models, inference, served, guard, telemetry)
+    app = application(
+        *(edge, vision, images, models, inference, served, guard, telemetry),
+        origins=config.http_allow_origins,
+    )
     tls = None if security.tls is None else RenewedContext(security.tls, "HTTP port")
     return HttpListener(app, config, tls, connections, connection_guard)

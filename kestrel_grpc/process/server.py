@@ -226,11 +226,13 @@ class KestrelServer:
         )
         self._health.start()
         if http.http_listen:
-            vision = self._vision_service(RequestImages(self.images))
+            images = RequestImages(self.images)
+            vision = self._vision_service(images)
             self._http = open_http(
                 http,
                 security,
                 vision,
+                self._image_service(images),
                 self._model_service(),
                 kserve.InferenceService(self.served, vision, self.call_statistics),
                 self.served,
@@ -273,9 +275,7 @@ class KestrelServer:
         add_GRPCInferenceServiceServicer_to_server(
             kserve.InferenceService(self.served, vision, self.call_statistics), methods
         )
-        add_ImageServiceServicer_to_server(
-            ImageService(self.served, images, self.uploads, self._config.upload_idle_s), methods
-        )
+        add_ImageServiceServicer_to_server(self._image_service(images), methods)
         add_ModelServiceServicer_to_server(self._model_service(), methods)
         admin = AdminService(
             self.served,
@@ -311,6 +311,9 @@ class KestrelServer:
 
     def _vision_service(self, images: RequestImages) -> VisionService:
         return VisionService(self.served, images, self._config.max_message_bytes)
+
+    def _image_service(self, images: RequestImages) -> ImageService:
+        return ImageService(self.served, images, self.uploads, self._config.upload_idle_s)
 
     def _model_service(self) -> ModelService:
         return ModelService(

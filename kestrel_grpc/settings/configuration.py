@@ -22,6 +22,7 @@ from .telemetry import TelemetryConfig
 from .workers import WorkersConfig
 
 _HIDDEN = "(hidden)"
+_SECRETS = ("KESTREL_API_KEY", "MOONDREAM_API_KEY")
 _USER_INFO = re.compile(r"(?<=://)[^/@\s]*@")
 
 
@@ -124,8 +125,7 @@ def _toml(value: Any) -> str:
 
 def _variables(environ: Mapping[str, str]) -> list[str]:
     lines = []
-    if environ.get("KESTREL_API_KEY"):
-        lines.append(f"# KESTREL_API_KEY = {_HIDDEN}")
+    lines += [f"# {name} = {_HIDDEN}" for name in _SECRETS if environ.get(name)]
     for name in sorted(environ):
         if name.startswith("OTEL_") and environ[name]:
             secret = "HEADERS" in name

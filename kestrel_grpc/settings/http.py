@@ -15,6 +15,19 @@ _HOST = re.compile(
 )
 """A name with a dot, whose last part is no number, so that no form of an IP address is a host."""
 
+_ORIGIN = re.compile(r"\*|https?://([a-z0-9._-]{1,253}|\[[0-9a-f:.]+\])(:[1-9]\d{0,4})?")
+
+
+def _origins(text: str) -> list[str]:
+    """Raises ValueError."""
+    origins = [part.strip().lower() for part in text.split(",")]
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise ValueError(
+                "must be SCHEME://HOST or SCHEME://HOST:PORT, as in https://app.example.org, or * for all origins"
+            )
+    return origins
+
 
 def _addresses(text: str) -> list[str]:
     return [parse_address(part.strip()) for part in text.split(",")]
@@ -72,6 +85,17 @@ class HttpConfig:
         distinct=True,
         metavar="HOST",
         shown="none: images come in requests",
+    )
+    http_allow_origins: tuple[str, ...] = setting(
+        (),
+        HTTP,
+        "origin of web pages whose programs may use the HTTP port, as in https://app.example.org; * for all; repeat "
+        "the flag or separate origins with commas",
+        parse=_origins,
+        repeated=True,
+        distinct=True,
+        metavar="ORIGIN",
+        shown="none: only the server's own page",
     )
     http_metrics: bool = setting(
         True,

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
 from kestrel_engine import (
+    AdapterSources,
     ConfigError,
     ImageLimits,
     InvalidRequest,
@@ -51,7 +53,11 @@ def add_model_flags(
     """``only``: SOURCE_FLAGS or DEVICE_FLAGS for a command that needs no other flags; None adds all. ``several``:
     ``--model`` may be given several times."""
     lists = ("model",) if several else ()
-    add_settings(parser, RuntimeConfig, ImageLimits, only=only, several=lists, environ=environ)
+    configs = (RuntimeConfig, AdapterSources, ImageLimits)
+    add_settings(parser, *configs, only=only, several=lists, environ=environ)
+    # A secret has no flag, because every user of the machine can read the flags of its processes.
+    key = (os.environ if environ is None else environ).get("MOONDREAM_API_KEY") or None
+    parser.set_defaults(adapter_api_key=key)
 
 
 def runtime_config(args: argparse.Namespace) -> RuntimeConfig:
@@ -78,12 +84,17 @@ def runtime_configs(args: argparse.Namespace) -> tuple[RuntimeConfig, ...]:
             f"{name_of(args, '--weights')}={weights}: applies to one model; with several, "
             "write --model NAME,weights=PATH"
         )
-    limits = configured(ImageLimits, args)
+    nested = {
+        "image_limits": configured(ImageLimits, args),
+        "adapter_sources": configured(
+            AdapterSources, args, api_key=getattr(args, "adapter_api_key", None)
+        ),
+    }
     configs = []
     for text in given:
         name, *overrides = text.split(",")
         values = dict(_override(each, f"{where}={text}") for each in overrides)
-        configs.append(configured(RuntimeConfig, args, model=name, image_limits=limits, **values))
+        configs.append(configured(RuntimeConfig, args, model=name, **nested, **values))
     if len(configs) > 1:
         _check_distinct(configs, where)
     return tuple(configs)
@@ -109,7 +120,7 @@ def other_model(base: RuntimeConfig, text: str) -> RuntimeConfig:
 
 def config_error(error: ConfigError, args: argparse.Namespace) -> SettingsError:
     """The engine's ConfigError as a SettingsError that names the flag, variable or key that gave the value."""
-    return settings_error(error, args, RuntimeConfig, ImageLimits)
+    return settings_error(error, args, RuntimeConfig, AdapterSources, ImageLimits)
 
 
 def _override(text: str, where: str) -> tuple[str, Any]:

@@ -226,6 +226,8 @@ def read_file(name: str, source: str) -> ConfigFile:
 def _unknown(key: str, section: str, places: Mapping[str, str]) -> str:
     if key == "api-key":
         return "a secret cannot stand in the file; set the variable KESTREL_API_KEY"
+    if key == "adapter-api-key":
+        return "a secret cannot stand in the file; set MOONDREAM_API_KEY or adapter-api-key-file"
     if key in places:
         return f"it belongs in [{places[key]}]"
     near = get_close_matches(key.replace("_", "-"), places, n=1)

@@ -70,7 +70,8 @@ def is_python(block: Block) -> bool:
 def is_commands(block: Block) -> bool:
     return (
         re.match(
-            r"(KESTREL_TOKEN=\S+ |HF_TOKEN=\S+ |cp |\.venv/bin/)*kestrel-grpc |cp ", block.text
+            r"(KESTREL_TOKEN=\S+ |HF_TOKEN=\S+ |MOONDREAM_API_KEY=\S+ |cp |\.venv/bin/)*kestrel-grpc |cp ",
+            block.text,
         )
         is not None
     )

@@ -9,8 +9,12 @@ import pytest
 import torch
 
 from kestrel_engine import InferenceEngine, RuntimeConfig, StepEvent
-from kestrel_engine.preprocess.crop_keys import with_crop_keys
+from kestrel_engine.preprocess.crop_keys import crop_keys
+from kestrel_engine.preprocess.crops import prepare
+from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
+from kestrel_engine.preprocess.prepared_cache import in_namespace
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
+from kestrel_engine.types.model_config import VisionConfig
 from kestrel_engine.types.requests import PreparedImage
 from kestrel_engine.types.step import EncodeSlice
 from tests.engine.fakes import Listener
@@ -21,10 +25,11 @@ FRAME = np.random.default_rng(5).integers(0, 255, (300, 600, 3), dtype=np.uint8)
 NEXT = FRAME.copy()
 NEXT[:20, :20] = 0
 """A change in one corner: the overview and one tile differ."""
+VISION = VisionConfig()
 
 
-def keyed(image: PreparedImage) -> PreparedImage:
-    return with_crop_keys(image, "")
+def keyed(image: PreparedImage, vision: VisionConfig = VISION) -> PreparedImage:
+    return dataclasses.replace(image, crop_keys=crop_keys(image, vision))
 
 
 def test_equal_crops_have_equal_keys():
@@ -36,10 +41,8 @@ def test_equal_crops_have_equal_keys():
     assert [a == b for a, b in zip(image.crop_keys, other.crop_keys, strict=True)] == [
         *(True, True, False, True)
     ]
-    assert not set(with_crop_keys(image, "salt").crop_keys) & set(image.crop_keys)
+    assert not set(in_namespace(image, "salt").crop_keys) & set(image.crop_keys)
     assert len(keyed(picture(tiling=(1, 1))).crop_keys) == 1
-    on_device = dataclasses.replace(image, crops=None, crop_keys=None)
-    assert keyed(on_device).crop_keys is None
 
 
 def test_the_overview_of_an_image_is_one_crop():
@@ -110,6 +113,48 @@ def test_the_gpu_runtime_reuses_features_bit_for_bit(family):
     )
     step(runtime, drop_crops=first.crop_keys)
     assert not len(runtime._images._kept)
+    runtime.close()
+
+
+@torch.inference_mode()
+def test_crops_that_the_gpu_makes_are_reused_bit_for_bit():
+    """Frames arrive as pixels: crops are known by the pixels that they are made from, and made on the device. Crop for
+    crop, the features are those of the same passes over the crops of libvips."""
+    config, tensors = small_models.small_model("moondream2")
+    vision = config.vision
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    own = {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
+    runtime = GpuRuntime(
+        config, own, num_pages=30, page_size=17, max_batch_size=3, max_seq_length=200
+    )
+    before = np.random.default_rng(6).integers(0, 255, (70, 150, 3), dtype=np.uint8)
+    after = before.copy()
+    after[30:34, 2:6] = 0
+    frames = [
+        keyed(prepare(DecodedImage(pixels), vision, device_pixels=10**6), vision)
+        for pixels in (before, after)
+    ]
+    first, second = frames
+    assert first.crops is None and first.tiling == second.tiling
+    count = first.num_distinct
+    reused = tuple(i for i in range(count) if first.crop_keys[i] == second.crop_keys[i])
+    assert 0 < len(reused) < count - 1 and 0 not in reused
+    step(runtime, encode=(EncodeSlice(first, 0, count, kept=reused),))
+    step(runtime, encode=(EncodeSlice(second, 0, count, reused=reused),))
+    crops = [
+        torch.from_numpy(prepare(DecodedImage(pixels), vision).crops).to(device)
+        for pixels in (before, after)
+    ]
+    new = [index for index in range(count) if index not in reused]
+    features = runtime.encode_crops(crops[0]).clone()
+    features[new] = runtime.encode_crops(crops[1][new])
+    (wanted,) = runtime.vision.embed_many([(features, second.tiling)])
+    assert runtime._images.prefix(second.key)[1:].equal(wanted)
+    # An image all of whose crops are kept.
+    again = dataclasses.replace(first, key="again")
+    step(runtime, encode=(EncodeSlice(first, 0, count, reused=reused, kept=tuple(new)),))
+    step(runtime, encode=(EncodeSlice(again, 0, count, reused=tuple(range(count))),))
+    assert runtime._images.prefix("again").equal(runtime._images.prefix(first.key))
     runtime.close()
 
 

@@ -8,14 +8,18 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from kestrel_client import AsyncKestrelClient, QueryTask
 from kestrel_client._pb.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
 from kestrel_client._pb.kestrel.v1 import common_pb2, vision_service_pb2
+from kestrel_engine import AdapterSources
 from kestrel_engine.adapters.library import AdapterLibrary
+from kestrel_engine.adapters.origins.origins import Origins
+from kestrel_grpc.http.dialects.models import set_model
 from tests.engine.fakes import fake_model
 from tests.http.conftest import http  # noqa: F401  # A fixture.
+from tests.hub_stand import Stand, stand  # noqa: F401  # A fixture.
 from tests.kserve.conftest import infer
 from tests.service.conftest import Served, raw_image
 from tests.service.statuses import failure
@@ -33,10 +37,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def add_adapters(served: Served, folder: Path) -> None:
-    """Gives a server on the fake runtime, which has no folder of adapters, that of the test."""
+def add_adapters(served: Served, origins: Origins | Path) -> None:
+    """Gives a server on the fake runtime, which has no adapters, those of the test."""
+    origins = Origins(origins) if isinstance(origins, Path) else origins
     served.engine._submitter.adapters = AdapterLibrary(
-        folder, fake_model("moondream3"), dtype=torch.float32, device=torch.device("cpu"),
+        origins, fake_model("moondream3"), dtype=torch.float32,
         max_bytes=1 << 20,
     )  # fmt: skip
 
@@ -79,6 +84,48 @@ async def test_every_client_can_name_one(http, folder: Path) -> None:  # noqa: F
     response = await client.post("/v1/query", json={"question": "eight?", "settings": settings})
     assert response.status_code == 200, response.text
     assert applied(served) == [NAME, NAME, None, NAME, NAME]
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "adapter"),
+    [
+        ("fake", "fake", ""),
+        ("fake/mine", "fake", "mine"),
+        ("fake/team/mine@v1", "fake", "team/mine@v1"),
+        ("org/model", "org/model", ""),
+        ("org/model/team/mine", "org/model", "team/mine"),
+        ("moondream/team/mine", "fake", "team/mine"),
+        ("moondream3-preview/01J5@7", "fake", "01J5@7"),
+        ("moondream/moondream2", "moondream/moondream2", ""),
+    ],
+)
+def test_names_of_models_with_adapters(name: str, model: str, adapter: str) -> None:
+    options = common_pb2.RequestOptions()
+    set_model(options, name, ("fake", "org/model"))
+    assert (options.model, options.adapter) == (model, adapter)
+
+
+async def test_one_that_the_server_fetches(serve, stand: Stand, tmp_path: Path) -> None:  # noqa: F811
+    served = await serve()
+    sources = AdapterSources(hub=("team/*",), folder=tmp_path)
+    add_adapters(served, Origins(None, sources, endpoint=stand.url))
+    text = fake_model("moondream3").text
+    proj = "text.blocks.0.attn.proj"
+    sides = {f"{proj}.A": torch.ones(1, text.dim), f"{proj}.B": torch.ones(text.dim, 1)}
+    stand.add("adapter.safetensors", save(sides), repo="team/mine")
+    await served.vision.Query(query("team/mine"))
+    assert applied(served) == ["team/mine"]
+    stand.refuse["team/down"] = (500, "")
+    cases = (
+        ("other/mine", grpc.StatusCode.FAILED_PRECONDITION, "ADAPTER_REFUSED", "--adapter-hub"),
+        ("team/down", grpc.StatusCode.UNAVAILABLE, "ADAPTER_UNAVAILABLE", "answers 500"),
+        ("team/none", grpc.StatusCode.NOT_FOUND, "ADAPTER_NOT_FOUND", "the hub has no adapter"),
+    )
+    for name, code, reason, words in cases:
+        told = await failure(served.vision.Query(query(name)))
+        assert (told.code, told.reason) == (code, reason) and words in told.message
+        assert (told.retry_after_s is not None) == (code is grpc.StatusCode.UNAVAILABLE)
+    assert (await served.vision.Query(query("team/mine"))).answer
 
 
 async def test_prefixes_belong_to_an_adapter(serve, folder: Path) -> None:

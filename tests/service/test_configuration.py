@@ -160,6 +160,7 @@ def test_weights_have_two_names():
         ("[sever]\ngrace = 1", "kestrel.toml: unknown section [sever]; did you mean [server]?"),
         ("[nothing]", "unknown section [nothing]: model, device"),
         ("[security]\napi-key = 'k'", "a secret cannot stand in the file; set the variable KESTREL_API_KEY"),
+        ("[model]\nadapter-api-key = 'k'", "a secret cannot stand in the file; set MOONDREAM_API_KEY"),
         ("[server", "kestrel.toml: is not valid TOML: "),
     ],
 )  # fmt: skip
@@ -215,13 +216,14 @@ def test_every_setting_is_printed():
 def test_secrets_are_not_printed():
     text = printed(
         KESTREL_API_KEY="s3cret-key",
+        MOONDREAM_API_KEY="s3cret-key-of-the-api",
         OTEL_EXPORTER_OTLP_HEADERS="authorization=s3cret-header",
         OTEL_EXPORTER_OTLP_ENDPOINT="http://user:s3cret-word@collector:4317",
         OTEL_SERVICE_NAME="door",
         HF_TOKEN="s3cret-token",
     )
     assert "s3cret" not in text
-    assert "# KESTREL_API_KEY = (hidden)" in text
+    assert "# KESTREL_API_KEY = (hidden)" in text and "# MOONDREAM_API_KEY = (hidden)" in text
     assert "# OTEL_EXPORTER_OTLP_HEADERS = (hidden)" in text
     assert '# OTEL_EXPORTER_OTLP_ENDPOINT = "http://(hidden)@collector:4317"' in text
     assert '# OTEL_SERVICE_NAME = "door"' in text

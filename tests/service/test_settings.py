@@ -37,6 +37,29 @@ def test_the_delay_before_draining_fits_the_grace_and_is_left_to_kubernetes(monk
     assert configs("--drain-delay", "2")[0].leaving_s == 2.0
 
 
+def test_the_sources_of_adapters():
+    flags = (
+        "--adapter-hub",
+        "team/a,team/b*",
+        "--adapter-hub",
+        "org/*",
+        "--adapter-disk-bytes",
+        "2GiB",
+    )
+    environ = {"MOONDREAM_API_KEY": "key", "KESTREL_ADAPTER_API": "https://api.example"}
+    found = configs(*flags, **environ)[1].adapter_sources
+    assert found.hub == ("team/a", "team/b*", "org/*") and found.disk_bytes == 2 << 30
+    assert (found.api, found.api_key, found.downloads) == ("https://api.example", "key", True)
+    assert not configs()[1].adapter_sources.downloads and not configs()[1].has_adapters
+    for flags, words in (
+        (("--adapter-hub", "team"), "ORG/REPO, ORG/PREFIX"),
+        (("--adapter-api", "http://api.example"), "--adapter-api=http://api.example: must begin"),
+    ):
+        with pytest.raises((SettingsError, SystemExit)) as told:
+            configs(*flags)
+        assert words in str(told.value) or isinstance(told.value, SystemExit)
+
+
 def test_flags_of_the_gpu_reach_their_fields():
     _, runtime = configs(
         *("--attention", "triton", "--no-compile", "--no-cuda-graphs", "--kv-cache-gib", "1.5"),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...adapters.files import checked_adapter_name
+from ...adapters.references import checked_adapter_name
 from ...building.factory import Built
 from ...config.runtime import RuntimeConfig
 from ...errors import InvalidRequest

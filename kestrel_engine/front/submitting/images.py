@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import RequestError
-from ...preprocess.crop_keys import with_crop_keys
 from ...preprocess.jobs import Preprocessed
 from ...preprocess.looks import Tiled
 from ...preprocess.pool import PreprocessPool
@@ -24,20 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class ImagePreparation:
-    """``with_keys``: every crop gets a key, by which the engine recognises equal crops."""
+    """``prepare`` for the images of a request, ``prepare_ahead`` for those that later requests are about."""
 
     def __init__(
-        self,
-        pool: PreprocessPool,
-        preparing: Preparing,
-        observer: Observer | None,
-        *,
-        with_keys: bool,
+        self, pool: PreprocessPool, preparing: Preparing, observer: Observer | None
     ) -> None:
         self._pool = pool
         self._preparing = preparing
         self._observer = observer
-        self._with_keys = with_keys
 
     async def prepare(
         self,
@@ -122,16 +115,9 @@ class ImagePreparation:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _prepare_one(self, image: Any, cache_salt: str, place: Place) -> Preprocessed:
-        prepared = await self._pool.prepare(
+        return await self._pool.prepare(
             image, cache_salt, principal=place.principal, is_high=place.priority == 0
         )
-        if not self._with_keys:
-            return prepared
-
-        def keyed() -> Looks:
-            return tuple(with_crop_keys(look, cache_salt) for look in prepared.looks)
-
-        return Preprocessed(await asyncio.to_thread(keyed), prepared.seconds)
 
     def _observe(self, request_id: str, timings: FrontTimings, looks: Looks, error: str) -> None:
         if self._observer is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+from dataclasses import replace
 from typing import Any
 
 from ... import errors
@@ -76,15 +77,17 @@ class Answers:
             found = regions(width, height, job.selection)
         except InvalidRequest as error:
             raise ValueError(str(error)) from error
-        if len(keys) != len(found):
-            raise ValueError(f"{len(keys)} keys for {len(found)} looks")
+        crop_keys = [None] * len(found) if done["crop_keys"] is None else done["crop_keys"]
+        if len(keys) != len(found) or len(crop_keys) != len(found):
+            raise ValueError(f"{len(keys)} and {len(crop_keys)} keys for {len(found)} looks")
         sizes = [look_size(region, width, height) for region in found]
         shapes = [stored_shape(*size, self._vision, self._device_pixels) for size in sizes]
         memory = map_segment(segment, (sum(map(math.prod, shapes)),))
         looks = []
-        for key, region, size, shape in zip(keys, found, sizes, shapes, strict=True):
-            if len(key) != KEY_LENGTH:
-                raise ValueError(f"key {key!r}")
+        for key, region, size, shape, of_crops in zip(
+            keys, found, sizes, shapes, crop_keys, strict=True
+        ):
+            _check_key(key)
             part = memory[: math.prod(shape)].reshape(shape)
             memory = memory[math.prod(shape) :]
             crops, pixels = (None, part) if len(shape) == 3 else (part, None)
@@ -92,8 +95,19 @@ class Answers:
             look = PreparedImage(
                 key, crops, tiling, *size, pixels, job.source_digest, region=region
             )
+            if of_crops is not None:
+                if len(of_crops) != look.num_distinct:
+                    raise ValueError(f"{len(of_crops)} keys for {look.num_distinct} crops")
+                look = replace(look, crop_keys=tuple(map(_check_key, of_crops)))
             looks.append(in_namespace(look, job.namespace))
         return tuple(looks)
+
+
+def _check_key(key: Any) -> str:
+    """Returns the content key. Raises ValueError."""
+    if not isinstance(key, str) or len(key) != KEY_LENGTH:
+        raise ValueError(f"key {key!r}")
+    return key
 
 
 def _lost(status: int | None) -> Exception:

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,9 @@ import numpy as np
 from ...config.images import ImageLimits
 from ...errors import RequestError
 from ...types.model_config import VisionConfig
-from ..crops import Piece, content_key, device_makes_crops, prepare, region_of, stored_shape
+from ...types.requests import PreparedImage
+from ..crop_keys import crop_keys
+from ..crops import Piece, Run, content_key, device_makes_crops, prepare, region_of, stored_shape
 from ..decoding.bmp import BmpImage
 from ..decoding.costs import PIXELS, Cost, check_size, cost_of
 from ..decoding.decoded_image import DecodedImage, new_bytes
@@ -53,6 +56,9 @@ _SECONDS_PER_LOOK = 0.02
 _MOST_COVERED = 4
 """All looks together have less than this many times the pixels of the image: the image, and tiles that overlap by
 half."""
+
+_MOST_KEYED_CROPS = 1000
+"""Crops of an image that may have keys, so that the answer is no longer than a message may be."""
 
 _SWITCH_INTERVAL_S = 0.5e-3
 """Python's switch interval. Threads that share an image wait this long for the interpreter. Python's default of 5 ms is
@@ -145,12 +151,18 @@ class Work:
             ):
                 return {"cost": cost._asdict()}
             if selection == WHOLE:
-                done = self._prepare(image, cost, job["threads"], job["device_pixels"])
+                looks = self._prepare(image, cost, job["threads"], job["device_pixels"])
             else:
-                done = self._prepare_looks(
+                looks = self._prepare_looks(
                     image, selection, cost, job["threads"], job["device_pixels"]
                 )
-            return {"done": {**done, "seconds": time.perf_counter() - began}}
+            done: dict[str, Any] = {"keys": [look.key for look in looks], "crop_keys": None}
+            if job["crop_keys"] and sum(look.num_distinct for look in looks) <= _MOST_KEYED_CROPS:
+                run = self._run(job["threads"])
+                done["crop_keys"] = [crop_keys(look, self._vision, run) for look in looks]
+            width, height = looks[0].image_size
+            seconds = time.perf_counter() - began
+            return {"done": {**done, "width": width, "height": height, "seconds": seconds}}
         except RequestError as error:
             return {"error": [type(error).__name__, error.field, error.message]}
         except MemoryError:
@@ -164,7 +176,7 @@ class Work:
         cost: Cost,
         threads: int,
         device_pixels: int,
-    ) -> dict[str, Any]:
+    ) -> list[PreparedImage]:
         vision = self._vision
         in_place = False
 
@@ -178,7 +190,7 @@ class Work:
         with memory_bound(cost.num_bytes + _SLACK_BYTES):
             decoded = image if isinstance(image, DecodedImage) else image.begin(allocate_pixels)
             # Decoding alone is the work of one thread.
-            run = partial(self.split, threads=threads) if threads > 1 and not in_place else None
+            run = None if in_place else self._run(threads)
             prepared = prepare(
                 decoded,
                 vision,
@@ -187,7 +199,7 @@ class Work:
                 device_pixels=device_pixels,
                 in_place=in_place,
             )
-        return {"keys": [prepared.key], "width": prepared.width, "height": prepared.height}
+        return [prepared]
 
     def _prepare_looks(
         self,
@@ -196,10 +208,10 @@ class Work:
         cost: Cost,
         threads: int,
         device_pixels: int,
-    ) -> dict[str, Any]:
+    ) -> list[PreparedImage]:
         """Decodes the image once, and writes the crops of all looks one after the other."""
         vision = self._vision
-        keys: list[str] = []
+        found: list[PreparedImage] = []
         with memory_bound(cost.num_bytes + _SLACK_BYTES):
             decoded = image if isinstance(image, DecodedImage) else image.begin(new_bytes)
             width, height = decoded.width, decoded.height
@@ -213,7 +225,7 @@ class Work:
                 for look in looks
             ]
             room = self._allocate_crops((sum(map(math.prod, shapes)),))
-            run = partial(self.split, threads=threads) if threads > 1 else None
+            run = self._run(threads)
             for look, shape in zip(looks, shapes, strict=True):
                 part, room = room[: math.prod(shape)].reshape(shape), room[math.prod(shape) :]
                 prepared = prepare(
@@ -223,8 +235,8 @@ class Work:
                     allocate=lambda _, part=part: part,  # type: ignore[misc]
                     device_pixels=device_pixels,
                 )
-                keys.append(prepared.key)
-        return {"keys": keys, "width": width, "height": height}
+                found.append(replace(prepared, region=look))
+        return found
 
     def _allocate_crops(self, shape: tuple[int, ...]) -> np.ndarray:
         size = math.prod(shape)
@@ -233,6 +245,10 @@ class Work:
         if mapped is None or len(mapped) < size:
             mapped = mmap.mmap(self._crops, size)
         return np.frombuffer(mapped, np.uint8, size).reshape(shape)
+
+    def _run(self, threads: int) -> Run | None:
+        """Calls pieces of work in ``threads`` threads."""
+        return partial(self.split, threads=threads) if threads > 1 else None
 
     def split(self, pieces: Sequence[Piece], threads: int) -> None:
         """Calls all ``pieces`` in ``threads`` threads, including this one. Raises the error of a piece."""

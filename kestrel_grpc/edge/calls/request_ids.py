@@ -29,7 +29,8 @@ def own_id(request: Any) -> str | None:
 
 @functools.cache
 def _has_id(kind: Any) -> bool:
-    return "id" in kind.DESCRIPTOR.fields_by_name
+    descriptor = getattr(kind, "DESCRIPTOR", None)  # Several messages are a list.
+    return descriptor is not None and "id" in descriptor.fields_by_name
 
 
 def valid_request_id(text: str) -> bool:

@@ -76,6 +76,8 @@ TABLE: dict[type[Exception], _Row] = {
     engine.InvalidRequest: _Row(_Code.INVALID_ARGUMENT, "INVALID_REQUEST"),
     engine.AdapterUnfit: _Row(_Code.INVALID_ARGUMENT, "ADAPTER_UNFIT"),
     engine.AdapterNotFound: _Row(_Code.NOT_FOUND, "ADAPTER_NOT_FOUND"),
+    engine.AdapterRefused: _Row(_Code.FAILED_PRECONDITION, "ADAPTER_REFUSED"),
+    engine.AdapterUnavailable: _Row(_Code.UNAVAILABLE, "ADAPTER_UNAVAILABLE"),
     engine.ContextLengthError: _Row(_Code.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED"),
     engine.ImageDecodeError: _Row(_Code.INVALID_ARGUMENT, "IMAGE_BROKEN"),
     engine.UnsupportedImageError: _Row(_Code.INVALID_ARGUMENT, "IMAGE_FORMAT_UNSUPPORTED"),
@@ -228,7 +230,7 @@ def status_of(
         trailers = ((PUSHBACK_KEY, str(round(1000 * error.retry_after_s))),)
     elif isinstance(error, (MessageTooLarge, SlowReader, SlowSender)):
         trailers = ((PUSHBACK_KEY, DONT_RETRY),)
-    elif isinstance(error, (ModelNotReady, engine.EngineClosed)):
+    elif isinstance(error, (ModelNotReady, engine.EngineClosed, engine.AdapterUnavailable)):
         details.append(_retry_after(1.0))
     details.append(error_details_pb2.RequestInfo(request_id=request_id))
     code, message = described.code, described.message

@@ -20,12 +20,13 @@ from ...kserve.service import InferenceService
 from ...kserve.tensors import BYTES, FORMATS, raw_bytes
 from ...security.admission.message_limits import ADAPTED_COPIES
 from ...service_names import KSERVE_METHODS
-from ..edge import Asked, Endpoint, Form, Scope, Whole
+from ..edge import Asked, Endpoint, Scope
 from ..fields import Fields, json_fields
+from ..forms import JsonForm, Whole
 
 _HEADER_LENGTH = b"inference-header-content-length"
 """The header with the length of the JSON before binary tensors."""
-_FORM = Form(
+_FORM = JsonForm(
     stream_type=b"application/json",
     error=lambda body: {"error": body["error"]["message"]},
     error_event=lambda body: orjson.dumps({"error": body["error"]["message"]}),

@@ -20,9 +20,22 @@ def served_name(name: str, names: Sequence[str]) -> str:
 
 def set_model(options: common_pb2.RequestOptions, name: str, names: Sequence[str]) -> None:
     """Sets model and adapter. ``name``: a model's, or with an adapter's behind it, MODEL/ADAPTER. Behind an alias, the
-    adapter's name must have a step (moondream3-preview/ID@STEP), because moondream/moondream2 is a repository.
-    ``names``: as for ``served_name``."""
-    base, _, adapter = name.rpartition("/")
-    if name not in names and (base in names or (base in ALIASES and "@" in adapter)):
-        name, options.adapter = base, adapter
-    options.model = served_name(name, names)
+    adapter's name must have a step (moondream3-preview/ID@STEP) or be a repository of the hub (moondream3/ORG/REPO),
+    because moondream/moondream2 is a repository. ``names``: as for ``served_name``."""
+    base, adapter = _split(name, names)
+    if adapter:
+        options.adapter = adapter
+    options.model = served_name(base, names)
+
+
+def _split(name: str, names: Sequence[str]) -> tuple[str, str]:
+    """The name of a model, and that of an adapter or ""."""
+    if name in names:
+        return name, ""
+    for base in sorted(names, key=len, reverse=True):
+        if name.startswith(f"{base}/"):
+            return base, name.removeprefix(f"{base}/")
+    base, _, adapter = name.partition("/")
+    if base in ALIASES and ("@" in adapter or "/" in adapter):
+        return base, adapter
+    return name, ""

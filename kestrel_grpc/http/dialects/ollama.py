@@ -18,8 +18,9 @@ from kestrel_engine import InvalidRequest
 from ...service_names import MODEL_METHODS, VISION_METHODS
 from ...services.model import ModelService
 from ...services.vision import VisionService
-from ..edge import Asked, Endpoint, Form
+from ..edge import Asked, Endpoint
 from ..fields import ANY_OBJECT, Fields, image_bytes, json_text
+from ..forms import JsonForm
 from .conversation import Message, conversation
 from .models import served_name, set_model
 
@@ -43,7 +44,7 @@ def _line(body: dict[str, Any]) -> bytes:
     return orjson.dumps(body) + b"\n"
 
 
-FORM = Form(
+FORM = JsonForm(
     stream_type=b"application/x-ndjson",
     error=lambda body: {"error": body["error"]["message"]},
     error_event=lambda body: _line({"error": body["error"]["message"]}),

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kestrel_engine.adapters.files import check, checked_adapter_name, find, read
+from kestrel_engine.adapters.files import check, find, read
+from kestrel_engine.adapters.references import checked_adapter_name
 from kestrel_engine.adapters.targets import targets
 from kestrel_engine.errors import AdapterNotFound, AdapterUnfit, InvalidRequest
 from kestrel_engine.models.low_rank import Changes
@@ -25,7 +26,7 @@ MD2, MD3 = small_config("moondream2"), small_config("moondream3")
 def load(folder: Path, name: str = "mine", family: Family = "moondream3") -> Changes:
     model = small_config(family)
     checked = check(find(folder, name), targets(model), model.text)
-    return read(checked, torch.float32, torch.device("cpu")).weights
+    return read(checked, torch.float32).weights
 
 
 def assert_same(got: Changes, expected: Changes) -> None:
@@ -111,7 +112,7 @@ def test_the_key_is_the_content(tmp_path: Path) -> None:
         tensors = random_tensors(MD3, seed, only=".proj")
         save_file(tensors, tmp_path / f"{name}.safetensors", {"alpha": alpha})
         checked = check(find(tmp_path, name), targets(MD3), MD3.text)
-        loaded = read(checked, torch.bfloat16, torch.device("cpu"))
+        loaded = read(checked, torch.bfloat16)
         assert loaded.num_bytes == 2 * checked.count
         keys.append(loaded.key)
     assert keys[0] == keys[1] and len(set(keys)) == 3
@@ -207,7 +208,25 @@ def test_broken_files_are_named_without_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "..", "../mine", "/etc/passwd", "a/b", ".hidden", "x" * 200, "a@b", "a\0b", "ä"]
+    "name",
+    [
+        "",
+        "..",
+        "../mine",
+        "/etc/passwd",
+        "a/b/c",
+        "a//b",
+        "a/..",
+        "a/.b",
+        "a/b@",
+        "a/b@../c",
+        "http://h/x",
+        ".hidden",
+        "x" * 200,
+        "a@b",
+        "a\0b",
+        "ä",
+    ],
 )
 def test_names_that_are_none(name: str) -> None:
     with pytest.raises(InvalidRequest, match="is not the name of an adapter"):

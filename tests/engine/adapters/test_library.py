@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from kestrel_engine.adapters import library
 from kestrel_engine.adapters.files import Checked, Packer
 from kestrel_engine.adapters.library import AdapterLibrary, Lease
+from kestrel_engine.adapters.origins.origins import Origins
 from kestrel_engine.errors import AdaptersFull, AdapterUnfit, EngineClosed
 from kestrel_engine.runtime.gpu.adapters.layout import SlabLayout
 from kestrel_engine.types.adapter import Adapter
@@ -34,12 +36,10 @@ class Reader:
         self._read = library.read
         monkeypatch.setattr(library, "read", self)
 
-    def __call__(
-        self, checked: Checked, dtype: torch.dtype, device: torch.device, packer: Packer | None
-    ) -> Adapter:
+    def __call__(self, checked: Checked, dtype: torch.dtype, packer: Packer | None) -> Adapter:
         self.names.append(checked.found.name)
         assert self.go.wait(30)
-        return self._read(checked, dtype, device, packer)
+        return self._read(checked, dtype, packer)
 
 
 @pytest.fixture
@@ -55,7 +55,10 @@ async def adapters(tmp_path: Path) -> AsyncIterator[AdapterLibrary]:
         save_file(tensors, tmp_path / f"{name}.safetensors")
     size = sum(4 * tensor.numel() for tensor in tensors.values())
     made = AdapterLibrary(
-        tmp_path, MODEL, dtype=torch.float32, device=torch.device("cpu"), max_bytes=5 * size // 2
+        Origins(tmp_path),
+        MODEL,
+        dtype=torch.float32,
+        max_bytes=5 * size // 2,
     )
     yield made
     await made.close()
@@ -148,6 +151,39 @@ async def test_close_fails_those_that_wait(adapters: AdapterLibrary, reader: Rea
     await closing
 
 
+async def test_the_host_keeps_what_the_device_drops(
+    tmp_path: Path, reader: Reader, adapters: AdapterLibrary
+) -> None:
+    sent = []
+
+    def upload(adapter: Adapter) -> Adapter:
+        sent.append(adapter.name)
+        return replace(adapter)
+
+    size = (await adapters.acquire("a")).adapter.num_bytes
+    reader.names.clear()
+    made = AdapterLibrary(
+        Origins(tmp_path),
+        MODEL,
+        dtype=torch.float32,
+        max_bytes=size,
+        host_bytes=2 * size,
+        upload=upload,
+    )
+    for name in "abab":
+        lease = await made.acquire(name)
+        assert made.counts.running == (name,) and made.counts.num_bytes == size
+        lease.give_back()
+    assert reader.names == ["a", "b"] and sent == ["a", "b", "a", "b"]
+    for name in "ca":  # c takes the place of a, which was used less recently than b.
+        (await made.acquire(name)).give_back()
+    assert reader.names == ["a", "b", "c", "a"]
+    counts = made.counts
+    assert (counts.loads, counts.failures, counts.host_bytes) == (6, 0, 2 * size)
+    assert (counts.running, counts.waiting, counts.loaded) == ((), (), 1)
+    await made.close()
+
+
 async def test_adapters_for_kernels(tmp_path: Path) -> None:
     """Their memory is that of their slabs, and one that the kernels can't compute fails alone."""
     cpu = torch.device("cpu")
@@ -155,8 +191,8 @@ async def test_adapters_for_kernels(tmp_path: Path) -> None:
     save_file(random_tensors(MODEL, 1, rank=17, only=".mlp."), tmp_path / "a.safetensors")
     sight = random_tensors(MODEL, 1, only="vision.", vision=True)
     save_file(sight, tmp_path / "b.safetensors")
-    limits = {"max_bytes": 2 * layout.sizes["mlp"] * 4, "dtype": torch.float32, "device": cpu}
-    made = AdapterLibrary(tmp_path, MODEL, packer=layout, **limits)
+    limits = {"max_bytes": 2 * layout.sizes["mlp"] * 4, "dtype": torch.float32}
+    made = AdapterLibrary(Origins(tmp_path), MODEL, packer=layout, **limits)
     adapter = (await made.acquire("a")).adapter
     (slabs,) = adapter.slabs.values()
     assert slabs.shape == (2, layout.sizes["mlp"])

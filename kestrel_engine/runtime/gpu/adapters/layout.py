@@ -107,7 +107,11 @@ class SlabLayout:
         )
 
     def pack(self, weights: Mapping[str, LowRank]) -> dict[str, Tensor]:
-        """Returns the slabs [n, size] on the device, by kind, of an adapter on the CPU, which has no refusal. Ranks and
+        """As `packed`, on the device."""
+        return {kind: slabs.to(self._device) for kind, slabs in self.packed(weights).items()}
+
+    def packed(self, weights: Mapping[str, LowRank]) -> dict[str, Tensor]:
+        """Returns the slabs [n, size] on the CPU, by kind, of an adapter on the CPU, which has no refusal. Ranks and
         layers that the adapter lacks are zero."""
         counts = self._counts({name: change.a.shape[-2] for name, change in weights.items()})
         found = {
@@ -118,7 +122,7 @@ class SlabLayout:
             kind, place = self._places[module]
             for slab, values in enumerate(found[kind]):
                 _fill(values, place, change, slab)
-        return {kind: slabs.to(self._device) for kind, slabs in found.items()}
+        return found
 
     def _counts(self, ranks: Mapping[str, int]) -> dict[str, int]:
         """Returns the number of slabs of each kind that an adapter has."""

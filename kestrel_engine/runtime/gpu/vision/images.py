@@ -105,8 +105,9 @@ class EncodedImages:
         for piece in pieces:
             image = piece.image
             if image.pixels is not None:
-                assert not piece.reused, "crops that the device makes have no keys"
-                found.append(self._crops[image.key][piece.distinct.start : piece.distinct.stop])
+                all_crops = self._crops[image.key]
+                runs = [all_crops[first:last] for first, last in piece.encoded_runs]
+                found.append(runs[0] if len(runs) == 1 else torch.cat([all_crops[:0], *runs]))
             else:
                 assert image.crops is not None, image
                 own = image.crops[piece.distinct.start : piece.distinct.stop]

@@ -721,8 +721,10 @@ class RequestOptions(_message.Message):
     """
     adapter: _builtins.str
     """Name of the adapter (a fine-tune of the model) to apply, such as "scratches" or "01J5Z3NDEKTSV4RRFFQ69G5FAV@1000": 1 to
-    128 letters, digits and any of ". _ + -", then possibly "@" and a step. A name that the server does not know gives
-    NOT_FOUND, an adapter that does not fit the model INVALID_ARGUMENT. Default: none.
+    128 letters, digits and any of ". _ + -", then possibly "@" and a step. Or a repository of the hub, ORG/REPO or
+    ORG/REPO@REVISION, if the server allows it. A name that the server does not know gives NOT_FOUND, one that it may not
+    fetch FAILED_PRECONDITION, one that it can't fetch now UNAVAILABLE, and an adapter that does not fit the model
+    INVALID_ARGUMENT. Default: none.
     """
     cache_salt: _builtins.str
     """The computation of earlier images and prompts is reused only among requests with the same salt. With different salts,

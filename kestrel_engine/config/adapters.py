@@ -1,0 +1,125 @@
+"""AdapterSources: where adapters come from besides the operator's folder, and where downloaded ones are kept."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ..errors import ConfigError
+from .groups import MODEL
+from .setting import check_settings, setting
+
+_ALLOWED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/(?:[A-Za-z0-9][A-Za-z0-9._-]{0,95}\*?|\*)")
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def _repositories(text: str) -> list[str]:
+    """Raises ValueError."""
+    found = [each.strip() for each in text.split(",")]
+    for each in found:
+        if not _ALLOWED.fullmatch(each):
+            raise ValueError("must be ORG/REPO, ORG/PREFIX* or ORG/*")
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSources:
+    """By default, no caller can make the server download anything. Raises ConfigError."""
+
+    hub: tuple[str, ...] = setting(
+        (),
+        MODEL,
+        "repository of the hub from which requests may name adapters, as ORG/REPO or ORG/REPO@REVISION: ORG/REPO, "
+        "ORG/PREFIX* or ORG/*; repeat the flag or separate with commas",
+        flag="--adapter-hub",
+        parse=_repositories,
+        repeated=True,
+        distinct=True,
+        metavar="REPOSITORY",
+        shown="none",
+    )
+    api: str | None = setting(
+        None,
+        MODEL,
+        "address of the tuning API, such as https://api.moondream.ai, from which requests may name fine-tunes as "
+        "ID@STEP; needs a key in MOONDREAM_API_KEY or --adapter-api-key-file",
+        flag="--adapter-api",
+        metavar="URL",
+        shown="off",
+    )
+    api_key_file: str | Path | None = setting(
+        None,
+        MODEL,
+        "file that holds the key of --adapter-api; read again for each download",
+        flag="--adapter-api-key-file",
+        metavar="FILE",
+        shown="MOONDREAM_API_KEY",
+    )
+    api_key: str | None = field(default=None, repr=False)
+    """The key of the tuning API. A secret has no flag."""
+    folder: str | Path = setting(
+        "~/.cache/kestrel/adapters",
+        MODEL,
+        "folder that keeps downloaded adapters; several servers may share it",
+        flag="--adapter-downloads",
+        metavar="DIR",
+    )
+    disk_bytes: int = setting(
+        10 * 1024 * 1024 * 1024,
+        MODEL,
+        "limit on the bytes of --adapter-downloads; the least recently used adapters are deleted",
+        kind="bytes",
+        flag="--adapter-disk-bytes",
+        metavar="SIZE",
+        low=1,
+    )
+    host_bytes: int = setting(
+        1024 * 1024 * 1024,
+        MODEL,
+        "on CUDA, limit on the memory of the host for adapters that are ready to be copied to the GPU; 0 keeps none",
+        kind="bytes",
+        flag="--adapter-host-bytes",
+        metavar="SIZE",
+        low=0,
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self, "adapter_sources.")
+        for each in self.hub:
+            if not _ALLOWED.fullmatch(each):
+                raise ConfigError(
+                    "adapter_sources.hub", each, "must be ORG/REPO, ORG/PREFIX* or ORG/*"
+                )
+        if not str(self.folder):
+            raise ConfigError("adapter_sources.folder", self.folder, "must not be empty")
+        if self.api is not None:
+            self._check_api(self.api)
+
+    @property
+    def downloads(self) -> bool:
+        """Whether requests may name adapters that are not in the operator's folder."""
+        return bool(self.hub) or self.api is not None
+
+    def allows(self, repository: str) -> bool:
+        """Whether requests may name adapters of this repository of the hub."""
+        return any(
+            repository.startswith(each[:-1]) if each.endswith("*") else repository == each
+            for each in self.hub
+        )
+
+    def _check_api(self, api: str) -> None:
+        try:
+            parts = urlsplit(api)
+            host, _ = parts.hostname, parts.port
+        except ValueError:
+            raise ConfigError("adapter_sources.api", api, "is not an address") from None
+        if parts.username is not None or parts.query or parts.fragment or not host:
+            raise ConfigError(
+                "adapter_sources.api", "...", "must be like https://HOST or https://HOST/PATH"
+            )
+        if parts.scheme != "https" and not (parts.scheme == "http" and host in _LOOPBACK):
+            raise ConfigError(
+                "adapter_sources.api", api, "must begin with https://, because a key is sent there"
+            )

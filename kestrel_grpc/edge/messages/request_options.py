@@ -1,0 +1,38 @@
+"""What the edge takes from a request's options: the id that the caller chose, and the priority that it asks for."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from kestrel_client._pb.kestrel.v1 import common_pb2
+
+from ...security.identity.principal import Principal, Scope
+from ..calls.call import Call
+from ..calls.request_ids import id_from_options, own_id
+from .inner_request import inner_request
+
+
+def options_of(request: Any) -> common_pb2.RequestOptions | None:
+    """The options of a request; None if it has none. ``request``: a message, or a list of them, which has none."""
+    holder = inner_request(request)
+    kind: Any = type(holder)
+    return holder.options if _has(kind, "options") and holder.HasField("options") else None
+
+
+def take_id(call: Call, options: common_pb2.RequestOptions | None) -> None:
+    """Gives the call the id that its message chooses, if it chooses one. Raises InvalidRequest."""
+    chosen = own_id(call.message) if options is None else id_from_options(options)
+    call.request_id = chosen or call.request_id
+
+
+def check_priority(options: common_pb2.RequestOptions | None, principal: Principal) -> None:
+    """Raises ScopeMissing."""
+    if options is not None and options.priority == common_pb2.PRIORITY_HIGH:
+        principal.check(Scope.HIGH)
+
+
+@functools.cache
+def _has(kind: Any, field: str) -> bool:
+    descriptor = getattr(kind, "DESCRIPTOR", None)
+    return descriptor is not None and field in descriptor.fields_by_name

@@ -1,0 +1,160 @@
+"""gRPC-Web: the methods of kestrel.v1 for programs in a browser, which cannot send gRPC itself.
+
+The protocol (gRPC's document "gRPC Web"): the body of a request is one frame with a message. The body of a response is
+a frame for each message, then a frame with the trailers, which hold the status. A frame is a byte of flags, the length
+in four bytes, and the content. The HTTP status is always 200.
+
+A browser sends one message in a call, so the methods that take a stream of messages are left out. So is AdminService.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+from urllib.parse import quote
+
+import grpc
+from google.protobuf import message_factory
+from google.protobuf.message import DecodeError
+
+from kestrel_client._pb.kestrel.v1 import image_service_pb2, model_service_pb2, vision_service_pb2
+from kestrel_engine import InvalidRequest
+
+from ...edge.calls.call import Call
+from ...edge.failures.statuses import status_of
+from ...security.admission.admission import MessageTooLarge
+from ...services.image import ImageService
+from ...services.model import ModelService
+from ...services.vision import VisionService
+from ..edge import Asked, Endpoint, Scope
+from ..fields import Fields
+from ..forms import Told, Whole
+
+_TYPE = b"application/grpc-web+proto"
+_TYPES = frozenset({b"application/grpc-web", _TYPE})
+_HEAD_BYTES = 5
+_MESSAGE, _TRAILERS = 0, 0x80
+"""Flags of a frame. Another bit means a compressed message."""
+_TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
+_SECONDS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
+_LITERAL = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
+"""The characters that stand for themselves in grpc-message."""
+
+
+def endpoints(
+    vision: VisionService, images: ImageService, models: ModelService, largest: int
+) -> dict[tuple[str, str], Endpoint]:
+    """Returns the endpoints by verb and path. ``largest``: limit on the bytes of a message."""
+    made = {}
+    for file, service in (
+        (vision_service_pb2, vision),
+        (image_service_pb2, images),
+        (model_service_pb2, models),
+    ):
+        (described,) = file.DESCRIPTOR.services_by_name.values()
+        for method in described.methods:
+            if not method.client_streaming:
+                path = f"/{described.full_name}/{method.name}"
+                behaviour = getattr(service, method.name)
+                made["POST", path] = _endpoint(path, method, behaviour, largest)
+    return made
+
+
+def _endpoint(path: str, method: Any, behaviour: Any, largest: int) -> Endpoint:
+    kind = message_factory.GetMessageClass(method.input_type)
+    is_stream = method.server_streaming
+
+    def read(fields: Fields) -> Asked:
+        assert isinstance(fields, _Message), "as parse gives them"
+        events = _frames if is_stream else None
+        return Asked(fields.message, behaviour, _whole, events)
+
+    return Endpoint(
+        path,
+        read,
+        form=_Form("request." if is_stream else ""),
+        parse=functools.partial(_Message, kind, largest),
+        timeout_s=_timeout_s,
+    )
+
+
+class _Message(Fields):
+    """The message in the body of a request. Raises InvalidRequest, MessageTooLarge."""
+
+    def __init__(
+        self, kind: Callable[[], Any], largest: int, scope: Scope, body: bytes | bytearray
+    ) -> None:
+        super().__init__({})
+        headers = dict(scope["headers"])
+        given = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if given not in _TYPES:
+            raise InvalidRequest("", f"the content type must be {_TYPE.decode()}")
+        if b"grpc-timeout" in headers and _timeout_s(scope) is None:
+            raise InvalidRequest("", "the header grpc-timeout must be 1 to 8 digits and a unit")
+        if len(body) < _HEAD_BYTES:
+            raise InvalidRequest("", "the body holds no whole frame")
+        flags, length = body[0], int.from_bytes(body[1:_HEAD_BYTES])
+        if flags != _MESSAGE:
+            raise InvalidRequest("", "the message is compressed; this port takes plain messages")
+        if length > largest:
+            raise MessageTooLarge("", f"the message has {length} bytes; the limit is {largest}")
+        if length != len(body) - _HEAD_BYTES:
+            raise InvalidRequest(
+                "",
+                f"the frame announces {length} bytes, but {len(body) - _HEAD_BYTES} follow; a call has one message",
+            )
+        self.message = kind()
+        try:
+            with memoryview(body) as view:
+                self.message.ParseFromString(view[_HEAD_BYTES:])
+        except DecodeError:
+            raise InvalidRequest("", "the request is not a valid message of its type") from None
+
+
+class _Form:
+    """Errors as trailers. ``prefix`` precedes the paths of fields, because a stream's message holds the request."""
+
+    stream_type = _TYPE
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self.ending = _trailers(grpc.StatusCode.OK, "", ())
+
+    def told(self, error: Exception, call: Call, rename: Callable[[str], str]) -> Told:
+        prefix = "" if call.message is None else self._prefix
+        frame = _trailers(*status_of(error, call.request_id, prefix))
+        return Told(200, Whole(frame, _TYPE), frame)
+
+
+def _frames(message: Any) -> Iterable[bytes]:
+    yield _frame(_MESSAGE, message.SerializeToString())
+
+
+def _whole(response: Any) -> Whole:
+    trailers = _trailers(grpc.StatusCode.OK, "", ())
+    return Whole(_frame(_MESSAGE, response.SerializeToString()) + trailers, _TYPE)
+
+
+def _trailers(
+    code: grpc.StatusCode, message: str, trailers: Iterable[tuple[str, str | bytes]]
+) -> bytes:
+    lines = [("grpc-status", str(code.value[0])), ("grpc-message", quote(message, safe=_LITERAL))]
+    for key, value in trailers:
+        if isinstance(value, bytes):
+            value = base64.b64encode(value).decode()
+        lines.append((key, value))
+    return _frame(_TRAILERS, "".join(f"{key}: {value}\r\n" for key, value in lines).encode())
+
+
+def _frame(flags: int, content: bytes) -> bytes:
+    return bytes([flags]) + len(content).to_bytes(_HEAD_BYTES - 1) + content
+
+
+def _timeout_s(scope: Scope) -> float | None:
+    """The deadline of a call; None if it has none, or an invalid one."""
+    given = dict(scope["headers"]).get(b"grpc-timeout")
+    found = None if given is None else _TIMEOUT.fullmatch(given)
+    return None if found is None else int(found[1]) * _SECONDS[found[2]]

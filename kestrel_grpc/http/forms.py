@@ -1,0 +1,73 @@
+"""Form: how streams and errors look to one kind of client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+
+from ..edge.calls.call import Call
+from ..edge.failures.statuses import complaint
+from .refusals import refusal
+
+JSON = b"application/json"
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A response that does not consist of JSON only. ``headers``: additional to length, type and ids."""
+
+    data: bytes
+    content_type: bytes
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """An error for the client: ``status`` and ``whole`` if nothing has been sent yet, or else ``event``, the last part
+    of the stream."""
+
+    status: int
+    whole: Whole
+    event: bytes
+
+
+class Form(Protocol):
+    """The form of streams and errors for one kind of client."""
+
+    @property
+    def stream_type(self) -> bytes:
+        """The content type of streams."""
+
+    @property
+    def ending(self) -> bytes:
+        """The last part of a stream that succeeds."""
+
+    def told(self, error: Exception, call: Call, rename: Callable[[str], str]) -> Told:
+        """Describes an error. ``rename`` returns the client's name of a field for its path in kestrel.v1."""
+
+
+@dataclass(frozen=True, slots=True)
+class JsonForm:
+    """Errors as JSON, with an HTTP status. The functions get errors in the form of refusals.py."""
+
+    stream_type: bytes
+    error: Callable[[dict[str, Any]], dict[str, Any]]
+    error_event: Callable[[dict[str, Any]], bytes]
+    ending: bytes = b""
+
+    def told(self, error: Exception, call: Call, rename: Callable[[str], str]) -> Told:
+        refused = refusal(error, complaint(error, call.request_id), rename)
+        body = orjson.dumps(self.error(refused.body))
+        whole = Whole(body, JSON, tuple(refused.headers))
+        return Told(refused.status, whole, self.error_event(refused.body))
+
+
+SSE = JsonForm(
+    stream_type=b"text/event-stream",
+    error=lambda body: body,
+    error_event=lambda body: b"data: " + orjson.dumps({**body, "completed": True}) + b"\n\n",
+)
+"""Server-sent events, with errors in the form of OpenAI's and Moondream's clients."""
