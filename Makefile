@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 SOURCES := kestrel_engine kestrel_grpc clients/python tests training benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-slow test-again test-all test-unit test-gpu bench bench-gpu check fmt lint types imports unused buf protos baseline docs check-stubs wheels clean
+.PHONY: help install demo serve test test-slow test-again test-all test-unit test-gpu bench bench-gpu check fmt lint types imports unused buf protos baseline docs check-stubs wheels sdk-typescript clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -110,6 +110,12 @@ wheels: $(INSTALLED) ## Build the wheels of both distributions into dist/
 	$(BIN)/python -m build -q --outdir dist clients/python
 	$(BIN)/python -m build -q --outdir dist .
 
+sdk-typescript: $(INSTALLED) ## Build the TypeScript SDK and pack it into dist/; needs Node and npm
+	mkdir -p dist
+	cd clients/typescript && export PATH="$(abspath $(BIN)):$$PATH" && npm ci && npm run build && \
+	  npm pack --pack-destination ../../dist
+
 clean: ## Remove what the other targets made
 	rm -rf $(VENV) .venv-* build dist out *.egg-info clients/python/*.egg-info \
+	  clients/typescript/node_modules clients/typescript/dist clients/typescript/build clients/typescript/src/gen \
 	  .hypothesis .mypy_cache .ruff_cache .pytest_cache

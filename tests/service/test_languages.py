@@ -22,7 +22,6 @@ IMAGE = ROOT / "kestrel_grpc/cli/demo.jpg"
 DEBIAN_GO = Path("/usr/share/gocode")
 DEBIAN_JARS = Path("/usr/share/java")
 DEBIAN_CRATES = Path("/usr/share/cargo/registry")
-NPM_PACKAGES = ("ts-proto@2", "@grpc/grpc-js@1", "@bufbuild/protobuf@2", "tsx@4")
 CRESCENTS = [(0.440, 0.588, 0.642, 0.869), (0.812, 0.156, 0.989, 0.303)]
 """Where the image's two green crescents are, as fractions."""
 
@@ -62,13 +61,9 @@ def generated(tmp_path):
     """Generates stubs beside a copy of the language's client; gives the folder."""
 
     def generate(language, folder=tmp_path):
-        template = folder / "buf.gen.yaml"
         for source in (ROOT / "clients" / language).iterdir():
             shutil.copy(source, folder)
-        # A path of a plugin is relative to the folder that buf runs in.
-        there = template.read_text().replace("node_modules/", f"{folder}/node_modules/")
-        template.write_text(there)
-        shell(f"buf generate --template {template} -o {folder}", ROOT)
+        shell(f"buf generate --template {folder}/buf.gen.yaml -o {folder}", ROOT)
         return folder
 
     return generate
@@ -115,14 +110,6 @@ def test_cpp(address, generated):
     flags = "$(pkg-config --cflags --libs grpc++ protobuf)"
     shell(f"g++ -std=c++17 -O0 -I gen/cpp ask.cc {sources} -o ask {flags}", folder)
     check("./ask", address, folder)
-
-
-def test_typescript(address, generated, tmp_path):
-    require("npm", "npx")
-    install = ["npm", "install", "--no-audit", "--no-fund", *NPM_PACKAGES]
-    if subprocess.run(install, cwd=tmp_path, capture_output=True).returncode != 0:
-        pytest.skip("npm can't install ts-proto here")
-    check("npx tsx ask.ts", address, generated("typescript"))
 
 
 @pytest.mark.timeout(900)

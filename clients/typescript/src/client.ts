@@ -1,0 +1,532 @@
+/** Client: the methods of a Kestrel server, on any platform. */
+import type { DescService, JsonObject } from "@bufbuild/protobuf";
+import { createClient, type CallOptions as Sending, type Client as ConnectClient } from "@connectrpc/connect";
+
+import { attempts, sleep, type Call } from "./calls/attempts.js";
+import { events, type Opening, type StreamEvent } from "./calls/events.js";
+import { frames, type FrameOptions, type FrameResult, type FrameSource } from "./calls/frames.js";
+import { mapped, type MapOptions } from "./calls/mapping.js";
+import { message, RequestImages, toTasks, type PutAgain } from "./calls/requests.js";
+import { Connection, type Platform } from "./connection.js";
+import { DeadlineExceededError, InvalidRequestError, KestrelError, rpcError, UnavailableError } from "./errors.js";
+import { EmbeddingDtype, EmbeddingPooling } from "./gen/kestrel/v1/vision_service_pb.js";
+import type { Image } from "./gen/kestrel/v1/common_pb.js";
+import { ImageService } from "./gen/kestrel/v1/image_service_pb.js";
+import {
+  ModelService,
+  type GetLoadResponse,
+  type GetServerInfoResponse,
+  type Model,
+} from "./gen/kestrel/v1/model_service_pb.js";
+import {
+  AnalyzeRequestSchema,
+  CaptionRequestSchema,
+  DetectRequestSchema,
+  EmbedRequestSchema,
+  PointRequestSchema,
+  QueryRequestSchema,
+  RunSkillRequestSchema,
+  SegmentRequestSchema,
+  VisionService,
+  type AnalyzeRequest,
+  type CaptionRequest,
+  type CaptionResponse,
+  type DetectRequest,
+  type DetectResponse,
+  type EmbedResponse,
+  type PointRequest,
+  type PointResponse,
+  type QueryRequest,
+  type QueryResponse,
+  type RunSkillResponse,
+  type SegmentRequest,
+  type SegmentResponse,
+  type StreamAnalyzeResponse,
+  type StreamCaptionResponse,
+  type StreamDetectResponse,
+  type StreamEmbedResponse,
+  type StreamPointResponse,
+  type StreamQueryResponse,
+  type StreamSegmentResponse,
+  type StreamSkillResponse,
+} from "./gen/kestrel/v1/vision_service_pb.js";
+import { digestOf } from "./images/digests.js";
+import { ImageHandle, toImage, type ImageInput } from "./images/images.js";
+import { pieces, UPLOAD_BYTES } from "./images/uploads.js";
+import { choice, toHandling, toSampling, type CallOptions, type HandlingOptions, type SamplingOptions } from "./options.js";
+import { Outcomes, type ResultsOf, type Tasks } from "./outcomes.js";
+import { KestrelStream, type Run } from "./stream.js";
+import {
+  captionTask,
+  detectTask,
+  objectFields,
+  pointTask,
+  queryTask,
+  segmentTask,
+  type CaptionOptions,
+  type DetectOptions,
+  type Length,
+  type PointOptions,
+  type QueryOptions,
+  type Results,
+  type SegmentOptions,
+  type Skill,
+  type Task,
+} from "./tasks.js";
+
+const LARGEST_UPLOAD_BYTES = 1024 ** 3;
+const DEADLINE_EXCEEDED = 4;
+
+type Streamed<M> = M extends { event: infer E } ? E : never;
+/** The events of a stream that are neither its beginning nor its end: `{ case, value }`. */
+export type EventOf<M> = Exclude<Streamed<M>, { case: "started" | "final" | undefined }>;
+
+export interface EmbedOptions extends HandlingOptions {
+  /** Whether to return the embedding of the whole image. Default: true. */
+  wholeImage?: boolean;
+  /** Whether to return those of its crops. Default: false. */
+  crops?: boolean;
+  /** "mean" gives one vector of length 1 each; "none" one vector for each patch. */
+  pooling?: "mean" | "none";
+  dtype?: "float32" | "float16";
+}
+
+export interface SkillOptions extends HandlingOptions, SamplingOptions {
+  /** Plain values by name; the skill defines them. */
+  arguments?: JsonObject | undefined;
+  settings?: JsonObject | undefined;
+}
+
+/**
+ * A client of one server, or of several behind a balancer. Safe for many calls at once. Every method throws KestrelError.
+ * Use the class KestrelClient of the platform.
+ */
+export class Client {
+  readonly #connection: Connection;
+  readonly #platform: Platform;
+  readonly #vision: ConnectClient<typeof VisionService>;
+  readonly #images: ConnectClient<typeof ImageService>;
+  readonly #models: ConnectClient<typeof ModelService>;
+
+  constructor(connection: Connection, platform: Platform) {
+    this.#connection = connection;
+    this.#platform = platform;
+    this.#vision = createClient(VisionService, platform.transport);
+    this.#images = createClient(ImageService, platform.transport);
+    this.#models = createClient(ModelService, platform.transport);
+  }
+
+  /** Ends the connections, and the calls that are under way. */
+  close(): void {
+    this.#platform.close();
+  }
+
+  /** Answers a question, about an image or (with null) without one. */
+  query(
+    image: ImageInput | null,
+    question: string,
+    options: QueryOptions & HandlingOptions = {},
+  ): Promise<QueryResponse> {
+    return this.#task(image, () => queryTask(question, options), options);
+  }
+
+  /** Describes an image. */
+  caption(
+    image: ImageInput,
+    length: Length = "normal",
+    options: CaptionOptions & HandlingOptions = {},
+  ): Promise<CaptionResponse> {
+    return this.#task(image, () => captionTask(length, options), options);
+  }
+
+  /** Finds the centre of every object of a kind. */
+  point(image: ImageInput, object: string, options: PointOptions & HandlingOptions = {}): Promise<PointResponse> {
+    return this.#task(image, () => pointTask(object, options), options);
+  }
+
+  /** Finds the bounding box of every object of a kind. */
+  detect(image: ImageInput, object: string, options: DetectOptions & HandlingOptions = {}): Promise<DetectResponse> {
+    return this.#task(image, () => detectTask(object, options), options);
+  }
+
+  /** Outlines one object. */
+  segment(image: ImageInput, object: string, options: SegmentOptions & HandlingOptions = {}): Promise<SegmentResponse> {
+    return this.#task(image, () => segmentTask(object, options), options);
+  }
+
+  /** As `point`, for up to 256 kinds in one call; the results have the names as keys. */
+  async pointSeveral<N extends string>(
+    image: ImageInput,
+    objects: readonly N[],
+    options: PointOptions & HandlingOptions = {},
+  ): Promise<Outcomes<Record<N, PointResponse>>> {
+    const { call, images } = await this.#several(image, objects, options);
+    const request = message(PointRequestSchema, images);
+    const response = await this.#unary(call, (sending) => this.#vision.point(request, sending));
+    return new Outcomes(response, objects);
+  }
+
+  /** As `detect`, for up to 256 kinds in one call; the results have the names as keys. */
+  async detectSeveral<N extends string>(
+    image: ImageInput,
+    objects: readonly N[],
+    options: DetectOptions & HandlingOptions = {},
+  ): Promise<Outcomes<Record<N, DetectResponse>>> {
+    const { call, images } = await this.#several(image, objects, options);
+    const request = message(DetectRequestSchema, images);
+    const response = await this.#unary(call, (sending) => this.#vision.detect(request, sending));
+    return new Outcomes(response, objects);
+  }
+
+  /** Runs several tasks on one image at once. A task that fails does not affect the others. */
+  async analyze<T extends Tasks>(
+    image: ImageInput,
+    tasks: T,
+    options: HandlingOptions = {},
+  ): Promise<Outcomes<ResultsOf<T>>> {
+    const { call, request } = await this.#analysis(image, tasks, options);
+    return new Outcomes(await this.#unary(call, (sending) => this.#vision.analyze(request, sending)));
+  }
+
+  /** Runs any skill of the server by its name. `null`: the skill takes no image. */
+  async runSkill(skill: string, image: ImageInput | null, options: SkillOptions = {}): Promise<RunSkillResponse> {
+    const { call, request } = await this.#skill(skill, image, options);
+    return this.#unary(call, (sending) => this.#vision.runSkill(request, sending));
+  }
+
+  /** Returns embeddings of an image, for search and comparison; `vectors` reads them. */
+  async embed(image: ImageInput, options: EmbedOptions = {}): Promise<EmbedResponse> {
+    const { call, request } = await this.#embedding(image, options);
+    return this.#unary(call, (sending) => this.#vision.embed(request, sending));
+  }
+
+  /** As `query`, with the text as it is generated: events `textDelta` and `reasoningDelta`. */
+  streamQuery(
+    image: ImageInput | null,
+    question: string,
+    options: QueryOptions & HandlingOptions = {},
+  ): KestrelStream<EventOf<StreamQueryResponse>, QueryResponse> {
+    const open = (request: QueryRequest, sending: Sending) => this.#vision.streamQuery({ request }, sending);
+    return this.#streamTask(image, () => queryTask(question, options), options, open);
+  }
+
+  /** As `caption`, with the text as it is generated: events `textDelta`. */
+  streamCaption(
+    image: ImageInput,
+    length: Length = "normal",
+    options: CaptionOptions & HandlingOptions = {},
+  ): KestrelStream<EventOf<StreamCaptionResponse>, CaptionResponse> {
+    const open = (request: CaptionRequest, sending: Sending) => this.#vision.streamCaption({ request }, sending);
+    return this.#streamTask(image, () => captionTask(length, options), options, open);
+  }
+
+  /** As `point`, with each point as soon as it is found: events `object`. */
+  streamPoint(
+    image: ImageInput,
+    object: string,
+    options: PointOptions & HandlingOptions = {},
+  ): KestrelStream<EventOf<StreamPointResponse>, PointResponse> {
+    const open = (request: PointRequest, sending: Sending) => this.#vision.streamPoint({ request }, sending);
+    return this.#streamTask(image, () => pointTask(object, options), options, open);
+  }
+
+  /** As `detect`, with each box as soon as it is found: events `object`. */
+  streamDetect(
+    image: ImageInput,
+    object: string,
+    options: DetectOptions & HandlingOptions = {},
+  ): KestrelStream<EventOf<StreamDetectResponse>, DetectResponse> {
+    const open = (request: DetectRequest, sending: Sending) => this.#vision.streamDetect({ request }, sending);
+    return this.#streamTask(image, () => detectTask(object, options), options, open);
+  }
+
+  /** As `segment`: the model's box as event `object`, then its path in events `pathPiece`. */
+  streamSegment(
+    image: ImageInput,
+    object: string,
+    options: SegmentOptions & HandlingOptions = {},
+  ): KestrelStream<EventOf<StreamSegmentResponse>, SegmentResponse> {
+    const open = (request: SegmentRequest, sending: Sending) => this.#vision.streamSegment({ request }, sending);
+    return this.#streamTask(image, () => segmentTask(object, options), options, open);
+  }
+
+  /** As `analyze`, with the events of all tasks as they happen, each with the `key` of its task. */
+  streamAnalyze<T extends Tasks>(
+    image: ImageInput,
+    tasks: T,
+    options: HandlingOptions = {},
+  ): KestrelStream<EventOf<StreamAnalyzeResponse> & { key: keyof T & string }, Outcomes<ResultsOf<T>>> {
+    const prepare = async () => {
+      const { call, request } = await this.#analysis(image, tasks, options);
+      return { call, open: (sending: Sending) => this.#vision.streamAnalyze({ request }, sending) };
+    };
+    return this.#stream(
+      options,
+      prepare,
+      (each) => (each.event.case === undefined ? each.event : { ...each.event, key: each.key as keyof T & string }),
+      (final) => new Outcomes<ResultsOf<T>>(final),
+    );
+  }
+
+  /** As `runSkill`, with the events of the skill as they happen. */
+  streamSkill(
+    skill: string,
+    image: ImageInput | null,
+    options: SkillOptions = {},
+  ): KestrelStream<EventOf<StreamSkillResponse>, RunSkillResponse> {
+    const prepare = async () => {
+      const { call, request } = await this.#skill(skill, image, options);
+      return { call, open: (sending: Sending) => this.#vision.streamSkill({ request }, sending) };
+    };
+    return this.#stream(options, prepare, (each) => each.event);
+  }
+
+  /** As `embed`, with the embeddings one by one. Together they may exceed the limit of a message. */
+  streamEmbed(
+    image: ImageInput,
+    options: EmbedOptions = {},
+  ): KestrelStream<EventOf<StreamEmbedResponse>, EmbedResponse> {
+    const prepare = async () => {
+      const { call, request } = await this.#embedding(image, options);
+      return { call, open: (sending: Sending) => this.#vision.streamEmbed({ request }, sending) };
+    };
+    return this.#stream(options, prepare, (each) => each.event);
+  }
+
+  /**
+   * Runs one task on each image. The results have the order of the images; a request that fails gives its KestrelError in
+   * place of a result.
+   */
+  map<S extends Skill>(
+    images: Iterable<ImageInput> | AsyncIterable<ImageInput>,
+    task: Task<S>,
+    options: HandlingOptions & MapOptions = {},
+  ): Promise<(Results[S] | KestrelError)[]> {
+    return mapped(images, (image) => this.#task(image, () => task, options), options);
+  }
+
+  /**
+   * Runs the same tasks on every frame of `source`, and gives what became of each. Not over gRPC-Web, because a browser
+   * sends one message in a call.
+   */
+  frames<T extends Tasks>(
+    tasks: T,
+    source: FrameSource,
+    options: HandlingOptions & FrameOptions = {},
+  ): AsyncGenerator<FrameResult<T>, void> {
+    if (!this.#platform.sendsStreams) {
+      throw new InvalidRequestError("frames: needs gRPC, which browsers cannot send; use it in Node");
+    }
+    const { streamFrames } = this.#vision;
+    return frames(this.#connection, this.#platform.readFile, streamFrames, tasks, source, options);
+  }
+
+  /** Stores an image on the server. Later calls take the handle in place of the image. */
+  async putImage(image: ImageInput, options: CallOptions = {}): Promise<ImageHandle> {
+    const { maxMessageBytes } = this.#connection;
+    const { sendsStreams, readFile } = this.#platform;
+    const isHandle = image instanceof ImageHandle;
+    const limit = sendsStreams ? LARGEST_UPLOAD_BYTES : maxMessageBytes;
+    const source =
+      isHandle && image.source !== undefined ? image.source : await toImage(image, limit, readFile, options.signal);
+    return this.#put(source, options, "");
+  }
+
+  /** Deletes an image from its server. Gives whether it was stored there. */
+  async deleteImage(image: ImageHandle | string, options: CallOptions = {}): Promise<boolean> {
+    const imageId = typeof image === "string" ? image : image.currentId;
+    const call = { options, about: imageId };
+    return (await this.#unary(call, (sending) => this.#images.deleteImage({ imageId }, sending))).existed;
+  }
+
+  /** The models of the server, the default model first. */
+  async listModels(options: CallOptions = {}): Promise<Model[]> {
+    return (await this.#unary({ options, about: "" }, (sending) => this.#models.listModels({}, sending))).models;
+  }
+
+  /** One model; default: the server's default model. Throws NotFoundError. */
+  async getModel(name?: string, options: CallOptions = {}): Promise<Model> {
+    const request: { name?: string } = name === undefined ? {} : { name };
+    const response = await this.#unary({ options, about: "" }, (sending) => this.#models.getModel(request, sending));
+    if (response.model === undefined) throw rpcError(2, "the server sent no model");
+    return response.model;
+  }
+
+  /** The server's versions, limits and capabilities. */
+  serverInfo(options: CallOptions = {}): Promise<GetServerInfoResponse> {
+    return this.#unary({ options, about: "" }, (sending) => this.#models.getServerInfo({}, sending));
+  }
+
+  /** How busy the server is. */
+  serverLoad(options: CallOptions = {}): Promise<GetLoadResponse> {
+    return this.#unary({ options, about: "" }, (sending) => this.#models.getLoad({}, sending));
+  }
+
+  /** Waits until the server answers requests. Throws DeadlineExceededError after `timeoutMs` (default: 60,000). */
+  async waitReady({ timeoutMs = 60_000, ...options }: CallOptions = {}): Promise<void> {
+    const endsAt = performance.now() + timeoutMs;
+    for (let left = timeoutMs; left > 0; left = endsAt - performance.now()) {
+      try {
+        if ((await this.serverLoad({ ...options, timeoutMs: Math.max(left, 1) })).ready) return;
+      } catch (error) {
+        if (!(error instanceof UnavailableError || error instanceof DeadlineExceededError)) throw error;
+      }
+      await sleep(Math.min(100, Math.max(endsAt - performance.now(), 0)), options.signal);
+    }
+    throw rpcError(DEADLINE_EXCEEDED, `the server was not ready within ${timeoutMs} ms`);
+  }
+
+  /**
+   * A client of connect-es for one service, such as AdminService, with this client's connection, token and headers. Its
+   * calls throw ConnectError; `toKestrelError` reads it.
+   */
+  raw<S extends DescService>(service: S): ConnectClient<S> {
+    const { transport } = this.#platform;
+    const connection = this.#connection;
+    const headersOf = (own: HeadersInit | undefined) => {
+      const headers = new Headers(connection.headers({}, ""));
+      new Headers(own).forEach((value, name) => headers.set(name, value));
+      return headers;
+    };
+    return createClient(service, {
+      unary: (method, signal, timeoutMs, header, input, values) =>
+        transport.unary(method, signal, timeoutMs ?? connection.timeoutMs({}), headersOf(header), input, values),
+      stream: (method, signal, timeoutMs, header, input, values) =>
+        transport.stream(method, signal, timeoutMs ?? connection.timeoutMs({}), headersOf(header), input, values),
+    });
+  }
+
+  async #task<S extends Skill>(
+    image: ImageInput | null,
+    make: () => Task<S>,
+    options: HandlingOptions,
+  ): Promise<Results[S]> {
+    const task = make();
+    const { call, request } = await this.#prepared(image, task, options);
+    const vision = this.#vision;
+    const send: { [K in Skill]: (sending: Sending) => Promise<Results[K]> } = {
+      query: (sending) => vision.query(request, sending),
+      caption: (sending) => vision.caption(request, sending),
+      point: (sending) => vision.point(request, sending),
+      detect: (sending) => vision.detect(request, sending),
+      segment: (sending) => vision.segment(request, sending),
+    };
+    return this.#unary(call, send[task.skill]);
+  }
+
+  async #prepared(image: ImageInput | null, task: Task, options: HandlingOptions) {
+    const schemas = {
+      query: QueryRequestSchema,
+      caption: CaptionRequestSchema,
+      point: PointRequestSchema,
+      detect: DetectRequestSchema,
+      segment: SegmentRequestSchema,
+    };
+    const images = this.#requestImages(options);
+    const request = message<(typeof schemas)[Skill]>(schemas[task.skill], {
+      ...(await images.field(image, task.skill !== "query")),
+      ...(await task.fields(images.more)),
+      options: toHandling(options),
+    });
+    return { call: await images.call(this.#putAgain), request: request as never };
+  }
+
+  async #several(image: ImageInput, objects: readonly string[], options: PointOptions & HandlingOptions) {
+    if (!Array.isArray(objects) || objects.length === 0 || objects.some((each) => typeof each !== "string")) {
+      throw new InvalidRequestError("objects: must be a list of one name or more");
+    }
+    const images = this.#requestImages(options);
+    const init = {
+      ...(await images.field(image)),
+      ...(await objectFields(undefined, options)()),
+      objects: [...objects],
+      options: toHandling(options),
+    };
+    return { call: await images.call(this.#putAgain), images: init };
+  }
+
+  async #analysis(image: ImageInput, tasks: Tasks, options: HandlingOptions) {
+    const images = this.#requestImages(options);
+    const request: AnalyzeRequest = message(AnalyzeRequestSchema, {
+      ...(await images.field(image)),
+      tasks: await toTasks(tasks, images),
+      options: toHandling(options),
+    });
+    return { call: await images.call(this.#putAgain), request };
+  }
+
+  async #skill(skill: string, image: ImageInput | null, options: SkillOptions) {
+    const images = this.#requestImages(options);
+    const request = message(RunSkillRequestSchema, {
+      ...(await images.field(image, false)),
+      skill,
+      ...(options.arguments === undefined ? {} : { arguments: options.arguments }),
+      ...(options.settings === undefined ? {} : { settings: options.settings }),
+      sampling: toSampling(options),
+      options: toHandling(options),
+    });
+    return { call: await images.call(this.#putAgain), request };
+  }
+
+  async #embedding(image: ImageInput, options: EmbedOptions) {
+    const { wholeImage, crops, pooling, dtype } = options;
+    const images = this.#requestImages(options);
+    const poolings = { mean: EmbeddingPooling.MEAN, none: EmbeddingPooling.NONE };
+    const dtypes = { float32: EmbeddingDtype.FLOAT32, float16: EmbeddingDtype.FLOAT16 };
+    const request = message(EmbedRequestSchema, {
+      ...(await images.field(image)),
+      wholeImage,
+      crops,
+      ...(pooling === undefined ? {} : { pooling: choice("pooling", pooling, poolings) }),
+      ...(dtype === undefined ? {} : { dtype: choice("dtype", dtype, dtypes) }),
+      options: toHandling(options),
+    });
+    return { call: await images.call(this.#putAgain), request };
+  }
+
+  #requestImages(options: HandlingOptions): RequestImages {
+    return new RequestImages(this.#connection, this.#platform.readFile, options);
+  }
+
+  readonly #putAgain: PutAgain = async (image, options, about) => (await this.#put(image, options, about)).currentId;
+
+  async #put(image: Image, options: CallOptions, about: string): Promise<ImageHandle> {
+    const { source } = image;
+    const kept = source.case === "imageId" ? undefined : { ...image };
+    const large = source.case === "encoded" && source.value.length > UPLOAD_BYTES ? source.value : undefined;
+    const call = { options, about: about || (options.session === undefined ? await digestOf(image) : "") };
+    const response =
+      large !== undefined && this.#platform.sendsStreams
+        ? await this.#unary(call, (sending) => this.#images.uploadImage(pieces(large), sending))
+        : await this.#unary(call, (sending) => this.#images.putImage({ image }, sending));
+    return new ImageHandle(response.image?.imageId ?? "", response.image?.size, kept);
+  }
+
+  #unary<T>(call: Call, send: (sending: Sending) => Promise<T>): Promise<T> {
+    return attempts(this.#connection, call, send);
+  }
+
+  #streamTask<S extends Skill, M extends { event: StreamEvent }>(
+    image: ImageInput | null,
+    make: () => Task<S>,
+    options: HandlingOptions,
+    open: (request: never, sending: Sending) => AsyncIterable<M>,
+  ): KestrelStream<EventOf<M>, Results[S]> {
+    const prepare = async () => {
+      const { call, request } = await this.#prepared(image, make(), options);
+      return { call, open: (sending: Sending) => open(request, sending) };
+    };
+    return this.#stream(options, prepare, (each) => each.event);
+  }
+
+  /** `read` gives the event of a message, `finish` makes the result from the last one. */
+  #stream<M, E, R>(
+    options: CallOptions,
+    prepare: () => Promise<Opening<M>>,
+    read: (message: M) => StreamEvent,
+    finish: (final: never) => R = (final) => final,
+  ): KestrelStream<E, R> {
+    const run: Run<StreamEvent, R> = (signal) => events(this.#connection, prepare, read, finish, signal);
+    return new KestrelStream(run as Run<never, R>, options.signal);
+  }
+}

@@ -1,0 +1,15 @@
+/** Large images in several messages. */
+import type { MessageInitShape } from "@bufbuild/protobuf";
+
+import type { UploadImageRequestSchema } from "../gen/kestrel/v1/image_service_pb.js";
+
+/** Files above this size are sent in pieces. */
+export const UPLOAD_BYTES = 4 * 1024 * 1024;
+const PIECE_BYTES = 1024 * 1024;
+
+export async function* pieces(file: Uint8Array): AsyncGenerator<MessageInitShape<typeof UploadImageRequestSchema>> {
+  yield { part: { case: "info", value: { sizeBytes: BigInt(file.length) } } };
+  for (let at = 0; at < file.length; at += PIECE_BYTES) {
+    yield { part: { case: "chunk", value: file.subarray(at, at + PIECE_BYTES) } };
+  }
+}

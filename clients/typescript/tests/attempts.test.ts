@@ -1,0 +1,238 @@
+// Which calls are repeated, and what becomes of the connection: against a gRPC server of connect-es.
+import assert from "node:assert/strict";
+import { createServer, type Http2Server } from "node:http2";
+import type { AddressInfo } from "node:net";
+import { after, test } from "node:test";
+
+import type { DescMessage, MessageInitShape } from "@bufbuild/protobuf";
+import { Code, ConnectError, type ConnectRouter } from "@connectrpc/connect";
+import { connectNodeAdapter } from "@connectrpc/connect-node";
+import {
+  captionTask,
+  ConnectionLostError,
+  DeadlineExceededError,
+  ImageHandle,
+  IncompleteStreamError,
+  InvalidArgumentError,
+  KestrelClient,
+  NotFoundError,
+  OverloadedError,
+  RequestCancelledError,
+  RpcError,
+  UnavailableError,
+  type NodeOptions,
+} from "kestrel-client";
+import {
+  ImageService,
+  VisionService,
+  type StreamCaptionResponseSchema,
+  type StreamQueryResponseSchema,
+} from "kestrel-client/protos";
+import { KestrelClient as WebClient } from "kestrel-client/web";
+
+type Messages<D extends DescMessage> = AsyncGenerator<MessageInitShape<D>>;
+
+const IMAGE = new Uint8Array([1, 2, 3]);
+const open: { server: Http2Server; client: KestrelClient }[] = [];
+
+after(() => {
+  for (const { server, client } of open) {
+    client.close();
+    server.close();
+  }
+});
+
+async function served(routes: (router: ConnectRouter) => void, options: NodeOptions = {}) {
+  const server = createServer(connectNodeAdapter({ routes, connect: false, grpcWeb: false }));
+  const sessions = new Set<{ destroy: () => void }>();
+  server.on("session", (session) => sessions.add(session));
+  await new Promise<void>((resolve) => server.listen(0, "127.0.0.1", resolve));
+  const client = new KestrelClient(`127.0.0.1:${(server.address() as AddressInfo).port}`, options);
+  open.push({ server, client });
+  return { client, drop: () => sessions.forEach((session) => session.destroy()) };
+}
+
+/** A query that fails with `errors`, one after the other, and then succeeds. */
+function failing(errors: ConnectError[]) {
+  const times: number[] = [];
+  const routes = (router: ConnectRouter) =>
+    router.service(VisionService, {
+      query: () => {
+        const error = errors[times.length];
+        times.push(performance.now());
+        if (error !== undefined) throw error;
+        return { answer: "yes" };
+      },
+    });
+  return { times, routes };
+}
+
+const overloaded = (pushback?: string) =>
+  new ConnectError("the queue is full", Code.ResourceExhausted, pushback ? { "grpc-retry-pushback-ms": pushback } : {});
+
+test("a call is repeated after the pause that the server requests", async () => {
+  const { times, routes } = failing([overloaded("150"), new ConnectError("starting", Code.Unavailable)]);
+  const { client } = await served(routes);
+  assert.equal((await client.query(null, "Is it?")).answer, "yes");
+  assert.equal(times.length, 3);
+  assert.ok((times[1] as number) - (times[0] as number) >= 145);
+});
+
+test("a call is repeated three times, and never against the server's word", async () => {
+  const many = failing(Array.from({ length: 9 }, () => new ConnectError("starting", Code.Unavailable)));
+  const { client } = await served(many.routes);
+  await assert.rejects(client.query(null, "Is it?"), UnavailableError);
+  assert.equal(many.times.length, 4);
+  const cases: [ConnectError, typeof RpcError][] = [
+    [overloaded("-1"), OverloadedError],
+    [overloaded("soon"), OverloadedError],
+    [new ConnectError("bad", Code.InvalidArgument), InvalidArgumentError],
+    [new ConnectError("late", Code.DeadlineExceeded), DeadlineExceededError],
+  ];
+  for (const [error, kind] of cases) {
+    const once = failing([error]);
+    await assert.rejects((await served(once.routes)).client.query(null, "Is it?"), kind);
+    assert.equal(once.times.length, 1);
+  }
+});
+
+test("the timeout covers all attempts", async () => {
+  const { times, routes } = failing(Array.from({ length: 9 }, () => overloaded("400")));
+  const { client } = await served(routes);
+  const began = performance.now();
+  await assert.rejects(client.query(null, "Is it?", { timeoutMs: 600 }), OverloadedError);
+  assert.ok(performance.now() - began < 600);
+  assert.equal(times.length, 2);
+});
+
+test("a signal ends the pause between attempts", async () => {
+  const { times, routes } = failing([overloaded("60000")]);
+  const { client } = await served(routes);
+  const controller = new AbortController();
+  const asked = client.query(null, "Is it?", { signal: controller.signal });
+  while (times.length === 0) await new Promise((resolve) => setTimeout(resolve, 5));
+  controller.abort(new Error("enough"));
+  await assert.rejects(asked, (error: RequestCancelledError) => {
+    assert.ok(error instanceof RequestCancelledError);
+    assert.equal((error.cause as Error).message, "enough");
+    return true;
+  });
+});
+
+test("a unary call whose connection is lost is repeated, a stream that has begun is not", async () => {
+  let calls = 0;
+  const { client, drop } = await served((router) =>
+    router.service(VisionService, {
+      query: async (_, { signal }) => {
+        calls += 1;
+        if (calls > 1) return { answer: "yes" };
+        setTimeout(drop, 20);
+        return new Promise((resolve) => signal.addEventListener("abort", () => resolve({})));
+      },
+      streamQuery: async function* (_, { signal }): Messages<typeof StreamQueryResponseSchema> {
+        yield { event: { case: "started", value: {} } };
+        yield { event: { case: "textDelta", value: { text: "ye" } } };
+        setTimeout(drop, 20);
+        await new Promise((resolve) => signal.addEventListener("abort", resolve));
+      },
+    }),
+  );
+  assert.equal((await client.query(null, "Is it?")).answer, "yes");
+  assert.equal(calls, 2);
+  const texts: string[] = [];
+  const reading = async () => {
+    for await (const event of client.streamQuery(null, "Is it?")) {
+      if (event.case === "textDelta") texts.push(event.value.text);
+    }
+  };
+  await assert.rejects(reading(), ConnectionLostError);
+  assert.deepEqual(texts, ["ye"]);
+});
+
+test("a server that is not there is unavailable", async () => {
+  await assert.rejects(new KestrelClient("127.0.0.1:1").query(null, "Is it?"), UnavailableError);
+  await assert.rejects(new KestrelClient("unix:/nowhere.sock").query(null, "Is it?"), UnavailableError);
+  await assert.rejects(new WebClient("http://127.0.0.1:1").query(null, "Is it?"), UnavailableError);
+  await assert.rejects(new KestrelClient("127.0.0.1:1").waitReady({ timeoutMs: 300 }), DeadlineExceededError);
+});
+
+test("a stream ends with its result, without one, or where its reader leaves it", async () => {
+  let ended = 0;
+  const { client } = await served((router) =>
+    router.service(VisionService, {
+      streamCaption: async function* ({ request }, { signal }): Messages<typeof StreamCaptionResponseSchema> {
+        signal.addEventListener("abort", () => (ended += 1));
+        yield { event: { case: "started", value: {} } };
+        yield { event: { case: "textDelta", value: { text: "a " } } };
+        if (request?.length === 1) return;
+        if (request?.length === 3) await new Promise((resolve) => signal.addEventListener("abort", resolve));
+        yield { event: { case: "final", value: { caption: "a cat" } } };
+      },
+    }),
+  );
+  assert.equal((await client.streamCaption(IMAGE).result()).caption, "a cat");
+  const stream = client.streamCaption(IMAGE);
+  for await (const event of stream) assert.equal(event.value.text, "a ");
+  assert.equal((await stream.result()).caption, "a cat");
+  assert.equal((await stream.result()).caption, "a cat");
+  await assert.rejects(client.streamCaption(IMAGE, "short").result(), IncompleteStreamError);
+  const before = ended;
+  const left = client.streamCaption(IMAGE, "long");
+  for await (const _ of left) break;
+  await assert.rejects(left.result(), RequestCancelledError);
+  while (ended === before) await new Promise((resolve) => setTimeout(resolve, 5));
+});
+
+test("a stored image that the server has dropped is put again, of a handle that holds it", async () => {
+  let [puts, seen] = [0, ""];
+  const { client } = await served((router) => {
+    router.service(ImageService, {
+      putImage: () => ({ image: { imageId: `img_${++puts}` } }),
+    });
+    router.service(VisionService, {
+      caption: ({ image }) => {
+        seen = String(image?.source.value);
+        if (seen === "img_2") return { caption: "a cat" };
+        throw notFound();
+      },
+    });
+  });
+  const handle = await client.putImage(IMAGE);
+  assert.equal((await client.caption(handle)).caption, "a cat");
+  assert.equal(puts, 2);
+  assert.equal((await client.caption(handle)).caption, "a cat");
+  assert.equal(puts, 2, "the handle has the new id");
+  await assert.rejects(client.caption(new ImageHandle("img_9")), NotFoundError);
+});
+
+/** NOT_FOUND with google.rpc.ErrorInfo{reason: "IMAGE_NOT_FOUND"}. */
+function notFound(): ConnectError {
+  const error = new ConnectError("no such image", Code.NotFound);
+  const reason = new TextEncoder().encode("IMAGE_NOT_FOUND");
+  error.details.push({ type: "google.rpc.ErrorInfo", value: Uint8Array.of(0x0a, reason.length, ...reason) });
+  return error;
+}
+
+test("map keeps the order, bounds its requests, and gives errors in place of results", async () => {
+  let [running, most] = [0, 0];
+  const { client } = await served((router) =>
+    router.service(VisionService, {
+      caption: async ({ image }) => {
+        most = Math.max(most, ++running);
+        await new Promise((resolve) => setTimeout(resolve, 5));
+        running -= 1;
+        const [number] = image?.source.value as Uint8Array;
+        if (number === 3) throw new ConnectError("bad", Code.InvalidArgument);
+        return { caption: String(number) };
+      },
+    }),
+  );
+  const images = Array.from({ length: 10 }, (_, number) => Uint8Array.of(number, 0));
+  const done: number[] = [];
+  const results = await client.map(images, captionTask(), { concurrency: 3, progress: (count) => done.push(count) });
+  const shown = results.map((each) => (each instanceof Error ? each.name : each.caption));
+  assert.deepEqual(shown, ["0", "1", "2", "InvalidArgumentError", "4", "5", "6", "7", "8", "9"]);
+  assert.deepEqual(done, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
+  assert.equal(most, 3);
+  await assert.rejects(client.map(images, captionTask(), { concurrency: 0 }), /concurrency=0/);
+});

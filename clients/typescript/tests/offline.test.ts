@@ -1,0 +1,171 @@
+// What the client checks and converts itself, without a server.
+import assert from "node:assert/strict";
+import { mkdtemp, writeFile } from "node:fs/promises";
+import { createServer } from "node:http";
+import type { AddressInfo } from "node:net";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+import { test } from "node:test";
+import { pathToFileURL } from "node:url";
+
+import {
+  InvalidImageError,
+  InvalidRequestError,
+  KestrelClient,
+  queryTask,
+  RequestTooLargeError,
+  similarity,
+  toPixels,
+  vectors,
+  type ImageInput,
+} from "kestrel-client";
+import { AdminService, EmbeddingDtype, ImageService, ModelService, VisionService, type Embedding } from "kestrel-client/protos";
+import { KestrelClient as WebClient } from "kestrel-client/web";
+
+/** A port where nothing listens: a call that is sent fails with UNAVAILABLE, at once. */
+const NOWHERE = "127.0.0.1:1";
+const IMAGE = new Uint8Array([1, 2, 3]);
+
+test("targets", () => {
+  for (const good of ["host", "host:1", "[::1]:50051", "::1", "unix:/run/kestrel.sock", "unix:///run/kestrel.sock"]) {
+    new KestrelClient(good).close();
+  }
+  for (const bad of ["", "http://host", "host:99999", "host:0", "a b", "host:1/x", "user@host", "unix:", "[::1"]) {
+    assert.throws(() => new KestrelClient(bad), InvalidRequestError, bad);
+  }
+  new WebClient("http://127.0.0.1:2020/");
+  for (const bad of ["127.0.0.1:2020", "ftp://host", "http://", "https://me:secret@host"]) {
+    assert.throws(() => new WebClient(bad), InvalidRequestError, bad);
+  }
+});
+
+test("a token is sent without TLS to this machine only", () => {
+  for (const target of ["localhost", "127.0.0.2:1", "[::1]:1", "unix:/x"]) new KestrelClient(target, { token: "t" });
+  assert.throws(() => new KestrelClient("example.org", { token: "t" }), /unencrypted/);
+  assert.throws(() => new KestrelClient("127.0.0.1.example.org", { token: "t" }), /unencrypted/);
+  assert.throws(() => new WebClient("http://example.org", { token: "t" }), /unencrypted/);
+  new KestrelClient("example.org", { token: "t", tls: true });
+  new WebClient("https://example.org", { token: "t" });
+  assert.throws(() => new KestrelClient("localhost", { token: "a\nb" }), /visible ASCII/);
+});
+
+test("options that cannot be sent name themselves", async () => {
+  const client = new KestrelClient(NOWHERE);
+  const cases: [RegExp, object][] = [
+    [/^seed=1\.5/, { seed: 1.5 }],
+    [/^seed=-1/, { seed: -1 }],
+    [/^seed=18446744073709551616/, { seed: 1n << 64n }],
+    [/^priority="urgent": must be one of low, normal, high/, { priority: "urgent" }],
+    [/^priority="toString"/, { priority: "toString" }],
+    [/^spatialRefs\[1\]: needs/, { spatialRefs: [{ x: 0, y: 0 }, { x: 0 }] }],
+    [/^spatialRefs\[0\]: needs/, { spatialRefs: [null] }],
+    [/^region: needs/, { region: { xMin: 0 } }],
+    [/^session=/, { session: "a b" }],
+    [/^timeoutMs=-1/, { timeoutMs: -1 }],
+    [/^timeoutMs=NaN/, { timeoutMs: NaN }],
+    [/^headers: the key "a b"/, { headers: { "a b": "c" } }],
+    [/^headers: the value of "a"/, { headers: { a: "ä" } }],
+    [/^maxAbsence: needs presupposes/, { maxAbsence: 0.5 }],
+    [/^history\[0\]\.answer: must be a string/, { history: [{ question: "What?" }] }],
+  ];
+  for (const [said, options] of cases) {
+    await assert.rejects(
+      async () => client.query(IMAGE, "What?", options),
+      (error: Error) => error instanceof InvalidRequestError && said.test(error.message),
+      String(said),
+    );
+  }
+  await assert.rejects(async () => client.caption(IMAGE, "huge" as never), /length="huge"/);
+  await assert.rejects(async () => client.detect(IMAGE, "cat", { tiles: "2" as never }), /tiles="2"/);
+  await assert.rejects(async () => client.detectSeveral(IMAGE, []), /objects: must be/);
+  await assert.rejects(async () => client.query(IMAGE, 1 as never), /question: must be a string/);
+  await assert.rejects(client.analyze(IMAGE, { a: "caption" as never }), /tasks\.a: is no task/);
+  const several = queryTask("What?", { numSamples: 2 });
+  await assert.rejects(client.analyze(IMAGE, { a: several }), /tasks\.a: numSamples can stand in a call of its own/);
+  await assert.rejects(client.query(IMAGE, "What?", { maxTokens: -1 }), /Sampling\.max_tokens.* -1/);
+  await assert.rejects(client.detect(IMAGE, "cat", { maxObjects: 1.5 }), /max_objects.* 1\.5/);
+  await assert.rejects(client.runSkill("query", null, { arguments: "x" as never }), InvalidRequestError);
+  assert.throws(() => new KestrelClient(NOWHERE, { maxMessageBytes: 0 }), /maxMessageBytes=0/);
+  assert.throws(() => new KestrelClient(NOWHERE, { tls: { certificate: "x" } }), /given together/);
+  assert.throws(() => new KestrelClient(NOWHERE, { tls: { rootCertificates: "/nowhere.pem" } }), /can't read rootCert/);
+  assert.throws(() => new WebClient("http://127.0.0.1:1").frames({}, []), /needs gRPC/);
+});
+
+test("images that cannot be read", async () => {
+  const client = new KestrelClient(NOWHERE, { maxMessageBytes: 100_000 });
+  const pixels = { data: new Uint8Array(11), width: 2, height: 2 };
+  const cases: [ImageInput, RegExp | typeof InvalidImageError][] = [
+    ["/nowhere/picture.jpg", /can't read .*ENOENT/],
+    ["file:///nowhere/picture.jpg", /can't read .*ENOENT/],
+    [new URL("file:///nowhere/picture.jpg"), /can't read .*ENOENT/],
+    ["http://127.0.0.1:1/a.jpg", /can't fetch/],
+    ["data:text/html,<p>", /is a web page/],
+    ["data:image/png;base64,", /is empty/],
+    [new Uint8Array(), /is empty/],
+    [new Blob([]), /is empty/],
+    [pixels, /2 x 2 and 11 bytes are not of 1, 3 or 4 bytes a pixel/],
+    [{ ...pixels, data: new Uint8Array(12), format: "rgba" }, /12 bytes are not of format rgba/],
+    [{ ...pixels, width: 0 }, /0 x 2/],
+    [{ ...pixels, data: [1] as never }, /must be a Uint8Array/],
+    [5 as never, InvalidImageError],
+    [null as never, InvalidImageError],
+    [{} as never, InvalidImageError],
+  ];
+  for (const [image, said] of cases) await assert.rejects(client.caption(image), said);
+  const large = new Uint8Array(100_000);
+  await assert.rejects(client.caption(large), RequestTooLargeError);
+  await assert.rejects(client.caption(new Blob([large, large])), RequestTooLargeError);
+  const half = new Uint8Array(30_000);
+  await assert.rejects(client.query(half, "What?", { images: [half] }), RequestTooLargeError);
+  const path = join(await mkdtemp(join(tmpdir(), "kestrel-")), "large.bin");
+  await writeFile(path, new Uint8Array(100_001));
+  await assert.rejects(client.caption(path), RequestTooLargeError);
+  await assert.rejects(client.caption(pathToFileURL(path)), RequestTooLargeError);
+});
+
+test("an address is read up to the limit only", async () => {
+  let sent = 0;
+  const server = createServer((_, response) => {
+    response.writeHead(200, { "content-type": "image/jpeg" });
+    const more = () => {
+      while (sent < 1e8 && response.write(Buffer.alloc(65_536))) sent += 65_536;
+    };
+    response.on("drain", more);
+    more();
+  }).listen(0, "127.0.0.1");
+  await new Promise((resolve) => server.once("listening", resolve));
+  const { port } = server.address() as AddressInfo;
+  const client = new KestrelClient(NOWHERE, { maxMessageBytes: 1_000_000 });
+  await assert.rejects(client.caption(`http://127.0.0.1:${port}/`), /more than the limit of 1000000 bytes/);
+  assert.ok(sent < 5e7);
+  server.closeAllConnections();
+  server.close();
+});
+
+test("pixels, vectors and similarity", () => {
+  const size = { width: 200, height: 100 };
+  assert.deepEqual(toPixels({ x: 1, y: 0.5 }, size), { x: 199, y: 50 });
+  assert.deepEqual(toPixels({ xMin: 0, yMin: 0.25, xMax: 0.5, yMax: 1 }, size), { left: 0, top: 25, right: 100, bottom: 100 });
+  const halves = [0x3c00, 0xc000, 0x0001, 0x7c00];
+  const data = new Uint8Array(new Uint16Array(halves).buffer);
+  const embedding = { data, rows: 2, dimensions: 2, dtype: EmbeddingDtype.FLOAT16 } as Embedding;
+  assert.deepEqual(vectors(embedding).map((each) => [...each]), [[1, -2], [2 ** -24, Infinity]]);
+  assert.throws(() => vectors({ ...embedding, dimensions: 3 }), /not 2 x 3/);
+  assert.ok(Math.abs(similarity(Float32Array.of(1, 0), Float32Array.of(1, 1)) - Math.SQRT1_2) < 1e-6);
+});
+
+test("every method of the services has a method of the client, or a reason", () => {
+  const own: Record<string, string> = {
+    uploadImage: "putImage",
+    getServerInfo: "serverInfo",
+    getLoad: "serverLoad",
+    streamFrames: "frames",
+  };
+  for (const service of [VisionService, ImageService, ModelService]) {
+    for (const { localName } of service.methods) {
+      const name = own[localName] ?? localName;
+      assert.equal(typeof KestrelClient.prototype[name as "query"], "function", localName);
+    }
+  }
+  assert.equal(typeof new KestrelClient(NOWHERE).raw(AdminService).drain, "function");
+});
