@@ -52,6 +52,7 @@ from .skills.rule_check import RuleCheck
 from .steps.delivery import Delivery, DeliveryThread
 from .steps.loop import EngineLoop
 from .steps.refining import Refining
+from .types.adapter import AdapterCounts
 from .types.events import EngineMetrics, EngineResult, StreamUpdate
 from .types.info import CompileCounts, EngineInfo, MaskCounts, PlaceCounts, SchedulerStats
 from .types.observer import Observer
@@ -189,6 +190,12 @@ class InferenceEngine(SkillCalls):
     def stats(self) -> SchedulerStats:
         """Requests in the batch, requests that wait for it, and KV pages, now. From any thread."""
         return self._loop.stats
+
+    @property
+    def adapter_counts(self) -> AdapterCounts:
+        """The adapters that are loaded, now. From any thread."""
+        library = self._submitter.adapters
+        return AdapterCounts() if library is None else library.counts
 
     @property
     def places(self) -> PlaceCounts:

@@ -128,6 +128,8 @@ class ModelChanges:
         name, engine = model.name, model.loaded
         if engine is not None:
             await engine.shutdown(grace_s=grace_s)
+        if self.telemetry is not None:
+            self.telemetry.remove_model(name)
         self._served.remove(model)
         self._changed()
         del model, engine
@@ -159,7 +161,7 @@ class ModelChanges:
             await engine.shutdown()
             raise ConfigError("model", info.model, "two models of this server have this name")
         if observer is not None:
-            observer.ready(info)
+            observer.ready(engine, time.monotonic() - began)
         model = ServedModel(config)
         model.ready(engine)
         if self._served.default.state is State.DRAINING:

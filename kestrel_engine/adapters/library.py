@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING
 
+from ..checkpoint.weights.expected import Shapes
 from ..errors import AdaptersFull, AdapterUnfit, EngineClosed
 from ..types.adapter import Adapter, AdapterCounts
 from ..types.model_config import ModelConfig
@@ -80,22 +82,21 @@ class AdapterLibrary:
         self._num_bytes = 0
         """Of all entries, and of those that requests still use although their files have changed."""
         self._num_loads = self._num_failures = 0
-        self._waiting: Counter[str] = Counter()
-        """Requests that wait for an adapter, by its name."""
+        self._size_bytes = _usual_bytes(self._shapes, dtype.itemsize)
+        """Of the largest adapter so far, or of a usual one."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kestrel-adapters")
 
     @property
     def counts(self) -> AdapterCounts:
-        """What is loaded, used and waited for, now. From any thread."""
-        entries = list(self._entries.items())
+        """What is loaded and used, now. From any thread."""
+        entries = self._entries.copy()
+        loading = [name for name, entry in entries.items() if not entry.loading.done()]
         return AdapterCounts(
-            running=tuple(
-                name for name, entry in entries if entry.users > self._waiting.get(name, 0)
-            ),
-            waiting=tuple(self._waiting.copy()),
-            loaded=sum(entry.loading.done() for _, entry in entries),
+            loaded=tuple(name for name in reversed(entries) if name not in loading),
+            loading=tuple(loading),
+            used=sum(entry.users > 0 and entry.loading.done() for entry in entries.values()),
+            most=self._max_bytes // self._size_bytes,
             num_bytes=self._num_bytes,
-            max_bytes=self._max_bytes,
             host_bytes=self._host.num_bytes,
             loads=self._num_loads,
             failures=self._num_failures,
@@ -107,15 +108,6 @@ class AdapterLibrary:
         Raises AdapterNotFound, AdapterRefused, AdapterUnfit, AdapterUnavailable, and AdaptersFull if adapters in use
         leave no memory for it or too many wait to be loaded.
         """
-        self._waiting[name] += 1
-        try:
-            return await self._acquired(name)
-        finally:
-            self._waiting[name] -= 1
-            if not self._waiting[name]:
-                del self._waiting[name]
-
-    async def _acquired(self, name: str) -> Lease:
         version = await self._origins.find(name)
         entry = self._entries.get(name)
         if entry is None or entry.version.token != version.token:
@@ -173,6 +165,8 @@ class AdapterLibrary:
             raise
         if self._entries.get(version.name) is not entry:
             self._free(entry)
+        if not self._num_loads or adapter.num_bytes > self._size_bytes:
+            self._size_bytes = max(1, adapter.num_bytes)
         self._num_loads += 1
         logger.info("adapter %s: %.1f MB", version.name, adapter.num_bytes / 1e6)
         return adapter
@@ -238,6 +232,15 @@ class AdapterLibrary:
         if not entry.users:
             self._num_bytes -= entry.num_bytes
             entry.num_bytes = 0
+
+
+def _usual_bytes(shapes: Shapes, itemsize: int) -> int:
+    """The bytes of an adapter of rank 16 on all MLPs of the text decoder; of experts, rank 2."""
+    total = 0
+    for module, (*experts, rows, columns) in shapes.items():
+        if module.startswith("text.") and ".mlp." in module:
+            total += prod(experts) * (2 if experts else 16) * (rows + columns) * itemsize
+    return max(1, total)
 
 
 def _retrieved(task: asyncio.Task[Adapter]) -> None:

@@ -186,7 +186,7 @@ class OpenRequests:
     ) -> None:
         if self._observer is None:
             return
-        images = request.submission.images
+        images, adapter = request.submission.images, request.submission.adapter
         outcome = end.outcome
         if isinstance(outcome, KestrelError):
             reason, error = "", type(outcome).__name__
@@ -205,6 +205,7 @@ class OpenRequests:
             scheduled_at=end.timings.scheduled_at,
             first_token_at=end.timings.first_token_at,
             finished_at=end.timings.finished_at,
+            adapter="" if adapter is None else adapter.name,
         )
         try:
             self._observer.on_request(event)

@@ -68,6 +68,7 @@ class Batch:
             waiting=len(self._queue),
             pages_free=self._pool.num_free,
             pages_cached=self._cache.num_pages,
+            pages_evictable=self._cache.num_evictable,
             pages_total=self._pool.num_pages,
             preemptions=self._preemptions,
             cached_positions=self._cached_positions,

@@ -35,15 +35,18 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterCounts:
-    """The adapters of an engine at one instant, and counts since it started. ``num_bytes``: of the device's memory."""
+    """The adapters of an engine at one instant, and counts since it started."""
 
-    running: tuple[str, ...] = ()
-    """Names of adapters that requests use."""
-    waiting: tuple[str, ...] = ()
-    """Names of adapters that requests wait for."""
-    loaded: int = 0
+    loaded: tuple[str, ...] = ()
+    """Names of those in the memory of the device, the most recently used first."""
+    loading: tuple[str, ...] = ()
+    """Names of those that are being loaded."""
+    used: int = 0
+    """How many of the loaded ones requests use."""
+    most: int = 0
+    """How many adapters of the size of the largest one fit; before there is one, of rank 16 on all MLPs."""
     num_bytes: int = 0
-    max_bytes: int = 0
+    """Of the device's memory."""
     host_bytes: int = 0
     """Of the host's memory, for adapters that are ready to be copied to the device."""
     loads: int = 0

@@ -51,6 +51,8 @@ class SchedulerStats:
     pages_free: int = 0
     pages_cached: int = 0
     """Pages of the prefix cache; running sequences may use them, too."""
+    pages_evictable: int = 0
+    """Pages of the prefix cache that no sequence uses."""
     pages_total: int = 0
     preemptions: int = 0
     cached_positions: int = 0
@@ -61,6 +63,12 @@ class SchedulerStats:
     def pages_held(self) -> int:
         """Pages that only running sequences use."""
         return max(0, self.pages_total - self.pages_free - self.pages_cached)
+
+    @property
+    def kv_use(self) -> float:
+        """Share of the pages that sequences use, in [0, 1]. Requests may take the rest."""
+        free = self.pages_free + self.pages_evictable
+        return max(0, self.pages_total - free) / max(self.pages_total, 1)
 
     @property
     def prefix_hit_rate(self) -> float:

@@ -62,6 +62,8 @@ class RequestEvent:
     scheduled_at: float | None
     first_token_at: float | None
     finished_at: float
+    adapter: str = ""
+    """The name of the adapter that was applied, "" for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

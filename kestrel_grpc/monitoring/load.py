@@ -56,8 +56,8 @@ class Load:
 
     @property
     def kv_use(self) -> float:
-        """Share of the pages that running requests hold. Cached prefixes do not count: requests may take them."""
-        return self.stats.pages_held / max(self.stats.pages_total, 1)
+        """Share of the pages that requests use. Cached prefixes that none uses do not count: requests may take them."""
+        return self.stats.kv_use
 
 
 @dataclass(slots=True)

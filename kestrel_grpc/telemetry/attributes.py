@@ -93,6 +93,8 @@ def of_request(
     }
     if generates(event.skill):
         attributes[names.OUTPUT_TYPE] = "text" if event.skill in _TEXT_SKILLS else "json"
+    if event.adapter:
+        attributes[names.ADAPTER] = event.adapter
     if event.finish_reason:
         attributes[names.FINISH_REASONS] = (event.finish_reason,)
     if event.error:

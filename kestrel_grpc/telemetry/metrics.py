@@ -6,7 +6,6 @@ and are read when a reader collects them. Events that occur once per token are r
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from . import names
 from .attributes import SERVER_ERRORS, operation_of
 from .dense import DenseHistogram
 from .edge_counts import EdgeCounts
+from .model_gauges import ModelGauges
 from .names import Metric
 from .open_files import file_limit, open_files
 
@@ -31,6 +31,8 @@ Read = Callable[[], Iterable[Observation]]
 MOST_PRINCIPALS = 100
 OTHERS = "other"
 """The label of all principals after the first MOST_PRINCIPALS. It bounds the number of series."""
+MOST_ADAPTERS = 50
+"""Adapters that have a label of their own; all others are OTHERS."""
 
 
 @dataclass(slots=True)
@@ -54,18 +56,20 @@ class ServiceMetrics:
     ) -> None:
         self._meter = meter
         edge = edge or EdgeCounts()
-        self._model: dict[str, str] = {}
-        self._load_s = 0.0
+        self._default = ""
+        self._adapters: set[str] = set()
+        """Those that have a label of their own."""
         self._steps = {False: 0, True: 0}
         self._crops = self._reused_crops = self._prefill_positions = self._step_tokens = 0
         self.token_gap = DenseHistogram(names.TOKEN_GAP)
         """The readers add this histogram to their data."""
-        self._tokens = {"input": 0, "output": 0}
+        self._tokens: Counter[tuple[str, str, str]] = Counter()
         self._reasoning = self._shared_rows = self._shared_groups = 0
-        self._requests: Counter[tuple[str, str, str]] = Counter()
+        self._requests: Counter[tuple[str, str, str, str, str]] = Counter()
         self._principals: dict[str, _Usage] = {}
         self._refused: Counter[str] = Counter()
         self._frames = dict.fromkeys(FRAME_OUTCOMES, 0)
+        self._models = ModelGauges(self._observe)
         self._call_duration = self._histogram(names.CALL_DURATION)
         self._request_duration = self._histogram(names.REQUEST_DURATION)
         self._first_token = self._histogram(names.FIRST_TOKEN)
@@ -89,10 +93,7 @@ class ServiceMetrics:
         self._observe(names.FILES, lambda: _known(open_files()))
         self._observe(names.FILES_LIMIT, lambda: _known(file_limit()))
         self._observe(names.REQUESTS, self._read_requests)
-        self._observe(
-            names.TOKENS,
-            lambda: [Observation(n, {names.TOKEN_TYPE: k}) for k, n in self._tokens.items()],
-        )
+        self._observe(names.TOKENS, self._read_tokens)
         self._observe(
             names.REFUSED_CALLS,
             lambda: [Observation(n, {names.REASON: k}) for k, n in self._refused.copy().items()],
@@ -116,53 +117,16 @@ class ServiceMetrics:
         self._observe(names.PREFILL_POSITIONS, lambda: [Observation(self._prefill_positions)])
 
     def ready(self, engine: InferenceEngine, load_s: float) -> None:
-        """Creates the instruments that read the engine. ``load_s``: seconds that loading took."""
-        self._load_s = load_s
-        self._model = {
-            names.OPERATION: names.GENERATE,
-            names.PROVIDER: names.PROVIDER_VALUE,
-            names.REQUEST_MODEL: engine.info.model,
-        }
-        # The engine may be unloaded, so the instruments do not keep it.
-        held = weakref.ref(engine)
+        """Shows the engine of the model that is the default at the start. ``load_s``: seconds that loading took."""
+        self._default = engine.info.model
+        self.add_model(engine, load_s)
 
-        def observe(
-            metric: Metric, read: Callable[[InferenceEngine], Iterable[Observation]]
-        ) -> None:
-            def read_present() -> Iterable[Observation]:
-                present = held()
-                return () if present is None else read(present)
+    def add_model(self, engine: InferenceEngine, load_s: float) -> None:
+        """Shows the engine of a model. ``load_s``: as for ``ready``."""
+        self._models.add(engine, load_s)
 
-            self._observe(metric, read_present)
-
-        observe(names.LOAD_DURATION, lambda engine: [Observation(self._load_s)])
-        observe(names.LOAD_PHASE, lambda engine: _load_phases(engine))
-        observe(names.KERNELS, lambda engine: _kernels(engine))
-        observe(names.COMPILE_TIME, lambda engine: [Observation(engine.compiled.seconds)])
-        observe(names.MASKS, lambda engine: [Observation(engine.mask_counts.masks)])
-        observe(names.MASK_TIME, lambda engine: [Observation(engine.mask_counts.seconds)])
-        observe(names.RUNNING, lambda engine: [Observation(engine.stats.running)])
-        observe(names.WAITING, lambda engine: [Observation(_waiting(engine))])
-        observe(names.PRINCIPALS, lambda engine: [Observation(engine.places.principals)])
-        observe(names.DISPLACED, lambda engine: [Observation(engine.places.displaced)])
-        observe(
-            names.LARGEST_SHARE,
-            lambda engine: [Observation(engine.places.largest_held / engine.places.bound)],
-        )
-        observe(names.KV_PAGES, lambda engine: _pages(engine))
-        at_start = engine.stats  # Positions of the warm-up do not count.
-        observe(
-            names.PROMPT_POSITIONS,
-            lambda engine: [Observation(engine.stats.prompt_positions - at_start.prompt_positions)],
-        )
-        observe(
-            names.CACHED_POSITIONS,
-            lambda engine: [Observation(engine.stats.cached_positions - at_start.cached_positions)],
-        )
-        observe(
-            names.PREEMPTIONS,
-            lambda engine: [Observation(engine.stats.preemptions - at_start.preemptions)],
-        )
+    def remove_model(self, model: str) -> None:
+        self._models.remove(model)
 
     def on_step(self, event: StepEvent) -> None:
         """Records a step. Runs on the step thread."""
@@ -187,13 +151,18 @@ class ServiceMetrics:
     def on_request(self, event: RequestEvent, model: str | None = None) -> None:
         """``model``: the name of a model that is not the default."""
         metrics, skill = event.metrics, {names.SKILL: event.skill}
-        self._requests[event.skill, event.finish_reason or "error", event.error] += 1
-        self._tokens["input"] += metrics.input_tokens
-        self._tokens["output"] += metrics.output_tokens
+        which = model or self._default, self._adapter_label(event.adapter)
+        self._requests[(*which, event.skill, event.finish_reason or "error", event.error)] += 1
+        self._tokens[(*which, "input")] += metrics.input_tokens
+        self._tokens[(*which, "output")] += metrics.output_tokens
         self._reasoning += metrics.reasoning_tokens
-        served = {**self._model, **skill, names.OPERATION: operation_of(event.skill)}
-        if model is not None:
-            served[names.REQUEST_MODEL] = model
+        served = {
+            names.OPERATION: operation_of(event.skill),
+            names.PROVIDER: names.PROVIDER_VALUE,
+            names.REQUEST_MODEL: which[0],
+            names.ADAPTER: which[1],
+            **skill,
+        }
         failed = {**served, names.ERROR_TYPE: event.error} if event.error else served
         self._request_duration.record(metrics.total_time_ms / 1e3, failed)
         if event.prepared_at is not None:
@@ -234,6 +203,11 @@ class ServiceMetrics:
             usage.tokens["input"] += call.result.metrics.input_tokens
             usage.tokens["output"] += call.result.metrics.output_tokens
 
+    def _adapter_label(self, adapter: str) -> str:
+        if adapter and adapter not in self._adapters and len(self._adapters) < MOST_ADAPTERS:
+            self._adapters.add(adapter)
+        return adapter if not adapter or adapter in self._adapters else OTHERS
+
     def _usage(self, principal: str) -> _Usage:
         usage = self._principals.get(principal)
         if usage is None:
@@ -271,10 +245,24 @@ class ServiceMetrics:
             for kind, count in usage.tokens.items()
         ]
 
+    def _read_tokens(self) -> list[Observation]:
+        return [
+            Observation(
+                count,
+                {names.REQUEST_MODEL: model, names.ADAPTER: adapter, names.TOKEN_TYPE: kind},
+            )
+            for (model, adapter, kind), count in self._tokens.copy().items()
+        ]
+
     def _read_requests(self) -> list[Observation]:
         observations = []
-        for (skill, reason, error), count in self._requests.copy().items():
-            attributes = {names.SKILL: skill, names.FINISH_REASON: reason}
+        for (model, adapter, skill, reason, error), count in self._requests.copy().items():
+            attributes = {
+                names.REQUEST_MODEL: model,
+                names.ADAPTER: adapter,
+                names.SKILL: skill,
+                names.FINISH_REASON: reason,
+            }
             if error:
                 attributes[names.ERROR_TYPE] = error
             observations.append(Observation(count, attributes))
@@ -289,36 +277,3 @@ _VISION, _PREFILL, _DECODE = ({names.PHASE: phase} for phase in ("vision", "pref
 def _known(number: int | None) -> list[Observation]:
     """One observation; none for None."""
     return [] if number is None else [Observation(number)]
-
-
-def _waiting(engine: InferenceEngine) -> int:
-    return max(0, engine.num_requests - engine.stats.running)
-
-
-def _kernels(engine: InferenceEngine) -> list[Observation]:
-    counts = engine.compiled
-    return [
-        Observation(counts.compiled, {names.CACHED: False}),
-        Observation(counts.cached, {names.CACHED: True}),
-    ]
-
-
-def _load_phases(engine: InferenceEngine) -> list[Observation]:
-    load = engine.info.load
-    seconds = {
-        "weights": load.weights_s,
-        "build": load.build_s,
-        "capture": load.capture_s,
-        "warm_up": load.warm_up_s,
-    }
-    return [Observation(value, {names.PHASE: phase}) for phase, value in seconds.items()]
-
-
-def _pages(engine: InferenceEngine) -> list[Observation]:
-    stats = engine.stats
-    counts = {
-        "free": stats.pages_free,
-        "cached": stats.pages_cached,
-        "private": stats.pages_held,
-    }
-    return [Observation(count, {names.PAGE_STATE: state}) for state, count in counts.items()]

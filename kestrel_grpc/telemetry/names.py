@@ -88,6 +88,10 @@ STEP_WAITING = "kestrel.step.waiting"
 PHASE = "kestrel.phase"
 PAGE_STATE = "kestrel.kv.state"
 FAILED = "kestrel.failed"
+ADAPTER = "kestrel.adapter"
+MEMORY_KIND = "kestrel.memory"
+MAX_LORA, RUNNING_LORA, WAITING_LORA = "max_lora", "running_lora_adapters", "waiting_lora_adapters"
+"""Labels that routers of inference gateways read."""
 CACHED = "kestrel.cached"
 REASON = "kestrel.reason"
 OUTCOME = "kestrel.outcome"
@@ -108,8 +112,7 @@ class Metric:
     def prometheus_name(self) -> str:
         """The metric's name in Prometheus. The series of a histogram add _bucket, _sum and _count."""
         name = self.name.replace(".", "_")
-        if self.unit == "s":
-            name += "_seconds"
+        name += {"s": "_seconds", "By": "_bytes"}.get(self.unit, "")
         return name + "_total" if self.kind == "counter" else name
 
 
@@ -121,7 +124,7 @@ _TOKEN = (
 )  # fmt: skip
 _PHASE = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
-_GEN_AI = (OPERATION, PROVIDER, REQUEST_MODEL, SKILL)
+_GEN_AI = (OPERATION, PROVIDER, REQUEST_MODEL, SKILL, ADAPTER)
 
 CALL_DURATION = Metric(
     "rpc.server.call.duration",
@@ -209,14 +212,14 @@ REQUESTS = Metric(
     "counter",
     "{request}",
     "Finished requests of the engine, by finish reason: stop, length, cancelled or error",
-    (SKILL, FINISH_REASON, ERROR_TYPE),
+    (REQUEST_MODEL, ADAPTER, SKILL, FINISH_REASON, ERROR_TYPE),
 )
 TOKENS = Metric(
     "kestrel.tokens",
     "counter",
     "{token}",
     "Tokens of finished requests: input (positions, including images) and output",
-    (TOKEN_TYPE,),
+    (REQUEST_MODEL, ADAPTER, TOKEN_TYPE),
 )
 REASONING = Metric(
     "kestrel.tokens.reasoning",
@@ -276,12 +279,14 @@ MASKS = Metric(
     "counter",
     "{mask}",
     "Masks of the tokens that constraints permit, one for each token of a constrained answer",
+    (REQUEST_MODEL,),
 )
 MASK_TIME = Metric(
     "kestrel.masks.time",
     "counter",
     "s",
     "Time of the step thread to follow constraints and to compute their masks",
+    (REQUEST_MODEL,),
 )
 STEPS = Metric(
     "kestrel.steps", "counter", "{step}", "Steps that the device has finished", (FAILED,)
@@ -294,35 +299,60 @@ PREFILL_POSITIONS = Metric(
     "kestrel.prefill.positions", "counter", "{position}", "Prompt positions computed"
 )
 PROMPT_POSITIONS = Metric(
-    "kestrel.prompt.positions", "counter", "{position}", "Prompt positions of admitted requests"
+    "kestrel.prompt.positions",
+    "counter",
+    "{position}",
+    "Prompt positions of admitted requests",
+    (REQUEST_MODEL,),
 )
 CACHED_POSITIONS = Metric(
     "kestrel.prefix_cache.hit.positions",
     "counter",
     "{position}",
     "Prompt positions that the prefix cache supplied",
+    (REQUEST_MODEL,),
 )
 PREEMPTIONS = Metric(
-    "kestrel.preemptions", "counter", "{preemption}", "Requests preempted because no page was free"
+    "kestrel.preemptions",
+    "counter",
+    "{preemption}",
+    "Requests preempted because no page was free",
+    (REQUEST_MODEL,),
 )
-RUNNING = Metric("kestrel.requests.running", "gauge", "{request}", "Requests in the batch")
+RUNNING = Metric(
+    "kestrel.requests.running",
+    "gauge",
+    "{request}",
+    "Requests in the batch",
+    (REQUEST_MODEL,),
+)
 WAITING = Metric(
-    "kestrel.requests.waiting", "gauge", "{request}", "Accepted requests that are not in the batch"
+    "kestrel.requests.waiting",
+    "gauge",
+    "{request}",
+    "Accepted requests that are not in the batch",
+    (REQUEST_MODEL,),
 )
 PRINCIPALS = Metric(
-    "kestrel.principals.active", "gauge", "{principal}", "Principals with accepted requests"
+    "kestrel.principals.active",
+    "gauge",
+    "{principal}",
+    "Principals with accepted requests",
+    (REQUEST_MODEL,),
 )
 LARGEST_SHARE = Metric(
     "kestrel.places.largest",
     "gauge",
     "1",
     "Largest share of all places for requests that one principal holds",
+    (REQUEST_MODEL,),
 )
 DISPLACED = Metric(
     "kestrel.requests.displaced",
     "counter",
     "{request}",
     "Waiting requests that lost their place to another principal's request",
+    (REQUEST_MODEL,),
 )
 CALLS = Metric("kestrel.calls.active", "gauge", "{call}", "Calls in progress")
 CONNECTIONS = Metric(
@@ -373,15 +403,64 @@ KV_PAGES = Metric(
     "gauge",
     "{page}",
     "Pages of the KV cache: free, cached (in the prefix cache, in use or not), private (of one running request)",
-    (PAGE_STATE,),
+    (REQUEST_MODEL, PAGE_STATE),
 )
-LOAD_DURATION = Metric("kestrel.model.load.duration", "gauge", "s", "Time to load the model")
+KV_USAGE = Metric(
+    "kestrel.kv.usage",
+    "gauge",
+    "1",
+    "Share of the pages of the KV cache that requests use, from 0 to 1; requests may take the others",
+    (REQUEST_MODEL,),
+)
+LORA_INFO = Metric(
+    "kestrel.lora_requests_info",
+    "gauge",
+    "1",
+    "Adapters for routers, with the time of the scrape as its value: how many fit, and the names of up to 64 that are "
+    "loaded and of up to 64 that are being loaded",
+    (REQUEST_MODEL, MAX_LORA, RUNNING_LORA, WAITING_LORA),
+)
+ADAPTERS = Metric(
+    "kestrel.adapters.loaded",
+    "gauge",
+    "{adapter}",
+    "Adapters in the memory of the device",
+    (REQUEST_MODEL,),
+)
+ADAPTERS_USED = Metric(
+    "kestrel.adapters.used",
+    "gauge",
+    "{adapter}",
+    "Loaded adapters that requests use",
+    (REQUEST_MODEL,),
+)
+ADAPTER_MEMORY = Metric(
+    "kestrel.adapters.memory",
+    "gauge",
+    "By",
+    "Memory of adapters: of the device, or of the host, ready to be copied to the device",
+    (REQUEST_MODEL, MEMORY_KIND),
+)
+ADAPTER_LOADS = Metric(
+    "kestrel.adapters.loads",
+    "counter",
+    "{adapter}",
+    "Adapters that were loaded, or could not be",
+    (REQUEST_MODEL, FAILED),
+)
+LOAD_DURATION = Metric(
+    "kestrel.model.load.duration",
+    "gauge",
+    "s",
+    "Time to load the model; of the first one, to start the server",
+    (REQUEST_MODEL,),
+)
 LOAD_PHASE = Metric(
     "kestrel.model.load.phase.duration",
     "gauge",
     "s",
     "Parts of the time to load: weights, build (packing, KV pool), capture (CUDA graphs and kernels), warm_up (rest)",
-    (PHASE,),
+    (REQUEST_MODEL, PHASE),
 )
 KERNELS = Metric(
     "kestrel.kernels",

@@ -101,6 +101,16 @@ class Telemetry:
         if self._metrics is not None:
             self._metrics.ready(engine, load_s)
 
+    def add_model(self, engine: InferenceEngine, load_s: float) -> None:
+        """A model that is not the default accepts requests."""
+        if self._metrics is not None:
+            self._metrics.add_model(engine, load_s)
+
+    def remove_model(self, model: str) -> None:
+        """A model was unloaded."""
+        if self._metrics is not None:
+            self._metrics.remove_model(model)
+
     def start_counting(self) -> None:
         """Counts steps and requests from now on."""
         self._counts = True
@@ -173,9 +183,10 @@ class ModelObserver:
         self._telemetry = telemetry
         self._info: EngineInfo | None = None
 
-    def ready(self, info: EngineInfo) -> None:
-        """Events before this call, those of the warm-up, do not count."""
-        self._info = info
+    def ready(self, engine: InferenceEngine, load_s: float) -> None:
+        """The engine accepts requests. Events before this call, those of the warm-up, do not count."""
+        self._info = engine.info
+        self._telemetry.add_model(engine, load_s)
 
     def on_step(self, event: StepEvent) -> None:
         if self._info is not None:

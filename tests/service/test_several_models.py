@@ -39,6 +39,7 @@ from kestrel_grpc.settings.model import add_model_flags, runtime_config, runtime
 from kestrel_grpc.settings.security import SecurityConfig
 from kestrel_grpc.settings.server import ServerConfig
 from kestrel_grpc.settings.sources import SettingsError
+from kestrel_grpc.settings.telemetry import TelemetryConfig
 from tests.engine.fakes import fake_build
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.security.test_admin import CONFIG, KEY, METADATA
@@ -54,6 +55,7 @@ class Two:
         self,
         names: tuple[str, str] = ("first", "second"),
         security: SecurityConfig | None = None,
+        telemetry: TelemetryConfig | None = None,
     ) -> None:
         self.engines: dict[str, InferenceEngine] = {}
         config = RuntimeConfig(max_batch_size=LIMITS.max_batch_size)
@@ -82,6 +84,7 @@ class Two:
                 listen=("127.0.0.1:0",),
                 http=HttpConfig(http_listen=("127.0.0.1:0",)),
                 security=security or SecurityConfig(),
+                telemetry=telemetry or TelemetryConfig(),
             ),
             first,
             lambda: load(first),

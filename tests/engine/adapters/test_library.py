@@ -172,7 +172,8 @@ async def test_the_host_keeps_what_the_device_drops(
     )
     for name in "abab":
         lease = await made.acquire(name)
-        assert made.counts.running == (name,) and made.counts.num_bytes == size
+        assert made.counts.loaded == (name,) and made.counts.num_bytes == size
+        assert (made.counts.used, made.counts.most) == (1, 1)
         lease.give_back()
     assert reader.names == ["a", "b"] and sent == ["a", "b", "a", "b"]
     for name in "ca":  # c takes the place of a, which was used less recently than b.
@@ -180,7 +181,7 @@ async def test_the_host_keeps_what_the_device_drops(
     assert reader.names == ["a", "b", "c", "a"]
     counts = made.counts
     assert (counts.loads, counts.failures, counts.host_bytes) == (6, 0, 2 * size)
-    assert (counts.running, counts.waiting, counts.loaded) == ((), (), 1)
+    assert (counts.loaded, counts.loading, counts.used) == (("a",), (), 0)
     await made.close()
 
 

@@ -1,0 +1,158 @@
+"""ModelGauges: the instruments that read the engines of all models when a reader collects them."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from opentelemetry.metrics import Observation
+
+from kestrel_engine import InferenceEngine, SchedulerStats
+
+from . import names
+from .names import Metric
+
+Observe = Callable[[Metric, Callable[[], Iterable[Observation]]], None]
+"""Creates an instrument that calls a function for its values."""
+Values = Iterable[tuple[float, dict[str, str | bool]]]
+"""Values with the attributes that the model's name comes to."""
+
+_MOST_NAMES = 64
+"""Names of adapters in a label."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Model:
+    """``engine`` is not kept: a model may be unloaded. ``at_start``: positions of the warm-up do not count."""
+
+    engine: weakref.ref[InferenceEngine]
+    load_s: float
+    at_start: SchedulerStats
+
+
+class ModelGauges:
+    """Reads engines from any thread. Without a model, the instruments have no values."""
+
+    def __init__(self, observe: Observe) -> None:
+        self._models: dict[str, _Model] = {}
+        self._observe = observe
+        self._each(names.LOAD_DURATION, lambda engine, model: [(model.load_s, {})])
+        self._each(names.LOAD_PHASE, lambda engine, model: _load_phases(engine))
+        self._each(names.MASKS, lambda engine, model: [(engine.mask_counts.masks, {})])
+        self._each(names.MASK_TIME, lambda engine, model: [(engine.mask_counts.seconds, {})])
+        self._each(names.RUNNING, lambda engine, model: [(engine.stats.running, {})])
+        self._each(names.WAITING, lambda engine, model: [(_waiting(engine), {})])
+        self._each(names.PRINCIPALS, lambda engine, model: [(engine.places.principals, {})])
+        self._each(names.DISPLACED, lambda engine, model: [(engine.places.displaced, {})])
+        self._each(names.LARGEST_SHARE, lambda engine, model: [(_largest_share(engine), {})])
+        self._each(names.KV_PAGES, lambda engine, model: _pages(engine))
+        self._each(names.KV_USAGE, lambda engine, model: [(engine.stats.kv_use, {})])
+        self._each(names.LORA_INFO, lambda engine, model: _lora_info(engine))
+        self._each(names.ADAPTERS, lambda engine, model: [(len(engine.adapter_counts.loaded), {})])
+        self._each(names.ADAPTERS_USED, lambda engine, model: [(engine.adapter_counts.used, {})])
+        self._each(names.ADAPTER_MEMORY, lambda engine, model: _adapter_memory(engine))
+        self._each(names.ADAPTER_LOADS, lambda engine, model: _adapter_loads(engine))
+        self._since_start(names.PROMPT_POSITIONS, lambda stats: stats.prompt_positions)
+        self._since_start(names.CACHED_POSITIONS, lambda stats: stats.cached_positions)
+        self._since_start(names.PREEMPTIONS, lambda stats: stats.preemptions)
+        # One compiler serves the engines of all models.
+        observe(names.KERNELS, self._kernels)
+        observe(names.COMPILE_TIME, self._compile_time)
+
+    def add(self, engine: InferenceEngine, load_s: float) -> None:
+        """Shows the engine from now on, in place of an earlier one of its name. ``load_s``: seconds to load it."""
+        models = {name: each for name, each in self._models.items() if each.engine() is not None}
+        models[engine.info.model] = _Model(weakref.ref(engine), load_s, engine.stats)
+        self._models = models
+
+    def remove(self, model: str) -> None:
+        """Shows the model no longer: it was unloaded."""
+        self._models = {name: each for name, each in self._models.items() if name != model}
+
+    def _present(self) -> list[tuple[InferenceEngine, _Model]]:
+        pairs = ((model.engine(), model) for model in self._models.values())
+        return [(engine, model) for engine, model in pairs if engine is not None]
+
+    def _each(self, metric: Metric, read: Callable[[InferenceEngine, _Model], Values]) -> None:
+        def observed() -> list[Observation]:
+            return [
+                Observation(value, {names.REQUEST_MODEL: engine.info.model, **attributes})
+                for engine, model in self._present()
+                for value, attributes in read(engine, model)
+            ]
+
+        self._observe(metric, observed)
+
+    def _since_start(self, metric: Metric, count: Callable[[SchedulerStats], int]) -> None:
+        self._each(
+            metric, lambda engine, model: [(count(engine.stats) - count(model.at_start), {})]
+        )
+
+    def _kernels(self) -> list[Observation]:
+        return [
+            Observation(count, {names.CACHED: cached})
+            for engine, _ in self._present()[:1]
+            for cached, count in (
+                (False, engine.compiled.compiled),
+                (True, engine.compiled.cached),
+            )
+        ]
+
+    def _compile_time(self) -> list[Observation]:
+        return [Observation(engine.compiled.seconds) for engine, _ in self._present()[:1]]
+
+
+def _waiting(engine: InferenceEngine) -> int:
+    return max(0, engine.num_requests - engine.stats.running)
+
+
+def _largest_share(engine: InferenceEngine) -> float:
+    return engine.places.largest_held / engine.places.bound
+
+
+def _load_phases(engine: InferenceEngine) -> Values:
+    load = engine.info.load
+    seconds = {
+        "weights": load.weights_s,
+        "build": load.build_s,
+        "capture": load.capture_s,
+        "warm_up": load.warm_up_s,
+    }
+    return [(value, {names.PHASE: phase}) for phase, value in seconds.items()]
+
+
+def _pages(engine: InferenceEngine) -> Values:
+    stats = engine.stats
+    counts = {
+        "free": stats.pages_free,
+        "cached": stats.pages_cached,
+        "private": stats.pages_held,
+    }
+    return [(count, {names.PAGE_STATE: state}) for state, count in counts.items()]
+
+
+def _lora_info(engine: InferenceEngine) -> Values:
+    counts = engine.adapter_counts
+    labels: dict[str, str | bool] = {
+        names.MAX_LORA: str(counts.most),
+        names.RUNNING_LORA: _named(counts.loaded),
+        names.WAITING_LORA: _named(counts.loading),
+    }
+    return [(time.time(), labels)]
+
+
+def _named(adapters: Sequence[str]) -> str:
+    return ",".join(adapters[:_MOST_NAMES])
+
+
+def _adapter_memory(engine: InferenceEngine) -> Values:
+    counts = engine.adapter_counts
+    by_kind = {"device": counts.num_bytes, "host": counts.host_bytes}
+    return [(count, {names.MEMORY_KIND: kind}) for kind, count in by_kind.items()]
+
+
+def _adapter_loads(engine: InferenceEngine) -> Values:
+    counts = engine.adapter_counts
+    return [(counts.loads, {names.FAILED: False}), (counts.failures, {names.FAILED: True})]
