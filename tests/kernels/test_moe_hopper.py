@@ -79,34 +79,6 @@ def test_tiles_are_the_faster_ones(mean, exact, fp8):
     assert moe_hopper.pairs_of_a_tile(mean, fp8=True) == fp8
 
 
-@pytest.fixture
-def asked_anew():
-    moe_prefill._hopper.cache_clear()
-    yield
-    moe_prefill._hopper.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("version", "taken"), [("3.5.1", False), ("3.6.0", True), ("3.7.1+git", True), ("3.8.0", False)]
-)
-def test_other_tritons_have_the_kernels_of_all_cards(
-    version, taken, asked_anew, monkeypatch, caplog
-):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(moe_prefill.triton, "__version__", version)
-    for _ in range(2):
-        found = moe_prefill._hopper(torch.device("cuda:0"))
-        assert found is (moe_hopper if taken else None)
-    assert len(caplog.records) == (0 if taken else 1), "it is said once"
-    assert taken or version in caplog.text
-
-
-def test_other_devices_have_the_kernels_of_all_cards(asked_anew, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
-    assert moe_prefill._hopper(torch.device("cuda:0")) is None
-    assert moe_prefill._hopper(torch.device("cpu")) is None
-
-
 @pytest.mark.skipif(not ON_HOPPER, reason="needs Hopper")
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("tokens", [100, 300])

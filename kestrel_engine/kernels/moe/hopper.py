@@ -14,8 +14,6 @@ order.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -24,6 +22,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..gluon_support import hopper_programs
 from ..linear.fp8_rows import Fp8Rows, quantise_rows
 from .route import Grouping, group_by_expert
 from .sort import sorted_fp8_rows, sorted_rows
@@ -56,14 +55,6 @@ def in_kernel_order(x: Tensor) -> Tensor:
     return blocks.transpose(-4, -3).transpose(-3, -2).flatten(-5)
 
 
-@functools.cache
-def _programs(device: torch.device) -> int:
-    """Returns one program for each of Hopper's multiprocessors; 0 on other devices."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return 0
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def takes(u: Tensor, experts: Experts, num_pairs: int) -> bool:
     """Returns whether `products` supports the device and the experts, and is faster than smaller tiles."""
     if (
@@ -73,7 +64,7 @@ def takes(u: Tensor, experts: Experts, num_pairs: int) -> bool:
     ):
         return False
     fits = experts.dim % 256 == 0 and experts.inner % 128 == 0
-    return fits and _programs(u.device) > 0
+    return fits and hopper_programs(u.device) > 0
 
 
 def products(
@@ -131,7 +122,7 @@ def _launch(
         swizzle_byte_width=128, element_bitwidth=8 if fp8 else 16, rank=2
     )
     weights = weight.view(-1, num_inputs)
-    programs = _programs(rows.device)
+    programs = hopper_programs(rows.device)
     stage_bytes = block_k * (grouping.tile * rows.element_size() + 4 * WEIGHT_ROWS)
     _kernel[(programs,)](
         TensorDescriptor.from_tensor(rows, [grouping.tile, block_k], of_rows),

@@ -8,8 +8,6 @@ same rows, and the row tiles of an expert, are adjacent, so programs that run at
 
 from __future__ import annotations
 
-import functools
-import logging
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -21,14 +19,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..adapters.experts import ExpertChanges, add_expert_change, shrink_experts
 from ..adapters.slabs import RowSlabs
+from ..gluon_support import hopper_programs
 from ..linear.fp8_rows import Fp8Rows
 from .route import Grouping, group_by_expert
 from .tile import Experts, dot_tile, geglu, product_scale, triton_type
-
-logger = logging.getLogger(__name__)
-
-GLUON = ((3, 6), (3, 8))
-"""The supported Triton versions, [first, second). hopper.py uses Gluon, which changes between releases."""
 
 
 class Tile(NamedTuple):
@@ -76,17 +70,9 @@ def tiles_for(element_size: int, num_pairs: int, num_experts: int) -> Tiles:
     return TILES[element_size, limit]
 
 
-@functools.cache
 def _hopper(device: torch.device) -> ModuleType | None:
     """Returns the module hopper.py if it can be imported and run on ``device``, else None."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return None
-    first, beyond = GLUON
-    if not first <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < beyond:
-        logger.warning(
-            "the MoE kernel for Hopper does not support Triton %s; experts run a fifth slower in prefill",
-            triton.__version__,
-        )
+    if not hopper_programs(device):
         return None
     from . import hopper as moe_hopper
 

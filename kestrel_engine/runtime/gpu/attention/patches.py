@@ -1,9 +1,10 @@
-"""Attention among the patches of each crop. It chooses a torch kernel once, and the batch sizes for it."""
+"""Attention among the patches of each crop: our own kernel on Hopper, elsewhere the fastest of torch's. Both are chosen
+once, with the batch sizes for cuDNN."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -11,14 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ....kernels.gluon_support import hopper_programs
+
 PREFERRED = (
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 )
-"""The backends by speed. 56 crops of 729 patches, 16 heads of 72, on one H200 with torch 2.11: cuDNN takes 496 us,
-flash 712 us."""
+"""The backends of torch by speed. 56 crops of 729 patches, 16 heads of 72, on one H200 with torch 2.11: cuDNN takes
+496 us, flash 712 us."""
 
 BATCHES: tuple[int, ...] = (
     *range(1, 11),
@@ -48,16 +51,21 @@ class CropAttention:
     cuDNN keeps its plans by thread, so the thread that encodes must also warm up.
     """
 
-    def __init__(self, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, patches: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._heads, self._head_dim = heads, head_dim
+        self._kernel = _own_kernel(patches, head_dim, dtype, device)
         self._backends: list[SDPBackend] = []
-        if device.type == "cuda":
+        if device.type == "cuda" and self._kernel is None:
             probe = torch.zeros(1, 8, 3, heads, head_dim, dtype=dtype, device=device)
             self._backends = [backend for backend in PREFERRED if works(backend, probe)]
 
     @property
     def backend(self) -> str:
         """The name of the backend, for logs and benchmarks."""
+        if self._kernel is not None:
+            return "our own"
         return str(self._backends[0].name) if self._backends else "default"
 
     def padded(self, crops: int) -> int:
@@ -78,9 +86,24 @@ class CropAttention:
 
     def __call__(self, qkv: Tensor) -> Tensor:
         """Returns the attention output [n, patches, heads * head_dim] of ``qkv`` [n, patches, 3, heads, head_dim]."""
+        if self._kernel is not None:
+            n, patches = qkv.shape[:2]
+            out = qkv.new_empty(n, patches, self._heads, self._head_dim)
+            return self._kernel(qkv, out).flatten(2)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         # The output has the memory layout of the queries, so the result is a view.
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def _own_kernel(
+    patches: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Returns our kernel if it supports the device and the shapes, else None."""
+    if not hopper_programs(device):
+        return None
+    from ....kernels.attention import patches as kernel
+
+    return kernel.attend if kernel.takes(patches, head_dim, dtype, device) else None
 
 
 def works(backend: SDPBackend, probe: Tensor) -> bool:

@@ -105,7 +105,8 @@ class FusedVision:
         self._fc2 = Linear.load(tensors, "vision.proj_mlp.fc2")
         weight = self._patch_weight
         head_dim = config.enc_dim // config.enc_n_heads
-        self.attention = CropAttention(config.enc_n_heads, head_dim, weight.dtype, weight.device)
+        heads = config.enc_n_heads
+        self.attention = CropAttention(config.grid**2, heads, head_dim, weight.dtype, weight.device)
 
     @property
     def weight(self) -> Tensor:

@@ -1,0 +1,33 @@
+"""Whether kernels in Gluon, Triton's lower-level language, can run on a device.
+
+Gluon changes between releases of Triton. So modules with such kernels are imported only if `hopper_programs` is not 0.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+import triton
+
+logger = logging.getLogger(__name__)
+
+VERSIONS = ((3, 6), (3, 8))
+"""The supported Triton versions, [first, second)."""
+
+
+@functools.cache
+def hopper_programs(device: torch.device) -> int:
+    """Returns one persistent program for each multiprocessor of a Hopper GPU. Returns 0 for other devices, and for a
+    version of Triton that is not supported."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return 0
+    first, beyond = VERSIONS
+    if not first <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < beyond:
+        logger.warning(
+            "the kernels for Hopper do not support Triton %s; prefill with experts and the vision tower are slower",
+            triton.__version__,
+        )
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
