@@ -37,6 +37,7 @@ from kestrel_engine.kernels.attention.paged_decode import (
     paged_decode,
 )
 from kestrel_engine.kernels.attention.rope_store import rope_store
+from kestrel_engine.runtime.gpu.attention.blocks import BlockAttention
 from kestrel_engine.runtime.gpu.attention.flashinfer_paged import (
     FlashInfer,
     FlashInferBlocks,
@@ -315,8 +316,13 @@ def time_prefill(library: FlashInfer | None, quick: bool) -> list[dict[str, Any]
     """Times image blocks by backend, text by library, and the kernel before them."""
     found: list[dict[str, Any]] = []
     choices = {
-        "torch flash": AttentionChoice(block_backend=SDPBackend.FLASH_ATTENTION),
-        "torch cuDNN": AttentionChoice(block_backend=SDPBackend.CUDNN_ATTENTION),
+        "torch flash": AttentionChoice(
+            own_blocks=BlockAttention(False, SDPBackend.FLASH_ATTENTION)
+        ),
+        "torch cuDNN": AttentionChoice(
+            own_blocks=BlockAttention(False, SDPBackend.CUDNN_ATTENTION)
+        ),
+        "our own kernel": AttentionChoice(own_blocks=BlockAttention(True)),
     }
     if library is not None:
         text, blocks = FlashInferText(library), FlashInferBlocks(library)

@@ -246,7 +246,7 @@ class GpuRuntime:
             block_length=self._config.image_prefix,
             max_rows=limits.max_batch_size,
             spare_slot=limits.num_pages * limits.page_size,
-            block_backend=self.attention.block_backend,
+            blocks=self.attention.own_blocks,
             stream=self._stream,
             anchor=self._anchor,
         )

@@ -4,7 +4,7 @@ once, with the batch sizes for cuDNN."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ....kernels.gluon_support import hopper_programs
+from .own_kernel import own_kernel
 
 PREFERRED = (
     SDPBackend.CUDNN_ATTENTION,
@@ -55,7 +55,7 @@ class CropAttention:
         self, patches: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._heads, self._head_dim = heads, head_dim
-        self._kernel = _own_kernel(patches, head_dim, dtype, device)
+        self._kernel = own_kernel(patches, head_dim, dtype, device)
         self._backends: list[SDPBackend] = []
         if device.type == "cuda" and self._kernel is None:
             probe = torch.zeros(1, 8, 3, heads, head_dim, dtype=dtype, device=device)
@@ -89,21 +89,12 @@ class CropAttention:
         if self._kernel is not None:
             n, patches = qkv.shape[:2]
             out = qkv.new_empty(n, patches, self._heads, self._head_dim)
-            return self._kernel(qkv, out).flatten(2)
+            q, k, v = qkv.unbind(2)
+            self._kernel(q, k, v, out)
+            return out.flatten(2)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         # The output has the memory layout of the queries, so the result is a view.
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-
-
-def _own_kernel(
-    patches: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Returns our kernel if it supports the device and the shapes, else None."""
-    if not hopper_programs(device):
-        return None
-    from ....kernels.attention import patches as kernel
-
-    return kernel.attend if kernel.takes(patches, head_dim, dtype, device) else None
 
 
 def works(backend: SDPBackend, probe: Tensor) -> bool:

@@ -9,21 +9,19 @@ output of the qkv GEMM, and text reads the KV cache. `choose_attention` chooses 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ....errors import ConfigError
 from ....models.kv_format import EIGHT_BITS, UNSCALED, Scales, gather
 from ..prefill.batch import TextPart
-from .flashinfer_paged import DTYPES, FlashInfer, FlashInferBlocks, FlashInferText, PlannedBlocks
-from .patches import works
+from .blocks import BlockAttention
+from .flashinfer_paged import FlashInfer, FlashInferBlocks, FlashInferText, PlannedBlocks
 
 MAX_GATHERED = 16384
 """The most positions whose keys and values the torch path copies at once."""
@@ -58,14 +56,14 @@ class PlannedText(Protocol):
 class AttentionChoice:
     """The library of each kind of attention.
 
-    ``text`` and ``blocks``: FlashInfer's, for passes that are not captured; None for torch. ``block_backend``: torch's
-    backend for blocks, in captured passes too; None leaves the choice to torch. ``captures``: passes that fit may run
+    ``text`` and ``blocks``: FlashInfer's, for passes that are not captured; None for ``own_blocks`` and torch.
+    ``own_blocks``: for blocks without FlashInfer, in captured passes too. ``captures``: passes that fit may run
     captured, with our own kernel for the text. ``decode``: FlashInfer for decode steps; None for our own kernel.
     """
 
     text: FlashInferText | None = None
     blocks: FlashInferBlocks | None = None
-    block_backend: SDPBackend | None = None
+    own_blocks: BlockAttention = field(default_factory=BlockAttention)
     captures: bool = True
     decode: FlashInfer | None = None
 
@@ -97,43 +95,10 @@ def choose_attention(
         # fa2 is slower than torch.
         blocks = FlashInferBlocks(library) if library.backend == "fa3" else None
         return AttentionChoice(FlashInferText(library), blocks, captures=False, decode=library)
-    return AttentionChoice(block_backend=_block_backend(device, dtype), captures=name != "torch")
-
-
-def _block_backend(device: torch.device, dtype: torch.dtype) -> SDPBackend | None:
-    """Returns cuDNN if it supports ``dtype``, else None.
-
-    Microseconds a layer for 1 / 2 / 4 / 6 blocks of 730 positions and 32 heads of 64 on an H100, including the copy of
-    torch's result: cuDNN 25 / 36 / 70 / 105; flash 30 / 55 / 91 / 144; FlashInfer's fa3, which nvcc compiles for 81 s,
-    19 / 34 / 65 / 95.
-    """
-    if device.type != "cuda" or dtype not in DTYPES:
-        return None
-    probe = torch.zeros(1, 8, 3, 1, 64, dtype=dtype, device=device)
-    return SDPBackend.CUDNN_ATTENTION if works(SDPBackend.CUDNN_ATTENTION, probe) else None
-
-
-def attend_blocks(
-    backend: SDPBackend | None,
-    blocks: tuple[int, int],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-) -> None:
-    """Writes the attention output within each block to ``out`` [number * length, H*D], with any row stride.
-
-    ``blocks``: the number and the length of the blocks. ``q``, ``k``, ``v``: [number * length, H, D], any row stride.
-    """
-    # Views [n, H, length, D]. The kernels accept any stride but for the last dimension.
-    q, k, v = (x.unflatten(0, blocks).transpose(1, 2) for x in (q, k, v))
-    with (
-        nullcontext()
-        if backend is None
-        else sdpa_kernel([backend, SDPBackend.MATH], set_priority=True)
-    ):
-        attended = F.scaled_dot_product_attention(q, k, v)
-    out.unflatten(0, blocks).unflatten(2, (q.shape[1], -1)).copy_(attended.transpose(1, 2))
+    return AttentionChoice(
+        own_blocks=BlockAttention.choose(device, dtype, own=name != "torch"),
+        captures=name != "torch",
+    )
 
 
 class PrefillAttention:
@@ -152,7 +117,7 @@ class PrefillAttention:
         self._keys, self._values, self._scales = key_pool, value_pool, scales
         self._num_blocks, self._length = len(batch.blocks), batch.block_length
         self._block_tokens = self._num_blocks * self._length
-        self._backend = choice.block_backend
+        self._own_blocks = choice.own_blocks
         self._text: PlannedText | None = None
         self._blocks: PlannedBlocks | None = None
         num_heads, head_dim = key_pool.shape[-2:]
@@ -179,7 +144,7 @@ class PrefillAttention:
             self._blocks(q[:split], k[:split], v[:split], out[:split])
         elif split:
             blocks = self._num_blocks, self._length
-            attend_blocks(self._backend, blocks, q[:split], k[:split], v[:split], out[:split])
+            self._own_blocks(blocks, q[:split], k[:split], v[:split], out[:split])
         if self._text is not None:
             scales = self._scales[layer] if self._scales is not None else UNSCALED
             self._text(q[split:], self._keys[layer], self._values[layer], out[split:], scales)

@@ -13,14 +13,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
 from ....kernels.attention.paged_text import TILE_QUERIES, TILE_WIDTH, paged_text
 from ....types.adapter import Adapter
 from ....types.progress import Progress
 from ...kv_cache import KvCache
 from ..adapters.pass_slabs import PassSlabs
-from ..attention.prefill import attend_blocks
+from ..attention.blocks import BlockAttention
 from ..attention.prompts import PagedPrompts
 from ..state.staging import Field, RowBuffers
 from ..text.decoder import FusedText
@@ -79,7 +78,7 @@ class PrefillGraphs:
         block_length: int,
         max_rows: int,
         spare_slot: int,
-        block_backend: SDPBackend | None,
+        blocks: BlockAttention,
         stream: torch.cuda.Stream | None,
         anchor: Tensor | None = None,
     ) -> None:
@@ -106,7 +105,7 @@ class PrefillGraphs:
         self._slabs: PassSlabs | None = None
         if anchor is not None:
             self._slabs = PassSlabs(anchor, longest, max_rows, pool.device)
-        self._block_backend = block_backend
+        self._blocks = blocks
         self._few = text.few_tokens(
             PagedPrompts(page_table, cache.page_size),
             max_rows=FEW_TOKENS,
@@ -240,7 +239,7 @@ class PrefillGraphs:
     def attend_blocks(self, blocks: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Attention within image blocks. ``q``, ``k``, ``v``: [blocks * length, H, D]. ``out``: [blocks * length,
         H*D]."""
-        attend_blocks(self._block_backend, (blocks, self._length), q, k, v, out)
+        self._blocks((blocks, self._length), q, k, v, out)
 
     def attend_text(self, layer: int, q: Tensor, shape: PassShape, out: Tensor) -> None:
         paged_text(

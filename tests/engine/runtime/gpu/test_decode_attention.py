@@ -11,7 +11,9 @@ from torch.nn.attention import SDPBackend
 
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.runtime.gpu import runtime
+from kestrel_engine.runtime.gpu.attention import blocks as block_attention
 from kestrel_engine.runtime.gpu.attention import prefill as prefill_attention
+from kestrel_engine.runtime.gpu.attention.blocks import BlockAttention
 from kestrel_engine.runtime.gpu.attention.decode import FlashInferRows
 from kestrel_engine.runtime.gpu.attention.prefill import AttentionChoice, choose_attention
 from kestrel_engine.runtime.gpu.graphs import ladder
@@ -122,8 +124,8 @@ def test_names_and_who_computes_then(monkeypatch):
     library = stand_in(DEVICE)
     library.library.BatchPrefillWithPagedKVCacheWrapper = lambda *_, **__: None
     monkeypatch.setattr(prefill_attention, "FlashInfer", lambda device, dtype: library)
-    monkeypatch.setattr(prefill_attention, "works", lambda backend, probe: True)
-    monkeypatch.setattr(prefill_attention.torch, "zeros", lambda *_, **__: None)
+    monkeypatch.setattr(block_attention, "works", lambda backend, probe: True)
+    monkeypatch.setattr(block_attention.torch, "zeros", lambda *_, **__: None)
     chosen = {
         name: choose_attention(name, cuda, torch.bfloat16)
         for name in ("auto", "flashinfer", "triton", "torch")
@@ -137,8 +139,9 @@ def test_names_and_who_computes_then(monkeypatch):
     assert [name for name, choice in chosen.items() if choice.captures] == ["auto", "triton"]
     assert [name for name, choice in chosen.items() if choice.decode] == ["flashinfer"]
     cudnn = SDPBackend.CUDNN_ATTENTION
-    assert chosen["auto"].block_backend == chosen["torch"].block_backend == cudnn
-    assert choose_attention("auto", cuda, torch.float32).block_backend is None
+    assert chosen["auto"].own_blocks == BlockAttention(True, cudnn)
+    assert chosen["torch"].own_blocks == BlockAttention(False, cudnn)
+    assert choose_attention("auto", cuda, torch.float32).own_blocks == BlockAttention()
 
 
 @pytest.mark.parametrize(

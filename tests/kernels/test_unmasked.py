@@ -1,4 +1,4 @@
-"""The Hopper kernel for the tower's attention against plain attention in float32."""
+"""The Hopper kernel for unmasked attention against plain attention in float32."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 
 from tests.kernels.moe_layer import DEVICE, poisoned, relative_error
 
-patches = pytest.importorskip("kestrel_engine.kernels.attention.patches")
+unmasked = pytest.importorskip("kestrel_engine.kernels.attention.unmasked")
 
 ON_HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
 on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
@@ -21,22 +21,33 @@ def plain(qkv):
 
 def attended(qkv):
     n, length, _, heads, head_dim = qkv.shape
-    out = poisoned(n * length, heads * head_dim, dtype=qkv.dtype).view(n, length, heads, head_dim)
-    return patches.attend(qkv, out)
+    # Rows with a gap between them, as where the output stands beside something else.
+    out = poisoned(n, length, heads + 1, head_dim, dtype=qkv.dtype)
+    unmasked.attend(*qkv.unbind(2), out[:, :, :heads])
+    assert out[:, :, heads].isnan().all(), "nothing else is written to"
+    return out[:, :, :heads]
 
 
 @on_hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("crops", "length", "heads", "head_dim"),
-    [(1, 729, 16, 72), (10, 729, 16, 72), (3, 129, 1, 80), (2, 192, 3, 72), (40, 257, 2, 72)],
+    ("blocks", "length", "heads", "head_dim"),
+    [
+        (1, 729, 16, 72),
+        (10, 729, 16, 72),
+        (3, 129, 1, 80),
+        (2, 192, 3, 72),
+        (40, 257, 2, 72),
+        (1, 730, 32, 64),
+        (5, 200, 2, 64),
+    ],
 )
-def test_attention_is_that_of_plain_torch(crops, length, heads, head_dim, dtype):
-    assert patches.takes(length, head_dim, dtype, torch.device(DEVICE, 0))
-    torch.manual_seed(crops)
-    qkv = torch.randn(crops, length, 3, heads, head_dim, device=DEVICE).to(dtype)
-    # Large scores, whose maximum moves from block to block, and values of different sizes.
+def test_attention_is_that_of_plain_torch(blocks, length, heads, head_dim, dtype):
+    assert unmasked.takes(length, head_dim, dtype, torch.device(DEVICE, 0))
+    torch.manual_seed(blocks)
+    qkv = torch.randn(blocks, length, 3, heads, head_dim, device=DEVICE).to(dtype)
+    # Large scores, whose maximum moves from tile to tile, and values of different sizes.
     qkv[:, :, 0] *= 4
     qkv[:, :, 2] *= torch.logspace(-2, 2, length, device=DEVICE)[:, None, None]
     bound = 4e-3 if dtype == torch.bfloat16 else 6e-4
@@ -45,7 +56,7 @@ def test_attention_is_that_of_plain_torch(crops, length, heads, head_dim, dtype)
 
 @on_hopper
 @pytest.mark.gpu
-def test_numbers_that_are_not_finite_stay_in_their_crop_and_head():
+def test_numbers_that_are_not_finite_stay_in_their_block_and_head():
     torch.manual_seed(0)
     qkv = torch.randn(3, 729, 3, 4, 72, device=DEVICE).to(torch.bfloat16)
     expected = plain(qkv)
@@ -61,15 +72,15 @@ def test_numbers_that_are_not_finite_stay_in_their_crop_and_head():
 
 def test_other_devices_and_shapes_take_torchs_attention():
     cpu, bf16 = torch.device("cpu"), torch.bfloat16
-    assert not patches.takes(729, 72, bf16, cpu)
+    assert not unmasked.takes(729, 72, bf16, cpu)
     if ON_HOPPER:
         here = torch.device("cuda", 0)
-        assert patches.takes(729, 72, bf16, here)
+        assert unmasked.takes(729, 72, bf16, here)
         for length, head_dim, dtype in (
             (128, 72, bf16),
-            (729, 64, bf16),
+            (729, 56, bf16),
             (729, 76, bf16),
             (729, 96, bf16),
         ):
-            assert not patches.takes(length, head_dim, dtype, here)
-        assert not patches.takes(729, 72, torch.float32, here)
+            assert not unmasked.takes(length, head_dim, dtype, here)
+        assert not unmasked.takes(729, 72, torch.float32, here)
