@@ -172,6 +172,13 @@ class InferenceEngine(SkillCalls):
             raise
         if built.compiling is not None:
             built.compiling.serving = True
+            if config.kernel_cache_dir is not None and built.compiling.counts.compiled:
+                logger.warning(
+                    "%d kernels were not in %s, or were made there by another installation or for other settings; they "
+                    "were compiled now",
+                    built.compiling.counts.compiled,
+                    config.kernel_cache_dir,
+                )
         load = dataclasses.replace(engine.info.load, warm_up_s=time.monotonic() - began)
         engine.info = dataclasses.replace(engine.info, load=load)
         return engine

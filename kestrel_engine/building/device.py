@@ -6,6 +6,7 @@ Imports torch when called, not before.
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config.runtime import RuntimeConfig
@@ -21,9 +22,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def compile_meter() -> CompileMeter:
+def compile_meter(carried: Path | None) -> CompileMeter:
+    """Prepares Triton's cache. ``carried``: a folder of compiled kernels."""
     from ..kernels.compile_meter import watch_compiler
+    from ..kernels.kernel_cache import use_carried_kernels
+    from ..kernels.kernel_keys import settle_keys
 
+    if carried is not None:
+        use_carried_kernels(carried)
+    settle_keys()
     return watch_compiler()
 
 

@@ -32,13 +32,14 @@ from .device import (
     kv_scales_of,
     uses_kernels,
 )
-from .files import adapter_origins, read_calibration
+from .files import adapter_origins, kernel_cache_folder, read_calibration
 from .pages import check_pool, page_size_of
 from .runtimes import Plan, gpu_runtime, torch_runtime
 
 if TYPE_CHECKING:
     import torch
 
+    from ..checkpoint.open import OpenedModel
     from ..kernels.compile_meter import CompileMeter
     from ..runtime.gpu.adapters.layout import SlabLayout
     from ..runtime.gpu.adapters.upload import Upload
@@ -65,9 +66,16 @@ class Built:
 
 
 def build(
-    config: RuntimeConfig, progress: Progress | None = None, lora: LoRA | None = None
+    config: RuntimeConfig,
+    progress: Progress | None = None,
+    lora: LoRA | None = None,
+    *,
+    opened: OpenedModel | None = None,
 ) -> Built:
-    """Resolves, checks, downloads if necessary, and loads the model. Blocks. Raises ConfigError or ModelLoadError."""
+    """Resolves, checks, downloads if necessary, and loads the model. Blocks. Raises ConfigError or ModelLoadError.
+
+    ``opened``: the model, if the caller has opened it.
+    """
     import torch
 
     from ..checkpoint.open import load_weights, open_model
@@ -81,12 +89,14 @@ def build(
     kernels = uses_kernels(config, device)
     check_fp8_gemms(config, device, dtype, kernels)
     origins = adapter_origins(config)
-    compiling = compile_meter() if kernels else None
+    carried = kernel_cache_folder(config)
+    compiling = compile_meter(carried) if kernels else None
     if config.attention == "flashinfer" and dtype == torch.float32:
         raise ConfigError("attention", "flashinfer", "needs dtype bfloat16 or float16")
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
-    opened = open_model(config, progress=progress)
+    if opened is None:
+        opened = open_model(config, progress=progress)
     model = opened.config
     page_size = page_size_of(config, model)
     scales = kv_scales_of(config, opened, device, dtype, kernels)

@@ -1,4 +1,4 @@
-"""What settings name beside the weights: the calibration of scores, and where adapters come from."""
+"""What settings name beside the weights: the calibration of scores, where adapters come from, and compiled kernels."""
 
 from __future__ import annotations
 
@@ -43,3 +43,13 @@ def adapter_origins(config: RuntimeConfig) -> Origins | None:
     # A file may hold each tensor twice, in a type of twice the bytes.
     most = 4 * config.adapter_cache_bytes + _MOST_DESCRIPTION
     return Origins(folder, config.adapter_sources, offline=config.offline, most_bytes=most)
+
+
+def kernel_cache_folder(config: RuntimeConfig) -> Path | None:
+    """The folder of compiled kernels. Raises ConfigError."""
+    if config.kernel_cache_dir is None:
+        return None
+    folder = Path(config.kernel_cache_dir).expanduser()
+    if not folder.is_dir():
+        raise ConfigError("kernel_cache_dir", str(config.kernel_cache_dir), "is not a folder")
+    return folder

@@ -151,6 +151,14 @@ class RuntimeConfig:
         flag="--no-compile",
         negated=True,
     )
+    kernel_cache_dir: str | Path | None = setting(
+        None,
+        DEVICE,
+        "on CUDA, folder of kernels from 'kestrel-grpc compile', which may be read-only; a kernel that is not there is "
+        "compiled into Triton's own cache (TRITON_CACHE_DIR)",
+        metavar="DIR",
+        shown="Triton's own cache only",
+    )
     cuda_graphs: bool = setting(
         True,
         DEVICE,
@@ -429,7 +437,7 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model.strip():
             raise ConfigError("model", self.model, "must be a model name, hub id or path")
-        for name in ("model_path", "tokenizer_path", "adapters_dir"):
+        for name in ("model_path", "tokenizer_path", "adapters_dir", "kernel_cache_dir"):
             value = getattr(self, name)
             if value is not None and not str(value):
                 raise ConfigError(name, value, "must not be empty")

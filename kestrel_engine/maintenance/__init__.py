@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config.runtime import RuntimeConfig
+from ..errors import ConfigError
 from .finding import Finding
 
 if TYPE_CHECKING:
+    from ..compiling.models import CompiledKernels
     from ..types.progress import Progress
     from .labelled_images import LabelledImage
     from .model_cache import Downloaded
@@ -24,6 +26,7 @@ __all__ = [
     "answer",
     "calibrate",
     "check_names",
+    "compile_kernels",
     "diagnose",
     "download",
     "downloaded",
@@ -79,6 +82,31 @@ def download(
     from .model_download import download
 
     return download(config, folder, progress=progress)
+
+
+def compile_kernels(
+    configs: Sequence[RuntimeConfig],
+    arch: str,
+    folder: Path,
+    *,
+    num_sms: int | None = None,
+    progress: Progress | None = None,
+) -> Iterator[CompiledKernels]:
+    """Compiles the kernels of each configuration for cards of ``arch`` into ``folder``. Needs no GPU.
+
+    ``num_sms``: the multiprocessors of a card with other than the usual number. The process should compute nothing
+    afterwards. Raises ConfigError and ModelLoadError.
+    """
+    from ..compiling.cards import card_of
+    from ..compiling.models import compile_model
+
+    card = card_of(arch, num_sms)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("out", str(folder), error.strerror or str(error)) from None
+    for config in configs:
+        yield compile_model(config, card, folder.resolve(), progress)
 
 
 def downloaded() -> tuple[Downloaded, ...]:

@@ -55,6 +55,10 @@ COMMANDS = {
     ),
     "doctor": ("operation.doctor", "check whether this machine can serve as configured"),
     "download": ("weights.download", "download a model's files before serving"),
+    "compile": (
+        "weights.compile_kernels",
+        "compile the kernels of models ahead, on a machine without a GPU",
+    ),
     "verify": ("weights.verify", "check a model's files and its answers"),
     "calibrate": ("weights.calibrate", "fit the scores of a model to labelled images"),
     "train": ("weights.train", "fit an adapter (LoRA) to labelled images"),

@@ -227,6 +227,11 @@ def scale_of(expert_weight: str) -> str:
     return expert_weight.removesuffix(".weight") + ".scale"
 
 
+def stores_fp8(plan: CheckpointPlan) -> bool:
+    """Returns whether a checkpoint has weights that can stay in FP8."""
+    return any(_stays_fp8(item, True) for item in plan.tensors)
+
+
 def _stays_fp8(item: TensorPlan, keep_fp8: bool) -> bool:
     return keep_fp8 and item.scale is not None and item.stored.dtype == KEPT_FP8
 

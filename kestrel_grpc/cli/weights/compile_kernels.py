@@ -1,0 +1,66 @@
+"""``compile``: compiles the kernels of models into a folder that an image or a volume carries. Needs no GPU."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+from kestrel_engine import ConfigError, KestrelError, RuntimeConfig, maintenance
+
+from ...process.startup_progress import LoadingProgress
+from ...settings.configuration import add_config_flag
+from ...settings.flags import SettingsError
+from ...settings.model import add_model_flags, config_error, runtime_configs
+from ..parser import CommandError
+
+_OWN_FLAGS = {"arch": "--arch", "multiprocessors": "--multiprocessors", "out": "--out"}
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    parser.epilog = (
+        "Give the settings that the server will have, or its file:\n"
+        "  kestrel-grpc compile --arch sm_90 --model moondream2 --precision fp8 --out /opt/kernels\n"
+        "  kestrel-grpc serve --model moondream2 --precision fp8 --kernel-cache-dir /opt/kernels\n"
+        "Run it with the same installation as the server: Triton finds kernels by the contents of its own files.\n"
+        "A named model has its released shape, and nothing is downloaded. For another one, give its files\n"
+        "(--weights). A second call compiles only what is missing."
+    )
+    parser.add_argument(
+        "--arch", required=True, help="architecture of the cards: sm_90 for H100 and H200"
+    )
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the kernels")
+    parser.add_argument(
+        "--multiprocessors",
+        type=int,
+        metavar="N",
+        help="number of the card's multiprocessors, which some FP8 kernels are compiled for [sm_90: 132]",
+    )
+    parser.add_argument("--adapters", action="store_true", help="also for requests with adapters")
+    add_config_flag(parser)
+    add_model_flags(parser, several=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    configs: list[RuntimeConfig] = list(runtime_configs(args))
+    if args.adapters:
+        configs = [dataclasses.replace(config, adapters_dir=".") for config in configs]
+    folder, num_sms = Path(args.out).expanduser(), args.multiprocessors
+    try:
+        with LoadingProgress() as progress:
+            compiling = maintenance.compile_kernels(
+                configs, args.arch, folder, num_sms=num_sms, progress=progress
+            )
+            for config, done in zip(configs, compiling, strict=True):
+                print(
+                    f"{config.model}: {done.compiled} kernels compiled for {args.arch}, {done.found} found in {folder},"
+                    f" in {done.seconds:.0f} s",
+                    flush=True,
+                )
+    except ConfigError as error:
+        if error.field in _OWN_FLAGS:
+            raise SettingsError(f"{_OWN_FLAGS[error.field]}={error.value}: {error.limit}") from None
+        raise config_error(error, args) from None
+    except KestrelError as error:
+        raise CommandError(str(error)) from None
+    return 0
