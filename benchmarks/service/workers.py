@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     with (
         tempfile.TemporaryDirectory() as name,
         serve(
-            [*flags, "--worker-listen", f"unix:{name}/{{index}}"],
+            [*flags, "--spread", "connections", "--worker-listen", f"unix:{name}/{{index}}"],
             log=Path(name) / "log",
             end_patience_s=START_PATIENCE_S,
         ) as server,

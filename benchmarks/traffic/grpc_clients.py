@@ -1,4 +1,4 @@
-"""ClientProcesses: callers of a server in separate processes, which do not load the server's process.
+"""ClientProcesses: callers of one or several servers in separate processes, which do not load a server's process.
 
 Each process has its own connection, every n-th question of a run and its share of the callers. All use the SDK's
 streams. They read the images from a file.
@@ -20,17 +20,26 @@ from .chart_trace import ChartTrace, Question, load_images, store_images
 from .processes import ChildProcess
 from .trace_run import Asked, RunPlan, run_trace
 
+Target = str | tuple[str, ...]
+"""The target of a client: an address, or those of several servers."""
+
 
 class ClientProcesses:
     """A context manager that runs the processes. ``folder``: for the file with the images."""
 
-    def __init__(self, address: str, trace: ChartTrace, *, count: int, folder: Path) -> None:
+    def __init__(
+        self, targets: Target | list[Target], trace: ChartTrace, *, count: int, folder: Path
+    ) -> None:
+        """``targets``: what the processes call; of a list, each process in turn has one."""
+        dealt = targets if isinstance(targets, list) else [targets]
         path = folder / "images.npz"
         store_images(path, trace.images)
         self._stack = ExitStack()
         self._pipes = [
-            self._stack.enter_context(ChildProcess(_client, address, path, trace.questions))
-            for _ in range(count)
+            self._stack.enter_context(
+                ChildProcess(_client, dealt[index % len(dealt)], path, trace.questions)
+            )
+            for index in range(count)
         ]
         for pipe in self._pipes:
             assert pipe.recv() == "ready"
@@ -66,19 +75,19 @@ class ClientProcesses:
         self._stack.close()
 
 
-def _client(pipe: Connection, address: str, path: Path, questions: tuple[Question, ...]) -> None:
+def _client(pipe: Connection, target: Target, path: Path, questions: tuple[Question, ...]) -> None:
     """The function of a client process: executes runs from ``pipe`` until None arrives."""
     trace = ChartTrace(load_images(path), questions)
 
     async def main() -> None:
-        async with AsyncKestrelClient(address) as client:
+        async with AsyncKestrelClient(target) as client:
             await client.wait_ready()
             pipe.send("ready")
             while (order := await asyncio.to_thread(pipe.recv)) is not None:
                 plan, numbers = order
-                target = ServedTarget(client, plan.namespace)
+                served = ServedTarget(client, plan.namespace)
                 try:
-                    found = await run_trace(target, trace, plan, numbers) if numbers else []
+                    found = await run_trace(served, trace, plan, numbers) if numbers else []
                 except (
                     Exception
                 ) as error:  # Report every error, because the parent waits for a result.

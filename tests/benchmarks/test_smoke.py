@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import engine_host, features, frames, serving_cpu
-from benchmarks.service import workers
+from benchmarks.service import front, workers, workers_trace
 
 
 @pytest.fixture(autouse=True)
@@ -99,3 +99,13 @@ def test_workers(tmp_path: Path) -> None:
     (rows,) = report["tables"].values()
     assert [row["calls by"] for row in rows] == ["one worker", "own addresses", "shared port"]
     assert all(row["tokens/s"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="workers need Linux")
+def test_the_front(tmp_path: Path) -> None:
+    pytest.importorskip("envoy")
+    (rows,) = run(front, tmp_path)["tables"].values()
+    assert len(rows) == 4 and all(row["front us"] > 0 for row in rows)
+    (rows,) = run(workers_trace, tmp_path)["tables"].values()
+    assert len(rows) == 6 and all(row["x one"] > 0 for row in rows)

@@ -1,0 +1,132 @@
+"""Runs the trace through one worker and through several, by each way to share calls out, and prints the ratios.
+
+python -m benchmarks.service.workers_trace --model moondream2 --random-weights --device cuda --workers 2 --json F
+
+The ways: the front (--spread calls), the kernel (--spread connections), the workers' own addresses with a worker for
+each client process, and the SDK's ring of all workers. Each worker has --in-flight calls. Clients are processes of the
+same host. One worker is measured before and after the others, and the ratio is to the mean of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..models.opening import QUICK, model_arguments, parse, server_flags
+from ..reports.report import Report, Row, benchmark_parser
+from ..trace import add_run_arguments, sampling, settle
+from ..trace_grpc import SKILLS, trace_with_warm_up
+from ..traffic.chart_trace import ChartTrace, add_trace_arguments
+from ..traffic.grpc_clients import ClientProcesses, Target
+from ..traffic.processes import START_PATIENCE_S, ServerProcess, serve
+from ..traffic.trace_run import RunPlan, summary
+
+
+class Ways:
+    """Runs of one trace. ``count``: the number of its questions; the others warm up."""
+
+    def __init__(
+        self, args: argparse.Namespace, trace: ChartTrace, warm_up: Sequence[int], folder: Path
+    ) -> None:
+        self._args, self._trace, self._warm_up, self._folder = args, trace, warm_up, folder
+        self._count = len(trace.questions) - len(warm_up)
+        self._runs = 0
+        self.rows: list[tuple[str, Row]] = []
+
+    def warm_up(self, own: Sequence[str]) -> None:
+        for address in own:
+            with self._clients(address, 1) as clients:
+                clients.run(RunPlan(8, 8, {}, namespace="warm-up"), self._warm_up)
+
+    def run(self, way: str, targets: Target | list[Target], workers: int) -> float:
+        """Returns requests a second."""
+        args = self._args
+        self._runs += 1
+        print(f"{way}: {args.in_flight[0] * workers} in flight", flush=True)
+        with self._clients(targets, workers) as clients:
+            plan = RunPlan(
+                args.in_flight[0] * workers,
+                args.tokens[0],
+                sampling(args),
+                args.limit,
+                f"run-{self._runs}",
+            )
+            found = summary(clients.run(plan, range(self._count)))
+        self.rows.append((way, found))
+        return float(found["requests/s"])
+
+    def _clients(self, targets: Target | list[Target], workers: int) -> ClientProcesses:
+        count = self._args.clients * workers
+        return ClientProcesses(targets, self._trace, count=count, folder=self._folder)
+
+
+def start(flags: Sequence[str], way: str, port: int, log: Path) -> ServerProcess:
+    own = ("--worker-listen", f"127.0.0.1:{port}")
+    command = ["--spread", way, *own, "--max-deadline", "600", "--log-level", "warning", *flags]
+    return serve(command, log=log, end_patience_s=START_PATIENCE_S)
+
+
+def free_ports(count: int) -> int:
+    """The first of ``count`` free ports in a row."""
+    while True:
+        held = [socket.create_server(("127.0.0.1", 0))]
+        first = held[0].getsockname()[1]
+        try:
+            held += [socket.create_server(("127.0.0.1", first + n)) for n in range(1, count)]
+        except (OSError, OverflowError):
+            continue
+        else:
+            return int(first)
+        finally:
+            for each in held:
+                each.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> Report:
+    parser = benchmark_parser("service.workers_trace", __doc__)
+    add_run_arguments(parser)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument(
+        "--clients", type=int, default=8, help="client processes for each worker [8]"
+    )
+    add_trace_arguments(parser)
+    args, of_model = parse(parser, arguments)
+    settle(args)
+    if args.quick:
+        args.clients = 1
+    config = model_arguments(of_model, quick=args.quick)
+    flags = server_flags([*(QUICK if args.quick else ()), *of_model], config)
+    flags += ["--workers", str(args.workers)]
+    for skill in SKILLS:
+        flags += ["--skill", skill]
+    trace, warm_up = trace_with_warm_up(args, config)
+    report = Report("workers_trace", vars(args))
+    many = args.workers
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        ways = Ways(args, trace, warm_up, Path(name))
+        port = free_ports(many)
+        own = [f"127.0.0.1:{port + n}" for n in range(many)]
+        with start(flags, "calls", port, Path(name) / "calls") as server:
+            ways.warm_up(own)
+            before = ways.run("one worker", own[0], 1)
+            ways.run("front", server.address, many)
+            ways.run("own addresses, a worker for each client", list(own), many)
+            ways.run("own addresses, the SDK's ring", tuple(own), many)
+            alone = (before + ways.run("one worker, again", own[0], 1)) / 2
+        with start(flags, "connections", port, Path(name) / "connections") as server:
+            ways.warm_up(own)
+            ways.run("shared port (SO_REUSEPORT)", server.address, many)
+    for way, row in ways.rows:
+        ratio = float(str(row["requests/s"])) / alone
+        key: Row = {"calls by": way, "x one": ratio}
+        title = f"Trace through {many} workers, {args.in_flight[0]} in flight for each"
+        report.add(title, {**key, **row})
+    report.finish(args.json)
+    return report
+
+
+if __name__ == "__main__":
+    main()
