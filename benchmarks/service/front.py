@@ -112,7 +112,6 @@ async def measure(report: Report, own: str, front: str, args: argparse.Namespace
                 "work": kind,
                 "direct us": 1e6 * direct,
                 "front us": 1e6 * through,
-                "more us": 1e6 * (through - direct),
                 "front's CPU us": 1e6 * used,
             },
         )

@@ -71,6 +71,10 @@ class ServerProcess:
         self.ready_s = time.perf_counter() - began
         self.address = self.ready_line.partition("listening on ")[2].partition(",")[0].strip()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def ask(self, line: str) -> str:
         """Writes a line to the server's standard input and returns the next line of its output."""
         assert self._process.stdin is not None

@@ -110,6 +110,7 @@ class Connection:
     tls: Tls | bool = False
     token: str | None = field(default=None, repr=False)
     timeout: float | None = DEFAULT_TIMEOUT_S
+    hedge_after: float | None = None
     metadata: Metadata | None = field(default=None, repr=False)
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
     channel_options: ChannelOptions = ()
@@ -131,6 +132,10 @@ class Connection:
                 f"max_message_bytes={self.max_message_bytes}: must be at least 1"
             )
         self.call_timeout(None)
+        if self.hedge_after is not None and not self.hedge_after > 0:
+            raise InvalidRequestError(
+                f"hedge_after={self.hedge_after}: must be above 0, or None to send no call twice"
+            )
         _pairs(self.metadata)
         if self.token is not None and not re.fullmatch(r"[!-~]+", self.token):
             raise InvalidRequestError("token: must be visible ASCII characters")

@@ -12,6 +12,7 @@ from .._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from ..connection import Connection
 from ..errors import RpcError, from_rpc_error
 from .frames import AsyncFrames, AsyncFrameSource, FrameCall
+from .hedging import Hedges
 from .prepared import Prepared, Stub
 from .restoring import Repeats
 from .streams import AsyncStream, OpenedStream
@@ -26,6 +27,7 @@ class AsyncChannel:
     def __init__(self, connection: Connection, stubs: Iterable[Stub]) -> None:
         self._connection, self._kinds = connection, tuple(stubs)
         self._credentials = connection.credentials()
+        self._hedges = Hedges(connection.hedge_after)
         # The channel belongs to the loop that uses it first. It is opened there, not here.
         self._channel: grpc.aio.Channel | None = None
         self._stubs: dict[Stub, Any] = {}
@@ -63,10 +65,36 @@ class AsyncChannel:
 
     async def _send(self, prepared: Prepared[R]) -> R:
         try:
-            response = await prepared.send(self._stub(prepared.method.stub))
+            response = await self._answer(prepared)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
         return prepared.reading.result(response)
+
+    async def _answer(self, prepared: Prepared[R]) -> Any:
+        """Sends a call, and once more if its answer is late. Raises grpc.RpcError."""
+        stub = self._stub(prepared.method.stub)
+        delay_s = self._hedges.delay_s(prepared)
+        if delay_s is None:
+            return await prepared.send(stub)
+
+        async def ask(call: Prepared[R]) -> Any:
+            return await call.send(stub)
+
+        asked = [asyncio.ensure_future(ask(prepared))]
+        try:
+            done, left = await asyncio.wait(asked, timeout=delay_s)
+            if not done and (second := self._hedges.second(prepared)) is not None:
+                asked.append(asyncio.ensure_future(ask(second)))
+                left.add(asked[1])
+            while left:  # The first answer counts. An error waits for the other call.
+                done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                for each in done:
+                    if each.exception() is None:
+                        return each.result()
+            return asked[0].result()
+        finally:
+            for each in asked:
+                each.cancel()
 
     def stream(
         self, prepare: Callable[P, Prepared[R]], *args: P.args, **kwargs: P.kwargs

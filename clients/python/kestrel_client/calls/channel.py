@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
@@ -12,6 +13,7 @@ from .._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from ..connection import Connection
 from ..errors import RpcError, from_rpc_error
 from .frames import FrameCall, Frames, FrameSource
+from .hedging import Hedges
 from .prepared import Prepared, Stub
 from .restoring import Repeats
 from .streams import Stream
@@ -25,6 +27,7 @@ class Channel:
 
     def __init__(self, connection: Connection, stubs: Iterable[Stub]) -> None:
         credentials, options = connection.credentials(), connection.options
+        self._hedges = Hedges(connection.hedge_after)
         self._channel = (
             grpc.insecure_channel(connection.address, options)
             if credentials is None
@@ -61,10 +64,36 @@ class Channel:
 
     def _send(self, prepared: Prepared[R]) -> R:
         try:
-            response = prepared.send(self._stubs[prepared.method.stub])
+            response = self._answer(prepared)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
         return prepared.reading.result(response)
+
+    def _answer(self, prepared: Prepared[R]) -> Any:
+        """Sends a call, and once more if its answer is late. Raises grpc.RpcError."""
+        stub = self._stubs[prepared.method.stub]
+        delay_s = self._hedges.delay_s(prepared)
+        if delay_s is None:
+            return prepared.send(stub)
+        ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        asked = [prepared.begin(stub)]
+        asked[0].add_done_callback(ended.put)
+        try:
+            try:
+                first = ended.get(timeout=delay_s)
+            except queue.Empty:
+                if (second := self._hedges.second(prepared)) is not None:
+                    asked.append(second.begin(stub))
+                    asked[1].add_done_callback(ended.put)
+                first = ended.get()
+            if first.code() is grpc.StatusCode.OK or len(asked) == 1:
+                return first.result()
+            # The first answer counts. An error waits for the other call.
+            last = ended.get()
+            return (last if last.code() is grpc.StatusCode.OK else asked[0]).result()
+        finally:
+            for each in asked:
+                each.cancel()
 
     def stream(
         self, prepare: Callable[P, Prepared[R]], *args: P.args, **kwargs: P.kwargs

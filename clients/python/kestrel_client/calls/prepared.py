@@ -79,6 +79,11 @@ class Prepared(Generic[R_co]):
         handling = {**self.handling, "timeout": self.left}
         return getattr(stub, self.method.unary)(self.request, **handling)
 
+    def begin(self, stub: Any) -> Any:
+        """Calls the unary method of a synchronous channel without waiting. Returns gRPC's future."""
+        handling = {**self.handling, "timeout": self.left}
+        return getattr(stub, self.method.unary).future(self.request, **handling)
+
     def open_stream(self, stub: Any) -> Any:
         """Calls the streaming method. Returns gRPC's call object."""
         assert self.method.stream, f"{self.method.unary} has no stream"
