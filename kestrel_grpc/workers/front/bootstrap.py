@@ -54,24 +54,23 @@ class FrontPlan:
     workers: Sequence[str]
     server: ServerConfig
 
-    @property
-    def admin(self) -> Path:
-        """The socket of Envoy's administration."""
-        return self.folder / "admin"
+    def admin(self, index: int) -> Path:
+        """The socket of the administration of one Envoy."""
+        return self.folder / f"admin-{index}"
 
 
-def bootstrap(plan: FrontPlan) -> dict[str, Any]:
-    """Envoy's whole configuration."""
-    security = plan.server.security
+def bootstrap(plan: FrontPlan, index: int, count: int) -> dict[str, Any]:
+    """The whole configuration of Envoy number ``index`` of ``count``, which share the addresses."""
+    most = plan.server.security.connections.connections
     return {
         # Envoy demands a name of those that read certificates from files.
         "node": {"id": "front", "cluster": "kestrel"},
-        "admin": {"address": {"pipe": {"path": str(plan.admin)}}},
+        "admin": {"address": {"pipe": {"path": str(plan.admin(index))}}},
         "static_resources": {
             "listeners": [_listener(plan, *socket) for socket in plan.sockets],
             "clusters": [_workers(plan)],
         },
-        **_overload(security.connections.connections),
+        **_overload(None if most is None else math.ceil(most / count)),
     }
 
 

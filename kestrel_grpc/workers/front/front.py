@@ -1,6 +1,7 @@
-"""Front: runs Envoy, starts it again when it ends, and gives it renewed certificates.
+"""Front: runs Envoys, starts one again when it ends, and gives them renewed certificates.
 
-The supervisor owns it. Envoy ends with the supervisor, also if SIGKILL ends that one. This module imports no gRPC.
+The supervisor owns it. Its Envoys share the addresses (SO_REUSEPORT). They end with the supervisor, also if SIGKILL ends
+that one. This module imports no gRPC.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from .certificates import RenewedCertificates
 
 logger = logging.getLogger(__name__)
 
-MOST_THREADS = 4
-"""A thread of Envoy forwards some ten thousand calls a second."""
+COUNT = 2
+"""Number of Envoys."""
+MOST_THREADS = 2
+"""Threads of each. One forwards thousands of calls a second."""
 _LOOK_S = 0.05
 _RENEW_S = 1.0
 _STOP_S = 5.0
@@ -52,70 +55,79 @@ def check_installed() -> None:
 
 
 class Front:
-    """One Envoy. Await ``run`` in a task, and call ``stop`` at the end."""
+    """Several Envoys, so that one that dies leaves another to accept connections. Await ``run`` in a task, and call
+    ``stop`` at the end."""
 
     def __init__(self, plan: FrontPlan, processors: int) -> None:
         """Raises TlsError."""
         self._plan = plan
-        self._threads = max(1, min(MOST_THREADS, processors))
-        config = plan.server
-        tls = config.security.tls
+        self._threads = max(1, min(MOST_THREADS, processors // COUNT))
+        tls = plan.server.security.tls
         self._certificates = None if tls is None else RenewedCertificates(tls, plan.folder)
-        self._restarts = Restarts(config.workers.restarts)
-        self._process: Process | None = None
+        self._running: dict[int, Process] = {}
         self._stopping = asyncio.Event()
         self._has_served = False
 
     async def run(self) -> None:
-        """Keeps Envoy running until ``stop``. Raises WorkersError if it cannot start or ends too often."""
-        path = self._plan.folder / "bootstrap.json"
-        path.write_text(json.dumps(bootstrap(self._plan)))
+        """Keeps them running until ``stop``. Raises WorkersError if one cannot start or ends too often."""
         renewing = asyncio.create_task(self._renew())
+        keepers = [asyncio.create_task(self._keep(index)) for index in range(COUNT)]
         try:
-            while not self._stopping.is_set():
-                self._process = process = await self._start(str(path))
-                status = await process.wait()
-                if self._stopping.is_set():
-                    return
-                how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-                log_lifecycle("front_ended", pid=process.pid, error=how)
-                if not self._has_served:
-                    raise WorkersError(f"the front ended while it started: {how}")
-                delay_s = self._restarts.next_delay(time.monotonic())
-                if delay_s is None:
-                    raise WorkersError(gave_up("the front", self._restarts, how))
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._stopping.wait(), delay_s)
+            await asyncio.gather(*keepers)
         finally:
-            renewing.cancel()
+            for task in (renewing, *keepers):
+                task.cancel()
 
     async def until_sees(self, count: int) -> None:
-        """Waits until Envoy listens and has found ``count`` workers healthy."""
+        """Waits until all listen and have found ``count`` workers healthy."""
         name = f"cluster.{CLUSTER}.membership_healthy"
-        while not self._stopping.is_set():
-            with contextlib.suppress(OSError, TimeoutError):
-                answer = await self._ask(f"/stats?filter=^{name}$")
-                found = re.search(rf"{name}: (\d+)", answer)
-                if found is not None and int(found[1]) >= count:
-                    self._has_served = True
-                    return
+        unsure = set(range(COUNT))
+        while unsure and not self._stopping.is_set():
+            for index in tuple(unsure):
+                with contextlib.suppress(OSError, TimeoutError):
+                    answer = await self._ask(index, f"/stats?filter=^{name}$")
+                    found = re.search(rf"{name}: (\d+)", answer)
+                    if found is not None and int(found[1]) >= count:
+                        unsure.discard(index)
             await asyncio.sleep(_LOOK_S)
+        self._has_served = True
 
     async def stop(self) -> None:
-        """Ends Envoy, and all connections of clients. Idempotent."""
+        """Ends all Envoys, and all connections of clients. Idempotent."""
         self._stopping.set()
-        process = self._process
-        if process is None or process.returncode is not None:
-            return
-        process.send_signal(signal.SIGTERM)
+        running = [each for each in self._running.values() if each.returncode is None]
+        for process in running:
+            process.send_signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(process.wait(), _STOP_S)
+            async with asyncio.timeout(_STOP_S):
+                for process in running:
+                    await process.wait()
         except TimeoutError:
             self.kill()
 
     def kill(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
+        for process in self._running.values():
+            if process.returncode is None:
+                process.kill()
+
+    async def _keep(self, index: int) -> None:
+        path = self._plan.folder / f"bootstrap-{index}.json"
+        path.write_text(json.dumps(bootstrap(self._plan, index, COUNT)))
+        restarts = Restarts(self._plan.server.workers.restarts)
+        while not self._stopping.is_set():
+            self._running[index] = process = await self._start(str(path))
+            status = await process.wait()
+            if self._stopping.is_set():
+                return
+            how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+            log_lifecycle("front_ended", pid=process.pid, error=how)
+            if not self._has_served:
+                raise WorkersError(f"the front ended while it started: {how}")
+            delay_s = restarts.next_delay(time.monotonic())
+            if delay_s is None:
+                raise WorkersError(gave_up("the front", restarts, how))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay_s)
 
     async def _start(self, path: str) -> Process:
         program = _program()
@@ -141,9 +153,9 @@ class Front:
         log_lifecycle("front_started", pid=process.pid)
         return process
 
-    async def _ask(self, path: str) -> str:
+    async def _ask(self, index: int, path: str) -> str:
         """Envoy's whole answer. Raises OSError, TimeoutError."""
-        reader, writer = await asyncio.open_unix_connection(str(self._plan.admin))
+        reader, writer = await asyncio.open_unix_connection(str(self._plan.admin(index)))
         try:
             writer.write(
                 f"GET {path} HTTP/1.1\r\nHost: front\r\nConnection: close\r\n\r\n".encode()
