@@ -78,18 +78,22 @@ async def messages(channel: grpc.aio.Channel, count: int) -> None:
     await call.done_writing()
 
 
-async def cost(address: str, work: Work, count: int, front: psutil.Process) -> Cost:
+def _used_s(processes: Sequence[psutil.Process]) -> float:
+    return float(sum(sum(each.cpu_times()[:2]) for each in processes))
+
+
+async def cost(address: str, work: Work, count: int, fronts: Sequence[psutil.Process]) -> Cost:
     async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
         await work(channel, 32)
-        used, began = sum(front.cpu_times()[:2]), time.perf_counter()
+        used, began = _used_s(fronts), time.perf_counter()
         await work(channel, count)
         seconds = time.perf_counter() - began
-        return Cost(seconds / count, (sum(front.cpu_times()[:2]) - used) / count)
+        return Cost(seconds / count, (_used_s(fronts) - used) / count)
 
 
 async def measure(report: Report, own: str, front: str, args: argparse.Namespace) -> None:
     children = psutil.Process().children(recursive=True)
-    (process,) = (each for each in children if Path(each.exe()).name == "envoy")
+    fronts = [each for each in children if Path(each.exe()).name == "envoy"]
     num_bytes, count = args.image_bytes, args.calls
     kinds: tuple[tuple[str, Work, int], ...] = (
         ("small calls, one by one", small, count),
@@ -101,7 +105,7 @@ async def measure(report: Report, own: str, front: str, args: argparse.Namespace
         rounds: list[tuple[Cost, Cost]] = []
         for _ in range(args.rounds):
             rounds.append(
-                (await cost(own, work, times, process), await cost(front, work, times, process))
+                (await cost(own, work, times, fronts), await cost(front, work, times, fronts))
             )
         direct = min(each.clock_s for each, _ in rounds)
         through = min(each.clock_s for _, each in rounds)
