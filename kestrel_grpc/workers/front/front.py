@@ -1,7 +1,7 @@
 """Front: runs Envoys, starts one again when it ends, and gives them renewed certificates.
 
-The supervisor owns it. Its Envoys share the addresses (SO_REUSEPORT). They end with the supervisor, also if SIGKILL ends
-that one. This module imports no gRPC.
+The supervisor owns it. Its Envoys share the addresses (SO_REUSEPORT). They end with the supervisor, also if SIGKILL
+ends that one. This module imports no gRPC.
 """
 
 from __future__ import annotations
