@@ -159,6 +159,14 @@ def build(
         str(cache_dtype).removeprefix("torch."),
         built - read,
     )
+    if compiling is not None:
+        counts = compiling.counts
+        logger.info(
+            "kernels: %d found compiled, %d compiled, in %.2f s",
+            counts.cached,
+            counts.compiled,
+            counts.seconds,
+        )
     info = EngineInfo(
         model=opened.name,
         family=model.family,

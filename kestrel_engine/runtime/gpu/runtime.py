@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -65,6 +66,8 @@ from .vision.graphs import VisionGraphs
 from .vision.images import EncodedImages
 from .vision.tower import MAX_CROPS, FusedVision
 from .weights import pack_weights
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -488,11 +491,17 @@ class GpuRuntime:
 
     @torch.inference_mode()
     def _capture(self, progress: Progress | None) -> None:
-        self._decode.capture(progress)
-        self._prompts.capture(progress)
-        self._prompt_sampler.capture(progress)
+        phases = {
+            "decode": self._decode.capture,
+            "prefill": self._prompts.capture,
+            "sampling": self._prompt_sampler.capture,
+        }
         if self._vision_graphs is not None:
-            self._vision_graphs.capture(progress)
+            phases["vision"] = self._vision_graphs.capture
+        for name, capture in phases.items():
+            began = time.monotonic()
+            capture(progress)
+            logger.info("graphs of %s: captured in %.2f s", name, time.monotonic() - began)
 
 
 def _seconds(marks: list[torch.cuda.Event | float]) -> list[float]:
