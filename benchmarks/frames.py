@@ -40,7 +40,8 @@ from .traffic.processes import ChildProcess
 UNCHANGED = 0.9
 CACHE_BYTES = 256 << 20
 MOST_MESSAGE_BYTES = 64 << 20
-WARM_UP_FRAMES = 4
+WARM_UP_FRAMES, WARM_UP_FRAMES_ON_CUDA = 4, 17
+"""On a GPU, each of the first images takes a new buffer of pinned memory (IMAGE_RING)."""
 MOST_IN_FLIGHT = 16
 
 
@@ -187,6 +188,7 @@ async def measure(
     size = args.size or camera_size(vision)
     stream = FrameStream(vision, size, count, 0, UNCHANGED, args.changed_tiles)
     new = FrameStream(vision, size, max(12, count // 4), 0)
+    warm_up = WARM_UP_FRAMES_ON_CUDA if opened.on_cuda else WARM_UP_FRAMES
     plain = replace(opened.config, crop_cache_bytes=0)
     kept = replace(opened.config, crop_cache_bytes=CACHE_BYTES)
     sides = {"none": (plain, new), "whole": (plain, stream), "crops": (kept, stream)}
@@ -199,7 +201,7 @@ async def measure(
                 for in_flight in args.in_flight:
                     # Other frames each time, because the engine knows the earlier ones.
                     seed = number * MOST_IN_FLIGHT + in_flight
-                    await watch(wanted._replace(count=WARM_UP_FRAMES, seed=-1 - seed), in_flight)
+                    await watch(wanted._replace(count=warm_up, seed=-1 - seed), in_flight)
                     before = replace(times)
                     watched = await watch(wanted._replace(seed=seed), in_flight)
                     spent = DeviceTimes(

@@ -1,5 +1,7 @@
 """PreprocessPool: prepares images in decoder processes. Owns the decoders, their memory budget and the next image.
 
+Raw pixels whose crops the device makes need no decoder (raw_images.py). For all others:
+
 A new image goes to one of ``processes`` decoders. If the header shows that the image is dear (expensive in time or
 memory), the decoder answers with the cost instead of the crops. The image then waits for a decoder of dear images.
 There are few of these. Each is forked for one image, has a low priority (nice), and starts only if the memory budget
@@ -36,11 +38,12 @@ from .decoding.costs import FIELD, Cost
 from .decoding.images import ImageSource, OnBackground, read_source
 from .fair_queue import FairQueue
 from .jobs import Job, Preprocessed
-from .looks import selection_of, selection_values
+from .looks import WHOLE, selection_of, selection_values
 from .prepared_cache import PreparedCache, source_digest, source_key
 from .processes.answers import Answers
 from .processes.decoder_process import DecoderProcess, template
 from .processes.segments import new_segment, write_segment
+from .raw_images import RawImages
 
 HASHED_AT_ONCE_BYTES = 256 * 1024
 """Encoded bytes of up to this size are hashed on the event loop, so that a repeated image does not wait for a thread.
@@ -115,6 +118,14 @@ class PreprocessPool:
         self._max_waiting, self._waiting_pixels = max_waiting_pixels, 0
         self._answers = Answers(limits.max_pixels, vision, device_pixels)
         self._cache = PreparedCache(cache_bytes)
+        self._raw = RawImages(
+            limits,
+            vision,
+            self._cache,
+            device_pixels=device_pixels,
+            with_crop_keys=with_crop_keys,
+            threads=processes,
+        )
         self._making: dict[bytes, Job] = {}
         self._unknown, self._known, self._dear = (FairQueue[Job]() for _ in range(3))
         self._idle: list[DecoderProcess] = []
@@ -141,7 +152,11 @@ class PreprocessPool:
         began = time.perf_counter()
         source, selection = selection_of(source)
         background = source.colour if isinstance(source, OnBackground) else None
-        if isinstance(source, bytes) and len(source) <= HASHED_AT_ONCE_BYTES:
+        if self._raw.takes(source):
+            if selection == WHOLE:
+                return await self._raw.prepare(source, namespace)
+            digest: bytes | None = await self._raw.digest(source)
+        elif isinstance(source, bytes) and len(source) <= HASHED_AT_ONCE_BYTES:
             digest = source_digest(source)
         else:
             digest = await asyncio.to_thread(source_digest, source)
@@ -193,6 +208,7 @@ class PreprocessPool:
         for decoder in self._idle:
             decoder.close()
         self._idle.clear()
+        self._raw.close()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -78,7 +78,7 @@ def in_namespace(image: PreparedImage, namespace: str) -> PreparedImage:
 
 def source_digest(source: Any) -> bytes | None:
     """Returns a SHA-256 of the source, without its background, region and tiles; None if only decoding can identify the
-    source.
+    source. Raw pixels whose crops the device makes have another one (raw_images.py).
 
     A file is identified by its path, device, inode, size and time. A repeated image waits for this hash. SHA-256 runs
     at 2 GB/s on a processor with instructions for it, three times as fast as BLAKE2b.

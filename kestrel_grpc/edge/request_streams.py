@@ -211,6 +211,9 @@ class _RequestStream:
                     break
                 try:
                     is_request = self.state.take(request, call.principal)
+                    # The next request has arrived by the time that it may begin.
+                    while is_request and len(self._running) >= self.state.most_requests:
+                        await self._one_ends()
                 except BaseException:
                     hold.close()
                     raise
@@ -239,8 +242,6 @@ class _RequestStream:
 
     async def _reserve(self, hold: Hold) -> None:
         num_bytes = self._edge.guard.messages.reserved_for(self._kind.copies)
-        while len(self._running) >= self.state.most_requests:
-            await self._one_ends()
         while self._running:
             if hold.reserve_spare(num_bytes):
                 return

@@ -175,6 +175,55 @@ async def test_results_that_may_differ_are_not_repeated(serve: Serve, tasks):
     assert not any(each.work.repeated for each in responses) and len(responses) == 4
 
 
+@pytest.mark.parametrize(("tasks", "num_repeated"), [(FIXED, 3), (TASKS, 0)])
+async def test_a_frame_that_equals_one_that_is_computed_waits_for_it(
+    serve: Serve, tasks, num_repeated
+):
+    """Unless a task samples."""
+    served = await serve(slow(0.01))
+    sent = [opening(pb.FramesConfig(tasks=tasks, max_in_flight=4)), frame(1)]
+    for number in (2, 3, 4):
+        sent.append(frame(number))
+        sent[-1].frame.image.CopyFrom(sent[1].frame.image)
+    responses = await all_of(served.vision.StreamFrames(sent))
+    assert len(responses) == 4
+    assert sum(each.work.repeated for each in responses) == num_repeated
+
+
+async def test_a_frame_does_not_wait_for_results_of_one_that_fails(serve: Serve):
+    served = await serve(slow(0.01))
+    tasks = [*FIXED, pb.AnalyzeTask(detect=pb.DetectTask(object="x" * 500))]
+    sent = [opening(pb.FramesConfig(tasks=tasks, max_in_flight=3)), frame(1)]
+    for number in (2, 3):
+        sent.append(frame(number))
+        sent[-1].frame.image.CopyFrom(sent[1].frame.image)
+    responses = await all_of(served.vision.StreamFrames(sent))
+    assert [each.work.repeated for each in responses] == [False] * 3
+    assert all(each.results.results[-1].HasField("error") for each in responses)
+
+
+async def test_the_next_frame_arrives_while_one_is_computed(serve: Serve, monkeypatch):
+    """It is no call yet, so it neither counts for limits nor overtakes."""
+    served = await serve(slow(0.2))
+    taken: list[int] = []
+    take = frames.FrameStream.take
+
+    def noted(stream: Any, message: Any, principal: Any) -> bool:
+        taken.append(message.frame.id)
+        return take(stream, message, principal)
+
+    monkeypatch.setattr(frames.FrameStream, "take", noted)
+    call = served.vision.StreamFrames()
+    await call.write(opening(max_in_flight=1))
+    for number in (1, 2, 3):
+        await call.write(frame(number))
+    await until(lambda: 2 in taken)
+    assert taken == [0, 1, 2]
+    assert served.server._in_flight.count == 1 and served.engine.num_requests <= 2
+    assert [(await call.read()).frame_id for _ in range(3)] == [1, 2, 3]
+    call.cancel()
+
+
 async def test_equal_pixels_in_another_region_are_no_repetition(serve: Serve):
     served = await serve()
     sent = [opening(pb.FramesConfig(tasks=FIXED[1:], max_in_flight=1)), frame(1), frame(2)]

@@ -32,7 +32,7 @@ from ..messages.options import CallOptions, call_options
 from ..messages.responses import rounded_ms
 from ..messages.values import known_value
 from .analysis import Task, described_error, read_tasks, run_tasks
-from .repeats import LastFrame
+from .repeats import LastFrames
 from .starting import Starter
 
 MOST_STREAMS = 32
@@ -80,7 +80,7 @@ class FrameStream:
         """Of the frame that waits. Its result is DROP_REASON_UNSPECIFIED when the frame may begin."""
         self._whole_frame_s = 0.0
         """The time that a frame with all crops is expected to take."""
-        self._last_frame: LastFrame | None = None
+        self._last_frames: LastFrames | None = None
 
     @property
     def config(self) -> _Config:
@@ -88,9 +88,9 @@ class FrameStream:
         return self._config
 
     @property
-    def last_frame(self) -> LastFrame:
-        assert self._last_frame is not None, "take() comes first"
-        return self._last_frame
+    def last_frames(self) -> LastFrames:
+        assert self._last_frames is not None, "take() comes first"
+        return self._last_frames
 
     @property
     def most_requests(self) -> int:
@@ -104,7 +104,9 @@ class FrameStream:
         InvalidRequest, ScopeMissing."""
         if self._config is None:
             self._config = _checked(message, principal)
-            self._last_frame = LastFrame(self._config.tasks, self._config.options)
+            self._last_frames = LastFrames(
+                self._config.tasks, self._config.options, self._config.in_flight
+            )
             self._last_id = message.config.last_frame
             if not message.HasField("frame"):
                 return False
@@ -192,23 +194,24 @@ async def answer_frame(starter: Starter, request: pb.StreamFramesRequest, contex
                 is_whole = prepared.num_distinct == 1
                 prepared = prepared.overview()
                 image = replace(image, prepared=prepared)
-            results = stream.last_frame.results_of(prepared, call.request_id)
-            is_repeated = results is not None
-            if results is None:
-                done = await run_tasks(
-                    *(starter, config.options, source, config.tasks, None, skill_event),
-                    image=image,
-                    prefix="config.",
-                )
-                results = pb.FrameResults(
-                    results=done.results,
-                    image_size=done.image_size,
-                    usage=done.usage,
-                    model=done.model,
-                )
-                encoded, reused = done.metrics.encoded_crops, done.metrics.reused_crops
-                stream.last_frame.keep(prepared, results)
-                took_s = time.monotonic() - began
+            async with stream.last_frames.repeating(prepared) as repeat:
+                results = repeat.results(call.request_id)
+                is_repeated = results is not None
+                if results is None:
+                    done = await run_tasks(
+                        *(starter, config.options, source, config.tasks, None, skill_event),
+                        image=image,
+                        prefix="config.",
+                    )
+                    results = pb.FrameResults(
+                        results=done.results,
+                        image_size=done.image_size,
+                        usage=done.usage,
+                        model=done.model,
+                    )
+                    encoded, reused = done.metrics.encoded_crops, done.metrics.reused_crops
+                    repeat.keep(results)
+                    took_s = time.monotonic() - began
     finally:
         stream.end(took_s, is_whole=is_whole)
     call.frame = "repeated" if is_repeated else "answered" if is_whole else "overview"

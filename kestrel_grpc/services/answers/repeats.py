@@ -1,4 +1,4 @@
-"""LastFrame: the results of the frame that was computed last, for a next frame with the same pixels.
+"""LastFrames: the results of the frames that were computed last, for later frames with the same pixels.
 
 Only tasks that draw no random numbers of their own have the same results again, and only a frame whose tasks have all
 succeeded is kept.
@@ -6,7 +6,10 @@ succeeded is kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
@@ -19,25 +22,61 @@ _SAMPLES = ("query", "caption")
 """Skills that sample by default."""
 
 
-class LastFrame:
-    """``keep`` after each computed frame, ``results_of`` before the next."""
+class LastFrames:
+    """``most``: the number of frames that are computed at the same time, and the results that are kept."""
 
-    def __init__(self, tasks: Sequence[Task], options: CallOptions) -> None:
+    def __init__(self, tasks: Sequence[Task], options: CallOptions, most: int) -> None:
         # The file of an adapter may change while the stream is open.
         self._repeats = options.adapter is None and all(map(_is_repeatable, tasks))
-        self._seen: object = None
-        self._results: pb.FrameResults | None = None
+        self._most = most
+        self._kept: OrderedDict[object, pb.FrameResults] = OrderedDict()
+        self._computing: dict[object, asyncio.Event] = {}
 
-    def keep(self, image: PreparedImage, results: pb.FrameResults) -> None:
-        if self._repeats and not any(each.HasField("error") for each in results.results):
-            self._seen, self._results = _identity(image), results
+    @asynccontextmanager
+    async def repeating(self, image: PreparedImage) -> AsyncIterator[Repeat]:
+        """A context in which one frame is answered. A frame that equals one that is being computed waits for its
+        results. If that one fails, the frame is computed itself."""
+        if not self._repeats:
+            yield Repeat()
+            return
+        seen = _identity(image)
+        while seen not in self._kept and seen in self._computing:
+            await self._computing[seen].wait()
+        repeat = Repeat(self._kept.get(seen))
+        if repeat.earlier is not None:
+            self._kept.move_to_end(seen)
+            yield repeat
+            return
+        done = self._computing[seen] = asyncio.Event()
+        try:
+            yield repeat
+            if repeat.new is not None:
+                self._kept[seen] = repeat.new
+                if len(self._kept) > self._most:
+                    self._kept.popitem(last=False)
+        finally:
+            del self._computing[seen]
+            done.set()
 
-    def results_of(self, image: PreparedImage, request_id: str) -> pb.FrameResults | None:
-        """The results for a request that computes nothing; None if the image differs from that of the last frame."""
-        if self._results is None or self._seen != _identity(image):
+
+class Repeat:
+    """What is known of one frame. ``earlier``: the results of an equal frame. ``new``: its own."""
+
+    def __init__(self, earlier: pb.FrameResults | None = None) -> None:
+        self.earlier = earlier
+        self.new: pb.FrameResults | None = None
+
+    def keep(self, results: pb.FrameResults) -> None:
+        """Keeps the results, unless a task has failed."""
+        if not any(each.HasField("error") for each in results.results):
+            self.new = results
+
+    def results(self, request_id: str) -> pb.FrameResults | None:
+        """The results of the equal frame, for a request that computes nothing."""
+        if self.earlier is None:
             return None
         found = pb.FrameResults()
-        found.CopyFrom(self._results)
+        found.CopyFrom(self.earlier)
         found.ClearField("usage")
         for each in found.results:
             response = getattr(each, each.WhichOneof("outcome") or "")

@@ -94,12 +94,13 @@ class ImageUploader:
 
     def __call__(self, array: np.ndarray, target: Tensor) -> None:
         """Enqueues the copy of the C-contiguous ``array`` to ``target``, which has as many bytes in any shape."""
-        source, target = torch.from_numpy(array).view(-1), target.view(-1)
+        # torch warns of arrays that cannot be written.
+        source, target = array.reshape(-1), target.view(-1)
         if self._device.type != "cuda":
-            target.copy_(source)
+            np.copyto(target.numpy(), source)
         else:
             host = self._ring.next_buffer(source.nbytes)
-            np.copyto(host.numpy(), source.numpy())
+            np.copyto(host.numpy(), source)
             self._ring.copy_to(host, target)
 
 
