@@ -1,6 +1,6 @@
 """Stubs in other languages: generated, compiled, and a client built on them calls a live server.
 
-``clients/LANGUAGE`` holds the template or build script, and the client. docs/clients.md says which tools each needs.
+``examples/LANGUAGE`` holds the template or build script, and the client. docs/clients.md says which tools each needs.
 """
 
 import os
@@ -22,8 +22,8 @@ IMAGE = ROOT / "kestrel_grpc/cli/demo.jpg"
 DEBIAN_GO = Path("/usr/share/gocode")
 DEBIAN_JARS = Path("/usr/share/java")
 DEBIAN_CRATES = Path("/usr/share/cargo/registry")
-CRESCENTS = [(0.440, 0.588, 0.642, 0.869), (0.812, 0.156, 0.989, 0.303)]
-"""Where the image's two green crescents are, as fractions."""
+CRESCENTS = [(0.601, 0.730), (0.903, 0.275)]
+"""Where the points on the image's two green crescents are, as fractions."""
 
 
 def shell(script, folder, timeout=240, **variables):
@@ -61,7 +61,7 @@ def generated(tmp_path):
     """Generates stubs beside a copy of the language's client; gives the folder."""
 
     def generate(language, folder=tmp_path):
-        for source in (ROOT / "clients" / language).iterdir():
+        for source in (ROOT / "examples" / language).iterdir():
             shutil.copy(source, folder)
         shell(f"buf generate --template {folder}/buf.gen.yaml -o {folder}", ROOT)
         return folder
@@ -70,13 +70,16 @@ def generated(tmp_path):
 
 
 def check(command, address, folder, **variables):
-    """Runs a client, which prints the boxes of the crescents and how many there are."""
-    *lines, answer = shell(f"{command} {address} {IMAGE}", folder, **variables).splitlines()
+    """Runs a client, which prints how many crescents there are, their points, and a description."""
+    answer, *lines, caption = shell(
+        f"{command} {address} {IMAGE}", folder, **variables
+    ).splitlines()
+    assert answer == "answer 2"
     words = [line.split() for line in lines]
-    assert [word for word, *_ in words] == ["box", "box"]
-    boxes = sorted(tuple(map(float, edges)) for _, *edges in words)
-    assert boxes == [pytest.approx(box, abs=0.03) for box in CRESCENTS]
-    assert answer == "2"
+    assert [word for word, *_ in words] == ["point", "point"]
+    points = sorted(tuple(map(float, place)) for _, *place in words)
+    assert points == [pytest.approx(point, abs=0.03) for point in CRESCENTS]
+    assert "two green crescents" in caption
 
 
 def test_go(address, generated, tmp_path):
@@ -116,7 +119,7 @@ def test_cpp(address, generated):
 def test_rust(address, tmp_path):
     require("cargo", files=[DEBIAN_CRATES / "prost-build-0.11.6", DEBIAN_CRATES / "h2-0.3.13"])
     folder = tmp_path / "ask"
-    shutil.copytree(ROOT / "clients/rust", folder, ignore=shutil.ignore_patterns("target"))
+    shutil.copytree(ROOT / "examples/rust", folder, ignore=shutil.ignore_patterns("target"))
     shell(f"buf build --path protos/kestrel --exclude-imports -o {folder}/descriptors.binpb", ROOT)
     home = tmp_path / "home"
     home.mkdir()

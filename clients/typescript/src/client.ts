@@ -1,15 +1,22 @@
 /** Client: the methods of a Kestrel server, on any platform. */
-import type { DescService, JsonObject } from "@bufbuild/protobuf";
+import type { DescService } from "@bufbuild/protobuf";
 import { createClient, type CallOptions as Sending, type Client as ConnectClient } from "@connectrpc/connect";
 
 import { attempts, sleep, type Call } from "./calls/attempts.js";
 import { events, type Opening, type StreamEvent } from "./calls/events.js";
 import { frames, type FrameOptions, type FrameResult, type FrameSource } from "./calls/frames.js";
 import { mapped, type MapOptions } from "./calls/mapping.js";
-import { message, RequestImages, toTasks, type PutAgain } from "./calls/requests.js";
+import { Requests, type EmbedOptions, type SkillOptions } from "./calls/preparing.js";
+import { ROOM_BYTES } from "./calls/requests.js";
 import { Connection, type Platform } from "./connection.js";
-import { DeadlineExceededError, InvalidRequestError, KestrelError, rpcError, UnavailableError } from "./errors.js";
-import { EmbeddingDtype, EmbeddingPooling } from "./gen/kestrel/v1/vision_service_pb.js";
+import {
+  DeadlineExceededError,
+  InvalidRequestError,
+  RequestTooLargeError,
+  rpcError,
+  UnavailableError,
+  type KestrelError,
+} from "./errors.js";
 import type { Image } from "./gen/kestrel/v1/common_pb.js";
 import { ImageService } from "./gen/kestrel/v1/image_service_pb.js";
 import {
@@ -19,16 +26,9 @@ import {
   type Model,
 } from "./gen/kestrel/v1/model_service_pb.js";
 import {
-  AnalyzeRequestSchema,
-  CaptionRequestSchema,
   DetectRequestSchema,
-  EmbedRequestSchema,
   PointRequestSchema,
-  QueryRequestSchema,
-  RunSkillRequestSchema,
-  SegmentRequestSchema,
   VisionService,
-  type AnalyzeRequest,
   type CaptionRequest,
   type CaptionResponse,
   type DetectRequest,
@@ -53,13 +53,12 @@ import {
 import { digestOf } from "./images/digests.js";
 import { ImageHandle, toImage, type ImageInput } from "./images/images.js";
 import { pieces, UPLOAD_BYTES } from "./images/uploads.js";
-import { choice, toHandling, toSampling, type CallOptions, type HandlingOptions, type SamplingOptions } from "./options.js";
+import type { CallOptions, HandlingOptions } from "./options.js";
 import { Outcomes, type ResultsOf, type Tasks } from "./outcomes.js";
 import { KestrelStream, type Run } from "./stream.js";
 import {
   captionTask,
   detectTask,
-  objectFields,
   pointTask,
   queryTask,
   segmentTask,
@@ -81,25 +80,9 @@ type Streamed<M> = M extends { event: infer E } ? E : never;
 /** The events of a stream that are neither its beginning nor its end: `{ case, value }`. */
 export type EventOf<M> = Exclude<Streamed<M>, { case: "started" | "final" | undefined }>;
 
-export interface EmbedOptions extends HandlingOptions {
-  /** Whether to return the embedding of the whole image. Default: true. */
-  wholeImage?: boolean;
-  /** Whether to return those of its crops. Default: false. */
-  crops?: boolean;
-  /** "mean" gives one vector of length 1 each; "none" one vector for each patch. */
-  pooling?: "mean" | "none";
-  dtype?: "float32" | "float16";
-}
-
-export interface SkillOptions extends HandlingOptions, SamplingOptions {
-  /** Plain values by name; the skill defines them. */
-  arguments?: JsonObject | undefined;
-  settings?: JsonObject | undefined;
-}
-
 /**
- * A client of one server, or of several behind a balancer. Safe for many calls at once. Every method throws KestrelError.
- * Use the class KestrelClient of the platform.
+ * A client of one server, or of several behind a balancer. Safe for many calls at once. Every method throws
+ * KestrelError. Use the class KestrelClient of the platform.
  */
 export class Client {
   readonly #connection: Connection;
@@ -107,6 +90,7 @@ export class Client {
   readonly #vision: ConnectClient<typeof VisionService>;
   readonly #images: ConnectClient<typeof ImageService>;
   readonly #models: ConnectClient<typeof ModelService>;
+  readonly #requests: Requests;
 
   constructor(connection: Connection, platform: Platform) {
     this.#connection = connection;
@@ -114,6 +98,9 @@ export class Client {
     this.#vision = createClient(VisionService, platform.transport);
     this.#images = createClient(ImageService, platform.transport);
     this.#models = createClient(ModelService, platform.transport);
+    this.#requests = new Requests(connection, platform.readFile, async (image, options, about) => {
+      return (await this.#put(image, options, about)).currentId;
+    });
   }
 
   /** Ends the connections, and the calls that are under way. */
@@ -160,8 +147,7 @@ export class Client {
     objects: readonly N[],
     options: PointOptions & HandlingOptions = {},
   ): Promise<Outcomes<Record<N, PointResponse>>> {
-    const { call, images } = await this.#several(image, objects, options);
-    const request = message(PointRequestSchema, images);
+    const { call, request } = await this.#requests.several(PointRequestSchema, image, objects, options);
     const response = await this.#unary(call, (sending) => this.#vision.point(request, sending));
     return new Outcomes(response, objects);
   }
@@ -172,8 +158,7 @@ export class Client {
     objects: readonly N[],
     options: DetectOptions & HandlingOptions = {},
   ): Promise<Outcomes<Record<N, DetectResponse>>> {
-    const { call, images } = await this.#several(image, objects, options);
-    const request = message(DetectRequestSchema, images);
+    const { call, request } = await this.#requests.several(DetectRequestSchema, image, objects, options);
     const response = await this.#unary(call, (sending) => this.#vision.detect(request, sending));
     return new Outcomes(response, objects);
   }
@@ -184,19 +169,19 @@ export class Client {
     tasks: T,
     options: HandlingOptions = {},
   ): Promise<Outcomes<ResultsOf<T>>> {
-    const { call, request } = await this.#analysis(image, tasks, options);
+    const { call, request } = await this.#requests.analysis(image, tasks, options);
     return new Outcomes(await this.#unary(call, (sending) => this.#vision.analyze(request, sending)));
   }
 
   /** Runs any skill of the server by its name. `null`: the skill takes no image. */
   async runSkill(skill: string, image: ImageInput | null, options: SkillOptions = {}): Promise<RunSkillResponse> {
-    const { call, request } = await this.#skill(skill, image, options);
+    const { call, request } = await this.#requests.skill(skill, image, options);
     return this.#unary(call, (sending) => this.#vision.runSkill(request, sending));
   }
 
   /** Returns embeddings of an image, for search and comparison; `vectors` reads them. */
   async embed(image: ImageInput, options: EmbedOptions = {}): Promise<EmbedResponse> {
-    const { call, request } = await this.#embedding(image, options);
+    const { call, request } = await this.#requests.embedding(image, options);
     return this.#unary(call, (sending) => this.#vision.embed(request, sending));
   }
 
@@ -257,7 +242,7 @@ export class Client {
     options: HandlingOptions = {},
   ): KestrelStream<EventOf<StreamAnalyzeResponse> & { key: keyof T & string }, Outcomes<ResultsOf<T>>> {
     const prepare = async () => {
-      const { call, request } = await this.#analysis(image, tasks, options);
+      const { call, request } = await this.#requests.analysis(image, tasks, options);
       return { call, open: (sending: Sending) => this.#vision.streamAnalyze({ request }, sending) };
     };
     return this.#stream(
@@ -275,7 +260,7 @@ export class Client {
     options: SkillOptions = {},
   ): KestrelStream<EventOf<StreamSkillResponse>, RunSkillResponse> {
     const prepare = async () => {
-      const { call, request } = await this.#skill(skill, image, options);
+      const { call, request } = await this.#requests.skill(skill, image, options);
       return { call, open: (sending: Sending) => this.#vision.streamSkill({ request }, sending) };
     };
     return this.#stream(options, prepare, (each) => each.event);
@@ -287,15 +272,15 @@ export class Client {
     options: EmbedOptions = {},
   ): KestrelStream<EventOf<StreamEmbedResponse>, EmbedResponse> {
     const prepare = async () => {
-      const { call, request } = await this.#embedding(image, options);
+      const { call, request } = await this.#requests.embedding(image, options);
       return { call, open: (sending: Sending) => this.#vision.streamEmbed({ request }, sending) };
     };
     return this.#stream(options, prepare, (each) => each.event);
   }
 
   /**
-   * Runs one task on each image. The results have the order of the images; a request that fails gives its KestrelError in
-   * place of a result.
+   * Runs one task on each image. The results have the order of the images; a request that fails gives its KestrelError
+   * in place of a result.
    */
   map<S extends Skill>(
     images: Iterable<ImageInput> | AsyncIterable<ImageInput>,
@@ -402,7 +387,7 @@ export class Client {
     options: HandlingOptions,
   ): Promise<Results[S]> {
     const task = make();
-    const { call, request } = await this.#prepared(image, task, options);
+    const { call, request } = await this.#requests.task(image, task, options);
     const vision = this.#vision;
     const send: { [K in Skill]: (sending: Sending) => Promise<Results[K]> } = {
       query: (sending) => vision.query(request, sending),
@@ -414,91 +399,20 @@ export class Client {
     return this.#unary(call, send[task.skill]);
   }
 
-  async #prepared(image: ImageInput | null, task: Task, options: HandlingOptions) {
-    const schemas = {
-      query: QueryRequestSchema,
-      caption: CaptionRequestSchema,
-      point: PointRequestSchema,
-      detect: DetectRequestSchema,
-      segment: SegmentRequestSchema,
-    };
-    const images = this.#requestImages(options);
-    const request = message<(typeof schemas)[Skill]>(schemas[task.skill], {
-      ...(await images.field(image, task.skill !== "query")),
-      ...(await task.fields(images.more)),
-      options: toHandling(options),
-    });
-    return { call: await images.call(this.#putAgain), request: request as never };
-  }
-
-  async #several(image: ImageInput, objects: readonly string[], options: PointOptions & HandlingOptions) {
-    if (!Array.isArray(objects) || objects.length === 0 || objects.some((each) => typeof each !== "string")) {
-      throw new InvalidRequestError("objects: must be a list of one name or more");
-    }
-    const images = this.#requestImages(options);
-    const init = {
-      ...(await images.field(image)),
-      ...(await objectFields(undefined, options)()),
-      objects: [...objects],
-      options: toHandling(options),
-    };
-    return { call: await images.call(this.#putAgain), images: init };
-  }
-
-  async #analysis(image: ImageInput, tasks: Tasks, options: HandlingOptions) {
-    const images = this.#requestImages(options);
-    const request: AnalyzeRequest = message(AnalyzeRequestSchema, {
-      ...(await images.field(image)),
-      tasks: await toTasks(tasks, images),
-      options: toHandling(options),
-    });
-    return { call: await images.call(this.#putAgain), request };
-  }
-
-  async #skill(skill: string, image: ImageInput | null, options: SkillOptions) {
-    const images = this.#requestImages(options);
-    const request = message(RunSkillRequestSchema, {
-      ...(await images.field(image, false)),
-      skill,
-      ...(options.arguments === undefined ? {} : { arguments: options.arguments }),
-      ...(options.settings === undefined ? {} : { settings: options.settings }),
-      sampling: toSampling(options),
-      options: toHandling(options),
-    });
-    return { call: await images.call(this.#putAgain), request };
-  }
-
-  async #embedding(image: ImageInput, options: EmbedOptions) {
-    const { wholeImage, crops, pooling, dtype } = options;
-    const images = this.#requestImages(options);
-    const poolings = { mean: EmbeddingPooling.MEAN, none: EmbeddingPooling.NONE };
-    const dtypes = { float32: EmbeddingDtype.FLOAT32, float16: EmbeddingDtype.FLOAT16 };
-    const request = message(EmbedRequestSchema, {
-      ...(await images.field(image)),
-      wholeImage,
-      crops,
-      ...(pooling === undefined ? {} : { pooling: choice("pooling", pooling, poolings) }),
-      ...(dtype === undefined ? {} : { dtype: choice("dtype", dtype, dtypes) }),
-      options: toHandling(options),
-    });
-    return { call: await images.call(this.#putAgain), request };
-  }
-
-  #requestImages(options: HandlingOptions): RequestImages {
-    return new RequestImages(this.#connection, this.#platform.readFile, options);
-  }
-
-  readonly #putAgain: PutAgain = async (image, options, about) => (await this.#put(image, options, about)).currentId;
-
   async #put(image: Image, options: CallOptions, about: string): Promise<ImageHandle> {
     const { source } = image;
     const kept = source.case === "imageId" ? undefined : { ...image };
-    const large = source.case === "encoded" && source.value.length > UPLOAD_BYTES ? source.value : undefined;
+    const { maxMessageBytes } = this.#connection;
+    const bytes =
+      source.case === "encoded" ? source.value : source.case === "raw" ? source.value.data : new Uint8Array();
+    const isUpload = source.case === "encoded" && bytes.length > UPLOAD_BYTES && this.#platform.sendsStreams;
+    if (!isUpload && bytes.length + ROOM_BYTES > maxMessageBytes) {
+      throw new RequestTooLargeError(bytes.length + ROOM_BYTES, maxMessageBytes);
+    }
     const call = { options, about: about || (options.session === undefined ? await digestOf(image) : "") };
-    const response =
-      large !== undefined && this.#platform.sendsStreams
-        ? await this.#unary(call, (sending) => this.#images.uploadImage(pieces(large), sending))
-        : await this.#unary(call, (sending) => this.#images.putImage({ image }, sending));
+    const response = isUpload
+      ? await this.#unary(call, (sending) => this.#images.uploadImage(pieces(bytes), sending))
+      : await this.#unary(call, (sending) => this.#images.putImage({ image }, sending));
     return new ImageHandle(response.image?.imageId ?? "", response.image?.size, kept);
   }
 
@@ -513,7 +427,7 @@ export class Client {
     open: (request: never, sending: Sending) => AsyncIterable<M>,
   ): KestrelStream<EventOf<M>, Results[S]> {
     const prepare = async () => {
-      const { call, request } = await this.#prepared(image, make(), options);
+      const { call, request } = await this.#requests.task(image, make(), options);
       return { call, open: (sending: Sending) => open(request, sending) };
     };
     return this.#stream(options, prepare, (each) => each.event);

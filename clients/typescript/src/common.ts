@@ -2,7 +2,8 @@
 export { toKestrelError } from "./calls/statuses.js";
 export type { FrameOptions, FrameResult, FrameSource } from "./calls/frames.js";
 export type { MapOptions } from "./calls/mapping.js";
-export type { EmbedOptions, EventOf, SkillOptions } from "./client.js";
+export type { EmbedOptions, SkillOptions } from "./calls/preparing.js";
+export type { EventOf } from "./client.js";
 export type { ClientOptions } from "./connection.js";
 export { similarity, vectors } from "./embeddings.js";
 export * from "./errors.js";
@@ -29,8 +30,21 @@ export {
   type Turn,
 } from "./tasks.js";
 export { VERSION } from "./version.js";
-export { FinishReason, type Box, type ImageSize, type Logprobs, type Point, type Timings, type Usage } from "./gen/kestrel/v1/common_pb.js";
-export { ModelState, type GetLoadResponse, type GetServerInfoResponse, type Model } from "./gen/kestrel/v1/model_service_pb.js";
+export {
+  FinishReason,
+  type Box,
+  type ImageSize,
+  type Logprobs,
+  type Point,
+  type Timings,
+  type Usage,
+} from "./gen/kestrel/v1/common_pb.js";
+export {
+  ModelState,
+  type GetLoadResponse,
+  type GetServerInfoResponse,
+  type Model,
+} from "./gen/kestrel/v1/model_service_pb.js";
 export type {
   CaptionResponse,
   DetectResponse,

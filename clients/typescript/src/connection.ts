@@ -42,7 +42,12 @@ export class Connection {
 
   /** `address`: for messages. `isSafe`: whether a token may be sent there. */
   constructor(address: string, isSafe: boolean, options: ClientOptions) {
-    const { token, timeoutMs = DEFAULT_TIMEOUT_MS, headers = {}, maxMessageBytes = DEFAULT_MAX_MESSAGE_BYTES } = options;
+    const {
+      token,
+      timeoutMs = DEFAULT_TIMEOUT_MS,
+      headers = {},
+      maxMessageBytes = DEFAULT_MAX_MESSAGE_BYTES,
+    } = options;
     if (!(Number.isInteger(maxMessageBytes) && maxMessageBytes >= 1)) {
       throw new InvalidRequestError(`maxMessageBytes=${maxMessageBytes}: must be a whole number of at least 1`);
     }
@@ -54,7 +59,10 @@ export class Connection {
     if (token !== undefined && !isSafe) {
       throw new InvalidRequestError(`token: would be sent to ${address} unencrypted; use TLS`);
     }
-    this.#headers = { ...checkedHeaders(headers), ...(token === undefined ? {} : { authorization: `Bearer ${token}` }) };
+    this.#headers = {
+      ...checkedHeaders(headers),
+      ...(token === undefined ? {} : { authorization: `Bearer ${token}` }),
+    };
   }
 
   /** Milliseconds that a call may take; undefined for no limit. */

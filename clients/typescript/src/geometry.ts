@@ -18,8 +18,7 @@ export type SpatialRef = PointInput | BoxInput;
 
 /** How `point` and `detect` cut an image into tiles: as "2x3" (rows by columns), or with all settings. */
 export type TilesInput =
-  | `${number}x${number}`
-  | { rows: number; columns: number; overlap?: number; wholeImage?: boolean };
+  `${number}x${number}` | { rows: number; columns: number; overlap?: number; wholeImage?: boolean };
 
 /** Pixels of a point or the edges of a box, in an image of `size`. */
 export function toPixels(place: PointInput, size: { width: number; height: number }): { x: number; y: number };
@@ -29,7 +28,8 @@ export function toPixels(
 ): { left: number; top: number; right: number; bottom: number };
 export function toPixels(place: SpatialRef, { width, height }: { width: number; height: number }) {
   if ("x" in place) {
-    const inside = (fraction: number, length: number) => Math.min(Math.max(Math.floor(fraction * length), 0), length - 1);
+    const inside = (fraction: number, length: number) =>
+      Math.min(Math.max(Math.floor(fraction * length), 0), length - 1);
     return { x: inside(place.x, width), y: inside(place.y, height) };
   }
   return {
@@ -60,7 +60,8 @@ export function toRegion(region: BoxInput) {
 export function toTiles(tiles: TilesInput) {
   if (typeof tiles !== "string") return { ...tiles };
   const found = /^(\d{1,4})x(\d{1,4})$/.exec(tiles);
-  if (found === null) throw new InvalidRequestError(`tiles=${JSON.stringify(tiles)}: must be like "2x3" (rows x columns)`);
+  if (found === null)
+    throw new InvalidRequestError(`tiles=${JSON.stringify(tiles)}: must be like "2x3" (rows x columns)`);
   return { rows: Number(found[1]), columns: Number(found[2]) };
 }
 

@@ -38,10 +38,14 @@ export class KestrelClient extends Client {
     const isSafe = tls !== false || path !== undefined || isLoopback(host);
     const connection = new Connection(target, isSafe, options);
     const baseUrl = `${tls === false ? "http" : "https"}://${host}:${port}`;
-    const sessions = new Http2SessionManager(baseUrl, {}, {
-      ...(tls === false ? {} : toSecure(tls === true ? {} : tls)),
-      ...(path === undefined ? {} : { createConnection: () => connect({ path }) }),
-    });
+    const sessions = new Http2SessionManager(
+      baseUrl,
+      {},
+      {
+        ...(tls === false ? {} : toSecure(tls === true ? {} : tls)),
+        ...(path === undefined ? {} : { createConnection: () => connect({ path }) }),
+      },
+    );
     super(connection, {
       transport: createGrpcTransport({
         baseUrl,
@@ -57,7 +61,8 @@ export class KestrelClient extends Client {
 }
 
 function toTarget(target: string): { host: string; port: number; path?: string } {
-  if (typeof target !== "string" || target === "") throw new InvalidRequestError("target: must be a text like HOST:PORT");
+  if (typeof target !== "string" || target === "")
+    throw new InvalidRequestError("target: must be a text like HOST:PORT");
   if (/^https?:/i.test(target)) {
     throw new InvalidRequestError(
       `target: ${target} is a web address; gRPC takes HOST:PORT, with the option tls for https. ` +
@@ -74,7 +79,9 @@ function toTarget(target: string): { host: string; port: number; path?: string }
   if (found === null && /^[0-9a-f:.]+$/i.test(target)) return { host: `[${target}]`, port: DEFAULT_PORT };
   const port = Number(found?.[2] ?? DEFAULT_PORT);
   if (found === null || port < 1 || port > 65535) {
-    throw new InvalidRequestError(`target: ${target} must be HOST:PORT, [IPV6]:PORT or unix:PATH, with a port to 65535`);
+    throw new InvalidRequestError(
+      `target: ${target} must be HOST:PORT, [IPV6]:PORT or unix:PATH, with a port to 65535`,
+    );
   }
   return { host: found[1] as string, port };
 }
@@ -108,7 +115,9 @@ async function readFile(path: string | URL, limit: number): Promise<Uint8Array> 
   try {
     const file = await open(path instanceof URL || !/^file:/i.test(path) ? path : new URL(path));
     try {
-      const { size } = await file.stat();
+      const status = await file.stat();
+      const { size } = status;
+      if (!status.isFile()) throw new InvalidImageError(`${String(path)} is no file`);
       if (size > limit) throw new RequestTooLargeError(size, limit);
       return await file.readFile();
     } finally {

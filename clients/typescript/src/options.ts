@@ -20,8 +20,8 @@ export interface CallOptions {
   /** Metadata that is sent with the call, after the client's own. */
   headers?: Readonly<Record<string, string>> | undefined;
   /**
-   * With several servers behind a balancer: calls with the same name go to the same server, whatever their images are. 1
-   * to 128 visible ASCII characters; default: calls about the same image go to the same server.
+   * With several servers behind a balancer: calls with the same name go to the same server, whatever their images are.
+   * 1 to 128 visible ASCII characters; default: calls about the same image go to the same server.
    */
   session?: string | undefined;
 }
@@ -75,8 +75,8 @@ export interface SamplingOptions {
    */
   maxTokens?: number | undefined;
   /**
-   * For `query` with reasoning: largest number of tokens of the reasoning, at least 1; `maxTokens` then limits the answer
-   * alone. `reasoning.finishReason` tells whether the reasoning was cut.
+   * For `query` with reasoning: largest number of tokens of the reasoning, at least 1; `maxTokens` then limits the
+   * answer alone. `reasoning.finishReason` tells whether the reasoning was cut.
    */
   maxReasoningTokens?: number | undefined;
   /** In [0, 2^64): the same seed and request give the same result. Use a bigint above 2^53. */
@@ -150,7 +150,9 @@ export function toSampling(options: SamplingOptions): Sampling | undefined {
 export function choice<T>(name: string, value: string, choices: Readonly<Record<string, T>>): T {
   const found = Object.hasOwn(choices, value) ? choices[value] : undefined;
   if (found === undefined) {
-    throw new InvalidRequestError(`${name}=${JSON.stringify(value)}: must be one of ${Object.keys(choices).join(", ")}`);
+    throw new InvalidRequestError(
+      `${name}=${JSON.stringify(value)}: must be one of ${Object.keys(choices).join(", ")}`,
+    );
   }
   return found;
 }
@@ -161,7 +163,9 @@ export function checked<T>(what: string, make: () => T): T {
     return make();
   } catch (error) {
     if (error instanceof InvalidRequestError) throw error;
-    throw new InvalidRequestError(`${what}: ${error instanceof Error ? error.message : String(error)}`, { cause: error });
+    throw new InvalidRequestError(`${what}: ${error instanceof Error ? error.message : String(error)}`, {
+      cause: error,
+    });
   }
 }
 

@@ -5,8 +5,8 @@ import { IncompleteStreamError } from "./errors.js";
 export type Run<E, R> = (signal: AbortSignal) => AsyncGenerator<E, R | undefined>;
 
 /**
- * An async iterable of the call's events, for one reader. The call begins with the first event that is asked for, or with
- * `result()`. Leaving the loop early cancels the request on the server.
+ * An async iterable of the call's events, for one reader. The call begins with the first event that is asked for, or
+ * with `result()`. Leaving the loop early cancels the request on the server.
  */
 export class KestrelStream<E, R> implements AsyncIterable<E> {
   readonly #controller = new AbortController();

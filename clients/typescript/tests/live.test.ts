@@ -42,7 +42,10 @@ const node = new KestrelClient(given("KESTREL_GRPC"));
 const web = new WebClient(`http://${given("KESTREL_HTTP")}`);
 after(() => node.close());
 
-for (const [name, client] of [["gRPC", node], ["gRPC-Web", web]] as const) {
+for (const [name, client] of [
+  ["gRPC", node],
+  ["gRPC-Web", web],
+] as const) {
   describe(name, () => {
     test("the five skills", async () => {
       await client.waitReady();
@@ -70,7 +73,10 @@ for (const [name, client] of [["gRPC", node], ["gRPC-Web", web]] as const) {
       const yes = await client.query(IMAGE, "Is it?", { constraint: { choices: ["yes", "no"] }, maxTokens: 5 });
       assert.match(yes.answer, /^(yes|no)$/);
       const drawn = await client.query(IMAGE, QUESTION, { numSamples: 3, seed: 1n, temperature: 1 });
-      assert.deepEqual(drawn.samples.map((each) => each.seed), [1n, 2n, 3n]);
+      assert.deepEqual(
+        drawn.samples.map((each) => each.seed),
+        [1n, 2n, 3n],
+      );
       const part = await client.query(IMAGE, QUESTION, { region: { xMin: 0, yMin: 0, xMax: 0.5, yMax: 0.5 } });
       assert.ok(part.answer);
       const none = await client.query(IMAGE, "What colour is the dog?", { presupposes: ["dog"], maxAbsence: 0 });
@@ -155,7 +161,10 @@ for (const [name, client] of [["gRPC", node], ["gRPC-Web", web]] as const) {
       const options = { arguments: { question: QUESTION }, settings: { temperature: 0 } };
       assert.deepEqual((await client.runSkill("query", IMAGE, options)).output?.["answer"], "2");
       assert.equal((await client.streamSkill("query", IMAGE, options).result()).output?.["answer"], "2");
-      assert.deepEqual((await client.listModels()).map((model) => model.name), ["kestrel-tiny"]);
+      assert.deepEqual(
+        (await client.listModels()).map((model) => model.name),
+        ["kestrel-tiny"],
+      );
       assert.equal((await client.getModel()).family, "moondream3");
       await assert.rejects(client.getModel("none"), NotFoundError);
       assert.equal((await client.serverInfo()).limits?.maxImages, 16);
@@ -208,6 +217,10 @@ for (const [name, client] of [["gRPC", node], ["gRPC-Web", web]] as const) {
   });
 }
 
+async function* endless() {
+  for (;;) yield IMAGE;
+}
+
 test("gRPC alone: paths, uploads in pieces, frames, and AdminService", async () => {
   assert.equal((await node.query(PATH, QUESTION, { temperature: 0 })).answer, "2");
   // Above 4 MiB: decoders of JPEG ignore what follows the image.
@@ -220,8 +233,16 @@ test("gRPC alone: paths, uploads in pieces, frames, and AdminService", async () 
     else assert.equal(frame.outcomes?.get("found").objects.length, 2);
   }
   assert.deepEqual(ids.sort(), [1n, 2n, 3n]);
+  for await (const frame of node.frames({ found: detectTask("star") }, endless())) if (frame.id === 2n) break;
+  for (let waits = 0; (await node.serverLoad()).runningRequests > 0; waits += 1) {
+    assert.ok(waits < 500, "the frames go on");
+    await new Promise((resolve) => setTimeout(resolve, 10));
+  }
   const admin = node.raw(AdminService);
-  await assert.rejects(admin.setLogLevel({ level: 1 }), (error) => toKestrelError(error) instanceof PermissionDeniedError);
+  await assert.rejects(
+    admin.setLogLevel({ level: 1 }),
+    (error) => toKestrelError(error) instanceof PermissionDeniedError,
+  );
 });
 
 test("TLS and tokens", async () => {
@@ -247,6 +268,9 @@ test("a program ends when its calls have ended, without close", async () => {
     console.log((await client.listModels()).length);
   `;
   const here = new URL("../..", import.meta.url);
-  const run = promisify(execFile)(process.execPath, ["--input-type=module", "-e", program], { cwd: here, timeout: 20_000 });
+  const run = promisify(execFile)(process.execPath, ["--input-type=module", "-e", program], {
+    cwd: here,
+    timeout: 20_000,
+  });
   assert.equal((await run).stdout, "1\n");
 });

@@ -13,13 +13,21 @@ import {
   InvalidRequestError,
   KestrelClient,
   queryTask,
+  RequestCancelledError,
   RequestTooLargeError,
   similarity,
   toPixels,
   vectors,
   type ImageInput,
 } from "kestrel-client";
-import { AdminService, EmbeddingDtype, ImageService, ModelService, VisionService, type Embedding } from "kestrel-client/protos";
+import {
+  AdminService,
+  EmbeddingDtype,
+  ImageService,
+  ModelService,
+  VisionService,
+  type Embedding,
+} from "kestrel-client/protos";
 import { KestrelClient as WebClient } from "kestrel-client/web";
 
 /** A port where nothing listens: a call that is sent fails with UNAVAILABLE, at once. */
@@ -84,7 +92,8 @@ test("options that cannot be sent name themselves", async () => {
   await assert.rejects(client.analyze(IMAGE, { a: several }), /tasks\.a: numSamples can stand in a call of its own/);
   await assert.rejects(client.query(IMAGE, "What?", { maxTokens: -1 }), /Sampling\.max_tokens.* -1/);
   await assert.rejects(client.detect(IMAGE, "cat", { maxObjects: 1.5 }), /max_objects.* 1\.5/);
-  await assert.rejects(client.runSkill("query", null, { arguments: "x" as never }), InvalidRequestError);
+  await assert.rejects(client.runSkill("query", null, { arguments: "x" as never }), /arguments: must be an object/);
+  await assert.rejects(client.runSkill("query", null, { settings: [1] as never }), /settings: must be an object/);
   assert.throws(() => new KestrelClient(NOWHERE, { maxMessageBytes: 0 }), /maxMessageBytes=0/);
   assert.throws(() => new KestrelClient(NOWHERE, { tls: { certificate: "x" } }), /given together/);
   assert.throws(() => new KestrelClient(NOWHERE, { tls: { rootCertificates: "/nowhere.pem" } }), /can't read rootCert/);
@@ -95,6 +104,8 @@ test("images that cannot be read", async () => {
   const client = new KestrelClient(NOWHERE, { maxMessageBytes: 100_000 });
   const pixels = { data: new Uint8Array(11), width: 2, height: 2 };
   const cases: [ImageInput, RegExp | typeof InvalidImageError][] = [
+    [tmpdir(), /is no file|EISDIR/],
+    ["/dev/zero", /is no file/],
     ["/nowhere/picture.jpg", /can't read .*ENOENT/],
     ["file:///nowhere/picture.jpg", /can't read .*ENOENT/],
     [new URL("file:///nowhere/picture.jpg"), /can't read .*ENOENT/],
@@ -117,6 +128,14 @@ test("images that cannot be read", async () => {
   await assert.rejects(client.caption(new Blob([large, large])), RequestTooLargeError);
   const half = new Uint8Array(30_000);
   await assert.rejects(client.query(half, "What?", { images: [half] }), RequestTooLargeError);
+  const raw = { data: new Uint8Array(300 * 300), width: 300, height: 300 };
+  await assert.rejects(client.putImage(raw), RequestTooLargeError);
+  await assert.rejects(
+    new WebClient("http://127.0.0.1:1", { maxMessageBytes: 9 }).putImage(large),
+    RequestTooLargeError,
+  );
+  const aborted = { signal: AbortSignal.abort() };
+  await assert.rejects(client.caption("http://127.0.0.1:1/a.jpg", "short", aborted), RequestCancelledError);
   const path = join(await mkdtemp(join(tmpdir(), "kestrel-")), "large.bin");
   await writeFile(path, new Uint8Array(100_001));
   await assert.rejects(client.caption(path), RequestTooLargeError);
@@ -145,11 +164,22 @@ test("an address is read up to the limit only", async () => {
 test("pixels, vectors and similarity", () => {
   const size = { width: 200, height: 100 };
   assert.deepEqual(toPixels({ x: 1, y: 0.5 }, size), { x: 199, y: 50 });
-  assert.deepEqual(toPixels({ xMin: 0, yMin: 0.25, xMax: 0.5, yMax: 1 }, size), { left: 0, top: 25, right: 100, bottom: 100 });
+  assert.deepEqual(toPixels({ xMin: 0, yMin: 0.25, xMax: 0.5, yMax: 1 }, size), {
+    left: 0,
+    top: 25,
+    right: 100,
+    bottom: 100,
+  });
   const halves = [0x3c00, 0xc000, 0x0001, 0x7c00];
   const data = new Uint8Array(new Uint16Array(halves).buffer);
   const embedding = { data, rows: 2, dimensions: 2, dtype: EmbeddingDtype.FLOAT16 } as Embedding;
-  assert.deepEqual(vectors(embedding).map((each) => [...each]), [[1, -2], [2 ** -24, Infinity]]);
+  assert.deepEqual(
+    vectors(embedding).map((each) => [...each]),
+    [
+      [1, -2],
+      [2 ** -24, Infinity],
+    ],
+  );
   assert.throws(() => vectors({ ...embedding, dimensions: 3 }), /not 2 x 3/);
   assert.ok(Math.abs(similarity(Float32Array.of(1, 0), Float32Array.of(1, 1)) - Math.SQRT1_2) < 1e-6);
 });

@@ -21,8 +21,8 @@ export interface Call {
 }
 
 /**
- * Runs `attempt` until it succeeds, or may not be repeated. Every method may be repeated: two calls of it change no more
- * on the server than one. Throws KestrelError.
+ * Runs `attempt` until it succeeds, or may not be repeated. Every method may be repeated: two calls of it change no
+ * more on the server than one. Throws KestrelError.
  */
 export async function attempts<T>(
   connection: Connection,
@@ -33,7 +33,7 @@ export async function attempts<T>(
   const timeoutMs = connection.timeoutMs(call.options);
   const endsAt = timeoutMs === undefined ? undefined : performance.now() + timeoutMs;
   const headers = connection.headers(call.options, call.about);
-  for (let repeats = 0; ; ) {
+  for (let repeats = 0; ;) {
     throwIfAborted(signal);
     const leftMs = endsAt === undefined ? 0 : Math.max(Math.ceil(endsAt - performance.now()), 1);
     const sending = { headers, timeoutMs: leftMs, ...(signal === undefined ? {} : { signal }) };
@@ -76,7 +76,8 @@ export function sleep(ms: number, signal?: AbortSignal): Promise<void> {
 function pauseMs(reason: unknown, error: KestrelError, repeats: number): number | undefined {
   const backoff = Math.min(FIRST_PAUSE_MS * 2 ** repeats, LONGEST_PAUSE_MS) * (0.8 + 0.4 * Math.random());
   if (!(reason instanceof ConnectError)) return undefined;
-  if (!(error instanceof UnavailableError || (error instanceof OverloadedError && isFromServer(reason)))) return undefined;
+  if (!(error instanceof UnavailableError || (error instanceof OverloadedError && isFromServer(reason))))
+    return undefined;
   const asked = reason.metadata.get(PUSHBACK_KEY);
   if (asked === null) return backoff;
   const pause = Number(asked);

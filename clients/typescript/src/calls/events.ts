@@ -18,8 +18,8 @@ export interface Opening<M> {
 }
 
 /**
- * Gives the events between `started` and `final`, and what `finish` makes of the latter; undefined if it did not come. The
- * call is repeated only before its first message. Throws KestrelError.
+ * Gives the events between `started` and `final`, and what `finish` makes of the latter; undefined if it did not come.
+ * The call is repeated only before its first message. Throws KestrelError.
  */
 export async function* events<M, R>(
   connection: Connection,

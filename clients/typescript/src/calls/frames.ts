@@ -56,7 +56,9 @@ export async function* frames<T extends Tasks>(
   source: FrameSource,
   options: HandlingOptions & FrameOptions,
 ): AsyncGenerator<FrameResult<T>, void> {
-  const { latencyBudgetMs, late, maxInFlight, signal } = options;
+  const { latencyBudgetMs, late, maxInFlight } = options;
+  const leaving = new AbortController();
+  const signal = options.signal === undefined ? leaving.signal : AbortSignal.any([options.signal, leaving.signal]);
   const config = create(FramesConfigSchema, {
     tasks: await toTasks(tasks, new RequestImages(connection, readFile, options)),
     late: late === undefined ? LateFrames.UNSPECIFIED : lateFrames(late),
@@ -67,7 +69,7 @@ export async function* frames<T extends Tasks>(
   const sending = {
     headers: connection.headers(options, ""),
     timeoutMs: options.timeoutMs ?? 0,
-    ...(signal === undefined ? {} : { signal }),
+    signal,
   };
   try {
     for await (const message of open(requests(connection, readFile, config, source, options), sending)) {
@@ -75,6 +77,8 @@ export async function* frames<T extends Tasks>(
     }
   } catch (error) {
     throw toKestrelError(error);
+  } finally {
+    leaving.abort(); // The reader may leave before the end.
   }
 }
 

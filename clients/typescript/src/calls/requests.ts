@@ -17,7 +17,7 @@ const IMAGE_NOT_FOUND = "IMAGE_NOT_FOUND";
 /** How often the images of one call are put again. */
 const MOST_PUTS = 3;
 /** Bytes of a message besides its images. */
-const ROOM_BYTES = 64 * 1024;
+export const ROOM_BYTES = 64 * 1024;
 
 /** Stores an image again, on the server of the call `about`. Gives its new id. */
 export type PutAgain = (image: Image, options: CallOptions, about: string) => Promise<string>;
@@ -56,8 +56,10 @@ export class RequestImages {
     const { background } = this.options;
     if (background !== undefined) image.background = background;
     const { source } = image;
-    this.#size += source.case === "encoded" ? source.value.length : source.case === "raw" ? source.value.data.length : 0;
-    if (this.#size + ROOM_BYTES > maxMessageBytes) throw new RequestTooLargeError(this.#size + ROOM_BYTES, maxMessageBytes);
+    this.#size +=
+      source.case === "encoded" ? source.value.length : source.case === "raw" ? source.value.data.length : 0;
+    if (this.#size + ROOM_BYTES > maxMessageBytes)
+      throw new RequestTooLargeError(this.#size + ROOM_BYTES, maxMessageBytes);
     if (input instanceof ImageHandle) this.#stored.push({ handle: input, image });
     this.#first ??= image;
     return image;
@@ -95,7 +97,10 @@ export class RequestImages {
 }
 
 /** The tasks of an analysis. Throws InvalidRequestError. */
-export async function toTasks(tasks: Tasks, images: RequestImages): Promise<MessageInitShape<typeof AnalyzeTaskSchema>[]> {
+export async function toTasks(
+  tasks: Tasks,
+  images: RequestImages,
+): Promise<MessageInitShape<typeof AnalyzeTaskSchema>[]> {
   return Promise.all(
     Object.entries(tasks).map(async ([key, task]) => {
       if (!(task instanceof Task)) throw new InvalidRequestError(`tasks.${key}: is no task, like queryTask("…")`);

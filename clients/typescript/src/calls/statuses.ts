@@ -57,7 +57,10 @@ function isLost(error: ConnectError): boolean {
   );
 }
 
-/** Whether there was no connection: connect-es has a code of its own only for some of Node's errors, and none of fetch's. */
+/**
+ * Whether there was no connection: connect-es has a code of its own only for some of Node's errors, and none of
+ * fetch's.
+ */
 function isUnreachable(error: ConnectError): boolean {
   if (isFromServer(error) || (error.code !== Code.Internal && error.code !== Code.Unknown)) return false;
   for (let cause = error.cause; cause instanceof Error; cause = cause.cause) {

@@ -1,4 +1,5 @@
 /** Downloads images from addresses. The client does this, because a server never fetches anything for gRPC. */
+import { throwIfAborted } from "../calls/attempts.js";
 import { InvalidImageError } from "../errors.js";
 
 const TIMEOUT_MS = 30_000;
@@ -15,7 +16,7 @@ export async function fetched(url: string, limit: number, signal?: AbortSignal):
     }
     const pieces: Uint8Array[] = [];
     let size = 0;
-    for (const reader = response.body?.getReader(); reader !== undefined; ) {
+    for (const reader = response.body?.getReader(); reader !== undefined;) {
       const { done, value } = await reader.read();
       if (done) break;
       size += value.byteLength;
@@ -28,7 +29,7 @@ export async function fetched(url: string, limit: number, signal?: AbortSignal):
     return joined(pieces, size);
   } catch (error) {
     if (error instanceof InvalidImageError) throw error;
-    signal?.throwIfAborted();
+    throwIfAborted(signal);
     const why = ends.aborted ? `it took more than ${TIMEOUT_MS / 1000} s` : reasonOf(error);
     throw new InvalidImageError(`can't fetch ${shown}: ${why}`, { cause: error });
   }

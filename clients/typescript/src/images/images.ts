@@ -15,8 +15,8 @@ export interface RawPixels {
 }
 
 /**
- * An image: the bytes of a file, a Blob or File, an address (http, https, data; in Node also file), pixels, an image that
- * the server stores; and as a string an address, or in Node a path.
+ * An image: the bytes of a file, a Blob or File, an address (http, https, data; in Node also file), pixels, an image
+ * that the server stores; and as a string an address, or in Node a path.
  */
 export type ImageInput = Uint8Array | ArrayBuffer | Blob | URL | string | RawPixels | ImageHandle;
 
@@ -80,7 +80,11 @@ async function encoded(
   if (input instanceof ArrayBuffer) return new Uint8Array(input);
   if (typeof Blob !== "undefined" && input instanceof Blob) {
     checkSize(input.size, limit);
-    return new Uint8Array(await input.arrayBuffer());
+    try {
+      return new Uint8Array(await input.arrayBuffer());
+    } catch (error) {
+      throw new InvalidImageError(`can't read the image: ${String(error)}`, { cause: error }); // A file may be gone.
+    }
   }
   if (input instanceof URL || typeof input === "string") {
     const text = String(input);

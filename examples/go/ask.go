@@ -1,0 +1,58 @@
+// Asks a question, finds points, and prints a description while it is generated: ask ADDRESS IMAGE
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"log"
+	"os"
+
+	pb "example.org/gen/go/kestrel/v1"
+	"google.golang.org/grpc"
+)
+
+func main() {
+	connection, err := grpc.Dial(os.Args[1], grpc.WithInsecure())
+	check(err)
+	defer connection.Close()
+	encoded, err := os.ReadFile(os.Args[2])
+	check(err)
+	client := pb.NewVisionServiceClient(connection)
+	image := &pb.Image{Source: &pb.Image_Encoded{Encoded: encoded}}
+
+	temperature := 0.0
+	greedy := &pb.Sampling{Temperature: &temperature}
+	question := "How many green crescents are there?"
+	asked, err := client.Query(context.Background(), &pb.QueryRequest{
+		Image: image, Question: question, Sampling: greedy,
+	})
+	check(err)
+	fmt.Println("answer", asked.Answer)
+
+	found, err := client.Point(context.Background(), &pb.PointRequest{Image: image, Object: "green crescent"})
+	check(err)
+	for _, point := range found.Points {
+		fmt.Println("point", point.X, point.Y)
+	}
+
+	stream, err := client.StreamCaption(context.Background(), &pb.StreamCaptionRequest{Request: &pb.CaptionRequest{
+		Image: image, Length: pb.CaptionLength_CAPTION_LENGTH_SHORT, Sampling: greedy,
+	}})
+	check(err)
+	for {
+		message, err := stream.Recv()
+		if err == io.EOF {
+			fmt.Println()
+			return
+		}
+		check(err)
+		fmt.Print(message.GetTextDelta().GetText())
+	}
+}
+
+func check(err error) {
+	if err != nil {
+		log.Fatal(err)
+	}
+}
