@@ -74,8 +74,14 @@ class VisionModel:
 
         ``features``: [n, patches, enc_dim] of the image's distinct crops.
         """
+        return self.project(*self.overview_and_pooled(features, tiling), adapters)
+
+    def overview_and_pooled(
+        self, features: Tensor, tiling: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
+        """Returns what ``project`` reads of an image; ``features`` as in ``embed``."""
         local = features if tiling == (1, 1) else features[1:]
-        return self.project(features[0], self.pool(self.stitch(local, tiling)), adapters)
+        return features[0], self.pool(self.stitch(local, tiling))
 
     def encode_crops(self, crops: Tensor, adapters: Adapters | None = None) -> Tensor:
         """Encodes ``crops`` [n, crop_size, crop_size, 3] uint8 on any device, all with the same adapter.

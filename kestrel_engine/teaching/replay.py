@@ -2,7 +2,8 @@
 
 The prompts are made from the base model's short descriptions: their phrases name the objects that it knows. For each
 image there is the description, and questions, points and boxes about phrases of it and of another image's, which are
-mostly absent. An example that finds a labelled object is left out, because the base model takes it for something else.
+mostly absent. A phrase that finds a labelled object is left out, because the base model takes the object for something
+else. The questions are of many forms: a form that is not replayed is soon answered with what is taught.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..engine import InferenceEngine
@@ -23,12 +25,40 @@ TOGETHER = 16
 """Images whose prompts follow one another, so that the engine still holds their embeddings."""
 MOST_ANSWER_IDS = 128
 """Longer answers are not replayed: they cost more than they keep."""
+QUESTIONS = (
+    "Is there {a_phrase}?",
+    "How many {phrase} are there?",
+    "Where is the {phrase}?",
+    "What colour is the {noun}?",
+    "What color is the {noun}?",
+    "What is this {noun} like?",
+    "Is the {phrase} to the left of the {other}?",
+    "Which is bigger, the {phrase} or the {other}?",
+)
+GENERAL_QUESTIONS = (
+    "What is in this picture?",
+    "Which objects are there?",
+    "How many objects are there?",
+    "Is the picture empty?",
+    "What is the largest object?",
+    "What is the leftmost object?",
+    "What is at the top?",
+    "Which colours are there?",
+)
 _BREAKS = frozenset(
     "a an the and or of in on at with to from by for near is are was has have its their there this that it picture "
     "image photo photograph shows showing show several some many no one two three four five six seven eight nine ten "
     "eleven twelve left right top bottom middle".split()
 )
 _WORD = re.compile(r"[^\W\d_][\w'-]*|[^\w\s]|\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """``phrases``: what a question is about."""
+
+    example: Example
+    phrases: tuple[str, ...] = ()
 
 
 async def replay(
@@ -47,17 +77,28 @@ async def replay(
         own = [phrases_of(str(result.output["caption"])) for result in short]
         seen |= dict.fromkeys(phrase for phrases in own for phrase in phrases)
         asked = [
-            (image, example)
+            (image, prompt)
             for index, (image, phrases) in enumerate(zip(some, own, strict=True))
-            for example in _prompts(rng, phrases, list(seen), begin + index)
+            for prompt in _prompts(rng, phrases, list(seen), begin + index)
         ]
-        results = await ask(engine, [(image.path, example) for image, example in asked])
+        results = await ask(engine, [(image.path, prompt.example) for image, prompt in asked])
+        described = [(image, Prompt(Captioned("short", ()))) for image in some]
+        answered = [
+            (image, prompt, _answered(prompt.example, result, image))
+            for (image, prompt), result in zip(
+                [*described, *asked], [*short, *results], strict=True
+            )
+        ]
+        mistaken = {
+            (image.path, prompt.example.object)
+            for image, prompt, replayed in answered
+            if replayed is None and isinstance(prompt.example, Pointed | Boxed)
+        }
         kept: dict[Path, list[Example]] = {image.path: [] for image in some}
-        prompted = [(image, Captioned("short", ())) for image in some] + asked
-        for (image, example), result in zip(prompted, [*short, *results], strict=True):
-            answered = _answered(example, result, image)
-            if answered is not None:
-                kept[image.path].append(answered)
+        for image, prompt, replayed in answered:
+            about = ((image.path, phrase) for phrase in prompt.phrases)
+            if replayed is not None and mistaken.isdisjoint(about):
+                kept[image.path].append(replayed)
         found += [TaughtImage(path, tuple(examples)) for path, examples in kept.items()]
         if progress is not None:
             progress(len(found), len(images), "images answered for the replay")
@@ -77,20 +118,26 @@ def phrases_of(caption: str) -> list[str]:
 
 def _prompts(
     rng: random.Random, own: Sequence[str], every: Sequence[str], index: int
-) -> list[Example]:
+) -> list[Prompt]:
     """The prompts about one image, besides its short description. The base model gives the objects and answers."""
-    prompts: list[Example] = []
+    prompts = [Prompt(Answered(rng.choice(GENERAL_QUESTIONS), ""))]
     if index % LONGER_EVERY == 0:
-        prompts.append(Captioned(rng.choice(("normal", "long")), ()))
+        prompts.append(Prompt(Captioned(rng.choice(("normal", "long")), ())))
     others = [phrase for phrase in rng.sample(every, min(4, len(every))) if phrase not in own]
-    for place, phrase in enumerate((*rng.sample(own, min(2, len(own))), *others[:1])):
-        kind = (index + place) % 3
-        if kind == 0:
-            article = "an" if phrase[0] in "aeiou" else "a"
-            asked = (f"Is there {article} {phrase}?", f"How many {phrase} are there?")
-            prompts.append(Answered(rng.choice((*asked, f"Where is the {phrase}?")), ""))
-        else:
-            prompts.append(Pointed(phrase, ()) if kind == 1 else Boxed(phrase, ()))
+    phrases = (*rng.sample(own, min(2, len(own))), *others[:1])
+    for place, phrase in enumerate(phrases):
+        located = Pointed(phrase, ()) if (index + place) % 2 else Boxed(phrase, ())
+        other = phrases[place - 1]
+        question = rng.choice(QUESTIONS).format(
+            phrase=phrase,
+            a_phrase=f"{'an' if phrase[0] in 'aeiou' else 'a'} {phrase}",
+            noun=phrase.split()[-1],
+            other=other,
+        )
+        prompts += [
+            Prompt(located),
+            Prompt(Answered(question, ""), (phrase, other)),
+        ]
     return prompts
 
 

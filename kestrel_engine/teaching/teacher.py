@@ -257,8 +257,13 @@ def _fit(
     try:
         loaded = load_weights(opened, dtype=dtype_of(config), device=device, progress=progress)
         model = Moondream(opened.config, loaded.tensors)
-        parameters = Parameters(opened.config.text, settings, device)
-        images = ImageEmbeddings(model, config.image_limits, settings.image_bytes)
+        parameters = Parameters(opened.config, settings, device)
+        images = ImageEmbeddings(
+            model,
+            config.image_limits,
+            settings.image_bytes,
+            projected=not parameters.change_images,
+        )
         fitted = Fitting(model, parameters, images, settings, on_step).run(training, held_out)
     except torch.OutOfMemoryError as error:
         reason = str(error).partition(". ")[0]

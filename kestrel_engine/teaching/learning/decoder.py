@@ -5,6 +5,8 @@ Its results equal those of the served decoder up to rounding; tests/engine/teach
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,6 +18,9 @@ from ...models.rope import Rotation
 from ...models.text import Placement, TextBlock
 from ...types.adapter import INPUT
 from .packing import Batch
+
+Heads: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values, [rows, heads, positions, head_dim] each."""
 
 
 def hidden(
@@ -38,12 +43,13 @@ def hidden(
     placement = model.text.place(torch.cat([before, batch.positions], dim=1).flatten())
     mask = _mask(batch.lessons, prefix)
     flat = x.flatten(0, 1)
-    for block in model.text.blocks:
+    *blocks, last = model.text.blocks
+    for block, through in (*((block, _through) for block in blocks), (last, _through_last)):
         if checkpointing:
-            flat = checkpoint(_through, block, flat, placement, mask, adapters, use_reentrant=False)
+            flat = checkpoint(through, block, flat, placement, mask, adapters, use_reentrant=False)
         else:
-            flat = _through(block, flat, placement, mask, adapters)
-    return flat.view(rows, prefix + length, dim)[:, prefix:].flatten(0, 1)
+            flat = through(block, flat, placement, mask, adapters)
+    return flat
 
 
 def _mask(lessons: Tensor, prefix: int) -> Tensor:
@@ -64,16 +70,33 @@ def _through(
 ) -> Tensor:
     """As ``TextBlock.__call__`` for ``x`` [rows * positions, dim]."""
     u = block.ln(x)
-    return x + _attended(block, u, placement, mask, adapters) + block.mlp(u, adapters)
+    heads = _heads(block, u, placement, mask, adapters)
+    attended = torch.cat([_of_prefix(heads, mask), _of_text(heads, mask)], dim=1).flatten(0, 1)
+    return x + _projected(block, u, attended, adapters) + block.mlp(u, adapters)
 
 
-def _attended(
+def _through_last(
+    block: TextBlock,
+    x: Tensor,
+    placement: Placement,
+    mask: Tensor,
+    adapters: TextAdapters | None,
+) -> Tensor:
+    """As ``_through``, at the text positions only: nothing reads the others behind the last block."""
+    rows, _, length, positions = mask.shape
+    u = block.ln(x)
+    attended = _of_text(_heads(block, u, placement, mask, adapters), mask).flatten(0, 1)
+    x, u = (each.view(rows, positions, -1)[:, -length:].flatten(0, 1) for each in (x, u))
+    return x + _projected(block, u, attended, adapters) + block.mlp(u, adapters)
+
+
+def _heads(
     block: TextBlock,
     u: Tensor,
     placement: Placement,
     mask: Tensor,
     adapters: TextAdapters | None,
-) -> Tensor:
+) -> Heads:
     qkv = block.qkv(u, adapters)
     q, k, v = qkv.view(len(u), 3, block.n_heads, -1).unbind(1)
     if block.tau is not None:
@@ -83,16 +106,31 @@ def _attended(
         v = (v * v_factors.unsqueeze(-1)).to(v.dtype)
     q, k = _rotated(q, placement.rotation), _rotated(k, placement.rotation)
     rows = len(mask)
-    # [rows, heads, positions, head_dim]
     q, k, v = (each.reshape(rows, -1, *each.shape[1:]).transpose(1, 2) for each in (q, k, v))
+    return q, k, v
+
+
+def _of_prefix(heads: Heads, mask: Tensor) -> Tensor:
+    """What the positions of BOS and the image attend to, each other, [rows, prefix, dim]."""
     prefix = mask.shape[-1] - mask.shape[-2]
-    of_prefix = F.scaled_dot_product_attention(q[:, :, :prefix], k[:, :, :prefix], v[:, :, :prefix])
-    of_text = F.scaled_dot_product_attention(q[:, :, prefix:], k, v, attn_mask=mask)
-    together = torch.cat([of_prefix, of_text], dim=2).transpose(1, 2)
-    attended = block.proj(together.reshape(len(u), -1), adapters)
+    q, k, v = (each[:, :, :prefix] for each in heads)
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def _of_text(heads: Heads, mask: Tensor) -> Tensor:
+    """What the text positions attend to, [rows, length, dim]."""
+    q, k, v = heads
+    q = q[:, :, -mask.shape[-2] :]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+
+
+def _projected(
+    block: TextBlock, u: Tensor, attended: Tensor, adapters: TextAdapters | None
+) -> Tensor:
+    projected = block.proj(attended, adapters)
     if adapters is not None:
-        adapters.add_(f"{block.proj.name}{INPUT}", u, attended)
-    return attended
+        adapters.add_(f"{block.proj.name}{INPUT}", u, projected)
+    return projected
 
 
 def _rotated(x: Tensor, rotation: Rotation) -> Tensor:

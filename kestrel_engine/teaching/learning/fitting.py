@@ -169,11 +169,12 @@ class Fitting:
     def _loss(self, rows: Sequence[RowPlan]) -> torch.Tensor:
         model = self._model
         batch = pack(rows, model)
+        adapter = self._parameters.adapter(model.dtype)
         stream = hidden(
             model,
-            self._images.of([row.path for row in rows]),
+            self._images.of([row.path for row in rows], adapter),
             batch,
-            self._parameters.adapter(model.dtype),
+            adapter,
             checkpointing=self._settings.checkpointing,
         )
         return loss_of(model, stream, batch).total

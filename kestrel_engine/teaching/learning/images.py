@@ -1,4 +1,4 @@
-"""The embeddings of images. The vision tower is frozen, so each is computed once and kept, within a limit on memory."""
+"""The embeddings of images. The vision tower is frozen, so what it computes is kept, within a limit on memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...config.images import ImageLimits
 from ...errors import ConfigError, RequestError
+from ...models.low_rank import Adapters
 from ...models.moondream import Moondream
 from ...models.vision import num_distinct
 from ...preprocess.crops import prepare
@@ -18,16 +19,23 @@ from ...preprocess.decoding.images import open_image
 
 class ImageEmbeddings:
     """Keeps embeddings in the host's memory, the first ones up to ``most_bytes``. Others are computed again each time:
-    in a pass over all images in random order, no other choice would be found more often."""
+    in a pass over all images in random order, no other choice would be found more often.
 
-    def __init__(self, model: Moondream, limits: ImageLimits, most_bytes: int) -> None:
+    ``projected``: whether embeddings are kept, for an adapter that leaves the projector as it is; otherwise what the
+    projector reads."""
+
+    def __init__(
+        self, model: Moondream, limits: ImageLimits, most_bytes: int, *, projected: bool = True
+    ) -> None:
         self._model, self._limits, self._room = model, limits, most_bytes
+        self._projected = projected
         self._kept: dict[Path, Tensor] = {}
 
-    def of(self, paths: Sequence[Path]) -> Tensor:
+    def of(self, paths: Sequence[Path], adapters: Adapters | None = None) -> Tensor:
         """Returns [len(paths), image positions, dim] on the model's device. Raises ConfigError, which names the
         file that is no image."""
-        return torch.stack([self._of(path).to(self._model.device) for path in paths])
+        kept = torch.stack([self._of(path).to(self._model.device) for path in paths])
+        return kept if self._projected else self._model.vision.projector(kept, adapters)
 
     def _of(self, path: Path) -> Tensor:
         kept = self._kept.get(path)
@@ -48,4 +56,7 @@ class ImageEmbeddings:
         assert image.crops is not None, "crops are made here"
         crops = torch.from_numpy(image.crops[: num_distinct(len(image.crops), image.tiling)])
         vision = self._model.vision
-        return vision.embed(vision.encode_crops(crops), image.tiling)
+        features = vision.encode_crops(crops)
+        if self._projected:
+            return vision.embed(features, image.tiling)
+        return torch.cat(vision.overview_and_pooled(features, image.tiling), dim=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,13 +10,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...adapters.targets import text_targets
+from ...adapters.targets import targets
 from ...errors import ConfigError
 from ...models.low_rank import LowRank
-from ...types.model_config import TextConfig
+from ...types.adapter import INPUT
+from ...types.model_config import ModelConfig
 from ..settings import TeachingSettings
 
-_LAYERS = {"mlp": (".mlp.",), "attention": (".attn.",), "all": (".mlp.", ".attn.")}
+_LAYERS = {
+    "mlp": r"text\..*\.mlp\.",
+    "attention": r"text\..*\.attn\.",
+    "all": r"text\.",
+    "all+projector": r"text\.|vision\.proj_mlp\.",
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,28 +55,32 @@ class Parameters:
     rank divided by the number of experts of a token."""
 
     def __init__(
-        self, text: TextConfig, settings: TeachingSettings, device: torch.device | str = "cpu"
+        self, model: ModelConfig, settings: TeachingSettings, device: torch.device | str = "cpu"
     ) -> None:
         """Raises ConfigError if the rank is not divisible by the number of experts of a token."""
         self._rank, self._alpha = settings.rank, settings.alpha or float(settings.rank)
         generator = torch.Generator().manual_seed(settings.seed)
         self.sides: dict[str, Tensor] = {}
         """By the module's canonical name with ``.A`` and ``.B``."""
-        for module, (*experts, rows, columns) in text_targets(text).items():
-            if not any(part in module for part in _LAYERS[settings.layers]):
+        for module, (*experts, rows, columns) in targets(model).items():
+            if not re.match(_LAYERS[settings.layers], module) or module.endswith(INPUT):
                 continue
             rank = settings.rank
-            if experts and text.moe is not None:
-                rank, rest = divmod(rank, text.moe.experts_per_token)
+            if experts and model.text.moe is not None:
+                rank, rest = divmod(rank, model.text.moe.experts_per_token)
                 if rest:
-                    limit = (
-                        f"must be divisible by {text.moe.experts_per_token}, the experts of a token"
-                    )
+                    each = model.text.moe.experts_per_token
+                    limit = f"must be divisible by {each}, the experts of a token"
                     raise ConfigError("rank", settings.rank, limit)
             a = torch.randn(*experts, rank, columns, generator=generator) * columns**-0.5
             b = torch.zeros(*experts, rows, rank)
             for side, value in (("A", a), ("B", b)):
                 self.sides[f"{module}.{side}"] = value.to(device).requires_grad_()
+
+    @property
+    def change_images(self) -> bool:
+        """Whether the adapter changes the projector of images."""
+        return any(name.startswith("vision.") for name in self.sides)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -46,7 +46,7 @@ class Embeddings:
     def __init__(self, model: Moondream) -> None:
         self._model = model
 
-    def of(self, paths: Sequence[Path]) -> Tensor:
+    def of(self, paths: Sequence[Path], adapters: object = None) -> Tensor:
         config = self._model.config
         shape = config.image_positions, config.text.dim
         return torch.stack(
@@ -74,7 +74,7 @@ def test_the_written_adapter_serves_what_the_training_computes(
 ) -> None:
     model = small.small_model(family)
     config = model.config
-    parameters = fitted(Parameters(config.text, replace(SETTINGS, alpha=8.0)))
+    parameters = fitted(Parameters(config, replace(SETTINGS, alpha=8.0)))
     rows = [RowPlan(IMAGE, LESSONS), RowPlan(OTHER, LESSONS[1:])]
     batch = pack(rows, model)
     images = Embeddings(model)
@@ -82,7 +82,7 @@ def test_the_written_adapter_serves_what_the_training_computes(
         stream = hidden(model, images.of([IMAGE, OTHER]), batch, parameters.adapter(model.dtype))
     parameters.write(tmp_path / "new.safetensors", {"model": "small"})
     checked = files.check(files.find(tmp_path, "new"), targets(config), config.text)
-    adapter = files.read(checked, torch.float32, torch.device("cpu"))
+    adapter = files.read(checked, torch.float32)
     length = batch.text.shape[1]
     assert length == sum(map(len, LESSONS))
     places = [
@@ -140,7 +140,7 @@ def test_a_few_steps_lower_the_loss_and_leave_the_weights(checkpointing: bool) -
     settings = replace(SETTINGS, epochs=8, checkpointing=checkpointing)
     steps: list[FitStep] = []
     fitting = Fitting(
-        model, Parameters(model.config.text, settings), Embeddings(model), settings, steps.append  # type: ignore[arg-type]
+        model, Parameters(model.config, settings), Embeddings(model), settings, steps.append  # type: ignore[arg-type]
     )  # fmt: skip
     images = [ImageLessons(IMAGE, LESSONS), ImageLessons(OTHER, LESSONS)]
     done = fitting.run(images, [])
@@ -154,7 +154,7 @@ def test_checkpointing_changes_no_gradient() -> None:
     batch, images = pack([RowPlan(IMAGE, LESSONS)], model), Embeddings(model).of([IMAGE])
     found = []
     for checkpointing in (False, True):
-        parameters = fitted(Parameters(model.config.text, SETTINGS))
+        parameters = fitted(Parameters(model.config, SETTINGS))
         adapter = parameters.adapter(model.dtype)
         stream = hidden(model, images, batch, adapter, checkpointing=checkpointing)
         loss_of(model, stream, batch).total.backward()
@@ -167,7 +167,7 @@ def test_the_best_validated_parameters_are_kept_and_the_training_ends_early() ->
     """A held-out image that asks for the opposite gets worse with every epoch."""
     model = small.small_model("moondream2")
     settings = replace(SETTINGS, epochs=50, patience=2)
-    parameters = Parameters(model.config.text, settings)
+    parameters = Parameters(model.config, settings)
     fitting = Fitting(model, parameters, Embeddings(model), settings)  # type: ignore[arg-type]
     training = [ImageLessons(IMAGE, (spoken([1, 3], [40]),))]
     opposite = [ImageLessons(IMAGE, (spoken([1, 3], [50]),))]
@@ -180,7 +180,7 @@ def test_the_best_validated_parameters_are_kept_and_the_training_ends_early() ->
 def test_a_limit_of_time_ends_the_training() -> None:
     model = small.small_model("moondream2")
     settings = replace(SETTINGS, epochs=100_000, minutes=1e-4)
-    fitting = Fitting(model, Parameters(model.config.text, settings), Embeddings(model), settings)  # type: ignore[arg-type]
+    fitting = Fitting(model, Parameters(model.config, settings), Embeddings(model), settings)  # type: ignore[arg-type]
     done = fitting.run([ImageLessons(IMAGE, LESSONS)], [])
     assert done.ended == "minutes" and done.seconds < 60
 
@@ -188,20 +188,24 @@ def test_a_limit_of_time_ends_the_training() -> None:
 def test_a_loss_that_is_not_finite_is_an_error() -> None:
     model = small.small_model("moondream2")
     model.text.lm_head.weight.fill_(torch.nan)
-    fitting = Fitting(model, Parameters(model.config.text, SETTINGS), Embeddings(model), SETTINGS)  # type: ignore[arg-type]
+    fitting = Fitting(model, Parameters(model.config, SETTINGS), Embeddings(model), SETTINGS)  # type: ignore[arg-type]
     with pytest.raises(RuntimeFailure, match=r"set a smaller learning rate than 0\.02"):
         fitting.run([ImageLessons(IMAGE, LESSONS)], [])
 
 
 def test_the_rank_of_experts_and_the_layers_are_chosen() -> None:
-    text = small.small_config("moondream3").text
+    model = small.small_config("moondream3")
     with pytest.raises(ConfigError, match="rank=3: must be divisible by 2"):
-        Parameters(text, replace(SETTINGS, rank=3))
-    sides = Parameters(text, replace(SETTINGS, layers="mlp")).sides
+        Parameters(model, replace(SETTINGS, rank=3))
+    sides = Parameters(model, replace(SETTINGS, layers="mlp")).sides
     assert sides["text.blocks.2.mlp.fc1.A"].shape == (6, 2, 32)
     assert not any(".attn." in name for name in sides)
-    only = Parameters(text, replace(SETTINGS, layers="attention")).sides
+    only = Parameters(model, replace(SETTINGS, layers="attention")).sides
     assert only and all(".attn." in name for name in only)
+    every = set(Parameters(model, replace(SETTINGS, layers="all")).sides)
+    more = set(Parameters(model, replace(SETTINGS, layers="all+projector")).sides)
+    assert all(name.startswith("text.") for name in every)
+    assert more - every == {f"vision.proj_mlp.{fc}.{side}" for fc in ("fc1", "fc2") for side in "AB"}
 
 
 def test_lessons_are_distributed_over_rows() -> None:

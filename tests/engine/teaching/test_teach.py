@@ -10,11 +10,15 @@ import pytest
 import torch
 
 from kestrel_engine import ConfigError, ImageLimits, InferenceEngine, RuntimeConfig
+from kestrel_engine.models.vision import num_distinct
+from kestrel_engine.preprocess.crops import prepare
+from kestrel_engine.preprocess.decoding.images import open_image
 from kestrel_engine.teaching import TeachingSettings, read_folder, teach
 from kestrel_engine.teaching.data.examples import Answered, Boxed, Pointed, TaughtImage
 from kestrel_engine.teaching.judging import Score, score
 from kestrel_engine.teaching.learning.fitting import FitStep
 from kestrel_engine.teaching.learning.images import ImageEmbeddings
+from kestrel_engine.teaching.learning.parameters import Parameters
 from kestrel_engine.teaching.replay import _answered, phrases_of
 from kestrel_engine.types.events import EngineResult
 from tests.engine.models import small
@@ -116,6 +120,35 @@ def test_embeddings_are_kept_within_the_limit(data: Path) -> None:
     assert torch.equal(images.of(paths[:1])[0], first[0])
     with pytest.raises(ConfigError, match=r"1\.png"):
         images.of(paths[1:])
+
+
+def test_an_adapter_of_the_projector_changes_kept_images_as_it_changes_served_ones(
+    data: Path,
+) -> None:
+    model = small.small_model("moondream2")
+    images = ImageEmbeddings(model, ImageLimits(), 1 << 20, projected=False)
+    plain = ImageEmbeddings(model, ImageLimits(), 1 << 20)
+    paths = [data / "0.png", data / "1.png"]
+    torch.testing.assert_close(images.of(paths), plain.of(paths))
+    parameters = Parameters(model.config, TeachingSettings(rank=4, layers="all+projector"))
+    generator = torch.Generator().manual_seed(3)
+    parameters.load(
+        {n: torch.randn(s.shape, generator=generator) for n, s in parameters.sides.items()}
+    )
+    adapter = parameters.adapter(model.dtype)
+    changed = images.of(paths, adapter)
+    changed.sum().backward()
+    assert all(
+        (side.grad is not None) == name.startswith("vision.")
+        for name, side in parameters.sides.items()
+    )
+    for path, embedding in zip(paths, changed, strict=True):
+        image = prepare(open_image(path, ImageLimits()), model.config.vision)
+        crops = torch.from_numpy(image.crops[: num_distinct(len(image.crops), image.tiling)])
+        with torch.no_grad():
+            served = model.vision.embed(model.vision.encode_crops(crops), image.tiling, adapter)
+        torch.testing.assert_close(embedding, served)
+        assert not torch.allclose(served, plain.of([path])[0], atol=1e-2)
 
 
 @pytest.mark.parametrize(
