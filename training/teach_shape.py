@@ -4,8 +4,8 @@
     python -m training.teach_shape --colour lavender --out out/lavender
 
 Draws 200 images with and without the new objects, fits an adapter with ``kestrel_engine.teaching`` as ``kestrel-grpc
-train`` does, and measures it on 100 held-out images. The old skills are measured on scenes of the frozen evaluation set,
-without and with the adapter.
+train`` does, and measures it on 100 held-out images. The old skills are measured on scenes of the frozen evaluation
+set, without and with the adapter.
 """
 
 from __future__ import annotations

@@ -25,13 +25,15 @@ TOGETHER = 16
 """Images whose prompts follow one another, so that the engine still holds their embeddings."""
 MOST_ANSWER_IDS = 128
 """Longer answers are not replayed: they cost more than they keep."""
-QUESTIONS = (
+QUESTIONS_OF_ONE = (
     "Is there {a_phrase}?",
     "How many {phrase} are there?",
     "Where is the {phrase}?",
     "What colour is the {noun}?",
     "What color is the {noun}?",
     "What is this {noun} like?",
+)
+QUESTIONS_OF_TWO = (
     "Is the {phrase} to the left of the {other}?",
     "Which is bigger, the {phrase} or the {other}?",
 )
@@ -82,24 +84,12 @@ async def replay(
             for prompt in _prompts(rng, phrases, list(seen), begin + index)
         ]
         results = await ask(engine, [(image.path, prompt.example) for image, prompt in asked])
-        described = [(image, Prompt(Captioned("short", ()))) for image in some]
-        answered = [
-            (image, prompt, _answered(prompt.example, result, image))
-            for (image, prompt), result in zip(
-                [*described, *asked], [*short, *results], strict=True
-            )
-        ]
-        mistaken = {
-            (image.path, prompt.example.object)
-            for image, prompt, replayed in answered
-            if replayed is None and isinstance(prompt.example, Pointed | Boxed)
-        }
-        kept: dict[Path, list[Example]] = {image.path: [] for image in some}
-        for image, prompt, replayed in answered:
-            about = ((image.path, phrase) for phrase in prompt.phrases)
-            if replayed is not None and mistaken.isdisjoint(about):
-                kept[image.path].append(replayed)
-        found += [TaughtImage(path, tuple(examples)) for path, examples in kept.items()]
+        answers: dict[Path, list[tuple[Prompt, EngineResult]]] = {image.path: [] for image in some}
+        for image, result in zip(some, short, strict=True):
+            answers[image.path].append((Prompt(Captioned("short", ())), result))
+        for (image, prompt), result in zip(asked, results, strict=True):
+            answers[image.path].append((prompt, result))
+        found += [TaughtImage(image.path, _kept(answers[image.path], image)) for image in some]
         if progress is not None:
             progress(len(found), len(images), "images answered for the replay")
     return found
@@ -125,10 +115,11 @@ def _prompts(
         prompts.append(Prompt(Captioned(rng.choice(("normal", "long")), ())))
     others = [phrase for phrase in rng.sample(every, min(4, len(every))) if phrase not in own]
     phrases = (*rng.sample(own, min(2, len(own))), *others[:1])
+    questions = QUESTIONS_OF_ONE + (QUESTIONS_OF_TWO if len(phrases) > 1 else ())
     for place, phrase in enumerate(phrases):
         located = Pointed(phrase, ()) if (index + place) % 2 else Boxed(phrase, ())
         other = phrases[place - 1]
-        question = rng.choice(QUESTIONS).format(
+        question = rng.choice(questions).format(
             phrase=phrase,
             a_phrase=f"{'an' if phrase[0] in 'aeiou' else 'a'} {phrase}",
             noun=phrase.split()[-1],
@@ -139,6 +130,23 @@ def _prompts(
             Prompt(Answered(question, ""), (phrase, other)),
         ]
     return prompts
+
+
+def _kept(
+    answers: Sequence[tuple[Prompt, EngineResult]], image: TaughtImage
+) -> tuple[Example, ...]:
+    """The examples to replay about an image: none about a phrase that finds a labelled object."""
+    answered = [(prompt, _answered(prompt.example, result, image)) for prompt, result in answers]
+    mistaken = {
+        prompt.example.object
+        for prompt, example in answered
+        if example is None and isinstance(prompt.example, Pointed | Boxed)
+    }
+    return tuple(
+        example
+        for prompt, example in answered
+        if example is not None and mistaken.isdisjoint(prompt.phrases)
+    )
 
 
 def _answered(example: Example, result: EngineResult, image: TaughtImage) -> Example | None:

@@ -17,7 +17,8 @@ class TeachingSettings:
 
     ``rank``, ``alpha``: of the adapter; the change is multiplied by alpha / rank, and None stands for the rank.
     ``layers``: of the text decoder; "all+projector" adds the projector of images. ``epochs``, ``minutes``: the training
-    ends with the first of both limits. ``learning_rate``: its peak, after a warm-up. ``rows``: rows of one step, each an image with lessons about it.
+    ends with the first of both limits. ``learning_rate``: its peak, after a warm-up. ``rows``: rows of one step, each
+    an image with lessons about it.
     ``validation``: the share of images that are held out. ``patience``: epochs without a better validation loss after
     which the training ends. ``replay``: the weight of the base model's own answers; 0 leaves them out.
     ``checkpointing``: compute activations again instead of keeping them. ``image_bytes``: the memory for the embeddings

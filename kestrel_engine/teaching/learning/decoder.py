@@ -35,7 +35,7 @@ def hidden(
 
     ``images``: the embedding of each row's image, [rows, image positions, dim].
     """
-    rows, length, dim = batch.text.shape
+    rows, _, dim = batch.text.shape
     bos = model.text.embed(torch.tensor([model.config.ids.bos_id], device=model.device))
     x = torch.cat([bos.expand(rows, 1, dim), images, batch.text], dim=1)
     prefix = model.config.image_prefix

@@ -205,7 +205,9 @@ def test_the_rank_of_experts_and_the_layers_are_chosen() -> None:
     every = set(Parameters(model, replace(SETTINGS, layers="all")).sides)
     more = set(Parameters(model, replace(SETTINGS, layers="all+projector")).sides)
     assert all(name.startswith("text.") for name in every)
-    assert more - every == {f"vision.proj_mlp.{fc}.{side}" for fc in ("fc1", "fc2") for side in "AB"}
+    assert more - every == {
+        f"vision.proj_mlp.{fc}.{side}" for fc in ("fc1", "fc2") for side in "AB"
+    }
 
 
 def test_lessons_are_distributed_over_rows() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,14 @@ from kestrel_engine.teaching.judging import Score, score
 from kestrel_engine.teaching.learning.fitting import FitStep
 from kestrel_engine.teaching.learning.images import ImageEmbeddings
 from kestrel_engine.teaching.learning.parameters import Parameters
-from kestrel_engine.teaching.replay import _answered, phrases_of
+from kestrel_engine.teaching.replay import (
+    GENERAL_QUESTIONS,
+    Prompt,
+    _answered,
+    _kept,
+    _prompts,
+    phrases_of,
+)
 from kestrel_engine.types.events import EngineResult
 from tests.engine.models import small
 from tests.service.command_line import here
@@ -214,3 +222,33 @@ def test_replay_asks_about_phrases_and_leaves_out_what_finds_a_labelled_object()
         return _answered(Pointed("red circle", ()), result, image)
 
     assert replayed(0.7) == Pointed("red circle", ((0.7, 0.2),)) and replayed(0.3) is None
+
+
+def test_replay_leaves_out_questions_about_a_phrase_that_finds_a_labelled_object() -> None:
+    image = TaughtImage(Path("a.png"), (Boxed("nut", ((0.0, 0.0, 0.5, 0.5),)),))
+    point = {"points": [{"x": 0.3, "y": 0.2}]}
+    answers = [
+        (Prompt(Pointed("red bolt", ())), point),
+        (Prompt(Answered("Where is the red bolt?", ""), ("red bolt", "cup")), {"answer": "left"}),
+        (Prompt(Answered("Where is the cup?", ""), ("cup", "tin")), {"answer": "right"}),
+        (Prompt(Pointed("cup", ())), {"points": []}),
+    ]
+    results = [
+        (prompt, EngineResult(request_id="", output=output, finish_reason="stop"))
+        for prompt, output in answers
+    ]
+    kept = _kept(results, image)
+    assert kept == (Answered("Where is the cup?", "right", ()), Pointed("cup", ()))
+
+
+def test_replay_asks_in_many_forms_about_the_phrases_of_an_image() -> None:
+    rng = random.Random(0)
+    every = [f"red {noun}" for noun in ("cup", "tin", "bolt", "nut")]
+    prompts = [prompt for i in range(60) for prompt in _prompts(rng, every[:2], every, i)]
+    asked = {prompt.example.question for prompt in prompts if isinstance(prompt.example, Answered)}
+    assert asked > set(GENERAL_QUESTIONS) and not any("{" in question for question in asked)
+    assert "Is there a red cup?" in asked and "What colour is the tin?" in asked
+    assert "Which is bigger, the red cup or the red tin?" in asked
+    alone = [prompt.example for prompt in _prompts(rng, ["cup"], ["cup"], 1)]
+    assert [type(example) for example in alone] == [Answered, Pointed, Answered]
+    assert [type(prompt.example) for prompt in _prompts(rng, [], [], 1)] == [Answered]
