@@ -34,7 +34,7 @@ from .jobs import Preprocessed
 from .prepared_cache import PreparedCache, in_namespace, source_key
 
 _MOST_SIZES = 64
-"""Sizes of images, in each namespace, of which the last image is known."""
+"""Pairs of a namespace and a size of which the last image is known."""
 
 _SEVERAL_THREADS_BYTES = 2**20
 """An image of more bytes is hashed by several threads: the first one takes half a millisecond."""
