@@ -33,6 +33,11 @@ class ServedModel:
         self._engine: InferenceEngine | None = None
         self._state = State.LOADING
         self._started_at = time.monotonic()
+        self._step = ""
+
+    def note_progress(self, done: int, total: int, step: str) -> None:
+        """The engine's progress callback, which any thread calls: refusals tell how far loading is."""
+        self._step = f"; {step}, {100 * done // total} %" if total else f"; {step}"
 
     @property
     def name(self) -> str:
@@ -72,7 +77,9 @@ class ServedModel:
             raise ModelNotReady(f"{self.name} has failed; restart the server")
         if self._engine is None:
             seconds = time.monotonic() - self._started_at
-            raise ModelNotReady(f"{self.name} is still loading ({seconds:.0f} s so far)")
+            raise ModelNotReady(
+                f"{self.name} is still loading ({seconds:.0f} s so far{self._step})"
+            )
         return self._engine
 
 

@@ -7,7 +7,7 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 
 from kestrel_engine import InferenceEngine, KestrelError, Observer, RuntimeConfig, SkillRegistry
 
@@ -19,7 +19,7 @@ from ..settings.server import ServerConfig
 from .ready_line import print_ready
 from .running import leave_now, load_unless_stopped, stop, until_failed
 from .server import KestrelServer
-from .startup_progress import LoadingProgress
+from .startup_progress import LoadingProgress, Progress, shown_by
 from .systemd import Notifier
 
 logger = logging.getLogger(__name__)
@@ -47,17 +47,21 @@ async def serve_alone(
         def load(
             runtime: RuntimeConfig,
             observer: Observer | None,
-            shown: Callable[[int, int, str], None] | None = None,
+            shown: Progress | None = None,
         ) -> Awaitable[InferenceEngine]:
             return InferenceEngine.create(
                 runtime, skills=skills, progress=shown or progress, observer=observer
             )
 
+        def load_default() -> Awaitable[InferenceEngine]:
+            shown = shown_by(progress, server.served.default.note_progress)
+            return load(default, server.telemetry, shown)
+
         default, *others = runtimes
         server = KestrelServer(
             config,
             default,
-            lambda: load(default, server.telemetry),
+            load_default,
             others=others,
             load_model=load,
         )

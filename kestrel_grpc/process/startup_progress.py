@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int, str], None]
 
 _LOG_INTERVAL_S = 10.0
 _DRAW_INTERVAL_S = 0.1
@@ -53,3 +56,13 @@ class LoadingProgress:
         if self._drawn:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
+
+
+def shown_by(*callbacks: Progress) -> Progress:
+    """Returns a callback that calls all ``callbacks``."""
+
+    def shown(done: int, total: int, step: str) -> None:
+        for callback in callbacks:
+            callback(done, total, step)
+
+    return shown

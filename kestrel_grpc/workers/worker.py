@@ -19,7 +19,7 @@ from ..process.interpreter import set_up_interpreter
 from ..process.running import leave_now, load_unless_stopped, stop, until_failed
 from ..process.server import KestrelServer
 from ..process.skill_plugins import skill_registry
-from ..process.startup_progress import LoadingProgress
+from ..process.startup_progress import LoadingProgress, shown_by
 from ..security.identity.tls_files import TlsError
 from ..security.identity.tokens import TokenFileError
 from ..settings.addresses import AddressError
@@ -91,7 +91,10 @@ async def _serve(task: WorkerTask, skills: SkillRegistry, line: WorkerEnd) -> in
             task.server,
             task.runtime,
             lambda: InferenceEngine.create(
-                task.runtime, skills=skills, progress=progress, observer=server.telemetry
+                task.runtime,
+                skills=skills,
+                progress=shown_by(progress, server.served.default.note_progress),
+                observer=server.telemetry,
             ),
         )
         if not await load_unless_stopped(server, stopping):
