@@ -15,10 +15,19 @@ from .opening import Opened
 
 
 def random_adapters(opened: Opened, folder: Path, count: int, rank: int) -> list[Adapter]:
-    """Writes ``count`` adapters of ``rank`` to ``folder``, the model's folder of adapters, and loads them.
-    Their changes are small."""
+    """Writes ``count`` adapters of ``rank`` to ``folder``, the model's folder of adapters, and loads them."""
     library = opened.built.adapters
     assert library is not None, "the model was opened without a folder of adapters"
+    names = write_random_adapters(opened, folder, count, rank)
+
+    async def load() -> list[Adapter]:
+        return [(await library.acquire(name)).adapter for name in names]
+
+    return asyncio.run(load())
+
+
+def write_random_adapters(opened: Opened, folder: Path, count: int, rank: int) -> list[str]:
+    """Writes ``count`` adapters of ``rank`` to ``folder``. Returns their names. Their changes are small."""
     names = [f"random-{number}" for number in range(count)]
     for number, name in enumerate(names):
         config = TextLoRAConfig(rank=rank)
@@ -28,8 +37,4 @@ def random_adapters(opened: Opened, folder: Path, count: int, rank: int) -> list
             if key.endswith(".B"):
                 tensor.normal_(generator=generator).mul_(0.01)
         save_file(lora.tensors, folder / f"{name}.safetensors")
-
-    async def load() -> list[Adapter]:
-        return [(await library.acquire(name)).adapter for name in names]
-
-    return asyncio.run(load())
+    return names

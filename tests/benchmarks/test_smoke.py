@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import engine_host, features, frames, serving_cpu
-from benchmarks.service import front, workers, workers_trace
+from benchmarks.service import adapter_loading, front, workers, workers_trace
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +64,14 @@ def test_frames(tmp_path: Path) -> None:
     assert len(tables) == 2
     for none, whole, crops in tables.values():
         assert none["crops encoded"] > whole["crops encoded"] > crops["crops encoded"] > 0
+
+
+@pytest.mark.slow
+def test_adapter_loading(tmp_path: Path) -> None:
+    report = run(adapter_loading, tmp_path, "--paced-ms", "2")
+    (without, beside), (loads,) = report["tables"].values()
+    assert without["gaps"] > 0 and beside["gaps"] > 0 and loads["loads"] >= 2
+    assert [bar["limit"] for bar in report["bars"]] == [10]
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ allocates.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from ....models.low_rank import LowRank
 from ....types.adapter import Adapter
+
+logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 2 << 20
 """Takes a PCIe 4 link 0.1 ms."""
@@ -31,8 +34,13 @@ class Upload:
         ]
         if reserved_bytes:
             # torch keeps what is freed for later allocations of the same stream.
-            with torch.cuda.stream(self._stream):
-                torch.empty(reserved_bytes, dtype=torch.uint8, device=device)
+            try:
+                with torch.cuda.stream(self._stream):
+                    torch.empty(reserved_bytes, dtype=torch.uint8, device=device)
+            except torch.OutOfMemoryError:  # The KV cache was given more than its share.
+                logger.warning(
+                    "no %d bytes are left for adapters; some may not fit", reserved_bytes
+                )
 
     def __call__(self, adapter: Adapter) -> Adapter:
         with torch.cuda.stream(self._stream):
