@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 SOURCES := kestrel_engine kestrel_grpc clients/python tests training benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-slow test-again test-all test-unit test-gpu bench bench-gpu check fmt lint types imports unused buf protos baseline docs check-stubs wheels sdk-typescript clean
+.PHONY: help install demo serve test test-slow test-again test-all test-unit test-gpu bench bench-gpu check fmt lint types imports unused buf protos baseline docs check-stubs wheels toolchains sdk-typescript clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -109,6 +109,15 @@ check-stubs: ## Load the stubs under the oldest and newest protobuf and grpcio (
 wheels: $(INSTALLED) ## Build the wheels of both distributions into dist/
 	$(BIN)/python -m build -q --outdir dist clients/python
 	$(BIN)/python -m build -q --outdir dist .
+
+# What compiles and runs the examples and the TypeScript SDK's tests; tests skip what is missing. On Debian and Ubuntu.
+TOOLCHAINS := golang-go protoc-gen-go protoc-gen-go-grpc golang-google-grpc-dev golang-github-golang-protobuf-1-5-dev \
+  default-jdk-headless protobuf-compiler protobuf-compiler-grpc-java-plugin libgrpc-java libnetty-java libprotobuf-java \
+  libperfmark-java g++ pkg-config protobuf-compiler-grpc libgrpc++-dev \
+  cargo librust-prost-build-dev librust-prost-dev librust-h2-dev librust-tokio-dev chromium
+
+toolchains: ## Install the compilers of examples/, and a browser, from Debian's packages; as root
+	apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $(TOOLCHAINS)
 
 sdk-typescript: $(INSTALLED) ## Build the TypeScript SDK and pack it into dist/; needs Node and npm
 	mkdir -p dist
