@@ -96,7 +96,8 @@ def handler_for(stand: Stand) -> type[BaseHTTPRequestHandler]:
             if info is not None:
                 return self._describe(info[1], unquote(info[2] or "main"))
             path = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", plain)
-            assert path is not None, self.path
+            if path is None:
+                return self._refuse(404, "")
             repo, revision, file = path[1], unquote(path[2]), path[3]
             stand.requests.append((self.command, file, dict(self.headers)))
             commit = self._commit(repo, revision)

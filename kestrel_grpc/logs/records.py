@@ -62,6 +62,9 @@ def set_up_logging(
     logging.basicConfig(handlers=[handler], force=True)
     # libvips logs every pipeline that it builds, and warns about oddities of callers' images.
     logging.getLogger("pyvips").setLevel(logging.ERROR)
+    # The hub's transport logs the address of every file, and some addresses are signed.
+    for transport in ("httpx", "httpx2"):
+        logging.getLogger(transport).setLevel(logging.WARNING)
     for module, level in log_levels(levels).items():
         logging.getLogger(module).setLevel(level.upper())
 

@@ -46,7 +46,7 @@ def logs():
     """Sets logging up as the server does; what is written comes back, and all is as before in the end."""
     root, names = (
         logging.getLogger(),
-        ("", "pyvips", "kestrel_engine.steps.loop", "kestrel_grpc.access"),
+        ("", "pyvips", "httpx", "httpx2", "kestrel_engine.steps.loop", "kestrel_grpc.access"),
     )
     before = root.handlers[:], {name: logging.getLogger(name).level for name in names}
     stream = io.StringIO()
@@ -58,6 +58,15 @@ def logs():
 
 def entries(stream):
     return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_addresses_of_the_hubs_files_are_not_logged(logs):
+    stream = logs("debug", "text")
+    for transport in ("httpx", "httpx2"):
+        logging.getLogger(transport).info("HTTP Request: GET https://files/x?signature=secret")
+    assert "secret" not in stream.getvalue()
+    logs("debug,httpx=info", "text")  # An operator may ask for them.
+    assert logging.getLogger("httpx").isEnabledFor(logging.INFO)
 
 
 def test_levels_are_read_by_module():
