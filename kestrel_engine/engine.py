@@ -18,6 +18,7 @@ import numpy as np
 
 from .adapters.lora import LoRA
 from .building.factory import Built, build
+from .building.kept_images import kept_images
 from .config.runtime import RuntimeConfig
 from .config.sizes import Sizes
 from .errors import DeadlineExceeded, EngineClosed, ProfileError, RuntimeFailure
@@ -454,7 +455,8 @@ def _pool(config: RuntimeConfig, sizes: Sizes, built: Built) -> PreprocessPool:
 
 def _policy(config: RuntimeConfig, sizes: Sizes, built: Built) -> SchedulerPolicy:
     vision = built.model.vision
-    crop_bytes = vision.grid**2 * vision.enc_dim * (4 if built.info.dtype == "float32" else 2)
+    itemsize = 4 if built.info.dtype == "float32" else 2
+    crop_bytes = vision.grid**2 * vision.enc_dim * itemsize
     return SchedulerPolicy(
         budget=StepBudget(
             prefill_positions=sizes.step_prefill_positions,
@@ -462,7 +464,7 @@ def _policy(config: RuntimeConfig, sizes: Sizes, built: Built) -> SchedulerPolic
             pause=sizes.step_pause,
         ),
         prefix_cache=config.prefix_cache,
-        kept_embeddings=config.kept_embeddings,
+        kept_embeddings=kept_images(config, built.model, itemsize),
         kept_crops=config.crop_cache_bytes // crop_bytes,
         aging_s=config.priority_aging_s,
         itl_target_s=config.itl_target_ms / 1e3,

@@ -52,6 +52,7 @@ def fit(
     """
     import torch
 
+    from .building.kept_images import extra_bytes
     from .building.pages import page_size_of
     from .building.runtimes import reserve_of
     from .checkpoint.catalog import KNOWN
@@ -78,7 +79,7 @@ def fit(
             f"the weights take {weights / GIB:.1f} GiB and the CUDA context {CONTEXT_BYTES / GIB:.1f} GiB"
         )
     reserve = reserve_of(model, dtype, sizes, fp8_gemms=config.fp8_gemms)
-    reserve += config.crop_cache_bytes
+    reserve += config.crop_cache_bytes + extra_bytes(config, model, dtype.itemsize)
     pool = plan_pool(
         free,
         reserve,

@@ -10,6 +10,7 @@ from ..config.sizes import Sizes
 from ..runtime.protocol import Runtime
 from ..types.model_config import ModelConfig
 from ..types.progress import Progress
+from .kept_images import extra_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -150,6 +151,7 @@ def _pool(plan: Plan, reserve_bytes: int) -> Pool:
     from ..runtime.gpu.memory import CACHED_CONTEXTS, CUDA_SHARE, plan_pool
 
     cuda = plan.device.type == "cuda"
+    embeddings = extra_bytes(plan.config, plan.model, plan.dtype.itemsize)
     if cuda:
         import torch
 
@@ -157,7 +159,7 @@ def _pool(plan: Plan, reserve_bytes: int) -> Pool:
         torch.cuda.empty_cache()
     return plan_pool(
         device_available(plan.device),
-        reserve_bytes + plan.config.crop_cache_bytes,
+        reserve_bytes + plan.config.crop_cache_bytes + embeddings,
         plan.page_bytes,
         plan.config,
         plan.model,

@@ -165,7 +165,7 @@ def random_settings(rng: random.Random, model: Model) -> dict[str, Any]:
         "prefix_cache": rng.random() < 0.6,
         "page_size": size,
         "kv_cache_pages": fitting * rng.choice([1, 2, 3, 5]),
-        "kept_embeddings": rng.choice([0, 1, 16]),
+        "embedding_cache_bytes": rng.choice([0, 1 << 18, None]),
         "image_cache_bytes": rng.choice([0, 2**28]),
     }
 
@@ -214,7 +214,7 @@ class Alone:
         settings = {
             "max_batch_size": 1,
             "prefix_cache": False,
-            "kept_embeddings": 16,
+            "embedding_cache_bytes": None,
             "step_prefill_positions": 10**6,
             "step_crops": 10**3,
             "kv_cache_pages": 1 + (2 * model.prefix + 300) // model.pages[-1],

@@ -80,7 +80,7 @@ async def test_the_stream_gives_the_same_one_by_one(client):
 
 
 async def test_an_image_that_is_kept_is_not_encoded_again(serve):
-    served = await serve(FakeRuntime(LIMITS), kept_embeddings=4)
+    served = await serve(FakeRuntime(LIMITS), embedding_cache_bytes=4 << 20)
     async with AsyncKestrelClient(served.server.addresses[0]) as client:
         await client.detect(WIDE, "cat", max_objects=1)
         first = sum(len(plan.encode) for plan in served.runtime.plans)
