@@ -7,9 +7,8 @@ A worker, the front, or a process that decodes images gets SIGKILL, never the su
 (Poisson), whether or not earlier ones have ended. Each goes through the SDK, which sends unary calls again by itself.
 A stream that ends with ConnectionLostError is opened once more, as its caller would do.
 
-Every call must end within its deadline. A call that ended with a status instead of a result is counted. The time that
-the p99 takes is that from the kill to the end of the last call that took longer than twice the p99 before the first
-kill, of those that began after the kill; the calls that the kill ended are counted apart.
+Every call must end within its deadline. A call that ended with a status instead of a result is counted. Times are
+normal again when the p99 of the calls that follow, until the next kill, is at most twice that before the first kill.
 """
 
 from __future__ import annotations
@@ -149,12 +148,18 @@ async def kill(
 def recovery(
     calls: Sequence[Ended], kills: Sequence[tuple[float, str]], most_s: float
 ) -> list[float]:
-    """Seconds after each kill until calls that began later took at most ``most_s`` again."""
+    """Seconds after each kill from which the p99 of the calls until the next kill is at most ``most_s`` again."""
     found = []
     for index, (at, _) in enumerate(kills):
         end = kills[index + 1][0] if index + 1 < len(kills) else float("inf")
-        slow = [c.ended - at for c in calls if at < c.began < end and c.ended - c.began > most_s]
-        found.append(max(slow, default=0.0))
+        later = sorted((c for c in calls if at < c.began < end), key=lambda c: -c.began)
+        slow, back_s = 0, 0.0
+        for count, call in enumerate(later, 1):  # From the last one to the first.
+            slow += call.ended - call.began > most_s
+            if slow > 0.01 * count:
+                back_s = call.ended - at
+                break
+        found.append(back_s)
     return found
 
 
