@@ -19,8 +19,9 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -61,8 +62,6 @@ class AdapterDisk:
         self._most = min(most, max_bytes)
         self._closing = Event()
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (folder / "locks").mkdir(mode=0o700, exist_ok=True)
             with self._locked("room"):
                 self._sweep()
         except OSError as error:
@@ -82,28 +81,31 @@ class AdapterDisk:
         Raises AdapterUnavailable, AdaptersFull, and what ``fetch`` raises.
         """
         digest = hashlib.sha256(key.encode()).hexdigest()[:40]
-        lease = self._taken(digest)
+        try:
+            lease = self._taken(digest)
+            if lease is None and fetch is not None:
+                with self._locked(f"flight-{int(digest[:8], 16) % _FLIGHTS}"):
+                    # Another process may have downloaded it meanwhile.
+                    lease = self._taken(digest) or self._downloaded(key, digest, name, fetch)
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                raise AdaptersFull(
+                    f"the disk of downloaded adapters has no space for {name!r}"
+                ) from None
+            raise AdapterUnavailable(
+                f"{name!r} could not be stored on this server's disk"
+            ) from error
         if lease is None:
-            if fetch is None:
-                raise AdapterUnavailable(
-                    f"{name!r} is not on this server's disk, and it is offline"
-                )
-            with self._locked(f"flight-{int(digest[:8], 16) % _FLIGHTS}"):
-                lease = self._taken(digest)  # Another process may have downloaded it meanwhile.
-                if lease is None:
-                    self._download(key, digest, name, fetch)
-                    lease = self._taken(digest)
-        if lease is None:
-            raise AdapterUnavailable(f"{name!r} was damaged on this server's disk; try again")
+            reason = "is not on this server's disk, and it is offline"
+            if fetch is not None:
+                reason = "was damaged on this server's disk; try again"
+            raise AdapterUnavailable(f"{name!r} {reason}")
         with lease:
             yield self._folder / digest
 
-    def has(self, key: str) -> bool:
-        """Whether the adapter is there; it may be damaged."""
-        return (self._folder / hashlib.sha256(key.encode()).hexdigest()[:40] / LIST_NAME).is_file()
-
     def latest(self, name: str) -> str | None:
-        """The key of the adapter that was downloaded last under this name; None if there is none."""
+        """The key of the adapter that was used last of those that were downloaded under this name; None if there is
+        none."""
         found = None
         for entry in self._entries():
             listed = _listed(entry.path)
@@ -125,7 +127,9 @@ class AdapterDisk:
         except OSError:
             is_there = False
         if is_there and (damage := _damage(entry)) is None:
-            os.utime(entry / LIST_NAME)
+            now = time.time_ns()  # The file system's own clock ticks in milliseconds.
+            with suppress(OSError):
+                os.utime(entry / LIST_NAME, ns=(now, now))
             return opened
         opened.close()
         if is_there:
@@ -134,7 +138,8 @@ class AdapterDisk:
                 self._delete(entry, damaged=True)
         return None
 
-    def _download(self, key: str, digest: str, name: str, fetch: Fetch) -> None:
+    def _downloaded(self, key: str, digest: str, name: str, fetch: Fetch) -> IO[bytes] | None:
+        """As ``_taken``, after a download."""
         with self._locked("room"):
             partial = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=self._folder))
             lock = (partial / _LOCK_NAME).open("w")
@@ -154,19 +159,14 @@ class AdapterDisk:
             listed = {"key": key, "name": name, "files": files}
             (partial / LIST_NAME).write_text(json.dumps(listed), encoding="utf-8")
             with self._locked("room"):
+                if (self._folder / digest).exists():  # Without its list.
+                    self._delete(self._folder / digest, damaged=True)
                 (partial / _LOCK_NAME).unlink()
                 os.rename(partial, self._folder / digest)
-        except OSError as error:
-            if error.errno in NO_SPACE:
-                raise AdaptersFull(
-                    f"the disk of downloaded adapters has no space for {name!r}"
-                ) from None
-            raise AdapterUnavailable(
-                f"{name!r} could not be stored on this server's disk"
-            ) from error
         finally:
             lock.close()
             shutil.rmtree(partial, ignore_errors=True)
+        return self._taken(digest)
 
     def _make_room(self, num_bytes: int, name: str) -> None:
         """Deletes adapters until another one fits. Raises AdaptersFull."""
@@ -225,7 +225,9 @@ class AdapterDisk:
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:
         """Holds a lock among all processes. Raises EngineClosed if the engine is shut down meanwhile."""
-        with (self._folder / "locks" / name).open("w") as opened:
+        locks = self._folder / "locks"
+        locks.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with (locks / name).open("w") as opened:
             while True:
                 try:
                     fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)

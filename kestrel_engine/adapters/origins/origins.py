@@ -36,7 +36,7 @@ REFRESH_S = 300.0
 """Seconds after which a branch of the hub is looked up again."""
 FAILURE_S = 10.0
 _MOST_KNOWN = 1024
-_DOWNLOADS = 4
+_LOOK_UPS, _DOWNLOADS = 4, 4
 
 _Lasting = (AdapterNotFound, AdapterRefused, AdapterUnavailable, AdapterUnfit)
 
@@ -81,7 +81,8 @@ class Origins:
             self._disk = AdapterDisk(kept, self._sources.disk_bytes, most_bytes)
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._looking: dict[str, asyncio.Task[Version]] = {}
-        self._threads = ThreadPoolExecutor(_DOWNLOADS, thread_name_prefix="kestrel-downloads")
+        self._asking = ThreadPoolExecutor(_LOOK_UPS, thread_name_prefix="kestrel-look-ups")
+        self._downloading = ThreadPoolExecutor(_DOWNLOADS, thread_name_prefix="kestrel-downloads")
 
     async def find(self, name: str) -> Version:
         """What a checked name means now. Raises AdapterNotFound, AdapterRefused, AdapterUnavailable, AdapterUnfit, and
@@ -114,7 +115,7 @@ class Origins:
                 return found, _nothing
         stack = ExitStack()
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self._threads, stack.enter_context, version.open())
+        found = await loop.run_in_executor(self._downloading, stack.enter_context, version.open())
         return found, stack.close
 
     def note_failure(self, version: Version, error: Exception) -> None:
@@ -128,7 +129,8 @@ class Origins:
             self._disk.close()
         for task in self._looking.values():
             task.cancel()
-        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
+        for threads in (self._asking, self._downloading):
+            await asyncio.to_thread(threads.shutdown, cancel_futures=True)
 
     def _check_served(self, name: str) -> None:
         """Raises AdapterNotFound or AdapterRefused if this server looks for the name in its folder only."""
@@ -151,7 +153,7 @@ class Origins:
     async def _looked_up(self, name: str) -> Version:
         loop, now = asyncio.get_running_loop(), time.monotonic
         try:
-            version, lasts_s = await loop.run_in_executor(self._threads, self._remote, name)
+            version, lasts_s = await loop.run_in_executor(self._asking, self._remote, name)
             self._remember(name, _Known(version, now() + lasts_s))
             return version
         except _Lasting as error:
