@@ -23,6 +23,7 @@ from ...errors import (
     AdaptersFull,
     AdapterUnavailable,
     AdapterUnfit,
+    EngineClosed,
 )
 from ..files import Found, find, found_in
 from ..references import Repository, fine_tune_of, repository_of
@@ -102,7 +103,12 @@ class Origins:
             if name not in self._looking and len(self._looking) >= MAX_WAITING:
                 raise AdaptersFull(f"{MAX_WAITING} names of adapters are being looked up")
             task = self._looking.get(name) or self._look_up(name)
-            return await asyncio.shield(task)
+            try:
+                return await asyncio.shield(task)
+            except asyncio.CancelledError:
+                if task.cancelled():
+                    raise EngineClosed("the engine was shut down") from None
+                raise
         if known.error is not None:
             raise known.error
         assert known.version is not None

@@ -372,6 +372,16 @@ async def test_close_ends_a_transfer(make: Make, api: TuningStand) -> None:
     await asyncio.gather(*closing)
 
 
+async def test_close_ends_a_look_up(make: Make, stand: Stand) -> None:
+    library = make()
+    task = asyncio.create_task(library.acquire(REPO))
+    while not library._origins._looking:
+        await asyncio.sleep(0)
+    await library.close()
+    with pytest.raises(EngineClosed):
+        await task
+
+
 async def test_the_key_may_be_in_a_file(make: Make, api: TuningStand, tmp_path: Path) -> None:
     api.files[FINE_TUNE] = content(1)
     key = tmp_path / "key"
