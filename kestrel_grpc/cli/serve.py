@@ -23,6 +23,7 @@ from ..settings.flags import Parser
 from ..settings.model import config_error
 from ..settings.server import ServerConfig
 from ..settings.sources import SettingsError, name_of
+from ..workers.front.front import check_installed
 from ..workers.plan import plan_workers, shared_addresses
 from ..workers.restarts import WorkersError
 from ..workers.supervisor import supervise
@@ -115,6 +116,8 @@ def _check(
         skill_registry(config.skills, name_of(args, "--skill"))
         if config.workers.count > 1:
             plan_workers(config, runtimes[0], shared_addresses(config), os.environ)
+            if config.workers.spread == "calls":
+                check_installed()
         addresses = (*config.listen, *config.workers.own_addresses)
         check_files_and_addresses(config.security, addresses, config.telemetry.prometheus)
         for runtime in runtimes:

@@ -24,9 +24,10 @@ from ..process.ready_line import print_ready
 from ..process.systemd import Notifier
 from ..security.identity.tls_files import TlsError
 from ..security.listening import check_exposure
-from ..settings.addresses import close_address
+from ..settings.addresses import close_address, parse_address
 from ..settings.flags import SettingsError
 from ..settings.server import ServerConfig
+from ..settings.workers import MOST_WORKERS
 from .child import Child
 from .front.bootstrap import FrontPlan
 from .front.front import Front, check_installed, is_installed
@@ -69,6 +70,7 @@ async def supervise(config: ServerConfig, runtime: RuntimeConfig) -> int:
             # Only this user may open the folder, so only the front can connect to the workers' sockets in it.
             name = stack.enter_context(tempfile.TemporaryDirectory(prefix="kestrel-"))
             folder = Path(name)
+            _check_length(folder)
         tasks = plan_workers(
             config, runtime, ports.addresses, os.environ, http_ports.addresses, folder
         )
@@ -80,6 +82,16 @@ async def supervise(config: ServerConfig, runtime: RuntimeConfig) -> int:
             except TlsError as error:
                 raise WorkersError(str(error)) from None
         return await Supervisor(tasks, config, ports.addresses, front).run()
+
+
+def _check_length(folder: Path) -> None:
+    """Raises SettingsError if the sockets of the front cannot be in ``folder``."""
+    try:
+        parse_address(f"unix:{folder}/{MOST_WORKERS}")
+    except ValueError as error:
+        raise SettingsError(
+            f"TMPDIR: the front keeps its sockets in {folder}, and {error}; set a shorter TMPDIR"
+        ) from None
 
 
 class Supervisor:
