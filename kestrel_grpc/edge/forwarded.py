@@ -19,7 +19,8 @@ from ..security.identity.callers import AuthContext
 from ..security.identity.forwarded import certificate_of, peer_of
 from ..security.identity.front_headers import PEER_HEADER, is_of_front
 
-_CHECK = "/grpc.health.v1.Health/Check"
+_CHECK, _WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class FrontCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -50,7 +51,8 @@ class FrontCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         async def handle(messages: Any, context: Any) -> Any:
             forwarded = ForwardedContext(context, given)
             if streams:
-                return await behaviour(messages, forwarded)
+                watched = _WatchContext(forwarded) if method == _WATCH else forwarded
+                return await behaviour(messages, watched)
             late = _LateContext(forwarded)
             response = await behaviour(messages, late)
             await late.greet()
@@ -84,6 +86,24 @@ class ForwardedContext:
 
     def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
         return self._metadata
+
+
+class _WatchContext:
+    """Wraps the context of a call that watches health. Another worker may serve while this one does not, so the call
+    ends and the client asks again."""
+
+    def __init__(self, context: ForwardedContext) -> None:
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def write(self, message: Any) -> None:
+        if message.status == _NOT_SERVING:
+            await self._context.abort(
+                grpc.StatusCode.UNAVAILABLE, "this worker does not serve; another one may"
+            )
+        await self._context.write(message)
 
 
 class _LateContext:

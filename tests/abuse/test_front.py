@@ -233,11 +233,19 @@ async def test_a_worker_that_drains_loses_no_call(folder: Path):
         first = server.pids()
         async with grpc.aio.insecure_channel(server.address) as channel:
             stub, count = VisionServiceStub(channel), 0
+            health = health_pb2_grpc.HealthStub(channel)
+            watches = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(12)]
+            for watch in watches:
+                assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
             os.kill(first[0], signal.SIGTERM)
             while server.pids()[0] == first[0]:
                 await stub.Query(query(), timeout=20, metadata=about(count))
                 count += 1
             assert count > 20
+            # None hears that the server does not serve. Those of the worker ask again.
+            ended = [watch for watch in watches if watch.done()]
+            assert {await watch.code() for watch in ended} == {Code.UNAVAILABLE}
+            assert len(ended) < len(watches)
             running = [await stream(stub, 200) for _ in range(4)]
             server.popen.send_signal(signal.SIGTERM)
             for call in running:
