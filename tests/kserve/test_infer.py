@@ -180,7 +180,7 @@ BAD = [
         {"SKILL": "detect", "OBJECT": "x", "IMAGE": jpeg(), "THRESHOLD": 1.5},
         "THRESHOLD: 1.5 is not a number in [0, 1]",
     ),
-    ({"SKILL": "query", "QUESTION": "?", "ADAPTER": "a/b"}, "ADAPTER: "),
+    ({"SKILL": "query", "QUESTION": "?", "ADAPTER": "a/b/c"}, "ADAPTER: "),
 ]
 
 
