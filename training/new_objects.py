@@ -18,7 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from training.scenes.render import render_scene
-from training.scenes.scenes import Box, Rgb, Scene, draw_colour, draw_scene, overlap_share
+from training.scenes.scenes import (
+    Box,
+    Rgb,
+    Scene,
+    draw_colour,
+    draw_scene,
+    overlap_share,
+    stripe_gap,
+)
 from training.scenes.vocabulary import COLOURS, MEASURED_COLOURS, SHAPES
 from training.texts.phrases import with_article
 
@@ -33,6 +41,7 @@ NEW_COLOURS = {"lavender": ((246, 264), (0.32, 0.5), (0.92, 1.0))}
 """Hue in degrees, saturation and value, as in ``vocabulary.COLOUR_RANGES``. The nearest colours of lavender that the
 model knows are pink, at a distance of 0.19 where the ranges are closest, and blue and purple, at 0.20; orange and
 yellow are 0.11 apart."""
+NEAR_COLOURS = {"lavender": ("purple", "pink", "blue")}
 _NEW = -1
 """Number of the new colour, which is none of COLOURS."""
 
@@ -89,11 +98,12 @@ class Picture:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is taught. ``sorted_name``: the name of the objects of a sort, such as "red hexagon"."""
+    """What is taught. ``draw``: the picture of a seed; True asks for a picture that shows what is easily taken for the
+    new objects. ``sorted_name``: the name of the objects of a sort, such as "red hexagon"."""
 
     name: str
     plural: str
-    draw: Callable[[str], Picture]
+    draw: Callable[[str, bool], Picture]
     sorted_name: Callable[[int], str]
 
 
@@ -107,12 +117,12 @@ def coloured(colour: str) -> Subject:
     return Subject(
         f"{colour} shape",
         f"{colour} shapes",
-        lambda seed: _draw_coloured(colour, seed),
+        lambda seed, with_near: _draw_coloured(colour, seed, with_near),
         lambda sort: f"{colour} {SHAPES[sort]}",
     )
 
 
-def _draw_hexagons(seed: str) -> Picture:
+def _draw_hexagons(seed: str, _with_near: bool) -> Picture:
     """A scene of known shapes, and 0 to 3 hexagons that overlap none of them."""
     rng = random.Random(f"kestrel-tiny/teach/{seed}")
     width, height = rng.randint(LEAST_SIDE, MOST_SIDE), rng.randint(LEAST_SIDE, MOST_SIDE)
@@ -143,8 +153,8 @@ def _draw_hexagons(seed: str) -> Picture:
     return Picture(scene, tuple(found), objects, colour_of)
 
 
-def _draw_coloured(name: str, seed: str) -> Picture:
-    """A scene in which 0 to 3 shapes have the new colour."""
+def _draw_coloured(name: str, seed: str, with_near: bool) -> Picture:
+    """A scene in which 0 to 3 shapes have the new colour. ``with_near``: another one mostly has a colour near it."""
     rng = random.Random(f"kestrel-tiny/teach/colour/{seed}")
     width, height = rng.randint(LEAST_SIDE, MOST_SIDE), rng.randint(LEAST_SIDE, MOST_SIDE)
     scene = draw_scene(rng, width, height, count=rng.randint(1, 7))
@@ -159,6 +169,13 @@ def _draw_coloured(name: str, seed: str) -> Picture:
             gap = rgb[0] / 2, rgb[1] / 2, rgb[2] / 2
             shapes[index] = replace(shapes[index], colour=_NEW, rgb=rgb, rgb2=gap)
             wanted -= 1
+    old = [index for index, shape in enumerate(shapes) if shape.colour != _NEW]
+    if with_near and old and rng.random() < 0.7:
+        index, near = rng.choice(old), COLOURS.index(rng.choice(NEAR_COLOURS[name]))
+        rgb = draw_colour(rng, near)
+        if _stands_out(rgb, scene):
+            gap = stripe_gap(near, rgb)
+            shapes[index] = replace(shapes[index], colour=near, rgb=rgb, rgb2=gap)
     new = [shape for shape in shapes if shape.colour == _NEW]
     objects = tuple(NewObject(shape.centre, shape.box, shape.kind) for shape in new)
     alone = [one.kind for one in new if sum(one.kind == other.kind for other in shapes) == 1]
@@ -216,14 +233,17 @@ def contrast(seed: str, picture: Picture) -> list[dict[str, Any]]:
 def write(
     folder: Path, subject: Subject, name: str, count: int, with_contrast: bool = False
 ) -> None:
-    """Writes ``count`` images and data.jsonl to ``folder``. Another ``name`` gives other images."""
+    """Writes ``count`` images and data.jsonl to ``folder``. Another ``name`` gives other images.
+
+    ``with_contrast``: they also show, and ask for, what is easily taken for the new objects.
+    """
     import pyvips
 
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for index in range(count):
         seed = f"{name}/{index}"
-        picture = subject.draw(seed)
+        picture = subject.draw(seed, with_contrast)
         pixels = np.ascontiguousarray(render_scene(picture.scene).permute(1, 2, 0).numpy())
         for one in picture.hexagons:
             one.paint(pixels)

@@ -35,7 +35,7 @@ class TeachingSettings:
     seed: int = 0
     validation: float = 0.1
     patience: int = 4
-    replay: float = 0.5
+    replay: float = 1.0
     checkpointing: bool = False
     image_bytes: int = 2 << 30
 
