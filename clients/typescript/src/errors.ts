@@ -23,9 +23,7 @@
 import { Code } from "@connectrpc/connect";
 
 /** Base of all errors of the client. */
-export class KestrelError extends Error {
-  override name = this.constructor.name;
-}
+export class KestrelError extends Error {}
 
 /** An argument is invalid; nothing was sent. */
 export class InvalidRequestError extends KestrelError {}
@@ -183,3 +181,26 @@ export function rpcError(code: number, message: string, details: StatusDetails =
   const kind = BY_CODE[code] ?? ServerError;
   return new kind(code, message, details);
 }
+
+// The keys keep the names, where a minifier gives the classes other ones.
+const NAMED = {
+  KestrelError,
+  InvalidRequestError,
+  InvalidImageError,
+  RequestTooLargeError,
+  IncompleteStreamError,
+  RpcError,
+  InvalidArgumentError,
+  NotFoundError,
+  FailedPreconditionError,
+  UnauthenticatedError,
+  PermissionDeniedError,
+  OverloadedError,
+  UnavailableError,
+  ConnectionLostError,
+  DeadlineExceededError,
+  RequestCancelledError,
+  UnimplementedError,
+  ServerError,
+};
+for (const [name, kind] of Object.entries(NAMED)) Object.defineProperty(kind.prototype, "name", { value: name });

@@ -8,6 +8,7 @@ import { join } from "node:path";
 import { test } from "node:test";
 import { pathToFileURL } from "node:url";
 
+import * as kestrel from "kestrel-client";
 import {
   InvalidImageError,
   InvalidRequestError,
@@ -182,6 +183,12 @@ test("pixels, vectors and similarity", () => {
   );
   assert.throws(() => vectors({ ...embedding, dimensions: 3 }), /not 2 x 3/);
   assert.ok(Math.abs(similarity(Float32Array.of(1, 0), Float32Array.of(1, 1)) - Math.SQRT1_2) < 1e-6);
+});
+
+test("an error has the name of its class", () => {
+  const errors = Object.entries(kestrel).filter(([name]) => name.endsWith("Error") && /^[A-Z]/.test(name));
+  assert.ok(errors.length >= 18);
+  for (const [name, kind] of errors) assert.equal((kind as typeof Error).prototype.name, name);
 });
 
 test("every method of the services has a method of the client, or a reason", () => {
