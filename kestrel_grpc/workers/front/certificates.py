@@ -32,14 +32,17 @@ class RenewedCertificates:
 
     def renew(self) -> None:
         """Checks the files for changes."""
-        if not self._watched.changed():
-            return
+        if self._watched.changed() and self.write():
+            logger.info("using the new certificate %s", self._files.certificate)
+
+    def write(self) -> bool:
+        """Writes the files of secrets anew. Returns whether the certificates are valid."""
         try:
             self._write()
-        except TlsError as error:
+        except (TlsError, OSError) as error:
             logger.error("keeping the old certificate: %s", error)
-        else:
-            logger.info("using the new certificate %s", self._files.certificate)
+            return False
+        return True
 
     def _write(self) -> None:
         server_context(self._files)  # Checks them.

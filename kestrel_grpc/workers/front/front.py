@@ -112,9 +112,12 @@ class Front:
 
     async def _keep(self, index: int) -> None:
         path = self._plan.folder / f"bootstrap-{index}.json"
-        path.write_text(json.dumps(bootstrap(self._plan, index, COUNT)))
         restarts = Restarts(self._plan.server.workers.restarts)
         while not self._stopping.is_set():
+            # Written again, because systems remove old files from temporary folders.
+            path.write_text(json.dumps(bootstrap(self._plan, index, COUNT)))
+            if self._has_served and self._certificates is not None:
+                self._certificates.write()
             self._running[index] = process = await self._start(str(path))
             status = await process.wait()
             if self._stopping.is_set():
