@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -25,6 +26,8 @@ from triton.runtime import build, driver
 from triton.runtime.jit import JITFunction
 
 logger = logging.getLogger(__name__)
+
+_DRIVER_FUNCTION = re.compile(r"\bcu[A-Z]\w*")
 
 
 class _Driver(nvidia.CudaDriver):
@@ -91,8 +94,8 @@ def compiled_launches(capability: tuple[int, int]) -> Iterator[None]:
 def _c_modules() -> Iterator[bool]:
     """Inside the context, Triton compiles its C modules, which it needs for launches, but doesn't load them.
 
-    They link to CUDA's driver, for which an empty library stands in. Yields whether there is a C compiler; without one
-    a server needs it at its first start.
+    They link to CUDA's driver, for which a library of empty functions stands in. Yields whether there is a C compiler;
+    without one a server needs it at its first start.
     """
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
@@ -102,7 +105,7 @@ def _c_modules() -> Iterator[bool]:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         name = nvidia.libraries[0]
         library = [compiler, "-shared", f"-Wl,-soname,{name}", "-o", str(Path(folder, name))]
-        subprocess.run([*library, "-x", "c", "/dev/null"], check=True)
+        subprocess.run([*library, "-x", "c", "-"], input=_empty_functions(), text=True, check=True)
         loaded = patch.object(build, "_load_module_from_path", lambda name, path: _AnyModule())
         stack.enter_context(loaded)
         found = [nvidia.libdevice_dir, folder]
@@ -110,3 +113,16 @@ def _c_modules() -> Iterator[bool]:
         nvidia.CudaUtils()
         del nvidia.CudaUtils.instance
         yield True
+
+
+def _empty_functions() -> str:
+    """Returns C code that defines all functions of CUDA's driver that Triton's modules may call.
+
+    Some linkers (Ubuntu's, by default) leave out a library that defines nothing that is called. Then the module would
+    not load the driver, and could not be loaded itself.
+    """
+    folder = Path(nvidia.__file__).parent
+    sources = (folder / "driver.py").read_text() + (folder / "driver.c").read_text()
+    return "\n".join(
+        f"void {name}(void) {{}}" for name in sorted(set(_DRIVER_FUNCTION.findall(sources)))
+    )
