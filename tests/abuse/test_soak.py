@@ -19,6 +19,8 @@ SECONDS = float(os.environ.get("KESTREL_SOAK_SECONDS", "120"))
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * SECONDS + 300)
-def test_nothing_grows_is_lost_or_becomes_slower():
+def test_nothing_grows_or_is_lost():
     bars = soak.main(["--seconds", str(SECONDS)], subprocess.Popen).bars
-    assert [bar for bar in bars if not bar.is_met] == []
+    missed = [bar.what for bar in bars if not bar.is_met]
+    # Other tests run beside this one. Whether calls become slower is for the benchmark alone to say.
+    assert [what for what in missed if not what.startswith("latency")] == []
