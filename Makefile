@@ -38,8 +38,10 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-re
 test: $(INSTALLED) ## Run the tests, but no slow ones and none that need a GPU
 	$(PYTEST) -m "not slow"
 
+# The soak measures latency, so no other test runs beside it.
 test-slow: $(INSTALLED) ## Run the slow tests only
-	$(PYTEST) -m slow
+	@status=0; $(PYTEST) -m slow --ignore=tests/abuse/test_soak.py || status=$$?; \
+	$(BIN)/python -m pytest -n 0 -m slow tests/abuse/test_soak.py || status=$$?; exit $$status
 
 test-again: $(INSTALLED) ## Run the tests that failed last, alone
 	$(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none

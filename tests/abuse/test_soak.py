@@ -19,8 +19,6 @@ SECONDS = float(os.environ.get("KESTREL_SOAK_SECONDS", "120"))
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * SECONDS + 300)
-def test_nothing_grows_or_is_lost():
+def test_nothing_grows_is_lost_or_becomes_slower():
     bars = soak.main(["--seconds", str(SECONDS)], subprocess.Popen).bars
-    missed = [bar.what for bar in bars if not bar.is_met]
-    # Other tests run beside this one. Whether calls become slower is for the benchmark alone to say.
-    assert [what for what in missed if not what.startswith("latency")] == []
+    assert [bar for bar in bars if not bar.is_met] == []
