@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from training.learning import checkpoints
 from training.learning.model import TinyConfig, TinyModel
-from training.texts.prompts import TOKENIZER_FILE, PromptWriter
+from training.prompts import TOKENIZER_FILE, PromptWriter
 
 
 def config_json(config: TinyConfig, writer: PromptWriter) -> dict[str, object]:

@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from training.scenes.scenes import Scene, draw_scene, draw_size
-from training.scoring.evaluation_set import Example, encode
-from training.texts.phrases import Phrase, draw_absent, draw_present
-from training.texts.prompts import object_words
+from kestrel_scenes.evaluation_set import Example, encode
+from kestrel_scenes.phrases import Phrase, draw_absent, draw_present, object_words
+from kestrel_scenes.scenes import Scene, draw_scene, draw_size
 
 PRESENT, ABSENT = 8, 2
 """Phrases for each scene, at most. Outlines are asked for single objects only, so many phrases are needed."""

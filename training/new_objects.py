@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from training.scenes.render import render_scene
-from training.scenes.scenes import (
+from kestrel_scenes.phrases import with_article
+from kestrel_scenes.render import render_scene
+from kestrel_scenes.scenes import (
     Box,
     Rgb,
     Scene,
@@ -27,8 +28,7 @@ from training.scenes.scenes import (
     overlap_share,
     stripe_gap,
 )
-from training.scenes.vocabulary import COLOURS, MEASURED_COLOURS, SHAPES
-from training.texts.phrases import with_article
+from kestrel_scenes.vocabulary import COLOURS, MEASURED_COLOURS, SHAPES
 
 LEAST_SIDE, MOST_SIDE = 160, 252
 """Pixels. An image of at most 252 pixels a side is one crop, which the vision tower encodes in a seventh of the time of

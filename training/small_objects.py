@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 
 from kestrel_engine import InferenceEngine, RuntimeConfig, Tiled, Tiles
-from training.scenes.render import render_scene
-from training.scenes.scenes import MIN_CONTRAST, Scene, Shape, draw_background, draw_colour
-from training.scenes.shapes import unit_bounds
-from training.scenes.vocabulary import HELD_OUT, MEASURED_COLOURS, SHAPES
-from training.scoring.scoring import box_iou
-from training.texts.phrases import Phrase
+from kestrel_scenes.phrases import Phrase
+from kestrel_scenes.render import render_scene
+from kestrel_scenes.scenes import MIN_CONTRAST, Scene, Shape, draw_background, draw_colour
+from kestrel_scenes.scoring import box_iou
+from kestrel_scenes.shapes import unit_bounds
+from kestrel_scenes.vocabulary import HELD_OUT, MEASURED_COLOURS, SHAPES
 
 SMALL_PX = (12.0, 20.0)
 LARGE_SHARE = (0.35, 0.5)

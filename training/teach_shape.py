@@ -26,8 +26,8 @@ async def measure(
 ) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
     """The scores on the held-out images, and for each old skill the right answers and all."""
     from kestrel_engine.teaching.judging import judge
-    from training.scoring.evaluation_set import encode, example
-    from training.scoring.scoring import score
+    from kestrel_scenes.evaluation_set import encode, example
+    from kestrel_scenes.scoring import score
 
     settings: dict[str, Any] = {"temperature": 0.0}
     if adapter is not None:

@@ -15,9 +15,11 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
-from training.scenes.paths import COMMANDS, GRID_VALUES
-from training.scenes.scenes import draw_scene, draw_size
-from training.scenes.vocabulary import (
+from kestrel_scenes.captions import LENGTHS, caption
+from kestrel_scenes.paths import COMMANDS, GRID_VALUES
+from kestrel_scenes.questions import draw_question
+from kestrel_scenes.scenes import draw_scene, draw_size
+from kestrel_scenes.vocabulary import (
     ANY_NOUNS,
     COLOURS,
     MEASURED_COLOURS,
@@ -26,8 +28,6 @@ from training.scenes.vocabulary import (
     STYLE_WORDS,
     SYNONYMS,
 )
-from training.texts.captions import LENGTHS, caption
-from training.texts.questions import draw_question
 
 SPECIAL: tuple[str, ...] = (
     "<|endoftext|>",

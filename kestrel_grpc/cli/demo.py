@@ -1,6 +1,6 @@
 """``demo``: starts a server, calls every method once, prints the answers and draws them on images.
 
-The image beside this file is scene 0 of the evaluation set (training/scoring/evaluation_set.py). The model never saw it
+The image beside this file is scene 0 of the evaluation set (kestrel_scenes/evaluation_set.py). The model never saw it
 in training.
 """
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from training.scoring.evaluation_set import encode, example
-from training.texts.prompts import PromptWriter
+from kestrel_scenes.evaluation_set import encode, example
+from training.prompts import PromptWriter
 
 BUNDLED = Path(__file__).parents[2] / "kestrel_engine" / "bundled" / "kestrel_tiny"
 

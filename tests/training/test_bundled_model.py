@@ -11,16 +11,16 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from kestrel_scenes.evaluation_set import encode, example
+from kestrel_scenes.questions import Question
+from kestrel_scenes.scoring import score
+from kestrel_scenes.tiling import CROP, PREFIX, WINDOW, View
 from training.evaluate import GREEDY, ask
 from training.export import config_json, load_exported
 from training.images.resize import normalise
-from training.images.tiling import CROP, PREFIX, WINDOW, View
 from training.learning.losses import run
 from training.learning.model import TinyConfig, TinyModel
-from training.scoring.evaluation_set import encode, example
-from training.scoring.scoring import score
-from training.texts.prompts import COORD, SIZE, Prompt, PromptWriter
-from training.texts.questions import Question
+from training.prompts import COORD, SIZE, Prompt, PromptWriter
 
 PAGE = 5
 

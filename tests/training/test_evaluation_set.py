@@ -4,8 +4,8 @@ import hashlib
 
 import pytest
 
-from training.scenes.vocabulary import HELD_OUT
-from training.scoring.evaluation_set import Example, encode, example
+from kestrel_scenes.evaluation_set import Example, encode, example
+from kestrel_scenes.vocabulary import HELD_OUT
 
 FROZEN = {
     "seen": "52f11742435f16b3",

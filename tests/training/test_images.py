@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from kestrel_scenes.render import render_scene
+from kestrel_scenes.scenes import draw_scene
+from kestrel_scenes.tiling import View
 from training.images.batch_images import ImageMaker
 from training.images.jpeg import dct_matrix, jpeg_round_trip
 from training.images.resize import crops, resize
-from training.images.tiling import View
 from training.learning.batches import draw_batch
-from training.scenes.render import render_scene
-from training.scenes.scenes import draw_scene
-from training.texts.prompts import PromptWriter
+from training.prompts import PromptWriter
 
 pyvips = pytest.importorskip("pyvips")
 

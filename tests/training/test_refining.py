@@ -7,9 +7,9 @@ import pytest
 
 from kestrel_engine.outlines.region import Region
 from kestrel_engine.types.model_config import parse_model_config
+from kestrel_scenes.scenes import draw_scene
 from training.refining.evaluate import run
 from training.refining.samples import draw_coarse, samples, true_mask
-from training.scenes.scenes import draw_scene
 
 VISION = parse_model_config(
     {"config": {"vision": {"crop_size": 252, "overlap_margin": 2, "max_crops": 6}}},

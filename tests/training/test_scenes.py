@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from training.images.tiling import MAX_CROPS, choose_tiling
-from training.scenes.scenes import (
+from kestrel_scenes.scenes import (
     CENTRE_GAP,
     MAX_FRACTION,
     MAX_OVERLAP,
@@ -17,7 +16,8 @@ from training.scenes.scenes import (
     draw_size,
     overlap_share,
 )
-from training.scenes.vocabulary import COLOURS, HELD_OUT, MAX_OBJECTS, MEASURED_COLOURS, SHAPES
+from kestrel_scenes.tiling import MAX_CROPS, choose_tiling
+from kestrel_scenes.vocabulary import COLOURS, HELD_OUT, MAX_OBJECTS, MEASURED_COLOURS, SHAPES
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
-from training.scenes.paths import path_tokens
-from training.scenes.scenes import Scene
-from training.scoring.evaluation_set import Task, example
-from training.scoring.scoring import box_iou, score, tabulate
+from kestrel_scenes.evaluation_set import Task, example
+from kestrel_scenes.paths import path_tokens
+from kestrel_scenes.scenes import Scene
+from kestrel_scenes.scoring import box_iou, score
+from training.score_table import tabulate
 
 
 def _box(scene: Scene, index: int) -> dict[str, float]:
@@ -23,7 +24,7 @@ def _point(scene: Scene, index: int) -> tuple[float, float]:
 
 
 def _perfect(scene: Scene, task: Task) -> dict[str, Any]:
-    from training.texts.captions import caption
+    from kestrel_scenes.captions import caption
 
     points = [_point(scene, i) for i in dict.fromkeys(task.targets)]
     match task.skill:

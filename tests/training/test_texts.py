@@ -5,11 +5,11 @@ from collections import Counter
 
 import pytest
 
-from training.scenes.scenes import Scene, draw_scene, draw_size
-from training.scenes.vocabulary import COLOURS, HELD_OUT, SHAPES
-from training.texts.captions import LENGTHS, caption, named_objects, objects_of
-from training.texts.phrases import Phrase, draw_absent
-from training.texts.questions import MAKERS, draw_question
+from kestrel_scenes.captions import LENGTHS, caption, named_objects, objects_of
+from kestrel_scenes.phrases import Phrase, draw_absent
+from kestrel_scenes.questions import MAKERS, draw_question
+from kestrel_scenes.scenes import Scene, draw_scene, draw_size
+from kestrel_scenes.vocabulary import COLOURS, HELD_OUT, SHAPES
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from training.scenes.paths import COMMANDS, GRID_VALUES
-from training.scenes.scenes import draw_scene, draw_size
-from training.texts.captions import LENGTHS, caption
-from training.texts.prompts import PromptWriter
-from training.texts.questions import draw_question
+from kestrel_scenes.captions import LENGTHS, caption
+from kestrel_scenes.paths import COMMANDS, GRID_VALUES
+from kestrel_scenes.questions import draw_question
+from kestrel_scenes.scenes import draw_scene, draw_size
+from training.prompts import PromptWriter
 from training.tokenizer import SPECIAL, build, path_token_text
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from kestrel_scenes.tiling import GRID, PREFIX
 from training.images.batch_images import ImageMaker
-from training.images.tiling import GRID, PREFIX
 from training.learning import checkpoints
 from training.learning.batches import SKILLS, TEXT_LENGTH, StepData, draw_batch
 from training.learning.losses import HelperHead, loss_of, run, soft_cross_entropy
 from training.learning.model import TinyConfig, TinyModel, pool_matrix, prompt_mask
 from training.learning.muon import Muon, orthogonalise
-from training.texts.prompts import PromptWriter, coord_bin, size_bin
+from training.prompts import PromptWriter, coord_bin, size_bin
 
 SMALL = TinyConfig(
     dim=64, ff_dim=64, layers=2, heads=2, rotary=16, expert_inner=16, vision_dim=48, vision_layers=1,

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kestrel_scenes.render import paint_background, paint_shape, render
 from training.images.jpeg import Stages, jpeg_round_trip
 from training.images.resize import crops, normalise, resize
 from training.learning.batches import Batch, Spoiling
-from training.scenes.render import paint_background, paint_shape, render
 
 CHUNK_PIXELS = 24_000_000  # images are drawn in chunks of about this many pixels
 

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from training.images.tiling import PREFIX, View, choose_tiling
-from training.scenes.render import pack_scene
-from training.scenes.scenes import Scene, draw_scene, draw_size
-from training.scenes.vocabulary import COLOURS, MAX_OBJECTS, MEASURED_COLOURS
-from training.texts.captions import LENGTHS
-from training.texts.prompts import (
+from kestrel_scenes.captions import LENGTHS
+from kestrel_scenes.questions import draw_question
+from kestrel_scenes.render import pack_scene
+from kestrel_scenes.scenes import Scene, draw_scene, draw_size
+from kestrel_scenes.tiling import PREFIX, View, choose_tiling
+from kestrel_scenes.vocabulary import COLOURS, MAX_OBJECTS, MEASURED_COLOURS
+from training.prompts import (
     COORD,
     SIZE,
     Prompt,
@@ -32,7 +33,6 @@ from training.texts.prompts import (
     draw_target,
     size_bin,
 )
-from training.texts.questions import draw_question
 
 TEXT_LENGTH = 395  # packed prompt positions an image; with the prefix a multiple of 16
 SKILLS: tuple[str, ...] = ("query", "reasoning", "point", "detect", "segment", "caption")

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.images.tiling import GRID
+from kestrel_scenes.tiling import GRID
+from kestrel_scenes.vocabulary import COLOURS, SHAPES, STYLES
 from training.learning.batches import SKILLS, Batch
 from training.learning.model import TinyModel, prompt_mask
-from training.scenes.vocabulary import COLOURS, SHAPES, STYLES
 
 SKILL_WEIGHTS = {
     "query": 1.0,

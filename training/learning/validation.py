@@ -10,12 +10,12 @@ import random
 
 import torch
 
+from kestrel_scenes.scenes import draw_size
 from training.images.batch_images import ImageMaker
 from training.learning.batches import SKILLS, Batch, draw_batch
 from training.learning.losses import run
 from training.learning.model import TinyModel
-from training.scenes.scenes import draw_size
-from training.texts.prompts import PromptWriter
+from training.prompts import PromptWriter
 
 
 class Validation:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from training.scenes.scenes import Scene, Shape
-from training.scenes.vocabulary import (
+from kestrel_scenes.scenes import Scene, Shape
+from kestrel_scenes.vocabulary import (
     ANY_NOUNS,
     COLOURS,
     HELD_OUT,
@@ -128,3 +128,21 @@ def draw_absent(rng: random.Random, scene: Scene, held_out: bool = False) -> Phr
         if not phrase.find(scene) and (held_out or not phrase.held_out):
             return phrase
     return None
+
+
+def object_words(rng: random.Random, phrase: Phrase) -> str:
+    """How a user names what is to be found: singular, plural, with or without an article."""
+    u = rng.random()
+    if u < 0.45:
+        words = phrase.words(rng)
+    elif u < 0.8:
+        words = phrase.words(rng, plural=True)
+    elif u < 0.88:
+        words = "the " + phrase.words(rng)
+    elif u < 0.92:
+        words = "all " + phrase.words(rng, plural=True)
+    elif u < 0.96:
+        words = "every " + phrase.words(rng)
+    else:
+        words = "a " + phrase.words(rng)
+    return words.capitalize() if rng.random() < 0.03 else words

@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from training.scenes.render import render_scene
-from training.scenes.scenes import Scene, draw_scene, draw_size
-from training.scenes.vocabulary import HELD_OUT
-from training.texts.captions import LENGTHS
-from training.texts.phrases import Phrase, draw_absent, draw_present, refer
-from training.texts.prompts import object_words
-from training.texts.questions import Question, colour, draw_question, shape
+from kestrel_scenes.captions import LENGTHS
+from kestrel_scenes.phrases import Phrase, draw_absent, draw_present, object_words, refer
+from kestrel_scenes.questions import Question, colour, draw_question, shape
+from kestrel_scenes.render import render_scene
+from kestrel_scenes.scenes import Scene, draw_scene, draw_size
+from kestrel_scenes.vocabulary import HELD_OUT
 
 
 @dataclass(frozen=True)

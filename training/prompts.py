@@ -13,18 +13,25 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from training.scenes.paths import path_tokens
-from training.scenes.scenes import Scene, Shape
-from training.scenes.vocabulary import FOREIGN_NOUNS
-from training.texts.captions import LENGTHS, caption
-from training.texts.phrases import Phrase, draw_absent, draw_present, refer, with_article
-from training.texts.questions import Question
+from kestrel_scenes.captions import LENGTHS, caption
+from kestrel_scenes.paths import path_tokens
+from kestrel_scenes.phrases import (
+    Phrase,
+    draw_absent,
+    draw_present,
+    object_words,
+    refer,
+    with_article,
+)
+from kestrel_scenes.questions import Question
+from kestrel_scenes.scenes import Scene, Shape
+from kestrel_scenes.vocabulary import FOREIGN_NOUNS
 from training.tokenizer import path_token_text
 
 EOS, ANSWER, THINK, COORD, SIZE, GROUND_START, GROUND_END = 0, 3, 4, 5, 6, 7, 9
 COORD_BINS = SIZE_BINS = 1024
 TOKENIZER_FILE = (
-    Path(__file__).parents[2] / "kestrel_engine" / "bundled" / "kestrel_tiny" / "tokenizer.json"
+    Path(__file__).parents[1] / "kestrel_engine" / "bundled" / "kestrel_tiny" / "tokenizer.json"
 )
 
 Value = tuple[float, float]
@@ -206,24 +213,6 @@ class PromptWriter:
     def _box(prompt: Prompt, scene: Scene, shape: Shape) -> None:
         x0, y0, x1, y1 = shape.box
         prompt.reference((x0 / scene.width, y0 / scene.height, x1 / scene.width, y1 / scene.height))
-
-
-def object_words(rng: random.Random, phrase: Phrase) -> str:
-    """How a user names what is to be found: singular, plural, with or without an article."""
-    u = rng.random()
-    if u < 0.45:
-        words = phrase.words(rng)
-    elif u < 0.8:
-        words = phrase.words(rng, plural=True)
-    elif u < 0.88:
-        words = "the " + phrase.words(rng)
-    elif u < 0.92:
-        words = "all " + phrase.words(rng, plural=True)
-    elif u < 0.96:
-        words = "every " + phrase.words(rng)
-    else:
-        words = "a " + phrase.words(rng)
-    return words.capitalize() if rng.random() < 0.03 else words
 
 
 def draw_target(rng: random.Random, scene: Scene, held_out: bool = False) -> tuple[str, list[int]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from training.scenes.scenes import Scene, Shape
-from training.scenes.vocabulary import COLOURS, NUMBER_WORDS, PLURALS, SHAPES, STYLES
-from training.texts.phrases import name_of, with_article
+from kestrel_scenes.phrases import name_of, with_article
+from kestrel_scenes.scenes import Scene, Shape
+from kestrel_scenes.vocabulary import COLOURS, NUMBER_WORDS, PLURALS, SHAPES, STYLES
 
 LENGTHS: tuple[str, ...] = ("short", "normal", "long")
 _PLACES = (

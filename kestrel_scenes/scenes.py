@@ -1,6 +1,6 @@
 """Scenes as plain data, and the rules for random scenes.
 
-Sizes are in pixels of the image. "The view" means the model's view (``training.images.tiling.View``): the tiled stretch
+Sizes are in pixels of the image. "The view" means the model's view (``kestrel_scenes.tiling.View``): the tiled stretch
 and the global crop. Every rule that keeps questions fair refers to the view.
 """
 
@@ -12,9 +12,9 @@ import random
 from dataclasses import dataclass
 from functools import cached_property
 
-from training.images.tiling import View
-from training.scenes.shapes import DEFAULT_TILT, LIMB, QUARTERS, TILT, geometry, unit_bounds
-from training.scenes.vocabulary import (
+from kestrel_scenes.shapes import DEFAULT_TILT, LIMB, QUARTERS, TILT, geometry, unit_bounds
+from kestrel_scenes.tiling import View
+from kestrel_scenes.vocabulary import (
     COLOUR_RANGES,
     COLOURS,
     HELD_OUT,

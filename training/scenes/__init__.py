@@ -1,1 +1,0 @@
-"""The closed world of kestrel-tiny: shapes, scenes and their drawing."""

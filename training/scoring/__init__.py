@@ -1,1 +1,0 @@
-"""The frozen evaluation set, and the scores on it."""

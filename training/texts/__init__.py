@@ -1,1 +1,0 @@
-"""Texts about a scene: phrases, captions, questions, and the prompts made of them."""
