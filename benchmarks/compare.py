@@ -10,24 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kestrel_grpc.cli.bench.reporting.comparison import Compared
+from kestrel_grpc.cli.bench.reporting.comparison import compare as compare_figures
+
 from .reports.report import shown
-
-
-@dataclass(frozen=True)
-class Compared:
-    """``worse``: the share by which the new figure is worse; negative if it is better."""
-
-    name: str
-    old: float
-    new: float
-    worse: float
 
 
 @dataclass(frozen=True)
@@ -62,15 +54,10 @@ def read_run(path: Path) -> Run:
 
 def compare(old: Run, new: Run) -> list[Compared]:
     """Returns the figures that both runs have, the worst first."""
-    found = []
-    for key in old.figures.keys() & new.figures.keys():
-        before, at_least = old.figures[key]
-        after, _ = new.figures[key]
-        # As time for the same work: half the rate and twice the time are both 100 % worse.
-        more, less = (before, after) if at_least else (after, before)
-        worse = more / less - 1 if less else (math.inf if more else 0.0)
-        found.append(Compared(": ".join(key), before, after, worse))
-    return sorted(found, key=lambda c: (-c.worse, c.name))
+    first, second = (
+        {": ".join(key): value for key, value in run.figures.items()} for run in (old, new)
+    )
+    return compare_figures(first, second)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

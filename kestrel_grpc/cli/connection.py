@@ -27,7 +27,7 @@ from kestrel_client import (
     UnauthenticatedError,
     UnavailableError,
 )
-from kestrel_client.connection import Connection
+from kestrel_client.connection import ChannelOptions, Connection
 from kestrel_client.errors import from_rpc_error
 
 from ..settings.addresses import DEFAULT_ADDRESS
@@ -96,9 +96,17 @@ def open_client(args: argparse.Namespace, timeout: float | None) -> KestrelClien
     return KestrelClient(_target(args), tls=_tls(args), token=_token(), timeout=timeout)
 
 
-def open_async_client(args: argparse.Namespace) -> AsyncKestrelClient:
+def open_async_client(
+    args: argparse.Namespace, channel_options: ChannelOptions = ()
+) -> AsyncKestrelClient:
     """Like ``open_client``, but asynchronous and with the timeout of ``args``."""
-    return AsyncKestrelClient(_target(args), tls=_tls(args), token=_token(), timeout=args.timeout)
+    return AsyncKestrelClient(
+        _target(args),
+        tls=_tls(args),
+        token=_token(),
+        timeout=args.timeout,
+        channel_options=channel_options,
+    )
 
 
 def servers_of(args: argparse.Namespace) -> list[str]:

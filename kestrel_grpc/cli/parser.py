@@ -65,7 +65,7 @@ COMMANDS = {
     "token": ("operation.token", "create a token and its line for the file of --auth-tokens"),
     "health": ("operation.health", "report whether a server is ready"),
     "bench": (
-        "requests.bench",
+        "bench.command",
         "measure a server under load: time to first token, gaps between tokens, requests/s",
     ),
     "schedule": ("schedule", "run prompts with an engine in this process, without a server"),

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import engine_host, features, frames, serving_cpu
+from benchmarks import compare, engine_host, features, frames, ramp, serving_cpu
 from benchmarks.service import adapter_loading, front, workers, workers_trace
 
 
@@ -117,3 +117,16 @@ def test_the_front(tmp_path: Path) -> None:
     assert len(rows) == 4 and all(row["front us"] > 0 for row in rows)
     (rows,) = run(workers_trace, tmp_path)["tables"].values()
     assert len(rows) == 6 and all(row["x one"] > 0 for row in rows)
+
+
+def test_ramp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ramp.json"
+    load = ["--max-concurrency", "2", "--concurrency", "1", "--seconds", "0.3", "--max-tokens", "2"]
+    assert ramp.main([*load, "--output", str(path), "--", "--threads", "1"]) == 0
+    assert [stage["concurrency_limit"] for stage in json.loads(path.read_text())["results"]] == [
+        1,
+        2,
+    ]
+    assert "kestrel-tiny" in capsys.readouterr().out
+    assert compare.main([str(path), str(path)]) == 0  # the form of all benchmarks
+    assert ramp.main(["--server", "127.0.0.1:1", "--", "--threads", "1"]) == 2

@@ -1,4 +1,4 @@
-"""Several images, folders, addresses; --save; forgotten words; suggestions; chat, bench, models, completion."""
+"""Several images, folders, addresses; --save; forgotten words; suggestions; chat, models, completion."""
 
 import io
 import json
@@ -254,18 +254,6 @@ async def test_chat_leaves_out_turns_that_do_not_fit_the_context(kestrel, monkey
     assert status == 0 and told.count("\n") >= 3
     left_out = [line for line in errors.splitlines() if line.startswith("left out")]
     assert left_out[0] == f"left out, to fit the context: one {long}"
-
-
-async def test_bench(kestrel):
-    flags = ["--seconds", 0.2, "--concurrency", 2, "--max-tokens", 4]
-    status, told, _ = await kestrel("bench", *flags, "--json")
-    measured = json.loads(told)
-    assert status == 0 and measured["requests"] > 0 and measured["errors"] == {}
-    assert 0 < measured["ttft_ms"]["p50"] <= measured["total_ms"]["p99"]
-    status, told, _ = await kestrel("bench", IMAGE, *flags)
-    assert "requests/s" in told and "first token (TTFT)" in told
-    status, _, errors = await kestrel("bench", "--seconds", 0)
-    assert status == 2 and "--seconds: '0': must be a number of seconds from 0.1 to 3600" in errors
 
 
 def test_downloaded_models_are_listed_and_removed(capsys, monkeypatch, tmp_path):

@@ -54,7 +54,7 @@ def test_a_variable_is_named_with_its_value_once():
             ["run", "query", "--argument", "a=1", "--argument", "a=2"],
             "--argument 'a' is given twice",
         ),
-        (["bench", "--concurrency", "0"], "'0': must be a whole number from 1 to 1024"),
+        (["bench", "--concurrency", "0"], "'0': must be a whole number from 1 to 65536"),
         (["health", "--wait", "nan"], "'nan': must be a number of seconds from 0"),
         (["mcp", "--http", "99999"], "'99999': must be a whole number from 1 to 65535"),
         (["admin", "profile", "--seconds", "61"], "must be a number of seconds from 0.1 to 60"),

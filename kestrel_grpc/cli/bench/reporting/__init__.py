@@ -1,0 +1,1 @@
+"""What becomes of a run: a file of results, a report, a comparison of runs."""

@@ -1,0 +1,80 @@
+"""Compares the figures of two runs: those that both have, by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from .results import Plain, figures
+
+Figures: TypeAlias = Mapping[str, tuple[float, bool]]
+"""The value of each figure and whether more is better, by name."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """``worse``: the share by which the new figure is worse; negative if it is better."""
+
+    name: str
+    old: float
+    new: float
+    worse: float
+
+
+def compare(old: Figures, new: Figures) -> list[Compared]:
+    """Returns the figures that both runs have, the worst first."""
+    found = []
+    for name in old.keys() & new.keys():
+        before, at_least = old[name]
+        after, _ = new[name]
+        # As time for the same work: half the rate and twice the time are both 100 % worse.
+        more, less = (before, after) if at_least else (after, before)
+        worse = more / less - 1 if less else (math.inf if more else 0.0)
+        found.append(Compared(name, before, after, worse))
+    return sorted(found, key=lambda c: (-c.worse, c.name))
+
+
+def compare_files(runs: Sequence[Plain], tolerance: float) -> int:
+    """Prints the comparison of each run with the first. Returns how many figures are worse by more than ``tolerance``
+    percent."""
+    first, *others = runs
+    old = _figures(first)
+    total = 0
+    for run in others:
+        print(f"{run['label']} compared with {first['label']}")
+        for what in ("server", "machine"):
+            if (difference := _differences(first[what], run[what])) != "":
+                print(f"  the {what} differs: {difference}")
+        found = compare(old, _figures(run))
+        if not found:
+            print("  nothing to compare: no stage of both has the same load")
+        worse = [each for each in found if 100 * each.worse > tolerance]
+        total += len(worse)
+        for each in found:
+            mark = "WORSE" if 100 * each.worse > tolerance else ""
+            print(
+                f"{mark:6}{100 * each.worse:+8.1f} %  {each.name}: {each.old:.4g} -> {each.new:.4g}"
+            )
+        print(f"  {len(found)} compared, {len(worse)} worse by more than {tolerance:g} %")
+    return total
+
+
+def _figures(run: Plain) -> Figures:
+    return {f["name"]: (float(f["value"]), bool(f["at_least"])) for f in figures(run["results"])}
+
+
+_COMPARED = (
+    "server_version", "device", "device_name", "dtype", "default_model", "weights_fingerprint", "cores", "memory_gib",
+    "python", "system"
+)  # fmt: skip
+
+
+def _differences(old: Plain, new: Plain) -> str:
+    """What of two environments differs, of what explains figures."""
+    return ", ".join(
+        f"{name} {old.get(name)} -> {new.get(name)}"
+        for name in _COMPARED
+        if old.get(name) != new.get(name)
+    )

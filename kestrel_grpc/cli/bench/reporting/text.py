@@ -1,0 +1,46 @@
+"""What ``bench`` prints: a table of one stage, a line for each stage of a ramp."""
+
+from __future__ import annotations
+
+from .results import Plain, level_text
+
+_COLUMNS = ("mean", "p50", "p90", "p95", "p99")
+
+
+def stage_table(stage: Plain) -> str:
+    """Several lines about one stage."""
+    lines = [
+        f"{stage['requests_success']} requests in {stage['duration_s']:g} s, {level_text(stage)}: "
+        f"{stage['throughput_rps']:.3f} requests/s, {stage['goodput_rps']:.3f} of them good, "
+        f"{stage['tokens']['output_per_s']:.1f} tokens/s",
+        f"{'ms':24}" + "".join(f"{name:>10}" for name in _COLUMNS),
+    ]
+    for name, title in (
+        ("ttft", "first token (TTFT)"),
+        ("itl", "between tokens (ITL)"),
+        ("latency", "whole answer"),
+    ):
+        if spread := stage[name]:
+            lines.append(f"{title:24}" + "".join(f"{1e3 * spread[c]:10.1f}" for c in _COLUMNS))
+    lines += [f"{count} failed: {words}" for words, count in stage["errors"].items()]
+    lines += [f"overloaded: {reason}" for reason in stage["overload_reasons"]]
+    lines += [f"the client may have limited this: {why}" for why in stage["client"]["limits"]]
+    return "\n".join(lines)
+
+
+def stage_line(stage: Plain) -> str:
+    """One line about a stage of a ramp."""
+    parts = [
+        f"{level_text(stage)}: {stage['throughput_rps']:.2f} requests/s",
+        f"{stage['goodput_rps']:.2f} good",
+        f"{stage['requests_success']} of {stage['requests_total']} succeeded",
+    ]
+    for name, title in (("latency", "latency"), ("ttft", "TTFT"), ("itl", "ITL")):
+        if spread := stage[name]:
+            parts.append(f"{title} p50/p95 {1e3 * spread['p50']:.0f}/{1e3 * spread['p95']:.0f} ms")
+    line = ", ".join(parts)
+    if stage["overloaded"]:
+        line += f"; overloaded: {'; '.join(stage['overload_reasons'])}"
+    if stage["client"]["limits"]:
+        line += f"; the client may limit: {'; '.join(stage['client']['limits'])}"
+    return line

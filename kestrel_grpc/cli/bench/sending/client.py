@@ -1,0 +1,88 @@
+"""Client: the connections of one process and its event loop, for stages one after the other."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kestrel_client import ServerInfo
+
+from ...connection import open_async_client
+from ..stages import Slo
+from ..tally import Tally
+from .client_health import ClientHealth
+from .images import Image, ImageSource
+from .mix import Mix
+from .sender import Connections, Sender, Stage
+
+_PER_CONNECTION = 64
+"""Calls in progress on one connection. A server allows 100 by default; further ones would wait in the client."""
+_OPTIONS = (
+    # Clients with the same target would otherwise share a connection.
+    ("grpc.use_local_subchannel_pool", 1),
+    # A retry would hide a refusal, and add to the load.
+    ("grpc.enable_retries", 0),
+)
+
+
+@dataclass(frozen=True)
+class ClientPlan:
+    """What every client process needs.
+
+    ``connection``: the flags of the connection. ``most_in_flight``: requests in flight of one process, at most.
+    ``options``: of every call.
+    """
+
+    connection: argparse.Namespace
+    most_in_flight: int
+    mix: Mix
+    images: Sequence[Image]
+    unique_share: float
+    slo: Slo
+    options: dict[str, Any]
+    streaming: bool
+
+
+class Client:
+    """A context manager. Its methods block; they run an event loop of this process."""
+
+    def __init__(self, plan: ClientPlan) -> None:
+        self._plan = plan
+        self._runner = asyncio.Runner()
+        count = 1 + (plan.most_in_flight - 1) // _PER_CONNECTION
+        self._clients = [open_async_client(plan.connection, _OPTIONS) for _ in range(count)]
+        self._images = ImageSource(plan.images, plan.unique_share)
+        self._sender = Sender(
+            Connections(self._clients, _PER_CONNECTION),
+            plan.mix,
+            self._images,
+            plan.slo,
+            plan.options,
+            streaming=plan.streaming,
+        )
+
+    def server_info(self) -> ServerInfo:
+        """Connects. Raises the SDK's KestrelError."""
+        return self._runner.run(self._clients[0].server_info())
+
+    def run(self, stage: Stage) -> tuple[Tally, ClientHealth]:
+        """Raises CommandError."""
+        return self._runner.run(self._sender.run(stage))
+
+    def close(self) -> None:
+        async def close_all() -> None:
+            for client in self._clients:
+                await client.aclose()
+
+        self._images.close()
+        self._runner.run(close_all())
+        self._runner.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()

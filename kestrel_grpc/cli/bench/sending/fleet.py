@@ -1,0 +1,142 @@
+"""Fleet: the client processes of a run. With one, the requests are sent from this process."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Protocol
+
+from kestrel_client import ServerInfo
+
+from ...parser import CommandError
+from ..tally import Tally
+from .client import Client, ClientPlan
+from .client_health import ClientHealth
+from .sender import Stage
+
+_LEAD_S = 0.3
+"""From giving a stage to the processes until it begins."""
+_END_PATIENCE_S = 10.0
+
+
+class Fleet(Protocol):
+    """Runs stages one after the other."""
+
+    def server_info(self) -> ServerInfo:
+        """Connects. Raises the SDK's KestrelError."""
+        ...
+
+    def run(self, stage: Stage) -> tuple[Tally, ClientHealth]:
+        """Runs a stage of the whole load, from now on: its ``begins_at`` is replaced. Raises CommandError."""
+        ...
+
+
+@contextmanager
+def open_fleet(plan: ClientPlan, processes: int) -> Iterator[Fleet]:
+    with Client(plan) as client:
+        if processes == 1:
+            yield _Alone(client)
+            return
+        with contextlib.ExitStack() as stack:
+            yield _Several(client, [stack.enter_context(_child(plan)) for _ in range(processes)])
+
+
+class _Alone:
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def server_info(self) -> ServerInfo:
+        return self._client.server_info()
+
+    def run(self, stage: Stage) -> tuple[Tally, ClientHealth]:
+        return self._client.run(replace(stage, begins_at=time.monotonic()))
+
+
+class _Several:
+    """``client``: asks for the description; the others send."""
+
+    def __init__(self, client: Client, pipes: list[Connection]) -> None:
+        self._client, self._pipes = client, pipes
+        for pipe in pipes:
+            _received(pipe)  # It has started.
+
+    def server_info(self) -> ServerInfo:
+        return self._client.server_info()
+
+    def run(self, stage: Stage) -> tuple[Tally, ClientHealth]:
+        parts = divided(replace(stage, begins_at=time.monotonic() + _LEAD_S), len(self._pipes))
+        busy = self._pipes[: len(parts)]
+        for pipe, part in zip(busy, parts, strict=True):
+            pipe.send(part)
+        tally, health = Tally(), ClientHealth()
+        for part_tally, part_health in [_received(pipe) for pipe in busy]:
+            tally.merge(part_tally)
+            health.merge(part_health)
+        return tally, health
+
+
+def divided(stage: Stage, processes: int) -> list[Stage]:
+    """The parts of a stage, each with a seed of its own; fewer than ``processes`` if fewer requests are in flight."""
+    if stage.loop == "open":
+        levels = [stage.level / processes] * processes
+    else:
+        each, more = divmod(round(stage.level), processes)
+        levels = [float(each + (i < more)) for i in range(processes) if each + (i < more)]
+    most = max(1, stage.most_in_flight // processes)
+    return [
+        replace(stage, level=level, most_in_flight=most, seed=f"{stage.seed} {i}")
+        for i, level in enumerate(levels)
+    ]
+
+
+@contextmanager
+def _child(plan: ClientPlan) -> Iterator[Connection]:
+    """A client process. It is spawned, not forked, because gRPC does not support forks."""
+    context = multiprocessing.get_context("spawn")
+    pipe, childs_end = context.Pipe()
+    process: BaseProcess = context.Process(target=_serve, args=(childs_end, plan), daemon=True)
+    process.start()
+    childs_end.close()
+    try:
+        yield pipe
+    finally:
+        pipe.close()  # The child ends when it reads this.
+        process.join(_END_PATIENCE_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _received(pipe: Connection) -> tuple[Tally, ClientHealth]:
+    """Raises CommandError if the process ended or failed."""
+    try:
+        answer = pipe.recv()
+    except (EOFError, OSError):
+        raise CommandError("a client process has ended; is there enough memory?") from None
+    if isinstance(answer, str):
+        raise CommandError(answer)
+    tally, health = answer
+    assert isinstance(tally, Tally) and isinstance(health, ClientHealth)
+    return tally, health
+
+
+def _serve(pipe: Connection, plan: ClientPlan) -> None:
+    """Runs the stages that arrive, until the pipe is closed. Sends a text if one fails."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # The parent is interrupted too, and closes the pipe.
+    with Client(plan) as client, contextlib.suppress(EOFError, BrokenPipeError):
+        pipe.send((Tally(), ClientHealth()))
+        while True:
+            stage: Stage = pipe.recv()
+            try:
+                pipe.send(client.run(stage))
+            except CommandError as error:
+                pipe.send(str(error))

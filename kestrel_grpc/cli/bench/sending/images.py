@@ -1,0 +1,146 @@
+"""The images of requests: the user's or made-up ones, and new ones that no cache of the server knows."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeAlias
+
+from kestrel_client import ImageHandle, KestrelError, RequestTooLargeError
+from kestrel_client.images.fetching import is_url
+from kestrel_client.images.images import loaded
+
+from ...parser import CommandError
+from ...requests.inputs import open_inputs
+
+if TYPE_CHECKING:
+    import pyvips
+
+Image: TypeAlias = bytes | ImageHandle
+
+_MOST_BYTES = 1024**3
+"""Limit of all images of a run together: each client process holds them."""
+_AHEAD = 16
+"""New images that are made before they are needed."""
+_QUALITY = 85
+_COLOURS = ((220, 40, 40), (40, 160, 60), (50, 80, 210), (235, 200, 50), (150, 70, 170))
+_GRAINS = 48
+"""The pattern that makes an image new has this many grains in each direction, so every crop of the image is new."""
+
+
+def open_images(names: Sequence[str]) -> list[Image]:
+    """Reads the images that the words of the command line name. Raises CommandError."""
+    images: list[Image] = []
+    room = _MOST_BYTES
+    for each in open_inputs(names):
+        try:
+            if isinstance(each.source, str) and not is_url(each.source):
+                with open(each.source, "rb") as file:
+                    image = loaded(file, room)
+            else:
+                image = loaded(each.source, room)
+        except OSError as error:
+            raise CommandError(f"cannot read {each.name!r}: {error.strerror}") from None
+        except RequestTooLargeError:
+            raise CommandError(
+                f"{each.name}: the images of a run together may have {_MOST_BYTES} bytes"
+            ) from None
+        except KestrelError as error:
+            raise CommandError(f"{each.name}: {error}") from None
+        assert isinstance(image, bytes | ImageHandle)
+        images.append(image)
+        if isinstance(image, bytes):
+            room -= len(image)
+    return images
+
+
+def make_images(count: int, width: int, height: int, seed: int) -> list[Image]:
+    """JPEGs of coloured circles and squares, the same for the same seed."""
+    return [_scene(width, height, random.Random(f"image {seed} {i}")) for i in range(count)]
+
+
+def _scene(width: int, height: int, rng: random.Random) -> bytes:
+    import pyvips
+
+    ground = [float(rng.randrange(200, 256)) for _ in range(3)]
+    image = pyvips.Image.black(width, height, bands=3).linear([1.0] * 3, ground).cast("uchar")
+    side = min(width, height)
+    for _ in range(rng.randrange(3, 9)):
+        ink = list(map(float, rng.choice(_COLOURS)))
+        size = rng.randrange(max(1, side // 16), max(2, side // 6))
+        x, y = rng.randrange(width), rng.randrange(height)
+        if rng.random() < 0.5:
+            image = image.draw_circle(ink, x, y, size, fill=True)
+        else:
+            image = image.draw_rect(ink, x - size, y - size, 2 * size, 2 * size, fill=True)
+    return _jpeg(image)
+
+
+def new_image(image: bytes) -> bytes:
+    """The image with a faint random pattern: its bytes and all its crops differ from those of every other image.
+
+    Raises CommandError if libvips cannot read the image.
+    """
+    import pyvips
+
+    try:
+        pixels = pyvips.Image.new_from_buffer(image, "").autorot().colourspace("srgb")
+        if pixels.hasalpha():
+            pixels = pixels.flatten(background=255)
+        noise = secrets.token_bytes(_GRAINS * _GRAINS)
+        grains = pyvips.Image.new_from_memory(noise, _GRAINS, _GRAINS, 1, "uchar") % 8
+        x_scale, y_scale = pixels.width / _GRAINS, pixels.height / _GRAINS
+        pattern = grains.resize(x_scale, vscale=y_scale, kernel="nearest")
+        pattern = pattern.gravity("centre", pixels.width, pixels.height, extend="copy")
+        return _jpeg((pixels + pattern - 4).cast("uchar"))
+    except pyvips.Error as error:
+        why = str(error).strip().splitlines()[-1]
+        raise CommandError(f"cannot make a new image from one of the images: {why}") from None
+
+
+def _jpeg(image: pyvips.Image) -> bytes:
+    return bytes(image.copy(interpretation="srgb").jpegsave_buffer(Q=_QUALITY))
+
+
+class ImageSource:
+    """The images of one client process. A context manager.
+
+    ``unique_share``: the share of requests with an image that is new, made from one of ``images``. They are made
+    ahead, in a thread.
+    """
+
+    def __init__(self, images: Sequence[Image], unique_share: float) -> None:
+        self._images, self._unique_share = images, unique_share
+        self._thread = ThreadPoolExecutor(1, "new-images")
+        self._ready: deque[asyncio.Future[bytes]] = deque()
+        self._base = random.Random()
+
+    async def next(self, rng: random.Random) -> Image:
+        """Returns the image of the next request. ``rng`` chooses it. Waits only if new images are made too slowly."""
+        if not rng.random() < self._unique_share:
+            return rng.choice(self._images)
+        self.make_ahead()
+        return await self._ready.popleft()
+
+    def make_ahead(self) -> None:
+        """Begins to make new images, so that the first requests need not wait."""
+        loop = asyncio.get_running_loop()
+        while self._unique_share and len(self._ready) < _AHEAD:
+            image = self._base.choice(self._images)
+            assert isinstance(image, bytes), "checked by the command"
+            self._ready.append(loop.run_in_executor(self._thread, new_image, image))
+
+    def close(self) -> None:
+        for each in self._ready:
+            each.cancel()
+        self._thread.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> ImageSource:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()

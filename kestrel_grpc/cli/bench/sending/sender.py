@@ -1,0 +1,294 @@
+"""Sender: sends the requests of stages from one event loop and measures them.
+
+In an open loop, a request's times count from the instant at which it should have been sent. If the client or its
+connection hold it back, that is part of the latency, as it is for a caller (no coordinated omission).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from kestrel_client import AsyncKestrelClient, KestrelError
+
+from ..stages import Loop, Slo
+from ..tally import Tally
+from .arrivals import Arrivals, arrival_times
+from .client_health import ClientHealth, HealthWatch
+from .images import ImageSource
+from .mix import Ask, Mix
+
+_PAUSE_AFTER_ERROR_S = 0.05
+"""A caller of a closed loop waits after an error, because a server refuses requests faster than it answers them."""
+UNFINISHED = "unfinished when the stage's time to drain was over"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The part of a stage that one process sends.
+
+    ``level``: requests in flight, or requests per second. ``begins_at``: when sending begins, by the clock of
+    ``time.monotonic``, which the processes of a machine share. The window, in which requests are measured, begins
+    ``warm_up_s`` later and is ``window_s`` long. ``drain_s``: how long unfinished requests may take after it.
+    ``most_in_flight``: the bound of an open loop; the requests above it are not sent and count as failed. ``seed``: of
+    arrivals and of what is asked.
+    """
+
+    loop: Loop
+    level: float
+    arrivals: Arrivals
+    begins_at: float
+    warm_up_s: float
+    window_s: float
+    drain_s: float
+    most_in_flight: int
+    seed: str
+
+    @property
+    def window(self) -> tuple[float, float]:
+        opens = self.begins_at + self.warm_up_s
+        return opens, opens + self.window_s
+
+
+class Sender:
+    """``options``: of every call. ``streaming``: whether answers are streamed."""
+
+    def __init__(
+        self,
+        connections: Connections,
+        mix: Mix,
+        images: ImageSource,
+        slo: Slo,
+        options: Mapping[str, Any],
+        *,
+        streaming: bool,
+    ) -> None:
+        self._connections, self._mix, self._images, self._slo = connections, mix, images, slo
+        self._options, self._streaming = options, streaming
+
+    async def run(self, stage: Stage) -> tuple[Tally, ClientHealth]:
+        """Sends one stage and waits until its requests have ended."""
+        run = _StageRun(self, stage)
+        self._images.make_ahead()
+        health = asyncio.create_task(_watch(stage))
+        try:
+            await (run.closed() if stage.loop == "closed" else run.open())
+        finally:
+            await run.drain()
+        return run.tally, await health
+
+    async def send(self, ask: Ask, times: _Times) -> Any:
+        """Sends one request, notes when its tokens come, and returns its result."""
+        with self._connections.taken() as client:
+            if not self._streaming:
+                return await ask.unary(client, self._options)
+            async with ask.stream(client, self._options) as stream:
+                async for event in stream:
+                    times.note(getattr(event, "output_tokens", 0))
+                return await stream.result()
+
+    async def draw(self, rng: random.Random) -> Ask:
+        skill, words = self._mix.draw(rng)
+        return Ask(skill, words, await self._images.next(rng))
+
+    def is_good(self, latency_s: float, times: _Times, intended: float) -> bool:
+        ttft_s = None if times.first is None else times.first - intended
+        return self._slo.is_met(latency_s, ttft_s, times.mean_gap_s)
+
+
+class Connections:
+    """Connections to the server. A call takes the first one with room, so few calls use one connection only.
+
+    ``room``: calls in progress on one connection.
+    """
+
+    def __init__(self, clients: Sequence[AsyncKestrelClient], room: int) -> None:
+        self._clients, self._room = clients, room
+        self._in_use = [0] * len(clients)
+
+    @contextmanager
+    def taken(self) -> Iterator[AsyncKestrelClient]:
+        """The connection for one call. If none has room, the one with the fewest calls."""
+        number = min(range(len(self._clients)), key=self._calls)
+        self._in_use[number] += 1
+        try:
+            yield self._clients[number]
+        finally:
+            self._in_use[number] -= 1
+
+    def _calls(self, number: int) -> int:
+        return max(self._in_use[number], self._room - 1)
+
+
+class _Times:
+    """When the events of an answer came."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self.gaps: list[tuple[float, int]] = []
+        """Seconds between tokens, and how many tokens came together. They share the gap before them."""
+        self._last: tuple[float, int] | None = None
+
+    def note(self, num_tokens: int) -> None:
+        """``num_tokens``: generated so far; 0 if the event does not say."""
+        now = time.monotonic()
+        if self.first is None:
+            self.first = now
+        if not num_tokens:
+            return
+        if self._last is not None and (came := num_tokens - self._last[1]) > 0:
+            self.gaps.append(((now - self._last[0]) / came, came))
+        self._last = now, num_tokens
+
+    @property
+    def mean_gap_s(self) -> float | None:
+        count = sum(came for _, came in self.gaps)
+        return sum(gap * came for gap, came in self.gaps) / count if count else None
+
+
+class _StageRun:
+    """The requests of one stage."""
+
+    def __init__(self, sender: Sender, stage: Stage) -> None:
+        self.tally = Tally()
+        self._sender, self._stage = sender, stage
+        self._opens, self._closes = stage.window
+        self._rng = random.Random(stage.seed)
+        self._running: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+
+    async def closed(self) -> None:
+        """Keeps requests in flight until the window closes."""
+        await _until(self._stage.begins_at)
+        for _ in range(round(self._stage.level)):
+            self._start(self._caller(random.Random(self._rng.random())))
+        await _until(self._closes)
+
+    async def _caller(self, rng: random.Random) -> None:
+        while (wanted := time.monotonic()) < self._closes:
+            ask = await self._sender.draw(rng)
+            sent = time.monotonic()
+            # Without an intended instant, the time from wanting to send until sending is the client's own.
+            if not await self._one(ask, sent, lateness_s=sent - wanted):
+                await asyncio.sleep(_PAUSE_AFTER_ERROR_S)
+
+    async def open(self) -> None:
+        """Sends a request at each arrival until the window closes."""
+        for after_s in arrival_times(self._stage.arrivals, self._stage.level, self._rng):
+            intended = self._stage.begins_at + after_s
+            if intended >= self._closes:
+                break
+            # Also without a pause, the tasks of sent requests must run.
+            await asyncio.sleep(max(0.0, intended - time.monotonic()))
+            if len(self._running) >= self._stage.most_in_flight:
+                if intended >= self._opens:
+                    self.tally.fail(f"not sent: {self._stage.most_in_flight} were in flight")
+                continue
+            self._start(self._arrival(random.Random(self._rng.random()), intended))
+        await _until(self._closes)
+
+    async def _arrival(self, rng: random.Random, intended: float) -> None:
+        try:
+            ask = await self._sender.draw(rng)
+        except asyncio.CancelledError:
+            if intended >= self._opens:
+                self.tally.fail(UNFINISHED)
+            raise
+        await self._one(ask, intended, lateness_s=time.monotonic() - intended)
+
+    async def _one(self, ask: Ask, began: float, lateness_s: float) -> bool:
+        """Sends a request whose times count from ``began``. Returns whether it succeeded."""
+        times = _Times()
+        if self._opens <= began < self._closes:
+            self.tally.lateness.record(lateness_s)
+        try:
+            result = await self._sender.send(ask, times)
+        except KestrelError as error:
+            if self._counts(began):
+                self.tally.fail((str(error).splitlines() or [type(error).__name__])[0][:200])
+            return False
+        except asyncio.CancelledError:
+            if self._counts(began):
+                self.tally.fail(UNFINISHED)
+            raise
+        ended = time.monotonic()
+        good = self._sender.is_good(ended - began, times, began)
+        if self._opens <= ended < self._closes:
+            self._count_ended(result, good)
+        if self._counts(began):
+            self._count(ask.skill, result, times, began, ended, good)
+        return True
+
+    def _counts(self, began: float) -> bool:
+        """Whether a request that ends now is measured.
+
+        Of an open loop, those that were due in the window. Of a closed loop, also those that were in flight when the
+        window opened: if answers take longer than the window, there are no others.
+        """
+        last = began if self._stage.loop == "open" else time.monotonic()
+        return last >= self._opens and began < self._closes
+
+    def _count_ended(self, result: Any, good: bool) -> None:
+        tally = self.tally
+        tally.ended += 1
+        tally.ended_good += good
+        tally.input_tokens += result.usage.input_tokens
+        tally.output_tokens += result.usage.output_tokens
+        tally.cached_tokens += result.usage.cached_tokens
+
+    def _count(
+        self, skill: str, result: Any, times: _Times, began: float, ended: float, good: bool
+    ) -> None:
+        tally, timings = self.tally, result.timings
+        tally.total += 1
+        tally.succeeded += 1
+        tally.good += good
+        tally.latency.record(ended - began)
+        tally.skill(skill).record(ended - began)
+        if times.first is not None:
+            tally.ttft.record(times.first - began)
+        for gap_s, came in times.gaps:
+            tally.itl.record(gap_s, came)
+        tally.decode.record(timings.decode_time_ms / 1e3)
+        tally.processing.record(timings.processing_time_ms / 1e3)
+        tally.queue.record(timings.queue_time_ms / 1e3)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = self._failure or error
+
+    async def drain(self) -> None:
+        """Waits for the requests that are in flight, and cancels those that take too long. Raises what is no failure of
+        a request."""
+        if running := list(self._running):
+            _, late = await asyncio.wait(running, timeout=self._stage.drain_s)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        if self._failure is not None:
+            raise self._failure
+
+
+async def _until(instant: float) -> None:
+    await asyncio.sleep(max(0.0, instant - time.monotonic()))
+
+
+async def _watch(stage: Stage) -> ClientHealth:
+    """Measures this process in the stage's window."""
+    opens, closes = stage.window
+    await _until(opens)
+    watch = HealthWatch()
+    watch.begin()
+    await _until(closes)
+    return watch.end()
