@@ -78,7 +78,7 @@ def fit(
         raise InsufficientMemoryError(
             f"the weights take {weights / GIB:.1f} GiB and the CUDA context {CONTEXT_BYTES / GIB:.1f} GiB"
         )
-    reserve = reserve_of(model, dtype, sizes, fp8_gemms=config.fp8_gemms)
+    reserve = reserve_of(config, model, dtype, sizes)
     reserve += config.crop_cache_bytes + extra_bytes(config, model, dtype.itemsize)
     pool = plan_pool(
         free,

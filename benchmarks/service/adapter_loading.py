@@ -72,7 +72,7 @@ def open_paced(folder: Path, streams: int, step_s: float) -> Opened:
         built.model,
         dtype=torch.bfloat16,
         max_bytes=1 << 30,
-        packer=SlabLayout(built.model.text, torch.bfloat16, host),
+        packer=SlabLayout(built.model, torch.bfloat16, host),
     )
     return Opened(config, replace(built, adapters=library), 0.0)
 

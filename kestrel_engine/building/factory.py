@@ -236,4 +236,4 @@ def _adapter_upload(
 def _slab_layout(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> SlabLayout:
     from ..runtime.gpu.adapters.layout import SlabLayout
 
-    return SlabLayout(model.text, dtype, device)
+    return SlabLayout(model, dtype, device)

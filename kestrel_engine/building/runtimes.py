@@ -93,9 +93,7 @@ def gpu_runtime(plan: Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime, 
     sizes = plan.sizes
     pack_weights(plan.model, tensors)
     fp8_gemms = plan.config.fp8_gemms
-    reserve = reserve_of(plan.model, plan.dtype, sizes, fp8_gemms=fp8_gemms)
-    if plan.config.has_adapters:
-        reserve += plan.config.adapter_cache_bytes
+    reserve = reserve_of(plan.config, plan.model, plan.dtype, sizes)
     pool = _pool(plan, reserve + plan.refine_bytes)
     runtime = GpuRuntime(
         plan.model,
@@ -112,6 +110,7 @@ def gpu_runtime(plan: Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime, 
         max_crops=_most_crops(sizes),
         refiner=plan.refiner,
         adapters=plan.slabs,
+        adapt_vision=plan.config.has_adapters,
         progress=plan.progress,
     )
     return runtime, runtime.capture_s
@@ -131,19 +130,20 @@ def _most_crops(sizes: Sizes) -> int:
     return min(sizes.step_crops * StepBudget(crops=sizes.step_crops).idle_scale, BATCHES[-1])
 
 
-def reserve_of(
-    model: ModelConfig, dtype: torch.dtype, sizes: Sizes, *, fp8_gemms: str = "off"
-) -> int:
-    """Bytes that GpuRuntime needs beside weights and pool, with the largest steps that the scheduler makes."""
+def reserve_of(config: RuntimeConfig, model: ModelConfig, dtype: torch.dtype, sizes: Sizes) -> int:
+    """Bytes that GpuRuntime and its adapters need beside weights and pool, with the largest steps that the scheduler
+    makes."""
     from ..runtime.gpu.footprint import reserve_bytes
 
-    return reserve_bytes(
+    reserve = reserve_bytes(
         model,
         dtype,
         max_batch_size=sizes.max_batch_size,
         max_crops=_most_crops(sizes),
-        fp8_gemms=fp8_gemms,
+        fp8_gemms=config.fp8_gemms,
+        adapters=config.has_adapters,
     )
+    return reserve + (config.adapter_cache_bytes if config.has_adapters else 0)
 
 
 def _pool(plan: Plan, reserve_bytes: int) -> Pool:

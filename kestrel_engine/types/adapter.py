@@ -29,8 +29,16 @@ class Adapter:
 
     @property
     def changes_vision(self) -> bool:
-        """Whether images must be encoded with this adapter."""
-        return any(module.startswith("vision.") for module in self.weights)
+        """Whether the embeddings of images depend on this adapter."""
+        return self._changes("vision.")
+
+    @property
+    def changes_tower(self) -> bool:
+        """Whether the features of crops depend on this adapter, too, and not only what the projector makes of them."""
+        return self._changes("vision.blocks.")
+
+    def _changes(self, prefix: str) -> bool:
+        return any(name.startswith(prefix) for name in (*self.weights, *self.slabs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -203,14 +203,12 @@ class PreparedImage:
         return 1 if self.tiling == (1, 1) else self.num_crops
 
     def with_adapter(self, adapter: Adapter) -> PreparedImage:
-        """The image as an adapter encodes it that changes the vision tower. It shares no embedding with the image."""
+        """The image as an adapter encodes it that changes the tower or the projector. It shares no embedding with the
+        image, and the features of crops only if the adapter leaves the tower as it is."""
         keys = self.crop_keys
-        return replace(
-            self,
-            key=f"{self.key}/{adapter.key}",
-            crop_keys=None if keys is None else tuple(f"{key}/{adapter.key}" for key in keys),
-            adapter=adapter,
-        )
+        if keys is not None and adapter.changes_tower:
+            keys = tuple(f"{key}/{adapter.key}" for key in keys)
+        return replace(self, key=f"{self.key}/{adapter.key}", crop_keys=keys, adapter=adapter)
 
     def overview(self) -> PreparedImage:
         """The image with its overview as the only crop, so that it costs one crop, and small objects may be missed.

@@ -9,6 +9,7 @@ import torch
 from kestrel_engine import InsufficientMemoryError, RuntimeConfig, sizing
 from kestrel_engine.building import runtimes
 from kestrel_engine.checkpoint.weights.random_weights import random_checkpoint, weight_bytes
+from kestrel_engine.runtime.gpu import footprint
 from kestrel_engine.sizing import GIB, fit
 from kestrel_engine.types.model_config import parse_model_config
 
@@ -101,11 +102,23 @@ def test_the_command_prints_a_line_a_card(capsys):
 
 def test_the_reserve_counts_the_largest_step():
     model = parse_model_config({}, family="moondream2")
-    few, many = (
-        runtimes.reserve_of(model, torch.bfloat16, config(step_crops=crops).sizes(cuda=True))
-        for crops in (1, 18)
-    )
+
+    def reserve(**settings):
+        chosen = config(**settings)
+        return runtimes.reserve_of(chosen, model, torch.bfloat16, chosen.sizes(cuda=True))
+
+    few, many = (reserve(step_crops=crops) for crops in (1, 18))
     assert few < many
+    adapters = reserve(step_crops=1, adapters_dir=".", adapter_cache_bytes=1 << 20)
+    # 16 images of 729 patches, with 8 sums of 128 ranks for the projector's inputs.
+    assert adapters == few + (1 << 20) + 16 * 729 * 8 * 128 * 4
+
+
+def test_the_sums_of_adapters_are_those_of_the_kernels():
+    rows = pytest.importorskip("kestrel_engine.kernels.adapters.rows")
+    slabs = pytest.importorskip("kestrel_engine.kernels.adapters.slabs")
+    assert rows.INPUTS_A_PART == footprint.SHRUNK_INPUTS
+    assert slabs.RANKS * slabs.MOST_SLABS * 4 == footprint.SHRUNK_BYTES
 
 
 def test_weights_in_fp8_are_counted_before_the_pool():

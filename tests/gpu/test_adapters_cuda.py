@@ -20,7 +20,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-IMAGE = np.random.default_rng(4).integers(0, 256, (70, 90, 3), dtype=np.uint8)
+IMAGES = [
+    np.random.default_rng(4).integers(0, 256, (*sides, 3), dtype=np.uint8)
+    for sides in ((70, 90), (500, 900))
+]
 
 
 async def answers(
@@ -29,13 +32,13 @@ async def answers(
     config = RuntimeConfig(adapters_dir=folder, device=device, dtype="float32", **settings)
     async with await InferenceEngine.create(config) as engine:
 
-        async def ask(adapter: str | None) -> tuple[int, ...]:
+        async def ask(image: np.ndarray, adapter: str | None) -> tuple[int, ...]:
             settings = {"temperature": 0.0, "max_tokens": 12, "adapter": adapter}
-            result = await engine.query(IMAGE, "what is it?", settings=settings)
+            result = await engine.query(image, "what is it?", settings=settings)
             assert isinstance(result, EngineResult)
             return result.token_ids
 
-        return await asyncio.gather(*map(ask, names))
+        return await asyncio.gather(*(ask(image, name) for image in IMAGES for name in names))
 
 
 async def test_mixed_requests_equal_those_of_a_cpu(tmp_path: Path) -> None:
@@ -53,7 +56,7 @@ async def test_mixed_requests_equal_those_of_a_cpu(tmp_path: Path) -> None:
 async def test_kernels_equal_a_cpu(
     model: str, cuda_graphs: bool, tmp_path: Path, golden_folder: Any
 ) -> None:
-    """All layers of the text decoder, with ranks of one slab and of several."""
+    """All layers, with ranks of one slab and of several: of the text decoder, the vision tower and the projector."""
     path = None if model == "bundled" else golden_folder(model)
     config = open_model(RuntimeConfig(model_path=path)).config
     for rank, part in ((3, ""), (16, ".mlp."), (40, "attn.")):
@@ -63,8 +66,14 @@ async def test_kernels_equal_a_cpu(
             name: few[name] if tensor.dim() == 3 else tensor for name, tensor in tensors.items()
         }
         save_file(made, tmp_path / f"{rank}.safetensors")
-    names = (None, "3", "40", "16", "40", None, "3")
+    for name, rank, part in (("tower", 18, "vision.blocks"), ("lens", 5, "vision.proj_mlp")):
+        sight = random_tensors(config, rank, rank, size=0.3, only=part, vision=True)
+        save_file(sight, tmp_path / f"{name}.safetensors")
+    save_file(
+        random_tensors(config, 7, 2, size=0.3, vision=True), tmp_path / "everything.safetensors"
+    )
+    names = (None, "3", "40", "tower", "16", "lens", "40", None, "3", "everything")
     settings = {"model_path": path, "cuda_graphs": cuda_graphs}
     expected = await answers(tmp_path, "cpu", names, model_path=path)
-    assert len(set(expected)) > 2, "the adapters change nothing"
+    assert len(set(expected)) > 5, "the adapters change nothing"
     assert await answers(tmp_path, "cuda", names, **settings) == expected

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from kestrel_engine import ConfigError, InferenceEngine, LoRA, RuntimeConfig, TextLoRAConfig
 from kestrel_engine.checkpoint.open import open_model
+from tests.engine.adapters.random_adapters import random_tensors
 
 pytestmark = [
     pytest.mark.gpu,
@@ -94,9 +95,10 @@ async def test_nothing_is_compiled_after_ready(
     if "adapters_dir" in settings:
         adapter = "tuned"
         settings = {**settings, "adapters_dir": tmp_path}
-        text = open_model(RuntimeConfig(model_path=golden_folder(model))).config.text
-        lora = LoRA.create(text, lora_config=TextLoRAConfig(rank=24))
-        save_file(lora.tensors, tmp_path / f"{adapter}.safetensors")
+        opened = open_model(RuntimeConfig(model_path=golden_folder(model))).config
+        lora = LoRA.create(opened.text, lora_config=TextLoRAConfig(rank=24))
+        sight = random_tensors(opened, 1, 24, size=0.1, only="vision.", vision=True)
+        save_file(lora.tensors | sight, tmp_path / f"{adapter}.safetensors")
     config = RuntimeConfig(
         model_path=golden_folder(model),
         device="cuda",

@@ -42,6 +42,13 @@ class RowSlabs:
         """Those of the first ``num_rows`` rows."""
         return RowSlabs(self.anchor, self.slabs, self.first[:num_rows], self.count[:num_rows])
 
+    def repeated(self, times: int) -> RowSlabs:
+        """Those of a pass in which each row stands for so many."""
+        first, count = (
+            each[:, None].expand(-1, times).reshape(-1) for each in (self.first, self.count)
+        )
+        return RowSlabs(self.anchor, self.slabs, first, count)
+
     def at(self, rows: Tensor) -> RowSlabs:
         """Those of ``rows`` [n] int64."""
         return RowSlabs(self.anchor, self.slabs, self.first[rows], self.count[rows])

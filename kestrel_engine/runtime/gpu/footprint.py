@@ -23,6 +23,10 @@ ARENA_BYTES = 160 << 20
 """Bytes on the device for pixels and for the intermediate results of their resizes. The largest image takes 48 MB of
 pixels, and its intermediate results take at most twice as much."""
 
+SHRUNK_INPUTS, SHRUNK_BYTES = 1024, 512
+"""The inputs of a layer whose products with the A of adapters are one sum, and the bytes of a row of these sums, as in
+kernels.adapters.rows, which needs Triton."""
+
 FIXED_BYTES = 768 << 20
 """Bytes for the workspaces of cuBLAS, cuDNN and FlashInfer, captured graphs, compiled kernels and staging buffers."""
 
@@ -34,9 +38,10 @@ def reserve_bytes(
     max_batch_size: int,
     max_crops: int,
     fp8_gemms: str = "off",
+    adapters: bool = False,
 ) -> int:
     """Returns the peak bytes of passes over PASS_POSITIONS positions and ``max_crops`` crops, and of persistent
-    buffers.
+    buffers. ``adapters``: images may have adapters.
 
     The result includes the FP8 copies of weights for ``fp8_gemms`` (see RuntimeConfig).
     """
@@ -45,7 +50,8 @@ def reserve_bytes(
     logits = 4 * max_batch_size * config.text.vocab_size * 4
     embeddings = 64 * config.image_positions * config.text.dim * dtype.itemsize
     copies = fp8_weight_bytes(config, fp8_gemms)
-    return int((passes + logits + embeddings) * 1.1) + copies + ARENA_BYTES + FIXED_BYTES
+    shrunk = _shrunk(config, max_crops) if adapters else 0
+    return int((passes + logits + embeddings) * 1.1) + shrunk + copies + ARENA_BYTES + FIXED_BYTES
 
 
 def fp8_weight_bytes(config: ModelConfig, fp8_gemms: str) -> int:
@@ -79,6 +85,14 @@ def _vision(config: ModelConfig, max_crops: int, *, fp8: bool) -> int:
         encoder += max_crops * vision.grid**2 * (vision.enc_dim + vision.enc_ff_dim // 2)
     projector = 16 * vision.grid**2 * (2 * vision.enc_dim + vision.proj_inner_dim)
     return max(encoder, projector) + max_crops * 3 * vision.crop_size**2
+
+
+def _shrunk(config: ModelConfig, max_crops: int) -> int:
+    """Returns the bytes of the products of a vision pass with the A of adapters, of the tower or of the projector."""
+    vision = config.vision
+    tower = max_crops * -(-max(vision.enc_dim, vision.enc_ff_dim) // SHRUNK_INPUTS)
+    projector = 16 * -(-max(2 * vision.enc_dim, vision.proj_inner_dim) // SHRUNK_INPUTS)
+    return max(tower, projector) * vision.grid**2 * SHRUNK_BYTES
 
 
 def _prefill(config: ModelConfig, *, fp8: bool) -> int:

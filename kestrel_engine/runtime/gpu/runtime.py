@@ -121,14 +121,16 @@ class GpuRuntime:
         decode_beside: bool = True,
         refiner: Refiner | None = None,
         adapters: SlabLayout | None = None,
+        adapt_vision: bool = True,
         progress: Progress | None = None,
     ) -> None:
         """Captures the graphs on a CUDA device, unless ``cuda_graphs`` is False, and calls ``progress`` for each.
 
         ``attention``, ``fp8_gemms`` and ``decode_beside``: as in RuntimeConfig. ``kv_scales``: the scales of each layer
         for an FP8 KV cache; None for a KV cache in the model's dtype. ``adapters``: the layout of adapters' slabs; None
-        if rows have no adapters, which needs fewer graphs. Raises ConfigError for an attention library or an
-        FP8 setting that is not available, and torch's own errors.
+        if rows have no adapters, which needs fewer graphs. ``adapt_vision``: adapters may change the vision tower and
+        the projector, which needs more graphs. Raises ConfigError for an attention library or an FP8 setting that
+        is not available, and torch's own errors.
         """
         assert max_seq_length <= config.text.max_context, (max_seq_length, config.text.max_context)
         pack_weights(config, tensors)
@@ -184,7 +186,14 @@ class GpuRuntime:
         decode_slabs = None
         if self._anchor is not None:
             decode_slabs = PassSlabs(self._anchor, max_batch_size, max_batch_size, device)
-        self.vision = FusedVision(config.vision, tensors, fp8=fp8_gemms in FP8_VISION)
+        self.vision = FusedVision(
+            config.vision,
+            tensors,
+            fp8=fp8_gemms in FP8_VISION,
+            adapters=(adapters, self._anchor)
+            if adapt_vision and adapters is not None and self._anchor is not None
+            else None,
+        )
         self._vision_graphs = None
         if self._stream is not None and cuda_graphs:
             self._vision_graphs = VisionGraphs(self.vision, self._stream, max_crops=max_crops)

@@ -18,12 +18,12 @@ from kestrel_engine.adapters.files import Checked, Packer
 from kestrel_engine.adapters.library import AdapterLibrary, Lease
 from kestrel_engine.adapters.origins.origins import Origins
 from kestrel_engine.errors import AdaptersFull, AdapterUnfit, EngineClosed
-from kestrel_engine.runtime.gpu.adapters.layout import SlabLayout
+from kestrel_engine.runtime.gpu.adapters.layout import PROJECTOR, SlabLayout
 from kestrel_engine.types.adapter import Adapter
 from tests.engine.adapters.random_adapters import random_tensors
 from tests.engine.models.small import small_config
 
-MODEL = small_config("moondream2")
+MODEL, EXPERTS = small_config("moondream2"), small_config("moondream3")
 
 
 class Reader:
@@ -188,23 +188,30 @@ async def test_the_host_keeps_what_the_device_drops(
 async def test_adapters_for_kernels(tmp_path: Path) -> None:
     """Their memory is that of their slabs, and one that the kernels can't compute fails alone."""
     cpu = torch.device("cpu")
-    layout = SlabLayout(MODEL.text, torch.float32, cpu)
+    layout = SlabLayout(MODEL, torch.float32, cpu)
     save_file(random_tensors(MODEL, 1, rank=17, only=".mlp."), tmp_path / "a.safetensors")
-    sight = random_tensors(MODEL, 1, only="vision.", vision=True)
-    save_file(sight, tmp_path / "b.safetensors")
+    projector = random_tensors(MODEL, 1, rank=17, only="vision.proj_mlp", vision=True)
+    save_file(projector, tmp_path / "b.safetensors")
+    save_file(random_tensors(EXPERTS, 1, rank=17, only="mlp.fc2"), tmp_path / "c.safetensors")
     limits = {"max_bytes": 2 * layout.sizes["mlp"] * 4, "dtype": torch.float32}
     made = AdapterLibrary(Origins(tmp_path), MODEL, packer=layout, **limits)
     adapter = (await made.acquire("a")).adapter
     (slabs,) = adapter.slabs.values()
     assert slabs.shape == (2, layout.sizes["mlp"])
     assert adapter.num_bytes == limits["max_bytes"] == made._num_bytes and not adapter.weights
-    with pytest.raises(
-        AdapterUnfit, match=r"'b' can't be applied: it changes vision.*--no-compile"
-    ):
+    assert not adapter.changes_vision
+    with pytest.raises(AdaptersFull):
         await made.acquire("b")
     assert made._num_bytes == adapter.num_bytes
     await made.close()
-    experts = small_config("moondream3").text
-    ranks = {f"text.blocks.{experts.n_layers - 1}.mlp.fc2": 17}
-    refusal = SlabLayout(experts, torch.float32, cpu).refusal(ranks)
-    assert refusal is not None and "rank 17" in refusal and "up to rank 16" in refusal
+    experts = SlabLayout(EXPERTS, torch.float32, cpu)
+    limits["max_bytes"] = 1 << 30
+    made = AdapterLibrary(Origins(tmp_path), EXPERTS, packer=experts, **limits)
+    with pytest.raises(
+        AdapterUnfit, match=r"'c' can't be applied: it .* rank 17; .* up to rank 16.*--no-compile"
+    ):
+        await made.acquire("c")
+    sight = (await made.acquire("b")).adapter
+    assert sight.changes_vision and not sight.changes_tower
+    assert sight.slabs[PROJECTOR].shape == (2, experts.sizes[PROJECTOR])
+    await made.close()

@@ -1,6 +1,7 @@
 """SlabLayout: where each layer's A and B are in a slab (kernels.adapters.slabs), and slabs of loaded adapters.
 
-There are several kinds of slabs, so that an adapter of the MLPs neither takes memory for attention nor has it read.
+There are several kinds of slabs, so that an adapter of the MLPs neither takes memory for attention nor has it read. The
+names of kinds of vision begin as the modules do that they change (`Adapter.changes_tower`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ from ....kernels.adapters.experts import EXPERT_RANKS, WIDTH
 from ....kernels.adapters.slabs import RANKS, UNIT
 from ....models.low_rank import LowRank
 from ....types.adapter import INPUT
-from ....types.model_config import TextConfig
+from ....types.model_config import ModelConfig, TextConfig, VisionConfig
 
 MLP, ATTENTION, PROJ_INPUT, EXPERTS = "mlp", "attention", "proj_input", "experts"
 """The kinds: fc1 and fc2 of dense MLPs; qkv and proj; the change of proj that reads the block's normalised input; fc1
 and fc2 of experts."""
 KINDS = (MLP, ATTENTION, PROJ_INPUT, EXPERTS)
+"""Those of the text decoder."""
+TOWER_MLP, TOWER_ATTENTION, PROJECTOR = "vision.blocks.mlp", "vision.blocks.attn", "vision.proj_mlp"
+"""fc1 and fc2 of the tower's blocks; their qkv and proj; fc1 and fc2 of the projector."""
+TOWER_KINDS = (TOWER_MLP, TOWER_ATTENTION)
 
 
 class Place(NamedTuple):
@@ -47,15 +52,33 @@ class BlockPlaces:
     fc2: Place
 
 
-class SlabLayout:
-    """The layout for the text decoder of a model, in ``dtype``, and slabs on ``device``. ``sizes``: the elements of a
-    slab, by kind. ``blocks``: by layer."""
+@dataclass(frozen=True, slots=True)
+class TowerPlaces:
+    """The changes of one block of the vision tower."""
 
-    def __init__(self, text: TextConfig, dtype: torch.dtype, device: torch.device) -> None:
+    qkv: Place
+    proj: Place
+    fc1: Place
+    fc2: Place
+
+
+class SlabLayout:
+    """The layout for a model, in ``dtype``, and slabs on ``device``. ``sizes``: the elements of a slab, by kind.
+    ``blocks``: of the text decoder, by layer. ``tower``: of the vision tower, by layer. ``projector``: its fc1 and
+    fc2."""
+
+    def __init__(self, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self._device = dtype, device
-        self.sizes = dict.fromkeys(KINDS, 0)
+        self.sizes = dict.fromkeys((*KINDS, *TOWER_KINDS, PROJECTOR), 0)
         self._places: dict[str, tuple[str, Place]] = {}
+        text, vision = model.text, model.vision
         self.blocks = [self._block(text, index) for index in range(text.n_layers)]
+        self.tower = [self._tower_block(vision, index) for index in range(vision.enc_n_layers)]
+        inner = vision.proj_inner_dim
+        self.projector = (
+            self._place("vision.proj_mlp.fc1", PROJECTOR, inner, 2 * vision.enc_dim),
+            self._place("vision.proj_mlp.fc2", PROJECTOR, vision.proj_out_dim, inner),
+        )
         # Slabs begin at whole units.
         self.sizes = {kind: -(-size // UNIT) * UNIT for kind, size in self.sizes.items()}
 
@@ -76,6 +99,15 @@ class SlabLayout:
             fc2 = self._place(f"{name}.mlp.fc2", EXPERTS, dim, inner, count)
         return BlockPlaces(*attention, fc1, fc2)
 
+    def _tower_block(self, vision: VisionConfig, index: int) -> TowerPlaces:
+        name, dim, inner = f"vision.blocks.{index}", vision.enc_dim, vision.enc_ff_dim
+        return TowerPlaces(
+            self._place(f"{name}.attn.qkv", TOWER_ATTENTION, 3 * dim, dim),
+            self._place(f"{name}.attn.proj", TOWER_ATTENTION, dim, dim),
+            self._place(f"{name}.mlp.fc1", TOWER_MLP, inner, dim),
+            self._place(f"{name}.mlp.fc2", TOWER_MLP, dim, inner),
+        )
+
     def _place(self, module: str, kind: str, rows: int, columns: int, experts: int = 0) -> Place:
         ranks = experts * EXPERT_RANKS or RANKS
         a_at = self.sizes[kind]
@@ -88,11 +120,6 @@ class SlabLayout:
     def refusal(self, ranks: Mapping[str, int]) -> str | None:
         """Returns why an adapter can't be computed; None if it can. ``ranks``: by module."""
         for module, rank in ranks.items():
-            if module not in self._places:
-                return (
-                    f"changes {module}; the GPU kernels compute adapters of the text decoder only, "
-                    "plain torch (--no-compile) computes all"
-                )
             if rank > WIDTH and self._places[module][0] == EXPERTS:
                 return (
                     f"changes {module} with rank {rank}; the GPU kernels compute adapters of experts up to rank "

@@ -14,8 +14,10 @@ from ....types.adapter import Adapter
 from ..state.staging import Field, RowBuffers
 from .layout import ATTENTION, EXPERTS, KINDS, MLP, PROJ_INPUT
 
-ROW_FIELDS = {f"{what} {kind}": Field(np.int32) for kind in KINDS for what in ("first", "count")}
-"""For each row and kind, its first slab and its number of slabs."""
+
+def row_fields(kinds: Sequence[str]) -> dict[str, Field]:
+    """Returns for each row and kind its first slab and its number of slabs."""
+    return {f"{what} {kind}": Field(np.int32) for kind in kinds for what in ("first", "count")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +42,18 @@ class PassAdapters:
 @dataclass(slots=True, eq=False)
 class Places:
     """Where the slabs of a pass are: the distances of all ``slabs``, kind by kind, each adapter's once, and ``rows``,
-    for each field of ROW_FIELDS a number for each row."""
+    for each of `row_fields` a number for each row."""
 
     slabs: list[int]
     rows: dict[str, list[int]]
 
     @classmethod
-    def of(cls, adapters: Sequence[Adapter | None], anchor: Tensor) -> Places:
+    def of(
+        cls, adapters: Sequence[Adapter | None], anchor: Tensor, kinds: Sequence[str] = KINDS
+    ) -> Places:
         """Those of rows with ``adapters``."""
-        made = cls([], {name: [0] * len(adapters) for name in ROW_FIELDS})
-        for kind in KINDS:
+        made = cls([], {name: [0] * len(adapters) for name in row_fields(kinds)})
+        for kind in kinds:
             firsts, counts = made.rows[f"first {kind}"], made.rows[f"count {kind}"]
             begins: dict[int, int] = {}
             for row, adapter in enumerate(adapters):
@@ -72,7 +76,7 @@ class Places:
 
 
 def pass_adapters(anchor: Tensor, slabs: Tensor, rows: dict[str, Tensor]) -> PassAdapters:
-    """Returns the kernels' arguments. ``rows``: the fields of ROW_FIELDS on the device."""
+    """Returns the kernels' arguments. ``rows``: the fields of `row_fields` on the device."""
     return PassAdapters(
         *(
             RowSlabs(anchor, slabs, rows[f"first {kind}"], rows[f"count {kind}"])
@@ -87,15 +91,20 @@ def new_anchor(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class PassSlabs:
-    """Fixed arrays for captured passes of up to ``max_rows`` rows with up to ``max_adapters`` adapters. The caller
-    keeps the adapters of a pass until it has run."""
+    """Fixed arrays for captured passes of up to ``max_rows`` rows with up to ``max_adapters`` adapters, for slabs of
+    ``kinds``. The caller keeps the adapters of a pass until it has run."""
 
     def __init__(
-        self, anchor: Tensor, max_rows: int, max_adapters: int, device: torch.device
+        self,
+        anchor: Tensor,
+        max_rows: int,
+        max_adapters: int,
+        device: torch.device,
+        kinds: Sequence[str] = KINDS,
     ) -> None:
-        self._anchor = anchor
-        self._rows = RowBuffers(ROW_FIELDS, max_rows, device)
-        most = max_adapters * MOST_SLABS * len(KINDS)
+        self._anchor, self._kinds = anchor, kinds
+        self._rows = RowBuffers(row_fields(kinds), max_rows, device)
+        most = max_adapters * MOST_SLABS * len(kinds)
         self._slabs = RowBuffers({"slabs": Field(np.int64)}, most, device)
         self._sent: tuple[list[int], dict[str, list[int]], int] | None = None
 
@@ -107,7 +116,7 @@ class PassSlabs:
     ) -> None:
         """Enqueues the copy for rows with ``adapters``, and rows of padding up to ``padded``, unless the device has it
         already. ``sizes``: how many rows each adapter applies to; None for one each."""
-        places = Places.of(adapters, self._anchor)
+        places = Places.of(adapters, self._anchor, self._kinds)
         if sizes is not None:
             places = places.repeated(sizes)
         wanted = places.slabs, places.rows, padded
@@ -122,7 +131,14 @@ class PassSlabs:
         self._slabs.host()["slabs"][: len(places.slabs)] = places.slabs
         self._slabs.send()
 
+    def kind(self, kind: str, num_rows: int) -> RowSlabs:
+        """Returns the slabs of one kind for a pass of ``num_rows`` rows, padding included."""
+        first, count = (
+            self._rows.device[f"{what} {kind}"][:num_rows] for what in ("first", "count")
+        )
+        return RowSlabs(self._anchor, self._slabs.device["slabs"], first, count)
+
     def of(self, num_rows: int) -> PassAdapters:
-        """Returns the kernels' arguments for a pass of ``num_rows`` rows, padding included."""
+        """Returns the kernels' arguments for a pass of the text decoder, of ``num_rows`` rows, padding included."""
         rows = {name: each[:num_rows] for name, each in self._rows.device.items()}
         return pass_adapters(self._anchor, self._slabs.device["slabs"], rows)

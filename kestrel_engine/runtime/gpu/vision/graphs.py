@@ -1,4 +1,4 @@
-"""VisionGraphs: captured CUDA graphs of the vision tower's pass, one for each number of crops.
+"""VisionGraphs: captured CUDA graphs of the vision tower's pass, one for each number of crops, others with adapters.
 
 Without a graph, a pass is some 190 launches, each of which releases the GIL and acquires it again. While other threads
 decoded images, the device waited for the host for a tenth of the time.
@@ -7,12 +7,23 @@ decoded images, the device waited for the host for a tenth of the time.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ....types.adapter import Adapter
 from ....types.progress import Progress
+from ..attention.patches import BATCHES
 from .tower import MAX_CROPS, FusedVision
+
+
+class PassShape(NamedTuple):
+    """The shape of a captured pass. ``adapted``: an adapter of one of its crops changes the tower."""
+
+    crops: int
+    adapted: bool = False
 
 
 class VisionGraphs:
@@ -30,7 +41,18 @@ class VisionGraphs:
             (max_crops, side, side, config.in_channels), dtype=torch.uint8, device=weight.device
         )
         self._features = weight.new_zeros((max_crops, config.grid**2, config.enc_dim))
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[PassShape, torch.cuda.CUDAGraph] = {}
+        # With adapters, not every number of crops has a graph, so that the start takes little longer.
+        rungs = (
+            () if vision.changes is None else (*(n for n in BATCHES if n < max_crops), max_crops)
+        )
+        self._adapted_rungs: tuple[int, ...] = rungs
+
+    @property
+    def shapes(self) -> list[PassShape]:
+        """All shapes, the largest first, so that smaller graphs reuse the memory of larger ones."""
+        adapted = [PassShape(count, True) for count in reversed(self._adapted_rungs)]
+        return adapted + [PassShape(count) for count in range(self._max_crops, 0, -1)]
 
     def capture(self, progress: Progress | None = None) -> None:
         """Warms up every size for which attention makes a separate plan, then captures all sizes, the largest first."""
@@ -38,19 +60,19 @@ class VisionGraphs:
         with torch.cuda.stream(self._stream), self._vision.attention.chosen():
             self._vision.warm_up(self._max_crops)
             self._stream.synchronize()
-            for count in range(self._max_crops, 0, -1):
+            shapes = self.shapes
+            for index, shape in enumerate(shapes):
                 graph = torch.cuda.CUDAGraph()
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
-                    self._vision.encode_pass(self._crops[:count], self._features[:count])
+                    self._body(shape)
                 finally:
                     graph.capture_end()
-                self._graphs[count] = graph
+                self._graphs[shape] = graph
                 if progress is not None:
-                    done = self._max_crops - count + 1
-                    progress(done, self._max_crops, f"vision graph of {count} crops")
+                    progress(index + 1, len(shapes), f"vision graph of {shape.crops} crops")
 
-    def encode_crops(self, crops: Tensor) -> Tensor:
+    def encode_crops(self, crops: Tensor, adapters: Sequence[Adapter | None] = ()) -> Tensor:
         """As `FusedVision.encode_crops`."""
         config = self._vision.config
         out = self._features.new_empty(len(crops), config.grid**2, config.enc_dim)
@@ -58,9 +80,21 @@ class VisionGraphs:
         for first in range(0, len(crops), size):
             part = crops[first : first + size]
             self._crops[: len(part)].copy_(part)
-            self._graphs[len(part)].replay()
+            own = adapters[first : first + size]
+            self._graphs[self._sent(own, len(part))].replay()
             out[first : first + len(part)].copy_(self._features[: len(part)])
         return out
+
+    def _sent(self, adapters: Sequence[Adapter | None], count: int) -> PassShape:
+        """Returns the shape of a pass over ``count`` crops, and enqueues the copy of where their adapters are."""
+        # Without rungs, `send_adapters` refuses adapters.
+        padded = next((rung for rung in self._adapted_rungs if rung >= count), count)
+        adapted = self._vision.send_adapters(adapters, padded)
+        return PassShape(padded if adapted else count, adapted)
+
+    def _body(self, shape: PassShape) -> None:
+        count = shape.crops
+        self._vision.encode_pass(self._crops[:count], self._features[:count], adapted=shape.adapted)
 
     def clear(self) -> None:
         self._graphs.clear()

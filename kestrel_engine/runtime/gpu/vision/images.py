@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ....types.adapter import Adapter
+from ....types.requests import PreparedImage
 from ....types.step import EmbedRead, EncodeSlice
 from ...embedding import FetchedEmbedding, fetch
 from ...kept_crops import KeptCrops
@@ -61,9 +63,10 @@ class EncodedImages:
         crops = self._crops_of(pieces)
         features = None
         if sum(map(len, crops)):
-            features = self.encode_crops(crops[0] if len(crops) == 1 else torch.cat(crops))
+            together = crops[0] if len(crops) == 1 else torch.cat(crops)
+            features = self.encode_crops(together, _of_crops(pieces))
         begin = 0
-        complete: list[tuple[str, Tensor, tuple[int, int]]] = []
+        complete: list[tuple[PreparedImage, Tensor]] = []
         for piece in pieces:
             key = piece.image.key
             if piece.first == 0:
@@ -77,24 +80,30 @@ class EncodedImages:
                 joined = parts[0] if len(parts) == 1 else torch.cat(parts)
                 if piece.image.keeps_features:
                     self._features[key] = [joined]
-                complete.append((key, joined, piece.image.tiling))
+                complete.append((piece.image, joined))
         if not complete:
             return
-        embedded = self._vision.embed_many([(joined, tiling) for _, joined, tiling in complete])
-        for (key, _, _), embedding in zip(complete, embedded, strict=True):
-            self._prefixes[key] = torch.cat([self._bos[None], embedding])
+        embedded = self._vision.embed_many(
+            [(joined, image.tiling) for image, joined in complete],
+            [image.adapter for image, _ in complete],
+        )
+        for (image, _), embedding in zip(complete, embedded, strict=True):
+            self._prefixes[image.key] = torch.cat([self._bos[None], embedding])
 
     def embedding(self, read: EmbedRead) -> FetchedEmbedding:
         """Enqueues the copies of embeddings. The image was encoded."""
         key, spec, crops = read.image.key, read.spec, None
         if spec.crops:
             (features,) = self._features[key]
-            crops = torch.stack(self._vision.embed_many([(f[None], (1, 1)) for f in features]))
+            each = [(feature[None], (1, 1)) for feature in features]
+            adapters = [read.image.adapter] * len(each)
+            crops = torch.stack(self._vision.embed_many(each, adapters))
         return fetch(spec, self.prefix(key)[1:] if spec.image else None, crops)
 
     def warm_up(self) -> None:
-        """Compiles the kernels that make crops."""
+        """Compiles the kernels that make crops, and those of adapters of the projector."""
         self._make_crops.warm_up()
+        self._vision.warm_up_projector()
 
     def _crops_of(self, pieces: Sequence[EncodeSlice]) -> list[Tensor]:
         """Returns the crops [n, S, S, 3] uint8 of each piece that are encoded, on the device; n may be 0."""
@@ -118,3 +127,10 @@ class EncodedImages:
                     self._upload(own, target)
                 found.append(target)
         return found
+
+
+def _of_crops(pieces: Sequence[EncodeSlice]) -> list[Adapter | None]:
+    """Returns the adapters of the crops that pass through the tower; empty if there are none."""
+    if all(piece.image.adapter is None for piece in pieces):
+        return []
+    return [piece.image.adapter for piece in pieces for _ in range(piece.num_encoded)]

@@ -23,10 +23,13 @@ from ....kernels.images.pool_tiles import pool_tiles
 from ....kernels.layer_norm import layer_norm
 from ....kernels.linear.fp8_rows import layer_norm_fp8
 from ....models.layers import LayerNorm, Linear, Tensors
+from ....types.adapter import Adapter
 from ....types.model_config import VisionConfig
+from ..adapters.layout import SlabLayout
 from ..attention.patches import BATCHES, CropAttention
 from ..gemm import Fp8Gelu, Fp8Linear, add_linear, linear, linear_gelu, require_exact
 from ..weights import PADDED_PATCHES, running_sums
+from .changes import BlockChanges, VisionChanges, changing_projector, changing_tower
 
 MAX_CROPS = BATCHES[-1]
 """The most crops of one pass. Bounds the activations: about 12 MB a crop for a released model with two-byte numbers."""
@@ -68,12 +71,20 @@ class Fp8Block:
 
 class FusedVision:
     """The vision tower. ``tensors``: a packed checkpoint (`weights.pack_weights`), in the dtype and on the device of
-    the computation. ``fp8``: the blocks compute in FP8, with FP8 copies of their weights.
+    the computation. ``fp8``: the blocks compute in FP8, with FP8 copies of their weights. ``adapters``: the layout of
+    adapters' slabs and the anchor of these; None if images have no adapters.
 
     Raises ConfigError for shapes that do not support FP8.
     """
 
-    def __init__(self, config: VisionConfig, tensors: Tensors, *, fp8: bool = False) -> None:
+    def __init__(
+        self,
+        config: VisionConfig,
+        tensors: Tensors,
+        *,
+        fp8: bool = False,
+        adapters: tuple[SlabLayout, Tensor] | None = None,
+    ) -> None:
         self.config = config
         self._patch_weight = tensors[PADDED_PATCHES]
         require_exact(self._patch_weight.dtype)
@@ -107,14 +118,21 @@ class FusedVision:
         head_dim = config.enc_dim // config.enc_n_heads
         heads = config.enc_n_heads
         self.attention = CropAttention(config.grid**2, heads, head_dim, weight.dtype, weight.device)
+        self.changes: VisionChanges | None = None
+        """None if images have no adapters."""
+        if adapters is not None:
+            self.changes = VisionChanges(
+                *adapters, max_crops=MAX_CROPS, max_images=MAX_IMAGES, patches=config.grid**2
+            )
 
     @property
     def weight(self) -> Tensor:
         """A weight of the tower, which has the dtype and the device of the computation."""
         return self._patch_weight
 
-    def encode_crops(self, crops: Tensor) -> Tensor:
-        """Encodes ``crops`` [n, crop_size, crop_size, channels] uint8 on the model's device, n > 0.
+    def encode_crops(self, crops: Tensor, adapters: Sequence[Adapter | None] = ()) -> Tensor:
+        """Encodes ``crops`` [n, crop_size, crop_size, channels] uint8 on the model's device, n > 0. ``adapters``: those
+        of the crops; empty if no crop has one.
 
         Returns [n, patches, enc_dim], the output of the last LayerNorm.
         """
@@ -125,8 +143,18 @@ class FusedVision:
         with self.attention.chosen():
             for first in range(0, len(crops), size):
                 last = min(first + size, len(crops))
-                self.encode_pass(crops[first:last], out[first:last])
+                adapted = self.send_adapters(adapters[first:last], last - first)
+                self.encode_pass(crops[first:last], out[first:last], adapted=adapted)
         return out
+
+    def send_adapters(self, adapters: Sequence[Adapter | None], padded: int) -> bool:
+        """Returns whether an adapter of a pass's crops changes the tower. If one does, enqueues the copy of where the
+        adapters are. ``padded``: the crops of the pass, padding included."""
+        if not changing_tower(adapters):
+            return False
+        assert self.changes is not None, "this runtime computes no adapters"
+        self.changes.send_crops(adapters, padded)
+        return True
 
     def warm_up(self, max_crops: int = MAX_CROPS) -> None:
         """Runs every size of a pass for which attention makes a separate plan. Call it on the thread that encodes."""
@@ -136,9 +164,15 @@ class FusedVision:
         crops = torch.randint(0, 255, shape, dtype=torch.uint8, device=self._patch_weight.device)
         for size in sorted({self.attention.padded(n) for n in range(1, max_crops + 1)}):
             self.encode_crops(crops[:size])
+        if self.changes is not None:
+            self.changes.send_crops((), 1)
+            out = self._patch_weight.new_empty(1, config.grid**2, config.enc_dim)
+            with self.attention.chosen():
+                self.encode_pass(crops[:1], out, adapted=True)
 
-    def encode_pass(self, crops: Tensor, out: Tensor) -> None:
-        """Encodes up to MAX_CROPS crops into ``out``, as `encode_crops` does. Call it inside ``attention.chosen()``."""
+    def encode_pass(self, crops: Tensor, out: Tensor, *, adapted: bool = False) -> None:
+        """Encodes up to MAX_CROPS crops into ``out``, as `encode_crops` does. Call it inside ``attention.chosen()``.
+        ``adapted``: with the adapters that `send_adapters` sent, and not in FP8."""
         n, patches, dim = out.shape
         weight = self._patch_weight
         x = weight.new_empty(n, patches, dim)
@@ -150,7 +184,10 @@ class FusedVision:
         if len(qkv) > len(x):
             # The padding is never read, but some kernels are slow or warn if it holds NaN.
             qkv[len(x) :].zero_()
-        if self._fp8_blocks:
+        if adapted:
+            assert self.changes is not None, "this runtime computes no adapters"
+            self._blocks_with_adapters(x, qkv, patches, self.changes.of_crops(n))
+        elif self._fp8_blocks:
             self._blocks_in_fp8(x, qkv, patches)
         else:
             self._blocks(x, qkv, patches)
@@ -171,6 +208,24 @@ class FusedVision:
             add_linear(x, self._attend(qkv, patches)[: len(x)], block.proj)
             layer_norm(x, block.ln2.weight, block.ln2.bias, pending=block.pending[1], out=u)
             add_linear(x, linear_gelu(u, block.fc1), block.fc2)
+
+    def _blocks_with_adapters(
+        self, x: Tensor, qkv: Tensor, patches: int, changes: list[BlockChanges]
+    ) -> None:
+        """As `_blocks`, and adds the ``changes`` of each block. That of fc1 applies the GELU."""
+        u = torch.empty_like(x)
+        for block, change in zip(self.blocks, changes, strict=True):
+            layer_norm(x, block.ln1.weight, block.ln1.bias, pending=block.pending[0], out=u)
+            linear(u, block.qkv, out=qkv[: len(x)])
+            change.qkv.add(u, qkv[: len(x)])
+            attended = self._attend(qkv, patches)[: len(x)]
+            add_linear(x, attended, block.proj)
+            change.proj.add(attended, x)
+            layer_norm(x, block.ln2.weight, block.ln2.bias, pending=block.pending[1], out=u)
+            hidden = linear(u, block.fc1)
+            change.fc1.add(u, hidden, gelu=True)
+            add_linear(x, hidden, block.fc2)
+            change.fc2.add(hidden, x)
 
     def _blocks_in_fp8(self, x: Tensor, qkv: Tensor, patches: int) -> None:
         """As `_blocks`, in FP8. The next LayerNorm, not the MLP's GEMM, adds the MLP's output to the stream."""
@@ -193,20 +248,55 @@ class FusedVision:
         heads, dim = self.config.enc_n_heads, self.config.enc_dim
         return self.attention(qkv.view(-1, patches, 3, heads, dim // heads)).view(-1, dim)
 
-    def embed_many(self, images: Sequence[tuple[Tensor, tuple[int, int]]]) -> list[Tensor]:
+    def embed_many(
+        self,
+        images: Sequence[tuple[Tensor, tuple[int, int]]],
+        adapters: Sequence[Adapter | None] = (),
+    ) -> list[Tensor]:
         """Returns the embedding [grid * grid, proj_out_dim] of each image.
 
         ``images``: for each image the features [n, patches, enc_dim] of its distinct crops, and its tiling.
+        ``adapters``: those of the images; empty if no image has one.
         """
         embeddings: list[Tensor] = []
         for first in range(0, len(images), MAX_IMAGES):
-            embeddings += self._embed_pass(images[first : first + MAX_IMAGES])
+            last = first + MAX_IMAGES
+            embeddings += self._embed_pass(images[first:last], adapters[first:last])
         return embeddings
 
-    def _embed_pass(self, images: Sequence[tuple[Tensor, tuple[int, int]]]) -> list[Tensor]:
+    def warm_up_projector(self) -> None:
+        """Compiles the kernels of adapters."""
+        if self.changes is None:
+            return
+        self.changes.send_images([None])
+        config = self.config
+        features = self._patch_weight.new_zeros(1, config.grid**2, 2 * config.enc_dim)
+        self._project_with_adapters(features.flatten(0, 1), 1)
+
+    def _embed_pass(
+        self,
+        images: Sequence[tuple[Tensor, tuple[int, int]]],
+        adapters: Sequence[Adapter | None],
+    ) -> list[Tensor]:
         grid, margin = self.config.grid, self.config.overlap_margin
         both = self._patch_weight.new_empty(len(images), grid * grid, 2 * self.config.enc_dim)
         for row, (features, tiling) in zip(both, images, strict=True):
             pool_tiles(features, tiling, grid, margin, out=row)
-        embedded = linear(linear_gelu(both.flatten(0, 1), self._fc1), self._fc2)
+        rows = both.flatten(0, 1)
+        if changing_projector(adapters):
+            assert self.changes is not None, "this runtime computes no adapters"
+            self.changes.send_images(adapters)
+            embedded = self._project_with_adapters(rows, len(images))
+        else:
+            embedded = linear(linear_gelu(rows, self._fc1), self._fc2)
         return list(embedded.view(len(images), grid * grid, -1))
+
+    def _project_with_adapters(self, rows: Tensor, count: int) -> Tensor:
+        """Projects the ``rows`` of ``count`` images with the adapters that `VisionChanges.send_images` sent."""
+        assert self.changes is not None, "this runtime computes no adapters"
+        fc1, fc2 = self.changes.of_images(count)
+        hidden = linear(rows, self._fc1)
+        fc1.add(rows, hidden, gelu=True)
+        embedded = linear(hidden, self._fc2)
+        fc2.add(hidden, embedded)
+        return embedded

@@ -90,7 +90,7 @@ def test_mixed_requests(family, most_rows, monkeypatch):
         monkeypatch.setattr(decode_step, "MAX_TOKENS", most_rows)
         monkeypatch.setattr(decode_step, "INLINE_TAU_ROWS", most_rows)
     config, tensors = small_model(family)
-    layout = SlabLayout(config.text, torch.float32, torch.device(DEVICE))
+    layout = SlabLayout(config, torch.float32, torch.device(DEVICE))
     first, second = adapters_of(config, layout, (1, 5, "attn"), (2, 35, ""))
     third = with_input_change(config, layout)
     reference = TorchRuntime(

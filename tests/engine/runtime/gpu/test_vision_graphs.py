@@ -2,7 +2,7 @@
 
 import torch
 
-from kestrel_engine.runtime.gpu.vision.graphs import VisionGraphs
+from kestrel_engine.runtime.gpu.vision.graphs import PassShape, VisionGraphs
 from kestrel_engine.runtime.gpu.vision.tower import FusedVision
 from kestrel_engine.runtime.gpu.weights import pack_weights
 from tests.engine.runtime.gpu.small_models import small_model
@@ -33,7 +33,7 @@ def test_crops_beyond_the_largest_pass_go_in_passes_of_one_size():
             ran.append(self.count)
             super().replay()
 
-    graphs._graphs = {count: Noted(graphs, vision, count) for count in (1, 2, 3)}
+    graphs._graphs = {PassShape(count): Noted(graphs, vision, count) for count in (1, 2, 3)}
     side = config.vision.crop_size
     crops = torch.randint(0, 255, (4, side, side, 3), dtype=torch.uint8, device=DEVICE)
     assert torch.allclose(graphs.encode_crops(crops), vision.encode_crops(crops), atol=1e-5)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from kestrel_engine.runtime.gpu.state.staging import ImageUploader, Uploader
 from kestrel_engine.runtime.gpu.vision.device_crops import DeviceCrops
 from kestrel_engine.types.requests import PreparedImage
 from kestrel_engine.types.step import EncodeSlice, StepPlan
+from tests.engine.adapters.random_adapters import adapter, random_tensors
 from tests.engine.runtime.gpu.small_models import picture, small_model
 
 pytestmark = pytest.mark.skipif(
@@ -130,10 +132,12 @@ def test_the_crops_of_any_images_need_no_other_kernels_than_warm_up(launches: La
 def test_serving_launches_nothing_that_warm_up_did_not(family: str, launches: Launches) -> None:
     config, tensors = small_model(family)
     sizes = {"num_pages": 30, "page_size": 17, "max_batch_size": 3, "max_seq_length": 200}
-    layout = SlabLayout(config.text, torch.float32, torch.device("cpu"))
+    layout = SlabLayout(config, torch.float32, torch.device("cpu"))
     runtime = GpuRuntime(config, tensors, adapters=layout, **sizes)
     runtime._decode.warm_up()
     runtime._warm_up_samples()
+    runtime.vision.warm_up(1)
+    runtime._images.warm_up()
     first = picture("first", (1, 1), config, seed=1)
     runtime.collect(runtime.launch(StepPlan(0, encode=(EncodeSlice(first, 0, first.num_crops),))))
     warm = set(launches.kinds)
@@ -150,8 +154,12 @@ def test_serving_launches_nothing_that_warm_up_did_not(family: str, launches: La
     assert {variant.adapters for variant in variants} == {False, True}
     for variant in variants:
         runtime._decode._body(variant)
+    tensors = random_tensors(config, 1, 3, only="vision.", vision=True)
+    plain = adapter("sight", tensors)
+    sight = replace(plain, slabs=layout.pack(plain.weights))
     for step, tiling in enumerate(((1, 2), (2, 1), (2, 2)), 1):
         image = picture(str(tiling), tiling, config, seed=step)
+        image = image if step == 1 else image.with_adapter(sight)
         plan = StepPlan(step, encode=(EncodeSlice(image, 0, image.num_crops),))
         runtime.collect(runtime.launch(plan))
     # Prefill.warm_up has a size of each kind of rows for layer_norm; its 2,000 rows take too long here.
