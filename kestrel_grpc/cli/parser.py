@@ -31,6 +31,10 @@ EXIT_INTERRUPTED = 130
 
 COMMANDS = {
     "serve": ("serve", "serve a model over gRPC"),
+    "cluster": (
+        "cluster.command",
+        "serve on the nodes of a Ray cluster: start, upgrade, list, end",
+    ),
     "query": ("requests.skills", "ask a question, about an image or without one"),
     "caption": ("requests.skills", "describe an image"),
     "point": ("requests.skills", "find the centres of objects"),

@@ -11,6 +11,7 @@ from typing import Any
 
 from kestrel_engine import RuntimeConfig
 
+from .cluster import ClusterConfig
 from .debug import DebugConfig
 from .flags import Parser, add_settings
 from .http import HttpConfig
@@ -76,6 +77,7 @@ def known_settings() -> Sequence[Setting]:
     """All settings that a file may hold, because one file serves all commands."""
     parser = Parser(add_help=False)
     add_flags(parser, {})
+    add_settings(parser, ClusterConfig, environ={})
     return parser.sources.settings
 
 
@@ -104,6 +106,20 @@ def print_configuration(
     if variables:
         lines += ["", "# Variables that no file can set:", *variables]
     return "\n".join(lines)
+
+
+def given_settings(settings: Sequence[Setting], args: argparse.Namespace) -> str:
+    """TOML of those ``settings`` that are not defaults. It gives the same configuration on another machine."""
+    sections: dict[str, list[str]] = {}
+    for setting in settings:
+        value = getattr(args, setting.dest)
+        is_default = args.sources[setting.dest].kind == "default"
+        if setting.section is not None and value is not None and not is_default:
+            sections.setdefault(setting.section, []).append(_line(setting, value))
+    return "".join(
+        f"[{section}]\n" + "".join(f"{line}\n" for line in lines)
+        for section, lines in sections.items()
+    )
 
 
 def _line(setting: Setting, value: Any) -> str:

@@ -1,0 +1,1 @@
+"""The command ``cluster``, and the process of a server of a cluster."""

@@ -1,0 +1,157 @@
+"""``cluster``: places servers on the nodes of a Ray cluster, and says where they are.
+
+Only ``up`` and ``down`` load Ray. The others ask the directory over HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+
+from ...cluster.directory import Server
+from ...cluster.follow import EVERY_S, DirectoryError, Follower, ask
+from ...cluster.plan import cluster_plan
+from ...logs.records import flush_log, set_up_logging
+from ...settings.addresses import AddressError
+from ...settings.cluster import ClusterConfig
+from ...settings.configuration import add_flags, configuration
+from ...settings.flags import Parser, add_settings, configured
+from ..parser import CommandError, CommandParser
+
+_ESSENTIAL = (
+    "--model",
+    "--weights",
+    "--device",
+    "--config",
+    "--replicas",
+    "--max-replicas",
+    "--replica-gpus",
+    "--ray-address",
+    "--insecure-listen",
+    "--auth-tokens",
+    "--tls-cert",
+    "--tls-key",
+    "--addresses-file",
+    "--endpoints-file",
+)
+_ACTIONS = {
+    "up": "start the servers, or upgrade them to these settings, and wait until they serve",
+    "status": "list the servers",
+    "follow": "write the servers to --addresses-file and --endpoints-file whenever they change",
+    "down": "end the servers, once their running requests have ended",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    actions = "\n".join(f"  {name:<8}{what}" for name, what in _ACTIONS.items())
+    parser.epilog = (
+        f"actions:\n{actions}\n\n"
+        "Settings are those of serve, and the section [cluster] of the same file. Each server listens at the address\n"
+        "of its node; --listen has no effect. Files that settings name must be on every node."
+    )
+    parser.add_argument(
+        "action",
+        nargs="?",
+        choices=tuple(_ACTIONS),
+        default="up",
+        metavar="ACTION",
+        help=f"{', '.join(_ACTIONS)} [up]",
+    )
+    add_flags(parser)
+    add_settings(parser, ClusterConfig)
+    assert isinstance(parser, Parser)
+    if isinstance(parser, CommandParser):
+        parser.essential = _ESSENTIAL
+    parser.add_argument(
+        "--directory",
+        metavar="URL",
+        help="for status and follow: the list of servers [http://, --directory-listen, and --application as path]",
+    )
+    parser.add_argument(
+        "--addresses-file", type=Path, metavar="FILE", help="for follow: an address a line"
+    )
+    parser.add_argument(
+        "--endpoints-file",
+        type=Path,
+        metavar="FILE",
+        help="for follow: what Envoy's EDS reads (path_config_source)",
+    )
+    parser.add_argument("--json", action="store_true", help="for status: print JSON")
+    parser.set_defaults(settings=parser.sources.settings)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = configured(ClusterConfig, args)
+    url = args.directory or f"http://{config.directory_listen}/{config.application}"
+    if args.action == "status":
+        return _status(url, args.json)
+    if args.action == "follow":
+        return _follow(url, args)
+    on_ray = _ray()
+    try:
+        if args.action == "down":
+            on_ray.connect(config)
+            on_ray.remove(config)
+            return 0
+        plan = cluster_plan(args, configuration(args), args.settings)
+        on_ray.connect(config)
+        on_ray.deploy(plan)
+    except (on_ray.ClusterError, AddressError) as error:
+        raise CommandError(str(error)) from None
+    print(
+        f"kestrel-grpc cluster ready: {plan.task.model}, settings {plan.task.version}, listed at {url}"
+    )
+    return 0
+
+
+def _ray() -> ModuleType:
+    """Raises CommandError."""
+    try:
+        from ...cluster import on_ray
+    except ImportError as error:
+        raise CommandError(
+            f"needs Ray, of which {error.name} is missing; install it with pip install 'kestrel-grpc[ray]'"
+        ) from None
+    return on_ray
+
+
+def _status(url: str, as_json: bool) -> int:
+    try:
+        servers = ask(url)
+    except DirectoryError as error:
+        raise CommandError(str(error)) from None
+    if as_json:
+        print(json.dumps([asdict(each) for each in servers], indent=1))
+    else:
+        for each in servers:
+            print(_line(each))
+    return 0 if servers else 1
+
+
+def _line(server: Server) -> str:
+    load = " ".join(f"{name}={value:.2f}" for name, value in server.load.items())
+    return f"{server.address} {server.model} {server.version} node={server.node[:12]} {load}"
+
+
+def _follow(url: str, args: argparse.Namespace) -> int:
+    if args.addresses_file is None and args.endpoints_file is None:
+        raise CommandError("follow needs --addresses-file, --endpoints-file or both")
+    set_up_logging("info", "text")
+    stopping = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopping.set())
+    follower = Follower(url, args.addresses_file, args.endpoints_file)
+    try:
+        while not stopping.is_set():
+            follower.follow()
+            stopping.wait(EVERY_S)
+    except OSError as error:
+        raise CommandError(f"{error.filename}: {error.strerror}") from None
+    finally:
+        flush_log()
+    return 0

@@ -1,0 +1,230 @@
+"""The replicas of Ray Serve, and their directory. The only module that imports Ray.
+
+Ray Serve carries no calls here. Its HTTP proxy answers with the directory, and its handles carry what servers say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import warnings
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from kestrel_client import KestrelError
+
+from ..settings.cluster import ClusterConfig
+from .directory import BEAT_S, Directory, Server, as_json
+from .plan import ClusterPlan, ServerTask
+from .scaling import LoadPolicy
+from .server import ServerError, ServerProcess
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY = "Directory"
+_HEALTH_EVERY_S, _HEALTH_WITHIN_S = 1.0, 30.0
+_UNWELL_S = 120.0
+"""A server that runs and does not serve for so long, such as one that an administrator drained, is replaced."""
+_METRICS_S, _LOOK_BACK_S = 1.0, 5.0
+_SENDING_S = 5.0
+_MOST_STARTS = 3
+"""How often Serve tries to start a server before an upgrade fails."""
+
+
+class ClusterError(Exception):
+    """The cluster cannot be reached, or cannot run the servers. The message is one line."""
+
+
+class Replica:
+    """Runs a server on its node, and says where it is, whether it serves and how busy it is."""
+
+    async def __init__(self, task: ServerTask) -> None:  # type: ignore[misc]
+        context = serve.get_replica_context()
+        self._task, self._name = task, context.replica_tag
+        self._directory = serve.get_deployment_handle(DIRECTORY, app_name=context.app_name)
+        self._server = await ServerProcess.start(task, ray.util.get_node_ip_address(), self._name)
+        self._load: dict[str, float] = {}
+        self._well_at = time.monotonic()
+        self._beating = asyncio.create_task(self._beat())
+
+    async def check_health(self) -> None:
+        """Serve replaces this replica if this raises three times in a row."""
+        how = self._server.has_ended()
+        if how is not None:
+            raise ServerError(f"the server at {self._server.address} has ended: {how}")
+        unwell_s = time.monotonic() - self._well_at
+        if unwell_s > _UNWELL_S:
+            raise ServerError(
+                f"the server at {self._server.address} has not served for {unwell_s:.0f} s"
+            )
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        return self._load
+
+    async def __del__(self) -> None:
+        """Serve waits for this when it ends a replica."""
+        self._beating.cancel()
+        with contextlib.suppress(Exception):  # Nobody can be told; the server ends nevertheless.
+            async with asyncio.timeout(_SENDING_S):
+                await self._directory.leave.remote(self._name)
+        await self._server.stop(self._task.ending_s)
+
+    async def _beat(self) -> None:
+        lost = False
+        while self._server.has_ended() is None:
+            serving = await self._server.is_serving()
+            if serving:
+                self._well_at = time.monotonic()
+                with contextlib.suppress(KestrelError):
+                    self._load = await self._server.load()
+            try:
+                async with asyncio.timeout(_SENDING_S):
+                    await self._directory.beat.remote(self._self(serving))
+                lost = False
+            except Exception as error:  # Whatever Ray raises while the directory restarts.
+                if not lost:
+                    logger.warning("the directory does not answer: %s", error)
+                lost = True
+            await asyncio.sleep(BEAT_S)
+        with contextlib.suppress(Exception):  # It expires there.
+            await self._directory.leave.remote(self._name)
+
+    def _self(self, serving: bool) -> Server:
+        return Server(
+            replica=self._name,
+            address=self._server.address,
+            node=ray.get_runtime_context().get_node_id(),
+            model=self._task.model,
+            version=self._task.version,
+            serving=serving,
+            load=self._load,
+        )
+
+
+class DirectoryReplica:
+    """The directory. ``GET /NAME`` lists the servers as JSON, ``GET /NAME/addresses`` their addresses as text."""
+
+    def __init__(self, _: Any) -> None:
+        """The servers are an argument only so that Serve deploys them too."""
+        self._directory = Directory(time.monotonic())
+
+    async def beat(self, server: Server) -> None:
+        self._directory.beat(server, time.monotonic())
+
+    async def leave(self, replica: str) -> None:
+        self._directory.leave(replica)
+
+    async def __call__(self, request: Request) -> Response:
+        now = time.monotonic()
+        if request.method not in ("GET", "HEAD"):
+            return PlainTextResponse(
+                "the directory answers GET only\n", 405, {"allow": "GET, HEAD"}
+            )
+        if not self._directory.is_complete(now):
+            return PlainTextResponse("the directory has just started\n", 503, {"retry-after": "1"})
+        servers = self._directory.servers(now)
+        path = request.url.path.rstrip("/")
+        if path.endswith("/addresses"):
+            return PlainTextResponse("".join(f"{each.address}\n" for each in servers))
+        return JSONResponse(as_json(servers))
+
+
+def application(plan: ClusterPlan) -> serve.Application:
+    """The application for ``serve.run``. Needs a connection to the cluster. Raises ClusterError, AddressError."""
+    config = plan.config
+    gpus = plan.gpus(ray.cluster_resources().get("GPU", 0) > 0)
+    _check_nodes(plan, gpus)
+    options: dict[str, Any] = {"num_replicas": config.replicas}
+    if config.scales:
+        options = {"autoscaling_config": _autoscaling(config)}
+    replica = serve.deployment(Replica).options(
+        **options,
+        ray_actor_options={"num_cpus": config.replica_cpus, "num_gpus": gpus},
+        max_replicas_per_node=1 if config.replica_port else None,
+        health_check_period_s=_HEALTH_EVERY_S,
+        health_check_timeout_s=_HEALTH_WITHIN_S,
+        graceful_shutdown_timeout_s=plan.task.ending_s + 2 * _SENDING_S,
+        max_constructor_retry_count=_MOST_STARTS,
+        max_surge_percent=config.surge,
+    )
+    directory = serve.deployment(DirectoryReplica).options(
+        name=DIRECTORY,
+        ray_actor_options={"num_cpus": 0},
+        logging_config={"enable_access_log": False},  # A line for each beat.
+        max_ongoing_requests=1000,
+        graceful_shutdown_timeout_s=1.0,
+        graceful_shutdown_wait_loop_s=0.1,
+        health_check_period_s=_HEALTH_EVERY_S,
+    )
+    return directory.bind(replica.bind(plan.task))
+
+
+def connect(config: ClusterConfig) -> None:
+    """Raises ClusterError."""
+    try:
+        ray.init(address=config.ray_address, logging_level=logging.WARNING, log_to_driver=True)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        line = " ".join(str(error).split())[:300]
+        raise ClusterError(
+            f"no Ray cluster at {config.ray_address} ({line}); start one with ray start --head"
+        ) from None
+
+
+def deploy(plan: ClusterPlan) -> None:
+    """Deploys or upgrades, and waits until all servers serve. Raises ClusterError, AddressError."""
+    config = plan.config
+    host, _, port = config.directory_listen.rpartition(":")
+    app = application(plan)
+    serve.start(
+        proxy_location="HeadOnly", http_options={"host": host.strip("[]"), "port": int(port)}
+    )
+    try:
+        serve.run(app, name=config.application, route_prefix=f"/{config.application}")
+    except RuntimeError as error:
+        raise ClusterError(" ".join(str(error).split())) from None
+
+
+def remove(config: ClusterConfig) -> None:
+    """Drains and ends all servers."""
+    serve.delete(config.application)
+
+
+def _check_nodes(plan: ClusterPlan, gpus: float) -> None:
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    plan.check_nodes([node["NodeManagerAddress"] for node in nodes])
+    most = max(node["Resources"].get("GPU", 0) for node in nodes)
+    if gpus > most:
+        raise ClusterError(
+            f"each server needs {gpus:g} GPU, and no node of the cluster has as many; give --device cpu, or start "
+            "nodes with GPUs"
+        )
+
+
+def _autoscaling(config: ClusterConfig) -> AutoscalingConfig:
+    policy = AutoscalingPolicy(
+        policy_function=LoadPolicy,
+        policy_kwargs={
+            "utilization": config.target_utilization,
+            "queue_wait_s": config.target_queue_wait_s,
+            "kv_use": config.target_kv_use,
+            "up_delay_s": config.scale_up_delay_s,
+            "down_delay_s": config.scale_down_delay_s,
+        },
+    )
+    with warnings.catch_warnings():
+        # The interval is a variable of every node otherwise, and 10 s.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return AutoscalingConfig(
+            min_replicas=config.replicas,
+            max_replicas=config.max_replicas,
+            metrics_interval_s=_METRICS_S,
+            look_back_period_s=_LOOK_BACK_S,
+            policy=policy,
+        )

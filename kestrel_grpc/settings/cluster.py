@@ -1,0 +1,165 @@
+"""ClusterConfig: whole servers on the nodes of a Ray cluster. How many, on what resources, and when there are more."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from kestrel_engine import ConfigError, SettingGroup, check_settings, setting
+
+from .addresses import parse_address, unix_path
+
+CLUSTER = SettingGroup("cluster", "cluster")
+MOST_REPLICAS = 1000
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+
+
+def _application(text: str) -> str:
+    if _NAME.fullmatch(text) is None:
+        raise ValueError(
+            "must be 1 to 63 lower-case letters, digits and dashes, not a dash at an end"
+        )
+    return text
+
+
+def _tcp(text: str) -> str:
+    if unix_path(text) is not None:
+        raise ValueError("must be HOST:PORT")
+    return parse_address(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """The default is one replica: one server process on one GPU, or on processors. Raises ConfigError."""
+
+    application: str = setting(
+        "kestrel",
+        CLUSTER,
+        "name of the application of Ray Serve, and the path of its directory over HTTP; another one for each cluster "
+        "of servers",
+        parse=_application,
+        metavar="NAME",
+    )
+    ray_address: str = setting(
+        "auto",
+        CLUSTER,
+        "the Ray cluster: HOST:PORT of its head; auto: RAY_ADDRESS, or the cluster of which this machine is a node",
+        metavar="ADDRESS",
+    )
+    directory_listen: str = setting(
+        "127.0.0.1:8000",
+        CLUSTER,
+        "where Ray Serve answers HTTP on the cluster's head, with the list of servers; no effect once Serve runs",
+        parse=_tcp,
+        metavar="ADDRESS",
+    )
+    replicas: int = setting(
+        1,
+        CLUSTER,
+        "number of servers; with --max-replicas the smallest number",
+        kind="whole",
+        metavar="N",
+        low=1,
+        high=MOST_REPLICAS,
+    )
+    max_replicas: int | None = setting(
+        None,
+        CLUSTER,
+        "largest number of servers; the load decides how many there are",
+        kind="whole",
+        metavar="N",
+        low=1,
+        high=MOST_REPLICAS,
+        shown="that of --replicas",
+    )
+    replica_gpus: float | None = setting(
+        None,
+        CLUSTER,
+        "GPUs of a server, for Ray's choice of a node; 0.5 lets two servers share one",
+        kind="number",
+        metavar="N",
+        low=0,
+        high=1,
+        shown="1 with --device cuda, and with auto if the cluster has GPUs; otherwise 0",
+    )
+    replica_cpus: float = setting(
+        1.0,
+        CLUSTER,
+        "processors of a server, for Ray's choice of a node",
+        kind="number",
+        metavar="N",
+        low=0,
+        high=1024,
+    )
+    replica_port: int = setting(
+        0,
+        CLUSTER,
+        "port of every server, at the address of its node; a node then has at most one; 0: each gets a free port",
+        kind="whole",
+        metavar="PORT",
+        low=0,
+        high=65535,
+    )
+    surge: int = setting(
+        0,
+        CLUSTER,
+        "how many servers more than usual there may be during an upgrade, in percent; with 0, old servers end before "
+        "new ones start on their GPUs",
+        kind="whole",
+        metavar="PERCENT",
+        low=0,
+        high=100,
+    )
+    target_utilization: float = setting(
+        0.8,
+        CLUSTER,
+        "servers are added above this mean of requests divided by places in the batch",
+        kind="number",
+        metavar="SHARE",
+        above=0,
+        high=100,
+    )
+    target_queue_wait_s: float = setting(
+        1.0,
+        CLUSTER,
+        "servers are added above this mean wait of requests in the queue",
+        kind="seconds",
+        metavar="SECONDS",
+        above=0,
+    )
+    target_kv_use: float = setting(
+        0.9,
+        CLUSTER,
+        "servers are added above this mean share of KV pages that requests use",
+        kind="number",
+        metavar="SHARE",
+        above=0,
+        high=1,
+    )
+    scale_up_delay_s: float = setting(
+        10.0,
+        CLUSTER,
+        "how long the load must be too high before servers are added",
+        kind="seconds",
+        metavar="SECONDS",
+        low=0,
+    )
+    scale_down_delay_s: float = setting(
+        300.0,
+        CLUSTER,
+        "how long fewer servers must be enough before some end",
+        kind="seconds",
+        metavar="SECONDS",
+        low=0,
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            limit = f"must be at least --replicas, {self.replicas}"
+            raise ConfigError("max_replicas", self.max_replicas, limit)
+
+    @property
+    def scales(self) -> bool:
+        """Whether the load decides the number of servers."""
+        return self.max_replicas is not None and self.max_replicas > self.replicas
