@@ -17,7 +17,7 @@ from kestrel_client.connection import is_local
 from ... import __version__
 from ...settings.flags import SettingsError
 from ..connection import sdk_errors, servers_of
-from ..parser import EXIT_FAILED, CommandError
+from ..parser import EXIT_FAILED, EXIT_INTERRUPTED, CommandError
 from ..requests.flags import request_options
 from .flags import (
     add_arguments as add_arguments,
@@ -30,6 +30,7 @@ from .reporting.results import (
     KIND,
     Plain,
     best_stage,
+    check_writable,
     describe_machine,
     figures,
     read_results,
@@ -52,6 +53,8 @@ _OBJECTS = ("red circle",)
 def run(args: argparse.Namespace) -> int:
     if args.compare:
         return _compare(args)
+    for path in filter(None, (args.output, args.report)):
+        check_writable(path)
     images = _images(args)
     ramp, limits, slo = ramp_of(args), limits_of(args), slo_of(args)
     plan = ClientPlan(
@@ -69,11 +72,18 @@ def run(args: argparse.Namespace) -> int:
         streaming=not args.unary,
     )
     results: list[Plain] = []
+    interrupted = False
     with sdk_errors(args), open_fleet(plan, args.processes) as fleet:
         info = fleet.server_info()  # Connects, and fails if there is no server.
         content = _content(args, info, results)
         for number, level in enumerate(ramp.levels()):
-            tally, health = _run_stage(args, fleet, number, level)
+            try:
+                tally, health = _run_stage(args, fleet, number, level)
+            except KeyboardInterrupt:
+                if not results:
+                    raise
+                interrupted = True
+                break
             if not number and not tally.succeeded:
                 ((error, _),) = tally.errors.most_common(1) or [("no request ended in time", 0)]
                 raise CommandError(f"no request succeeded: {error}")
@@ -101,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_summary(args, content)))
     else:
         _print(args, content)
-    return 0
+    return EXIT_INTERRUPTED if interrupted else 0
 
 
 def _run_stage(

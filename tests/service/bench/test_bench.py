@@ -74,6 +74,11 @@ async def test_refusals_are_counted_and_a_run_without_an_answer_fails(kestrel, t
     notes.write_text("no image")
     status, _, errors = await kestrel("bench", notes, "--seconds", 0.1)
     assert status == 1 and "not in a supported format" in errors
+    for flag in ("--output", "--report"):
+        status, _, errors = await kestrel("bench", flag, notes / "below")
+        assert status == 1 and "cannot write" in errors
+        status, _, errors = await kestrel("bench", flag, tmp_path)
+        assert status == 1 and "it is a folder" in errors
 
 
 @pytest.mark.parametrize(

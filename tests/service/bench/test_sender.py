@@ -178,8 +178,19 @@ async def test_new_images_are_new_and_their_share_is_kept():
 
 
 async def test_an_image_that_cannot_be_read_ends_the_run_with_its_reason():
-    with pytest.raises(CommandError, match="cannot make a new image from one of the images"):
-        await measure(Server(), "closed", 2, source=ImageSource([b"no image"], 1.0))
+    for loop in ("closed", "open"):
+        with pytest.raises(CommandError, match="cannot make a new image from one of the images"):
+            await measure(Server(), loop, 2, source=ImageSource([b"no image"], 1.0), window=1e6)
+
+
+async def test_an_interrupt_ends_a_stage_at_once():
+    server = Server(lambda _: asyncio.Event().wait())
+    running = asyncio.create_task(measure(server, "closed", 2, window=1e6, drain_s=1e6))
+    while server.calls < 2:
+        await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
 
 
 def test_images_are_bounded(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -128,6 +129,19 @@ def best_stage(results: Sequence[Plain]) -> Plain | None:
     """The stage with the highest goodput of those that were not overloaded."""
     sound = [stage for stage in results if not stage["overloaded"] and stage["requests_success"]]
     return max(sound, key=lambda stage: float(stage["goodput_rps"]), default=None)
+
+
+def check_writable(path: str) -> None:
+    """Raises CommandError if a file cannot be written there. Before a run, because a run may take hours."""
+    folder = Path(path).parent
+    if Path(path).is_dir():
+        raise CommandError(f"cannot write {path!r}: it is a folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise CommandError(f"cannot write {path!r}: {error.strerror}") from None
 
 
 def write_results(path: str, content: Plain) -> None:

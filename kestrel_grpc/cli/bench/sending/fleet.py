@@ -23,7 +23,8 @@ from .sender import Stage
 
 _LEAD_S = 0.3
 """From giving a stage to the processes until it begins."""
-_END_PATIENCE_S = 10.0
+_END_PATIENCE_S = 3.0
+"""An interrupted process may be in the middle of a stage."""
 
 
 class Fleet(Protocol):
@@ -132,7 +133,7 @@ def _serve(pipe: Connection, plan: ClientPlan) -> None:
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # The parent is interrupted too, and closes the pipe.
-    with Client(plan) as client, contextlib.suppress(EOFError, BrokenPipeError):
+    with Client(plan) as client, contextlib.suppress(EOFError, ConnectionError):
         pipe.send((Tally(), ClientHealth()))
         while True:
             stage: Stage = pipe.recv()

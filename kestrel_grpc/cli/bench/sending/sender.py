@@ -7,10 +7,10 @@ connection hold it back, that is part of the latency, as it is for a caller (no 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,9 +78,11 @@ class Sender:
         health = asyncio.create_task(_watch(stage))
         try:
             await (run.closed() if stage.loop == "closed" else run.open())
+            await run.drain(stage.drain_s)
+            return run.tally, await health
         finally:
-            await run.drain()
-        return run.tally, await health
+            health.cancel()
+            await run.drain(0.0)
 
     async def send(self, ask: Ask, times: _Times) -> Any:
         """Sends one request, notes when its tokens come, and returns its result."""
@@ -111,7 +113,7 @@ class Connections:
         self._clients, self._room = clients, room
         self._in_use = [0] * len(clients)
 
-    @contextmanager
+    @contextlib.contextmanager
     def taken(self) -> Iterator[AsyncKestrelClient]:
         """The connection for one call. If none has room, the one with the fewest calls."""
         number = min(range(len(self._clients)), key=self._calls)
@@ -161,13 +163,14 @@ class _StageRun:
         self._rng = random.Random(stage.seed)
         self._running: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
+        self._failed = asyncio.Event()
 
     async def closed(self) -> None:
         """Keeps requests in flight until the window closes."""
         await _until(self._stage.begins_at)
         for _ in range(round(self._stage.level)):
             self._start(self._caller(random.Random(self._rng.random())))
-        await _until(self._closes)
+        await self._closed()
 
     async def _caller(self, rng: random.Random) -> None:
         while (wanted := time.monotonic()) < self._closes:
@@ -183,14 +186,20 @@ class _StageRun:
             intended = self._stage.begins_at + after_s
             if intended >= self._closes:
                 break
-            # Also without a pause, the tasks of sent requests must run.
-            await asyncio.sleep(max(0.0, intended - time.monotonic()))
+            await _until(intended)  # Also if it has passed, the tasks of sent requests run now.
+            if self._failed.is_set():
+                return
             if len(self._running) >= self._stage.most_in_flight:
                 if intended >= self._opens:
                     self.tally.fail(f"not sent: {self._stage.most_in_flight} were in flight")
                 continue
             self._start(self._arrival(random.Random(self._rng.random()), intended))
-        await _until(self._closes)
+        await self._closed()
+
+    async def _closed(self) -> None:
+        """Waits until the window closes or a task fails."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._failed.wait(), max(0.0, self._closes - time.monotonic()))
 
     async def _arrival(self, rng: random.Random, intended: float) -> None:
         try:
@@ -267,12 +276,13 @@ class _StageRun:
         self._running.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or error
+            self._failed.set()
 
-    async def drain(self) -> None:
+    async def drain(self, patience_s: float) -> None:
         """Waits for the requests that are in flight, and cancels those that take too long. Raises what is no failure of
         a request."""
         if running := list(self._running):
-            _, late = await asyncio.wait(running, timeout=self._stage.drain_s)
+            _, late = await asyncio.wait(running, timeout=patience_s)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
