@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import random
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,10 @@ WARM_S, _COLD_S = 25.0, 5.0
 """Seconds of traffic before the first kill, whose p99 is normal, except the first ones."""
 NORMAL = 2.0
 _GREEDY = {"temperature": 0.0, "max_tokens": 12}
-_FRONT, _WORKER, _OTHER = "front", "worker", "process of a worker"
+_FRONT, _WORKER, _OTHER, _TEMPLATE = "front", "worker", "process of a worker", "template of workers"
+_SHOWN = 12
+"""Slow calls that are printed for each kill."""
+_KINDS = (_WORKER, _FRONT, _OTHER, _TEMPLATE)
 
 
 @dataclass(frozen=True)
@@ -110,17 +114,28 @@ class Traffic:
             await client.query(handle, "which colours?", timeout=timeout, **_GREEDY)
 
 
-def victims(supervisor: psutil.Process) -> list[tuple[str, psutil.Process]]:
-    """The processes that may be killed, by kind."""
-    found = []
-    for child in supervisor.children():
-        try:
-            is_front = Path(child.exe()).name == "envoy"
-            found.append((_FRONT if is_front else _WORKER, child))
-            found += [(_OTHER, each) for each in child.children(recursive=True)]
-        except psutil.Error:
-            continue
-    return found
+class Victims:
+    """The processes that may be killed. A worker lives on when its template is killed, but has another parent then."""
+
+    def __init__(self, supervisor: psutil.Process) -> None:
+        self._supervisor = supervisor
+        self._workers: set[psutil.Process] = set()
+
+    def by_kind(self) -> dict[str, list[psutil.Process]]:
+        found = defaultdict(list)
+        for child in self._supervisor.children():
+            with contextlib.suppress(psutil.Error):
+                if Path(child.exe()).name == "envoy":
+                    found[_FRONT].append(child)
+                else:
+                    found[_TEMPLATE].append(child)
+                    self._workers.update(child.children())
+        self._workers = {each for each in self._workers if each.is_running()}
+        for worker in self._workers:
+            with contextlib.suppress(psutil.Error):
+                found[_WORKER].append(worker)
+                found[_OTHER] += worker.children(recursive=True)
+        return {kind: processes for kind, processes in found.items() if processes}
 
 
 async def kill(
@@ -128,13 +143,12 @@ async def kill(
 ) -> list[tuple[float, str]]:
     """Kills until shortly before ``until``. Returns the times and kinds."""
     kills: list[tuple[float, str]] = []
+    found = Victims(supervisor)
     await asyncio.sleep(WARM_S)
     while time.monotonic() < until - every_s:
-        kinds: dict[str, list[psutil.Process]] = {}
-        for kind, process in victims(supervisor):
-            kinds.setdefault(kind, []).append(process)
+        kinds = found.by_kind()
         # Workers half of the time, whatever the number of the others.
-        weights = [2 if kind == _WORKER else 1 for kind in kinds]
+        weights = [len(kinds) - 1 if kind == _WORKER else 1 for kind in kinds]
         (kind,) = rng.choices(list(kinds), weights)
         try:
             rng.choice(kinds[kind]).kill()
@@ -177,7 +191,7 @@ def report_on(report: Report, traffic: Traffic, kills: Sequence[tuple[float, str
         {
             "calls": len(calls),
             "calls/s": len(calls) / (max(c.ended for c in calls) - min(c.began for c in calls)),
-            **{f"kills of a {kind}": by_kind[kind] for kind in (_WORKER, _FRONT, _OTHER)},
+            **{f"kills of a {kind}": by_kind[kind] for kind in _KINDS},
             "results": len(calls) - len(failed),
             "streams sent again": sum(c.again for c in calls),
             "statuses": len(failed),
@@ -197,8 +211,14 @@ def report_on(report: Report, traffic: Traffic, kills: Sequence[tuple[float, str
             "normal again, most s": max(seconds),
         },
     )
-    for (_, kind), took in zip(kills, seconds, strict=True):
-        print(f"{kind}: normal again after {took:.1f} s")
+    for number, ((at, kind), took) in enumerate(zip(kills, seconds, strict=True)):
+        end = kills[number + 1][0] if number + 1 < len(kills) else float("inf")
+        slow = [c for c in calls if at < c.began < end and c.ended - c.began > most_s]
+        shown = ", ".join(
+            f"+{c.began - at:.1f} s {c.kind} {1e3 * (c.ended - c.began):.0f} ms"
+            for c in sorted(slow, key=lambda call: call.began)[:_SHOWN]
+        )
+        print(f"{kind}: normal again after {took:.1f} s; {len(slow)} slow calls: {shown}")
     for text, count in traffic.errors.most_common(12):
         print(f"{count} x {text}")
     report.bar("calls that neither ended with a result nor with a status in time", late, 0)
@@ -226,10 +246,13 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     parser.add_argument("--spread", choices=("calls", "connections"), default="calls")
     parser.add_argument("--rate", type=float, default=8.0, help="calls a second [8]")
     parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--minutes", type=float, help="instead of --seconds")
     parser.add_argument("--every", type=float, default=15.0, help="seconds between kills [15]")
     parser.add_argument("--images", type=int, default=40, help="different images [40]")
     parser.add_argument("--seed", type=int, default=0)
     args, of_model = parse(parser, arguments)
+    if args.minutes is not None:
+        args.seconds = 60 * args.minutes
     if args.quick:
         args.seconds, args.every, args.workers = 50.0, 8.0, 2
     flags = server_flags(of_model, model_arguments(of_model))

@@ -29,6 +29,8 @@ LifeEvent = Literal[
     "failed",
     "worker_ready",
     "worker_ended",
+    "template_started",
+    "template_ended",
     "front_started",
     "front_ended",
 ]

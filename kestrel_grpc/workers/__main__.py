@@ -1,10 +1,10 @@
-"""``python -m kestrel_grpc.workers FD INDEX``: the command with which the supervisor starts a worker."""
+"""``python -m kestrel_grpc.workers SOCKET DEVICE``: starts the template of workers."""
 
 from __future__ import annotations
 
 import sys
 
-from .worker import main
+from .template import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 
+from .forks import Fork, Template, ending
 from .line import Alive, Failed, Message, Ready, SupervisorEnd, new_line
 from .plan import WorkerTask
-
-COMMAND: tuple[str, ...] = (sys.executable, "-m", "kestrel_grpc.workers")
-"""Starts a worker in a new interpreter, because gRPC and CUDA do not survive a fork. The arguments are the number of
-the worker's socket, and its index, which only serves to identify it in a list of processes."""
 
 
 class Child:
@@ -23,7 +18,7 @@ class Child:
     def __init__(
         self,
         task: WorkerTask,
-        process: asyncio.subprocess.Process,
+        process: Fork,
         line: SupervisorEnd,
         on_ready: Callable[[Child, Ready], None],
     ) -> None:
@@ -37,22 +32,15 @@ class Child:
         asyncio.get_running_loop().add_reader(line.fileno(), self._read)
 
     @classmethod
-    async def start(cls, task: WorkerTask, on_ready: Callable[[Child, Ready], None]) -> Child:
+    async def start(
+        cls, task: WorkerTask, template: Template, on_ready: Callable[[Child, Ready], None]
+    ) -> Child:
         """Starts a worker for ``task``. Raises OSError if the process cannot be started."""
         supervisor_end, worker_socket = new_line()
         try:
             supervisor_end.send_task(task)
             with worker_socket:
-                process = await asyncio.create_subprocess_exec(
-                    *COMMAND,
-                    str(worker_socket.fileno()),
-                    str(task.index),
-                    pass_fds=(worker_socket.fileno(),),
-                    stdin=subprocess.DEVNULL,
-                    env=dict(task.environ),
-                    # A new session does not receive the terminal's Ctrl-C. The supervisor passes it on.
-                    start_new_session=True,
-                )
+                process = await template.fork(task.index, task.environ, worker_socket)
         except BaseException:
             supervisor_end.close()
             raise
@@ -64,33 +52,24 @@ class Child:
 
     def drain(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Asks the worker to finish its requests and end. ``number``: SIGINT skips the drain delay."""
-        self._signal(number)
+        self._process.signal(number)
 
     def kill(self) -> None:
-        self._signal(signal.SIGKILL)
+        self._process.signal(signal.SIGKILL)
 
-    async def wait(self) -> int:
+    async def wait(self) -> int | None:
         """Waits for the end of the process and reads its last messages. Returns the exit status, negative for a
-        signal."""
+        signal; None if it is not known."""
         status = await self._process.wait()
         self._read()
         self._hang_up()
         return status
 
-    def how_it_ended(self, status: int) -> str:
+    def how_it_ended(self, status: int | None) -> str:
         """Describes the end of the process for a log: the worker's error, the exit status or the signal."""
         if self.failure is not None:
             return str(self.failure)
-        if status >= 0:
-            return f"exit status {status}"
-        try:
-            return f"killed by {signal.Signals(-status).name}"
-        except ValueError:
-            return f"killed by signal {-status}"
-
-    def _signal(self, number: signal.Signals) -> None:
-        if self._process.returncode is None:
-            self._process.send_signal(number)
+        return ending(status)
 
     def _read(self) -> None:
         if self._line.fileno() < 0:

@@ -29,6 +29,7 @@ from ..settings.flags import SettingsError
 from ..settings.server import ServerConfig
 from ..settings.workers import MOST_WORKERS
 from .child import Child
+from .forks import Template
 from .front.bootstrap import FrontPlan
 from .front.front import Front, check_installed, is_installed
 from .line import Ready
@@ -47,8 +48,9 @@ PATIENCE_S = 60.0
 START_GRACE_S = 5.0
 """Seconds that loading workers have to end after one worker has failed to start."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_DRAINED = (0, -signal.SIGTERM, -signal.SIGINT)
-"""Exit statuses of a worker that was asked to stop. A worker that has hardly started ends by the signal."""
+_DRAINED = (0, -signal.SIGTERM, -signal.SIGINT, None)
+"""Exit statuses of a worker that was asked to stop. A worker that has hardly started ends by the signal. None: not
+known, because the template was killed."""
 
 
 async def supervise(config: ServerConfig, runtime: RuntimeConfig) -> int:
@@ -106,6 +108,7 @@ class Supervisor:
     ) -> None:
         self._tasks, self._config, self._addresses = tasks, config, addresses
         self._front = front
+        self._template = _template_for(tasks)
         self._announcing: asyncio.Task[None] | None = None
         self._children: dict[int, Child] = {}
         """The running workers, by index."""
@@ -125,6 +128,7 @@ class Supervisor:
         logger.info("starting %d workers on %s", len(self._tasks), ", ".join(self._addresses))
         keepers = [asyncio.create_task(self._keep(task)) for task in self._tasks]
         clocks = [
+            asyncio.create_task(self._keep_template()),
             asyncio.create_task(self._watch()),
             asyncio.create_task(self._systemd.keep_alive(lambda: False)),
         ]
@@ -139,6 +143,7 @@ class Supervisor:
                 await self._front.stop()
             for clock in clocks if self._announcing is None else (*clocks, self._announcing):
                 clock.cancel()
+            await self._template.close()
             self._remove_sockets()
         return 0 if self._orderly else 1
 
@@ -162,6 +167,8 @@ class Supervisor:
         restarts = Restarts(self._config.workers.restarts)
         while not self._stopping.is_set():
             child = await self._start(task)
+            if child is None:
+                return
             status = await child.wait()
             del self._children[task.index]
             if self._stopping.is_set():
@@ -189,9 +196,17 @@ class Supervisor:
             except TimeoutError:
                 continue
 
-    async def _start(self, task: WorkerTask) -> Child:
+    async def _start(self, task: WorkerTask) -> Child | None:
+        """Returns None if the server stops meanwhile. Raises WorkersError."""
+        starting = asyncio.create_task(Child.start(task, self._template, self._on_ready))
+        stopping = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not starting.done():  # The template imports, or waits for a processor.
+            starting.cancel()
+            return None
         try:
-            child = await Child.start(task, self._on_ready)
+            child = starting.result()
         except OSError as error:
             raise WorkersError(
                 f"worker {task.index} cannot be started: {error.strerror or error}"
@@ -200,6 +215,17 @@ class Supervisor:
         if self._stopping.is_set():  # The signal arrived during the start.
             child.drain()
         return child
+
+    async def _keep_template(self) -> None:
+        """Starts the template again when it has ended, before a worker needs it."""
+        restarts = Restarts(self._config.workers.restarts)
+        while True:
+            log_lifecycle("template_ended", error=await self._template.ended())
+            delay_s = restarts.next_delay(time.monotonic())
+            if delay_s is None:  # The next worker that starts tries it again.
+                return
+            await asyncio.sleep(delay_s)
+            await self._template.ensure()
 
     def _on_ready(self, child: Child, ready: Ready) -> None:
         log_lifecycle(
@@ -275,6 +301,7 @@ class Supervisor:
         asyncio.get_running_loop().call_later(grace_s, self._kill)
 
     def _kill(self) -> None:
+        self._orderly = self._orderly and not self._children
         for child in self._children.values():
             child.kill()
 
@@ -285,7 +312,13 @@ class Supervisor:
                 close_address(address)
 
 
-def _raise_start_failure(child: Child, status: int) -> None:
+def _template_for(tasks: Sequence[WorkerTask]) -> Template:
+    shared = set.intersection(*(set(task.environ.items()) for task in tasks))
+    cuda = any(task.device != "cpu" for task in tasks)
+    return Template(dict(shared), "cuda" if cuda else "cpu")
+
+
+def _raise_start_failure(child: Child, status: int | None) -> None:
     """Raises the error of a start that failed because of ``child``."""
     failure = child.failure
     if failure is not None and failure.field:

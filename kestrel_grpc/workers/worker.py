@@ -10,6 +10,7 @@ import asyncio
 import gc
 import logging
 import signal
+import sys
 from collections.abc import Sequence
 
 from kestrel_engine import ConfigError, InferenceEngine, KestrelError, SkillRegistry
@@ -131,3 +132,7 @@ async def _keep_alive(line: WorkerEnd) -> None:
     while True:
         line.send(Alive())
         await asyncio.sleep(ALIVE_INTERVAL_S)
+
+
+if __name__ == "__main__":  # The template could not fork this worker.
+    sys.exit(main(sys.argv[1:]))

@@ -3,8 +3,8 @@
 python -m tests.abuse.fake_server FLAGS OF SERVE…
 
 A step takes STEP_S; no step ends while the file named by HANG_FILE exists, or one with the process's number as its
-suffix. With FAIL set no engine can be made. MODEL names the model. Workers run this module too, as forks of the fork
-server.
+suffix. With FAIL set no engine can be made. MODEL names the model. The template of workers runs this module too, as a
+fork of the fork server.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from kestrel_engine.preprocess.processes.decoder_process import template
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.step import RuntimeLimits, StepPlan
 from kestrel_grpc.cli import parser
-from kestrel_grpc.workers import child
+from kestrel_grpc.workers import forks
+from kestrel_grpc.workers import template as worker_template
 from tests.engine.fakes import fake_build, never_ends
 from tests.forking.process import create_forked_process
 
@@ -31,7 +32,7 @@ STEP_S = 0.005
 HANG_FILE = "ABUSE_HANG_FILE"
 FAIL = "ABUSE_FAIL"
 MODEL = "ABUSE_MODEL"
-WORKER = "--worker"
+TEMPLATE = "--template"
 LIMITS = RuntimeLimits(
     num_pages=4000, page_size=2, max_batch_size=4, max_seq_length=2000, vocab_size=400
 )
@@ -39,8 +40,6 @@ LIMITS = RuntimeLimits(
 
 def main() -> int:
     hang = Path(os.environ.get(HANG_FILE, "/nonexistent"))
-    ours = Path(f"{hang}.{os.getpid()}")
-
     for_ever = hang.with_suffix(".forever")
     device_thread, (never, _) = ThreadPoolExecutor(1), os.pipe()
 
@@ -48,7 +47,7 @@ def main() -> int:
         if for_ever.exists():
             # In a system call that never returns, in a thread for which the interpreter waits at its end, as torch's.
             device_thread.submit(os.read, never, 1).result()
-        while hang.exists() or ours.exists():
+        while hang.exists() or Path(f"{hang}.{os.getpid()}").exists():
             time.sleep(0.02)
         return STEP_S
 
@@ -62,11 +61,9 @@ def main() -> int:
 
     InferenceEngine.create = create  # type: ignore[assignment, method-assign]
     template.start = lambda: None  # type: ignore[method-assign]  # Most of these servers see no image.
-    child.COMMAND = (sys.executable, "-m", "tests.abuse.fake_server", WORKER)
-    if sys.argv[1] == WORKER:
-        from kestrel_grpc.workers import worker  # Not before: a supervisor loads no gRPC.
-
-        return worker.main(sys.argv[2:])
+    forks.COMMAND = (sys.executable, "-m", "tests.abuse.fake_server", TEMPLATE)
+    if sys.argv[1] == TEMPLATE:
+        return worker_template.main(sys.argv[2:], modules=("kestrel_grpc.workers.worker",))
     if sys.platform == "linux":
         asyncio.create_subprocess_exec = create_forked_process  # type: ignore[assignment]
     return parser.main(["serve", *sys.argv[1:]])

@@ -74,9 +74,8 @@ def call_of(server: Workers, request_id: str) -> dict:
     return found
 
 
-async def test_calls_of_one_connection_spread_and_an_image_stays(server: Workers, channel):
-    stub = VisionServiceStub(channel)
-    # An image moves when a worker joins, so both must be known to the front first.
+async def until_both_joined(server: Workers, stub: VisionServiceStub) -> None:
+    """Until each worker has answered: a thread of the front may know a worker later than others."""
     joined: set[int] = set()
     for number in itertools.count():
         await stub.Query(query(f"j{number}"), timeout=DEADLINE_S, metadata=about(f"j{number}"))
@@ -84,6 +83,11 @@ async def test_calls_of_one_connection_spread_and_an_image_stays(server: Workers
         if joined == {0, 1}:
             break
         assert number < 200, "one worker answers all calls"
+
+
+async def test_calls_of_one_connection_spread_and_an_image_stays(server: Workers, channel):
+    stub = VisionServiceStub(channel)
+    await until_both_joined(server, stub)  # An image moves when a worker joins.
     places: dict[int, set[int]] = {}
     for number in range(24):
         image = number % 12
@@ -243,6 +247,7 @@ async def test_a_worker_that_drains_loses_no_call(folder: Path):
         async with grpc.aio.insecure_channel(server.address) as channel:
             stub, count = VisionServiceStub(channel), 0
             health = health_pb2_grpc.HealthStub(channel)
+            await until_both_joined(server, stub)
             watches = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(12)]
             for watch in watches:
                 assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING

@@ -1,5 +1,5 @@
-"""A worker that serves nothing: python -m tests.service.workers.puppet HOW FD INDEX. Says it is ready, then does as HOW
-says once there is a file ``go`` in PUPPET_FOLDER, where each start is a line too."""
+"""The template of workers that serve nothing: python -m tests.service.workers.puppet HOW FD DEVICE. A worker says that
+it is ready, then does as HOW says once there is a file ``go`` in PUPPET_FOLDER, where each start is a line too."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+from kestrel_grpc.workers import template
 from kestrel_grpc.workers.line import Alive, Failed, Ready, WorkerEnd
 
 FOLDER = "PUPPET_FOLDER"
 
 
-def main(how: str, fd: str, index: str) -> int:
-    line = WorkerEnd(int(fd))
+def main(how: str, arguments: Sequence[str]) -> int:
+    line = WorkerEnd(int(arguments[0]))
     task = line.task()
+    index = str(task.index)
     done = Path(os.environ[FOLDER], f"done-{index}")
     first = not done.exists()
     with done.open("a") as file:
@@ -52,4 +56,5 @@ def main(how: str, fd: str, index: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    how, *arguments = sys.argv[1:]
+    sys.exit(template.main(arguments, modules=(), worker=partial(main, how)))

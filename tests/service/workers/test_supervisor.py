@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -14,7 +15,7 @@ from kestrel_engine import ConfigError, RuntimeConfig
 from kestrel_grpc.settings.flags import SettingsError
 from kestrel_grpc.settings.server import ServerConfig
 from kestrel_grpc.settings.workers import WorkersConfig
-from kestrel_grpc.workers import child, restarts, supervisor
+from kestrel_grpc.workers import forks, restarts, supervisor
 from kestrel_grpc.workers.supervisor import WorkersError, supervise
 from tests.forking.process import create_forked_process
 from tests.service.workers import puppet
@@ -32,7 +33,7 @@ def puppets(monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(restarts, "FIRST_DELAY_S", 0.01)
 
     def start(how, **workers):
-        monkeypatch.setattr(child, "COMMAND", (sys.executable, "-m", puppet.__name__, how))
+        monkeypatch.setattr(forks, "COMMAND", (sys.executable, "-m", puppet.__name__, how))
         config = ServerConfig(
             listen=("127.0.0.1:0",),
             grace_s=0.3,
@@ -107,6 +108,48 @@ async def test_one_that_ends_or_is_silent_is_started_anew(puppets, tmp_path, cap
     assert ("has sent nothing for" in caplog.text) == (how == "silent_once")
     terminate()
     assert await task == 0
+
+
+async def test_a_template_that_is_killed_is_started_anew_and_its_workers_go_on(
+    puppets, tmp_path, caplog
+):
+    caplog.set_level(logging.INFO)
+    task = puppets("dies_once")
+    await until(lambda: caplog.text.count("worker_ready") == 2, task)
+    (template,) = templates(caplog)
+    os.kill(template, signal.SIGKILL)
+    await until(lambda: len(templates(caplog)) == 2, task)
+    assert "template_ended error=killed by SIGKILL" in caplog.text
+    assert "worker_ended" not in caplog.text
+    (tmp_path / "go").touch()
+    await until(lambda: caplog.text.count("worker_ready worker=0") == 2, task)
+    assert "error=ended with an unknown status" in caplog.text
+    assert len(started(tmp_path, 1)) == 1, "the other goes on"
+    terminate()
+    assert await task == 0
+
+
+def templates(caplog):
+    """The processes of the templates that were started."""
+    return [int(pid) for pid in re.findall(r"template_started pid=(\d+)", caplog.text)]
+
+
+async def test_a_template_that_cannot_import_ends_the_start(puppets, monkeypatch):
+    task = puppets("lives")
+    monkeypatch.setattr(forks, "COMMAND", (sys.executable, "-c", "raise SystemExit(7)"))
+    with pytest.raises(WorkersError, match=r"cannot be started: the template .* exit status 7"):
+        await task
+
+
+async def test_a_stop_does_not_wait_for_a_template_that_imports(puppets, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    task = puppets("lives")
+    monkeypatch.setattr(forks, "COMMAND", (sys.executable, "-c", "import time; time.sleep(300)"))
+    await until(lambda: templates(caplog), task)
+    terminate()
+    assert await task == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(templates(caplog)[0], 0)
 
 
 async def test_one_that_ends_too_often_ends_the_server(puppets, tmp_path, caplog):
