@@ -112,11 +112,13 @@ wheels: $(INSTALLED) ## Build the wheels of both distributions into dist/
 	$(BIN)/python -m build -q --outdir dist clients/python
 	$(BIN)/python -m build -q --outdir dist .
 
-# What compiles and runs the examples and the TypeScript SDK's tests; tests skip what is missing. On Debian and Ubuntu.
+# What compiles and runs the examples and the TypeScript SDK's tests, and a Redis; tests skip what is missing. On Debian
+# and Ubuntu.
 TOOLCHAINS := golang-go protoc-gen-go protoc-gen-go-grpc golang-google-grpc-dev golang-github-golang-protobuf-1-5-dev \
   default-jdk-headless protobuf-compiler protobuf-compiler-grpc-java-plugin libgrpc-java libnetty-java libprotobuf-java \
   libperfmark-java g++ pkg-config protobuf-compiler-grpc libgrpc++-dev \
-  cargo librust-prost-build-dev librust-prost-dev librust-h2-dev librust-tokio-dev chromium
+  cargo librust-prost-build-dev librust-prost-dev librust-h2-dev librust-tokio-dev chromium \
+  redis-server
 
 toolchains: ## Install the compilers of examples/, and a browser, from Debian's packages; as root
 	apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $(TOOLCHAINS)

@@ -1,19 +1,22 @@
 """RequestImages: finds the image of a request, which the request holds or names by id, and stores it.
 
-An image is stored after the engine has decoded it, so every image in the store is valid.
+An image is stored after the engine has decoded it, so every image in the store is valid. With shared images, the images
+that clients put are written to the shared store too, and an id that is unknown here is looked up there.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kestrel_engine import ImageTooLargeError, InRegion, OnBackground
 
-from ..edge.calls.current_call import find_call
-from ..edge.failures.errors import ImagesFull, ImagesNotKept
-from .store import ImageId, ImageStore, StoredImage, size_of
+from ..edge.calls.current_call import current_call, find_call
+from ..edge.failures.errors import ImageNotFound, ImagesFull, ImagesNotKept
+from .shared.shared_images import SharedImages
+from .store import ImageId, ImageStore, StoredImage, shown, size_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,19 +42,20 @@ class RequestImage:
 class RequestImages:
     """Finds and stores images by owner. An owner is a principal's name, or "" if callers need no credentials."""
 
-    def __init__(self, store: ImageStore) -> None:
-        self.store = store
+    def __init__(self, store: ImageStore, shared: SharedImages | None = None) -> None:
+        self.store, self._shared = store, shared
 
-    def find(
+    async def find(
         self, owner: str, source: bytes | np.ndarray | ImageId | OnBackground | InRegion
     ) -> RequestImage:
         """The image that a request holds or names. Raises ImageNotFound."""
         if isinstance(source, InRegion):
-            return replace(self.find(owner, source.source), region=source.box)
+            return replace(await self.find(owner, source.source), region=source.box)
         if isinstance(source, OnBackground):
-            return replace(self.find(owner, source.source), background=source.colour)  # type: ignore[arg-type]
+            found = await self.find(owner, source.source)  # type: ignore[arg-type]
+            return replace(found, background=source.colour)
         if isinstance(source, ImageId):
-            kept = self.store.get(owner, source.value)
+            kept = await self._stored(owner, source.value)
             call = find_call()
             if call is not None:
                 call.stored[source.value] = kept.source
@@ -82,7 +86,7 @@ class RequestImages:
             return ""
         return "" if kept is None else kept.image_id
 
-    def put(
+    async def put(
         self,
         owner: str,
         source: bytes | np.ndarray,
@@ -95,7 +99,35 @@ class RequestImages:
         self.check_size(size_of(source))
         kept = self.store.put(owner, digest, source, size, weight=weight)
         assert kept is not None, "check_size would have raised"
+        if self._shared is not None:
+            await self._shared.put(owner, kept, current_call().timeout_s)
         return kept
+
+    async def delete(self, owner: str, image_id: str) -> bool:
+        """Deletes an image, in the shared store too. Returns whether the owner had an image with this id."""
+        existed = self.store.delete(owner, image_id)
+        if self._shared is None:
+            return existed
+        return await self._shared.delete(owner, image_id, current_call().timeout_s) or existed
+
+    async def _stored(self, owner: str, image_id: str) -> StoredImage:
+        """Raises ImageNotFound."""
+        if self._shared is None or self.store.has(owner, image_id):
+            return self.store.get(owner, image_id)
+        found = await self._shared.fetch(owner, image_id)
+        if found.image is None:
+            if found.answered:
+                raise ImageNotFound("image.image_id", self.store.absent(image_id))
+            raise ImageNotFound(
+                "image.image_id",
+                f"image {shown(image_id)!r} is not stored on this server, and the shared image store does not answer; "
+                "send the image again",
+            )
+        call = find_call()
+        weight = 1.0 if call is None else call.principal.weight
+        with suppress(ImagesFull):  # This call has the image all the same.
+            self.store.adopt(owner, found.image, weight=weight)
+        return found.image
 
     def check_size(self, num_bytes: int) -> None:
         """Raises ImagesNotKept or ImageTooLargeError if the store can never hold an image of ``num_bytes`` bytes."""

@@ -49,7 +49,8 @@ class StoredImage:
 
 
 class _Owner:
-    """The images of one owner. ``images``: by id, least recently used first. ``ids``: by digest."""
+    """The images of one owner. ``images``: by id, least recently used first. ``ids``: by digest, of those that were put
+    here."""
 
     def __init__(self) -> None:
         self.weight = 1.0
@@ -58,15 +59,18 @@ class _Owner:
         self.ids: dict[bytes, str] = {}
         self.digests: dict[str, bytes] = {}
 
-    def add(self, image: StoredImage, digest: bytes) -> None:
+    def add(self, image: StoredImage, digest: bytes | None) -> None:
         self.images[image.image_id] = image
-        self.ids[digest], self.digests[image.image_id] = image.image_id, digest
+        if digest is not None:
+            self.ids[digest], self.digests[image.image_id] = image.image_id, digest
         self.num_bytes += image.num_bytes
 
     def drop(self, image_id: str) -> int:
         """Drops an image. Returns the number of bytes that become free."""
         num_bytes = self.images.pop(image_id).num_bytes
-        del self.ids[self.digests.pop(image_id)]
+        digest = self.digests.pop(image_id, None)
+        if digest is not None:
+            del self.ids[digest]
         self.num_bytes -= num_bytes
         return num_bytes
 
@@ -111,14 +115,31 @@ class ImageStore:
         num_bytes = size_of(source)
         if num_bytes > self.max_bytes or self.max_bytes == 0:
             return None
+        image = StoredImage(_PREFIX + secrets.token_hex(_ID_BYTES), source, *size)
+        self._add(owner, image, digest, weight)
+        return image
+
+    def adopt(self, owner: str, image: StoredImage, *, weight: float = 1.0) -> None:
+        """Stores an image that another server stored under its id. Raises ImagesFull.
+
+        Only its id finds it: nobody here has compared it with a digest.
+        """
+        if image.num_bytes > self.max_bytes or self.has(owner, image.image_id):
+            return
+        self._add(owner, image, None, weight)
+
+    def has(self, owner: str, image_id: str) -> bool:
+        """Does not count as a use of the image."""
+        own = self._owners.get(owner)
+        return own is not None and image_id in own.images
+
+    def _add(self, owner: str, image: StoredImage, digest: bytes | None, weight: float) -> None:
         own = self._owners.get(owner) or _Owner()
         own.weight = weight
-        self._make_room(owner, own, num_bytes)
-        image = StoredImage(_PREFIX + secrets.token_hex(_ID_BYTES), source, *size)
+        self._make_room(owner, own, image.num_bytes)
         self._owners[owner] = own
         own.add(image, digest)
-        self._size += num_bytes
-        return image
+        self._size += image.num_bytes
 
     def find(self, owner: str, digest: bytes) -> StoredImage | None:
         """The owner's image with this digest, or None. Counts as a use of the image."""
@@ -130,7 +151,7 @@ class ImageStore:
         """The owner's image with this id. Counts as a use of the image. Raises ImageNotFound."""
         own = self._owners.get(owner)
         if own is None or image_id not in own.images:
-            raise ImageNotFound("image.image_id", self._absent(image_id))
+            raise ImageNotFound("image.image_id", self.absent(image_id))
         own.images.move_to_end(image_id)
         return own.images[image_id]
 
@@ -156,7 +177,7 @@ class ImageStore:
         for own in self._owners.values():
             assert own.images
             assert own.num_bytes == sum(image.num_bytes for image in own.images.values())
-            assert own.images.keys() == own.digests.keys()
+            assert own.images.keys() >= own.digests.keys()
             assert {digest: image_id for image_id, digest in own.digests.items()} == own.ids
 
     def _make_room(self, owner: str, own: _Owner, num_bytes: int) -> None:
@@ -190,14 +211,19 @@ class ImageStore:
         if not own.images:
             del self._owners[owner]
 
-    def _absent(self, image_id: str) -> str:
+    def absent(self, image_id: str) -> str:
+        """Why there is no image with this id, and what to do."""
         if self.max_bytes == 0:
             return "the server stores no images; send the image itself"
-        shown = image_id if len(image_id) <= _MAX_SHOWN else f"{image_id[:_MAX_SHOWN]}…"
         return (
-            f"image {shown!r} is not stored; send the image again. The server stores up to {self.max_bytes} bytes of "
-            "images, drops a caller's least recently used first, and drops all when it stops"
+            f"image {shown(image_id)!r} is not stored; send the image again. The server stores up to {self.max_bytes} "
+            "bytes of images, drops a caller's least recently used first, and drops all when it stops"
         )
+
+
+def shown(image_id: str) -> str:
+    """An id as errors show it."""
+    return image_id if len(image_id) <= _MAX_SHOWN else f"{image_id[:_MAX_SHOWN]}…"
 
 
 def size_of(source: bytes | np.ndarray) -> int:

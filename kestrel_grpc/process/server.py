@@ -49,6 +49,8 @@ from ..edge.interceptors import CallInterceptor
 from ..edge.request_streams import StreamKind
 from ..http.opening import open_http
 from ..images.request_images import RequestImages
+from ..images.shared.opening import open_shared_images
+from ..images.shared.shared_images import SharedImageEvent, SharedImages
 from ..images.store import ImageStore
 from ..images.upload import UploadRoom
 from ..kserve import service as kserve
@@ -143,6 +145,8 @@ class KestrelServer:
         self._started_at: float | None = None
         self.images = ImageStore(config.image_store_bytes)
         """The images stored for later requests."""
+        self._shared_images: SharedImages | None = None
+        """Set by ``start``."""
         self.uploads = UploadRoom(max(config.image_store_bytes, runtime.image_limits.max_bytes))
         self.guard = Guard(
             config.security, config.max_message_bytes, self.served.check_room, self._ports
@@ -181,6 +185,11 @@ class KestrelServer:
         """What the server listens on for HTTP, with the ports that it was given for port 0."""
         return () if self._http is None else self._http.addresses
 
+    @property
+    def shares_images(self) -> bool:
+        """Whether the store of shared images is used: one is set, and it has not failed lately."""
+        return self._shared_images is not None and self._shared_images.breaker.is_closed
+
     async def start(self) -> None:
         """Starts to listen. Requests get UNAVAILABLE until ``load`` has finished. Raises AddressError, TlsError."""
         security = self._config.security
@@ -205,6 +214,9 @@ class KestrelServer:
             ),
         )
         self.models.telemetry = self.telemetry
+        self._shared_images = open_shared_images(self._config.shared_images, self._on_shared_image)
+        if self.telemetry is not None and self._shared_images is not None:
+            self.telemetry.show_shared_images(lambda: self.shares_images)
         log = AccessLog(self._config.access_log)
 
         def end_call(call: Call) -> None:
@@ -226,7 +238,7 @@ class KestrelServer:
         )
         self._health.start()
         if http.http_listen:
-            images = RequestImages(self.images)
+            images = RequestImages(self.images, self._shared_images)
             vision = self._vision_service(images)
             self._http = open_http(
                 http,
@@ -269,7 +281,7 @@ class KestrelServer:
         )
         server = grpc.aio.server(interceptors=interceptors, options=options)
         methods = GenericMethods(server).as_server
-        images = RequestImages(self.images)
+        images = RequestImages(self.images, self._shared_images)
         vision = self._vision_service(images)
         add_VisionServiceServicer_to_server(vision, methods)
         add_GRPCInferenceServiceServicer_to_server(
@@ -308,6 +320,10 @@ class KestrelServer:
         else:
             self.own_addresses = tuple(bound)
         log_lifecycle("listening", addresses=bound)
+
+    def _on_shared_image(self, event: SharedImageEvent) -> None:
+        if self.telemetry is not None:
+            self.telemetry.on_shared_image(event)
 
     def _vision_service(self, images: RequestImages) -> VisionService:
         return VisionService(self.served, images, self._config.max_message_bytes)
@@ -416,6 +432,8 @@ class KestrelServer:
         if self._leaving is not None:
             await self._leaving
         await self.capture.stop()
+        if self._shared_images is not None:
+            await self._shared_images.close()
         for address in self.addresses:
             close_address(address)
         if self.telemetry is not None:

@@ -35,7 +35,7 @@ class ImageService(ImageServiceServicer):
         self._max_image_bytes = served.config.image_limits.max_bytes
 
     async def PutImage(self, request: pb.PutImageRequest, context: Context) -> pb.PutImageResponse:
-        image = self._images.find(current_call().owner, required_image(request))
+        image = await self._images.find(current_call().owner, required_image(request))
         kept = image.kept or await self._put(image.source)
         return pb.PutImageResponse(image=_stored(kept))
 
@@ -62,7 +62,7 @@ class ImageService(ImageServiceServicer):
         self, request: pb.DeleteImageRequest, context: Context
     ) -> pb.DeleteImageResponse:
         image_id = checked_image_id("image_id", request.image_id)
-        existed = self._images.store.delete(current_call().owner, image_id.value)
+        existed = await self._images.delete(current_call().owner, image_id.value)
         return pb.DeleteImageResponse(existed=existed)
 
     async def _put(self, source: bytes | np.ndarray) -> StoredImage:
@@ -78,7 +78,7 @@ class ImageService(ImageServiceServicer):
         )
         assert image.source_digest is not None, "bytes and pixels have a digest"
         size = (image.width, image.height)
-        return self._images.put(
+        return await self._images.put(
             call.owner, source, size, image.source_digest, weight=call.principal.weight
         )
 

@@ -18,12 +18,13 @@ from .http import HttpConfig
 from .model import add_model_flags, runtime_configs
 from .security import add_security_flags, security_config
 from .server import ServerConfig, server_config
+from .shared_images import PASSWORD_VARIABLE, SharedImagesConfig
 from .sources import CONFIG_FLAG, CONFIG_VARIABLE, Setting
 from .telemetry import TelemetryConfig
 from .workers import WorkersConfig
 
 _HIDDEN = "(hidden)"
-_SECRETS = ("KESTREL_API_KEY", "MOONDREAM_API_KEY")
+_SECRETS = ("KESTREL_API_KEY", "MOONDREAM_API_KEY", PASSWORD_VARIABLE)
 _USER_INFO = re.compile(r"(?<=://)[^/@\s]*@")
 
 
@@ -54,7 +55,7 @@ def add_server_flags(
 ) -> None:
     """Adds the flags of ServerConfig and of the configurations in it, except the security flags."""
     configs = (ServerConfig, WorkersConfig, TelemetryConfig, DebugConfig, HttpConfig)
-    add_settings(parser, *configs, environ=environ)
+    add_settings(parser, *configs, SharedImagesConfig, environ=environ)
 
 
 def configuration(args: argparse.Namespace) -> Configuration:

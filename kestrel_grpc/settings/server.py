@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kestrel_engine import SettingGroup, check_settings, setting
+from kestrel_engine import ConfigError, SettingGroup, check_settings, setting
 
 from .addresses import DEFAULT_ADDRESS, parse_address
 from .debug import DebugConfig
@@ -19,6 +19,7 @@ from .flags import SettingsError, configured, size
 from .http import HttpConfig
 from .logs import DEFAULT_BUFFER_BYTES, LEAST_BUFFER_BYTES, checked_levels
 from .security import SecurityConfig
+from .shared_images import SharedImagesConfig
 from .sources import name_of
 from .telemetry import TELEMETRY, TelemetryConfig, telemetry_config
 from .workers import WorkersConfig
@@ -182,9 +183,16 @@ class ServerConfig:
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     http: HttpConfig = field(default_factory=HttpConfig)
+    shared_images: SharedImagesConfig = field(default_factory=SharedImagesConfig)
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if self.shared_images.url is not None and self.image_store_bytes == 0:
+            raise ConfigError(
+                "image_store_bytes",
+                0,
+                "must be above 0 with --shared-images, whose images it holds",
+            )
 
     @property
     def leaving_s(self) -> float:
@@ -217,4 +225,5 @@ def server_config(args: argparse.Namespace, security: SecurityConfig | None = No
         workers=workers,
         debug=configured(DebugConfig, args),
         http=configured(HttpConfig, args),
+        shared_images=configured(SharedImagesConfig, args),
     )

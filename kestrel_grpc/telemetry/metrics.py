@@ -17,6 +17,7 @@ from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 from kestrel_engine import ImageEvent, InferenceEngine, RequestEvent, StepEvent
 
 from ..edge.calls.call import FRAME_OUTCOMES, Call
+from ..images.shared.shared_images import SharedImageEvent
 from ..logs.records import lost_records
 from . import names
 from .attributes import SERVER_ERRORS, operation_of
@@ -25,6 +26,7 @@ from .edge_counts import EdgeCounts
 from .model_gauges import ModelGauges
 from .names import Metric
 from .open_files import file_limit, open_files
+from .shared_image_metrics import SharedImageMetrics
 
 Read = Callable[[], Iterable[Observation]]
 
@@ -70,6 +72,7 @@ class ServiceMetrics:
         self._refused: Counter[str] = Counter()
         self._frames = dict.fromkeys(FRAME_OUTCOMES, 0)
         self._models = ModelGauges(self._observe)
+        self._shared_images = SharedImageMetrics(self._observe, self._histogram)
         self._call_duration = self._histogram(names.CALL_DURATION)
         self._request_duration = self._histogram(names.REQUEST_DURATION)
         self._first_token = self._histogram(names.FIRST_TOKEN)
@@ -182,6 +185,12 @@ class ServiceMetrics:
     def on_image(self, event: ImageEvent) -> None:
         if not event.error:
             self._preprocess.record(event.seconds, _NO_SKILL)
+
+    def on_shared_image(self, event: SharedImageEvent) -> None:
+        self._shared_images.on_event(event)
+
+    def show_shared_images(self, is_used: Callable[[], bool]) -> None:
+        self._shared_images.show(is_used)
 
     def on_call(self, call: Call) -> None:
         """Records a finished call."""

@@ -95,6 +95,7 @@ MAX_LORA, RUNNING_LORA, WAITING_LORA = "max_lora", "running_lora_adapters", "wai
 CACHED = "kestrel.cached"
 REASON = "kestrel.reason"
 OUTCOME = "kestrel.outcome"
+OPERATION_OF_STORE = "kestrel.operation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +256,35 @@ FRAMES = Metric(
     "Frames of StreamFrames, by outcome: answered, repeated (with the results of an equal frame), overview (answered "
     "with the overview only), dropped or failed",
     (OUTCOME,),
+)
+SHARED_IMAGES = Metric(
+    "kestrel.shared_images.operations",
+    "counter",
+    "{operation}",
+    "Operations on the shared image store, by operation (get, put, delete) and outcome: hit, miss, damaged, stored, "
+    "deleted, too_large, full (too many bytes on the way), failed or paused (not tried after failures)",
+    (OPERATION_OF_STORE, OUTCOME),
+)
+SHARED_IMAGE_BYTES = Metric(
+    "kestrel.shared_images.transferred",
+    "counter",
+    "By",
+    "Bytes of values that were read from (get) and written to (put) the shared image store",
+    (OPERATION_OF_STORE,),
+)
+SHARED_IMAGE_DURATION = Metric(
+    "kestrel.shared_images.duration",
+    "histogram",
+    "s",
+    "Time of an operation on the shared image store, if it was tried",
+    (OPERATION_OF_STORE,),
+    _PHASE,
+)
+SHARED_IMAGES_USED = Metric(
+    "kestrel.shared_images.used",
+    "gauge",
+    "1",
+    "1 while the shared image store is used, 0 while it is left alone after failures; absent without --shared-images",
 )
 STEP_TOKENS = Metric(
     "kestrel.step.tokens",

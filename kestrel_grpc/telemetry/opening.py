@@ -23,6 +23,7 @@ from .edge_counts import EdgeCounts
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
+    from ..images.shared.shared_images import SharedImageEvent
     from ..settings.security import SecurityConfig
     from .metrics import ServiceMetrics
     from .prometheus import PrometheusEndpoint
@@ -159,6 +160,16 @@ class Telemetry:
             self._metrics.on_image(event)
         if self._tracing is not None:
             self._tracing.on_image(event)
+
+    def show_shared_images(self, is_used: Callable[[], bool]) -> None:
+        """Shows whether the store of shared images is used."""
+        if self._metrics is not None:
+            self._metrics.show_shared_images(is_used)
+
+    @_harmless
+    def on_shared_image(self, event: SharedImageEvent) -> None:
+        if self._metrics is not None:
+            self._metrics.on_shared_image(event)
 
     async def close(self, timeout_s: float = FLUSH_S) -> None:
         """Exports the remaining spans and metrics within ``timeout_s`` seconds, and closes. Idempotent."""

@@ -32,6 +32,7 @@ from ...settings.addresses import AddressError, check_free
 from ...settings.flags import SettingsError
 from ...settings.security import SecurityConfig
 from ...settings.server import ServerConfig
+from ...settings.shared_images import PASSWORD_VARIABLE
 from ...settings.sources import CONFIG_VARIABLE, Setting, variable_of
 from ...settings.telemetry import missing_packages
 from ...settings.workers import address_of
@@ -41,7 +42,7 @@ Finding = maintenance.Finding
 
 _PACKAGES = ("kestrel-grpc", "kestrel-client")
 _SHOWN = ("grpcio", "protobuf", "torch", "pyvips", "tokenizers", "huggingface-hub")
-_OTHER_VARIABLES = ("KESTREL_API_KEY", "KESTREL_TOKEN", CONFIG_VARIABLE)
+_OTHER_VARIABLES = ("KESTREL_API_KEY", "KESTREL_TOKEN", PASSWORD_VARIABLE, CONFIG_VARIABLE)
 _CLIENT_FLAGS = (
     "--server", "--timeout", "--tls", "--ca", "--client-cert", "--client-key", "--server-name",
 )  # fmt: skip

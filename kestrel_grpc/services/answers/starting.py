@@ -74,7 +74,7 @@ class Starter:
         images: list[RequestImage] = []
         for path, source in call.images:
             with at_image(path):
-                images.append(self.images.find(owner, source))
+                images.append(await self.images.find(owner, source))
         given: list[Any] = [image.given for image in images]
         if call.tiles is not None:
             given = [Tiled(each, call.tiles) for each in given]
@@ -92,7 +92,7 @@ class Starter:
         """Prepares an image for several requests of the call, and stores it if ``keep``. Raises the errors of the
         engine's ``prepare_image``, and ImageNotFound, ModelNotReady, ModelNotFoundError."""
         call, engine = current_call(), self.served.engine(options.model)
-        image = self.images.find(call.owner, source)
+        image = await self.images.find(call.owner, source)
         prepared: PreparedImage | PreparedTiles = await engine.prepare_image(
             image.given if tiles is None else Tiled(image.given, tiles),
             timeout_s=call.timeout_s,

@@ -20,6 +20,7 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.step import StepResult
 from kestrel_grpc.edge.calls.call import Call
+from kestrel_grpc.images.shared.shared_images import SharedImageEvent
 from kestrel_grpc.security.identity.principal import Principal
 from kestrel_grpc.settings.addresses import AddressError
 from kestrel_grpc.settings.telemetry import TelemetryConfig
@@ -105,6 +106,9 @@ async def test_each_series_of_a_worker_names_it(serve):
 async def all_kinds_of_calls(served):
     """One each that fails, is invalid, is cancelled, is refused, names no method; two that end well. Returns a scrape
     after all of them."""
+    telemetry = served.server.telemetry
+    telemetry.show_shared_images(lambda: True)
+    telemetry.on_shared_image(SharedImageEvent("get", "hit", 0.01, 100))
     served.runtime.fail_next = RuntimeError("x")
     await failure(served.vision.Query(QUERY))
     for _ in range(2):

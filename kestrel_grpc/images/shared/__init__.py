@@ -1,0 +1,1 @@
+"""Images in a store that several servers share. A server that does not reach it has its own images."""

@@ -1,0 +1,219 @@
+"""SharedImages: reads and writes the images that several servers share. Nothing here fails a call.
+
+An operation waits at most for the setting's time. What runs longer is cancelled. Several calls that ask for one image
+share one read. A failure is counted, and is logged at most every minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from ...settings.shared_images import SharedImagesConfig
+from ..store import StoredImage
+from .backend import Backend, DamagedValue
+from .breaker import Breaker
+from .flight_room import FlightRoom, RoomFull
+from .records import OVERHEAD_BYTES, Records, Unreadable
+
+logger = logging.getLogger(__name__)
+
+Operation = Literal["get", "put", "delete"]
+Outcome = Literal[
+    "hit", "miss", "damaged", "stored", "deleted", "too_large", "full", "failed", "paused"
+]
+_T = TypeVar("_T")
+
+_IMAGE_ID = re.compile(r"img_[0-9a-f]{32}")
+_LARGE_BYTES = 1 << 18
+"""Values of more bytes are packed and unpacked on a thread."""
+_LOG_INTERVAL_S = 60.0
+_PART_OF_DEADLINE = 0.5
+"""A call waits at most for this part of its time to write or to delete, so that it can still answer."""
+_PART_FOR_ROOM = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class SharedImageEvent:
+    """One operation. ``num_bytes``: of the value that was read or written."""
+
+    operation: Operation
+    outcome: Outcome
+    seconds: float
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fetched:
+    """``image``: None if the store has none, or if ``answered`` is False."""
+
+    image: StoredImage | None
+    answered: bool
+
+
+_NOWHERE = Fetched(None, True)
+
+
+class SharedImages:
+    """Belongs to one event loop."""
+
+    def __init__(
+        self,
+        config: SharedImagesConfig,
+        backend: Backend,
+        records: Records,
+        on_event: Callable[[SharedImageEvent], None] = lambda event: None,
+    ) -> None:
+        self._config, self._backend, self._records = config, backend, records
+        self._on_event = on_event
+        self.breaker = Breaker()
+        self._room = FlightRoom(
+            config.flight_bytes + OVERHEAD_BYTES, _PART_FOR_ROOM * config.timeout_s
+        )
+        self._most_bytes = config.value_bytes + OVERHEAD_BYTES
+        self._reads: dict[tuple[str, str], asyncio.Task[Fetched]] = {}
+        self._writes: set[asyncio.Task[bool]] = set()
+        self._logged_at: float | None = None
+
+    async def fetch(self, owner: str, image_id: str) -> Fetched:
+        """The owner's image with this id."""
+        if not _IMAGE_ID.fullmatch(image_id):
+            return _NOWHERE
+        key = owner, image_id
+        task = self._reads.get(key)
+        if task is None:
+            task = self._reads[key] = asyncio.create_task(self._fetch(owner, image_id))
+            task.add_done_callback(lambda _: self._reads.pop(key, None))
+        # A call that ends does not end the read of the others.
+        return await asyncio.shield(task)
+
+    async def put(self, owner: str, image: StoredImage, left_s: float | None = None) -> None:
+        """Writes an image, and waits for it as long as the setting and ``left_s``, the call's time, allow."""
+        await self._finish(self._put(owner, image), left_s)
+
+    async def delete(self, owner: str, image_id: str, left_s: float | None = None) -> bool:
+        """Returns whether the store had the image, as far as it answered."""
+        if not _IMAGE_ID.fullmatch(image_id):
+            return False
+        return await self._finish(self._delete(owner, image_id), left_s)
+
+    async def close(self) -> None:
+        """Waits for writes that run, at most for the setting's time."""
+        tasks = {*self._writes, *self._reads.values()}
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._config.timeout_s)
+        for task in tasks:
+            task.cancel()
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                await self._backend.close()
+        except Exception:  # The server stops all the same.
+            logger.debug("the shared image store was not closed", exc_info=True)
+
+    async def _finish(self, work: Awaitable[bool], left_s: float | None) -> bool:
+        task = asyncio.ensure_future(work)
+        self._writes.add(task)
+        task.add_done_callback(self._writes.discard)
+        most_s = None if left_s is None else _PART_OF_DEADLINE * max(0.0, left_s)
+        done, _ = await asyncio.wait({task}, timeout=most_s)
+        return bool(done) and not task.cancelled() and task.result()
+
+    async def _fetch(self, owner: str, image_id: str) -> Fetched:
+        async def read() -> tuple[Outcome, int, StoredImage | None]:
+            async with self._backend.opened(owner, image_id) as value:
+                if value is None:
+                    return "miss", 0, None
+                if value.num_bytes > self._most_bytes:
+                    return "too_large", 0, None
+                async with self._room.reserved(owner, value.num_bytes):
+                    data = await value.read()
+                    image = await self._computed(
+                        len(data), lambda: self._records.unpack(owner, image_id, data)
+                    )
+                    return "hit", len(data), image
+
+        outcome, image = await self._run("get", read)
+        return Fetched(image, outcome not in ("failed", "paused", "full"))
+
+    async def _put(self, owner: str, image: StoredImage) -> bool:
+        async def write() -> tuple[Outcome, int, None]:
+            num_bytes = image.num_bytes + OVERHEAD_BYTES
+            if image.num_bytes > min(self._config.value_bytes, self._config.caller_bytes):
+                return "too_large", 0, None
+            async with self._room.reserved(owner, num_bytes):
+                value = await self._computed(num_bytes, lambda: self._records.pack(owner, image))
+                await self._backend.put(
+                    owner,
+                    image.image_id,
+                    value,
+                    ttl_s=self._config.ttl_s,
+                    owner_bytes=self._config.caller_bytes + OVERHEAD_BYTES,
+                )
+                return "stored", len(value), None
+
+        outcome, _ = await self._run("put", write)
+        return outcome == "stored"
+
+    async def _delete(self, owner: str, image_id: str) -> bool:
+        async def delete() -> tuple[Outcome, int, None]:
+            existed = await self._backend.delete(owner, image_id)
+            return "deleted" if existed else "miss", 0, None
+
+        outcome, _ = await self._run("delete", delete)
+        return outcome == "deleted"
+
+    async def _run(
+        self,
+        operation: Operation,
+        work: Callable[[], Awaitable[tuple[Outcome, int, StoredImage | None]]],
+    ) -> tuple[Outcome, StoredImage | None]:
+        started = time.monotonic()
+        outcome: Outcome
+        num_bytes, image = 0, None
+        if not self.breaker.enter():
+            outcome = "paused"
+        else:
+            try:
+                async with asyncio.timeout(self._config.timeout_s):
+                    outcome, num_bytes, image = await work()
+                self.breaker.succeeded()
+            except asyncio.CancelledError:
+                self.breaker.left()
+                raise
+            except (Unreadable, DamagedValue) as damage:
+                self.breaker.succeeded()
+                outcome = "damaged"
+                self._log("an image in the shared image store is not used: %s", damage)
+            except RoomFull:
+                self.breaker.left()
+                outcome = "full"
+            except Exception as error:  # Whatever the store and its library raise.
+                self.breaker.failed()
+                outcome = "failed"
+                self._log(
+                    "the shared image store failed (%s: %s); this server goes on without it",
+                    operation,
+                    _reason(error, self._config.timeout_s),
+                )
+        self._on_event(SharedImageEvent(operation, outcome, time.monotonic() - started, num_bytes))
+        return outcome, image
+
+    async def _computed(self, num_bytes: int, work: Callable[[], _T]) -> _T:
+        return await asyncio.to_thread(work) if num_bytes > _LARGE_BYTES else work()
+
+    def _log(self, message: str, *values: object) -> None:
+        now = time.monotonic()
+        if self._logged_at is None or now - self._logged_at >= _LOG_INTERVAL_S:
+            self._logged_at = now
+            logger.warning(message, *values)
+
+
+def _reason(error: Exception, timeout_s: float) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer in {timeout_s:g} s"
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"

@@ -1,0 +1,183 @@
+"""SharedImagesConfig: the store that several servers share for images by id, and its limits. The default is none."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import SplitResult, urlsplit
+
+from kestrel_engine import ConfigError, SettingGroup, check_settings, setting
+
+SHARED_IMAGES = SettingGroup("shared images", "shared-images")
+PASSWORD_VARIABLE = "KESTREL_SHARED_IMAGES_PASSWORD"
+MIB = 1024 * 1024
+_MONTH_S = 30 * 86_400.0
+_REDIS_SCHEMES = ("redis", "rediss")
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_PATH = re.compile(r"(/[\w.=+-]{1,200}){0,10}/?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedImagesConfig:
+    """Raises ConfigError. Its messages never show a password."""
+
+    url: str | None = setting(
+        None,
+        SHARED_IMAGES,
+        "store that several servers share for images that clients put, so that each of them knows the ids: "
+        "redis://HOST:PORT/DATABASE, rediss://… (TLS) or s3://BUCKET/PREFIX; needs the package of "
+        "pip install '.[redis]' or '.[s3]'",
+        flag="--shared-images",
+        metavar="URL",
+        shown="none: each server has its own images",
+    )
+    ttl_s: float = setting(
+        3600.0,
+        SHARED_IMAGES,
+        "how long an image stays in the shared store after it was put last",
+        kind="number",
+        flag="--shared-images-ttl",
+        metavar="SECONDS",
+        low=1,
+        high=_MONTH_S,
+    )
+    timeout_s: float = setting(
+        2.0,
+        SHARED_IMAGES,
+        "how long a call waits for the shared store",
+        kind="seconds",
+        flag="--shared-images-timeout",
+        metavar="SECONDS",
+        low=0.01,
+        high=60,
+    )
+    value_bytes: int = setting(
+        33 * MIB,
+        SHARED_IMAGES,
+        "largest image in the shared store; the server neither writes nor reads a larger one",
+        kind="bytes",
+        flag="--shared-images-max-bytes",
+        metavar="SIZE",
+        low=1,
+        high=512 * MIB,
+    )
+    caller_bytes: int = setting(
+        256 * MIB,
+        SHARED_IMAGES,
+        "bytes of one caller's images in the shared store; its oldest are dropped first",
+        kind="bytes",
+        flag="--shared-images-caller-bytes",
+        metavar="SIZE",
+        low=1,
+    )
+    flight_bytes: int = setting(
+        128 * MIB,
+        SHARED_IMAGES,
+        "bytes that are on the way to or from the shared store at one time; one caller may have half of them",
+        kind="bytes",
+        flag="--shared-images-flight-bytes",
+        metavar="SIZE",
+        low=1,
+    )
+    key_file: str | None = setting(
+        None,
+        SHARED_IMAGES,
+        "encrypt images in the shared store (AES-GCM) with the first key of this file; the others decrypt only; each "
+        "line: ID and 32 bytes in base64",
+        flag="--shared-images-key-file",
+        metavar="FILE",
+        shown="no encryption",
+    )
+    password_file: str | None = setting(
+        None,
+        SHARED_IMAGES,
+        "file with the password of Redis; it is read at every connection",
+        flag="--shared-images-password-file",
+        metavar="FILE",
+        shown=f"{PASSWORD_VARIABLE}, or no password",
+    )
+    ca_file: str | None = setting(
+        None,
+        SHARED_IMAGES,
+        "authorities that the certificate of Redis must come from (PEM), for rediss://",
+        flag="--shared-images-ca",
+        metavar="FILE",
+        shown="the system's",
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.url is None:
+            return
+        try:
+            _check(self.url)
+        except ValueError as error:
+            raise ConfigError("url", _shown(self.url), str(error)) from None
+        if self.flight_bytes < self.value_bytes:
+            raise ConfigError(
+                "flight_bytes",
+                self.flight_bytes,
+                f"must be at least --shared-images-max-bytes ({self.value_bytes})",
+            )
+
+    @property
+    def is_redis(self) -> bool:
+        return urlsplit(self.url or "").scheme in _REDIS_SCHEMES
+
+    def password(self, environ: Mapping[str, str] | None = None) -> str | None:
+        """The password of Redis. Raises OSError and UnicodeDecodeError if the file can't be read."""
+        if self.password_file is None:
+            return (os.environ if environ is None else environ).get(PASSWORD_VARIABLE) or None
+        with open(self.password_file, encoding="utf-8") as opened:
+            return opened.read(4096).rstrip("\r\n") or None
+
+
+def _check(url: str) -> None:
+    """Raises ValueError, whose message holds nothing of the address."""
+    parts = _split(url)
+    if parts.password is not None:
+        raise ValueError(
+            f"must hold no password, which others could read; set {PASSWORD_VARIABLE} or "
+            "--shared-images-password-file"
+        )
+    if parts.query or parts.fragment:
+        raise ValueError("must have neither ? nor #")
+    if parts.scheme in _REDIS_SCHEMES:
+        if not parts.hostname:
+            raise ValueError("must name a host: redis://HOST:PORT/DATABASE")
+        if not re.fullmatch(r"(/\d{0,4})?", parts.path):
+            raise ValueError("must end with the number of a database, such as /0, or without")
+    elif parts.scheme == "s3":
+        if not _BUCKET.fullmatch(parts.netloc):
+            raise ValueError(
+                "must name a bucket: s3://BUCKET/PREFIX, with keys in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
+                "or from the machine's role"
+            )
+        if not _PATH.fullmatch(parts.path) or ".." in parts.path:
+            raise ValueError("must have a prefix of letters, digits and . _ = + - between slashes")
+    else:
+        raise ValueError("must begin with redis://, rediss:// or s3://")
+
+
+def _split(url: str) -> SplitResult:
+    """Raises ValueError."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:  # Its message may hold what follows a colon, and so a password.
+        raise ValueError("must be like redis://HOST:PORT/DATABASE or s3://BUCKET/PREFIX") from None
+    return parts
+
+
+def _shown(url: str) -> str:
+    """What an error may show: neither user nor password."""
+    scheme, separator, _ = url.partition("://")
+    if not separator:
+        return "(hidden)" if "@" in url else url
+    try:
+        host = urlsplit(url).hostname or ""
+    except ValueError:
+        host = ""
+    return f"{scheme}://{host}…"
