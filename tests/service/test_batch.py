@@ -117,7 +117,7 @@ async def test_what_can_not_be_done_is_said_before_the_first_request(images, tmp
     other = tmp_path / "notes.txt"
     other.write_text("a file of the user\n")
     assert main(["batch", str(images), "--detect", "cat", "--output", str(other)]) == 1
-    assert "is not the result of a batch" in capsys.readouterr().err
+    assert "is not a file of results" in capsys.readouterr().err
     assert other.read_text() == "a file of the user\n"
 
 
@@ -178,7 +178,7 @@ def test_an_incomplete_line_is_removed_and_a_full_disk_leaves_none(tmp_path, mon
     file = tmp_path / "results.jsonl"
     with Journal(file, {"tasks": []}) as journal:
         journal.append({"image": "a", "tasks": {}})
-        with pytest.raises(CommandError, match="another batch"):
+        with pytest.raises(CommandError, match="another command"):
             Journal(file, {"tasks": []})
     with file.open("a") as opened:
         opened.write('{"image": "b", "ta')

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import signal
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,18 +12,17 @@ from typing import Any
 from kestrel_client import AnalyzeResult, Task
 
 from ...settings.flags import SettingsError
-from ..connection import add_connection_flags, open_async_client, sdk_errors, servers_of
-from ..own_server import own_server
+from ..connection import add_connection_flags
 from ..parser import EXIT_FAILED, CommandError
 from ..requests.analyze import add_task_flags, task_of
 from ..requests.flags import add_request_flags, request_options
 from ..requests.inputs import IMAGE_HELP
 from ..requests.painted import Painter
-from ..values import seconds, whole
 from .exports import Export, parse_export
 from .journal import Journal
 from .rows import Row, file_names, open_rows
-from .runner import Runner, Summary
+from .runner import Summary
+from .running import add_running_flags, check_running_flags, run_rows, server_of
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
@@ -72,26 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     )
     output.add_argument("--quiet", action="store_true", help="show no progress")
     output.add_argument("--json", action="store_true", help="print the summary as JSON")
-    running = parser.add_argument_group("running")
-    running.add_argument(
-        "--concurrency",
-        type=whole(1, 1024),
-        metavar="N",
-        help="the most requests in flight; fewer while the server is busy [the batch size of all servers]",
-    )
-    running.add_argument(
-        "--patience",
-        type=seconds(0, 86_400),
-        default=300.0,
-        metavar="SECONDS",
-        help="how long to wait for a server that is busy or away [300]",
-    )
-    running.add_argument(
-        "--in-process",
-        action="store_true",
-        help="start a server for this command instead of calling --server; --model names what it serves",
-    )
-    running.add_argument("--config", metavar="FILE", help="configuration of that server (TOML)")
+    add_running_flags(parser)
     add_request_flags(parser)
     parser.set_defaults(priority="low")
     add_connection_flags(parser)
@@ -102,10 +78,7 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError(
             "give at least one task: --query, --caption, --point, --detect, --segment"
         )
-    if args.request_id is not None:
-        raise SettingsError("--request-id names one request; a batch makes many")
-    if args.config is not None and not args.in_process:
-        raise SettingsError("--config: needs --in-process")
+    check_running_flags(args)
     exports = [parse_export(text) for text in args.export]
     rows = open_rows(args.words, args.rows, args.image_column)
     if not rows:
@@ -121,13 +94,15 @@ def run(args: argparse.Namespace) -> int:
         "min_score": args.min_score,
         "options": {name: value for name, value in options.items() if name != "priority"},
     }
+    if args.weights is not None:
+        described["weights"] = args.weights
     with Journal(
         Path(args.output), described, fresh=args.fresh, without_failed=args.retry_failed
     ) as journal:
         left = [row for row in rows if row.identity not in journal.done]
         summary = Summary()
         if left:
-            with _server(args):
+            with server_of(args):
                 summary = _ask(args, journal, rows, left, keys, options, painter)
         _export(journal, exports)
         _print(args, summary, journal, len(rows), len(rows) - len(left))
@@ -155,22 +130,6 @@ def _painter(folder: str, rows: list[Row]) -> Painter:
     return Painter(target, [row.input for row in rows], report=False)
 
 
-@contextmanager
-def _server(args: argparse.Namespace) -> Iterator[None]:
-    """Sets ``args.server`` to a server of this command, if it needs one."""
-    if not args.in_process:
-        yield
-        return
-    # SIGTERM then ends the server too, as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    flags = [] if args.model is None else ["--model", args.model]
-    if args.config is not None:
-        flags += ["--config", args.config]
-    with own_server(flags) as (address, _):
-        args.server = address
-        yield
-
-
 def _ask(
     args: argparse.Namespace,
     journal: Journal,
@@ -180,46 +139,22 @@ def _ask(
     options: dict[str, Any],
     painter: Painter | None,
 ) -> Summary:
-    from tqdm import tqdm
-
-    bar = tqdm(
-        total=len(rows),
-        initial=len(rows) - len(left),
-        unit="image",
-        disable=args.quiet,
-        mininterval=0.2 if sys.stderr.isatty() else 10.0,
-        dynamic_ncols=True,
-    )
-
     names = file_names(rows)
 
     def on_result(row: Row, result: AnalyzeResult) -> None:
         if painter is not None:
             painter.write(result, row.input, names[row.identity])
 
-    def on_done(summary: Summary, in_flight: int) -> None:
-        bar.update(len(rows) - len(left) + summary.rows - bar.n)
-        bar.set_postfix({"failed": summary.failed, "in flight": in_flight}, refresh=False)
-
-    async def ask() -> Summary:
-        async with open_async_client(args) as client:
-            most = args.concurrency
-            if most is None:
-                batch_size = (await client.server_info()).limits.max_batch_size
-                most = batch_size * len(servers_of(args))
-            return await Runner(
-                client,
-                journal,
-                lambda row: _tasks(row, keys, args),
-                options,
-                most,
-                args.patience,
-                on_result,
-                on_done,
-            ).run(left)
-
-    with bar, sdk_errors(args):
-        return asyncio.run(ask())
+    return run_rows(
+        args,
+        journal,
+        left,
+        lambda row: _tasks(row, keys, args),
+        options,
+        total=len(rows),
+        before=len(rows) - len(left),
+        on_result=on_result,
+    )
 
 
 def _export(journal: Journal, exports: list[Export]) -> None:

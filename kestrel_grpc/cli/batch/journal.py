@@ -93,7 +93,7 @@ class Journal:
         try:
             fcntl.flock(self._opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CommandError(f"another batch is writing {str(self.file)!r}") from None
+            raise CommandError(f"another command is writing {str(self.file)!r}") from None
 
     def _check(self, run: dict[str, Any]) -> None:
         """Compares ``run`` with the description, which is written if there are no results yet."""
@@ -102,7 +102,7 @@ class Journal:
             before = {} if is_new else json.loads(self._description.read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
             raise CommandError(
-                f"{str(self.file)!r} exists and is not the result of a batch; {_FRESH}"
+                f"{str(self.file)!r} exists and is not a file of results; {_FRESH}"
             ) from None
         if is_new:
             draft = self._description.with_name(f"{self._description.name}.tmp")
@@ -129,7 +129,7 @@ class Journal:
                     self._note(json.loads(data))
                 except (ValueError, KeyError, TypeError):
                     raise CommandError(
-                        f"{str(self.file)!r}: line {number} is not a result of a batch; {_FRESH}"
+                        f"{str(self.file)!r}: line {number} is not a result; {_FRESH}"
                     ) from None
                 end += len(data)
         os.ftruncate(self._opened, end)
