@@ -42,6 +42,7 @@ COMMANDS = {
     "segment": ("requests.skills", "outline an object"),
     "analyze": ("requests.analyze", "run several tasks on an image in one call"),
     "batch": ("batch.command", "run tasks on many images, with a file of results that can go on"),
+    "eval": ("evaluation.command", "measure a model on a data set, or compare two such runs"),
     "embed": ("requests.embed", "compute embeddings of images, for search and comparison"),
     "watch": ("requests.watch", "run tasks on the frames of a folder or of a camera's stream"),
     "run": ("requests.run_skill", "run any skill of the server by its name"),

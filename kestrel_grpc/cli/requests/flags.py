@@ -283,7 +283,7 @@ def request_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in _OPTIONS}
 
 
-def add_min_score_flag(parser: argparse.ArgumentParser) -> None:
+def add_min_score_flag(parser: Any) -> None:
     parser.add_argument(
         "--min-score",
         type=number,

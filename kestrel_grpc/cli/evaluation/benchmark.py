@@ -1,0 +1,166 @@
+"""What a data set is: the questions about its rows, the truths, and the scores of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kestrel_client import DetectTask, PointTask, QueryTask, Task
+
+from ..requests.inputs import Source
+from .records import Edges, Record
+
+if TYPE_CHECKING:
+    from .scored import Answered
+
+Outcome = Mapping[str, Any]
+"""A task's result as plain values, as `Result.to_dict` gives it."""
+Polygon = Sequence[tuple[float, float]]
+MAX_CASES = 32
+"""Tasks of one call, as the server limits them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """The options of the questions."""
+
+    prompt: str | None = None
+    """The text of a question, where {question} stands for the row's; None for that of the data set."""
+    reasoning: bool = False
+    temperature: float = 0.0
+    max_tokens: int | None = None
+    min_score: float | None = None
+    absent: int = 0
+    """Names of absent objects to ask for in each image, in sets of boxes."""
+
+    def query(self, question: str, prompt: str, **options: Any) -> QueryTask:
+        """``prompt``: that of the data set."""
+        text = (self.prompt or prompt).replace("{question}", question)
+        reasoning = options.pop("reasoning", self.reasoning) or None
+        return QueryTask(
+            text,
+            reasoning=reasoning,
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            **options,
+        )
+
+    def point(self, name: str) -> PointTask:
+        return PointTask(name, **self._spatial())
+
+    def detect(self, name: str) -> DetectTask:
+        return DetectTask(name, **self._spatial())
+
+    def _spatial(self) -> dict[str, Any]:
+        return {
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+            "min_score": self.min_score,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One question and its truth."""
+
+    task: Task
+    truth: Any
+    """What ``Benchmark.score`` compares the answer with."""
+    question: str
+    """As the report shows it."""
+    expected: str
+    group: str = ""
+    """The part of the data set that it belongs to."""
+    boxes: Sequence[Edges] = ()
+    """The true boxes, to draw; as fractions of the image, or in pixels if ``pixels``."""
+    polygons: Sequence[Polygon] = ()
+    """The true outlines, to draw; likewise."""
+    pixels: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """An image and the cases about it, by key. ``load``: returns the image."""
+
+    image: str
+    number: int
+    load: Callable[[], Source]
+    cases: Mapping[str, Case]
+
+    @property
+    def identity(self) -> tuple[str, int | None]:
+        return self.image, self.number
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The score of one answer.
+
+    ``value``: how good it is, from 0 to 1. ``counts``: by metric, what the answer adds to the part and to the whole.
+    The metric of a data set is the sum of the parts over the sum of the wholes.
+    """
+
+    value: float
+    counts: Mapping[str, tuple[float, float]]
+    said: str
+
+
+def share(metric: str, value: float, said: str) -> Score:
+    """A score that is the only count of its case."""
+    return Score(value, {metric: (value, 1.0)}, said)
+
+
+@dataclass(frozen=True, slots=True)
+class Hub:
+    """A data set of the Hugging Face hub."""
+
+    repo: str
+    split: str
+    config: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Metrics that are no sums over cases, such as average precision. ``values``: by metric, from 0 to 1."""
+
+    values: Mapping[str, float]
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """A data set. Its module in ``sets/`` makes one."""
+
+    name: str
+    title: str
+    source: str
+    """Where the data set and its metric are defined."""
+    skills: tuple[str, ...]
+    cases: Callable[[Record, Asking], Sequence[Case]] | None = None
+    """The cases of a row."""
+    score: Callable[[Case, Outcome | None], Score]
+    """Scores an answer; None for a request that failed, which has the lowest score."""
+    hub: Hub | None = None
+    layout: Callable[[Path], Iterator[dict[str, Any]] | None] | None = None
+    """Reads a folder in the set's own layout as rows; ``image`` is the path of a file. None for another layout."""
+    items: Callable[[Asking, int | None], Iterator[Item]] | None = None
+    """The items of a set that needs no data. The number limits the images."""
+    default_limit: int | None = None
+    whole: Callable[[Sequence[Answered]], Whole | None] | None = None
+    """Metrics of all answers together."""
+    groups: Sequence[str] = field(default=())
+    """Its groups in the order of the report; others follow."""
+
+
+def items_of(records: Iterator[Record], benchmark: Benchmark, asking: Asking) -> Iterator[Item]:
+    """The items of rows. A row with more cases than a call may have becomes several items."""
+    assert benchmark.cases is not None
+    number = 0
+    for record in records:
+        cases = list(benchmark.cases(record, asking))
+        for first in range(0, len(cases), MAX_CASES):
+            number += 1
+            keyed = {str(first + i): c for i, c in enumerate(cases[first : first + MAX_CASES])}
+            yield Item(image=record.image, number=number, load=record.load, cases=keyed)

@@ -1,0 +1,88 @@
+"""An image of the page as SVG: the picture itself, reduced, and over it what is expected and what was found."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from collections.abc import Iterator
+from html import escape
+
+from kestrel_client import KestrelError
+from kestrel_client.images.images import to_pillow
+
+from ..parser import CommandError
+from .benchmark import Case, Outcome
+from .records import Edges
+from .scored import Answered
+
+_SIDE = 480
+"""Longest side of a reduced image, in pixels."""
+_MOST = 100
+"""Marks of a kind on an image."""
+_PATH = re.compile(r"[MLCHVQAZSTmlchvqazst0-9eE .,+-]*")
+
+
+def figure_image(each: Answered) -> str:
+    """An svg element, or a note if the image cannot be read."""
+    try:
+        image = to_pillow(each.item.load())
+    except (KestrelError, CommandError, OSError, ValueError) as error:
+        return f"<p class=small>no image: {escape(str(error)[:200])}</p>"
+    size = image.size
+    image.thumbnail((_SIDE, _SIDE))
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=80)
+    data = base64.b64encode(buffer.getvalue()).decode()
+    marks = [*_expected(each.case, size), *_found(each.outcome, size)]
+    return (
+        f'<svg viewBox="0 0 {size[0]} {size[1]}"><image width="{size[0]}" height="{size[1]}" '
+        f'href="data:image/jpeg;base64,{data}"/>{"".join(marks)}</svg>'
+    )
+
+
+def _expected(case: Case, size: tuple[int, int]) -> Iterator[str]:
+    across, down = (1, 1) if case.pixels else size
+    for box in case.boxes[:_MOST]:
+        yield _rectangle((box[0] * across, box[1] * down, box[2] * across, box[3] * down), "truth")
+    for polygon in case.polygons[:_MOST]:
+        corners = " ".join(f"{x * across:.1f},{y * down:.1f}" for x, y in polygon)
+        yield f'<polygon class="truth" points="{corners}"/>'
+
+
+def _found(outcome: Outcome | None, size: tuple[int, int]) -> Iterator[str]:
+    if outcome is None:
+        return
+    width, height = size
+    for box in outcome.get("objects", ())[:_MOST]:
+        yield _rectangle(_pixels(box, size), "found")
+    points = list(outcome.get("points", ()))
+    for chunk in (outcome.get("reasoning") or {}).get("grounding", ()):
+        points += chunk["points"]
+    radius = max(width, height) / 80
+    for point in points[:_MOST]:
+        x, y = point["x"] * width, point["y"] * height
+        yield f'<circle class="point" cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}"/>'
+    box, path = outcome.get("box"), outcome.get("svg_path", "")
+    if box is not None and path and _PATH.fullmatch(path):
+        left, top, right, bottom = _pixels(box, size)
+        place = f"translate({left:.2f} {top:.2f}) scale({right - left:.4f} {bottom - top:.4f})"
+        yield f'<path class="found" transform="{place}" d="{path}"/>'
+
+
+def _pixels(box: dict[str, float], size: tuple[int, int]) -> Edges:
+    width, height = size
+    return (
+        box["x_min"] * width,
+        box["y_min"] * height,
+        box["x_max"] * width,
+        box["y_max"] * height,
+    )
+
+
+def _rectangle(edges: Edges, kind: str) -> str:
+    left, top, right, bottom = edges
+    return (
+        f'<rect class="{kind}" x="{left:.1f}" y="{top:.1f}" width="{max(right - left, 0):.1f}" '
+        f'height="{max(bottom - top, 0):.1f}"/>'
+    )

@@ -1,0 +1,94 @@
+"""One row of a data set, whose columns are checked when they are read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from ..parser import CommandError
+from ..requests.inputs import Source
+
+Edges = tuple[float, float, float, float]
+"""Left, upper, right and lower edge."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A row. The methods return the value of a column, or raise CommandError with the row, the column and the value."""
+
+    place: str
+    """The file or set that has the row."""
+    number: int
+    """The row's number, from 1."""
+    values: Mapping[str, Any]
+    image: str
+    """The name of its image."""
+    load: Callable[[], Source]
+    """Returns the image."""
+
+    def value(self, *names: str) -> Any:
+        """The value of the first of these columns that there is."""
+        for name in names:
+            if self.values.get(name) is not None:
+                return self.values[name]
+        columns = ", ".join(self.values) or "none"
+        raise CommandError(
+            f"{self.place}: row {self.number} has no column {' or '.join(map(repr, names))}; its columns are {columns}"
+        )
+
+    def has(self, name: str) -> bool:
+        return self.values.get(name) is not None
+
+    def text(self, *names: str) -> str:
+        value = self.value(*names)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return str(value)
+        if not isinstance(value, str) or not value.strip():
+            self.refuse(names[0], value, "a text")
+        return value
+
+    def texts(self, *names: str) -> list[str]:
+        """A list of texts; one text is a list of one."""
+        value = self.value(*names)
+        if isinstance(value, str):
+            value = [value]
+        if not isinstance(value, (list, tuple)) or not value:
+            self.refuse(names[0], value, "a list of texts")
+        if not all(isinstance(each, (str, int, float)) for each in value):
+            self.refuse(names[0], value, "a list of texts")
+        return [str(each) for each in value]
+
+    def integer(self, *names: str) -> int:
+        value = self.value(*names)
+        if isinstance(value, str) and value.strip().isdecimal():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool):
+            self.refuse(names[0], value, "a whole number")
+        return value
+
+    def numbers(self, name: str, count: int) -> list[float]:
+        value = self.value(name)
+        if not isinstance(value, (list, tuple)) or len(value) != count:
+            self.refuse(name, value, f"{count} numbers")
+        if not all(isinstance(n, (int, float)) and math.isfinite(n) for n in value):
+            self.refuse(name, value, f"{count} numbers")
+        return [float(number) for number in value]
+
+    def rows(self, name: str) -> list[Mapping[str, Any]]:
+        """A list of objects."""
+        value = self.value(name)
+        if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
+            self.refuse(name, value, "a list of objects")
+        return value
+
+    def refuse(self, name: str, value: Any, needed: str) -> NoReturn:
+        raise CommandError(
+            f"{self.place}: row {self.number}: {name} is {str(value)[:80]!r}, needs {needed}"
+        )
+
+
+def from_corner(x: float, y: float, width: float, height: float) -> Edges:
+    """The edges of a box that is given by its upper left corner and its size."""
+    return x, y, x + width, y + height

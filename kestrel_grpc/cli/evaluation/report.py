@@ -1,0 +1,153 @@
+"""The report of an evaluation: a table, JSON, the scores, and the page."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..parser import CommandError
+from .benchmark import Benchmark, Whole
+from .page import write_page
+from .scored import Answered, write_scores
+from .totals import Total, plain
+
+SCORES = "scores.jsonl"
+REPORT = "report.json"
+PAGE = "report.html"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an evaluation has found. ``described``: its data and options. ``models``: the models that answered."""
+
+    benchmark: Benchmark
+    described: Mapping[str, Any]
+    models: Sequence[str]
+    num_images: int
+    totals: Sequence[Total]
+    whole: Whole | None
+    answered: Sequence[Answered]
+
+    @cached_property
+    def errors(self) -> dict[str, int]:
+        """How many cases failed, by error."""
+        errors = [each.scored.error for each in self.answered if each.scored.error is not None]
+        return {error: errors.count(error) for error in dict.fromkeys(errors)}
+
+    @property
+    def failed(self) -> int:
+        return sum(self.errors.values())
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        whole = self.whole
+        return {
+            **self.described,
+            "models": list(self.models),
+            "images": self.num_images,
+            "cases": len(self.answered),
+            "failed": self.failed,
+            "errors": self.errors,
+            "metrics": [plain(total) for total in self.totals],
+            "whole": None if whole is None else {"values": dict(whole.values), "note": whole.note},
+            "source": self.benchmark.source,
+        }
+
+    @property
+    def title(self) -> str:
+        by = f", answered by {', '.join(self.models)}" if self.models else ""
+        return (
+            f"{self.benchmark.title}: {self.num_images} images, {len(self.answered)} questions{by}"
+        )
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of the figures must know."""
+        notes = []
+        if len(self.models) > 1:
+            notes.append(
+                f"{len(self.models)} models have answered; --fresh starts over with one of them"
+            )
+        for error, count in sorted(self.errors.items(), key=lambda pair: -pair[1])[:5]:
+            notes.append(f"{count} failed and count as wrong: {error}")
+        if self.whole is not None and self.whole.note:
+            notes.append(self.whole.note)
+        return notes
+
+
+def write_report(report: Report, folder: Path, *, worst: int) -> None:
+    """Writes all files of the report into ``folder``. Raises CommandError."""
+    write_whole(
+        folder / SCORES, lambda file: write_scores((a.scored for a in report.answered), file)
+    )
+    text = json.dumps(report.plain(), ensure_ascii=False, indent=1) + "\n"
+    write_whole(folder / REPORT, lambda file: file.write_text(text, encoding="utf-8"))
+    write_whole(
+        folder / PAGE,
+        lambda file: write_page(
+            file, report.title, report.notes, table(report), _worst(report, worst)
+        ),
+    )
+
+
+def write_whole(file: Path, write: Callable[[Path], object]) -> None:
+    """Replaces ``file`` by what ``write`` writes, once that is complete. Raises CommandError."""
+    draft = file.with_name(f"{file.name}.tmp")
+    try:
+        write(draft)
+        os.replace(draft, file)
+    except OSError as error:
+        raise CommandError(f"cannot write {str(file)!r}: {error.strerror or error}") from None
+
+
+def print_report(report: Report, folder: Path, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report.plain(), ensure_ascii=False))
+        return
+    print(report.title)
+    print_table(table(report))
+    for note in report.notes:
+        print(note)
+    if report.failed:
+        print("--retry-failed asks again what failed")
+    print(f"{folder / PAGE} shows the worst answers")
+
+
+Table = Sequence[Sequence[str]]
+"""Rows of texts; the first is the head."""
+
+
+def table(report: Report) -> Table:
+    rows = [["", "metric", "questions", "value", "95 % interval"]]
+    for name, value in (report.whole.values if report.whole is not None else {}).items():
+        rows.append(["all", name, str(len(report.answered)), percent(value), ""])
+    for total in report.totals:
+        interval = "" if total.low is None else f"{percent(total.low)} … {percent(total.high)}"
+        rows.append([total.group, total.metric, str(total.cases), percent(total.value), interval])
+    return rows
+
+
+def percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.2f}"
+
+
+def print_table(rows: Table) -> None:
+    """Prints columns: texts to the left, figures to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
+
+
+def _worst(report: Report, count: int) -> list[Answered]:
+    """The cases with the lowest scores, which are not perfect."""
+    imperfect = [each for each in report.answered if each.scored.value < 1]
+    return sorted(imperfect, key=lambda each: each.scored.value)[:count]

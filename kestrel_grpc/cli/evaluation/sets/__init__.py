@@ -1,0 +1,30 @@
+"""The data sets of ``eval``, each a module with a `Benchmark`."""
+
+from __future__ import annotations
+
+import importlib
+
+from ....settings.flags import SettingsError
+from ...parser import suggestion
+from ..benchmark import Benchmark
+
+NAMES = (
+    "scenes",
+    "chartqa",
+    "textvqa",
+    "docvqa",
+    "pope",
+    "countbench",
+    "refcoco",
+    "screenspot",
+    "coco",
+)
+
+
+def benchmark(name: str) -> Benchmark:
+    """The data set of that name. Raises SettingsError."""
+    if name not in NAMES:
+        hint = suggestion(name, NAMES) or f"; the sets are {', '.join(NAMES)}"
+        raise SettingsError(f"unknown data set {name!r}{hint}")
+    found: Benchmark = importlib.import_module(f".{name}", __package__).BENCHMARK
+    return found
