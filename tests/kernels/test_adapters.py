@@ -13,6 +13,7 @@ from kestrel_engine.kernels.adapters.layer_norm import Shrunk, Summed, Whole, ad
 from kestrel_engine.kernels.adapters.rows import expand_rows, shrink_rows
 from kestrel_engine.kernels.adapters.slabs import RANKS, RowSlabs, distance, shrunk_rows
 from kestrel_engine.kernels.layer_norm import add_layer_norm
+from kestrel_engine.kernels.linear import skinny_linear as skinny_linear_module
 from kestrel_engine.kernels.linear.skinny_linear import (
     Adapted,
     Expanded,
@@ -129,8 +130,11 @@ def test_many_rows_of_long_inputs():
 
 @pytest.mark.parametrize(("adapters", "users"), CASES)
 @pytest.mark.parametrize("begin", [32, pytest.param(41, marks=pytest.mark.slow)])
-def test_the_gemm_of_a_decode_step(adapters, users, begin):
-    """Also where the first tile of the hidden layer begins with other columns."""
+@pytest.mark.parametrize("held_rows", [skinny_linear_module.HELD_ROWS, 0])
+def test_the_gemm_of_a_decode_step(adapters, users, begin, held_rows, monkeypatch):
+    """Also where the first tile of the hidden layer begins with other columns, and with and without slabs that wait in
+    registers."""
+    monkeypatch.setattr(skinny_linear_module, "HELD_ROWS", held_rows)
     slabs = Slabs(adapters, users, first=begin)
     x = torch.randn(len(users), DIM, device=DEVICE)
     weight = torch.randn(begin + HIDDEN, DIM, device=DEVICE)
@@ -156,7 +160,9 @@ def test_the_gemm_of_a_decode_step(adapters, users, begin):
 
 
 @pytest.mark.parametrize(("adapters", "users"), CASES)
-def test_the_layer_norm_of_a_decode_step(adapters, users):
+@pytest.mark.parametrize("mlp_only", [False, True])
+def test_the_layer_norm_of_a_decode_step(adapters, users, mlp_only):
+    """``mlp_only``: there are no other changes than those of MLPs, whose first slabs wait in registers."""
     slabs = Slabs(adapters, users)
     rows = len(users)
     x, hidden = torch.randn(rows, DIM, device=DEVICE), torch.randn(rows, HIDDEN, device=DEVICE)
@@ -172,22 +178,26 @@ def test_the_layer_norm_of_a_decode_step(adapters, users):
     attended = torch.randn(rows, 3 * DIM, device=DEVICE)[:, 7 : 7 + DIM]
     before = torch.randn(rows, DIM, device=DEVICE)
     u = before.clone()
+    whole = (Whole(slabs.rows, attended, *first), Whole(slabs.rows, u, *first))
+    to_write = (Shrunk(slabs.rows, shrunk[0], up_a), Shrunk(slabs.rows, shrunk[1], first[0]))
     adapted_layer_norm(
         stream, parts, owed, weight, shift, out=u,
         summed=Summed(slabs.rows, sums, down_b),
-        whole=(Whole(slabs.rows, attended, *first), Whole(slabs.rows, u, *first)),
-        shrunk=(Shrunk(slabs.rows, shrunk[0], up_a), Shrunk(slabs.rows, shrunk[1], first[0])),
+        whole=() if mlp_only else whole,
+        shrunk=to_write[:1] if mlp_only else to_write,
     )  # fmt: skip
     wanted = x.double() + owed + parts[0].double().sum(0) + parts[1]
     wanted += slabs.product("down", hidden)
-    wanted += slabs.product("first", attended) + slabs.product("first", before)
+    if not mlp_only:
+        wanted += slabs.product("first", attended) + slabs.product("first", before)
     near(stream, wanted)
     near(u, F.layer_norm(wanted, (DIM,), weight.double(), shift.double()))
     plain = add_layer_norm(plain_stream, parts, owed, weight, shift)
     others = [m for m, user in enumerate(users) if user < 0]
     assert torch.equal(u[others], plain[others])
     assert torch.equal(stream[others], plain_stream[others])
-    for name, got in zip(("up", "first"), shrunk, strict=True):
+    names = ("up",) if mlp_only else ("up", "first")
+    for name, got in zip(names, shrunk, strict=False):
         known = slabs.shrunk(name, u)
         assert torch.equal(got.isnan(), known.isnan())
         near(got.nan_to_num(), known.nan_to_num())

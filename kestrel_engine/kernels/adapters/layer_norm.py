@@ -20,6 +20,11 @@ from ..layer_norm import EPS, MAX_PARTS, _normalised, _sum_of
 from .slabs import MOST_SLABS, RANKS, RowSlabs, request
 
 _RANKS = tl.constexpr(RANKS)
+_FEW = tl.constexpr(4)
+"""The ranks that are multiplied at once. Each further rank takes four registers of every thread."""
+_MOST_REGISTERS = 112
+"""Registers of a thread. With more, a program of 16 warps would not fit beside one of a GEMM, and could not begin
+before that ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,52 +59,74 @@ class Shrunk:
 
 
 @triton.jit
-def _fetch(anchor, slabs, first, count, at, dim, LINE: tl.constexpr, BLOCK: tl.constexpr):
-    """Requests the matrix of 16 * dim elements at ``at`` in each of the row's slabs."""
+def _fetch(
+    anchor, slabs, first, count, at, dim, HELD: tl.constexpr, LINE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Requests the matrix of 16 * dim elements at ``at`` in each of the row's slabs, but for the first HELD ones."""
     line = tl.arange(0, BLOCK * _RANKS // LINE) * LINE
-    for i in range(count):
+    for i in range(HELD, count):
         slab = anchor + tl.load(slabs + first + i) * 16
         request(slab + (at + tl.minimum(line, dim * _RANKS - 1)))
 
 
 @triton.jit
-def _shrunk(slab, a_at, wide, dim, cols, rank, mask):
-    """Returns A [16, dim] times ``wide`` [BLOCK] float32."""
-    a = tl.load(slab + (a_at + rank[:, None] * dim + cols[None, :]), mask=mask[None, :], other=0.0)
+def _a(slab, a_at, dim, cols, rank, mask):
+    """Returns the ranks ``rank`` of A [16, dim]."""
+    at = slab + (a_at + rank[:, None] * dim + cols[None, :])
+    return tl.load(at, mask=mask[None, :], other=0.0)
+
+
+@triton.jit
+def _b(slab, b_at, cols, rank, mask):
+    """Returns the ranks ``rank`` of B [dim, 16]."""
+    at = slab + (b_at + cols[:, None] * _RANKS + rank[None, :])
+    return tl.load(at, mask=mask[:, None], other=0.0)
+
+
+@triton.jit
+def _shrunk(a, wide):
+    """Returns the ranks of ``a`` times ``wide`` [BLOCK] float32."""
     return tl.sum(a.to(tl.float32) * wide[None, :], 1)
 
 
 @triton.jit
-def _expanded(slab, b_at, s, cols, rank, mask):
-    """Returns B [dim, 16] times ``s`` [16] float32, which is rounded first, as a result of A would be."""
-    b = tl.load(
-        slab + (b_at + cols[:, None] * _RANKS + rank[None, :]), mask=mask[:, None], other=0.0
-    )
+def _expanded(b, s):
+    """Returns the ranks of ``b`` times ``s`` float32, which is rounded first, as a result of A would be."""
     return tl.sum(b.to(tl.float32) * s.to(b.dtype).to(tl.float32)[None, :], 1)
 
 
 @triton.jit
+def _sum_of_parts(parts, stride, rank, SUMMED: tl.constexpr, PAD: tl.constexpr):
+    """Returns the sum of SUMMED partial sums of the ranks ``rank``."""
+    part = tl.arange(0, PAD)
+    at = parts + part[:, None] * stride + rank[None, :]
+    return tl.sum(tl.load(at, mask=(part < SUMMED)[:, None], other=0.0), 0)
+
+
+@triton.jit
 def _changed(
-    added, x, row, stride, anchor, slabs, first, count, a_at, b_at, dim, cols, rank, mask,
+    added, x, row, stride, anchor, slabs, first, count, a_at, b_at, dim, cols, mask,
 ):  # fmt: skip
     """Returns ``added`` with the change of a layer for its input, row ``row`` of ``x``."""
     if count > 0:
         given = tl.load(x + row * stride + cols, mask=mask, other=0.0).to(tl.float32)
         for i in range(count):
             slab = anchor + tl.load(slabs + first + i) * 16
-            s = _shrunk(slab, a_at, given, dim, cols, rank, mask)
-            added += _expanded(slab, b_at, s, cols, rank, mask)
+            for part in tl.static_range(0, _RANKS, _FEW):
+                rank = part + tl.arange(0, _FEW)
+                s = _shrunk(_a(slab, a_at, dim, cols, rank, mask), given)
+                added += _expanded(_b(slab, b_at, cols, rank, mask), s)
     return added
 
 
 @triton.jit
-def _store_shrunk(
-    to, wide, row, anchor, slabs, first, count, a_at, dim, cols, rank, mask, WIDTH: tl.constexpr
-):
-    for i in range(count):
+def _store_shrunk(to, wide, anchor, slabs, first, count, a_at, dim, cols, mask, HELD: tl.constexpr):
+    for i in range(HELD, count):
         slab = anchor + tl.load(slabs + first + i) * 16
-        s = _shrunk(slab, a_at, wide, dim, cols, rank, mask)
-        tl.store(to + row * WIDTH + i * _RANKS + rank, s)
+        for part in tl.static_range(0, _RANKS, _FEW):
+            rank = part + tl.arange(0, _FEW)
+            s = _shrunk(_a(slab, a_at, dim, cols, rank, mask), wide)
+            tl.store(to + i * _RANKS + rank, s)
 
 
 @triton.jit
@@ -111,38 +138,54 @@ def _adapted_layer_norm_kernel(
     whole1_b, up0_a, up1_a, dim, eps,
     SPLITS0: tl.constexpr, SPLITS1: tl.constexpr, SPLITS2: tl.constexpr, HAS_BIAS: tl.constexpr,
     SUMMED: tl.constexpr, SUMMED_PAD: tl.constexpr, WHOLE0: tl.constexpr,
-    WHOLE1: tl.constexpr, UP0: tl.constexpr, UP1: tl.constexpr, WIDTH: tl.constexpr, LINE: tl.constexpr,
-    PDL: tl.constexpr, BLOCK: tl.constexpr,
+    WHOLE1: tl.constexpr, UP0: tl.constexpr, UP1: tl.constexpr, HELD: tl.constexpr, WIDTH: tl.constexpr,
+    LINE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < dim
-    rank = tl.arange(0, _RANKS)
-    # No kernel writes a row's slabs, so they are read, and requested, before the wait.
+    rank0 = tl.arange(0, _FEW)
+    rank1, rank2, rank3 = rank0 + _FEW, rank0 + 2 * _FEW, rank0 + 3 * _FEW
+    # No kernel writes a row's slabs, so they are read, and requested, before the wait. With HELD, B of `summed` and A
+    # of the first of `shrunk` wait in registers, those of the row's first slab.
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if SUMMED > 0:
         summed_first, summed_count = tl.load(of_summed + row), tl.load(in_summed + row)
+        if HELD:
+            slab = anchor + tl.load(slabs + summed_first) * 16
+            there = mask & (summed_count > 0)
+            b0 = _b(slab, summed_b, cols, rank0, there)
+            b1 = _b(slab, summed_b, cols, rank1, there)
+            b2 = _b(slab, summed_b, cols, rank2, there)
+            b3 = _b(slab, summed_b, cols, rank3, there)
         if PDL:
-            _fetch(anchor, slabs, summed_first, summed_count, summed_b, dim, LINE, BLOCK)
+            _fetch(anchor, slabs, summed_first, summed_count, summed_b, dim, HELD, LINE, BLOCK)
     if WHOLE0:
         whole0_first, whole0_count = tl.load(of_whole0 + row), tl.load(in_whole0 + row)
         if PDL:
-            _fetch(anchor, slabs, whole0_first, whole0_count, whole0_a, dim, LINE, BLOCK)
-            _fetch(anchor, slabs, whole0_first, whole0_count, whole0_b, dim, LINE, BLOCK)
+            _fetch(anchor, slabs, whole0_first, whole0_count, whole0_a, dim, 0, LINE, BLOCK)
+            _fetch(anchor, slabs, whole0_first, whole0_count, whole0_b, dim, 0, LINE, BLOCK)
     if WHOLE1:
         whole1_first, whole1_count = tl.load(of_whole1 + row), tl.load(in_whole1 + row)
         if PDL:
-            _fetch(anchor, slabs, whole1_first, whole1_count, whole1_a, dim, LINE, BLOCK)
-            _fetch(anchor, slabs, whole1_first, whole1_count, whole1_b, dim, LINE, BLOCK)
+            _fetch(anchor, slabs, whole1_first, whole1_count, whole1_a, dim, 0, LINE, BLOCK)
+            _fetch(anchor, slabs, whole1_first, whole1_count, whole1_b, dim, 0, LINE, BLOCK)
     if UP0:
         up0_first, up0_count = tl.load(of_up0 + row), tl.load(in_up0 + row)
+        if HELD:
+            slab = anchor + tl.load(slabs + up0_first) * 16
+            there = mask & (up0_count > 0)
+            a0 = _a(slab, up0_a, dim, cols, rank0, there)
+            a1 = _a(slab, up0_a, dim, cols, rank1, there)
+            a2 = _a(slab, up0_a, dim, cols, rank2, there)
+            a3 = _a(slab, up0_a, dim, cols, rank3, there)
         if PDL:
-            _fetch(anchor, slabs, up0_first, up0_count, up0_a, dim, LINE, BLOCK)
+            _fetch(anchor, slabs, up0_first, up0_count, up0_a, dim, HELD, LINE, BLOCK)
     if UP1:
         up1_first, up1_count = tl.load(of_up1 + row), tl.load(in_up1 + row)
         if PDL:
-            _fetch(anchor, slabs, up1_first, up1_count, up1_a, dim, LINE, BLOCK)
+            _fetch(anchor, slabs, up1_first, up1_count, up1_a, dim, 0, LINE, BLOCK)
     gain = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
     shift = tl.load(bias + cols, mask=mask, other=0.0).to(tl.float32)
     added = tl.zeros([BLOCK], tl.float32)
@@ -159,21 +202,30 @@ def _adapted_layer_norm_kernel(
     if SPLITS2 > 0:
         added += _sum_of(part2, row, cols, mask, split_stride2, row_stride2, SPLITS2)
     if SUMMED > 0:
-        part = tl.arange(0, SUMMED_PAD)
-        for i in range(summed_count):
+        parts = summed + row * WIDTH
+        if HELD:
+            if summed_count > 0:
+                s0 = _sum_of_parts(parts, summed_stride, rank0, SUMMED, SUMMED_PAD)
+                s1 = _sum_of_parts(parts, summed_stride, rank1, SUMMED, SUMMED_PAD)
+                s2 = _sum_of_parts(parts, summed_stride, rank2, SUMMED, SUMMED_PAD)
+                s3 = _sum_of_parts(parts, summed_stride, rank3, SUMMED, SUMMED_PAD)
+                added += _expanded(b0, s0) + _expanded(b1, s1)
+                added += _expanded(b2, s2) + _expanded(b3, s3)
+        for i in range(HELD, summed_count):
             slab = anchor + tl.load(slabs + summed_first + i) * 16
-            at = summed + part[:, None] * summed_stride + row * WIDTH + i * _RANKS + rank[None, :]
-            s = tl.sum(tl.load(at, mask=(part < SUMMED)[:, None], other=0.0), 0)
-            added += _expanded(slab, summed_b, s, cols, rank, mask)
+            for few in tl.static_range(0, _RANKS, _FEW):
+                rank = few + tl.arange(0, _FEW)
+                s = _sum_of_parts(parts + i * _RANKS, summed_stride, rank, SUMMED, SUMMED_PAD)
+                added += _expanded(_b(slab, summed_b, cols, rank, mask), s)
     if WHOLE0:
         added = _changed(
             added, whole0, row, whole0_stride, anchor, slabs, whole0_first, whole0_count, whole0_a,
-            whole0_b, dim, cols, rank, mask,
+            whole0_b, dim, cols, mask,
         )  # fmt: skip
     if WHOLE1:
         added = _changed(
             added, whole1, row, whole1_stride, anchor, slabs, whole1_first, whole1_count, whole1_a,
-            whole1_b, dim, cols, rank, mask,
+            whole1_b, dim, cols, mask,
         )  # fmt: skip
     stored = (v + added).to(x.dtype.element_ty)
     tl.store(stream, stored, mask=mask)
@@ -182,13 +234,17 @@ def _adapted_layer_norm_kernel(
     tl.store(out + row * out_stride + cols, u, mask=mask)
     wide = u.to(tl.float32)
     if UP0:
-        _store_shrunk(
-            up0, wide, row, anchor, slabs, up0_first, up0_count, up0_a, dim, cols, rank, mask, WIDTH
-        )
+        to = up0 + row * WIDTH
+        if HELD:
+            if up0_count > 0:
+                tl.store(to + rank0, _shrunk(a0, wide))
+                tl.store(to + rank1, _shrunk(a1, wide))
+                tl.store(to + rank2, _shrunk(a2, wide))
+                tl.store(to + rank3, _shrunk(a3, wide))
+        _store_shrunk(to, wide, anchor, slabs, up0_first, up0_count, up0_a, dim, cols, mask, HELD)
     if UP1:
-        _store_shrunk(
-            up1, wide, row, anchor, slabs, up1_first, up1_count, up1_a, dim, cols, rank, mask, WIDTH
-        )
+        to = up1 + row * WIDTH
+        _store_shrunk(to, wide, anchor, slabs, up1_first, up1_count, up1_a, dim, cols, mask, 0)
 
 
 def adapted_layer_norm(
@@ -221,6 +277,8 @@ def adapted_layer_norm(
     block = triton.next_power_of_2(dim)
     pdl = pdl and x.is_cuda
     launch: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    if x.is_cuda:
+        launch["maxnreg"] = _MOST_REGISTERS
     changes: list[Summed | Whole | Shrunk | None] = [
         summed,
         *whole,
@@ -257,8 +315,8 @@ def adapted_layer_norm(
         SPLITS0=counts[0], SPLITS1=counts[1], SPLITS2=counts[2], HAS_BIAS=bias is not None,
         SUMMED=num_parts, SUMMED_PAD=triton.next_power_of_2(max(1, num_parts)),
         WHOLE0=len(whole) > 0, WHOLE1=len(whole) > 1, UP0=len(shrunk) > 0, UP1=len(shrunk) > 1,
-        WIDTH=RANKS * MOST_SLABS, LINE=128 // x.element_size(), PDL=pdl, BLOCK=block,
-        num_warps=min(max(block // 128, 1), 16), **launch,
+        HELD=int(not whole and len(shrunk) < 2), WIDTH=RANKS * MOST_SLABS,
+        LINE=128 // x.element_size(), PDL=pdl, BLOCK=block, num_warps=min(max(block // 128, 1), 16), **launch,
     )  # fmt: skip
     return out
 

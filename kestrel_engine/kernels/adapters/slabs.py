@@ -78,44 +78,75 @@ def ranks_of(anchor, slabs, at, end, GROUP: tl.constexpr):
 
 
 @triton.jit
+def load_b(anchor, slabs, at, end, b_at, rows_n, keep_n, GROUP: tl.constexpr):
+    """Returns the rows ``rows_n`` of B of GROUP slabs from ``at`` on: [BLOCK_N, GROUP * 16]. ``b_at``: the offset of B
+    in a slab. ``keep_n``: the rows that exist."""
+    _, rank, there, base = ranks_of(anchor, slabs, at, end, GROUP)
+    return tl.load(
+        base[None, :] + (b_at + rows_n[:, None] * _RANKS + rank[None, :]),
+        mask=keep_n[:, None] & there[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def load_a(anchor, slabs, at, end, a_at, inputs, rows_n, keep_n, GROUP: tl.constexpr):
+    """Returns the inputs ``rows_n`` of A [16, inputs] of GROUP slabs from ``at`` on: [GROUP * 16, BLOCK_N]."""
+    _, rank, there, base = ranks_of(anchor, slabs, at, end, GROUP)
+    return tl.load(
+        base[:, None] + (a_at + rank[:, None] * inputs + rows_n[None, :]),
+        mask=there[:, None] & keep_n[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def load_shrunk(shrunk, at, end, firsts, counts, rows_m, GROUP: tl.constexpr):
+    """Returns the shrunk rows ``rows_m`` for GROUP slabs from ``at`` on, [BLOCK_M, GROUP * 16] float32: 0 for slabs
+    that are not a row's own. ``firsts``, ``counts``: [BLOCK_M]."""
+    rank = tl.arange(0, GROUP * _RANKS)
+    slab = at + rank // _RANKS
+    beyond = slab[None, :] - firsts[:, None]
+    own = (beyond >= 0) & (beyond < counts[:, None]) & (slab < end)[None, :]
+    place = shrunk + rows_m[:, None] * _WIDTH + beyond * _RANKS + (rank % _RANKS)[None, :]
+    return tl.load(place, mask=own, other=0.0)
+
+
+@triton.jit
+def store_shrunk(part, parts, at, end, firsts, counts, rows_m, GROUP: tl.constexpr):
+    """Stores ``part`` [GROUP * 16, BLOCK_M], products with A of GROUP slabs from ``at`` on, to ``parts`` [M, ranks]
+    float32: those of a row's own slabs."""
+    rank = tl.arange(0, GROUP * _RANKS)
+    slab = at + rank // _RANKS
+    beyond = slab[:, None] - firsts[None, :]
+    own = (beyond >= 0) & (beyond < counts[None, :]) & (slab < end)[:, None]
+    place = parts + rows_m[None, :] * _WIDTH + beyond * _RANKS + (rank % _RANKS)[:, None]
+    tl.store(place, part, mask=own)
+
+
+@triton.jit
 def add_expanded(
     acc, anchor, slabs, firsts, counts, begin, end, shrunk, b_at, rows_m, rows_n, keep_n, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Adds B times the shrunk rows to ``acc`` [BLOCK_N, BLOCK_M] float32. ``firsts``, ``counts``: [BLOCK_M].
-    ``rows_n``: [BLOCK_N], rows of B. ``b_at``: the offset of B in a slab."""
-    for at in range(begin, end, GROUP):
-        slab, rank, there, base = ranks_of(anchor, slabs, at, end, GROUP)
-        w = tl.load(
-            base[None, :] + (b_at + rows_n[:, None] * _RANKS + rank[None, :]),
-            mask=keep_n[:, None] & there[None, :],
-            other=0.0,
-        )
-        beyond = slab[None, :] - firsts[:, None]
-        own = (beyond >= 0) & (beyond < counts[:, None])
-        s = tl.load(
-            shrunk + rows_m[:, None] * _WIDTH + beyond * _RANKS + rank[None, :], mask=own, other=0.0
-        )
+    """Adds B times the shrunk rows to ``acc`` [BLOCK_N, BLOCK_M] float32. ``rows_n``: rows of B."""
+    # One turn is the usual case, for which pipelining costs more than it gains.
+    for at in tl.range(begin, end, GROUP, num_stages=1):
+        w = load_b(anchor, slabs, at, end, b_at, rows_n, keep_n, GROUP)
+        s = load_shrunk(shrunk, at, end, firsts, counts, rows_m, GROUP)
         acc = tl.dot(w, tl.trans(s.to(w.dtype)), acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
-def store_shrunk(
+def store_all_shrunk(
     h, anchor, slabs, firsts, counts, begin, end, parts, a_at, inputs, rows_m, rows_n, keep_n, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Stores A times ``h`` [BLOCK_N, BLOCK_M], whose rows are the inputs ``rows_n``: a part of the sum over all
-    inputs. ``parts``: [M, ranks] float32. ``a_at``: the offset of A [16, inputs] in a slab."""
-    for at in range(begin, end, GROUP):
-        slab, rank, there, base = ranks_of(anchor, slabs, at, end, GROUP)
-        a = tl.load(
-            base[:, None] + (a_at + rank[:, None] * inputs + rows_n[None, :]),
-            mask=there[:, None] & keep_n[None, :],
-            other=0.0,
-        )
+    inputs."""
+    for at in tl.range(begin, end, GROUP, num_stages=1):
+        a = load_a(anchor, slabs, at, end, a_at, inputs, rows_n, keep_n, GROUP)
         part = tl.dot(a, h.to(a.dtype), input_precision="ieee")
-        beyond = slab[:, None] - firsts[None, :]
-        own = (beyond >= 0) & (beyond < counts[None, :])
-        tl.store(parts + rows_m[None, :] * _WIDTH + beyond * _RANKS + rank[:, None], part, mask=own)
+        store_shrunk(part, parts, at, end, firsts, counts, rows_m, GROUP)
 
 
 @triton.jit

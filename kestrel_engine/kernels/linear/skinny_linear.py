@@ -32,7 +32,11 @@ from ..adapters.slabs import (
     add_expanded,
     fetch_columns,
     fetch_rows,
+    load_a,
+    load_b,
+    load_shrunk,
     slabs_of,
+    store_all_shrunk,
     store_shrunk,
 )
 from .gelu import gelu_tanh
@@ -60,6 +64,8 @@ class Tiling:
 
 ADAPTERS_AT_ONCE = 8
 """The slabs of adapters that a tile multiplies at once. 16 rows with 8 adapters of rank 16 have so many."""
+HELD_ROWS = 32
+"""The most rows for which a tile keeps these slabs in registers from the beginning. More rows need the registers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +113,7 @@ def _dot_kernel(
     HAS_BIAS: tl.constexpr, HAS_GELU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     TILE_BYTES: tl.constexpr, BOXES: tl.constexpr, TAU_PAD: tl.constexpr, FIRST: tl.constexpr,
-    HIDDEN: tl.constexpr, PDL: tl.constexpr,
+    HIDDEN: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK_N
     begin = tl.program_id(1) * k_per_split
@@ -154,7 +160,15 @@ def _dot_kernel(
         keep_hidden = keep_n & (hidden >= 0)
         if first + BLOCK_N <= hidden_from:
             hidden_end = hidden_begin
-        if PDL:
+        if HELD:
+            # A and B of the first slabs wait in registers, so that the product hides their loads.
+            held_b = load_b(
+                anchor, slabs, hidden_begin, hidden_end, hidden_b, hidden, keep_hidden, HIDDEN
+            )
+            held_a = load_a(
+                anchor, slabs, hidden_begin, hidden_end, a_at, n - hidden_from, hidden, keep_hidden, HIDDEN
+            )  # fmt: skip
+        elif PDL:
             if first >= hidden_from:
                 row = first - hidden_from
                 fetch_rows(
@@ -175,6 +189,10 @@ def _dot_kernel(
                 )
     if PDL:
         tl.extra.cuda.gdc_wait()
+    if HELD:
+        held_shrunk = load_shrunk(
+            hidden_shrunk, hidden_begin, hidden_end, hidden_slab, hidden_count, rows_m, HIDDEN
+        )
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for at in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         if BOXES:
@@ -199,9 +217,13 @@ def _dot_kernel(
             acc, anchor, slabs, first_slab, first_count, first_begin, first_end, first_shrunk, first_b,
             rows_m, first + rows_n, keep_n & (first + rows_n < hidden_from), FIRST,
         )  # fmt: skip
+    if HELD:
+        s = tl.trans(held_shrunk.to(held_b.dtype))
+        acc = tl.dot(held_b, s, acc, input_precision="ieee")
     if HIDDEN:
+        beyond_held = hidden_begin + HELD * HIDDEN
         acc = add_expanded(
-            acc, anchor, slabs, hidden_slab, hidden_count, hidden_begin, hidden_end, hidden_shrunk,
+            acc, anchor, slabs, hidden_slab, hidden_count, beyond_held, hidden_end, hidden_shrunk,
             hidden_b, rows_m, hidden, keep_hidden, HIDDEN,
         )  # fmt: skip
     if HAS_GELU:
@@ -213,9 +235,15 @@ def _dot_kernel(
     if HIDDEN:
         # Each tile of the hidden layer has a part of its own.
         own_part = parts + (tl.program_id(0) - hidden_from // BLOCK_N).to(tl.int64) * parts_stride
-        store_shrunk(
-            acc.to(out.dtype.element_ty), anchor, slabs, hidden_slab, hidden_count, hidden_begin,
-            hidden_end, own_part, a_at, n - hidden_from, rows_m, hidden, keep_hidden, HIDDEN,
+        h = acc.to(out.dtype.element_ty)
+        if HELD:
+            part = tl.dot(held_a, h.to(held_a.dtype), input_precision="ieee")
+            store_shrunk(
+                part, own_part, hidden_begin, hidden_end, hidden_slab, hidden_count, rows_m, HIDDEN
+            )
+        store_all_shrunk(
+            h, anchor, slabs, hidden_slab, hidden_count, beyond_held, hidden_end, own_part, a_at,
+            n - hidden_from, rows_m, hidden, keep_hidden, HIDDEN,
         )  # fmt: skip
     if TAU_PAD:
         if first < tau_k:
@@ -416,6 +444,7 @@ def _launch(
         TAU_PAD=0 if tau is None else max(16, triton.next_power_of_2(columns)),
         FIRST=0 if changes.first is None else ADAPTERS_AT_ONCE,
         HIDDEN=0 if changes.hidden is None else ADAPTERS_AT_ONCE,
+        HELD=int(changes.hidden is not None and rows <= HELD_ROWS),
         **options,
     )  # fmt: skip
 

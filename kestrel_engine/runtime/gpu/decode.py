@@ -18,9 +18,9 @@ from ...types.progress import Progress
 from ...types.requests import Coord, Size
 from ...types.step import Previous, Row
 from ..kv_cache import KvCache
-from .adapters.pass_slabs import PassSlabs
+from .adapters.pass_slabs import PassSlabs, changing_attention
 from .attention.decode import FlashInferRows
-from .graphs import PassGraphs, Variant, ladder
+from .graphs import PassGraphs, RowAdapters, Variant, ladder
 from .sampling.rows import RowSampler
 from .state.sequence_state import SequenceState
 from .state.shared_rows import FEWEST_ROWS, SharedRows
@@ -124,14 +124,14 @@ class Decode:
         if self._slabs is not None:
             self._slabs.send((), self._max_rows)
 
-    def _send_adapters(self, rows: Sequence[Row], padded: int) -> bool:
-        """Returns whether a row has an adapter. If one has, enqueues the copy of where the adapters are."""
+    def _send_adapters(self, rows: Sequence[Row], padded: int) -> RowAdapters:
+        """Returns what the adapters of the rows change. If there are any, enqueues the copy of where they are."""
         adapters = [row.adapter for row in rows]
         if not any(adapters):
-            return False
+            return RowAdapters.NONE
         assert self._slabs is not None, "this runtime computes no adapters"
         self._slabs.send(adapters, padded)
-        return True
+        return RowAdapters.ALL if changing_attention(adapters) else RowAdapters.MLPS
 
     def _fill_inputs(self, rows: Sequence[Row], host: dict[str, np.ndarray]) -> bool:
         """Writes each row's input token and position. Returns True if an input may be a coordinate or a size."""
@@ -175,6 +175,10 @@ class Decode:
 
     def _hidden(self, variant: Variant) -> Tensor:
         n, rows = variant.num_rows, self._sampler.rows.device
+        adapters = None
+        if variant.adapters:
+            assert self._slabs is not None
+            adapters = self._slabs.of(n, attention=variant.adapters is RowAdapters.ALL)
         x, kinds, values = self._x[:n], self._kinds[:n], self._values[:n]
         feed_rows(
             rows["seqs"][:n],
@@ -204,5 +208,5 @@ class Decode:
             self._cache.values,
             normed=self._normed[:n],
             shared=self._shared.of(n) if self._shared is not None and variant.shared else None,
-            adapters=self._slabs.of(n) if self._slabs is not None and variant.adapters else None,
+            adapters=adapters,
         )

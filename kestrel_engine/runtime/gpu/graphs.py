@@ -7,6 +7,7 @@ rows. A batch is padded to the next size for which there is a graph.
 from __future__ import annotations
 
 import bisect
+import enum
 import logging
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,6 +17,14 @@ import torch
 from ...types.progress import Progress
 
 logger = logging.getLogger(__name__)
+
+
+class RowAdapters(enum.IntEnum):
+    """What the adapters of a pass's rows change in the decoder. Most fine-tunes change MLPs only, which costs less."""
+
+    NONE = 0
+    MLPS = 1
+    ALL = 2
 
 
 class Variant(NamedTuple):
@@ -28,8 +37,7 @@ class Variant(NamedTuple):
     """Rows may have coordinates and sizes as input, and may sample them."""
     shared: bool = False
     """Positions that several rows share are read once."""
-    adapters: bool = False
-    """A row has an adapter."""
+    adapters: RowAdapters = RowAdapters.NONE
 
 
 def ladder(max_rows: int) -> tuple[int, ...]:
@@ -71,7 +79,7 @@ class PassGraphs:
             False: ladder(max_rows),
             True: shared_ladder(max_rows, fewest_shared) if shares and fewest_shared else (),
         }
-        self._adapters = (False, True) if adapters else (False,)
+        self._adapters = tuple(RowAdapters) if adapters else (RowAdapters.NONE,)
         self._graphs: dict[Variant, torch.cuda.CUDAGraph] = {}
 
     @property

@@ -40,22 +40,25 @@ class DecodeChanges:
         rows = adapters.num_rows
         if layer is None or rows > MAX_ROWS:
             return []
-        block = self._blocks[layer.index]
-        found = [Shrunk(adapters.attention, self._first[:rows], block.qkv.a_at)]
+        block, found = self._blocks[layer.index], []
+        if adapters.attention is not None:
+            found.append(Shrunk(adapters.attention, self._first[:rows], block.qkv.a_at))
         if layer.moe is None:
             found.append(Shrunk(adapters.mlp, self._hidden[:rows], block.fc1.a_at))
         return found
 
     def within(self, layer: TextLayer, adapters: PassAdapters, *, hidden: bool) -> Adapted | None:
-        """Returns the part of the first GEMM of ``layer``; None if its changes are launches of their own. ``hidden``:
-        the GEMM computes the hidden layer, too."""
+        """Returns the part of the first GEMM of ``layer``; None if it has none, or its changes are launches of their
+        own. ``hidden``: the GEMM computes the hidden layer, too."""
         rows = adapters.num_rows
         if rows > MAX_ROWS:
             return None
         block, begin = self._blocks[layer.index], layer.qkv.weight.shape[0]
-        first = Expanded(adapters.attention, block.qkv.b_at, self._first[:rows])
+        first = None
+        if adapters.attention is not None:
+            first = Expanded(adapters.attention, block.qkv.b_at, self._first[:rows])
         if not hidden:
-            return Adapted(begin, first)
+            return None if first is None else Adapted(begin, first)
         up = Expanded(adapters.mlp, block.fc1.b_at, self._hidden[:rows])
         return Adapted(begin, first, up, block.fc2.a_at, self._parts_of(layer, rows))
 
@@ -72,10 +75,12 @@ class DecodeChanges:
         """Returns the changes of proj that the LayerNorm after ``layer`` adds. ``attended``: the result of attention.
         ``u``: the block's normalised input."""
         block = self._blocks[layer.index]
-        proj, other = block.proj, block.proj_input
+        given = (
+            (adapters.attention, attended, block.proj),
+            (adapters.proj_input, u, block.proj_input),
+        )
         return [
-            Whole(adapters.attention, attended, proj.a_at, proj.b_at),
-            Whole(adapters.proj_input, u, other.a_at, other.b_at),
+            Whole(rows, x, place.a_at, place.b_at) for rows, x, place in given if rows is not None
         ]
 
     def add_first(
@@ -84,7 +89,8 @@ class DecodeChanges:
         """Adds the changes of qkv, and with ``hidden`` of fc1 before GELU, to the result ``out`` of the first GEMM, and
         applies GELU to the hidden layer."""
         block, begin = self._blocks[layer.index], layer.qkv.weight.shape[0]
-        change_rows(u, adapters.attention, *block.qkv[:2], add_to=out[:, :begin])
+        if adapters.attention is not None:
+            change_rows(u, adapters.attention, *block.qkv[:2], add_to=out[:, :begin])
         if hidden:
             change_rows(u, adapters.mlp, *block.fc1[:2], add_to=out[:, begin:], gelu=True)
 

@@ -22,17 +22,20 @@ def row_fields(kinds: Sequence[str]) -> dict[str, Field]:
 
 @dataclass(frozen=True, slots=True)
 class PassAdapters:
-    """The slabs of a pass's rows, by kind."""
+    """The slabs of a pass's rows, by kind. ``attention``, ``proj_input``: None if no row has such slabs, so that the
+    pass launches nothing for them."""
 
     mlp: RowSlabs
-    attention: RowSlabs
-    proj_input: RowSlabs
     experts: RowSlabs
+    attention: RowSlabs | None
+    proj_input: RowSlabs | None
 
     def at(self, rows: Tensor) -> PassAdapters:
         """Those of ``rows`` [n] int64."""
-        kinds = self.mlp, self.attention, self.proj_input, self.experts
-        return PassAdapters(*(each.at(rows) for each in kinds))
+        kinds = self.mlp, self.experts, self.attention, self.proj_input
+        mlp, experts, *others = (None if each is None else each.at(rows) for each in kinds)
+        assert mlp is not None and experts is not None
+        return PassAdapters(mlp, experts, *others)
 
     @property
     def num_rows(self) -> int:
@@ -75,14 +78,23 @@ class Places:
         )
 
 
-def pass_adapters(anchor: Tensor, slabs: Tensor, rows: dict[str, Tensor]) -> PassAdapters:
-    """Returns the kernels' arguments. ``rows``: the fields of `row_fields` on the device."""
-    return PassAdapters(
-        *(
-            RowSlabs(anchor, slabs, rows[f"first {kind}"], rows[f"count {kind}"])
-            for kind in (MLP, ATTENTION, PROJ_INPUT, EXPERTS)
-        )
-    )
+def changing_attention(adapters: Sequence[Adapter | None]) -> bool:
+    """Returns whether one of ``adapters`` changes a layer of the decoder that is not of an MLP."""
+    kinds = ATTENTION, PROJ_INPUT
+    return any(each is not None and kind in each.slabs for each in adapters for kind in kinds)
+
+
+def pass_adapters(
+    anchor: Tensor, slabs: Tensor, rows: dict[str, Tensor], *, attention: bool
+) -> PassAdapters:
+    """Returns the kernels' arguments. ``rows``: the fields of `row_fields` on the device. ``attention``: a row may have
+    an adapter that changes more than MLPs."""
+
+    def of(kind: str) -> RowSlabs:
+        return RowSlabs(anchor, slabs, rows[f"first {kind}"], rows[f"count {kind}"])
+
+    others = [of(kind) if attention else None for kind in (ATTENTION, PROJ_INPUT)]
+    return PassAdapters(of(MLP), of(EXPERTS), *others)
 
 
 def new_anchor(dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -138,7 +150,9 @@ class PassSlabs:
         )
         return RowSlabs(self._anchor, self._slabs.device["slabs"], first, count)
 
-    def of(self, num_rows: int) -> PassAdapters:
-        """Returns the kernels' arguments for a pass of the text decoder, of ``num_rows`` rows, padding included."""
+    def of(self, num_rows: int, *, attention: bool = True) -> PassAdapters:
+        """Returns the kernels' arguments for a pass of the text decoder, of ``num_rows`` rows, padding included.
+        ``attention``: as for `pass_adapters`."""
         rows = {name: each[:num_rows] for name, each in self._rows.device.items()}
-        return pass_adapters(self._anchor, self._slabs.device["slabs"], rows)
+        slabs = self._slabs.device["slabs"]
+        return pass_adapters(self._anchor, slabs, rows, attention=attention)

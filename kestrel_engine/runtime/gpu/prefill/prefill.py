@@ -19,7 +19,7 @@ from ....types.model_config import ModelConfig
 from ....types.progress import Progress
 from ....types.step import Row
 from ...kv_cache import KvCache
-from ..adapters.pass_slabs import PassAdapters, Places, pass_adapters
+from ..adapters.pass_slabs import PassAdapters, Places, changing_attention, pass_adapters
 from ..attention.prefill import AttentionChoice, PrefillAttention
 from ..footprint import PASS_POSITIONS
 from ..state.staging import Uploader
@@ -146,7 +146,8 @@ class Prefill:
         arrays = {name: np.array(each, dtype=np.int32) for name, each in places.rows.items()}
         arrays["slabs"] = np.array([*places.slabs, 0], dtype=np.int64)
         on_device = self._upload(arrays)
-        return pass_adapters(self._anchor, on_device.pop("slabs"), on_device)
+        slabs, attention = on_device.pop("slabs"), changing_attention(adapters)
+        return pass_adapters(self._anchor, slabs, on_device, attention=attention)
 
     def _embed(
         self, batch: PrefillBatch, x: Tensor, ids: Tensor, arrays: Mapping[str, Tensor]

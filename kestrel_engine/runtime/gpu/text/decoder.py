@@ -141,7 +141,7 @@ class FusedText:
             else:
                 layer_norm(x, layer.ln.weight, layer.ln.bias, pending=layer.pending, out=u)
                 qkv = linear(u, layer.qkv)
-            if adapters is not None:
+            if adapters is not None and adapters.attention is not None:
                 change_rows(u, adapters.attention, *self._places(layer).qkv[:2], add_to=qkv)
             pool = keys[layer.index], values[layer.index]
             tau = self._factors(layer, qkv)
@@ -159,10 +159,11 @@ class FusedText:
                 continue
             owed = None
             add_linear(x, attended, layer.proj)
-            if adapters is not None:
-                block = self._places(layer)
-                change_rows(attended, adapters.attention, *block.proj[:2], add_to=x)
-                change_rows(u, adapters.proj_input, *block.proj_input[:2], add_to=x)
+            if adapters is not None and adapters.attention is not None:
+                change_rows(attended, adapters.attention, *self._places(layer).proj[:2], add_to=x)
+            if adapters is not None and adapters.proj_input is not None:
+                place = self._places(layer).proj_input
+                change_rows(u, adapters.proj_input, *place[:2], add_to=x)
             self._add_mlp(layer, x, u, u8, adapters)
         if owed is not None:
             x.add_(owed)

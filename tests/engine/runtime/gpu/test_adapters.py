@@ -110,6 +110,21 @@ def test_mixed_requests(family, most_rows, monkeypatch):
         )
         assert got == wanted
         assert len({tuple(wanted[i]) for i in (0, 1, 2, 5)}) == 4, "the adapters change nothing"
+        # Rows whose adapters change MLPs only have passes of their own.
+        (mlps,) = adapters_of(config, layout, (4, 20, ".mlp."))
+        wanted, got = (
+            ids(
+                answers(
+                    runtime,
+                    [
+                        Tuned(0, [0, 21, 22, 23], [TEXT] * 5, mlps),
+                        Tuned(1, [0, 21, 22, 23], [TEXT] * 5, None),
+                    ],
+                )
+            )
+            for runtime in (reference, tested)
+        )
+        assert got == wanted and wanted[0] != wanted[1]
         # Rows without adapters afterwards: nothing remains.
         again = ids(answers(tested, [Tuned(1, [0, 21, 22, 23], [TEXT] * 5, None)]))
         assert again[1] == wanted[1]
