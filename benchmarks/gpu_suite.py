@@ -1,6 +1,6 @@
 """Runs all GPU benchmarks, the most important first, each with a time limit. A failure does not stop the others.
 
-python -m benchmarks.gpu_suite [--out out/bench] [--seconds 570]      `make bench-gpu` runs this
+python -m benchmarks.gpu_suite [--out out/bench] [--seconds 700]      `make bench-gpu` runs this
 
 Each model is loaded once, with random weights of its true shape, for all benchmarks that need no server. The service,
 the ceilings and the quality gate run in separate processes. Every part writes its JSON file to --out when it ends, and
@@ -30,7 +30,7 @@ from .traffic.chart_trace import NUM_IMAGES, draw_images
 MODELS = ("moondream2", "moondream3-preview")
 TOKENS = (3, 30)
 """Tokens of an answer in the runs of the trace."""
-IN_FLIGHT_S = {64: 9.0, 16: 6.0, 4: 5.0, 1: 5.0}
+IN_FLIGHT_S = {64: 7.0, 16: 5.0, 4: 4.0, 1: 4.0}
 """The requests in flight in the runs of the trace, and the seconds after which no question is asked."""
 PARTS = ("trace", "decode", "prefill", "vision", "saturate", "quality")
 """The parts of a model, in this order. Both models have the same vision tower, so only the first one's is measured."""
@@ -59,10 +59,11 @@ def jobs(args: argparse.Namespace, cache: Path) -> list[Job]:
             found.append(Job(model, [*one, *quick, *device, "--parts", *chosen], limit_s))
     first = args.models[0]
     if "fp8" in args.parts and not args.quick:
-        trace = ["benchmarks.trace", "--model", first, *device, "--random-weights", *FP8_FLAGS]
-        trace += ["--tokens", *map(str, TOKENS), "--limit", str(IN_FLIGHT_S[64])]
-        trace += ["--cache", str(cache), "--json", f"{out}/{first}-fp8.json"]
-        found.append(Job("fp8", trace, 100.0))
+        for model in args.models:
+            trace = ["benchmarks.trace", "--model", model, *device, "--random-weights", *FP8_FLAGS]
+            trace += ["--tokens", *map(str, TOKENS), "--in-flight", *map(str, IN_FLIGHT_S)]
+            trace += ["--limit", "5", "--cache", str(cache), "--json", f"{out}/{model}-fp8.json"]
+            found.append(Job(f"{model} fp8", trace, 130.0))
     served = ["--model", first, *device] + ([] if args.quick else ["--random-weights"])
     if args.quick:
         served += ["--threads", "1"]
@@ -283,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--device", default="cuda", help="device [cuda]")
     parser.add_argument(
-        "--seconds", type=float, default=570.0, help="time limit of all parts [570]"
+        "--seconds", type=float, default=700.0, help="time limit of all parts [700]"
     )
     parser.add_argument("--cache", type=Path, help="folder of the trace's images [OUT/images]")
     parser.add_argument("--quick", action="store_true", help="a smoke test with kestrel-tiny")

@@ -1,8 +1,8 @@
-"""Measures Moondream 3's layers of a decode step, without head and sampling: the served variant and single changes.
+"""Measures the layers of a decode step, without head and sampling: the served variant and single changes.
 
-    python -m benchmarks.kernels.decode_layers [--batches 1 4 16] [--timeline] [--quick]
+    python -m benchmarks.kernels.decode_layers [--model moondream2] [--batches 1 4 16] [--timeline] [--quick]
 
-It uses random weights of the true shapes, experts in FP8, and sequences of 800 positions. Each variant is first
+It uses random weights of the true shapes, Moondream 3's experts in FP8, and sequences of 800 positions. Each variant is first
 checked: its residual stream after the last layer is compared with that of the kernels for more than 64 rows, which run
 on one stream. Then it is captured and replayed, and the time of all layers and of one layer is reported. The best value
 of each axis (attention's tiles, experts' tiles and so on) is used for the next axis. ``--timeline`` prints the start
@@ -29,6 +29,8 @@ from benchmarks.kernels.moe import compile_some
 from kestrel_engine.checkpoint.weights.random_weights import random_checkpoint
 from kestrel_engine.kernels.attention import paged_decode
 from kestrel_engine.kernels.attention.paged_decode import DecodeConfig, DecodeWorkspace
+from kestrel_engine.kernels.linear import skinny_linear
+from kestrel_engine.kernels.linear.skinny_linear import Tiling
 from kestrel_engine.kernels.moe import decode as moe_decode
 from kestrel_engine.kernels.moe.decode import Tile, Tiles
 from kestrel_engine.runtime.gpu.attention import decode as decode_attention
@@ -59,11 +61,18 @@ SOME_ROWS = [D(16, 8, 4, 3, merge=16)]
 
 @dataclass(frozen=True)
 class Variant:
-    """A field of None: as the server has it. ``early``: attention begins before the GEMM in front of it has ended."""
+    """A field of None: as the server has it.
+
+    ``early``: attention begins before the GEMM in front of it has ended. ``prefetch``: the tiles that a program of a
+    block's first GEMM and of its output GEMM prefetches. ``first``, ``output``: the tilings of these GEMMs.
+    """
 
     attention: DecodeConfig | None = None
     tiles: Tiles | None = None
     early: bool | None = None
+    prefetch: tuple[int, int] | None = None
+    first: Tiling | None = None
+    output: Tiling | None = None
     reference: bool = False
 
     def __str__(self) -> str:
@@ -80,6 +89,9 @@ class Variant:
         said += (
             [] if self.early is None else ["attention early" if self.early else "attention late"]
         )
+        said += [] if self.prefetch is None else [f"prefetch {self.prefetch}"]
+        for name, tiling in (("first", self.first), ("output", self.output)):
+            said += [] if tiling is None else [f"{name} {tiling}"]
         return ", ".join(said) or "served"
 
     @contextmanager
@@ -93,6 +105,7 @@ class Variant:
             if self.reference:
                 patch(text_decode, "MAX_TOKENS", 0)
                 patch(text_decode, "INLINE_TAU_ROWS", 0)
+                patch(text_decode, "MAX_ROWS", 0)
             if self.attention is not None:
                 chosen = self.attention
                 patch(paged_decode, "_config", lambda *_, **__: chosen)
@@ -101,11 +114,49 @@ class Variant:
                 patch(moe_decode, "TILES", table)
             if self.early is not None:
                 patch(decode_attention, "EARLY_ROWS", batch if self.early else 0)
+            if self.prefetch or self.first or self.output:
+                served = skinny_linear._config
+
+                def tiling(rows: int, n: int, k: int, splits: int, size: int) -> Tiling:
+                    own = self.first if splits == 1 else self.output
+                    chosen = own or served(rows, n, k, splits, size)
+                    if self.prefetch is None:
+                        return chosen
+                    return replace(chosen, prefetch=self.prefetch[0 if splits == 1 else 1])
+
+                patch(skinny_linear, "_config", tiling)
             yield
 
 
-def axes(batch: int, quick: bool) -> list[list[dict[str, Any]]]:
+DENSE: list[list[dict[str, Any]]] = [
+    [{"attention": D(4, 64, 4, ahead=True, merge=16)}, {"attention": D(4, 64, 4, merge=16)}],
+    [{"prefetch": (0, 4)}, {"prefetch": (4, 0)}, {"prefetch": (8, 0)}],
+]
+T = Tiling
+IN_FP8: list[list[dict[str, Any]]] = [
+    [{"attention": D(4, 64, 4, merge=16)}, {"early": False}],
+    [
+        {"first": T(128, 128, stages=4, warps=8, boxes=True)},
+        {"first": T(64, 256, stages=3, boxes=True)},
+        {"first": T(64, 128, stages=4, boxes=True)},
+        {"first": T(64, 128, stages=6, boxes=True)},
+    ],
+    [
+        {"output": T(64, 128, stages=4, boxes=True)},
+        {"output": T(64, 128, stages=6, boxes=True)},
+        {"output": T(64, 256, stages=3, boxes=True)},
+    ],
+]
+
+
+def axes(
+    batch: int, quick: bool, *, experts: bool = True, fp8: bool = False
+) -> list[list[dict[str, Any]]]:
     """Returns the changes to try, by axis."""
+    if fp8:
+        return IN_FP8
+    if not experts:
+        return DENSE
     attention = FEW_ROWS if batch <= 2 else SOME_ROWS
     tiles = EXPERT_TILES[moe_decode.batch_class(batch)]
     found: list[list[dict[str, Any]]] = [
@@ -119,11 +170,20 @@ def axes(batch: int, quick: bool) -> list[list[dict[str, Any]]]:
 class Stack:
     """The released decoder, a pool, and sequences of ``POSITIONS`` positions."""
 
-    def __init__(self, rows: int) -> None:
-        self.config = parse_model_config({}, family="moondream3")
+    def __init__(self, rows: int, family: str, *, fp8: bool) -> None:
+        self.fp8 = fp8
+        self.config = parse_model_config({}, family=family)
         loaded = random_checkpoint(self.config, 0, DTYPE, DEVICE, keep_fp8=True)
         tensors = pack_weights(self.config, loaded.tensors)
-        self.text = FusedText(self.config.text, tensors, max_rows=rows, page_size=PAGE, pdl=True)
+        self.text = FusedText(
+            self.config.text,
+            tensors,
+            max_rows=rows,
+            page_size=PAGE,
+            pdl=True,
+            fp8=fp8,
+            fp8_decode=fp8,
+        )
         text = self.config.text
         pages_each = POSITIONS // PAGE + 1
         pages = torch.randperm(rows * pages_each, device=DEVICE).to(torch.int32)
@@ -141,17 +201,17 @@ class Stack:
             self.text._layers,
             self.text._post_ln,
             (self.text._cos, self.text._sin),
-            self.text._tau,
             max_rows=batch,
             page_size=PAGE,
             pdl=True,
+            fp8=self.text._fp8_decode,
         )
         x, normed = torch.empty_like(self.start[:batch]), torch.empty_like(self.start[:batch])
 
         def run() -> Tensor:
             x.copy_(self.start[:batch])
             rows = self.positions[:batch], self.seqs[:batch], self.table
-            decode(x, *rows, self.keys, self.values, normed=normed)
+            decode(x, *rows, self.keys, self.values, normed=normed, shared=None)
             return normed
 
         return run
@@ -252,7 +312,7 @@ def measure(stack: Stack, batch: int, quick: bool, with_timeline: bool) -> None:
     bench.ms(Variant(reference=True))
     best = served = Variant()
     least = bench.ms(served)
-    for axis in axes(batch, quick):
+    for axis in axes(batch, quick, experts=stack.config.text.moe is not None, fp8=stack.fp8):
         so_far = best
         for change in axis:
             variant = replace(so_far, **change)
@@ -325,6 +385,10 @@ def compile_attention(rows: int, config: DecodeConfig, early: bool) -> None:
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", choices=("moondream2", "moondream3"), default="moondream3")
+    parser.add_argument(
+        "--fp8", action="store_true", help="weights in FP8, as with --fp8-gemms all"
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument(
         "--timeline",
@@ -334,9 +398,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer tiles")
     args = parser.parse_args()
     began = time.monotonic()
-    compile_all(args.batches, args.quick)
-    print(f"kernels compiled after {time.monotonic() - began:.0f} s", flush=True)
-    stack = Stack(max(args.batches))
+    if args.model == "moondream3" and not args.fp8:
+        compile_all(args.batches, args.quick)
+        print(f"kernels compiled after {time.monotonic() - began:.0f} s", flush=True)
+    stack = Stack(max(args.batches), args.model, fp8=args.fp8)
     torch.cuda.synchronize()
     print(f"weights made after {time.monotonic() - began:.0f} s", flush=True)
     for batch in args.batches:

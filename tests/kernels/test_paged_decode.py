@@ -19,7 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
-def decode(case, *, splits=1, config=None, width=None, beside=False):
+def decode(case, *, splits=1, config=None, width=None):
     """The kernel on copies of the case's tensors; also the pools afterwards."""
     rows, dim = len(case.positions), case.num_heads * case.head_dim
     workspace = DecodeWorkspace.allocate(
@@ -43,7 +43,6 @@ def decode(case, *, splits=1, config=None, width=None, beside=False):
             workspace=workspace,
             out=out,
             config=config,
-            beside=beside,
         )
     assert not workspace.arrived.any()
     return out, keys, values
@@ -89,7 +88,7 @@ def test_a_tile_read_ahead_gives_the_same_bits():
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
-def test_beside_other_kernels_few_rows_read_ahead(rows, monkeypatch):
+def test_few_rows_read_ahead(rows, monkeypatch):
     case = Case.make([63, 0, 40][:rows], page_size=10, tau=True, device=DEVICE)
     chosen = []
 
@@ -99,15 +98,12 @@ def test_beside_other_kernels_few_rows_read_ahead(rows, monkeypatch):
 
     served = paged_decode_module._config
     monkeypatch.setattr(paged_decode_module, "_config", config)
-    check(case, splits=16, beside=True)
     check(case, splits=16)
-    ahead, plain = chosen[0], chosen[-1]
-    assert not plain.ahead
-    assert ahead == (replace(plain, ahead=True, merge=16) if rows < 3 else plain)
+    assert chosen[0].ahead == (rows < 3)
 
 
 def test_bytes_are_never_read_ahead():
-    assert not paged_decode_module._config(1, 64, torch.float8_e4m3fn, beside=True).ahead
+    assert not paged_decode_module._config(1, 64, torch.float8_e4m3fn).ahead
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

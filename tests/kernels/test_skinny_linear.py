@@ -12,7 +12,9 @@ from kestrel_engine.kernels.linear.skinny_linear import (
     default_splits,
     skinny_linear,
     skinny_partials,
+    splits_of,
 )
+from kestrel_engine.runtime.gpu.gemm import Fp8Linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCES = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -51,6 +53,23 @@ def test_linear(dtype, rows, n, k, has_bias):
     assert_near(out, wanted, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 33])
+@pytest.mark.parametrize(("n", "k"), [(128, 256), (80, 144)])
+def test_a_weight_in_fp8(dtype, rows, n, k):
+    x = random(rows, k, dtype=dtype)
+    # Rows of very different sizes show that each one has its own scale.
+    narrow = Fp8Linear.of(random(n, k) * torch.logspace(-2, 2, n, device=DEVICE)[:, None])
+    weight, bias = narrow.weight.float() * narrow.scales.T, random(n, dtype=dtype)
+    out = skinny_linear(x, narrow.weight, bias, scales=narrow.scales, gelu_from=n - 8)
+    wanted = product(x, weight) + bias.double()
+    wanted[:, -8:] = F.gelu(wanted[:, -8:], approximate="tanh")
+    assert_near(out, wanted, dtype)
+    for tiling in (None, Tiling(32, 32, boxes=True)):
+        parts = skinny_partials(x, narrow.weight, splits=2, scales=narrow.scales, tiling=tiling)
+        assert_near(parts.sum(0), product(x, weight), dtype)
+
+
 @pytest.mark.parametrize("one_row", [False, True])
 @pytest.mark.parametrize("gelu_from", [0, 50, 96])
 def test_gelu_from_a_column_on(gelu_from, one_row):
@@ -86,7 +105,7 @@ def test_partials_add_up(dtype, rows, splits, n, k):
     x, weight = random(rows, k, dtype=dtype), random(n, k, dtype=dtype)
     partials = skinny_partials(x, weight, splits=splits)
     assert partials.dtype == torch.float32
-    assert partials.shape == (splits or default_splits(n, k), rows, n)
+    assert partials.shape == (splits or splits_of(weight), rows, n)
     assert_near(partials.sum(0), product(x, weight), dtype)
 
 
@@ -153,6 +172,8 @@ def test_splits_fill_the_chip_and_stay_long():
     assert default_splits(2048, 2050) == 4
     assert default_splits(256, 256) == 1
     assert default_splits(51200, 2048) == 1
+    in_bytes = torch.empty(2048, 10240, dtype=torch.uint8, device="meta")
+    assert (splits_of(in_bytes), splits_of(in_bytes[:, :2050])) == (8, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -110,9 +110,7 @@ def _of_bytes(one: int, two: int, four: int) -> list[DecodeConfig]:
     ]
 
 
-def _config(
-    rows: int, head_dim: int, dtype: torch.dtype, *, units: bool = True, beside: bool = False
-) -> DecodeConfig:
+def _config(rows: int, head_dim: int, dtype: torch.dtype, *, units: bool = True) -> DecodeConfig:
     """Returns the fastest configuration, measured on an H200 with 800 positions and 32 heads of 64
     (``benchmarks.kernels.attention``).
 
@@ -129,9 +127,9 @@ def _config(
             return DecodeConfig(warp_heads, 64, 4, merge=16)
         return DecodeConfig(4 * warp_heads, 4, 4, stages=5)
     if rows <= 2:
-        # Concurrent kernels make each wait for memory longer, so tiles are prefetched: with it, Moondream 3's 24 layers
-        # took 0.967 ms instead of 1.022.
-        return DecodeConfig(warp_heads, 64, 4, ahead=beside, merge=16 if beside else 8)
+        # The first tile is read while the GEMM in front still runs. With it, 24 layers of Moondream 2 take 1.155 ms on
+        # an H100 instead of 1.245, and those of Moondream 3, beside experts, 0.967 ms on an H200 instead of 1.022.
+        return DecodeConfig(warp_heads, 64, 4, ahead=True, merge=16)
     return DecodeConfig(4 * warp_heads, 8, 4, stages=3)
 
 
@@ -167,7 +165,6 @@ def paged_decode(
     out: Tensor,
     config: DecodeConfig | None = None,
     pdl: bool = False,
-    beside: bool = False,
     shared: SharedPrefixes | None = None,
 ) -> Tensor:
     """Stores each row's new key and value, and returns ``out`` [M, H*D], the attention to positions 0..p.
@@ -184,8 +181,7 @@ def paged_decode(
     same sequence, except for rows of padding (position 0 of a spare sequence that is never read).
 
     ``pdl``: the kernel may start before the preceding kernel has ended. It then reads page table, positions and older
-    keys early, so these must come from an earlier graph or from a kernel that allows no early start. ``beside``: other
-    kernels run concurrently. ``shared``: positions that several rows have in common, which another kernel reads first,
+    keys early, so these must come from an earlier graph or from a kernel that allows no early start. ``shared``: positions that several rows have in common, which another kernel reads first,
     once for up to 16 rows. Not with ``pdl``.
     """
     rows = qkv.shape[0]
@@ -196,7 +192,7 @@ def paged_decode(
     assert out.stride(1) == 1 and out.shape == (rows, num_heads * head_dim)
     assert len(row_seq) == len(positions) == rows and page_table.stride(1) == 1
     units = has_units(qkv.device)
-    chosen = config or _config(rows, head_dim, key_pool.dtype, units=units, beside=beside)
+    chosen = config or _config(rows, head_dim, key_pool.dtype, units=units)
     heads = min(chosen.heads, triton.next_power_of_2(num_heads))
     groups = triton.cdiv(num_heads, heads)
     assert not chosen.ahead or chosen.stages == 1

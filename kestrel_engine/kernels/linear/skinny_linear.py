@@ -10,7 +10,8 @@ weight tiles (into L2 or into registers), so that reading weights continues betw
 
 Numerics: sums are accumulated in float32. A row's result does not depend on the other rows. The number of splits
 depends on N and K only, and ``_dot_kernel`` adds along K in the same order for every tile, so a row's result does not
-depend on the number of rows either. There are two exceptions: ``_config`` may give a single row to ``_row_kernel``, and
+depend on the number of rows either. A weight in FP8 has a scale for each of its rows. Its values are widened to the dtype
+of x, which represents them exactly, and each sum is scaled at the end. There are two exceptions: ``_config`` may give a single row to ``_row_kernel``, and
 it may give tiles of different depth to different numbers of rows, if K / splits is not a multiple of both depths.
 """
 
@@ -106,11 +107,11 @@ def _prefetch_l2(address, BYTES: tl.constexpr):
 # The number of rows and the prefetch depth do not change the code, so they are not specialised.
 @triton.jit(do_not_specialize=["num_rows", "prefetch"])
 def _dot_kernel(
-    x, weight, boxes, bias, out, tau, content, anchor, slabs, of_first, in_first, first_shrunk,
+    x, weight, boxes, bias, scales, out, tau, content, anchor, slabs, of_first, in_first, first_shrunk,
     of_hidden, in_hidden, hidden_shrunk, parts, num_rows, n, k, k_per_split, x_stride, w_stride,
     out_stride, split_stride, gelu_from, prefetch, tau_columns, tau_k, hidden_from, first_b, hidden_b,
     a_at, parts_stride,
-    HAS_BIAS: tl.constexpr, HAS_GELU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, HAS_GELU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     TILE_BYTES: tl.constexpr, BOXES: tl.constexpr, TAU_PAD: tl.constexpr, FIRST: tl.constexpr,
     HIDDEN: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr,
@@ -127,7 +128,9 @@ def _dot_kernel(
     x_at = x + rows_m[:, None] * x_stride + within_k[None, :]
     keep_n = first + rows_n < n
     keep_m = rows_m < num_rows
-    # The bias is needed last but read now, so that the product hides the latency of the load.
+    # Scales and bias are needed last but read now, so that the product hides the latency of the loads.
+    if SCALED:
+        scale = tl.load(scales + first + rows_n, mask=keep_n, other=0.0)
     if HAS_BIAS:
         owed = tl.load(bias + first + rows_n, mask=keep_n, other=0.0).to(tl.float32)
     if TAU_PAD:
@@ -209,7 +212,9 @@ def _dot_kernel(
         else:
             keep = keep_m[:, None] & (at + within_k < end)[None, :]
             rows = tl.load(x_at + at, mask=keep, other=0.0)
-        acc = tl.dot(w, tl.trans(rows), acc, input_precision="ieee")
+        acc = tl.dot(w.to(x.dtype.element_ty), tl.trans(rows), acc, input_precision="ieee")
+    if SCALED:
+        acc *= scale[:, None]
     if HAS_BIAS:
         acc += owed[:, None]
     if FIRST:
@@ -230,6 +235,8 @@ def _dot_kernel(
         acc = tl.where((first + rows_n >= gelu_from)[:, None], gelu_tanh(acc), acc)
     out += tl.program_id(1).to(tl.int64) * split_stride
     at_out = out + rows_m[:, None] * out_stride + (first + rows_n)[None, :]
+    if SCALED and out.dtype.element_ty == tl.float16:
+        acc = tl.clamp(acc, -65504.0, 65504.0)
     result = tl.trans(acc.to(out.dtype.element_ty))
     tl.store(at_out, result, mask=keep_m[:, None] & keep_n[None, :])
     if HIDDEN:
@@ -306,6 +313,7 @@ def skinny_linear(
     weight: Tensor,
     bias: Tensor | None,
     *,
+    scales: Tensor | None = None,
     gelu_from: int | None = None,
     tau: tuple[Tensor, Tensor] | None = None,
     adapted: Adapted | None = None,
@@ -316,7 +324,8 @@ def skinny_linear(
     """Returns ``x @ weight.T + bias`` [M, N] in x's dtype. Columns from ``gelu_from`` on get the tanh GELU, in float32.
 
     ``x``: [M, K], M <= 128. ``weight``: [N, K]. Both have the same dtype (bfloat16, float16 or float32) and any row
-    stride. ``bias``: [N] or None. ``pdl``: launch as a programmatic dependent (sm_90), which does not change results.
+    stride. With ``scales`` [1, N] float32, the weight is float8_e4m3fn instead, divided by the scales of its rows, and x
+    is not float32. ``bias``: [N] or None. ``pdl``: launch as a programmatic dependent (sm_90), which does not change results.
     ``tiling``: for benchmarks, a tiling to use instead of the one from the table.
 
     ``tau``: weights [C, K'] in x's dtype, and a buffer [`content_parts`, M, C] float32 for partial sums of
@@ -326,7 +335,7 @@ def skinny_linear(
     Raises ValueError for more than 128 rows.
     """
     out = x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
-    _launch(x, weight, bias, gelu_from, out.unsqueeze(0), pdl, tiling, tau, adapted)
+    _launch(x, weight, bias, scales, gelu_from, out.unsqueeze(0), pdl, tiling, tau, adapted)
     return out
 
 
@@ -348,21 +357,30 @@ def skinny_partials(
     weight: Tensor,
     *,
     splits: int | None = None,
+    scales: Tensor | None = None,
     pdl: bool = False,
     tiling: Tiling | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Returns ``x @ weight.T`` as partial sums [S, M, N] float32 over S parts of K, which `add_layer_norm` adds.
 
-    ``splits``: S; None for `default_splits` of the weight's shape. ``out``: [S, M, N], whose S replaces ``splits``. The
+    ``splits``: S; None for `splits_of` the weight. ``out``: [S, M, N], whose S replaces ``splits``. The
     other arguments are those of `skinny_linear`.
     """
     if out is None:
-        splits = default_splits(*weight.shape) if splits is None else splits
+        splits = splits_of(weight) if splits is None else splits
         shape = (splits, x.shape[0], weight.shape[0])
         out = torch.empty(shape, dtype=torch.float32, device=x.device)
-    _launch(x, weight, None, None, out, pdl, tiling)
+    _launch(x, weight, None, scales, None, out, pdl, tiling)
     return out
+
+
+def splits_of(weight: Tensor) -> int:
+    """Returns the parts of K for a weight [N, K]. In FP8 there are twice as many, because widening takes time, which
+    two programs on a multiprocessor spend in turn."""
+    (n, k), bytes_each = weight.shape, weight.element_size()
+    splits = default_splits(n, k)
+    return 2 * splits if bytes_each == 1 and k % (2 * splits * 256) == 0 else splits
 
 
 def default_splits(n: int, k: int) -> int:
@@ -379,6 +397,7 @@ def _launch(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    scales: Tensor | None,
     gelu_from: int | None,
     out: Tensor,
     pdl: bool,
@@ -392,7 +411,8 @@ def _launch(
         raise ValueError(f"{rows} rows; this kernel is for {MAX_ROWS} at most")
     if not rows:
         return
-    t = tiling or _config(rows, n, k, splits, x.element_size())
+    t = tiling or _config(rows, n, k, splits, weight.element_size())
+    assert (weight.dtype == x.dtype) if scales is None else scales.shape == (1, n), scales
     pdl = pdl and x.is_cuda
     k_per_split = triton.cdiv(triton.cdiv(k, splits), t.block_k) * t.block_k
     even_k = k % splits == 0 and k // splits == k_per_split
@@ -412,7 +432,7 @@ def _launch(
     # Without a bias, the kernel still needs a pointer.
     given_bias = out if bias is None else bias
     if t.one_row:
-        assert tau is None and adapted is None, "not of one row by multiply-adds"
+        assert tau is None and adapted is None and scales is None, "not of one row by multiply-adds"
         _row_kernel[grid](
             x, weight, given_bias, out, n, k, k_per_split, weight.stride(0), out.stride(0),
             gelu_from, EVEN_K=even_k, ONE_TILE=k_per_split == t.block_k, **options,
@@ -432,14 +452,16 @@ def _launch(
         shape = triton.cdiv(n, t.block_n) - changes.begin // t.block_n, rows, RANKS * MOST_SLABS
         assert splits == 1 and parts.shape == shape and parts[0].is_contiguous(), parts.shape
     _dot_kernel[grid](
-        x, weight, _boxes(weight, t) if boxes else weight, given_bias, out, tau_weights, content,
+        x, weight, _boxes(weight, t) if boxes else weight, given_bias, out if scales is None else scales, out,
+        tau_weights, content,
         *on_device, rows, n, k, k_per_split, x.stride(0), weight.stride(0), out.stride(1), out.stride(0),
         gelu_from, _prefetchable(weight, t, k_per_split) if pdl and even_k else 0, columns, tau_k,
         changes.begin, *places, changes.a_at, 0 if parts is None else parts.stride(0),
         EVEN_K=even_k,
         BLOCK_M=max(triton.next_power_of_2(rows), 16),
         STAGES=t.stages,
-        TILE_BYTES=t.block_k * x.element_size(),
+        SCALED=scales is not None,
+        TILE_BYTES=t.block_k * weight.element_size(),
         BOXES=boxes,
         TAU_PAD=0 if tau is None else max(16, triton.next_power_of_2(columns)),
         FIRST=0 if changes.first is None else ADAPTERS_AT_ONCE,
@@ -491,16 +513,21 @@ def _config(rows: int, n: int, k: int, splits: int, element_bytes: int) -> Tilin
     """Returns the tiling for a shape, measured on an H200 in a chain of 24 layers (``benchmarks.kernels.linear``).
 
     A layer of Moondream 2 without attention takes 30.7, 31.2 and 35.3 us with 1, 16 and 64 rows; cuBLAS takes 37.6,
-    38.6 and 40.5 us; the memory floor is 23.5 us. Prefetching into L2 before the wait cost more than it gained, so it
-    is off. For one shape, all numbers of rows use tiles of the same depth, so a row has the same bits in every batch.
+    38.6 and 40.5 us; the memory floor is 23.5 us. Prefetching into L2 before the wait costs more than it gains, except for
+    the output GEMM of one or two rows, in front of which attention leaves the memory idle: with it, a layer with
+    attention takes 47.2 us instead of 48.1 on an H100 (``benchmarks.kernels.decode_layers``). For one shape, all numbers of rows use tiles of the same depth, so a row has the same bits in every batch.
     """
     if element_bytes == 4:
         # Float32 does not use tensor cores, and its tiling is not tuned.
         return Tiling(32, 32, stages=3)
+    if element_bytes == 1:
+        # Twice as many programs as for two bytes: while one widens a tile, the other one waits for memory.
+        deep = 256 if rows <= 32 and k // splits % 256 == 0 else 128
+        return Tiling(64, deep, stages=3 if deep == 256 else 4, boxes=True)
     if n > 32768:
         return Tiling(64, 128, stages=4, boxes=True)
     if n > 8192:
         return Tiling(128, 128, stages=4, warps=8, boxes=True)
     if rows > 32:
         return Tiling(64, 128, stages=4, boxes=True)
-    return Tiling(64, 128, stages=6)
+    return Tiling(64, 128, stages=6, prefetch=4 if rows <= 2 and splits > 1 else 0)

@@ -13,8 +13,9 @@ from ...types.model_config import ModelConfig
 PASS_POSITIONS = 12_288
 """The most positions of one prefill pass, which bounds its activations. 16 images fit; larger passes are not faster."""
 
-FP8_VISION, FP8_PREFILL = ("vision", "all"), ("prefill", "all")
-"""The values of RuntimeConfig.fp8_gemms with which the vision tower, or prefill, computes in FP8."""
+FP8_VISION, FP8_PREFILL, FP8_DECODE = ("vision", "all"), ("prefill", "all"), ("all",)
+"""The values of RuntimeConfig.fp8_gemms with which the vision tower or prefill computes in FP8, or a decode step reads
+weights in FP8."""
 
 DEVICE_PIXELS = 16_000_000
 """Width times height of the largest image whose crops the device makes. The CPU makes the crops of larger images."""
@@ -57,7 +58,8 @@ def reserve_bytes(
 def fp8_weight_bytes(config: ModelConfig, fp8_gemms: str) -> int:
     """Returns the bytes of the FP8 copies of weights, with a float32 scale for each row.
 
-    The original weights stay in memory: decode steps read those of the decoder, and benchmarks compare with them.
+    The original weights stay in memory: passes with adapters and long steps read those of the decoder, and benchmarks
+    compare with them.
     """
     vision, text = config.vision, config.text
     total = 0

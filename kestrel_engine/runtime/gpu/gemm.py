@@ -98,6 +98,15 @@ class Fp8Linear:
         rounded = (weight.float() / scales).to(FP8)
         return cls(rounded, scales.T.contiguous(), bias, weight.dtype)
 
+    def split(self, rows: int) -> tuple[Fp8Linear, Fp8Linear]:
+        """Returns views of the first ``rows`` rows and of the other ones."""
+
+        def part(of: slice) -> Fp8Linear:
+            bias = None if self.bias is None else self.bias[of]
+            return Fp8Linear(self.weight[of], self.scales[:, of], bias, self.dtype)
+
+        return part(slice(rows)), part(slice(rows, None))
+
     def __call__(self, x: Fp8Rows, *, out: Tensor | None = None) -> Tensor:
         """Returns [T, N]. ``out`` must be contiguous.
 

@@ -52,7 +52,7 @@ from .attention.decode import FlashInferRows
 from .attention.prefill import choose_attention
 from .decode import Decode
 from .device import capabilities
-from .footprint import FP8_PREFILL, FP8_VISION
+from .footprint import FP8_DECODE, FP8_PREFILL, FP8_VISION
 from .lanes import Lanes
 from .prefill.graphs import PrefillGraphs
 from .prefill.prefill import Prefill
@@ -178,6 +178,7 @@ class GpuRuntime:
             pdl=device.type == "cuda" and capabilities(device).compute_capability == (9, 0),
             attention=planned,
             fp8=fp8_gemms in FP8_PREFILL,
+            fp8_decode=fp8_gemms in FP8_DECODE,
             kv_scales=kv_scales,
             decode_priority=self._lanes.decode_priority,
             adapters=adapters,

@@ -107,8 +107,6 @@ class PagedDecode:
             # More rows fill the GPU without overlap, and waiting programs take resources from the GEMM: with 16 rows, a
             # layer took 84 us on an H200 with an early launch and takes 65 us without.
             pdl=self._early and len(qkv) <= EARLY_ROWS,
-            # Layers without experts are launched in the same way: that is what was measured.
-            beside=self._config.moe is not None,
             shared=shared,
         )
 

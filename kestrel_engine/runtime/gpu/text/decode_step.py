@@ -9,8 +9,9 @@ the other one reads weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,9 +25,9 @@ from ....kernels.linear.skinny_linear import (
     MAX_ROWS,
     Adapted,
     content_parts,
-    default_splits,
     skinny_linear,
     skinny_partials,
+    splits_of,
 )
 from ....kernels.moe.decode import MAX_TOKENS, moe_decode
 from ....kernels.moe.prefill import moe_prefill
@@ -39,8 +40,8 @@ from ..adapters.decode_changes import DecodeChanges
 from ..adapters.layout import SlabLayout
 from ..adapters.pass_slabs import PassAdapters
 from ..attention.decode import DecodeAttention, PagedDecode
-from ..gemm import linear
-from .layers import TextLayer
+from ..gemm import Fp8Linear, linear
+from .layers import Fp8Products, TextLayer
 
 INLINE_TAU_ROWS = 64
 """The most rows for which the qkv GEMM also computes the tau content, as partial sums that attention adds up. This
@@ -51,7 +52,10 @@ class DecodePass:
     """Owns the buffers of a step of up to ``max_rows`` rows. All steps share them, so they run one after the other.
 
     ``pdl``: launch kernels early (programmatic dependent launch, sm_90). ``priority``: of the second stream.
-    ``attention``: None for our own kernel. ``adapters``: the layout of adapters' slabs; None if rows have none.
+    ``attention``: None for our own kernel. ``adapters``: the layout of adapters' slabs; None if rows have none. ``fp8``:
+    the layers' weights in FP8, for steps of up to `MAX_ROWS` rows without adapters, whose changes are not small beside
+    the error of FP8; empty to use none. Such steps compute in float16, because widening e4m3 to it takes a third of the
+    instructions that bfloat16 takes.
     """
 
     def __init__(
@@ -67,7 +71,9 @@ class DecodePass:
         priority: int = 0,
         attention: DecodeAttention | None = None,
         adapters: SlabLayout | None = None,
+        fp8: Sequence[Fp8Products] = (),
     ) -> None:
+        assert not fp8 or (config.moe is None and not config.tau_attn), "for plain blocks"
         self._config, self._layers, self._post_ln = config, layers, post_ln
         self._angles = angles
         weight = layers[0].proj
@@ -85,11 +91,14 @@ class DecodePass:
         def floats(*shape: int) -> Tensor:
             return torch.empty(math.prod(shape), dtype=torch.float32, device=device)
 
-        self._u = weight.new_empty(max_rows * dim)
-        self._read = weight.new_empty(max_rows * widest)
-        self._partial_sums = floats(
-            max(default_splits(*w.shape) for w in _output_weights(layers)), max_rows, dim
-        )
+        self._buffers = _Buffers.allocate(weight, max_rows, dim, widest)
+        self._fp8: _Narrow | None = None
+        if fp8:
+            half = weight.new_empty(0, dtype=torch.float16)
+            few = min(max_rows, MAX_ROWS)
+            self._fp8 = _Narrow(fp8, _Buffers.allocate(half, few, dim, widest))
+        weights = [*_output_weights(layers), *(each.writes.weight for each in fp8 if each.writes)]
+        self._partial_sums = floats(max(map(splits_of, weights)), max_rows, dim)
         self._expert_outputs = floats(chosen, min(max_rows, MAX_TOKENS), dim)
         # FlashInfer's attention does not add up partial tau content.
         self._inline_tau = INLINE_TAU_ROWS if attention is None else 0
@@ -129,7 +138,9 @@ class DecodePass:
         """As `FusedText.decode`."""
         assert len(x) <= self._max_rows, f"{len(x)} rows, buffers for {self._max_rows}"
         rows = positions, row_seq, page_table
-        u = _shaped(self._u, *x.shape)
+        fp8 = self._fp8 if adapters is None and len(x) <= MAX_ROWS else None
+        buffers = self._buffers if fp8 is None else fp8.buffers
+        u = _shaped(buffers.u, *x.shape)
         first = self._layers[0].ln
         changes = self._changes
         assert adapters is None or changes is not None, "this runtime computes no adapters"
@@ -142,7 +153,9 @@ class DecodePass:
         followings = [*self._layers[1:], None]
         for layer, norm, following in zip(self._layers, norms, followings, strict=True):
             pool = keys[layer.index], values[layer.index]
-            parts = self._block(layer, u, rows, pool, shared, adapters)
+            read = _shaped(buffers.read, len(x), layer.reads.weight.shape[0])
+            narrow = None if fp8 is None else fp8.layers[layer.index]
+            parts = self._block(layer, u, read, rows, pool, shared, adapters, narrow)
             block_input = u
             if norm is self._post_ln and normed is not None:
                 u = normed
@@ -152,7 +165,7 @@ class DecodePass:
             if adapters is None or changes is None:
                 add_layer_norm(*summand, pdl=early, out=u)
                 continue
-            attended, _ = self._attended_and_hidden(layer, len(x))
+            attended, _ = self._attended_and_hidden(read)
             adapted_layer_norm(
                 *summand,
                 summed=changes.after_mlp(layer, adapters),
@@ -171,17 +184,21 @@ class DecodePass:
         self,
         layer: TextLayer,
         u: Tensor,
+        read: Tensor,
         rows: tuple[Tensor, Tensor, Tensor],
         pool: tuple[Tensor, Tensor],
         shared: SharedPrefixes | None,
         adapters: PassAdapters | None,
+        narrow: Fp8Products | None,
     ) -> list[Tensor]:
-        """Returns tensors whose sum is the block's output, without its biases."""
-        dim, moe = self._config.dim, layer.moe
-        read = _shaped(self._read, len(u), layer.reads.weight.shape[0])
-        attended, hidden = self._attended_and_hidden(layer, len(u))
+        """Returns tensors whose sum is the block's output, without its biases.
 
-        def attend(reads: Linear, *, gelu_from: int | None = None) -> None:
+        ``read``: for the result of the first GEMM. ``narrow``: the weights in FP8, if the step reads them.
+        """
+        dim, moe = self._config.dim, layer.moe
+        attended, hidden = self._attended_and_hidden(read)
+
+        def attend(reads: Linear | Fp8Linear, *, gelu_from: int | None = None) -> None:
             out = read[:, : reads.weight.shape[0]]
             factors = self._linear_and_tau(layer, u, reads, out, adapters, gelu_from=gelu_from)
             scales = layer.kv_scales
@@ -190,8 +207,10 @@ class DecodePass:
             )
 
         if moe is None:
-            attend(layer.reads, gelu_from=3 * dim)
-            output = self._partials(read[:, 2 * dim :], layer.writes)
+            attend(layer.reads if narrow is None else narrow.reads, gelu_from=3 * dim)
+            writes = layer.writes if narrow is None else narrow.writes
+            assert writes is not None
+            output = self._partials(read[:, 2 * dim :], writes)
             if adapters is not None and self._changes is not None and len(u) > MAX_ROWS:
                 self._changes.add_mlp(layer, adapters, hidden, output)
             return [output]
@@ -211,13 +230,13 @@ class DecodePass:
             self._experts_of_many(moe, u, hidden, experts),
         ]
 
-    def _attended_and_hidden(self, layer: TextLayer, rows: int) -> tuple[Tensor, Tensor]:
+    def _attended_and_hidden(self, read: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the output of attention [M, dim] and what follows it in the result of the layer's first GEMM.
 
         Attention overwrites the values v with its output, each head after its last read. So the output is next to the
         MLP's hidden layer, and both form one operand.
         """
-        read, dim = _shaped(self._read, rows, layer.reads.weight.shape[0]), self._config.dim
+        dim = self._config.dim
         return read[:, 2 * dim : 3 * dim], read[:, 3 * dim :]
 
     @contextmanager
@@ -234,7 +253,7 @@ class DecodePass:
         self,
         layer: TextLayer,
         u: Tensor,
-        reads: Linear,
+        reads: Linear | Fp8Linear,
         out: Tensor,
         adapters: PassAdapters | None,
         *,
@@ -302,7 +321,7 @@ class DecodePass:
         self,
         layer: TextLayer,
         x: Tensor,
-        reads: Linear,
+        reads: Linear | Fp8Linear,
         out: Tensor,
         adapters: PassAdapters | None,
         *,
@@ -314,12 +333,14 @@ class DecodePass:
                 x,
                 reads.weight,
                 reads.bias,
+                scales=reads.scales if isinstance(reads, Fp8Linear) else None,
                 gelu_from=gelu_from,
                 adapted=adapted,
                 pdl=self._early,
                 out=out,
             )
             return
+        assert isinstance(reads, Linear), "FP8 is for few rows"
         linear(x, reads, out=out)
         if adapters is not None and self._changes is not None:
             hidden = gelu_from is not None
@@ -334,12 +355,35 @@ class DecodePass:
             return None
         return self._changes.within(layer, adapters, hidden=hidden)
 
-    def _partials(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Returns ``x @ weight.T`` as partial sums [S, M, dim] float32, or as [M, dim] beyond `MAX_ROWS` rows."""
+    def _partials(self, x: Tensor, writes: Tensor | Fp8Linear) -> Tensor:
+        """Returns ``x @ writes.T`` as partial sums [S, M, dim] float32, or as [M, dim] beyond `MAX_ROWS` rows."""
+        weight, scales = writes, None
+        if isinstance(writes, Fp8Linear):
+            weight, scales = writes.weight, writes.scales
         if len(x) > MAX_ROWS:
             return torch.mm(x, weight.T)
-        shape = default_splits(*weight.shape), len(x), weight.shape[0]
-        return skinny_partials(x, weight, pdl=self._early, out=_shaped(self._partial_sums, *shape))
+        out = _shaped(self._partial_sums, splits_of(weight), len(x), weight.shape[0])
+        return skinny_partials(x, weight, scales=scales, pdl=self._early, out=out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """The norm [M, dim] and the result of a layer's first GEMM [M, N], both flat."""
+
+    u: Tensor
+    read: Tensor
+
+    @classmethod
+    def allocate(cls, like: Tensor, rows: int, dim: int, widest: int) -> _Buffers:
+        return cls(like.new_empty(rows * dim), like.new_empty(rows * widest))
+
+
+@dataclass(frozen=True, slots=True)
+class _Narrow:
+    """What steps with weights in FP8 use: the layers' weights, and buffers in float16."""
+
+    layers: Sequence[Fp8Products]
+    buffers: _Buffers
 
 
 def _output_weights(layers: list[TextLayer]) -> Iterator[Tensor]:

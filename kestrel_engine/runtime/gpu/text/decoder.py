@@ -70,6 +70,7 @@ class FusedText:
         pdl: bool = False,
         attention: DecodeAttention | None = None,
         fp8: bool = False,
+        fp8_decode: bool = False,
         kv_scales: Sequence[Scales] | None = None,
         decode_priority: int = 0,
         adapters: SlabLayout | None = None,
@@ -78,6 +79,9 @@ class FusedText:
         self._layers, self._pending = load_layers(config, tensors, kv_scales)
         self.fp8, self._layout = fp8, adapters
         self._fp8 = [Fp8Products.of(layer) for layer in self._layers] if fp8 else []
+        # Beside experts, the dense GEMMs of a step hardly matter, and tau's weights have the model's dtype.
+        dense = config.moe is None and not config.tau_attn
+        self._fp8_decode = self._fp8 if fp8_decode and dense else []
         self._post_ln = LayerNorm.load(tensors, "text.post_ln")
         self._lm_head = Linear.load(tensors, "text.lm_head")
         require_exact(self._lm_head.weight.dtype)
@@ -96,6 +100,8 @@ class FusedText:
             pdl=pdl,
             attention=attention,
             adapters=adapters,
+            # FlashInfer's attention reads keys and queries of one dtype.
+            fp8=self._fp8_decode if attention is None else (),
         )
 
     @property
@@ -274,6 +280,7 @@ class FusedText:
             pdl=self._early,
             attention=attention,
             adapters=self._layout,
+            fp8=self._fp8_decode,
         )
 
     def logits(

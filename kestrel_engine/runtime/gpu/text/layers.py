@@ -44,10 +44,14 @@ class TextLayer:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Products:
-    """The GEMMs of a block that prefill computes in FP8; in an MoE block, only qkv. The biases of proj and fc2 are
-    added later. ``writes``: proj left of fc2 as one GEMM, which takes less time than proj alone in the model's
-    dtype."""
+    """The GEMMs of a block that are computed in FP8; in an MoE block, only qkv. The biases of proj and fc2 are added
+    later.
 
+    ``reads``: qkv above fc1, of which ``qkv`` and ``fc1`` are views; in an MoE block, qkv. ``writes``: proj left of fc2
+    as one GEMM, which takes less time than proj alone in the model's dtype.
+    """
+
+    reads: Fp8Linear
     qkv: Fp8Linear
     fc1: Fp8Linear | None
     writes: Fp8Linear | None
@@ -55,12 +59,11 @@ class Fp8Products:
     @classmethod
     def of(cls, layer: TextLayer) -> Fp8Products:
         """Rounds the weights of ``layer``. Raises ConfigError for shapes that do not support FP8."""
-        fc1 = layer.fc1
-        return cls(
-            Fp8Linear.of(layer.qkv.weight, layer.qkv.bias),
-            None if fc1 is None else Fp8Linear.of(fc1.weight, fc1.bias),
-            None if fc1 is None else Fp8Linear.of(layer.writes),
-        )
+        if layer.fc1 is None:
+            qkv = Fp8Linear.of(layer.qkv.weight, layer.qkv.bias)
+            return cls(qkv, qkv, None, None)
+        reads = Fp8Linear.of(layer.reads.weight, layer.reads.bias)
+        return cls(reads, *reads.split(len(layer.qkv.weight)), Fp8Linear.of(layer.writes))
 
 
 def load_layers(

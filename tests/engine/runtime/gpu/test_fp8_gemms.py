@@ -177,3 +177,44 @@ def test_only_wanted_rows_come_back():
     (whole, _), (some, _) = prompt(fp8=True), prompt(fp8=True, rows=rows)
     # Products of fewer rows may be computed otherwise.
     assert off(some, whole[rows]) < (1e-5 if DTYPE == torch.float32 else 2e-2)
+
+
+def packed(family: str) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Weights of a size at which blocks change the stream."""
+    config = small_config(family)
+    return config, pack_weights(config, on_device(random_tensors(config)))
+
+
+def test_a_decode_step_multiplies_the_rounded_weights():
+    config, tensors = packed("moondream2")
+    text, page, rows = config.text, 4, 3
+
+    def step(**kwargs: bool) -> tuple[Tensor, FusedText]:
+        torch.manual_seed(1)
+        fused = FusedText(text, tensors, max_rows=rows, page_size=page, **kwargs)
+        shape = (2, text.n_layers, 4 * page, text.n_heads, text.head_dim)
+        pool = torch.randn(shape, device=DEVICE).to(DTYPE)
+        x = torch.randn(rows, text.dim, device=DEVICE).to(DTYPE)
+        table = torch.arange(4, dtype=torch.int32, device=DEVICE)[:, None]
+        positions = torch.full((rows,), 2, dtype=torch.int32, device=DEVICE)
+        seqs = torch.arange(rows, dtype=torch.int32, device=DEVICE)
+        return fused.decode(x, positions, seqs, table, *pool), fused
+
+    plain, _ = step()
+    prompts_only, _ = step(fp8=True)
+    assert torch.equal(plain, prompts_only)
+    found, fused = step(fp8=True, fp8_decode=True)
+    assert found.dtype == DTYPE and 1e-4 < off(found, plain) < PREFILL
+    # The same step with the rounded values in place of the weights. Only float16 remains as a difference.
+    for layer, narrow in zip(fused._layers, fused._fp8, strict=True):
+        assert narrow.writes is not None
+        for weight, rounded in ((layer.reads.weight, narrow.reads), (layer.writes, narrow.writes)):
+            weight.copy_(rounded.weight.float() * rounded.scales.T)
+    wanted, _ = step()
+    assert off(found, wanted) < (1e-3 if DTYPE == torch.float32 else 1e-2)
+
+
+def test_experts_decode_in_their_own_format():
+    config, tensors = packed("moondream3")
+    fused = FusedText(config.text, tensors, max_rows=2, page_size=4, fp8=True, fp8_decode=True)
+    assert len(fused._fp8) == config.text.n_layers and not fused._fp8_decode
