@@ -2,11 +2,11 @@
 
     python -m benchmarks.kernels.decode_layers [--model moondream2] [--batches 1 4 16] [--timeline] [--quick]
 
-It uses random weights of the true shapes, Moondream 3's experts in FP8, and sequences of 800 positions. Each variant is first
-checked: its residual stream after the last layer is compared with that of the kernels for more than 64 rows, which run
-on one stream. Then it is captured and replayed, and the time of all layers and of one layer is reported. The best value
-of each axis (attention's tiles, experts' tiles and so on) is used for the next axis. ``--timeline`` prints the start
-and end of the kernels of three layers, by torch's profiler. The exit status is 1 if a variant is wrong.
+It uses random weights of the true shapes, Moondream 3's experts in FP8, and sequences of 800 positions. Each variant is
+first checked: its residual stream after the last layer is compared with that of the kernels for more than 64 rows,
+which run on one stream. Then it is captured and replayed, and the time of all layers and of one layer is reported. The
+best value of each axis (attention's tiles, experts' tiles and so on) is used for the next axis. ``--timeline`` prints
+the start and end of the kernels of three layers, by torch's profiler. The exit status is 1 if a variant is wrong.
 """
 
 from __future__ import annotations

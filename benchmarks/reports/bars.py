@@ -42,8 +42,8 @@ TRACE = {
     ("moondream3-preview fp8", 1, 3): Limits(45, 55),
     ("moondream3-preview fp8", 1, 30): Limits(19, 22),
 }
-"""Requests/s by model, requests in flight and tokens an answer; for one H100. Only Moondream 2 with 64 in flight has bars
-of its own for FP8; the other bars name no precision."""
+"""Requests/s by model, requests in flight and tokens an answer; for one H100. Only Moondream 2 with 64 in flight has
+bars of its own for FP8; the other bars name no precision."""
 
 TRACE_P50_MS = {
     ("moondream2", 1, 3, "uncached"): Limits(24, 20),

@@ -181,8 +181,9 @@ def paged_decode(
     same sequence, except for rows of padding (position 0 of a spare sequence that is never read).
 
     ``pdl``: the kernel may start before the preceding kernel has ended. It then reads page table, positions and older
-    keys early, so these must come from an earlier graph or from a kernel that allows no early start. ``shared``: positions that several rows have in common, which another kernel reads first,
-    once for up to 16 rows. Not with ``pdl``.
+    keys early, so these must come from an earlier graph or from a kernel that allows no early start. ``shared``:
+    positions that several rows have in common, which another kernel reads first, once for up to 16 rows. Not with
+    ``pdl``.
     """
     rows = qkv.shape[0]
     _, num_heads, head_dim = key_pool.shape

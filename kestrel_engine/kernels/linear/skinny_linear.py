@@ -10,9 +10,11 @@ weight tiles (into L2 or into registers), so that reading weights continues betw
 
 Numerics: sums are accumulated in float32. A row's result does not depend on the other rows. The number of splits
 depends on N and K only, and ``_dot_kernel`` adds along K in the same order for every tile, so a row's result does not
-depend on the number of rows either. A weight in FP8 has a scale for each of its rows. Its values are widened to the dtype
-of x, which represents them exactly, and each sum is scaled at the end. There are two exceptions: ``_config`` may give a single row to ``_row_kernel``, and
+depend on the number of rows either. There are two exceptions: ``_config`` may give a single row to ``_row_kernel``, and
 it may give tiles of different depth to different numbers of rows, if K / splits is not a multiple of both depths.
+
+A weight in FP8 has a scale for each of its rows. Its values are widened to the dtype of x, which represents them
+exactly, and each sum is scaled at the end.
 """
 
 from __future__ import annotations
@@ -324,9 +326,9 @@ def skinny_linear(
     """Returns ``x @ weight.T + bias`` [M, N] in x's dtype. Columns from ``gelu_from`` on get the tanh GELU, in float32.
 
     ``x``: [M, K], M <= 128. ``weight``: [N, K]. Both have the same dtype (bfloat16, float16 or float32) and any row
-    stride. With ``scales`` [1, N] float32, the weight is float8_e4m3fn instead, divided by the scales of its rows, and x
-    is not float32. ``bias``: [N] or None. ``pdl``: launch as a programmatic dependent (sm_90), which does not change results.
-    ``tiling``: for benchmarks, a tiling to use instead of the one from the table.
+    stride. With ``scales`` [1, N] float32, the weight is float8_e4m3fn instead, divided by the scales of its rows, and
+    x is not float32. ``bias``: [N] or None. ``pdl``: launch as a programmatic dependent (sm_90), which does not change
+    results. ``tiling``: for benchmarks, a tiling to use instead of the one from the table.
 
     ``tau``: weights [C, K'] in x's dtype, and a buffer [`content_parts`, M, C] float32 for partial sums of
     ``gelu(out[:, :K']) @ weights.T`` with the exact GELU (see `tau_content`). Each program multiplies its own columns.
@@ -513,9 +515,10 @@ def _config(rows: int, n: int, k: int, splits: int, element_bytes: int) -> Tilin
     """Returns the tiling for a shape, measured on an H200 in a chain of 24 layers (``benchmarks.kernels.linear``).
 
     A layer of Moondream 2 without attention takes 30.7, 31.2 and 35.3 us with 1, 16 and 64 rows; cuBLAS takes 37.6,
-    38.6 and 40.5 us; the memory floor is 23.5 us. Prefetching into L2 before the wait costs more than it gains, except for
-    the output GEMM of one or two rows, in front of which attention leaves the memory idle: with it, a layer with
-    attention takes 47.2 us instead of 48.1 on an H100 (``benchmarks.kernels.decode_layers``). For one shape, all numbers of rows use tiles of the same depth, so a row has the same bits in every batch.
+    38.6 and 40.5 us; the memory floor is 23.5 us. Prefetching into L2 before the wait costs more than it gains, except
+    for the output GEMM of one or two rows, in front of which attention leaves the memory idle: with it, a layer with
+    attention takes 47.2 us instead of 48.1 on an H100 (``benchmarks.kernels.decode_layers``). For one shape, all
+    numbers of rows use tiles of the same depth, so a row has the same bits in every batch.
     """
     if element_bytes == 4:
         # Float32 does not use tensor cores, and its tiling is not tuned.

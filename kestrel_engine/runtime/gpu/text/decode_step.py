@@ -52,10 +52,11 @@ class DecodePass:
     """Owns the buffers of a step of up to ``max_rows`` rows. All steps share them, so they run one after the other.
 
     ``pdl``: launch kernels early (programmatic dependent launch, sm_90). ``priority``: of the second stream.
-    ``attention``: None for our own kernel. ``adapters``: the layout of adapters' slabs; None if rows have none. ``fp8``:
-    the layers' weights in FP8, for steps of up to `MAX_ROWS` rows without adapters, whose changes are not small beside
-    the error of FP8; empty to use none. Such steps compute in float16, because widening e4m3 to it takes a third of the
-    instructions that bfloat16 takes.
+    ``attention``: None for our own kernel. ``adapters``: the layout of adapters' slabs; None if rows have none.
+
+    ``fp8``: the layers' weights in FP8; empty to use none. Steps of up to `MAX_ROWS` rows without adapters read them;
+    the changes by adapters are not small beside the error of FP8. Such steps compute in float16, because widening e4m3
+    to it takes a third of the instructions that bfloat16 takes.
     """
 
     def __init__(
@@ -357,9 +358,11 @@ class DecodePass:
 
     def _partials(self, x: Tensor, writes: Tensor | Fp8Linear) -> Tensor:
         """Returns ``x @ writes.T`` as partial sums [S, M, dim] float32, or as [M, dim] beyond `MAX_ROWS` rows."""
-        weight, scales = writes, None
+        scales: Tensor | None = None
         if isinstance(writes, Fp8Linear):
             weight, scales = writes.weight, writes.scales
+        else:
+            weight = writes
         if len(x) > MAX_ROWS:
             return torch.mm(x, weight.T)
         out = _shaped(self._partial_sums, splits_of(weight), len(x), weight.shape[0])
