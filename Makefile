@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 SOURCES := kestrel_engine kestrel_grpc kestrel_scenes clients/python tests training benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-slow test-again test-all test-unit test-gpu bench bench-gpu check fmt lint types imports unused buf protos baseline docs check-stubs wheels toolchains sdk-typescript clean
+.PHONY: help install demo serve test test-slow test-again test-all test-unit test-gpu bench bench-gpu check fmt lint types imports unused buf protos baseline docs check-stubs wheels release-files toolchains sdk-typescript clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -108,9 +108,13 @@ docs: $(INSTALLED) ## Write the table of flags in docs/operations.md anew
 check-stubs: ## Load the stubs under the oldest and newest protobuf and grpcio (fetches packages)
 	$(PYTHON) clients/python/check_stubs.py
 
-wheels: $(INSTALLED) ## Build the wheels of both distributions into dist/
-	$(BIN)/python -m build -q --outdir dist clients/python
-	$(BIN)/python -m build -q --outdir dist .
+wheels: $(INSTALLED) ## Build the wheels of both distributions into dist/, reproducibly
+	.ci/build-wheels $(BIN)/python dist
+
+release-files: wheels ## Check the wheels and add bills of materials and checksums to dist/ (docs/releasing.md)
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt twine cyclonedx-bom
+	.ci/release-files .venv-release/bin/python dist
 
 # What compiles and runs the examples and the TypeScript SDK's tests, and a Redis; tests skip what is missing. On Debian
 # and Ubuntu.
