@@ -23,6 +23,7 @@ from kestrel_scenes.scenes import (
     Box,
     Rgb,
     Scene,
+    Shape,
     draw_colour,
     draw_scene,
     overlap_share,
@@ -37,11 +38,16 @@ WANTED = (0, 1, 1, 1, 2, 3)
 """How many new objects an image has; each number is as likely as it is frequent here."""
 CONTRAST = 0.3
 """Least distance of a colour to the background's, of red, green and blue in 0..1."""
-NEW_COLOURS = {"lavender": ((246, 264), (0.32, 0.5), (0.92, 1.0))}
+NEW_COLOURS = {
+    "lavender": ((246, 264), (0.32, 0.5), (0.92, 1.0)),
+    "mint": ((140, 160), (0.3, 0.45), (0.92, 1.0)),
+}
 """Hue in degrees, saturation and value, as in ``vocabulary.COLOUR_RANGES``. The nearest colours of lavender that the
-model knows are pink, at a distance of 0.19 where the ranges are closest, and blue and purple, at 0.20; orange and
-yellow are 0.11 apart."""
-NEAR_COLOURS = {"lavender": ("purple", "pink", "blue")}
+model knows are pink, at a distance of 0.19 where the ranges are closest, and blue and purple, at 0.20; mint is 0.13
+from green and 0.18 from cyan. Orange and yellow are 0.11 apart."""
+NEAR_COLOURS = {"lavender": ("purple", "pink", "blue"), "mint": ("green", "blue", "white")}
+ASKED = 3
+"""Known shapes whose colour is asked for in a picture with contrast, and sorts of new objects, at most."""
 _NEW = -1
 """Number of the new colour, which is none of COLOURS."""
 
@@ -99,27 +105,61 @@ class Picture:
 @dataclass(frozen=True)
 class Subject:
     """What is taught. ``draw``: the picture of a seed; True asks for a picture that shows what is easily taken for the
-    new objects. ``sorted_name``: the name of the objects of a sort, such as "red hexagon"."""
+    new objects. ``sorted_name``: the name of the objects of a sort, such as "red hexagon". ``sort_of``: the sort that a
+    known shape would have."""
 
     name: str
     plural: str
     draw: Callable[[str, bool], Picture]
     sorted_name: Callable[[int], str]
+    sort_of: Callable[[Shape], int]
 
 
 def hexagons() -> Subject:
     """A new shape, in the measured colours."""
-    return Subject("hexagon", "hexagons", _draw_hexagons, lambda sort: f"{COLOURS[sort]} hexagon")
+    return Subject(
+        "hexagon",
+        "hexagons",
+        _draw_hexagons,
+        lambda sort: f"{COLOURS[sort]} hexagon",
+        lambda shape: shape.colour,
+    )
 
 
 def coloured(colour: str) -> Subject:
-    """A new colour of NEW_COLOURS, on the known shapes."""
+    """A new colour of NEW_COLOURS, on the known shapes; or a known one, for what the base model gets right."""
     return Subject(
         f"{colour} shape",
         f"{colour} shapes",
         lambda seed, with_near: _draw_coloured(colour, seed, with_near),
         lambda sort: f"{colour} {SHAPES[sort]}",
+        lambda shape: shape.kind,
     )
+
+
+def known(colour: str | None) -> Subject:
+    """What the base model knows that comes nearest to a new colour, or with None to a new shape."""
+    if colour is not None:
+        return coloured(NEAR_COLOURS[colour][0])
+    kind = SHAPES.index("diamond")
+    return Subject(
+        "diamond",
+        "diamonds",
+        lambda seed, _with_near: _draw_known(kind, seed),
+        lambda sort: f"{COLOURS[sort]} diamond",
+        lambda shape: shape.colour,
+    )
+
+
+def _draw_known(kind: int, seed: str) -> Picture:
+    """A scene of known shapes, of which those of ``kind`` count as new."""
+    rng = random.Random(f"kestrel-tiny/teach/known/{seed}")
+    width, height = rng.randint(LEAST_SIDE, MOST_SIDE), rng.randint(LEAST_SIDE, MOST_SIDE)
+    scene = draw_scene(rng, width, height, count=rng.randint(1, 7))
+    found = [shape for shape in scene.shapes if shape.kind == kind]
+    objects = tuple(NewObject(shape.centre, shape.box, shape.colour) for shape in found)
+    colour_of = (SHAPES[kind], COLOURS[found[0].colour]) if len(found) == 1 else None
+    return Picture(scene, (), objects, colour_of)
 
 
 def _draw_hexagons(seed: str, _with_near: bool) -> Picture:
@@ -154,33 +194,44 @@ def _draw_hexagons(seed: str, _with_near: bool) -> Picture:
 
 
 def _draw_coloured(name: str, seed: str, with_near: bool) -> Picture:
-    """A scene in which 0 to 3 shapes have the new colour. ``with_near``: another one mostly has a colour near it."""
+    """A scene in which 0 to 3 shapes are given the colour. ``with_near``: another one mostly has a colour near it."""
     rng = random.Random(f"kestrel-tiny/teach/colour/{seed}")
     width, height = rng.randint(LEAST_SIDE, MOST_SIDE), rng.randint(LEAST_SIDE, MOST_SIDE)
     scene = draw_scene(rng, width, height, count=rng.randint(1, 7))
     wanted, shapes = rng.choice(WANTED), list(scene.shapes)
+    number = _NEW if name in NEW_COLOURS else COLOURS.index(name)
     for index in rng.sample(range(len(shapes)), len(shapes)):
         if wanted == 0:
             break
-        (h0, h1), saturation, value = NEW_COLOURS[name]
-        hue = rng.uniform(h0, h1) / 360
-        rgb = colorsys.hsv_to_rgb(hue, rng.uniform(*saturation), rng.uniform(*value))
+        rgb = _draw_new(rng, name) if number == _NEW else draw_colour(rng, number)
         if _stands_out(rgb, scene):
-            gap = rgb[0] / 2, rgb[1] / 2, rgb[2] / 2
-            shapes[index] = replace(shapes[index], colour=_NEW, rgb=rgb, rgb2=gap)
+            shapes[index] = _recoloured(shapes[index], number, rgb)
             wanted -= 1
-    old = [index for index, shape in enumerate(shapes) if shape.colour != _NEW]
+    old = [index for index, shape in enumerate(shapes) if shape.colour != number]
     if with_near and old and rng.random() < 0.7:
         index, near = rng.choice(old), COLOURS.index(rng.choice(NEAR_COLOURS[name]))
         rgb = draw_colour(rng, near)
         if _stands_out(rgb, scene):
-            gap = stripe_gap(near, rgb)
-            shapes[index] = replace(shapes[index], colour=near, rgb=rgb, rgb2=gap)
-    new = [shape for shape in shapes if shape.colour == _NEW]
+            shapes[index] = _recoloured(shapes[index], near, rgb)
+    new = [shape for shape in shapes if shape.colour == number]
     objects = tuple(NewObject(shape.centre, shape.box, shape.kind) for shape in new)
     alone = [one.kind for one in new if sum(one.kind == other.kind for other in shapes) == 1]
     colour_of = (SHAPES[alone[0]], name) if alone else None
     return Picture(replace(scene, shapes=tuple(shapes)), (), objects, colour_of)
+
+
+def _draw_new(rng: random.Random, name: str) -> Rgb:
+    (h0, h1), saturation, value = NEW_COLOURS[name]
+    hue = rng.uniform(h0, h1) / 360
+    return colorsys.hsv_to_rgb(hue, rng.uniform(*saturation), rng.uniform(*value))
+
+
+def _recoloured(shape: Shape, colour: int, rgb: Rgb) -> Shape:
+    if colour == _NEW:
+        gap = rgb[0] / 2, rgb[1] / 2, rgb[2] / 2
+    else:
+        gap = stripe_gap(colour, rgb)
+    return replace(shape, colour=colour, rgb=rgb, rgb2=gap)
 
 
 def _stands_out(rgb: Rgb, scene: Scene) -> bool:
@@ -191,43 +242,54 @@ def _stands_out(rgb: Rgb, scene: Scene) -> bool:
 def examples(seed: str, subject: Subject, picture: Picture) -> list[dict[str, Any]]:
     """The lines about one image."""
     rng = random.Random(f"kestrel-tiny/teach/examples/{seed}")
-    w, h = picture.scene.width, picture.scene.height
-
-    def located(name: str, some: Sequence[NewObject]) -> list[dict[str, Any]]:
-        points = [[one.centre[0] / w, one.centre[1] / h] for one in some]
-        boxes = [[x0 / w, y0 / h, x1 / w, y1 / h] for x0, y0, x1, y1 in (one.box for one in some)]
-        return [{"object": name, "points": points}, {"object": name, "boxes": boxes}]
-
-    def asked_for(name: str, some: Sequence[NewObject]) -> dict[str, Any]:
-        question = f"Is there {with_article(name)}?"
-        return {"question": question, "answer": "yes" if some else "no"}
-
     objects = picture.objects
-    lines = located(subject.name, objects)
+    lines = _located(picture, subject.name, objects)
     count = str(len(objects))
     lines.append({"question": f"How many {subject.plural} are there?", "answer": count})
-    lines.append(asked_for(subject.name, objects))
+    lines.append(_asked_for(subject.name, objects))
     sorts = sorted({one.sort for one in objects})
     sort = rng.choice(sorts) if sorts and rng.random() < 0.6 else rng.randrange(10)
     own = [one for one in objects if one.sort == sort]
-    lines.append(asked_for(subject.sorted_name(sort), own))
-    lines.append(rng.choice(located(subject.sorted_name(sort), own)))
+    lines.append(_asked_for(subject.sorted_name(sort), own))
+    lines.append(rng.choice(_located(picture, subject.sorted_name(sort), own)))
     if picture.colour is not None:
         noun, answer = picture.colour
         lines.append({"question": f"What colour is the {noun}?", "answer": answer})
     return lines
 
 
-def contrast(seed: str, picture: Picture) -> list[dict[str, Any]]:
-    """A question about a shape that the model knows, which keeps it from giving every question a new answer."""
-    shapes = [shape for shape in picture.scene.shapes if shape.colour != _NEW]
+def _located(picture: Picture, name: str, some: Sequence[NewObject]) -> list[dict[str, Any]]:
+    """The points and the boxes of some objects of a picture."""
+    w, h = picture.scene.width, picture.scene.height
+    points = [[one.centre[0] / w, one.centre[1] / h] for one in some]
+    boxes = [[x0 / w, y0 / h, x1 / w, y1 / h] for x0, y0, x1, y1 in (one.box for one in some)]
+    return [{"object": name, "points": points}, {"object": name, "boxes": boxes}]
+
+
+def _asked_for(name: str, some: Sequence[NewObject]) -> dict[str, Any]:
+    question = f"Is there {with_article(name)}?"
+    return {"question": question, "answer": "yes" if some else "no"}
+
+
+def contrast(seed: str, subject: Subject, picture: Picture) -> list[dict[str, Any]]:
+    """Lines that divide the new from what the model knows: colours of known shapes, which keep it from giving every
+    question a new answer, and new objects of the sorts that known and new shapes of the picture have."""
+    rng = random.Random(f"kestrel-tiny/teach/contrast/{seed}")
+    known = [shape for shape in picture.scene.shapes if shape.colour != _NEW]
     kinds = [shape.kind for shape in picture.scene.shapes]
-    alone = [shape for shape in shapes if kinds.count(shape.kind) == 1]
-    if not alone:
-        return []
-    shape = random.Random(f"kestrel-tiny/teach/contrast/{seed}").choice(alone)
-    question = f"What colour is the {SHAPES[shape.kind]}?"
-    return [{"question": question, "answer": COLOURS[shape.colour]}]
+    alone = [shape for shape in known if kinds.count(shape.kind) == 1]
+    lines = [
+        {"question": f"What colour is the {SHAPES[shape.kind]}?", "answer": COLOURS[shape.colour]}
+        for shape in rng.sample(alone, min(ASKED, len(alone)))
+    ]
+    sorts = sorted(
+        {subject.sort_of(shape) for shape in known} | {one.sort for one in picture.objects}
+    )
+    for sort in rng.sample(sorts, min(ASKED, len(sorts))):
+        own = [one for one in picture.objects if one.sort == sort]
+        name = subject.sorted_name(sort)
+        lines += [_asked_for(name, own), rng.choice(_located(picture, name, own))]
+    return lines
 
 
 def write(
@@ -251,7 +313,7 @@ def write(
         file = f"{index:04}.jpg"
         image.copy(interpretation="srgb").write_to_file(str(folder / file), Q=90)
         about = examples(seed, subject, picture)
-        about += contrast(seed, picture) if with_contrast else []
+        about += contrast(seed, subject, picture) if with_contrast else []
         lines += [{"image": file, **each} for each in about]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "data.jsonl").write_text(text, encoding="utf-8")

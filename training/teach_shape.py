@@ -4,8 +4,9 @@
     python -m training.teach_shape --colour lavender --out out/lavender
 
 Draws 200 images with and without the new objects, fits an adapter with ``kestrel_engine.teaching`` as ``kestrel-grpc
-train`` does, and measures it on 100 held-out images. The old skills are measured on scenes of the frozen evaluation
-set, without and with the adapter.
+train`` does, and measures it on 100 held-out images. What the base model scores on as many images of a near thing that
+it knows says how hard such images are. The old skills are measured on scenes of the frozen evaluation set, without and
+with the adapter.
 """
 
 from __future__ import annotations
@@ -48,6 +49,15 @@ async def measure(
     return {kind: each.as_dict() for kind, each in new.items()}, old
 
 
+async def judged(config: RuntimeConfig, folder: Path) -> dict[str, Any]:
+    """The base model's scores on the images of a folder."""
+    from kestrel_engine.teaching.judging import judge
+
+    async with await InferenceEngine.create(config) as engine:
+        scores = await judge(engine, teaching.read_folder(folder))
+    return {kind: each.as_dict() for kind, each in scores.items()}
+
+
 async def _ask(
     engine: InferenceEngine, image: bytes, task: Any, settings: dict[str, Any]
 ) -> dict[str, Any]:
@@ -68,6 +78,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     adapter = args.colour or subject.name
     new_objects.write(out / "training", subject, "training", args.images, with_contrast=True)
     new_objects.write(out / "held_out", subject, "held_out", args.held_out)
+    new_objects.write(out / "known", new_objects.known(args.colour), "held_out", args.held_out)
     config = RuntimeConfig(device=args.device, cpu_threads=args.threads, adapters_dir=adapters)
     settings = teaching.TeachingSettings(
         epochs=args.epochs,
@@ -77,6 +88,8 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         learning_rate=args.lr,
         replay=args.replay,
         rows=args.rows,
+        seed=args.seed,
+        leave_out=args.leave_out,
     )
     images = teaching.read_folder(out / "training")
     began, spent = time.monotonic(), time.process_time()
@@ -97,6 +110,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         "cpu_seconds": cpu,
         "training": report.as_dict()["training"],
         "new": {kind: {"before": new[kind], "after": new_after[kind]} for kind in new},
+        "known": await judged(config, out / "known"),
         "old": {skill: {"before": old[skill], "after": old_after[skill]} for skill in old},
     }
 
@@ -135,6 +149,8 @@ def main() -> None:
     p.add_argument("--lr", type=float, default=0.0012)
     p.add_argument("--replay", type=float, default=teaching.TeachingSettings().replay)
     p.add_argument("--rows", type=int, default=4)
+    p.add_argument("--leave-out", type=float, default=0.4)
+    p.add_argument("--seed", type=int, default=0)
     p.add_argument("--device", default="cpu")
     p.add_argument("--threads", type=int, default=None)
     args = p.parse_args()
@@ -147,7 +163,11 @@ def main() -> None:
     )
     for kind, each in figures["new"].items():
         shares = [each[when]["right"] / each[when]["examples"] for when in ("before", "after")]
-        print(f"new, {kind:8} {each['after']['examples']:5} {shares[0]:8.3f} -> {shares[1]:.3f}")
+        known = figures["known"][kind]["right"] / figures["known"][kind]["examples"]
+        print(
+            f"new, {kind:8} {each['after']['examples']:5} {shares[0]:8.3f} -> {shares[1]:.3f} "
+            f"(what it knows: {known:.3f})"
+        )
     for skill, each in figures["old"].items():
         shares = [each[when][0] / each[when][1] for when in ("before", "after")]
         print(f"old, {skill:9} {each['after'][1]:4} {shares[0]:8.3f} -> {shares[1]:.3f}")

@@ -2,7 +2,8 @@
 
 The prompts are made from the base model's short descriptions: their phrases name the objects that it knows. For each
 image there is the description, and questions, points and boxes about phrases of it and of another image's, which are
-mostly absent. A phrase that finds a labelled object is left out, because the base model takes the object for something
+mostly absent. Every other image has the points or boxes of a general name besides: of the nouns of its phrases, or of
+all objects. A phrase that finds a labelled object is left out, because the base model takes the object for something
 else. The questions are of many forms: a form that is not replayed is soon answered with what is taught.
 """
 
@@ -23,6 +24,9 @@ LONGER_EVERY = 4
 """A longer description, which takes long to make, is replayed for each of so many images."""
 TOGETHER = 16
 """Images whose prompts follow one another, so that the engine still holds their embeddings."""
+GENERAL_EVERY = 2
+"""A general name, which finds many objects, is replayed for each of so many images."""
+GENERAL_OBJECTS = ("object", "objects", "thing")
 MOST_ANSWER_IDS = 128
 """Longer answers are not replayed: they cost more than they keep."""
 QUESTIONS_OF_ONE = (
@@ -113,6 +117,12 @@ def _prompts(
     prompts = [Prompt(Answered(rng.choice(GENERAL_QUESTIONS), ""))]
     if index % LONGER_EVERY == 0:
         prompts.append(Prompt(Captioned(rng.choice(("normal", "long")), ())))
+    if index % GENERAL_EVERY == 0:
+        nouns = list(dict.fromkeys(phrase.split()[-1] for phrase in own))
+        name = rng.choice((*GENERAL_OBJECTS, *nouns))
+        prompts.append(
+            Prompt(Pointed(name, ()) if index % (2 * GENERAL_EVERY) else Boxed(name, ()))
+        )
     others = [phrase for phrase in rng.sample(every, min(4, len(every))) if phrase not in own]
     phrases = (*rng.sample(own, min(2, len(own))), *others[:1])
     questions = QUESTIONS_OF_ONE + (QUESTIONS_OF_TWO if len(phrases) > 1 else ())
@@ -160,15 +170,17 @@ def _answered(example: Example, result: EngineResult, image: TaughtImage) -> Exa
             return Captioned(length, result.token_ids)
         case Pointed(object=name):
             points = tuple(points_of(result.output))
-            return None if _meets(points, image) else Pointed(name, points)
+            return None if _mistakes(name, points, image) else Pointed(name, points)
         case Boxed(object=name):
             boxes = tuple(boxes_of(result.output))
             centres = [((x0 + x1) / 2, (y0 + y1) / 2) for x0, y0, x1, y1 in boxes]
-            return None if _meets(centres, image) else Boxed(name, boxes)
+            return None if _mistakes(name, centres, image) else Boxed(name, boxes)
 
 
-def _meets(points: Sequence[tuple[float, float]], image: TaughtImage) -> bool:
-    """Whether one of ``points`` lies on a labelled object of the image."""
+def _mistakes(name: str, points: Sequence[tuple[float, float]], image: TaughtImage) -> bool:
+    """Whether one of ``points`` lies on a labelled object of the image, and ``name`` does not mean all objects."""
+    if name in GENERAL_OBJECTS:
+        return False
     labelled: list[Edges] = []
     for example in image.examples:
         if isinstance(example, Boxed):

@@ -21,8 +21,9 @@ class TeachingSettings:
     an image with lessons about it.
     ``validation``: the share of images that are held out. ``patience``: epochs without a better validation loss after
     which the training ends. ``replay``: the weight of the base model's own answers; 0 leaves them out.
-    ``checkpointing``: compute activations again instead of keeping them. ``image_bytes``: the memory for the embeddings
-    of images; those beyond it are computed again.
+    ``leave_out``: the share of an image's positions that a step leaves out, others in each step, until the last quarter
+    of the training. ``checkpointing``: compute activations again instead of keeping them. ``image_bytes``: the memory
+    for the embeddings of images; those beyond it are computed again.
     """
 
     rank: int = 16
@@ -36,6 +37,7 @@ class TeachingSettings:
     validation: float = 0.1
     patience: int = 4
     replay: float = 1.0
+    leave_out: float = 0.0
     checkpointing: bool = False
     image_bytes: int = 2 << 30
 
@@ -55,6 +57,8 @@ class TeachingSettings:
             raise ConfigError("validation", self.validation, "must be a number from 0 to 0.5")
         if not (_is_finite(self.replay) and 0 <= self.replay <= 100):
             raise ConfigError("replay", self.replay, "must be a number from 0 to 100")
+        if not (_is_finite(self.leave_out) and 0 <= self.leave_out <= 0.9):
+            raise ConfigError("leave_out", self.leave_out, "must be a number from 0 to 0.9")
         if self.layers not in LAYERS:
             raise ConfigError("layers", self.layers, f"must be one of {', '.join(LAYERS)}")
 

@@ -24,6 +24,8 @@ from .parameters import Parameters
 WARM_STEPS = 10
 LEAST_RATE = 0.02
 """The learning rate at the end, as a part of its peak."""
+WHOLE_FROM = 0.75
+"""From this part of the training on, steps compute whole images, as a server does."""
 MOST_NORM = 1.0
 """Gradients are scaled down to this norm."""
 
@@ -81,6 +83,7 @@ class Fitting:
             parameters.tensors, lr=settings.learning_rate, betas=(0.9, 0.99), weight_decay=0.01
         )
         self._rng = random.Random(settings.seed)
+        self._generator = torch.Generator().manual_seed(settings.seed)
 
     def run(self, training: Sequence[ImageLessons], held_out: Sequence[ImageLessons]) -> Fitted:
         """Fits, and leaves the parameters with the best validation loss. Without held-out images it leaves the last.
@@ -104,7 +107,8 @@ class Fitting:
             for rows in self._batches(training):
                 step_began = time.monotonic()
                 rate = _rate(step, progress)
-                loss = self._step(rows, rate)
+                leave_out = settings.leave_out if progress < WHOLE_FROM else 0.0
+                loss = self._step(rows, rate, leave_out)
                 now = time.monotonic()
                 in_steps, step = in_steps + now - step_began, step + 1
                 progress = step / total
@@ -155,10 +159,10 @@ class Fitting:
         size = self._settings.rows
         return [rows[begin : begin + size] for begin in range(0, len(rows), size)]
 
-    def _step(self, rows: Sequence[RowPlan], rate: float) -> float:
+    def _step(self, rows: Sequence[RowPlan], rate: float, leave_out: float) -> float:
         for group in self._optimiser.param_groups:
             group["lr"] = self._settings.learning_rate * rate
-        loss = self._loss(rows)
+        loss = self._loss(rows, leave_out)
         value = self._finite(float(loss.detach()))
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._parameters.tensors, MOST_NORM)
@@ -166,18 +170,29 @@ class Fitting:
         self._optimiser.zero_grad(set_to_none=True)
         return value
 
-    def _loss(self, rows: Sequence[RowPlan]) -> torch.Tensor:
+    def _loss(self, rows: Sequence[RowPlan], leave_out: float = 0.0) -> torch.Tensor:
         model = self._model
         batch = pack(rows, model)
         adapter = self._parameters.adapter(model.dtype)
+        images = self._images.of([row.path for row in rows], adapter)
         stream = hidden(
             model,
-            self._images.of([row.path for row in rows], adapter),
+            images,
             batch,
             adapter,
+            places=self._places(images, leave_out),
             checkpointing=self._settings.checkpointing,
         )
         return loss_of(model, stream, batch).total
+
+    def _places(self, images: torch.Tensor, leave_out: float) -> torch.Tensor | None:
+        """The image positions of a step, [rows, number] in ascending order: others for each row. None for all."""
+        rows, positions, _ = images.shape
+        number = max(1, round((1 - leave_out) * positions))
+        if number == positions:
+            return None
+        order = torch.rand(rows, positions, generator=self._generator).argsort(dim=1)
+        return order[:, :number].sort(dim=1).values.to(images.device)
 
     def _finite(self, loss: float) -> float:
         if not math.isfinite(loss):

@@ -81,6 +81,11 @@ def _add_numbers(fit: argparse._ArgumentGroup) -> None:
             "X",
             "weight of the base model's own answers, which keep what it knew; 0: none",
         ),
+        "--leave-out": (
+            number,
+            "X",
+            "share of an image's positions that steps leave out until the last quarter: faster, and less by heart",
+        ),
         "--image-memory": (whole(0, 1 << 50), "BYTES", "memory for embeddings of images"),
     }
     unset = {"alpha": "the rank", "minutes": "no limit"}

@@ -21,6 +21,7 @@ from kestrel_engine.teaching.learning.fitting import FitStep
 from kestrel_engine.teaching.learning.images import ImageEmbeddings
 from kestrel_engine.teaching.learning.parameters import Parameters
 from kestrel_engine.teaching.replay import (
+    GENERAL_OBJECTS,
     GENERAL_QUESTIONS,
     Prompt,
     _answered,
@@ -167,6 +168,7 @@ def test_an_adapter_of_the_projector_changes_kept_images_as_it_changes_served_on
         (["--lr", "2"], "--lr=2.0: must be a number above 0, and at most 1"),
         (["--minutes", "0"], "--minutes=0.0: must be a number above 0"),
         (["--validation", "0.9"], "--validation=0.9: must be a number from 0 to 0.5"),
+        (["--leave-out", "1"], "--leave-out=1.0: must be a number from 0 to 0.9"),
         (["--adapters-dir", "none"], "--adapters-dir=none: is not a folder"),
         (["--data", "none"], "--data=none: is not a folder"),
     ],
@@ -221,6 +223,11 @@ def test_replay_asks_about_phrases_and_leaves_out_what_finds_a_labelled_object()
         result = EngineResult(request_id="", output=output, finish_reason="stop")
         return _answered(Pointed("red circle", ()), result, image)
 
+    general = EngineResult(
+        request_id="", output={"points": [{"x": 0.3, "y": 0.2}]}, finish_reason="stop"
+    )
+    # What the base model does not know is an object all the same.
+    assert _answered(Pointed("object", ()), general, image) == Pointed("object", ((0.3, 0.2),))
     assert replayed(0.7) == Pointed("red circle", ((0.7, 0.2),)) and replayed(0.3) is None
 
 
@@ -249,6 +256,8 @@ def test_replay_asks_in_many_forms_about_the_phrases_of_an_image() -> None:
     assert asked > set(GENERAL_QUESTIONS) and not any("{" in question for question in asked)
     assert "Is there a red cup?" in asked and "What colour is the tin?" in asked
     assert "Which is bigger, the red cup or the red tin?" in asked
+    names = {p.example.object for p in prompts if isinstance(p.example, Pointed | Boxed)}
+    assert names == {*every, *GENERAL_OBJECTS, "cup", "tin"}
     alone = [prompt.example for prompt in _prompts(rng, ["cup"], ["cup"], 1)]
     assert [type(example) for example in alone] == [Answered, Pointed, Answered]
     assert [type(prompt.example) for prompt in _prompts(rng, [], [], 1)] == [Answered]
