@@ -184,21 +184,6 @@ def test_more_rows_than_the_streaming_kernels_take(family, monkeypatch):
     assert_same(*pair.decode({0: 4, 1: 4, 2: 4}, torch.randn(3, 32)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_attention_is_told_whether_experts_run_beside_it(family, monkeypatch):
-    served, told = decode_attention.paged_decode, []
-
-    def attend(*tensors, beside, **how):
-        told.append(beside)
-        return served(*tensors, beside=beside, **how)
-
-    monkeypatch.setattr(decode_attention, "paged_decode", attend)
-    pair = small_pair(family)
-    pair.prefill(0, torch.randn(4, 32), 1)
-    assert_same(*pair.decode({0: 4}, torch.randn(1, 32)))
-    assert told == [family == "moondream3"] * pair.model.config.text.n_layers
-
-
 def test_a_step_larger_than_its_buffers_is_refused():
     pair = small_pair("moondream2", max_rows=2)
     with pytest.raises(AssertionError, match="3 rows"):
