@@ -13,7 +13,6 @@ from torch import Tensor
 from kestrel_engine.checkpoint.weights.loader import load_checkpoint
 from kestrel_engine.models.attention import PagedAttention, Span
 from kestrel_engine.models.moondream import Moondream
-from kestrel_engine.runtime.gpu.attention import decode as decode_attention
 from kestrel_engine.runtime.gpu.text import decode_step as text_decode
 from kestrel_engine.runtime.gpu.text.decoder import FusedText
 from kestrel_engine.runtime.gpu.weights import pack_weights
