@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..workers.front.bootstrap import SERVERS
+
 BEAT_S = 1.0
 SILENT_S = 6.0
 """A server that says nothing for so long is not listed, unless all are silent."""
 FORGET_S = 60.0
 """Nor is it remembered after so long."""
 COLLECTING_S = 3.0
-CLUSTER = "kestrel"
-"""The name of the servers in Envoy's configuration."""
 _MOST_SERVERS = 10_000
 
 
@@ -110,7 +110,7 @@ def endpoints(servers: Sequence[Server]) -> dict[str, Any]:
         "resources": [
             {
                 "@type": "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment",
-                "cluster_name": CLUSTER,
+                "cluster_name": SERVERS,
                 "endpoints": [{"lb_endpoints": listed}],
             }
         ]

@@ -6,13 +6,15 @@ are: clients and Envoy check the health of each server themselves.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import logging
 import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
 
@@ -51,14 +53,24 @@ def ask(url: str) -> list[Server]:
 
 @dataclass(slots=True)
 class Follower:
-    """``addresses_file``: gets an address a line. ``endpoints_file``: gets what Envoy's EDS reads."""
+    """``addresses_file``: gets an address a line. ``endpoints_file``: gets what Envoy's EDS reads. ``written``: is set
+    once they have been written."""
 
     url: str
     addresses_file: Path | None = None
     endpoints_file: Path | None = None
     ask: Callable[[str], list[Server]] = ask
-    _written: tuple[str, ...] = ()
+    written: asyncio.Event = field(default_factory=asyncio.Event)
+    _last: tuple[str, ...] = ()
     _complained: bool = False
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Follows until ``stopping``. Raises OSError."""
+        while not stopping.is_set():
+            if await asyncio.to_thread(self.follow):
+                self.written.set()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stopping.wait(), EVERY_S)
 
     def follow(self) -> bool:
         """Asks once. Returns whether the servers have changed. Raises OSError if a file cannot be written."""
@@ -72,10 +84,10 @@ class Follower:
             self._complain("%s lists no server; the files stay as they are", self.url)
             return False
         self._complained = False
-        if addresses == self._written:
+        if addresses == self._last:
             return False
         self._write(found)
-        self._written = addresses
+        self._last = addresses
         logger.info("%d servers: %s", len(addresses), ", ".join(addresses))
         return True
 

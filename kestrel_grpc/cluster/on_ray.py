@@ -214,8 +214,6 @@ def _autoscaling(config: ClusterConfig) -> AutoscalingConfig:
             "utilization": config.target_utilization,
             "queue_wait_s": config.target_queue_wait_s,
             "kv_use": config.target_kv_use,
-            "up_delay_s": config.scale_up_delay_s,
-            "down_delay_s": config.scale_down_delay_s,
         },
     )
     with warnings.catch_warnings():
@@ -226,5 +224,7 @@ def _autoscaling(config: ClusterConfig) -> AutoscalingConfig:
             max_replicas=config.max_replicas,
             metrics_interval_s=_METRICS_S,
             look_back_period_s=_LOOK_BACK_S,
+            upscale_delay_s=config.scale_up_delay_s,
+            downscale_delay_s=config.scale_down_delay_s,
             policy=policy,
         )

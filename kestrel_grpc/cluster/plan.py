@@ -12,7 +12,7 @@ from kestrel_engine import ConfigError, maintenance
 
 from ..security.listening import check_exposure
 from ..settings.cluster import CLUSTER, ClusterConfig
-from ..settings.configuration import Configuration, given_settings
+from ..settings.configuration import SECRETS, Configuration, given_settings
 from ..settings.flags import configured
 from ..settings.model import config_error
 from ..settings.sources import Setting, SettingsError, name_of
@@ -24,7 +24,6 @@ _ENDING_S = 20.0
 _PLACES = ("--listen", "--worker-listen", "--config")
 """Flags about addresses of this machine."""
 _FIXED_PORTS = ("--metrics-listen", "--http-listen")
-_SECRETS = ("KESTREL_API_KEY", "MOONDREAM_API_KEY")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +91,7 @@ def cluster_plan(
         ],
         args,
     )
-    secrets = tuple(name for name in _SECRETS if environ.get(name))
+    secrets = tuple(name for name in SECRETS if environ.get(name))
     marked = repr((toml, config.replica_port, drain_s, secrets))
     task = ServerTask(
         settings=toml,

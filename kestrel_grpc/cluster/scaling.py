@@ -1,6 +1,6 @@
 """LoadPolicy: how many servers the load needs. Ray Serve's controller asks it several times a second.
 
-The controller gets this module by value, so it imports nothing of this package. It is pure: Ray passes time and loads.
+The controller gets this module by value, so it imports nothing of this package. It is pure: Ray passes the loads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ UTILIZATION, QUEUE_WAIT_S, KV_USE = "utilization", "queue_wait_s", "kv_use"
 """The figures of each server's load, as Ray carries them."""
 _TOLERANCE = 0.1
 """The load may differ from its target by this share before the number of servers changes."""
-_SINCE, _WANTED = "since", "wanted"
 
 
 class LoadPolicy:
@@ -24,34 +23,22 @@ class LoadPolicy:
     before serve.
     """
 
-    def __init__(
-        self,
-        *,
-        utilization: float,
-        queue_wait_s: float,
-        kv_use: float,
-        up_delay_s: float,
-        down_delay_s: float,
-    ) -> None:
+    def __init__(self, *, utilization: float, queue_wait_s: float, kv_use: float) -> None:
         self._shares = {UTILIZATION: utilization, KV_USE: kv_use}
         self._queue_wait_s = queue_wait_s
-        self._up_delay_s, self._down_delay_s = up_delay_s, down_delay_s
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """``context``: Ray's AutoscalingContext. Returns the number of servers, and the state for the next call."""
+        """``context``: Ray's AutoscalingContext. Returns the number of servers, and no state for the next call.
+
+        Ray waits until the load has asked for more or fewer servers for long enough, and keeps to the limits.
+        """
         running = set(context.running_replicas)
         metrics = context.aggregated_metrics or {}
         found = {
             name: [value for replica, value in values.items() if replica in running]
             for name, values in metrics.items()
         }
-        current = context.target_num_replicas
-        least, most = (
-            context.capacity_adjusted_min_replicas,
-            context.capacity_adjusted_max_replicas,
-        )
-        wanted = min(max(self.wanted(found, current), least), most)
-        return self.after_delay(wanted, current, context.policy_state or {}, context.current_time)
+        return self.wanted(found, context.target_num_replicas), {}
 
     def wanted(self, loads: Mapping[str, Sequence[float]], current: int) -> int:
         """The number of servers that ``loads``, the values of all that serve, need. ``current``: as many were wanted
@@ -63,28 +50,6 @@ class LoadPolicy:
         waits = loads.get(QUEUE_WAIT_S, ())
         if waits and serving >= current and sum(waits) / len(waits) > self._queue_wait_s:
             needed = max(needed, 2.0 * current)
-        if serving < current:
-            # Those that start will take part of the load. Until they do, nothing ends.
-            return max(current, math.ceil(needed - _TOLERANCE))
         if abs(needed - current) <= _TOLERANCE * current:
             return current
         return max(1, math.ceil(needed - _TOLERANCE))
-
-    def after_delay(
-        self, wanted: int, current: int, state: Mapping[str, Any], now: float
-    ) -> tuple[int, dict[str, Any]]:
-        """``wanted`` once the load has asked for a change in one direction for long enough, until then ``current``.
-
-        Of the numbers that were wanted meanwhile, the one nearest to ``current`` counts.
-        """
-        if wanted == current:
-            return current, {}
-        up = wanted > current
-        before = state.get(_WANTED)
-        if before is None or (before > current) is not up:
-            since, nearest = now, wanted
-        else:
-            since, nearest = state[_SINCE], (min if up else max)(before, wanted)
-        if now - since >= (self._up_delay_s if up else self._down_delay_s):
-            return nearest, {}
-        return current, {_SINCE: since, _WANTED: nearest}

@@ -24,7 +24,8 @@ from .telemetry import TelemetryConfig
 from .workers import WorkersConfig
 
 _HIDDEN = "(hidden)"
-_SECRETS = ("KESTREL_API_KEY", "MOONDREAM_API_KEY", PASSWORD_VARIABLE)
+SECRETS = ("KESTREL_API_KEY", "MOONDREAM_API_KEY", PASSWORD_VARIABLE)
+"""Variables that have neither a flag nor a key."""
 _USER_INFO = re.compile(r"(?<=://)[^/@\s]*@")
 
 
@@ -142,7 +143,7 @@ def _toml(value: Any) -> str:
 
 def _variables(environ: Mapping[str, str]) -> list[str]:
     lines = []
-    lines += [f"# {name} = {_HIDDEN}" for name in _SECRETS if environ.get(name)]
+    lines += [f"# {name} = {_HIDDEN}" for name in SECRETS if environ.get(name)]
     for name in sorted(environ):
         if name.startswith("OTEL_") and environ[name]:
             secret = "HEADERS" in name

