@@ -132,8 +132,8 @@ def test_many_rows_of_long_inputs():
 @pytest.mark.parametrize("begin", [32, pytest.param(41, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("held_rows", [skinny_linear_module.HELD_ROWS, 0])
 def test_the_gemm_of_a_decode_step(adapters, users, begin, held_rows, monkeypatch):
-    """Also where the first tile of the hidden layer begins with other columns, and with and without slabs that wait in
-    registers."""
+    """Also where the first tile of the hidden layer begins with other columns, with slabs that are loaded early and
+    without."""
     monkeypatch.setattr(skinny_linear_module, "HELD_ROWS", held_rows)
     slabs = Slabs(adapters, users, first=begin)
     x = torch.randn(len(users), DIM, device=DEVICE)

@@ -67,8 +67,9 @@ class Tiling:
 
 ADAPTERS_AT_ONCE = 8
 """The slabs of adapters that a tile multiplies at once. 16 rows with 8 adapters of rank 16 have so many."""
-HELD_ROWS = 32
-"""The most rows for which a tile keeps these slabs in registers from the beginning. More rows need the registers."""
+HELD_ROWS = 16
+"""The most rows for which a tile loads these slabs before it waits, into 64 kB of shared memory. With more rows, and on
+cards without ``pdl``, there is not as much. On a CPU, tests load them so, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ def _dot_kernel(
         if first + BLOCK_N <= hidden_from:
             hidden_end = hidden_begin
         if HELD:
-            # A and B of the first slabs wait in registers, so that the product hides their loads.
+            # A and B of the first slabs are loaded into shared memory, beside the preceding kernel.
             held_b = load_b(
                 anchor, slabs, hidden_begin, hidden_end, hidden_b, hidden, keep_hidden, HIDDEN
             )
@@ -246,9 +247,16 @@ def _dot_kernel(
         own_part = parts + (tl.program_id(0) - hidden_from // BLOCK_N).to(tl.int64) * parts_stride
         h = acc.to(out.dtype.element_ty)
         if HELD:
-            part = tl.dot(held_a, h.to(held_a.dtype), input_precision="ieee")
+            shrunk = tl.dot(held_a, h.to(held_a.dtype), input_precision="ieee")
             store_shrunk(
-                part, own_part, hidden_begin, hidden_end, hidden_slab, hidden_count, rows_m, HIDDEN
+                shrunk,
+                own_part,
+                hidden_begin,
+                hidden_end,
+                hidden_slab,
+                hidden_count,
+                rows_m,
+                HIDDEN,
             )
         store_all_shrunk(
             h, anchor, slabs, hidden_slab, hidden_count, beyond_held, hidden_end, own_part, a_at,
@@ -468,7 +476,7 @@ def _launch(
         TAU_PAD=0 if tau is None else max(16, triton.next_power_of_2(columns)),
         FIRST=0 if changes.first is None else ADAPTERS_AT_ONCE,
         HIDDEN=0 if changes.hidden is None else ADAPTERS_AT_ONCE,
-        HELD=int(changes.hidden is not None and rows <= HELD_ROWS),
+        HELD=int(changes.hidden is not None and rows <= HELD_ROWS and (pdl or not x.is_cuda)),
         **options,
     )  # fmt: skip
 
