@@ -74,10 +74,11 @@ class Case:
     group: str = ""
     """The part of the data set that it belongs to."""
     boxes: Sequence[Edges] = ()
-    """The true boxes, to draw; as fractions of the image, or in pixels if ``pixels``."""
+    """The true boxes, to draw."""
     polygons: Sequence[Polygon] = ()
-    """The true outlines, to draw; likewise."""
-    pixels: bool = False
+    """The true outlines, to draw."""
+    frame: tuple[float, float] | None = (1.0, 1.0)
+    """Width and height of the image in the coordinates of these: 1 for fractions of it; None for its pixels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

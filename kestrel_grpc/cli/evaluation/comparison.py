@@ -65,10 +65,10 @@ def _paired(first: Sequence[Scored], second: Sequence[Scored]) -> tuple[list[Sco
     others = {each.key: each for each in second}
     pairs = [(each, others[each.key]) for each in first if each.key in others]
     for a, b in pairs:
-        if (a.group, a.expected) != (b.group, b.expected):
+        if (a.question, a.expected) != (b.question, b.expected):
             raise CommandError(
-                f"the runs are of different data: {a.image!r}, row {a.row} expects {a.expected[:60]!r} in one and "
-                f"{b.expected[:60]!r} in the other"
+                f"the runs are of different data: {a.image!r}, row {a.row}, expects {a.expected[:60]!r} of "
+                f"{a.question[:60]!r} in one, {b.expected[:60]!r} of {b.question[:60]!r} in the other"
             )
     return [a for a, _ in pairs], [b for _, b in pairs]
 

@@ -42,7 +42,8 @@ def figure_image(each: Answered) -> str:
 
 
 def _expected(case: Case, size: tuple[int, int]) -> Iterator[str]:
-    across, down = (1, 1) if case.pixels else size
+    width, height = case.frame or size
+    across, down = size[0] / width, size[1] / height
     for box in case.boxes[:_MOST]:
         yield _rectangle((box[0] * across, box[1] * down, box[2] * across, box[3] * down), "truth")
     for polygon in case.polygons[:_MOST]:

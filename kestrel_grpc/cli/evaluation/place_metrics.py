@@ -25,7 +25,7 @@ def size_of(outcome: Outcome) -> tuple[int, int]:
     return (size["width"], size["height"]) if size else (1, 1)
 
 
-def to_pixels(edges: Edges, size: tuple[int, int]) -> Edges:
+def to_pixels(edges: Edges, size: tuple[float, float]) -> Edges:
     width, height = size
     return edges[0] * width, edges[1] * height, edges[2] * width, edges[3] * height
 

@@ -169,7 +169,7 @@ def test_screenspot(tmp_path):
         json.dumps({**hub, "image": "../screenspot_imgs/s.png"})
     )
     (case,) = cases("screenspot", tmp_path / "hub")
-    assert case.group == "mobile text" and not case.pixels
+    assert case.group == "mobile text" and case.frame == (1, 1)
     assert score("screenspot", case, {"points": points[1:], "image_size": SIZE}).value == 1
 
 
@@ -224,6 +224,23 @@ def test_coco_asks_for_absent_names_the_same_way_in_every_run(coco):
     assert score("coco", absent, {"objects": [], "image_size": SIZE}).value == 1
     assert score("coco", absent, {"objects": [box(0, 0, 1, 1)], "image_size": SIZE}).value == 0
     assert score("coco", absent, None).value == 0
+
+
+def test_coco_boxes_are_in_the_size_that_the_file_gives(tmp_path):
+    """Also if the image file has another one."""
+    png(tmp_path / "i.png")
+    objects = {"bbox": [[0, 0, 100, 100]], "label": ["dog"]}
+    row = {
+        "image": "i.png",
+        "objects": objects,
+        "width": 200,
+        "height": 100,
+        "absent": ["cat", "dog"],
+    }
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (dog, cat) = cases("coco", tmp_path, absent=9)
+    assert cat.question == "cat"
+    assert score("coco", dog, {"objects": [box(0, 0, 0.5, 1)], "image_size": SIZE}).value == 1
 
 
 def test_rows_with_more_names_than_a_call_takes_become_several_items(tmp_path):

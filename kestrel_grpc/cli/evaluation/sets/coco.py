@@ -1,7 +1,8 @@
 """COCO: the boxes of objects by name, by COCO's average precision and by F1.
 
 Rows: ``objects`` with lists ``bbox`` (x, y, width, height in pixels) and ``label`` (name, or id of COCO's categories),
-perhaps ``iscrowd`` and ``area``. The model is asked for the names that an image has, and with --absent for others.
+perhaps ``iscrowd`` and ``area``; perhaps ``width`` and ``height`` of the image, and ``absent``, names of what it does not
+show. The model is asked for the names that an image has, and with --absent for others.
 """
 
 from __future__ import annotations
@@ -42,23 +43,27 @@ class _Truth(NamedTuple):
 
 def _cases(record: Record, asking: Asking) -> list[Case]:
     truths = {truth.name: truth for truth in _truths(record)}
-    known = record.values.get("categories") or list(CATEGORIES.values())
-    others = [name for name in known if name not in truths]
+    others = record.values.get("absent") or list(CATEGORIES.values())
+    others = [name for name in others if name not in truths]
     rng = random.Random(f"{record.image}/{record.number}")  # The same for every run.
     absent = sorted(rng.sample(others, min(asking.absent, len(others))))
     asked = [each for each in truths.values() if each.boxes]
-    return [_case(each, asking) for each in (*asked, *(_Truth(n, (), (), ()) for n in absent))]
+    frame = (record.integer("width"), record.integer("height")) if record.has("width") else None
+    if frame is not None and min(frame) < 1:
+        record.refuse("width and height", frame, "at least 1")
+    asked += [_Truth(name, (), (), ()) for name in absent]
+    return [_case(each, frame, asking) for each in asked]
 
 
-def _case(truth: _Truth, asking: Asking) -> Case:
+def _case(truth: _Truth, frame: tuple[int, int] | None, asking: Asking) -> Case:
     return Case(
         task=asking.detect(truth.name),
         truth=truth,
         question=truth.name,
         expected=f"{len(truth.boxes)} in the image",
-        group="" if truth.boxes else "absent",
+        group=("present" if truth.boxes else "absent") if asking.absent else "",
         boxes=truth.boxes,
-        pixels=True,
+        frame=frame,
     )
 
 
@@ -101,7 +106,7 @@ def _truths(record: Record) -> list[_Truth]:
 def _score(case: Case, outcome: Outcome | None) -> Score:
     truth: _Truth = case.truth
     found = [] if outcome is None else [box for box, _ in found_boxes(outcome)]
-    boxes = [to_pixels(box, size_of(outcome)) for box in found] if outcome is not None else []
+    boxes = [to_pixels(box, _frame(case, outcome)) for box in found]
     ious = matched(truth.boxes, boxes)
     wanted = len(boxes) + len(truth.boxes)
     value = 2 * len(ious) / wanted if wanted else float(outcome is not None)
@@ -138,9 +143,9 @@ def _whole(answered: Sequence[Answered]) -> Whole | None:
             own = {"id": len(truths) + 1, "bbox": _corner(box), "area": areas[i], "iscrowd": crowd}
             truths.append({**place, **own})
         if each.outcome is not None:
-            size = size_of(each.outcome)
+            frame = _frame(each.case, each.outcome)
             for box, score in found_boxes(each.outcome):
-                found.append({**place, "bbox": _corner(to_pixels(box, size)), "score": score})
+                found.append({**place, "bbox": _corner(to_pixels(box, frame)), "score": score})
     if not truths:
         return None
     note = (
@@ -163,6 +168,11 @@ def _whole(answered: Sequence[Answered]) -> Whole | None:
     evaluation.summarize()
     values = [float(value) for value in evaluation.stats[: len(metrics)]]
     return Whole({m: v for m, v in zip(metrics, values, strict=True) if v >= 0}, note)
+
+
+def _frame(case: Case, outcome: Outcome | None) -> tuple[float, float]:
+    """The size of the image in the coordinates of the truth."""
+    return case.frame or size_of(outcome or {})
 
 
 def _corner(box: Edges) -> list[float]:
@@ -201,11 +211,16 @@ def _rows(folder: Path, file: Path) -> Iterator[dict[str, Any]]:
         own["area"].append(each.get("area"))
     part = file.stem.removeprefix("instances_")
     for image in objects_of(whole, file, "images"):
+        others = (
+            image.get("neg_category_ids") or names
+        )  # LVIS labels some names only in each image.
         path = image_file(folder, image.get("file_name"), part, "images")
         yield {
             "image": str(Path(path).relative_to(folder)),
             "objects": objects.get(image.get("id"), {"bbox": [], "label": []}),
-            "categories": list(names.values()),
+            "absent": [names[number] for number in others if number in names],
+            "width": image.get("width"),
+            "height": image.get("height"),
         }
 
 
@@ -219,5 +234,5 @@ BENCHMARK = Benchmark(
     hub=Hub("moondream/coco-val-2017-bbox-cleaned", "validation"),
     layout=_layout,
     whole=_whole,
-    groups=("",),
+    groups=("present", "absent"),
 )

@@ -45,7 +45,7 @@ def _case(expression: str, box: Edges, group: str, asking: Asking) -> Case:
         expected="its box",
         group=group,
         boxes=[box],
-        pixels=True,
+        frame=None,
     )
 
 

@@ -72,7 +72,7 @@ def _case(found: Example, task: SceneTask, asking: Asking) -> Case:
         group=group,
         boxes=[shape.box for shape in shapes],
         polygons=[outline(shape).tolist() for shape in shapes] if task.skill == "segment" else (),
-        pixels=True,
+        frame=(scene.width, scene.height),
     )
 
 

@@ -38,7 +38,7 @@ def _cases(record: Record, asking: Asking) -> list[Case]:
             expected="a click in the box",
             group=" ".join(filter(None, (_PLATFORM_OF.get(source, source), kind))),
             boxes=[box],
-            pixels=pixels,
+            frame=None if pixels else (1.0, 1.0),
         )
     ]
 
