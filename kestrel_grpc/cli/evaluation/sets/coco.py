@@ -1,8 +1,8 @@
 """COCO: the boxes of objects by name, by COCO's average precision and by F1.
 
 Rows: ``objects`` with lists ``bbox`` (x, y, width, height in pixels) and ``label`` (name, or id of COCO's categories),
-perhaps ``iscrowd`` and ``area``; perhaps ``width`` and ``height`` of the image, and ``absent``, names of what it does not
-show. The model is asked for the names that an image has, and with --absent for others.
+perhaps ``iscrowd`` and ``area``; perhaps ``width`` and ``height`` of the image, and ``absent``, names of what it does
+not show. The model is asked for the names that an image has, and with --absent for others.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ _FIRST_90 = (
     "potted plant|bed||dining table|||toilet||tv|laptop|mouse|remote|keyboard|cell phone|microwave|oven|toaster|sink|"
     "refrigerator||book|clock|vase|scissors|teddy bear|hair drier|toothbrush"
 ).split("|")
+_FILES = (
+    "annotations/instances_val*.json",
+    "instances_*.json",
+    "annotations.json",
+    "_annotations.coco.json",
+)
 CATEGORIES = {number: name for number, name in enumerate(_FIRST_90, 1) if name}
 """COCO's 80 categories by their ids, https://cocodataset.org."""
 
@@ -184,13 +190,12 @@ def _area(box: Edges) -> float:
 
 
 def _layout(folder: Path) -> Iterator[dict[str, Any]] | None:
-    """``annotations/instances_val2017.json`` (or another), with the images in ``val2017``."""
-    files = sorted(
-        file
-        for pattern in ("annotations/instances_val*.json", "instances_*.json")
-        for file in folder.glob(pattern)
-    )
-    return _rows(folder, files[0]) if files else None
+    """``annotations/instances_val2017.json`` (or another), with the images in ``val2017``; or one file of annotations
+    beside the images."""
+    for pattern in _FILES:
+        for file in sorted(folder.glob(pattern)):
+            return _rows(folder, file)
+    return None
 
 
 def _rows(folder: Path, file: Path) -> Iterator[dict[str, Any]]:
