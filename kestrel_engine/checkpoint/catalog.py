@@ -1,7 +1,7 @@
 """Resolves the name of a model to the location of its weights and its tokenizer.
 
-A name is one of `KNOWN`, a hub id ``org/repo[@revision][:file]``, or a path. A known name accepts the same suffixes as
-a hub id. This module uses no network and reads no weights.
+A name is one of `KNOWN`, a hub id ``org/repo[@revision][:file]``, the address of a bucket, or a path. A known name
+accepts the same suffixes as a hub id. This module uses no network and reads no weights.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from ..config.runtime import DEFAULT_MODEL
 from ..errors import ConfigError
 from ..types.model_config import Family
+from .bucket.address import BucketAddress, is_address, parse_address
 
 BUNDLED = Path(__file__).parent.parent / "bundled"
 
@@ -44,7 +45,7 @@ STARMIE = HubFile(
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """The location of a model. Exactly one of ``path`` and ``hub`` is set.
+    """The location of a model. Exactly one of ``path``, ``hub`` and ``bucket`` is set.
 
     ``tokenizer``: its location; None: beside the weights. ``family``: the family of the weights, if the name
     implies one. ``fp8``: the released checkpoint stores its experts in FP8.
@@ -53,6 +54,7 @@ class ModelSource:
     name: str
     path: Path | None = None
     hub: HubCheckpoint | None = None
+    bucket: BucketAddress | None = None
     tokenizer: Path | HubFile | None = None
     family: Family | None = None
     fp8: bool = False
@@ -101,6 +103,8 @@ def resolve(
     """
     if model_path is None:
         source = _from_name(model.strip())
+    elif is_address(model_path):
+        source = _from_bucket("model_path", str(model_path), model.strip())
     else:
         source = _from_path("model_path", Path(model_path).expanduser(), model.strip())
     if tokenizer_path is not None:
@@ -146,9 +150,21 @@ def _from_path(field: str, path: Path, name: str) -> ModelSource:
     return ModelSource(_name_of(path), path=path)
 
 
+def _from_bucket(field: str, text: str, name: str) -> ModelSource:
+    address = parse_address(field, text)
+    known = KNOWN.get(name.lower())
+    if known is None or known.name == DEFAULT_MODEL:
+        known = KNOWN.get(address.name.lower())
+    if known is not None:
+        return ModelSource(known.name, bucket=address, family=known.family)
+    return ModelSource(address.name, bucket=address)
+
+
 def _from_name(model: str) -> ModelSource:
     if model.lower() in KNOWN:
         return KNOWN[model.lower()]
+    if is_address(model):
+        return _from_bucket("model", model, "")
     path = Path(model).expanduser()
     if model.startswith(_PATH_START) or path.exists():
         return _from_path("model", path, "")
@@ -172,7 +188,7 @@ def _from_name(model: str) -> ModelSource:
     raise ConfigError(
         "model",
         model,
-        f"must be one of {', '.join(KNOWN)}, a hub id org/repo[@revision][:file], or a path{hint}",
+        f"must be one of {', '.join(KNOWN)}, a hub id org/repo[@revision][:file], s3://BUCKET/PREFIX, or a path{hint}",
     )
 
 

@@ -33,23 +33,32 @@ def read_sums(folder: Path) -> dict[str, str]:
     file = folder / NAME
     if not file.is_file():
         return {}
-    sums = {}
     try:
-        lines = file.read_text("utf-8").splitlines()
+        text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{file}: can't be read ({error})") from None
-    for number, line in enumerate(lines, 1):
+    return parse_sums(text, str(file))
+
+
+def parse_sums(text: str, where: str) -> dict[str, str]:
+    """Returns the SHA-256 of each file name in the text of SHA256SUMS. Raises CheckpointError."""
+    sums = {}
+    for number, line in enumerate(text.splitlines(), 1):
         match = _LINE.fullmatch(line)
         if match is None:
-            raise CheckpointError(f"{file}: line {number} must be a SHA-256 and a file name")
+            raise CheckpointError(f"{where}: line {number} must be a SHA-256 and a file name")
         sums[match["name"]] = match["sum"]
     return sums
 
 
+def format_sums(sums: Mapping[str, str]) -> str:
+    """Returns the text of SHA256SUMS."""
+    return "".join(f"{total}  {name}\n" for name, total in sorted(sums.items()))
+
+
 def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
     """Writes ``sums``, a SHA-256 for each file name, to SHA256SUMS in ``folder``. Raises OSError."""
-    lines = (f"{total}  {name}\n" for name, total in sorted(sums.items()))
-    (folder / NAME).write_text("".join(lines), "utf-8")
+    (folder / NAME).write_text(format_sums(sums), "utf-8")
 
 
 def recorded_by_hub(file: Path) -> str | None:

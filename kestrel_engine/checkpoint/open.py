@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ..config.runtime import RuntimeConfig
 from ..errors import CheckpointError, DownloadError
 from ..types.model_config import ModelConfig, parse_model_config
+from .bucket.address import BucketAddress
 from .catalog import HubFile, ModelSource, architecture, resolve
 from .config_file import NAME as CONFIG_NAME
 from .config_file import check_fits, config_beside, read_config
@@ -70,6 +71,8 @@ def open_model(
     hub = hub or Hub(progress=progress, offline=runtime.offline)
     if source.hub is not None:
         weights, tokenizer = _download(source, runtime, hub)
+    elif source.bucket is not None:
+        weights, tokenizer = _from_bucket(source.bucket, runtime, hub, progress)
     else:
         weights, tokenizer = _local(source)
     files = find_files(weights)
@@ -143,6 +146,19 @@ def _local(source: ModelSource) -> tuple[Path, Path | None]:
     folder = source.path if source.path.is_dir() else source.path.parent
     tokenizer = folder / TOKENIZER_NAME
     return source.path, tokenizer if tokenizer.is_file() else None
+
+
+def _from_bucket(
+    address: BucketAddress, runtime: RuntimeConfig, hub: Hub, progress: Progress | None
+) -> tuple[Path, Path | None]:
+    from .bucket.bucket import ModelBucket
+    from .bucket.node_cache import NodeCache
+
+    cache = NodeCache(Path(runtime.weights_cache).expanduser(), progress)
+    offline = runtime.offline or not hub.online
+    folder = cache.fetch(address, None if offline else ModelBucket(address))
+    tokenizer = folder / TOKENIZER_NAME
+    return folder, tokenizer if tokenizer.is_file() else None
 
 
 def _download(source: ModelSource, runtime: RuntimeConfig, hub: Hub) -> tuple[Path, Path | None]:

@@ -31,25 +31,33 @@ class RuntimeConfig:
     """The settings of an engine.
 
     ``model`` is a name (``kestrel-tiny``, ``moondream2``, ``moondream3-preview``, ``moondream3.1-9b-a2b``), a hub id
-    ``org/repo[@revision][:file]``, or a path. ``model_path`` gives weights that replace the model's own. Each field's
-    ``help`` describes it. With None, the device or the model determines the value. Raises ConfigError, which names
-    field, value and limit.
+    ``org/repo[@revision][:file]``, ``s3://bucket/prefix``, or a path. ``model_path`` gives weights that replace the
+    model's own. Each field's ``help`` describes it. With None, the device or the model determines the value. Raises
+    ConfigError, which names field, value and limit.
     """
 
     model: str = setting(
         DEFAULT_MODEL,
         MODEL,
         "kestrel-tiny, moondream2, moondream3-preview, moondream3.1-9b-a2b, "
-        "a hub id ORG/REPO[@REVISION][:FILE], or a path",
+        "a hub id ORG/REPO[@REVISION][:FILE], a bucket s3://BUCKET/PREFIX, or a path",
     )
     model_path: str | Path | None = setting(
         None,
         MODEL,
-        "folder of a checkpoint, or one .safetensors or .pt file, to use instead of the model's own weights",
+        "folder of a checkpoint, one .safetensors or .pt file, or s3://BUCKET/PREFIX, to use instead of the model's "
+        "own weights",
         flag="--weights",
         aliases=("--model-path",),
         metavar="PATH",
         shown="the model's own",
+    )
+    weights_cache: str | Path = setting(
+        "~/.cache/kestrel/weights",
+        MODEL,
+        "folder that keeps models of buckets; all processes and containers of a machine may share it, and it may be "
+        "read-only if the model is there",
+        metavar="DIR",
     )
     tokenizer_path: str | Path | None = setting(
         None,
@@ -446,7 +454,13 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model.strip():
             raise ConfigError("model", self.model, "must be a model name, hub id or path")
-        for name in ("model_path", "tokenizer_path", "adapters_dir", "kernel_cache_dir"):
+        for name in (
+            "model_path",
+            "weights_cache",
+            "tokenizer_path",
+            "adapters_dir",
+            "kernel_cache_dir",
+        ):
             value = getattr(self, name)
             if value is not None and not str(value):
                 raise ConfigError(name, value, "must not be empty")

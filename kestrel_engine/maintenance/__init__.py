@@ -73,15 +73,20 @@ def diagnose(config: RuntimeConfig) -> Iterator[Finding]:
 
 
 def download(
-    config: RuntimeConfig, folder: Path | None = None, *, progress: Progress | None = None
+    config: RuntimeConfig, to: Path | str | None = None, *, progress: Progress | None = None
 ) -> Download:
-    """Downloads a model's files into the hub's cache, or copies them into ``folder`` with their checksums.
+    """Downloads a model's files into the hub's cache, or copies them with their checksums ``to`` a folder or to
+    s3://BUCKET/PREFIX.
 
     Raises ConfigError, DownloadError and CheckpointError.
     """
+    from ..checkpoint.bucket.address import is_address, parse_address
+    from ..checkpoint.bucket.bucket import ModelBucket
     from .model_download import download
 
-    return download(config, folder, progress=progress)
+    if to is None or not is_address(to):
+        return download(config, None if to is None else Path(to).expanduser(), progress=progress)
+    return download(config, ModelBucket(parse_address("to", str(to))), progress=progress)
 
 
 def compile_kernels(

@@ -72,6 +72,14 @@ def _files(config: RuntimeConfig, hub: Hub | None) -> Iterator[tuple[Finding, Mo
 def _absent(config: RuntimeConfig) -> Finding:
     from huggingface_hub import constants
 
+    from ..checkpoint.bucket.address import is_address
+
+    named = config.model if config.model_path is None else config.model_path
+    if is_address(named):
+        message = f"{named} isn't in the cache {config.weights_cache}; the server downloads it at its start"
+        return Finding(
+            "model", "warn", message, "kestrel-grpc download downloads it before the start"
+        )
     message = f"{config.model} isn't in the hub's cache"
     remedy = f"kestrel-grpc download {config.model}"
     if config.offline:

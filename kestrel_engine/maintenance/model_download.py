@@ -19,6 +19,7 @@ from ..config.runtime import RuntimeConfig
 from ..errors import DownloadError
 
 if TYPE_CHECKING:
+    from ..checkpoint.bucket.bucket import ModelBucket
     from ..checkpoint.hub import Hub
     from ..types.progress import Progress
 
@@ -27,37 +28,43 @@ _PIECE = 8 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """A downloaded model. ``name``: the name under which it is served. ``files``: their paths."""
+    """A downloaded model. ``name``: the name under which it is served. ``files``: their paths or addresses."""
 
     name: str
-    files: tuple[Path, ...]
+    files: tuple[Path | str, ...]
     size_bytes: int
 
 
 def download(
     config: RuntimeConfig,
-    folder: Path | None = None,
+    folder: Path | ModelBucket | None = None,
     *,
     hub: Hub | None = None,
     progress: Progress | None = None,
 ) -> Download:
     """Downloads missing files and checks that the tensors' names and shapes are the model's.
 
-    With ``folder``, copies all files there, under names that --weights finds, and writes SHA256SUMS. Raises
-    ConfigError, DownloadError and CheckpointError.
+    With ``folder``, copies all files there, or uploads them, under names that --weights finds, and writes SHA256SUMS.
+    Raises ConfigError, DownloadError and CheckpointError.
     """
     opened = open_model(config, hub=hub, progress=progress)
     if opened.plan.faults:
         raise checkpoint_error(str(opened.files[0].parent), opened.plan.faults, hint=opened.hint)
     files = named_files(opened)
-    if folder is not None:
+    size_bytes = sum(file.stat().st_size for file in files.values())
+    copies: tuple[Path | str, ...]
+    if folder is not None and not isinstance(folder, Path):
+        from ..checkpoint.bucket.upload import upload
+
+        copies = upload(folder, files, progress or log_progress("uploading"))
+    elif folder is not None:
         try:
             copies = _copy(files, folder, progress or log_progress("copying"))
         except OSError as error:
             raise DownloadError(f"can't write into {folder}: {error.strerror or error}") from None
     else:
         copies = tuple(files.values())
-    return Download(opened.name, copies, sum(file.stat().st_size for file in copies))
+    return Download(opened.name, copies, size_bytes)
 
 
 def named_files(opened: OpenedModel) -> dict[str, Path]:

@@ -1,10 +1,10 @@
-"""``download``: downloads a model's files to the hub's cache, or to a folder for machines without access to the hub."""
+"""``download``: downloads a model's files to the hub's cache, or to a folder or a bucket for machines without access to
+the hub."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from pathlib import Path
 
 from kestrel_engine import ConfigError, KestrelError, RuntimeConfig, maintenance
 
@@ -21,13 +21,19 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "  kestrel-grpc download moondream2 --to /models/moondream2\n"
         "  kestrel-grpc verify --model moondream2 --weights /models/moondream2\n"
         "  kestrel-grpc serve --model moondream2 --weights /models/moondream2\n"
+        "With --to s3://BUCKET/PREFIX, they are in a bucket, for many machines (docs/scaling.md). Run it again to go\n"
+        "on after an interruption:\n"
+        "  kestrel-grpc download moondream2 --to s3://my-bucket/models/moondream2\n"
+        "  kestrel-grpc serve --model s3://my-bucket/models/moondream2\n"
         "A gated model needs access, granted on the hub's page, and HF_TOKEN."
     )
     parser.add_argument(
         "name", nargs="?", metavar="MODEL", help="like --model [the configured model]"
     )
     parser.add_argument(
-        "--to", metavar="FOLDER", help="copy the files to this folder, with SHA256SUMS"
+        "--to",
+        metavar="FOLDER",
+        help="copy the files to this folder, or upload them to s3://BUCKET/PREFIX, with SHA256SUMS",
     )
     add_config_flag(parser)
     add_model_flags(parser, only=SOURCE_FLAGS)
@@ -37,8 +43,7 @@ def run(args: argparse.Namespace) -> int:
     config = source_config(args)
     try:
         with LoadingProgress() as progress:
-            folder = None if args.to is None else Path(args.to).expanduser()
-            done = maintenance.download(config, folder, progress=progress)
+            done = maintenance.download(config, args.to, progress=progress)
     except ConfigError as error:
         raise config_error(error, args) from None
     except KestrelError as error:
@@ -67,6 +72,7 @@ def source_config(args: argparse.Namespace) -> RuntimeConfig:
             model=args.model,
             model_path=args.weights,
             tokenizer_path=args.tokenizer,
+            weights_cache=args.weights_cache,
             offline=args.offline,
         )
         if args.name is None:

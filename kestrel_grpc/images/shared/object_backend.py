@@ -6,6 +6,7 @@ objects, and a lifecycle rule of the bucket deletes the others.
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -46,7 +47,12 @@ class ObjectBackend:
             store = S3Store(
                 parts.netloc,
                 prefix=parts.path.strip("/") or None,
-                client_options={"timeout": timeout, "connect_timeout": timeout},
+                client_options={
+                    "timeout": timeout,
+                    "connect_timeout": timeout,
+                    # With options of ours, the library does not read the variable.
+                    "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true",
+                },
                 retry_config={"max_retries": 1, "retry_timeout": timeout},
             )
         except (BaseError, ValueError) as error:
