@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from ...types.step import Lane, StepPlan
+from .streams import own_stream
 
 HIGH_PRIORITY = -1
 """Kernels of a stream with this priority start before waiting blocks of the other streams' kernels."""
@@ -24,9 +25,9 @@ class Lanes:
         self.stream = self.decode_stream = None
         self.decode_priority = HIGH_PRIORITY if two else 0
         if device.type == "cuda":
-            self.stream = self.decode_stream = torch.cuda.Stream(device)
+            self.stream = self.decode_stream = own_stream(device)
             if two:
-                self.decode_stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
+                self.decode_stream = own_stream(device, priority=HIGH_PRIORITY)
         self._decoded: torch.cuda.Event | None = None
         """The end of the last step of DECODE."""
         self._ends: dict[int, torch.cuda.Event] = {}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ....models.low_rank import LowRank
 from ....types.adapter import Adapter
+from ..streams import own_stream
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ class Upload:
 
     def __init__(self, device: torch.device, reserved_bytes: int) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = own_stream(device)
         self._buffers = [
             (torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
             for _ in range(2)

@@ -41,6 +41,7 @@ from ..adapters.layout import SlabLayout
 from ..adapters.pass_slabs import PassAdapters
 from ..attention.decode import DecodeAttention, PagedDecode
 from ..gemm import Fp8Linear, linear
+from ..streams import own_stream
 from .layers import Fp8Products, TextLayer
 
 INLINE_TAU_ROWS = 64
@@ -81,7 +82,7 @@ class DecodePass:
         device = weight.device
         # Experts run on this stream, concurrently with attention.
         concurrent = config.moe is not None and weight.is_cuda
-        self._side = torch.cuda.Stream(device, priority=priority) if concurrent else None
+        self._side = own_stream(device, priority=priority) if concurrent else None
         self._tau = TauWorkspace.allocate(2 * config.n_heads, device) if config.tau_attn else None
         self._early = pdl and weight.is_cuda
         self._max_rows = max_rows
