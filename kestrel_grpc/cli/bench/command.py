@@ -19,9 +19,7 @@ from ...settings.flags import SettingsError
 from ..connection import sdk_errors, servers_of
 from ..parser import EXIT_FAILED, EXIT_INTERRUPTED, CommandError
 from ..requests.flags import request_options
-from .flags import (
-    add_arguments as add_arguments,
-)
+from .flags import add_arguments as add_arguments
 from .flags import limits_of, ramp_of, slo_of
 from .reporting.comparison import compare_files
 from .reporting.html import write_report
@@ -55,12 +53,13 @@ def run(args: argparse.Namespace) -> int:
         return _compare(args)
     for path in filter(None, (args.output, args.report)):
         check_writable(path)
+    args.question, args.object = args.question or _QUESTIONS, args.object or _OBJECTS
     images = _images(args)
     ramp, limits, slo = ramp_of(args), limits_of(args), slo_of(args)
     plan = ClientPlan(
         connection=args,
         most_in_flight=_most_in_flight(args),
-        mix=Mix(args.mix, args.question or _QUESTIONS, args.object or _OBJECTS),
+        mix=Mix(args.mix, args.question, args.object),
         images=images,
         unique_share=args.unique_images,
         slo=slo,

@@ -14,8 +14,9 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7
 """Colours that people with any colour vision can tell apart (Okabe and Ito)."""
 _WIDTH, _HEIGHT = 560, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 14, 14, 44
-_TICKS = 5
-_LOG_FROM = 30.0
+_TICKS = 8
+"""The most intervals between the ticks of a linear axis."""
+_X_LOG_FROM, _Y_LOG_FROM = 15.0, 30.0
 """An axis whose largest value is this many times its smallest is logarithmic."""
 
 
@@ -34,10 +35,10 @@ class Series:
 class _Scale:
     """Maps values to places on an axis."""
 
-    def __init__(self, values: Sequence[float], begin: float, end: float) -> None:
+    def __init__(self, values: Sequence[float], begin: float, end: float, log_from: float) -> None:
         positive = [v for v in values if v > 0]
         least, most = min(positive, default=1.0), max(positive, default=1.0)
-        self.is_log = most / least > _LOG_FROM
+        self.is_log = most / least > log_from
         self._begin, self._end = begin, end
         if self.is_log:
             self._low, self._high = math.log10(least), math.log10(most)
@@ -70,8 +71,10 @@ def line_chart(
         return ""
     xs = [x for each in series for x, _ in each.points]
     ys = [y for each in series for _, y in each.points]
-    x_scale = _Scale(xs, _LEFT, _WIDTH - _RIGHT)
-    y_scale = _Scale([*ys, *([limit] if limit is not None else [])], _HEIGHT - _BOTTOM, _TOP)
+    x_scale = _Scale(xs, _LEFT, _WIDTH - _RIGHT, _X_LOG_FROM)
+    y_scale = _Scale(
+        [*ys, *([limit] if limit is not None else [])], _HEIGHT - _BOTTOM, _TOP, _Y_LOG_FROM
+    )
     parts = [*_grid(x_scale, y_scale), *_titles(x_title, y_title)]
     if limit is not None:
         y = y_scale.place(limit)

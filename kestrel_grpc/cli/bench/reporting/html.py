@@ -30,7 +30,7 @@ path.limit { stroke: #c00; stroke-dasharray: 2 3 } i.limit { border-top: 2px dot
 .legend i { display: inline-block; width: 1.6em; margin-right: .4em; vertical-align: middle }
 .wide { overflow-x: auto } table { border-collapse: collapse; font-size: 13px; margin: .8rem 0 }
 th, td { border-bottom: 1px solid var(--faint); padding: .25rem .6rem; text-align: right; vertical-align: top }
-th:first-child, td:first-child, td.words { text-align: left } tr.over td { opacity: .65 }
+th:first-child, td:first-child { text-align: left; white-space: nowrap }
 .note { background: var(--note); padding: .6rem .9rem; border-radius: 6px }
 details { margin: .6rem 0 } pre { white-space: pre-wrap; font-size: 12px }
 """
@@ -185,7 +185,9 @@ def _series(
             points.append((at, value))
             if stage["overloaded"]:
                 hollow.add(at)
-        label = " ".join(part for part in (str(run["label"]), name) if part)
+        # With one run, its parts alone are named.
+        named = (str(run["label"]), name) if len(runs) > 1 or not name else (name,)
+        label = " ".join(part for part in named if part)
         shade = COLOURS[(i + colour) % len(COLOURS)]
         found.append(Series(label, shade, points, dashed, frozenset(hollow)))
     return found
