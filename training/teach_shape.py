@@ -149,7 +149,7 @@ def main() -> None:
     p.add_argument("--lr", type=float, default=0.0012)
     p.add_argument("--replay", type=float, default=teaching.TeachingSettings().replay)
     p.add_argument("--rows", type=int, default=4)
-    p.add_argument("--leave-out", type=float, default=0.4)
+    p.add_argument("--leave-out", type=float, default=0.0)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--device", default="cpu")
     p.add_argument("--threads", type=int, default=None)

@@ -89,9 +89,24 @@ class VisionModel:
         Returns [n, patches, enc_dim], the output of the last LayerNorm. On a CPU, the result for a crop has the same
         bits whatever the other crops are.
         """
+        depth = len(self.blocks)
+        return torch.cat(
+            [self.post_ln(self._until(some, depth, adapters)) for some in self._passes(crops)]
+        )
+
+    def encode_until(self, crops: Tensor, block: int) -> Tensor:
+        """Returns what ``block``, counted from 0, reads of ``crops``: the residual stream [n, patches, enc_dim]."""
+        return torch.cat([self._until(some, block, None) for some in self._passes(crops)])
+
+    def _passes(self, crops: Tensor) -> list[Tensor]:
         size = 1 if self.patch_emb.weight.device.type == "cpu" else CROPS_PER_PASS
-        passes = range(0, len(crops), size)
-        return torch.cat([self._encode_pass(crops[i : i + size], adapters) for i in passes])
+        return [crops[i : i + size] for i in range(0, len(crops), size)]
+
+    def _until(self, crops: Tensor, block: int, adapters: Adapters | None) -> Tensor:
+        x = self._embed_patches(crops)
+        for each in self.blocks[:block]:
+            x = each(x, adapters)
+        return x
 
     def encode_two_depths(self, crops: Tensor, early: int) -> tuple[Tensor, Tensor]:
         """Encodes ``crops`` as `encode_crops` does, in one pass of at most `CROPS_PER_PASS`.
@@ -107,12 +122,6 @@ class VisionModel:
         for block in self.blocks[early + 1 :]:
             x = block(x)
         return self.post_ln(x), stream
-
-    def _encode_pass(self, crops: Tensor, adapters: Adapters | None) -> Tensor:
-        x = self._embed_patches(crops)
-        for block in self.blocks:
-            x = block(x, adapters)
-        return self.post_ln(x)
 
     def _embed_patches(self, crops: Tensor) -> Tensor:
         weight = self.patch_emb.weight

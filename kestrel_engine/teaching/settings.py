@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..adapters.targets import MAX_RANK
 from ..errors import ConfigError
 
-LAYERS = ("mlp", "attention", "all", "all+projector")
+LAYERS = ("mlp", "attention", "all", "all+projector", "all+vision")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,9 +16,9 @@ class TeachingSettings:
     """Raises ConfigError for a value outside its limits.
 
     ``rank``, ``alpha``: of the adapter; the change is multiplied by alpha / rank, and None stands for the rank.
-    ``layers``: of the text decoder; "all+projector" adds the projector of images. ``epochs``, ``minutes``: the training
-    ends with the first of both limits. ``learning_rate``: its peak, after a warm-up. ``rows``: rows of one step, each
-    an image with lessons about it.
+    ``layers``: of the text decoder; "all+projector" adds the projector of images, "all+vision" also the second half of
+    the vision tower. ``epochs``, ``minutes``: the training ends with the first of both limits. ``learning_rate``: its
+    peak, after a warm-up. ``rows``: rows of one step, each an image with lessons about it.
     ``validation``: the share of images that are held out. ``patience``: epochs without a better validation loss after
     which the training ends. ``replay``: the weight of the base model's own answers; 0 leaves them out.
     ``leave_out``: the share of an image's positions that a step leaves out, others in each step, until the last quarter

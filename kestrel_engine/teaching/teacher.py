@@ -262,7 +262,7 @@ def _fit(
             model,
             config.image_limits,
             settings.image_bytes,
-            projected=not parameters.change_images,
+            changed=parameters.changed,
         )
         fitted = Fitting(model, parameters, images, settings, on_step).run(training, held_out)
     except torch.OutOfMemoryError as error:

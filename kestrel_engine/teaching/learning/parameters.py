@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,13 +17,17 @@ from ...models.low_rank import LowRank
 from ...types.adapter import INPUT
 from ...types.model_config import ModelConfig
 from ..settings import TeachingSettings
+from .images import NOTHING, PROJECTOR
 
 _LAYERS = {
     "mlp": r"text\..*\.mlp\.",
     "attention": r"text\..*\.attn\.",
     "all": r"text\.",
     "all+projector": r"text\.|vision\.proj_mlp\.",
+    "all+vision": r"text\.|vision\.",
 }
+TOWER_PART = 0.5
+"""The part of the tower's blocks that an adapter may change, the last ones: what the others compute is kept."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,11 +64,14 @@ class Parameters:
     ) -> None:
         """Raises ConfigError if the rank is not divisible by the number of experts of a token."""
         self._rank, self._alpha = settings.rank, settings.alpha or float(settings.rank)
+        self._first_block = math.ceil((1 - TOWER_PART) * model.vision.enc_n_layers)
         generator = torch.Generator().manual_seed(settings.seed)
         self.sides: dict[str, Tensor] = {}
         """By the module's canonical name with ``.A`` and ``.B``."""
         for module, (*experts, rows, columns) in targets(model).items():
             if not re.match(_LAYERS[settings.layers], module) or module.endswith(INPUT):
+                continue
+            if 0 <= _tower_block(module) < self._first_block:
                 continue
             rank = settings.rank
             if experts and model.text.moe is not None:
@@ -78,9 +86,11 @@ class Parameters:
                 self.sides[f"{module}.{side}"] = value.to(device).requires_grad_()
 
     @property
-    def change_images(self) -> bool:
-        """Whether the adapter changes the projector of images."""
-        return any(name.startswith("vision.") for name in self.sides)
+    def changed(self) -> int:
+        """What the adapter changes of images first, as ImageEmbeddings counts it."""
+        if any(_tower_block(name) >= 0 for name in self.sides):
+            return self._first_block
+        return PROJECTOR if any(name.startswith("vision.") for name in self.sides) else NOTHING
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -119,3 +129,9 @@ class Parameters:
         stored = {name: side.detach().cpu().contiguous() for name, side in self.sides.items()}
         metadata = {**described, "alpha": f"{self._alpha:g}", "rank": str(self._rank)}
         save_file(stored, file, metadata=metadata)
+
+
+def _tower_block(module: str) -> int:
+    """The number of the tower's block that ``module`` belongs to, or -1."""
+    found = re.match(r"vision\.blocks\.(\d+)\.", module)
+    return -1 if found is None else int(found[1])

@@ -53,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "--layers",
         choices=teaching.LAYERS,
         default=_DEFAULTS.layers,
-        help="layers of the text decoder that the adapter changes; all+projector: the projector of images too "
+        help="layers of the text decoder that the adapter changes; all+projector: the projector of images too; "
+        "all+vision: the second half of the vision tower besides "
         f"[{_DEFAULTS.layers}]",
     )
     fit.add_argument(

@@ -226,6 +226,9 @@ def test_the_rank_of_experts_and_the_layers_are_chosen() -> None:
     assert more - every == {
         f"vision.proj_mlp.{fc}.{side}" for fc in ("fc1", "fc2") for side in "AB"
     }
+    tower = set(Parameters(model, replace(SETTINGS, layers="all+vision")).sides) - more
+    first, last = model.vision.enc_n_layers // 2, model.vision.enc_n_layers
+    assert {int(name.split(".")[2]) for name in tower} == set(range(first, last))
 
 
 def test_lessons_are_distributed_over_rows() -> None:

@@ -131,15 +131,16 @@ def test_embeddings_are_kept_within_the_limit(data: Path) -> None:
         images.of(paths[1:])
 
 
-def test_an_adapter_of_the_projector_changes_kept_images_as_it_changes_served_ones(
-    data: Path,
+@pytest.mark.parametrize("layers", ["all+projector", "all+vision"])
+def test_an_adapter_of_images_changes_kept_images_as_it_changes_served_ones(
+    data: Path, layers: str
 ) -> None:
     model = small.small_model("moondream2")
-    images = ImageEmbeddings(model, ImageLimits(), 1 << 20, projected=False)
+    parameters = Parameters(model.config, TeachingSettings(rank=4, layers=layers))
+    images = ImageEmbeddings(model, ImageLimits(), 1 << 20, changed=parameters.changed)
     plain = ImageEmbeddings(model, ImageLimits(), 1 << 20)
     paths = [data / "0.png", data / "1.png"]
     torch.testing.assert_close(images.of(paths), plain.of(paths))
-    parameters = Parameters(model.config, TeachingSettings(rank=4, layers="all+projector"))
     generator = torch.Generator().manual_seed(3)
     parameters.load(
         {n: torch.randn(s.shape, generator=generator) for n, s in parameters.sides.items()}
@@ -151,11 +152,15 @@ def test_an_adapter_of_the_projector_changes_kept_images_as_it_changes_served_on
         (side.grad is not None) == name.startswith("vision.")
         for name, side in parameters.sides.items()
     )
+    blocks = {name.split(".")[2] for name in parameters.sides if name.startswith("vision.blocks.")}
+    last = model.config.vision.enc_n_layers - 1
+    assert (str(last) in blocks and "0" not in blocks) if layers == "all+vision" else not blocks
     for path, embedding in zip(paths, changed, strict=True):
         image = prepare(open_image(path, ImageLimits()), model.config.vision)
         crops = torch.from_numpy(image.crops[: num_distinct(len(image.crops), image.tiling)])
         with torch.no_grad():
-            served = model.vision.embed(model.vision.encode_crops(crops), image.tiling, adapter)
+            features = model.vision.encode_crops(crops, adapter)
+            served = model.vision.embed(features, image.tiling, adapter)
         torch.testing.assert_close(embedding, served)
         assert not torch.allclose(served, plain.of([path])[0], atol=1e-2)
 
