@@ -8,10 +8,8 @@ import re
 from collections.abc import Iterator
 from html import escape
 
-from kestrel_client import KestrelError
 from kestrel_client.images.images import to_pillow
 
-from ..parser import CommandError
 from .benchmark import Case, Outcome
 from .records import Edges
 from .scored import Answered
@@ -25,14 +23,14 @@ _PATH = re.compile(r"[MLCHVQAZSTmlchvqazst0-9eE .,+-]*")
 
 def figure_image(each: Answered) -> str:
     """An svg element, or a note if the image cannot be read."""
+    buffer = io.BytesIO()
     try:
         image = to_pillow(each.item.load())
-    except (KestrelError, CommandError, OSError, ValueError) as error:
+        size = image.size
+        image.thumbnail((_SIDE, _SIDE))
+        image.save(buffer, "JPEG", quality=80)
+    except Exception as error:  # Decoders raise errors of many kinds for hostile files.
         return f"<p class=small>no image: {escape(str(error)[:200])}</p>"
-    size = image.size
-    image.thumbnail((_SIDE, _SIDE))
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=80)
     data = base64.b64encode(buffer.getvalue()).decode()
     marks = [*_expected(each.case, size), *_found(each.outcome, size)]
     return (

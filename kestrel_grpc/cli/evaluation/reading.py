@@ -38,9 +38,17 @@ def open_records(
         if hub is None:
             raise CommandError(f"eval {benchmark.name} needs a folder: no hub has this set")
         return _hub_records(hub, limit)
-    path = Path(place)
+    try:
+        return _local_records(benchmark, Path(place), limit)
+    except OSError as error:
+        raise CommandError(f"cannot read {place!r}: {error.strerror or error}") from None
+
+
+def _local_records(benchmark: Benchmark, path: Path, limit: int | None) -> Records:
     if not path.exists():
-        raise CommandError(f"there is no file or folder {place!r}; --hub {place} reads a hub's set")
+        raise CommandError(
+            f"there is no file or folder {str(path)!r}; --hub REPO reads a hub's set"
+        )
     if path.is_dir() and benchmark.layout is not None:
         rows = benchmark.layout(path)
         if rows is not None:
@@ -63,6 +71,7 @@ def json_file(path: Path) -> Any:
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSONL file. Raises CommandError."""
+    number = 1
     try:
         with path.open(encoding="utf-8") as opened:
             for number, line in enumerate(filter(str.strip, opened), 1):
@@ -72,6 +81,8 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
     except OSError as error:
         raise CommandError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise CommandError(f"{str(path)!r} is not UTF-8 text") from None
     except (ValueError, RecursionError) as error:
         raise CommandError(f"{path}: row {number} is not JSON: {error}") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,8 +37,7 @@ class Report:
     @cached_property
     def errors(self) -> dict[str, int]:
         """How many cases failed, by error."""
-        errors = [each.scored.error for each in self.answered if each.scored.error is not None]
-        return {error: errors.count(error) for error in dict.fromkeys(errors)}
+        return Counter(a.scored.error for a in self.answered if a.scored.error is not None)
 
     @property
     def failed(self) -> int:
@@ -73,7 +73,7 @@ class Report:
             notes.append(
                 f"{len(self.models)} models have answered; --fresh starts over with one of them"
             )
-        for error, count in sorted(self.errors.items(), key=lambda pair: -pair[1])[:5]:
+        for error, count in Counter(self.errors).most_common(5):
             notes.append(f"{count} failed and count as wrong: {error}")
         if self.whole is not None and self.whole.note:
             notes.append(self.whole.note)

@@ -50,13 +50,19 @@ class Answered:
 def score_lines(
     lines: Iterable[Mapping[str, Any]], items: Mapping[Any, Item], benchmark: Benchmark
 ) -> Iterator[Answered]:
-    """Scores the results of a journal. ``items``: by identity; results of other items are left out."""
+    """Scores the results of a journal. ``items``: by identity; results of other items are left out. Raises CommandError
+    if a result is of another question."""
     for line in lines:
         item = items.get((line["image"], line.get("row")))
         if item is None:
             continue
         for key, case in item.cases.items():
             outcome, error = _outcome(line, key)
+            if outcome is not None and not _answers(outcome, case):
+                raise CommandError(
+                    f"{item.image!r}, row {item.number}: the result answers another question than {case.question!r}; "
+                    "the data has changed, so start over with --fresh"
+                )
             score = benchmark.score(case, outcome)
             scored = Scored(
                 item.image,
@@ -102,6 +108,15 @@ def _outcome(line: Mapping[str, Any], key: str) -> tuple[Outcome | None, str | N
         return result, None
     error = result["error"]
     return None, f"{error['message']} [{error['code']}]"
+
+
+def _answers(outcome: Outcome, case: Case) -> bool:
+    """Whether a result is of the case's question or object. Results of captions do not tell."""
+    return all(
+        outcome.get(name, asked) == asked
+        for name in ("question", "object")
+        if (asked := getattr(case.task, name, None)) is not None
+    )
 
 
 _NO_RESULT = {"message": "the server gave no result", "code": "UNKNOWN"}

@@ -253,6 +253,8 @@ def test_rows_with_more_names_than_a_call_takes_become_several_items(tmp_path):
     assert [len(item.cases) for item in found] == [32, 32, 16]
     assert len({item.identity for item in found}) == 3
     assert found[0].cases["0"].question == "person" and "79" in found[2].cases
+    asked = {case.question for item in found for case in item.cases.values()}
+    assert len(asked) == 80 and {"toothbrush", "stop sign"} < asked and not {"hat", "door"} & asked
 
 
 def test_scenes_score_the_results_of_the_client():
@@ -322,6 +324,19 @@ def test_errors_name_the_row_and_the_column(tmp_path, rows, text):
         items("countbench", tmp_path)
 
 
+def test_results_of_another_question_are_not_scored(tmp_path):
+    png(tmp_path / "c.png")
+    (tmp_path / "rows.jsonl").write_text('{"image": "c.png", "question": "How many?", "number": 1}')
+    found = {item.identity: item for item in items("countbench", tmp_path)}
+    task = {"question": "Another?", "answer": "1"}
+    with pytest.raises(CommandError, match="answers another question than 'How many"):
+        list(
+            score_lines(
+                [{"image": "c.png", "row": 1, "tasks": {"0": task}}], found, benchmark("countbench")
+            )
+        )
+
+
 def test_errors_of_places(tmp_path):
     for name, place, text in (
         ("chartqa", tmp_path / "no", "there is no file or folder"),
@@ -332,6 +347,9 @@ def test_errors_of_places(tmp_path):
     (tmp_path / "x.csv").write_text("a")
     with pytest.raises(CommandError, match=r"must end with .jsonl or .parquet"):
         items("chartqa", tmp_path / "x.csv")
+    (tmp_path / "rows.jsonl").write_bytes(b"\xff")
+    with pytest.raises(CommandError, match="is not UTF-8"):
+        items("chartqa", tmp_path)
     (tmp_path / "rows.jsonl").write_text("{")
     with pytest.raises(CommandError, match="row 1 is not JSON"):
         items("chartqa", tmp_path)

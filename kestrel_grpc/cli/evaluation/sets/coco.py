@@ -20,22 +20,28 @@ from ..reading import image_file, json_file, objects_of
 from ..records import Edges, Record, from_corner
 from ..scored import Answered
 
-_FIRST_90 = (
-    "person|bicycle|car|motorcycle|airplane|bus|train|truck|boat|traffic light|fire hydrant||stop sign|parking meter|"
-    "bench|bird|cat|dog|horse|sheep|cow|elephant|bear|zebra|giraffe||backpack|umbrella|||handbag|tie|suitcase|frisbee|"
-    "skis|snowboard|sports ball|kite|baseball bat|baseball glove|skateboard|surfboard|tennis racket|bottle||wine glass|"
-    "cup|fork|knife|spoon|bowl|banana|apple|sandwich|orange|broccoli|carrot|hot dog|pizza|donut|cake|chair|couch|"
-    "potted plant|bed||dining table|||toilet||tv|laptop|mouse|remote|keyboard|cell phone|microwave|oven|toaster|sink|"
-    "refrigerator||book|clock|vase|scissors|teddy bear|hair drier|toothbrush"
+_ALL = (
+    "person|bicycle|car|motorcycle|airplane|bus|train|truck|boat|traffic light|fire hydrant|street sign|stop sign|"
+    "parking meter|bench|bird|cat|dog|horse|sheep|cow|elephant|bear|zebra|giraffe|hat|backpack|umbrella|shoe|"
+    "eye glasses|handbag|tie|suitcase|frisbee|skis|snowboard|sports ball|kite|baseball bat|baseball glove|skateboard|"
+    "surfboard|tennis racket|bottle|plate|wine glass|cup|fork|knife|spoon|bowl|banana|apple|sandwich|orange|broccoli|"
+    "carrot|hot dog|pizza|donut|cake|chair|couch|potted plant|bed|mirror|dining table|window|desk|toilet|door|tv|"
+    "laptop|mouse|remote|keyboard|cell phone|microwave|oven|toaster|sink|refrigerator|blender|book|clock|vase|scissors|"
+    "teddy bear|hair drier|toothbrush|hair brush"
 ).split("|")
+_UNLABELLED = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83, 91)
+"""Ids that COCO's own files have no boxes of."""
 _FILES = (
     "annotations/instances_val*.json",
     "instances_*.json",
     "annotations.json",
     "_annotations.coco.json",
 )
-CATEGORIES = {number: name for number, name in enumerate(_FIRST_90, 1) if name}
-"""COCO's 80 categories by their ids, https://cocodataset.org."""
+CATEGORIES = dict(enumerate(_ALL, 1))
+"""COCO's categories by their ids, https://cocodataset.org."""
+
+
+_LABELLED = [name for number, name in CATEGORIES.items() if number not in _UNLABELLED]
 
 
 class _Truth(NamedTuple):
@@ -49,7 +55,7 @@ class _Truth(NamedTuple):
 
 def _cases(record: Record, asking: Asking) -> list[Case]:
     truths = {truth.name: truth for truth in _truths(record)}
-    others = record.values.get("absent") or list(CATEGORIES.values())
+    others = record.values.get("absent") or _LABELLED
     others = [name for name in others if name not in truths]
     rng = random.Random(f"{record.image}/{record.number}")  # The same for every run.
     absent = sorted(rng.sample(others, min(asking.absent, len(others))))
