@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     )
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--output", metavar="FOLDER", help="folder of results and reports [eval-SET]"
+        "--output",
+        metavar="PATH",
+        help="folder of results and reports [eval-SET]; of compare: a page to write (HTML)",
     )
     output.add_argument(
         "--worst", type=whole(0, 500), default=24, metavar="N", help="images on the page [24]"
@@ -115,8 +118,8 @@ def run(args: argparse.Namespace) -> int:
         min_score=args.min_score,
         absent=args.absent,
     )
-    data, total, open_items = _data(args, chosen, places[0] if places else None, asking)
-    return _evaluate(args, chosen, data, total, open_items, asking)
+    data, items = _data(args, chosen, places[0] if places else None, asking)
+    return _evaluate(args, chosen, data, items, asking)
 
 
 def _prompt(text: str | None) -> str | None:
@@ -127,21 +130,19 @@ def _prompt(text: str | None) -> str | None:
 
 def _data(
     args: argparse.Namespace, chosen: Benchmark, place: str | None, asking: Asking
-) -> tuple[str, int | None, Any]:
-    """The name of the data, the number of its images if it is known, and a function that starts a pass over its
-    items."""
+) -> tuple[str, Iterator[Item]]:
+    """The name of the data, and its items."""
     limit = chosen.default_limit if args.limit is None else args.limit
     limit = None if limit == -1 else limit
     if chosen.items is not None:
         if place is not None or args.hub is not None:
             raise SettingsError(f"eval {chosen.name} draws its images; it takes no folder")
-        drawn = chosen.items
-        return chosen.title, sum(1 for _ in drawn(asking, limit)), lambda: drawn(asking, limit)
+        return chosen.title, chosen.items(asking, limit)
     hub = _hub(args, chosen.hub)
     if place is not None and (args.hub or args.split or args.subset):
         raise SettingsError("--hub, --split and --subset read from the hub; give them or a folder")
     records = open_records(chosen, place, hub, limit)
-    return records.name, None, lambda: items_of(records.open(), chosen, asking)
+    return records.name, items_of(records.rows, chosen, asking)
 
 
 def _hub(args: argparse.Namespace, usual: Hub | None) -> Hub | None:
@@ -157,8 +158,7 @@ def _evaluate(
     args: argparse.Namespace,
     chosen: Benchmark,
     data: str,
-    total: int | None,
-    open_items: Any,
+    found: Iterator[Item],
     asking: Asking,
 ) -> int:
     folder = Path(args.output or f"eval-{chosen.name}")
@@ -174,7 +174,7 @@ def _evaluate(
         "options": {key: value for key, value in options.items() if key != "priority"},
         "weights": args.weights,
     }
-    items: dict[Any, Item] = {item.identity: item for item in open_items()}
+    items: dict[Any, Item] = {item.identity: item for item in found}
     if not items:
         raise CommandError(f"{data} has no row")
     with Journal(

@@ -57,6 +57,8 @@ def compare(places: Sequence[str], output: str | None, *, as_json: bool, worst: 
     print_table(_table(found, places))
     for note in notes:
         print(note)
+    if output is not None:
+        print(f"{output} shows the answers that differ most")
     return 0
 
 

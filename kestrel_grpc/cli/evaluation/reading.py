@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,11 +23,10 @@ _DOCS = "docs/evaluation.md describes the layouts"
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The rows of a data set. ``open``: starts a new pass over them."""
+    """The rows of a data set."""
 
     name: str
-    count: int
-    open: Callable[[], Iterator[Record]]
+    rows: Iterator[Record]
 
 
 def open_records(
@@ -143,7 +142,7 @@ def _file_records(place: Path, folder: Path, rows: list[dict[str, Any]]) -> Reco
             raise CommandError(f"{place}: row {number}: there is no image {source!r}")
         values = {name: value for name, value in row.items() if name != _IMAGE}
         records.append(Record(str(place), number, values, given, _constant(source)))
-    return Records(str(place), len(records), lambda: iter(records))
+    return Records(str(place), iter(records))
 
 
 def _constant(source: Source) -> Callable[[], Source]:
@@ -182,12 +181,11 @@ def _loaded(name: str, limit: int | None, *args: Any, **options: Any) -> Records
     plain = data.remove_columns(_IMAGE)
     count = len(data) if limit is None else min(limit, len(data))
 
-    def open_pass() -> Iterator[Record]:
-        for index in range(count):
-            values: Mapping[str, Any] = plain[index]
-            yield Record(name, index + 1, values, f"row {index + 1}", _image_at(data, name, index))
-
-    return Records(name, count, open_pass)
+    rows = (
+        Record(name, index + 1, plain[index], f"row {index + 1}", _image_at(data, name, index))
+        for index in range(count)
+    )
+    return Records(name, rows)
 
 
 def _image_at(data: Any, name: str, index: int) -> Callable[[], Source]:

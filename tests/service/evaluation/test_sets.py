@@ -9,7 +9,7 @@ import pytest
 import pyvips
 
 from kestrel_client import DetectTask, PointTask, QueryTask
-from kestrel_grpc.cli.evaluation.benchmark import Asking, items_of
+from kestrel_grpc.cli.evaluation.benchmark import Asking, Hub, items_of
 from kestrel_grpc.cli.evaluation.reading import open_records
 from kestrel_grpc.cli.evaluation.scored import score_lines
 from kestrel_grpc.cli.evaluation.sets import NAMES, benchmark
@@ -33,7 +33,7 @@ def write(path, value):
 def items(name, folder, limit=None, **asking):
     chosen = benchmark(name)
     records = open_records(chosen, str(folder), None, limit)
-    return list(items_of(records.open(), chosen, Asking(**asking)))
+    return list(items_of(records.rows, chosen, Asking(**asking)))
 
 
 def cases(name, folder, **asking):
@@ -220,8 +220,9 @@ def test_coco_asks_for_absent_names_the_same_way_in_every_run(coco):
     assert asked == [["dog", "cat", "cow"], ["cat", "cow"]]
     assert [[*item.cases] for item in second] == [["0", "1", "2"], ["0", "1"]]
     absent = first[0].cases["1"]
-    assert absent.group == "absent" and isinstance(absent.task, DetectTask)
-    assert score("coco", absent, {"objects": [], "image_size": SIZE}).value == 1
+    assert isinstance(absent.task, DetectTask)
+    nothing = score("coco", absent, {"objects": [], "image_size": SIZE})
+    assert nothing.value == 1 and nothing.counts["absent: nothing found"] == (1, 1)
     assert score("coco", absent, {"objects": [box(0, 0, 1, 1)], "image_size": SIZE}).value == 0
     assert score("coco", absent, None).value == 0
 
@@ -299,6 +300,13 @@ def test_a_parquet_file_is_read_without_its_images(tmp_path, monkeypatch):
                                     "number": datasets.Value("int64")}),
     )  # fmt: skip
     table.to_parquet(str(tmp_path / "part.parquet"))
+    # The hub's reader also takes a folder.
+    chosen = benchmark("countbench")
+    hub = open_records(chosen, None, Hub(str(tmp_path), "train"), None)
+    read = list(items_of(hub.rows, chosen, Asking()))
+    assert [item.load() for item in read] == [data] * 3
+    with pytest.raises(CommandError, match=r"cannot read .* part"):
+        open_records(chosen, None, Hub(str(tmp_path), "part"), None)
     first, second = items("countbench", tmp_path / "part.parquet", limit=2)
     assert (first.image, second.number) == ("row 1", 2) and second.load() == data
     assert second.cases["0"].truth == 2

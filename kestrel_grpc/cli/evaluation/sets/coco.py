@@ -73,7 +73,6 @@ def _case(truth: _Truth, frame: tuple[int, int] | None, asking: Asking) -> Case:
         truth=truth,
         question=truth.name,
         expected=f"{len(truth.boxes)} in the image",
-        group=("present" if truth.boxes else "absent") if asking.absent else "",
         boxes=truth.boxes,
         frame=frame,
     )
@@ -127,7 +126,7 @@ def _score(case: Case, outcome: Outcome | None) -> Score:
         "mean IoU of matches": (sum(ious), float(len(ious))),
     }
     if not truth.boxes:
-        counts["nothing found"] = (float(not boxes and outcome is not None), 1.0)
+        counts["absent: nothing found"] = (float(not boxes and outcome is not None), 1.0)
     return Score(value, counts, f"{len(boxes)} found, {len(ious)} right")
 
 
@@ -245,5 +244,4 @@ BENCHMARK = Benchmark(
     hub=Hub("moondream/coco-val-2017-bbox-cleaned", "validation"),
     layout=_layout,
     whole=_whole,
-    groups=("present", "absent"),
 )
