@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from ..batch.journal import Journal
 from ..batch.rows import Row
 from ..batch.running import add_running_flags, check_running_flags, run_rows, server_of
 from ..connection import add_connection_flags
-from ..parser import EXIT_FAILED, CommandError
+from ..parser import EXIT_FAILED, CommandError, whole_parser
 from ..requests.flags import add_min_score_flag, add_request_flags, request_options
 from ..values import number, whole
 from .benchmark import Asking, Benchmark, Hub, Item, items_of
@@ -39,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         f"{', '.join(NAMES)}.\n"
         "  kestrel-grpc eval scenes --in-process\n"
         "  kestrel-grpc eval chartqa ChartQA/ --weights model.safetensors --limit 200\n"
+        "  kestrel-grpc eval pope POPE/ --server one:50051 --against='--server two:50051'\n"
         f"  kestrel-grpc eval {_COMPARE} eval-a eval-b\n"
         "Exits with 1 if a request failed. docs/evaluation.md describes sets, layouts and metrics."
     )
@@ -81,6 +84,11 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         help="folder of results and reports [eval-SET]; of compare: a page to write (HTML)",
     )
     output.add_argument(
+        "--against",
+        metavar="FLAGS",
+        help="evaluate again with these flags changed, as in --against='--server HOST:PORT', and compare",
+    )
+    output.add_argument(
         "--worst", type=whole(0, 500), default=24, metavar="N", help="images on the page [24]"
     )
     output.add_argument("--fresh", action="store_true", help="delete the results that there are")
@@ -106,6 +114,35 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError(f"no data set is given; the sets are {', '.join(NAMES)}")
     if name == _COMPARE:
         return compare(places, args.output, as_json=args.json, worst=args.worst)
+    return _run_set(args, name, places) if args.against is None else _run_both(args, name, places)
+
+
+def _run_both(args: argparse.Namespace, name: str, places: list[str]) -> int:
+    """Evaluates both sides, and compares them."""
+    folder = Path(args.output or f"eval-{name}")
+    sides = {"first": copy(args), "second": _changed(args)}
+    for side, own in sides.items():
+        own.output = str(folder / side)
+    failed = [_run_set(own, name, places) for own in sides.values()]
+    page = str(folder / "compared.html")
+    compare([own.output for own in sides.values()], page, as_json=args.json, worst=args.worst)
+    return max(failed)
+
+
+def _changed(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments with the flags of --against. Raises SettingsError."""
+    try:
+        flags = shlex.split(args.against)
+    except ValueError as error:
+        raise SettingsError(f"--against={args.against}: {error}") from None
+    _, commands, _ = whole_parser(["eval"])
+    changed = commands["eval"].parse_args(flags, copy(args))
+    if changed.words:
+        raise SettingsError(f"--against={args.against}: takes flags only, not {changed.words[0]!r}")
+    return changed
+
+
+def _run_set(args: argparse.Namespace, name: str, places: list[str]) -> int:
     chosen = benchmark(name)
     if len(places) > 1:
         raise SettingsError(f"eval {name} takes one folder, not {len(places)}")
@@ -135,7 +172,7 @@ def _data(
     limit = chosen.default_limit if args.limit is None else args.limit
     limit = None if limit == -1 else limit
     if chosen.items is not None:
-        if place is not None or args.hub is not None:
+        if place is not None or args.hub or args.split or args.subset:
             raise SettingsError(f"eval {chosen.name} draws its images; it takes no folder")
         return chosen.title, chosen.items(asking, limit)
     hub = _hub(args, chosen.hub)

@@ -45,8 +45,8 @@ def differences(
     sides = [sums(side, names, images) for side in (first, second)]
     several = len(images) > 1
     if several:
-        weights = list(samples(len(images)))
-        drawn = [ratios(parts, wholes, weights) for parts, wholes, _ in sides]
+        # Both sides have the same samples, because these have a seed.
+        drawn = [ratios(parts, wholes, samples(len(images))) for parts, wholes, _ in sides]
         gaps = drawn[1] - drawn[0]
         lows, highs = ends(gaps)
     found = []

@@ -127,6 +127,28 @@ async def test_two_runs_side_by_side(serve, charts, tmp_path, capsys):
         assert text in capsys.readouterr().err
 
 
+async def test_two_sides_in_one_command(serve, charts, tmp_path, capsys):
+    first, second = await serve(), await serve()
+    out = tmp_path / "both"
+    against = f"--server {second.server.addresses[0]} --max-tokens 2"
+    words = ["chartqa", charts, "--output", out, "--against", against]
+    assert await run(first, *words) == 0
+    printed = capsys.readouterr().out
+    assert f"{out}/first and {out}/second: {COUNT} questions in common" in printed
+    assert 'questions: {"max_tokens": null}' in printed and (out / "compared.html").is_file()
+    assert first.runtime.plans and second.runtime.plans
+    for flags, text in (
+        ("chartqa", "takes flags only"),
+        ("--sever x", "did you mean --server"),
+        ("'", "quotation"),
+    ):
+        try:
+            assert await run(first, *words[:-1], flags) == 2
+        except SystemExit as ended:
+            assert ended.code == 2
+        assert text in capsys.readouterr().err
+
+
 async def test_what_can_not_be_done_is_said_before_the_first_request(
     serve, charts, tmp_path, capsys
 ):
