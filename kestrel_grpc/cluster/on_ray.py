@@ -48,6 +48,8 @@ class Replica:
     async def __init__(self, task: ServerTask) -> None:  # type: ignore[misc]
         context = serve.get_replica_context()
         self._task, self._name = task, context.replica_tag
+        self._beating: asyncio.Task[None] | None = None
+        """None until the server has started. Then there is nothing to end."""
         self._directory = serve.get_deployment_handle(DIRECTORY, app_name=context.app_name)
         self._server = await ServerProcess.start(task, ray.util.get_node_ip_address(), self._name)
         self._load: dict[str, float] = {}
@@ -70,6 +72,8 @@ class Replica:
 
     async def __del__(self) -> None:
         """Serve waits for this when it ends a replica."""
+        if self._beating is None:
+            return
         self._beating.cancel()
         with contextlib.suppress(Exception):  # Nobody can be told; the server ends nevertheless.
             async with asyncio.timeout(_SENDING_S):
@@ -137,10 +141,9 @@ class DirectoryReplica:
 
 
 def application(plan: ClusterPlan) -> serve.Application:
-    """The application for ``serve.run``. Needs a connection to the cluster. Raises ClusterError, AddressError."""
-    config = plan.config
-    gpus = plan.gpus(ray.cluster_resources().get("GPU", 0) > 0)
-    _check_nodes(plan, gpus)
+    """The application for ``serve.run``. With a connection to the cluster, it checks the nodes. Raises ClusterError,
+    AddressError."""
+    config, gpus = plan.config, _gpus(plan)
     options: dict[str, Any] = {"num_replicas": config.replicas}
     if config.scales:
         options = {"autoscaling_config": _autoscaling(config)}
@@ -196,15 +199,24 @@ def remove(config: ClusterConfig) -> None:
     serve.delete(config.application)
 
 
-def _check_nodes(plan: ClusterPlan, gpus: float) -> None:
+def _gpus(plan: ClusterPlan) -> float:
+    """GPUs of each server. Raises ClusterError, AddressError."""
+    if not ray.is_initialized():  # ``serve run`` connects afterwards.
+        if plan.device == "auto" and plan.config.replica_gpus is None:
+            raise ClusterError(
+                "device=auto: serve run needs cpu or cuda, or replica-gpus in [cluster]"
+            )
+        return plan.gpus(False)
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    plan.check_nodes([node["NodeManagerAddress"] for node in nodes])
     most = max(node["Resources"].get("GPU", 0) for node in nodes)
+    gpus = plan.gpus(most > 0)
     if gpus > most:
         raise ClusterError(
             f"each server needs {gpus:g} GPU, and no node of the cluster has as many; give --device cpu, or start "
             "nodes with GPUs"
         )
+    plan.check_nodes([node["NodeManagerAddress"] for node in nodes])
+    return gpus
 
 
 def _autoscaling(config: ClusterConfig) -> AutoscalingConfig:
