@@ -10,16 +10,20 @@ import contextlib
 import logging
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import ray
 from ray import serve
+from ray.serve.api import RunTarget
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from kestrel_client import KestrelError
 
+from .. import __version__
 from ..settings.cluster import ClusterConfig
 from .directory import BEAT_S, Directory, Server, as_json
 from .plan import ClusterPlan, ServerTask
@@ -28,12 +32,13 @@ from .server import ServerError, ServerProcess
 
 logger = logging.getLogger(__name__)
 
-DIRECTORY = "Directory"
+SERVERS, DIRECTORY = "Replica", "Directory"
 _HEALTH_EVERY_S, _HEALTH_WITHIN_S = 1.0, 30.0
 _UNWELL_S = 120.0
 """A server that runs and does not serve for so long, such as one that an administrator drained, is replaced."""
 _METRICS_S, _LOOK_BACK_S = 1.0, 5.0
 _SENDING_S = 5.0
+_LOOK_S = 0.5
 _MOST_STARTS = 3
 """How often Serve tries to start a server before an upgrade fails."""
 
@@ -147,7 +152,12 @@ def application(plan: ClusterPlan) -> serve.Application:
     options: dict[str, Any] = {"num_replicas": config.replicas}
     if config.scales:
         options = {"autoscaling_config": _autoscaling(config)}
+    # Ray's own decorator gives no version, and then every deployment replaces all servers, even if only their number
+    # changes.
     replica = serve.deployment(Replica).options(
+        _internal=True,
+        version=f"{__version__}-{plan.task.version}",
+        name=SERVERS,
         **options,
         ray_actor_options={"num_cpus": config.replica_cpus, "num_gpus": gpus},
         max_replicas_per_node=1 if config.replica_port else None,
@@ -158,6 +168,8 @@ def application(plan: ClusterPlan) -> serve.Application:
         max_surge_percent=config.surge,
     )
     directory = serve.deployment(DirectoryReplica).options(
+        _internal=True,
+        version=__version__,
         name=DIRECTORY,
         ray_actor_options={"num_cpus": 0},
         logging_config={"enable_access_log": False},  # A line for each beat.
@@ -180,23 +192,46 @@ def connect(config: ClusterConfig) -> None:
         ) from None
 
 
-def deploy(plan: ClusterPlan) -> None:
-    """Deploys or upgrades, and waits until all servers serve. Raises ClusterError, AddressError."""
+def deploy(plan: ClusterPlan, say: Callable[[str], None]) -> None:
+    """Deploys or upgrades, and waits until all servers serve. ``say``: gets how far that is. Raises ClusterError,
+    AddressError."""
     config = plan.config
     host, _, port = config.directory_listen.rpartition(":")
     app = application(plan)
     serve.start(
         proxy_location="HeadOnly", http_options={"host": host.strip("[]"), "port": int(port)}
     )
-    try:
-        serve.run(app, name=config.application, route_prefix=f"/{config.application}")
-    except RuntimeError as error:
-        raise ClusterError(" ".join(str(error).split())) from None
+    target = RunTarget(app, name=config.application, route_prefix=f"/{config.application}")
+    serve.run_many([target], wait_for_applications_running=False)
+    said = ""
+    while (status := _status(config)).status is not ApplicationStatus.RUNNING:
+        servers = status.deployments.get(SERVERS)
+        states = {} if servers is None else servers.replica_states
+        why = "" if servers is None else servers.message.strip()
+        if status.status is ApplicationStatus.DEPLOY_FAILED:
+            raise ClusterError(f"the servers do not start: {_last_line(why or status.message)}")
+        counts = ", ".join(f"{count} {str(state).lower()}" for state, count in states.items())
+        if (news := f"servers: {counts or 'none'}. {why.partition(chr(10))[0]}".strip()) != said:
+            say(said := news)
+        time.sleep(_LOOK_S)
 
 
 def remove(config: ClusterConfig) -> None:
     """Drains and ends all servers."""
     serve.delete(config.application)
+
+
+def _status(config: ClusterConfig) -> ApplicationStatusOverview:
+    """Raises ClusterError."""
+    status = serve.status().applications.get(config.application)
+    if status is None:
+        raise ClusterError(f"the application {config.application} was removed")
+    return status
+
+
+def _last_line(text: str) -> str:
+    """Of a traceback, the error."""
+    return text.strip().rpartition("\n")[2].strip()
 
 
 def _gpus(plan: ClusterPlan) -> float:

@@ -9,7 +9,9 @@ import argparse
 import asyncio
 import json
 import signal
+import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -109,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
         plan = cluster_plan(args, configuration(args), args.settings)
         on_ray.connect(config)
-        on_ray.deploy(plan)
+        on_ray.deploy(plan, partial(print, file=sys.stderr))
     except (on_ray.ClusterError, AddressError) as error:
         raise CommandError(str(error)) from None
     print(
