@@ -117,6 +117,11 @@ async def test_what_is_killed_is_replaced_and_no_call_is_lost(ray, up):
                 await to_thread(until, url, partial(are_three_without, victim.replica))
                 took[what] = round(time.monotonic() - began, 1)
                 await callers.some_more()
+            # Fewer servers of the same settings: nobody restarts.
+            before = {each.replica for each in until(url, lambda found: len(found) == 3)}
+            await to_thread(up, "[cluster]\nreplicas = 2\n")
+            fewer = await to_thread(until, url, lambda found: len(found) == 2)
+            await callers.some_more()
         print(
             f"\nseconds until replaced: {took}; {sum(callers.models.values())} calls, lost {callers.lost}, "
             f"slowest {callers.slowest_s:.2f} s; streams {dict(callers.streams)}"
@@ -124,6 +129,7 @@ async def test_what_is_killed_is_replaced_and_no_call_is_lost(ray, up):
     assert callers.lost == []
     assert set(callers.streams) <= {"whole", "UNAVAILABLE", "UNAVAILABLE, when to retry"}
     assert callers.streams["whole"]
+    assert {each.replica for each in fewer} < before
 
 
 async def test_the_load_decides_how_many_there_are(ray, up):
