@@ -51,11 +51,22 @@ def _local_records(benchmark: Benchmark, path: Path, limit: int | None) -> Recor
     if path.is_dir() and benchmark.layout is not None:
         rows = benchmark.layout(path)
         if rows is not None:
-            return _file_records(path, path, list(islice(rows, limit)))
+            return _file_records(path, path, _laid_out(path, benchmark, rows, limit))
     file = _file_of(path, benchmark)
     if file.suffix == ".parquet":
         return _parquet_records(file, limit)
     return _file_records(file, file.parent, list(islice(json_lines(file), limit)))
+
+
+def _laid_out(
+    path: Path, benchmark: Benchmark, rows: Iterator[dict[str, Any]], limit: int | None
+) -> list[dict[str, Any]]:
+    try:
+        return list(islice(rows, limit))
+    except (TypeError, ValueError, AttributeError) as error:  # A list as an id, for example.
+        raise CommandError(
+            f"{str(path)!r} is not in the layout of {benchmark.title}: {error}; {_DOCS}"
+        ) from None
 
 
 def json_file(path: Path) -> Any:
@@ -100,6 +111,8 @@ def image_file(folder: Path, name: object, *subfolders: str) -> str:
     """The path of an image that a set names, in ``folder`` or in one of its ``subfolders``. Raises CommandError."""
     if not isinstance(name, str) or not name:
         raise CommandError(f"a row of {str(folder)!r} names no image, but {name!r}")
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise CommandError(f"a row of {str(folder)!r} names an image outside of it: {name!r}")
     for sub in (*subfolders, ""):
         path = folder / sub / name
         if path.is_file():

@@ -33,7 +33,7 @@ class Record:
         for name in names:
             if self.values.get(name) is not None:
                 return self.values[name]
-        columns = ", ".join(self.values) or "none"
+        columns = ", ".join(n for n, value in self.values.items() if value is not None) or "none"
         raise CommandError(
             f"{self.place}: row {self.number} has no column {' or '.join(map(repr, names))}; its columns are {columns}"
         )

@@ -315,6 +315,38 @@ def test_a_parquet_file_is_read_without_its_images(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            {"annotations": [{"image_id": 3, "category_id": [1], "bbox": [1, 2, 3, 4]}]},
+            "not in the layout of COCO",
+        ),
+        (
+            {"annotations": [{"image_id": 3, "category_id": 9, "bbox": [1, 2, 3, 4]}]},
+            "unknown category_id 9",
+        ),
+        (
+            {"annotations": [{"image_id": 3, "category_id": 1, "bbox": [1, 2, 3]}]},
+            "row 1: bbox is '.1, 2, 3.', needs 4",
+        ),
+        (
+            {"annotations": [{"image_id": 3, "category_id": 1, "bbox": [1, 2, 3, 4], "area": "x"}]},
+            "area is 'x'",
+        ),
+        ({"images": [{"id": 3, "file_name": "/etc/passwd"}]}, "an image outside of it"),
+        ({"images": [{"id": 3, "file_name": "../val2017/a.jpg"}]}, "an image outside of it"),
+        ({"images": [{"id": 3, "file_name": 7}]}, "names no image, but 7"),
+        ({"categories": None}, "'categories' of .* must be a list of objects"),
+    ],
+)
+def test_errors_of_a_file_in_the_layout_of_a_set(coco, change, text):
+    file = coco / "annotations/instances_val2017.json"
+    write(file, json.loads(file.read_text()) | change)
+    with pytest.raises(CommandError, match=text):
+        items("coco", coco)
+
+
+@pytest.mark.parametrize(
     ("rows", "text"),
     [
         ([{"question": "q", "number": 1}], "row 1 has no image in the column 'image'"),

@@ -31,7 +31,7 @@ def _cases(record: Record, asking: Asking) -> list[Case]:
             truth=answer,
             question=question,
             expected=answer,
-            group=_ASKERS.get(asker, ""),
+            group=_ASKERS.get(asker, "") if isinstance(asker, (int, str)) else "",
         )
     ]
 

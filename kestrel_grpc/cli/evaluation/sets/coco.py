@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 from ...parser import CommandError
@@ -55,7 +56,7 @@ class _Truth(NamedTuple):
 
 def _cases(record: Record, asking: Asking) -> list[Case]:
     truths = {truth.name: truth for truth in _truths(record)}
-    others = record.values.get("absent") or _LABELLED
+    others = record.texts("absent") if record.values.get("absent") else _LABELLED
     others = [name for name in others if name not in truths]
     rng = random.Random(f"{record.image}/{record.number}")  # The same for every run.
     absent = sorted(rng.sample(others, min(asking.absent, len(others))))
@@ -91,16 +92,18 @@ def _truths(record: Record) -> list[_Truth]:
     boxes, labels = inner.value("bbox"), inner.value("label", "category")
     if not isinstance(boxes, list) or not isinstance(labels, list) or len(boxes) != len(labels):
         record.refuse("objects", objects, "lists bbox and label of the same length")
-    crowds = objects.get("iscrowd") or [0] * len(boxes)
-    areas = objects.get("area") or [None] * len(boxes)
+    crowds = _beside(record, objects, "iscrowd", len(boxes))
+    areas = _beside(record, objects, "area", len(boxes))
     found: dict[str, list[tuple[Edges, float, bool]]] = {}
-    for box, label, crowd, area in zip(boxes, labels, crowds, areas, strict=False):
+    for box, label, crowd, area in zip(boxes, labels, crowds, areas, strict=True):
         x, y, width, height = Record(
             record.place, record.number, {"bbox": box}, record.image, record.load
         ).numbers("bbox", 4)
         name = CATEGORIES.get(label) if isinstance(label, int) else label
         if not isinstance(name, str):
             record.refuse("label", label, "a name or the id of a category of COCO")
+        if not isinstance(area, (int, float, NoneType)):
+            record.refuse("area", area, "a number")
         size = float(width * height if area is None else area)
         found.setdefault(name, []).append((from_corner(x, y, width, height), size, bool(crowd)))
     return [
@@ -112,6 +115,14 @@ def _truths(record: Record) -> list[_Truth]:
         )
         for name, own in found.items()
     ]
+
+
+def _beside(record: Record, objects: Mapping[str, Any], name: str, count: int) -> list[Any]:
+    """A value of each box; None where there is none."""
+    values = objects.get(name) or [None] * count
+    if not isinstance(values, list) or len(values) != count:
+        record.refuse(name, values, f"a list of {count}, one for each box")
+    return values
 
 
 def _score(case: Case, outcome: Outcome | None) -> Score:
