@@ -4,10 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 from kestrel_engine.kernels.linear.skinny_linear import (
     Tiling,
+    _config,
     content_parts,
     default_splits,
     skinny_linear,
@@ -190,3 +191,14 @@ def test_parts_of_what_tau_needs_of_the_columns(dtype, rows, n, k, tau_k, column
     assert torch.equal(out, skinny_linear(x, weight, bias, gelu_from=tau_k))
     activated = F.gelu(out[:, :tau_k].float()).to(dtype)
     assert_near(parts.sum(0), product(activated, of_tau), dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 32, 33, 64, 65, 128])
+@pytest.mark.parametrize("weight_bytes", [1, 2])
+@pytest.mark.parametrize(("n", "k"), [(14336, 2048), (2048, 10240), (6144, 2048), (51200, 2048)])
+def test_the_tiles_of_released_shapes_fit_into_shared_memory(rows, weight_bytes, n, k):
+    """An H100 gives a program 227 KiB. The compiler keeps as many tiles of the weight and of x as there are stages."""
+    splits = default_splits(n, k) if n == 2048 else 1
+    t = _config(rows, n, k, splits, weight_bytes)
+    width = max(16, triton.next_power_of_2(rows))
+    assert t.stages * t.block_k * (t.block_n * weight_bytes + width * 2) <= 226 << 10

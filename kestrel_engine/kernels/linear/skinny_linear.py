@@ -538,7 +538,8 @@ def _config(rows: int, n: int, k: int, splits: int, element_bytes: int) -> Tilin
     if n > 32768:
         return Tiling(64, 128, stages=4, boxes=True)
     if n > 8192:
-        return Tiling(128, 128, stages=4, warps=8, boxes=True)
+        # Four tiles of x with 128 rows would exceed the shared memory.
+        return Tiling(128, 128, stages=4 if rows <= 64 else 3, warps=8, boxes=True)
     if rows > 32:
         return Tiling(64, 128, stages=4, boxes=True)
     return Tiling(64, 128, stages=6, prefetch=4 if rows <= 2 and splits > 1 else 0)
