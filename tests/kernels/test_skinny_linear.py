@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+
+import triton
 
 from kestrel_engine.kernels.linear.skinny_linear import (
     Tiling,
