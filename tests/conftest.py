@@ -28,7 +28,14 @@ sys.dont_write_bytecode = False
 
 LONG = (
     *("http/test_real_clients", "abuse/test_attacks", "golden", "equality", "abuse"),
-    *("engine/preprocess/test_pool", "engine/runtime", "gpu", "training", "engine/scheduler"),
+    *(
+        "engine/preprocess/test_pool",
+        "engine/runtime",
+        "gpu",
+        "training",
+        "scenes",
+        "engine/scheduler",
+    ),
     *("engine/test_exact_resize", "service", "benchmarks"),
 )
 """Folders and files whose tests take longest. They start first, so that the processes end at about the same time. Those
