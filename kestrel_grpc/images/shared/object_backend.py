@@ -41,7 +41,7 @@ class ObjectBackend:
             from obstore.store import S3Store
         except ImportError:
             raise ConfigError(
-                "url", config.url, "needs the package obstore: pip install '.[s3]'"
+                "shared_images", config.url, "needs the package obstore: pip install '.[s3]'"
             ) from None
         try:
             store = S3Store(
@@ -57,7 +57,7 @@ class ObjectBackend:
             )
         except (BaseError, ValueError) as error:
             reason = str(error).partition("\n")[0]
-            raise ConfigError("url", config.url, f"can't be used: {reason}") from None
+            raise ConfigError("shared_images", config.url, f"can't be used: {reason}") from None
         return cls(store)
 
     @asynccontextmanager

@@ -60,7 +60,7 @@ class Keys:
             lines = Path(path).read_text("ascii").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "is not ASCII"
-            raise ConfigError("key_file", path, f"can't be read: {reason}") from None
+            raise ConfigError("shared_images_key_file", path, f"can't be read: {reason}") from None
         keys: dict[str, bytes] = {}
         for number, line in enumerate(map(str.strip, lines), 1):
             if not line or line.startswith("#"):
@@ -69,20 +69,26 @@ class Keys:
             key = _decoded(match["key"]) if match else b""
             if match is None or len(key) != _KEY_BYTES:
                 raise ConfigError(
-                    "key_file", path, f"line {number} must be an id and 32 bytes in base64"
+                    "shared_images_key_file",
+                    path,
+                    f"line {number} must be an id and 32 bytes in base64",
                 )
             if match["id"] in keys:
-                raise ConfigError("key_file", path, f"line {number} repeats the id {match['id']}")
+                raise ConfigError(
+                    "shared_images_key_file", path, f"line {number} repeats the id {match['id']}"
+                )
             keys[match["id"]] = key
         if not 1 <= len(keys) <= _MOST_KEYS:
             raise ConfigError(
-                "key_file", path, f"holds {len(keys)} keys; there may be 1 to {_MOST_KEYS}"
+                "shared_images_key_file",
+                path,
+                f"holds {len(keys)} keys; there may be 1 to {_MOST_KEYS}",
             )
         try:
             return cls(keys)
         except ImportError:
             raise ConfigError(
-                "key_file",
+                "shared_images_key_file",
                 path,
                 "needs the package cryptography: pip install '.[redis]' or '.[s3]'",
             ) from None

@@ -70,7 +70,7 @@ class RedisBackend:
             from redis.exceptions import ResponseError
         except ImportError:
             raise ConfigError(
-                "url", config.url, "needs the package redis: pip install '.[redis]'"
+                "shared_images", config.url, "needs the package redis: pip install '.[redis]'"
             ) from None
         self._refused = ResponseError
         parts = urlsplit(config.url)
