@@ -112,7 +112,10 @@ class RequestImages:
 
     async def _stored(self, owner: str, image_id: str) -> StoredImage:
         """Raises ImageNotFound."""
-        if self._shared is None or self.store.has(owner, image_id):
+        if self._shared is None:
+            return self.store.get(owner, image_id)
+        if self.store.has(owner, image_id):
+            self._shared.check(owner, image_id, lambda: self.store.delete(owner, image_id))
             return self.store.get(owner, image_id)
         found = await self._shared.fetch(owner, image_id)
         if found.image is None:

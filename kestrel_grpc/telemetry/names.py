@@ -261,8 +261,9 @@ SHARED_IMAGES = Metric(
     "kestrel.shared_images.operations",
     "counter",
     "{operation}",
-    "Operations on the shared image store, by operation (get, put, delete) and outcome: hit, miss, damaged, stored, "
-    "deleted, too_large, full (too many bytes on the way), failed or paused (not tried after failures)",
+    "Operations on the shared image store, by operation (get, put, delete, check) and outcome: hit, miss, gone "
+    "(deleted at another server), damaged, stored, deleted, too_large, full (too many bytes on the way), failed or "
+    "paused (not tried after failures)",
     (OPERATION_OF_STORE, OUTCOME),
 )
 SHARED_IMAGE_BYTES = Metric(

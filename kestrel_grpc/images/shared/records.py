@@ -29,7 +29,7 @@ _HEADER = struct.Struct(">4sQB")
 """Magic, milliseconds since 1970 at which the value expires, length of the key's id."""
 _IMAGE = struct.Struct(">BIIIIB")
 """Kind, size of the upright image, height, width and channels of an array."""
-_ENCODED, _PIXELS = 0, 1
+_ENCODED, _PIXELS, _DELETED = 0, 1, 2
 _NONCE_BYTES, _TAG_BYTES, _SUM_BYTES, _KEY_BYTES = 12, 16, 32, 32
 _KEY_LINE = re.compile(r"(?P<id>[\w.-]{1,32})\s+(?P<key>[A-Za-z0-9+/=_-]{43,44})")
 _MOST_KEYS = 16
@@ -41,6 +41,10 @@ OVERHEAD_BYTES = _HEADER.size + 32 + _NONCE_BYTES + max(_TAG_BYTES, _SUM_BYTES) 
 class Unreadable(Exception):
     """The value is no image of this owner and id, is damaged, or needs a key that is not there. The message says which,
     without any of the value."""
+
+
+class Deleted(Unreadable):
+    """The value says that its owner has deleted the image."""
 
 
 class Keys:
@@ -119,9 +123,6 @@ class Records:
         self._ttl_s, self._keys, self._now = ttl_s, keys, now
 
     def pack(self, owner: str, image: StoredImage) -> bytes:
-        key_id = b"" if self._keys is None else self._keys.first.encode()
-        expires_ms = int(1000 * (self._now() + self._ttl_s))
-        header = _HEADER.pack(_MAGIC, expires_ms, len(key_id)) + key_id
         source = image.source
         if isinstance(source, bytes):
             described, data = (_ENCODED, image.width, image.height, 0, 0, 0), source
@@ -129,14 +130,23 @@ class Records:
             height, width, channels = source.shape
             described = (_PIXELS, image.width, image.height, height, width, channels)
             data = source.tobytes()
-        body = _IMAGE.pack(*described) + data
-        context = _context(header, owner, image.image_id)
+        return self._packed(owner, image.image_id, _IMAGE.pack(*described) + data)
+
+    def pack_deleted(self, owner: str, image_id: str) -> bytes:
+        """A value that says that the image was deleted. It has at most OVERHEAD_BYTES."""
+        return self._packed(owner, image_id, _IMAGE.pack(_DELETED, 0, 0, 0, 0, 0))
+
+    def _packed(self, owner: str, image_id: str, body: bytes) -> bytes:
+        key_id = b"" if self._keys is None else self._keys.first.encode()
+        expires_ms = int(1000 * (self._now() + self._ttl_s))
+        header = _HEADER.pack(_MAGIC, expires_ms, len(key_id)) + key_id
+        context = _context(header, owner, image_id)
         if self._keys is not None:
             return header + self._keys.seal(body, context)
         return header + _sum(context, body) + body
 
     def unpack(self, owner: str, image_id: str, value: bytes) -> StoredImage:
-        """Raises Unreadable."""
+        """Raises Unreadable, and Deleted, which is one."""
         if len(value) < _HEADER.size:
             raise Unreadable("it is cut off")
         magic, expires_ms, id_bytes = _HEADER.unpack_from(value)
@@ -168,6 +178,8 @@ def _image(image_id: str, body: memoryview) -> StoredImage:
         raise Unreadable("it is cut off")
     kind, width, height, rows, columns, channels = _IMAGE.unpack_from(body)
     data = bytes(body[_IMAGE.size :])
+    if kind == _DELETED:
+        raise Deleted("its owner has deleted it")
     if kind == _ENCODED and data:
         return StoredImage(image_id, data, width, height)
     shape = (rows, columns, channels)

@@ -82,6 +82,9 @@ class RedisBackend:
                 password = config.password() or ""
                 return (parts.username, password) if parts.username else (password,)
 
+            async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+                return self.get_credentials()
+
         has_password = parts.username or config.password_file or config.password()
         tls: dict[str, Any] = {"ssl": True} if parts.scheme == "rediss" else {}
         if tls and config.ca_file:

@@ -10,22 +10,23 @@ import asyncio
 import logging
 import re
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from ...settings.shared_images import SharedImagesConfig
 from ..store import StoredImage
-from .backend import Backend, DamagedValue
+from .backend import Backend, DamagedValue, OpenedValue
 from .breaker import Breaker
 from .flight_room import FlightRoom, RoomFull
-from .records import OVERHEAD_BYTES, Records, Unreadable
+from .records import OVERHEAD_BYTES, Deleted, Records, Unreadable
 
 logger = logging.getLogger(__name__)
 
-Operation = Literal["get", "put", "delete"]
+Operation = Literal["get", "put", "delete", "check"]
 Outcome = Literal[
-    "hit", "miss", "damaged", "stored", "deleted", "too_large", "full", "failed", "paused"
+    "hit", "miss", "gone", "damaged", "stored", "deleted", "too_large", "full", "failed", "paused"
 ]
 _T = TypeVar("_T")
 
@@ -36,6 +37,8 @@ _LOG_INTERVAL_S = 60.0
 _PART_OF_DEADLINE = 0.5
 """A call waits at most for this part of its time to write or to delete, so that it can still answer."""
 _PART_FOR_ROOM = 0.5
+_CHECK_INTERVAL_S = 60.0
+_MOST_CHECKED = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,8 @@ class SharedImages:
         self._reads: dict[tuple[str, str], asyncio.Task[Fetched]] = {}
         self._writes: set[asyncio.Task[bool]] = set()
         self._logged_at: float | None = None
+        self._checked_at: OrderedDict[tuple[str, str], float] = OrderedDict()
+        """When each image that is known to be in the store was last seen there, the oldest first."""
 
     async def fetch(self, owner: str, image_id: str) -> Fetched:
         """The owner's image with this id."""
@@ -101,6 +106,18 @@ class SharedImages:
         if not _IMAGE_ID.fullmatch(image_id):
             return False
         return await self._finish(self._delete(owner, image_id), left_s)
+
+    def check(self, owner: str, image_id: str, drop: Callable[[], object]) -> None:
+        """Starts to check whether an image that this server holds was deleted by way of another server. Then calls
+        ``drop``. Does nothing if the image is not known to be shared, or was checked less than a minute ago."""
+        key = owner, image_id
+        last = self._checked_at.get(key)
+        if last is None or time.monotonic() - last < _CHECK_INTERVAL_S:
+            return
+        self._saw(key)
+        task = asyncio.create_task(self._check(owner, image_id, drop))
+        self._writes.add(task)
+        task.add_done_callback(self._writes.discard)
 
     async def close(self) -> None:
         """Waits for writes that run, at most for the setting's time."""
@@ -135,6 +152,7 @@ class SharedImages:
                     image = await self._computed(
                         len(data), lambda: self._records.unpack(owner, image_id, data)
                     )
+                    self._saw((owner, image_id))
                     return "hit", len(data), image
 
         outcome, image = await self._run("get", read)
@@ -154,6 +172,7 @@ class SharedImages:
                     ttl_s=self._config.ttl_s,
                     owner_bytes=self._config.caller_bytes + OVERHEAD_BYTES,
                 )
+                self._saw((owner, image.image_id))
                 return "stored", len(value), None
 
         outcome, _ = await self._run("put", write)
@@ -161,11 +180,51 @@ class SharedImages:
 
     async def _delete(self, owner: str, image_id: str) -> bool:
         async def delete() -> tuple[Outcome, int, None]:
-            existed = await self._backend.delete(owner, image_id)
-            return "deleted" if existed else "miss", 0, None
+            async with self._backend.opened(owner, image_id) as value:
+                if value is None or await self._says_deleted(owner, image_id, value):
+                    return "miss", 0, None
+            await self._backend.delete(owner, image_id)
+            await self._backend.put(
+                owner,
+                image_id,
+                self._records.pack_deleted(owner, image_id),
+                ttl_s=self._config.ttl_s,
+                owner_bytes=self._config.caller_bytes + OVERHEAD_BYTES,
+            )
+            return "deleted", 0, None
 
         outcome, _ = await self._run("delete", delete)
         return outcome == "deleted"
+
+    async def _check(self, owner: str, image_id: str, drop: Callable[[], object]) -> bool:
+        async def check() -> tuple[Outcome, int, None]:
+            async with self._backend.opened(owner, image_id) as value:
+                if value is None:  # It has expired, or other images have taken its place.
+                    return "miss", 0, None
+                is_gone = await self._says_deleted(owner, image_id, value)
+            if is_gone:
+                drop()
+            return "gone" if is_gone else "hit", 0, None
+
+        outcome, _ = await self._run("check", check)
+        return outcome == "gone"
+
+    async def _says_deleted(self, owner: str, image_id: str, value: OpenedValue) -> bool:
+        if value.num_bytes > OVERHEAD_BYTES:
+            return False
+        try:
+            self._records.unpack(owner, image_id, await value.read())
+        except Deleted:
+            return True
+        except Unreadable:
+            pass
+        return False
+
+    def _saw(self, key: tuple[str, str]) -> None:
+        self._checked_at[key] = time.monotonic()
+        self._checked_at.move_to_end(key)
+        if len(self._checked_at) > _MOST_CHECKED:
+            self._checked_at.popitem(last=False)
 
     async def _run(
         self,
@@ -185,6 +244,9 @@ class SharedImages:
             except asyncio.CancelledError:
                 self.breaker.left()
                 raise
+            except Deleted:
+                self.breaker.succeeded()
+                outcome = "miss"
             except (Unreadable, DamagedValue) as damage:
                 self.breaker.succeeded()
                 outcome = "damaged"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kestrel_engine import ConfigError
-from kestrel_grpc.images.shared.records import OVERHEAD_BYTES, Keys, Records, Unreadable
+from kestrel_grpc.images.shared.records import OVERHEAD_BYTES, Deleted, Keys, Records, Unreadable
 from kestrel_grpc.images.store import StoredImage
 
 ID = "img_" + "5" * 32
@@ -65,6 +65,16 @@ def test_no_flipped_bit_and_no_cut_is_taken(records):
             records.unpack("tenant", ID, value[:end])
     with pytest.raises(Unreadable):
         records.unpack("tenant", ID, value + b"x")
+
+
+def test_a_deletion_is_as_safe_as_an_image(records):
+    value = records.pack_deleted("tenant", ID)
+    assert len(value) <= OVERHEAD_BYTES
+    with pytest.raises(Deleted):
+        records.unpack("tenant", ID, value)
+    for owner, image_id in (("other", ID), ("tenant", OTHER_ID)):
+        with pytest.raises(Unreadable, match="another caller"):
+            records.unpack(owner, image_id, value)
 
 
 def test_a_value_expires(tmp_path):

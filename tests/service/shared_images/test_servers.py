@@ -11,6 +11,7 @@ import pytest
 
 from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2
 from kestrel_grpc.edge import interceptors
+from kestrel_grpc.images.shared import shared_images
 from kestrel_grpc.settings.shared_images import PASSWORD_VARIABLE, SharedImagesConfig
 from kestrel_grpc.settings.telemetry import TelemetryConfig
 from tests.service.conftest import raw_image
@@ -60,11 +61,19 @@ async def test_an_image_put_at_one_server_is_known_at_the_other(serve, shared, i
     assert (await first.vision.Query(query(by_id(stored.image_id)))).answer == sent.answer
 
 
-async def test_uploads_are_shared_and_deletions_too(serve, shared, redis_server, caplog):
+async def test_uploads_are_shared_and_deletions_too(serve, shared, monkeypatch, caplog):
     first, second = await serve(**shared()), await serve(**shared())
     stored = (await upload(first)).image
     assert (await second.vision.Query(query(by_id(stored.image_id)))).answer
     assert (await delete(first, stored.image_id)).existed
+    # The other server has a copy, which the next use after a minute finds deleted.
+    assert (await second.vision.Query(query(by_id(stored.image_id)))).answer
+    monkeypatch.setattr(shared_images, "_CHECK_INTERVAL_S", 0.0)
+    async with asyncio.timeout(60):
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            while await second.vision.Query(query(by_id(stored.image_id))):
+                await asyncio.sleep(0.01)
+    assert len(second.server.images) == 0
     third = await serve(**shared())
     told = await failure(third.vision.Query(query(by_id(stored.image_id))))
     assert told.code is grpc.StatusCode.NOT_FOUND and "send the image again" in told.message
