@@ -45,7 +45,7 @@ class Record:
         value = self.value(*names)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return str(value)
-        if not isinstance(value, str) or not value.strip():
+        if not isinstance(value, str) or not value.strip() or not is_unicode(value):
             self.refuse(names[0], value, "a text")
         return value
 
@@ -58,7 +58,10 @@ class Record:
             self.refuse(names[0], value, "a list of texts")
         if not all(isinstance(each, (str, int, float)) for each in value):
             self.refuse(names[0], value, "a list of texts")
-        return [str(each) for each in value]
+        texts = [str(each) for each in value]
+        if not all(map(is_unicode, texts)):
+            self.refuse(names[0], value, "a list of texts")
+        return texts
 
     def integer(self, *names: str) -> int:
         value = self.value(*names)
@@ -85,8 +88,13 @@ class Record:
 
     def refuse(self, name: str, value: Any, needed: str) -> NoReturn:
         raise CommandError(
-            f"{self.place}: row {self.number}: {name} is {str(value)[:80]!r}, needs {needed}"
+            f"{self.place}: row {self.number}: {name} is {str(value)[:80]!a}, needs {needed}"
         )
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written: JSON may have halves of characters."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def from_corner(x: float, y: float, width: float, height: float) -> Edges:

@@ -354,6 +354,7 @@ def test_errors_of_a_file_in_the_layout_of_a_set(coco, change, text):
         ([{"image": "c.png", "number": 1}], "row 1 has no column 'question'; its columns are number"),
         ([{"image": "c.png", "question": "q", "number": "many"}], "number is 'many', needs a whole number"),
         ([{"image": "c.png", "question": "  ", "number": 1}], "question is '  ', needs a text"),
+        ([{"image": "c.png", "question": "\ud800", "number": 1}], "question is .*ud800', needs a text"),
         (["text"], "row 1 is not an object"),
     ],
 )  # fmt: skip

@@ -18,7 +18,7 @@ from ...parser import CommandError
 from ..benchmark import Asking, Benchmark, Case, Hub, Outcome, Score, Whole
 from ..place_metrics import found_boxes, matched, size_of, to_pixels
 from ..reading import image_file, json_file, objects_of
-from ..records import Edges, Record, from_corner
+from ..records import Edges, Record, from_corner, is_unicode
 from ..scored import Answered
 
 _ALL = (
@@ -100,7 +100,7 @@ def _truths(record: Record) -> list[_Truth]:
             record.place, record.number, {"bbox": box}, record.image, record.load
         ).numbers("bbox", 4)
         name = CATEGORIES.get(label) if isinstance(label, int) else label
-        if not isinstance(name, str):
+        if not isinstance(name, str) or not is_unicode(name):
             record.refuse("label", label, "a name or the id of a category of COCO")
         if not isinstance(area, (int, float, NoneType)):
             record.refuse("area", area, "a number")
