@@ -46,6 +46,8 @@ NEW_COLOURS = {
 model knows are pink, at a distance of 0.19 where the ranges are closest, and blue and purple, at 0.20; mint is 0.13
 from green and 0.18 from cyan. Orange and yellow are 0.11 apart."""
 NEAR_COLOURS = {"lavender": ("purple", "pink", "blue"), "mint": ("green", "blue", "white")}
+ASKED = 3
+"""Known shapes whose colour is asked for, and sorts of new objects, at most, where there is more contrast."""
 _NEW = -1
 """Number of the new colour, which is none of COLOURS."""
 
@@ -103,12 +105,14 @@ class Picture:
 @dataclass(frozen=True)
 class Subject:
     """What is taught. ``draw``: the picture of a seed; True asks for a picture that shows what is easily taken for the
-    new objects. ``sorted_name``: the name of the objects of a sort, such as "red hexagon"."""
+    new objects. ``sorted_name``: the name of the objects of a sort, such as "red hexagon". ``sort_of``: the sort that a
+    known shape would have."""
 
     name: str
     plural: str
     draw: Callable[[str, bool], Picture]
     sorted_name: Callable[[int], str]
+    sort_of: Callable[[Shape], int]
 
 
 def hexagons() -> Subject:
@@ -118,6 +122,7 @@ def hexagons() -> Subject:
         "hexagons",
         _draw_hexagons,
         lambda sort: f"{COLOURS[sort]} hexagon",
+        lambda shape: shape.colour,
     )
 
 
@@ -128,6 +133,7 @@ def coloured(colour: str) -> Subject:
         f"{colour} shapes",
         lambda seed, with_near: _draw_coloured(colour, seed, with_near),
         lambda sort: f"{colour} {SHAPES[sort]}",
+        lambda shape: shape.kind,
     )
 
 
@@ -141,6 +147,7 @@ def known(colour: str | None) -> Subject:
         "diamonds",
         lambda seed, _with_near: _draw_known(kind, seed),
         lambda sort: f"{COLOURS[sort]} diamond",
+        lambda shape: shape.colour,
     )
 
 
@@ -276,12 +283,38 @@ def contrast(seed: str, picture: Picture) -> list[dict[str, Any]]:
     return [{"question": question, "answer": COLOURS[shape.colour]}]
 
 
+def more_contrast(seed: str, subject: Subject, picture: Picture) -> list[dict[str, Any]]:
+    """As ``contrast``, of several known shapes, and about new objects of the sorts that the shapes have."""
+    rng = random.Random(f"kestrel-tiny/teach/contrast/{seed}")
+    known = [shape for shape in picture.scene.shapes if shape.colour != _NEW]
+    kinds = [shape.kind for shape in picture.scene.shapes]
+    alone = [shape for shape in known if kinds.count(shape.kind) == 1]
+    lines = [
+        {"question": f"What colour is the {SHAPES[shape.kind]}?", "answer": COLOURS[shape.colour]}
+        for shape in rng.sample(alone, min(ASKED, len(alone)))
+    ]
+    sorts = sorted(
+        {subject.sort_of(shape) for shape in known} | {one.sort for one in picture.objects}
+    )
+    for sort in rng.sample(sorts, min(ASKED, len(sorts))):
+        own = [one for one in picture.objects if one.sort == sort]
+        name = subject.sorted_name(sort)
+        lines += [_asked_for(name, own), rng.choice(_located(picture, name, own))]
+    return lines
+
+
 def write(
-    folder: Path, subject: Subject, name: str, count: int, with_contrast: bool = False
+    folder: Path,
+    subject: Subject,
+    name: str,
+    count: int,
+    with_contrast: bool = False,
+    more: bool = False,
 ) -> None:
     """Writes ``count`` images and data.jsonl to ``folder``. Another ``name`` gives other images.
 
     ``with_contrast``: they also show, and ask for, what is easily taken for the new objects.
+    ``more``: they ask for more of it.
     """
     import pyvips
 
@@ -297,7 +330,8 @@ def write(
         file = f"{index:04}.jpg"
         image.copy(interpretation="srgb").write_to_file(str(folder / file), Q=90)
         about = examples(seed, subject, picture)
-        about += contrast(seed, picture) if with_contrast else []
+        if with_contrast:
+            about += more_contrast(seed, subject, picture) if more else contrast(seed, picture)
         lines += [{"image": file, **each} for each in about]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "data.jsonl").write_text(text, encoding="utf-8")

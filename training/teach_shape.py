@@ -76,7 +76,9 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     adapters.mkdir(parents=True, exist_ok=True)
     subject = new_objects.hexagons() if args.colour is None else new_objects.coloured(args.colour)
     adapter = args.colour or subject.name
-    new_objects.write(out / "training", subject, "training", args.images, with_contrast=True)
+    new_objects.write(
+        out / "training", subject, "training", args.images, True, more=args.more_contrast
+    )
     new_objects.write(out / "held_out", subject, "held_out", args.held_out)
     new_objects.write(out / "known", new_objects.known(args.colour), "held_out", args.held_out)
     config = RuntimeConfig(device=args.device, cpu_threads=args.threads, adapters_dir=adapters)
@@ -141,6 +143,7 @@ def main() -> None:
     )
     p.add_argument("--images", type=int, default=200, help="images to train on")
     p.add_argument("--held-out", type=int, default=100, help="images to measure on")
+    p.add_argument("--more-contrast", action="store_true", help="ask more about each image")
     p.add_argument("--old", type=int, default=100, help="scenes to measure the old skills on")
     p.add_argument("--epochs", type=int, default=4)
     p.add_argument("--minutes", type=float, default=2.0, help="most minutes of training")

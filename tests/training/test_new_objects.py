@@ -14,6 +14,7 @@ from training.new_objects import (
     examples,
     hexagons,
     known,
+    more_contrast,
 )
 
 SEEDS = [f"test/{index}" for index in range(40)]
@@ -29,7 +30,11 @@ def test_what_is_said_about_a_picture_is_true(subject: Subject) -> None:
         names = {subject.sorted_name(each.sort) for each in picture.objects}
         names |= {subject.name} if there else set()
         width, height = picture.scene.width, picture.scene.height
-        for line in examples(seed, subject, picture) + contrast(seed, picture):
+        for line in (
+            examples(seed, subject, picture)
+            + contrast(seed, picture)
+            + more_contrast(seed, subject, picture)
+        ):
             said += 1
             if "object" in line:
                 name, found = line["object"], line.get("points", line.get("boxes"))
@@ -51,7 +56,7 @@ def test_what_is_said_about_a_picture_is_true(subject: Subject) -> None:
                 noun = line["question"].removesuffix("?").split()[-1]
                 assert noun == "hexagon" or noun in SHAPES
         shown += bool(there)
-    assert shown > 5 and said > 6 * len(SEEDS)
+    assert shown > 5 and said > 9 * len(SEEDS)
 
 
 @pytest.mark.parametrize("name", NEW_COLOURS)
