@@ -202,6 +202,8 @@ def test_images_are_bounded(tmp_path, monkeypatch):
         CommandError, match=r"a.jpg: the images of a run together may have 150 bytes"
     ):
         images.open_images([str(path), str(path)])
+    with pytest.raises(CommandError, match=r"made-up image 1 of 3: .* may have 150 bytes"):
+        make_images(3, 64, 48, seed=0)
 
 
 def test_a_new_image_keeps_its_size_and_nearly_its_look():

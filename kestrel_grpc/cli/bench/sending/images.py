@@ -46,9 +46,7 @@ def open_images(names: Sequence[str]) -> list[Image]:
         except OSError as error:
             raise CommandError(f"cannot read {each.name!r}: {error.strerror}") from None
         except RequestTooLargeError:
-            raise CommandError(
-                f"{each.name}: the images of a run together may have {_MOST_BYTES} bytes"
-            ) from None
+            raise CommandError(f"{each.name}: {_too_many()}") from None
         except KestrelError as error:
             raise CommandError(f"{each.name}: {error}") from None
         assert isinstance(image, bytes | ImageHandle)
@@ -59,8 +57,20 @@ def open_images(names: Sequence[str]) -> list[Image]:
 
 
 def make_images(count: int, width: int, height: int, seed: int) -> list[Image]:
-    """JPEGs of coloured circles and squares, the same for the same seed."""
-    return [_scene(width, height, random.Random(f"image {seed} {i}")) for i in range(count)]
+    """JPEGs of coloured circles and squares, the same for the same seed. Raises CommandError if they are too large."""
+    images: list[Image] = []
+    room = _MOST_BYTES
+    for i in range(count):
+        image = _scene(width, height, random.Random(f"image {seed} {i}"))
+        room -= len(image)
+        if room < 0:
+            raise CommandError(f"made-up image {i + 1} of {count}: {_too_many()}")
+        images.append(image)
+    return images
+
+
+def _too_many() -> str:
+    return f"the images of a run together may have {_MOST_BYTES} bytes"
 
 
 def _scene(width: int, height: int, rng: random.Random) -> bytes:
