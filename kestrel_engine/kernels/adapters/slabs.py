@@ -38,14 +38,21 @@ class RowSlabs:
     first: Tensor
     count: Tensor
 
+    def __post_init__(self) -> None:
+        # Kernels read them one after the other.
+        for each in (self.slabs, self.first, self.count):
+            assert each.is_contiguous(), each.stride()
+
     def of(self, num_rows: int) -> RowSlabs:
         """Those of the first ``num_rows`` rows."""
         return RowSlabs(self.anchor, self.slabs, self.first[:num_rows], self.count[:num_rows])
 
     def repeated(self, times: int) -> RowSlabs:
         """Those of a pass in which each row stands for so many."""
+        # Of a single row, `reshape` would return a view that repeats one number in place.
         first, count = (
-            each[:, None].expand(-1, times).reshape(-1) for each in (self.first, self.count)
+            each[:, None].expand(-1, times).contiguous().view(-1)
+            for each in (self.first, self.count)
         )
         return RowSlabs(self.anchor, self.slabs, first, count)
 

@@ -90,6 +90,15 @@ def test_images_of_all_adapters_in_one_step_have_the_prefixes_of_merged_weights(
     assert torch.equal(plain, wanted)
 
 
+@pytest.mark.parametrize("name", ["tower", "projector"])
+def test_an_image_alone_whose_crops_come_alone(tested, name):
+    (own,) = of_all([name])
+    own = replace(own, key=f"alone/{name}")
+    (got,) = encoded(tested, [own], parts=own.num_crops)
+    (wanted,), _ = expected(name, of_all([None]))
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_tokens_equal_those_of_merged_weights(tested):
     """With the adapter of all layers, alone and beside the plain image."""
     own, plain = of_all(["all", None])
