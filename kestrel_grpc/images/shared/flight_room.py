@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-MOST_WAITING = 256
+MOST_WAITING = 64
 
 
 class RoomFull(Exception):

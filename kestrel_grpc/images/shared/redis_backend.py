@@ -86,20 +86,23 @@ class RedisBackend:
                 return self.get_credentials()
 
         has_password = parts.username or config.password_file or config.password()
-        tls: dict[str, Any] = {"ssl": True} if parts.scheme == "rediss" else {}
-        if tls and config.ca_file:
-            tls["ssl_ca_certs"] = config.ca_file
-        self._redis = redis.Redis(
+        tls: dict[str, Any] = {}
+        if parts.scheme == "rediss":
+            tls = {"connection_class": redis.SSLConnection, "ssl_ca_certs": config.ca_file}
+        # Operations beyond the number of connections wait for one.
+        pool = redis.BlockingConnectionPool(
+            max_connections=_CONNECTIONS,
+            timeout=config.timeout_s,
             host=parts.hostname or "",
             port=parts.port or 6379,
             db=int(parts.path.strip("/") or 0),
             credential_provider=Password() if has_password else None,
             socket_timeout=config.timeout_s,
             socket_connect_timeout=config.timeout_s,
-            max_connections=_CONNECTIONS,
             retry=Retry(NoBackoff(), 0),
             **tls,
         )
+        self._redis = redis.Redis.from_pool(pool)
         self._put = self._redis.register_script(_PUT)
         self._delete = self._redis.register_script(_DELETE)
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.service.security.conftest import Pair
+
 PROGRAM = shutil.which("valkey-server") or shutil.which("redis-server")
 PASSWORD = "a-password-that-no-log-shows"
 
@@ -27,9 +29,13 @@ class RedisServer:
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self, *, tls: Pair | None = None) -> None:
         assert PROGRAM is not None
-        words = [PROGRAM, "--port", self.port, "--bind", "127.0.0.1", "--save", "", "--dir", self.folder,
+        port = ["--port", self.port]
+        if tls is not None:
+            port = ["--port", 0, "--tls-port", self.port, "--tls-auth-clients", "no"]
+            port += ["--tls-cert-file", tls.cert, "--tls-key-file", tls.key]
+        words = [PROGRAM, *port, "--bind", "127.0.0.1", "--save", "", "--dir", self.folder,
                  "--requirepass", PASSWORD, "--daemonize", "no", "--loglevel", "warning"]  # fmt: skip
         self._process = subprocess.Popen([*map(str, words)], stdout=subprocess.DEVNULL)
         until = time.monotonic() + 60

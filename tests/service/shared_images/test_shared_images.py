@@ -14,6 +14,7 @@ from kestrel_grpc.images.shared.flight_room import FlightRoom, RoomFull
 from kestrel_grpc.images.shared.opening import open_shared_images
 from kestrel_grpc.images.store import StoredImage
 from kestrel_grpc.settings.shared_images import PASSWORD_VARIABLE, SharedImagesConfig
+from tests.service.security.conftest import make_authority
 from tests.service.shared_images.conftest import PASSWORD
 
 
@@ -139,6 +140,14 @@ async def test_several_calls_share_one_read(shared):
     assert one.outcomes == ["stored", "hit"]
 
 
+async def test_many_operations_wait_for_a_connection(shared):
+    one = shared()
+    await asyncio.gather(*(one.images.put("tenant", image(number)) for number in range(60)))
+    found = await asyncio.gather(*(one.got("tenant", number) for number in range(60)))
+    assert found == [image(number).source for number in range(60)]
+    assert one.outcomes == [*["stored"] * 60, *["hit"] * 60]
+
+
 async def test_a_call_with_little_time_does_not_wait_for_its_write(shared, redis_server):
     one = shared(timeout_s=30)
     redis_server.freeze()
@@ -180,6 +189,22 @@ async def test_a_user_of_redis_needs_the_documented_rights_only(
     assert await images.delete("tenant", image(3).image_id)
     await images.close()
     assert [event.outcome for event in events] == [*["stored"] * 4, "hit", "deleted"]
+
+
+async def test_tls(redis_server, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv(PASSWORD_VARIABLE, PASSWORD)
+    authority = make_authority(tmp_path)
+    redis_server.kill()
+    redis_server.start(tls=authority.issue("redis"))
+    address = redis_server.url.replace("redis://", "rediss://")
+    events = []
+    trusting = SharedImagesConfig(url=address, ca_file=str(authority.ca.cert))
+    for config in (trusting, SharedImagesConfig(url=address)):
+        images = open_shared_images(config, events.append)
+        await images.put("tenant", image(1))
+        await images.close()
+    assert [event.outcome for event in events] == ["stored", "failed"]
+    assert "certificate" in caplog.text.lower()
 
 
 def test_the_breaker_pauses_longer_each_time():
