@@ -53,13 +53,16 @@ def tools(tmp_path_factory):
 @pytest.fixture(scope="module")
 def builds(tools, tmp_path_factory):
     """Two folders with everything, built in different places, with different umasks and zones of time."""
+    one = checkout(tmp_path_factory.mktemp("one"))
+    # Of the first copy, because somebody may work on the sources meanwhile.
+    another = shutil.copytree(
+        one, tmp_path_factory.mktemp("another") / "place", copy_function=shutil.copyfile
+    )
     found = []
-    for name, umask, zone in (("one", "077", "UTC"), ("another place", "002", "Asia/Kolkata")):
-        folder = tmp_path_factory.mktemp("sources") / name.replace(" ", "-")
-        folder.mkdir()
+    for folder, umask, zone in ((one, "077", "UTC"), (another, "002", "Asia/Kolkata")):
         environment = {**os.environ, "SOURCE_DATE_EPOCH": "1767225600", "TZ": zone}
-        command = f"umask {umask}; .ci/build-wheels {tools} dist --no-isolation"
-        run("bash", "-c", command, cwd=checkout(folder), env=environment)
+        command = f"umask {umask}; bash .ci/build-wheels {tools} dist --no-isolation"
+        run("bash", "-c", command, cwd=folder, env=environment)
         found.append(folder / "dist")
     return found
 
