@@ -7,6 +7,8 @@ from collections import deque
 WINDOW_S = 600.0
 FIRST_DELAY_S = 0.5
 MOST_DELAY_S = 30.0
+CALM_S = 10.0
+"""A process that has run for so long was no failed start. If it ends, the delay is the first again."""
 
 
 class WorkersError(Exception):
@@ -14,11 +16,15 @@ class WorkersError(Exception):
 
 
 class Restarts:
-    """The restarts of one worker: at most ``most`` within WINDOW_S seconds, each after twice the previous delay."""
+    """The restarts of one worker: at most ``most`` within WINDOW_S seconds. Of those that follow each other closely,
+    each comes after twice the delay of the one before."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._at: deque[float] = deque()
+        self._next_delay_s = FIRST_DELAY_S
+        self._calm_at = 0.0
+        """When the process has run for CALM_S."""
 
     def next_delay(self, now: float) -> float | None:
         """Seconds to wait before the next start of a worker that ended at ``now``; None if the limit is reached."""
@@ -27,8 +33,10 @@ class Restarts:
         if len(self._at) >= self.most:
             return None
         self._at.append(now)
-        # The exponent is limited, because thousands of restarts would overflow.
-        return min(FIRST_DELAY_S * (1 << min(len(self._at) - 1, 16)), MOST_DELAY_S)
+        delay_s = FIRST_DELAY_S if now >= self._calm_at else self._next_delay_s
+        self._next_delay_s = min(2 * delay_s, MOST_DELAY_S)
+        self._calm_at = now + delay_s + CALM_S
+        return delay_s
 
 
 def gave_up(name: str, restarts: Restarts, how: str) -> str:

@@ -198,7 +198,7 @@ class Supervisor:
 
     async def _start(self, task: WorkerTask) -> Child | None:
         """Returns None if the server stops meanwhile. Raises WorkersError."""
-        starting = asyncio.create_task(Child.start(task, self._template, self._on_ready))
+        starting = asyncio.create_task(self._fork(task))
         stopping = asyncio.create_task(self._stopping.wait())
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -211,9 +211,15 @@ class Supervisor:
             raise WorkersError(
                 f"worker {task.index} cannot be started: {error.strerror or error}"
             ) from None
-        self._children[task.index] = child
         if self._stopping.is_set():  # The signal arrived during the start.
             child.drain()
+        return child
+
+    async def _fork(self, task: WorkerTask) -> Child:
+        """Raises OSError."""
+        child = await Child.start(task, self._template, self._on_ready)
+        # Before the event loop can read that it is ready.
+        self._children[task.index] = child
         return child
 
     async def _keep_template(self) -> None:

@@ -265,7 +265,10 @@ def test_a_port_can_be_held_while_old_connections_linger():
 def test_restarts_take_longer_each_time_and_end():
     restarts = Restarts(3)
     assert [restarts.next_delay(t) for t in (0, 1, 2, 3)] == [0.5, 1.0, 2.0, None]
-    assert restarts.next_delay(WINDOW_S) == 2.0, "the first is forgotten"
+    assert restarts.next_delay(WINDOW_S) == 0.5, "the first is forgotten"
     assert Restarts(0).next_delay(0.0) is None
+    calm = Restarts(1000)
+    ends = (0.0, 10.4, 21.3, 32.0, 47.0, 48.0)
+    assert [calm.next_delay(t) for t in ends] == [0.5, 1.0, 2.0, 4.0, 0.5, 1.0]
     many = Restarts(1000)
     assert max(many.next_delay(0.0) for _ in range(1000)) == MOST_DELAY_S
