@@ -26,6 +26,7 @@ from kestrel_client import KestrelError
 from .. import __version__
 from ..settings.cluster import ClusterConfig
 from .directory import BEAT_S, Directory, Server, as_json
+from .head import ClusterError, checked_head
 from .plan import ClusterPlan, ServerTask
 from .scaling import LoadPolicy
 from .server import ServerError, ServerProcess
@@ -41,10 +42,6 @@ _SENDING_S = 5.0
 _LOOK_S = 0.5
 _MOST_STARTS = 3
 """How often Serve tries to start a server before an upgrade fails."""
-
-
-class ClusterError(Exception):
-    """The cluster cannot be reached, or cannot run the servers. The message is one line."""
 
 
 class Replica:
@@ -183,12 +180,13 @@ def application(plan: ClusterPlan) -> serve.Application:
 
 def connect(config: ClusterConfig) -> None:
     """Raises ClusterError."""
+    address = checked_head(config.ray_address)
     try:
-        ray.init(address=config.ray_address, logging_level=logging.WARNING, log_to_driver=True)
+        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True)
     except (ConnectionError, RuntimeError, ValueError) as error:
         line = " ".join(str(error).split())[:300]
         raise ClusterError(
-            f"no Ray cluster at {config.ray_address} ({line}); start one with ray start --head"
+            f"no Ray cluster at {address} ({line}); start one with ray start --head"
         ) from None
 
 

@@ -18,6 +18,7 @@ from types import ModuleType
 from ...cluster.directory import Server
 from ...cluster.follow import DirectoryError, Follower, ask
 from ...cluster.front import check_front, run_front
+from ...cluster.head import ClusterError
 from ...cluster.plan import cluster_plan
 from ...logs.records import flush_log, set_up_logging
 from ...settings.addresses import AddressError
@@ -112,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         plan = cluster_plan(args, configuration(args), args.settings)
         on_ray.connect(config)
         on_ray.deploy(plan, partial(print, file=sys.stderr))
-    except (on_ray.ClusterError, AddressError) as error:
+    except (ClusterError, AddressError) as error:
         raise CommandError(str(error)) from None
     print(
         f"kestrel-grpc cluster ready: {plan.task.model}, settings {plan.task.version}, listed at {url}"
