@@ -36,6 +36,8 @@ end
 for _, member in ipairs(redis.call('ZRANGEBYSCORE', index, '-inf', now, 'LIMIT', 0, 1000)) do drop(member) end
 local own = size .. ':' .. id
 if redis.call('ZSCORE', index, own) then drop(own) end
+local before = redis.pcall('STRLEN', value)
+if type(before) == 'number' and redis.call('ZSCORE', index, before .. ':' .. id) then drop(before .. ':' .. id) end
 while total + size > limit do
   local oldest = redis.call('ZRANGE', index, 0, 0)[1]
   if not oldest then break end

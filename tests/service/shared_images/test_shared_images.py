@@ -91,6 +91,10 @@ async def test_an_owner_keeps_its_newest_images_in_its_bytes(shared, redis_clien
     assert int(await redis_client.get(f"{index}:bytes")) == total - 1000
     assert await one.got("tenant", 9) is None and one.outcomes[-1] == "miss"
     assert not await other.images.delete("tenant", image(9).image_id)
+    await one.images.put("tenant", image(9))  # As a server that still has it may.
+    assert int(await redis_client.get(f"{index}:bytes")) == total
+    assert await redis_client.zcard(index) == 4
+    assert await one.images.delete("tenant", image(9).image_id)
     # The store lost its record: it counts anew.
     await redis_client.delete(f"{index}:bytes")
     await one.images.put("tenant", image(20))
