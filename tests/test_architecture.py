@@ -16,7 +16,6 @@ PACKAGES = [
     ROOT / "kestrel_engine",
     ROOT / "kestrel_grpc",
     ROOT / "clients/python/kestrel_client",
-    ROOT / "kestrel_scenes",
     ROOT / "training",
 ]
 SOURCES = sorted(p for package in PACKAGES for p in package.rglob("*.py") if "_pb" not in p.parts)

@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kestrel_scenes.evaluation_set import Example, Task, encode, example
-from kestrel_scenes.scoring import Record, score
+from kestrel_grpc.scenes.evaluation_set import Example, Task, encode, example
+from kestrel_grpc.scenes.scoring import Record, score
 from training.score_table import tabulate
 
 BUNDLED = Path(__file__).parents[1] / "kestrel_engine" / "bundled" / "kestrel_tiny"

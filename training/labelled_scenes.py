@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from kestrel_scenes.evaluation_set import Example, encode
-from kestrel_scenes.phrases import Phrase, draw_absent, draw_present, object_words
-from kestrel_scenes.scenes import Scene, draw_scene, draw_size
+from kestrel_grpc.scenes.evaluation_set import Example, encode
+from kestrel_grpc.scenes.phrases import Phrase, draw_absent, draw_present, object_words
+from kestrel_grpc.scenes.scenes import Scene, draw_scene, draw_size
 
 PRESENT, ABSENT = 8, 2
 """Phrases for each scene, at most. Outlines are asked for single objects only, so many phrases are needed."""

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kestrel_scenes.phrases import with_article
-from kestrel_scenes.render import render_scene
-from kestrel_scenes.scenes import (
+from kestrel_grpc.scenes.phrases import with_article
+from kestrel_grpc.scenes.render import render_scene
+from kestrel_grpc.scenes.scenes import (
     Box,
     Rgb,
     Scene,
@@ -29,7 +29,7 @@ from kestrel_scenes.scenes import (
     overlap_share,
     stripe_gap,
 )
-from kestrel_scenes.vocabulary import COLOURS, MEASURED_COLOURS, SHAPES
+from kestrel_grpc.scenes.vocabulary import COLOURS, MEASURED_COLOURS, SHAPES
 
 LEAST_SIDE, MOST_SIDE = 160, 252
 """Pixels. An image of at most 252 pixels a side is one crop, which the vision tower encodes in a seventh of the time of

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from kestrel_scenes.captions import LENGTHS, caption
-from kestrel_scenes.paths import path_tokens
-from kestrel_scenes.phrases import (
+from kestrel_grpc.scenes.captions import LENGTHS, caption
+from kestrel_grpc.scenes.paths import path_tokens
+from kestrel_grpc.scenes.phrases import (
     Phrase,
     draw_absent,
     draw_present,
@@ -23,9 +23,9 @@ from kestrel_scenes.phrases import (
     refer,
     with_article,
 )
-from kestrel_scenes.questions import Question
-from kestrel_scenes.scenes import Scene, Shape
-from kestrel_scenes.vocabulary import FOREIGN_NOUNS
+from kestrel_grpc.scenes.questions import Question
+from kestrel_grpc.scenes.scenes import Scene, Shape
+from kestrel_grpc.scenes.vocabulary import FOREIGN_NOUNS
 from training.tokenizer import path_token_text
 
 EOS, ANSWER, THINK, COORD, SIZE, GROUND_START, GROUND_END = 0, 3, 4, 5, 6, 7, 9

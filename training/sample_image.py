@@ -8,9 +8,9 @@ import sys
 
 import numpy as np
 
-from kestrel_scenes.render import render_scene
-from kestrel_scenes.scenes import Background, Scene, Shape, draw_colour, stripe_gap
-from kestrel_scenes.vocabulary import COLOURS, SHAPES, STYLES
+from kestrel_grpc.scenes.render import render_scene
+from kestrel_grpc.scenes.scenes import Background, Scene, Shape, draw_colour, stripe_gap
+from kestrel_grpc.scenes.vocabulary import COLOURS, SHAPES, STYLES
 
 # style, colour, shape, centre x and y, radius, turn in degrees; left to right by centre
 OBJECTS: tuple[tuple[str, str, str, float, float, float, float], ...] = (

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kestrel_engine.maintenance.average_precision import Detection, average_precision
-from kestrel_scenes.scoring import Record
+from kestrel_grpc.scenes.scoring import Record
 
 
 @dataclass

@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 
 from kestrel_engine import InferenceEngine, RuntimeConfig, Tiled, Tiles
-from kestrel_scenes.phrases import Phrase
-from kestrel_scenes.render import render_scene
-from kestrel_scenes.scenes import MIN_CONTRAST, Scene, Shape, draw_background, draw_colour
-from kestrel_scenes.scoring import box_iou
-from kestrel_scenes.shapes import unit_bounds
-from kestrel_scenes.vocabulary import HELD_OUT, MEASURED_COLOURS, SHAPES
+from kestrel_grpc.scenes.phrases import Phrase
+from kestrel_grpc.scenes.render import render_scene
+from kestrel_grpc.scenes.scenes import MIN_CONTRAST, Scene, Shape, draw_background, draw_colour
+from kestrel_grpc.scenes.scoring import box_iou
+from kestrel_grpc.scenes.shapes import unit_bounds
+from kestrel_grpc.scenes.vocabulary import HELD_OUT, MEASURED_COLOURS, SHAPES
 
 SMALL_PX = (12.0, 20.0)
 LARGE_SHARE = (0.35, 0.5)

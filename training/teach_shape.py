@@ -27,8 +27,8 @@ async def measure(
 ) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
     """The scores on the held-out images, and for each old skill the right answers and all."""
     from kestrel_engine.teaching.judging import judge
-    from kestrel_scenes.evaluation_set import encode, example
-    from kestrel_scenes.scoring import score
+    from kestrel_grpc.scenes.evaluation_set import encode, example
+    from kestrel_grpc.scenes.scoring import score
 
     settings: dict[str, Any] = {"temperature": 0.0}
     if adapter is not None:

@@ -15,11 +15,11 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
-from kestrel_scenes.captions import LENGTHS, caption
-from kestrel_scenes.paths import COMMANDS, GRID_VALUES
-from kestrel_scenes.questions import draw_question
-from kestrel_scenes.scenes import draw_scene, draw_size
-from kestrel_scenes.vocabulary import (
+from kestrel_grpc.scenes.captions import LENGTHS, caption
+from kestrel_grpc.scenes.paths import COMMANDS, GRID_VALUES
+from kestrel_grpc.scenes.questions import draw_question
+from kestrel_grpc.scenes.scenes import draw_scene, draw_size
+from kestrel_grpc.scenes.vocabulary import (
     ANY_NOUNS,
     COLOURS,
     MEASURED_COLOURS,

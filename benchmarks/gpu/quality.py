@@ -243,8 +243,8 @@ async def measure_score(
     opened: Opened, report: GpuReport, *, scenes: int, fp8_gemms: str = "off"
 ) -> None:
     """Returns the share of tasks that kestrel-tiny answers correctly."""
-    from kestrel_scenes.evaluation_set import encode, example
-    from kestrel_scenes.scoring import Record, score
+    from kestrel_grpc.scenes.evaluation_set import encode, example
+    from kestrel_grpc.scenes.scoring import Record, score
     from training.evaluate import ask
 
     examples = [example("seen", index) for index in range(scenes)]

@@ -1,7 +1,7 @@
 """``demo``: starts a server, calls every method once, prints the answers and draws them on images.
 
-The image beside this file is scene 0 of the evaluation set (kestrel_scenes/evaluation_set.py). The model never saw it
-in training.
+The image beside this file is scene 0 of the evaluation set (kestrel_grpc/scenes/evaluation_set.py). The model never saw
+it in training.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def test_a_wheel_holds_its_packages_and_their_data_only(builds):
     names = zipfile.ZipFile(wheel_of(builds, "kestrel_grpc")).namelist()
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {
-        "kestrel_engine", "kestrel_grpc", "kestrel_scenes"
+        "kestrel_engine", "kestrel_grpc"
     }  # fmt: skip
     for data in ("kestrel_grpc/cli/demo.jpg", "kestrel_engine/bundled/kestrel_tiny/sample.jpg"):
         assert data in names

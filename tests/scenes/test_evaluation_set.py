@@ -4,8 +4,8 @@ import hashlib
 
 import pytest
 
-from kestrel_scenes.evaluation_set import Example, encode, example
-from kestrel_scenes.vocabulary import HELD_OUT
+from kestrel_grpc.scenes.evaluation_set import Example, encode, example
+from kestrel_grpc.scenes.vocabulary import HELD_OUT
 
 FROZEN = {
     "seen": "52f11742435f16b3",

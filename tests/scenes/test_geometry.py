@@ -8,12 +8,12 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from kestrel_scenes.paths import GRID_VALUES, outline, path_polygon, path_tokens, polygon_iou
-from kestrel_scenes.render import distances, render_scene, render_scenes
-from kestrel_scenes.scenes import draw_scene, draw_size
-from kestrel_scenes.scoring import inside
-from kestrel_scenes.shapes import geometry, place
-from kestrel_scenes.vocabulary import SHAPES
+from kestrel_grpc.scenes.paths import GRID_VALUES, outline, path_polygon, path_tokens, polygon_iou
+from kestrel_grpc.scenes.render import distances, render_scene, render_scenes
+from kestrel_grpc.scenes.scenes import draw_scene, draw_size
+from kestrel_grpc.scenes.scoring import inside
+from kestrel_grpc.scenes.shapes import geometry, place
+from kestrel_grpc.scenes.vocabulary import SHAPES
 
 
 @pytest.mark.parametrize("kind", range(len(SHAPES)), ids=SHAPES)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from kestrel_scenes.scenes import (
+from kestrel_grpc.scenes.scenes import (
     CENTRE_GAP,
     MAX_FRACTION,
     MAX_OVERLAP,
@@ -16,8 +16,8 @@ from kestrel_scenes.scenes import (
     draw_size,
     overlap_share,
 )
-from kestrel_scenes.tiling import MAX_CROPS, choose_tiling
-from kestrel_scenes.vocabulary import COLOURS, HELD_OUT, MAX_OBJECTS, MEASURED_COLOURS, SHAPES
+from kestrel_grpc.scenes.tiling import MAX_CROPS, choose_tiling
+from kestrel_grpc.scenes.vocabulary import COLOURS, HELD_OUT, MAX_OBJECTS, MEASURED_COLOURS, SHAPES
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from kestrel_scenes.evaluation_set import Task, example
-from kestrel_scenes.paths import path_tokens
-from kestrel_scenes.scenes import Scene
-from kestrel_scenes.scoring import box_iou, score
+from kestrel_grpc.scenes.evaluation_set import Task, example
+from kestrel_grpc.scenes.paths import path_tokens
+from kestrel_grpc.scenes.scenes import Scene
+from kestrel_grpc.scenes.scoring import box_iou, score
 from training.score_table import tabulate
 
 
@@ -24,7 +24,7 @@ def _point(scene: Scene, index: int) -> tuple[float, float]:
 
 
 def _perfect(scene: Scene, task: Task) -> dict[str, Any]:
-    from kestrel_scenes.captions import caption
+    from kestrel_grpc.scenes.captions import caption
 
     points = [_point(scene, i) for i in dict.fromkeys(task.targets)]
     match task.skill:

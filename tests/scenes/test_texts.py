@@ -5,11 +5,11 @@ from collections import Counter
 
 import pytest
 
-from kestrel_scenes.captions import LENGTHS, caption, named_objects, objects_of
-from kestrel_scenes.phrases import Phrase, draw_absent
-from kestrel_scenes.questions import MAKERS, draw_question
-from kestrel_scenes.scenes import Scene, draw_scene, draw_size
-from kestrel_scenes.vocabulary import COLOURS, HELD_OUT, SHAPES
+from kestrel_grpc.scenes.captions import LENGTHS, caption, named_objects, objects_of
+from kestrel_grpc.scenes.phrases import Phrase, draw_absent
+from kestrel_grpc.scenes.questions import MAKERS, draw_question
+from kestrel_grpc.scenes.scenes import Scene, draw_scene, draw_size
+from kestrel_grpc.scenes.vocabulary import COLOURS, HELD_OUT, SHAPES
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kestrel_scenes.evaluation_set import encode, example
+from kestrel_grpc.scenes.evaluation_set import encode, example
 from training.prompts import PromptWriter
 
 BUNDLED = Path(__file__).parents[2] / "kestrel_engine" / "bundled" / "kestrel_tiny"

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from kestrel_scenes.evaluation_set import encode, example
-from kestrel_scenes.questions import Question
-from kestrel_scenes.scoring import score
-from kestrel_scenes.tiling import CROP, PREFIX, WINDOW, View
+from kestrel_grpc.scenes.evaluation_set import encode, example
+from kestrel_grpc.scenes.questions import Question
+from kestrel_grpc.scenes.scoring import score
+from kestrel_grpc.scenes.tiling import CROP, PREFIX, WINDOW, View
 from training.evaluate import GREEDY, ask
 from training.export import config_json, load_exported
 from training.images.resize import normalise

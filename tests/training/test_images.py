@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from kestrel_scenes.render import render_scene
-from kestrel_scenes.scenes import draw_scene
-from kestrel_scenes.tiling import View
+from kestrel_grpc.scenes.render import render_scene
+from kestrel_grpc.scenes.scenes import draw_scene
+from kestrel_grpc.scenes.tiling import View
 from training.images.batch_images import ImageMaker
 from training.images.jpeg import dct_matrix, jpeg_round_trip
 from training.images.resize import crops, resize

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kestrel_scenes.vocabulary import COLOURS, SHAPES
+from kestrel_grpc.scenes.vocabulary import COLOURS, SHAPES
 from training.new_objects import (
     NEAR_COLOURS,
     NEW_COLOURS,

@@ -7,7 +7,7 @@ import pytest
 
 from kestrel_engine.outlines.region import Region
 from kestrel_engine.types.model_config import parse_model_config
-from kestrel_scenes.scenes import draw_scene
+from kestrel_grpc.scenes.scenes import draw_scene
 from training.refining.evaluate import run
 from training.refining.samples import draw_coarse, samples, true_mask
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from kestrel_scenes.render import render_scene
+from kestrel_grpc.scenes.render import render_scene
 from training.small_objects import SMALL_PX, f1, right_boxes, right_points, small_scene
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from kestrel_scenes.captions import LENGTHS, caption
-from kestrel_scenes.paths import COMMANDS, GRID_VALUES
-from kestrel_scenes.questions import draw_question
-from kestrel_scenes.scenes import draw_scene, draw_size
+from kestrel_grpc.scenes.captions import LENGTHS, caption
+from kestrel_grpc.scenes.paths import COMMANDS, GRID_VALUES
+from kestrel_grpc.scenes.questions import draw_question
+from kestrel_grpc.scenes.scenes import draw_scene, draw_size
 from training.prompts import PromptWriter
 from training.tokenizer import SPECIAL, build, path_token_text
 

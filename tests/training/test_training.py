@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kestrel_scenes.tiling import GRID, PREFIX
+from kestrel_grpc.scenes.tiling import GRID, PREFIX
 from training.images.batch_images import ImageMaker
 from training.learning import checkpoints
 from training.learning.batches import SKILLS, TEXT_LENGTH, StepData, draw_batch

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kestrel_scenes.render import paint_background, paint_shape, render
+from kestrel_grpc.scenes.render import paint_background, paint_shape, render
 from training.images.jpeg import Stages, jpeg_round_trip
 from training.images.resize import crops, normalise, resize
 from training.learning.batches import Batch, Spoiling

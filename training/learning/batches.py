@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from kestrel_scenes.captions import LENGTHS
-from kestrel_scenes.questions import draw_question
-from kestrel_scenes.render import pack_scene
-from kestrel_scenes.scenes import Scene, draw_scene, draw_size
-from kestrel_scenes.tiling import PREFIX, View, choose_tiling
-from kestrel_scenes.vocabulary import COLOURS, MAX_OBJECTS, MEASURED_COLOURS
+from kestrel_grpc.scenes.captions import LENGTHS
+from kestrel_grpc.scenes.questions import draw_question
+from kestrel_grpc.scenes.render import pack_scene
+from kestrel_grpc.scenes.scenes import Scene, draw_scene, draw_size
+from kestrel_grpc.scenes.tiling import PREFIX, View, choose_tiling
+from kestrel_grpc.scenes.vocabulary import COLOURS, MAX_OBJECTS, MEASURED_COLOURS
 from training.prompts import (
     COORD,
     SIZE,

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kestrel_scenes.tiling import GRID
-from kestrel_scenes.vocabulary import COLOURS, SHAPES, STYLES
+from kestrel_grpc.scenes.tiling import GRID
+from kestrel_grpc.scenes.vocabulary import COLOURS, SHAPES, STYLES
 from training.learning.batches import SKILLS, Batch
 from training.learning.model import TinyModel, prompt_mask
 

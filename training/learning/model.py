@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kestrel_scenes.tiling import CROP, GRID, MARGIN, MAX_CROPS, PATCH, PREFIX, View
+from kestrel_grpc.scenes.tiling import CROP, GRID, MARGIN, MAX_CROPS, PATCH, PREFIX, View
 
 
 @dataclass(frozen=True)

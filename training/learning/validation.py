@@ -10,7 +10,7 @@ import random
 
 import torch
 
-from kestrel_scenes.scenes import draw_size
+from kestrel_grpc.scenes.scenes import draw_size
 from training.images.batch_images import ImageMaker
 from training.learning.batches import SKILLS, Batch, draw_batch
 from training.learning.losses import run

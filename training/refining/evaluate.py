@@ -12,8 +12,8 @@ import asyncio
 from pathlib import Path
 
 from kestrel_engine import InferenceEngine, RuntimeConfig
-from kestrel_scenes.evaluation_set import encode, example
-from kestrel_scenes.scoring import segment_iou
+from kestrel_grpc.scenes.evaluation_set import encode, example
+from kestrel_grpc.scenes.scoring import segment_iou
 
 
 async def run(scenes: int, refiner: str | Path, threads: int) -> tuple[list[float], list[float]]:

@@ -20,9 +20,9 @@ from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.decoding.images import open_image
 from kestrel_engine.skills.objects.svg_path import format_number
 from kestrel_engine.types.model_config import VisionConfig
-from kestrel_scenes.evaluation_set import Example, encode
-from kestrel_scenes.paths import GRID_STEP, outline, path_tokens
-from kestrel_scenes.scenes import Scene, Shape, draw_scene, draw_size
+from kestrel_grpc.scenes.evaluation_set import Example, encode
+from kestrel_grpc.scenes.paths import GRID_STEP, outline, path_tokens
+from kestrel_grpc.scenes.scenes import Scene, Shape, draw_scene, draw_size
 
 SAMPLES = 4
 """Samples of a pixel along each axis of the true mask."""

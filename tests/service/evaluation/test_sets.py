@@ -260,7 +260,7 @@ def test_rows_with_more_names_than_a_call_takes_become_several_items(tmp_path):
 
 def test_scenes_score_the_results_of_the_client():
     """A perfect answer in the form of the SDK has the full score, and none at all has no score."""
-    from kestrel_scenes.captions import caption
+    from kestrel_grpc.scenes.captions import caption
 
     chosen = benchmark("scenes")
     groups = set()

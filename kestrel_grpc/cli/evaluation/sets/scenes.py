@@ -11,9 +11,9 @@ from kestrel_client import CaptionTask, SegmentTask, Task
 from ..benchmark import Asking, Benchmark, Case, Item, Outcome, Score
 
 if TYPE_CHECKING:
-    from kestrel_scenes.evaluation_set import Example
-    from kestrel_scenes.evaluation_set import Task as SceneTask
-    from kestrel_scenes.scenes import Scene
+    from kestrel_grpc.scenes.evaluation_set import Example
+    from kestrel_grpc.scenes.evaluation_set import Task as SceneTask
+    from kestrel_grpc.scenes.scenes import Scene
 
 NUM_SEEN, NUM_UNSEEN = 2000, 300
 """Scenes of the whole set: of the main part, and with pairs of colour and shape that training never shows."""
@@ -33,7 +33,7 @@ def _items(asking: Asking, limit: int | None) -> Iterator[Item]:
 
 
 def _item(part: str, index: int, number: int, asking: Asking) -> Item:
-    from kestrel_scenes.evaluation_set import encode
+    from kestrel_grpc.scenes.evaluation_set import encode
 
     found = _example(part, index)
     return Item(
@@ -46,13 +46,13 @@ def _item(part: str, index: int, number: int, asking: Asking) -> Item:
 
 @lru_cache(maxsize=64)
 def _example(part: str, index: int) -> Example:
-    from kestrel_scenes.evaluation_set import example
+    from kestrel_grpc.scenes.evaluation_set import example
 
     return example(part, index)
 
 
 def _case(found: Example, task: SceneTask, asking: Asking) -> Case:
-    from kestrel_scenes.paths import outline
+    from kestrel_grpc.scenes.paths import outline
 
     scene = found.scene
     group = "absent" if task.kind == "absent" else task.skill
@@ -77,7 +77,7 @@ def _case(found: Example, task: SceneTask, asking: Asking) -> Case:
 
 
 def _caption(scene: Scene, length: str) -> str:
-    from kestrel_scenes.captions import caption
+    from kestrel_grpc.scenes.captions import caption
 
     return caption(scene, length)
 
@@ -109,7 +109,7 @@ def _asked(task: SceneTask, asking: Asking) -> Task:
 
 
 def _score(case: Case, outcome: Outcome | None) -> Score:
-    from kestrel_scenes.scoring import score
+    from kestrel_grpc.scenes.scoring import score
 
     scene, task = case.truth
     record = score(scene, task, _output(task.skill, outcome or {}))

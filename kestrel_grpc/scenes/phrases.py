@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from kestrel_scenes.scenes import Scene, Shape
-from kestrel_scenes.vocabulary import (
+from kestrel_grpc.scenes.scenes import Scene, Shape
+from kestrel_grpc.scenes.vocabulary import (
     ANY_NOUNS,
     COLOURS,
     HELD_OUT,

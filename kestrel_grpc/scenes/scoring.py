@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kestrel_scenes.captions import named_objects, objects_of
-from kestrel_scenes.evaluation_set import Task
-from kestrel_scenes.paths import outline, path_polygon, polygon_iou
-from kestrel_scenes.scenes import Box, Scene, Shape
+from kestrel_grpc.scenes.captions import named_objects, objects_of
+from kestrel_grpc.scenes.evaluation_set import Task
+from kestrel_grpc.scenes.paths import outline, path_polygon, polygon_iou
+from kestrel_grpc.scenes.scenes import Box, Scene, Shape
 
 Record = dict[str, Any]
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from kestrel_scenes.captions import LENGTHS
-from kestrel_scenes.phrases import Phrase, draw_absent, draw_present, object_words, refer
-from kestrel_scenes.questions import Question, colour, draw_question, shape
-from kestrel_scenes.render import render_scene
-from kestrel_scenes.scenes import Scene, draw_scene, draw_size
-from kestrel_scenes.vocabulary import HELD_OUT
+from kestrel_grpc.scenes.captions import LENGTHS
+from kestrel_grpc.scenes.phrases import Phrase, draw_absent, draw_present, object_words, refer
+from kestrel_grpc.scenes.questions import Question, colour, draw_question, shape
+from kestrel_grpc.scenes.render import render_scene
+from kestrel_grpc.scenes.scenes import Scene, draw_scene, draw_size
+from kestrel_grpc.scenes.vocabulary import HELD_OUT
 
 
 @dataclass(frozen=True)

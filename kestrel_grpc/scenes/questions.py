@@ -9,10 +9,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kestrel_scenes.captions import place_of, short_caption
-from kestrel_scenes.phrases import Phrase, draw_absent, draw_present, name_of, refer
-from kestrel_scenes.scenes import MIN_SIZE_RATIO, Scene
-from kestrel_scenes.vocabulary import COLOURS, FOREIGN_NOUNS, SHAPES, STYLE_WORDS, STYLES
+from kestrel_grpc.scenes.captions import place_of, short_caption
+from kestrel_grpc.scenes.phrases import Phrase, draw_absent, draw_present, name_of, refer
+from kestrel_grpc.scenes.scenes import MIN_SIZE_RATIO, Scene
+from kestrel_grpc.scenes.vocabulary import COLOURS, FOREIGN_NOUNS, SHAPES, STYLE_WORDS, STYLES
 
 RELATION_GAP = 0.05  # least difference of two centres, as a share of the side
 EDGE_GAP = 0.03  # least lead of the outermost centre

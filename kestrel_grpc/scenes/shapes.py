@@ -1,6 +1,6 @@
 """Canonical geometry of the ten shapes: outlines, true vertices, the point a user would click, areas.
 
-All in a local frame with y down and a radius of about one; ``kestrel_scenes.render`` holds the matching signed
+All in a local frame with y down and a radius of about one; ``kestrel_grpc.scenes.render`` holds the matching signed
 distances.  A vertex list starts at a fixed place of the shape and runs clockwise as seen on screen.
 """
 
@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from kestrel_scenes.vocabulary import SHAPES
+from kestrel_grpc.scenes.vocabulary import SHAPES
 
 Array = NDArray[np.float64]
 

@@ -1,7 +1,7 @@
 """Scenes as plain data, and the rules for random scenes.
 
-Sizes are in pixels of the image. "The view" means the model's view (``kestrel_scenes.tiling.View``): the tiled stretch
-and the global crop. Every rule that keeps questions fair refers to the view.
+Sizes are in pixels of the image. "The view" means the model's view (``kestrel_grpc.scenes.tiling.View``): the tiled
+stretch and the global crop. Every rule that keeps questions fair refers to the view.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import random
 from dataclasses import dataclass
 from functools import cached_property
 
-from kestrel_scenes.shapes import DEFAULT_TILT, LIMB, QUARTERS, TILT, geometry, unit_bounds
-from kestrel_scenes.tiling import View
-from kestrel_scenes.vocabulary import (
+from kestrel_grpc.scenes.shapes import DEFAULT_TILT, LIMB, QUARTERS, TILT, geometry, unit_bounds
+from kestrel_grpc.scenes.tiling import View
+from kestrel_grpc.scenes.vocabulary import (
     COLOUR_RANGES,
     COLOURS,
     HELD_OUT,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from kestrel_scenes.phrases import name_of, with_article
-from kestrel_scenes.scenes import Scene, Shape
-from kestrel_scenes.vocabulary import COLOURS, NUMBER_WORDS, PLURALS, SHAPES, STYLES
+from kestrel_grpc.scenes.phrases import name_of, with_article
+from kestrel_grpc.scenes.scenes import Scene, Shape
+from kestrel_grpc.scenes.vocabulary import COLOURS, NUMBER_WORDS, PLURALS, SHAPES, STYLES
 
 LENGTHS: tuple[str, ...] = ("short", "normal", "long")
 _PLACES = (

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from kestrel_scenes.scenes import Box, Shape
-from kestrel_scenes.shapes import geometry, place
+from kestrel_grpc.scenes.scenes import Box, Shape
+from kestrel_grpc.scenes.shapes import geometry, place
 
 GRID_STEP = 16
 GRID_VALUES: tuple[int, ...] = tuple(range(0, 961, GRID_STEP))

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kestrel_scenes import shapes as geo
-from kestrel_scenes.scenes import Scene
-from kestrel_scenes.vocabulary import MAX_OBJECTS
+from kestrel_grpc.scenes import shapes as geo
+from kestrel_grpc.scenes.scenes import Scene
+from kestrel_grpc.scenes.vocabulary import MAX_OBJECTS
 
 MAX_LINES = 6
 SHAPE_FIELDS = 16  # cx cy radius cos sin kind style rgb rgb2 stroke period present
