@@ -112,6 +112,25 @@ def test_supervision() -> None:
     assert outline.to_supervision().mask.sum() == pytest.approx(np.pi * 50 * 50, rel=0.01)
 
 
+def test_supervision_has_points_as_key_points() -> None:
+    supervision = pytest.importorskip("supervision")
+    places = (Point(0.25, 0.5, 0.75), Point(1, 1, 0.5))
+    points = made(PointResult, object="eye", points=places).to_supervision()
+    assert isinstance(points, supervision.KeyPoints)
+    assert points.xy.tolist() == [[[100, 100]], [[400, 200]]]
+    assert points.keypoint_confidence.tolist() == [[0.75], [0.5]]
+    assert points.detection_confidence.tolist() == [0.75, 0.5]
+    assert points.data["class_name"].tolist() == ["eye", "eye"]
+    image = np.zeros((200, 400, 3), np.uint8)
+    drawn = supervision.VertexAnnotator(radius=3).annotate(image.copy(), points)
+    assert drawn[100, 100].any() and not drawn[50, 50].any()
+    unscored = made(PointResult, object="eye", points=(Point(0, 0),)).to_supervision()
+    assert unscored.keypoint_confidence is None
+    assert len(made(PointResult, object="eye", points=()).to_supervision()) == 0
+    with pytest.raises(InvalidImageError, match="no image_size"):
+        made(PointResult, object="eye", points=places, image_size=None).to_supervision()
+
+
 @pytest.mark.parametrize("package", ["pandas", "supervision"])
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)

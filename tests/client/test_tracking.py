@@ -11,7 +11,7 @@ from tests.environments import python_with
 
 CLIENT = Path(__file__).parents[2] / "clients/python"
 MADE = """
-from kestrel_client import Box, DetectResult, ObjectTracker, SegmentResult
+from kestrel_client import Box, DetectResult, ObjectTracker, Point, PointResult, SegmentResult
 from kestrel_client.geometry import ImageSize
 import dataclasses
 
@@ -50,6 +50,10 @@ unscored = tuple(dataclasses.replace(box, score=None) for box in boxes)
 assert made(DetectResult, objects=unscored).to_supervision().confidence is None
 assert len(made(DetectResult, objects=()).to_supervision()) == 0
 
+points = made(PointResult, points=(Point(0.25, 0.5, 0.75),)).to_supervision()
+assert points.xy.tolist() == [[[100, 100]]], points.xy
+assert points.keypoint_confidence.tolist() == [[0.75]], points
+
 box = Box(0.25, 0.25, 0.5, 0.75)
 outline = made(SegmentResult, svg_path="M 0 0 L 1 0 1 1 0 1 z", box=box).to_supervision()
 assert outline.xyxy.tolist() == [[100, 50, 200, 150]]
@@ -60,7 +64,7 @@ assert outline.mask[0, 50:150, 100:200].all()
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    packages = ("trackers>=2.6", "supervision", str(CLIENT))
+    packages = ("trackers>=2.6", "supervision>=0.29,<1", str(CLIENT))
     return python_with(tmp_path_factory.mktemp("packages"), *packages)
 
 

@@ -5,6 +5,7 @@ import json
 import sys
 
 import moondream as md
+import supervision
 from PIL import Image
 
 endpoint, key, path = sys.argv[1:]
@@ -30,6 +31,10 @@ out = {
 }
 with open(path, "rb") as file:
     url = "data:image/jpeg;base64," + base64.b64encode(file.read()).decode()
+boxes = supervision.Detections.from_vlm(
+    supervision.VLM.MOONDREAM, out["detect"], resolution_wh=image.size
+)
+out["supervision"] = [boxes.xyxy.tolist(), image.size]
 messages = [
     {
         "role": "user",

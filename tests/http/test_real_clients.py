@@ -81,7 +81,7 @@ def printed(command: list[str | Path], **options: Any) -> dict[str, Any]:
 
 def test_moondream(endpoint: str, tmp_path: Path):
     # Its dependencies are engines for a GPU, which a client of a server does not need.
-    packages = ["--no-deps moondream==2.6.1", "pillow>=11"]
+    packages = ["--no-deps moondream==2.6.1", "pillow>=11", "supervision>=0.29,<1"]
     out = run(tmp_path, packages, "moondream_program.py", endpoint)
     assert out["query"] == {"answer": "0"} and out["stream"] == "0"
     assert out["reasoning"]["reasoning"]["text"] == "I see no red circles."
@@ -89,6 +89,11 @@ def test_moondream(endpoint: str, tmp_path: Path):
     assert out["caption_stream"] == out["caption"]["caption"]
     assert len(out["detect"]["objects"]) == len(out["point"]["points"]) == 2
     assert out["detect"]["objects"][0].keys() == {"x_min", "y_min", "x_max", "y_max", "score"}
+    boxes, (width, height) = out["supervision"]
+    assert len(boxes) == 2
+    for box, (left, top, right, bottom) in zip(out["detect"]["objects"], boxes, strict=True):
+        assert (left, top) == pytest.approx((box["x_min"] * width, box["y_min"] * height))
+        assert (right, bottom) == pytest.approx((box["x_max"] * width, box["y_max"] * height))
     assert out["refs"].keys() == {"points"}
     assert out["chat"]["message"]["content"] == out["chat_stream"] == "0"
     assert example(tmp_path, endpoint, "import moondream", [tmp_path / "env/bin/python"])

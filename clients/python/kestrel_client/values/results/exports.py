@@ -36,9 +36,23 @@ def to_supervision(
     )
 
 
-def _confidence(boxes: tuple[Box, ...], numpy: Any) -> Any:
-    """The scores; None if a box has none, as from a server without scores."""
-    scores = [box.score for box in boxes]
+def points_to_supervision(name: str, points: tuple[Point, ...], size: ImageSize) -> Any:
+    """Returns a supervision.KeyPoints: each point is an object with one key point."""
+    supervision, numpy = package("supervision"), package("numpy")
+    places = [(point.x * size.width, point.y * size.height) for point in points]
+    confidence = _confidence(points, numpy)
+    return supervision.KeyPoints(
+        xy=numpy.array(places, numpy.float32).reshape(-1, 1, 2),
+        class_id=numpy.zeros(len(points), int),
+        keypoint_confidence=None if confidence is None else confidence[:, None],
+        detection_confidence=confidence,
+        data={"class_name": numpy.array([name] * len(points), str)},
+    )
+
+
+def _confidence(found: tuple[Box, ...] | tuple[Point, ...], numpy: Any) -> Any:
+    """The scores; None if one is missing, as from a server without scores."""
+    scores = [each.score for each in found]
     return None if None in scores else numpy.array(scores, numpy.float32)
 
 

@@ -39,6 +39,17 @@ class PointResult(Result):
     def __repr__(self) -> str:
         return self._short(f"{len(self.points)} x {self.object!r}{shown_scores(self.points)}")
 
+    def to_supervision(self) -> supervision.KeyPoints:
+        """Returns the points in pixels for the package ``supervision`` (0.29 or later): each is an object with one key
+        point. ``keypoint_confidence`` has the scores, and ``data["class_name"]`` the object.
+
+        Raises MissingDependencyError without supervision.
+        """
+        from . import exports
+
+        size = exports.size_of(self.image_size)
+        return exports.points_to_supervision(self.object, self.points, size)
+
     def to_frame(self) -> pandas.DataFrame:
         """Returns a pandas DataFrame with a row per point: object, x, y, score, and x_px, y_px if the image's size is
         known.
