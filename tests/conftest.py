@@ -123,6 +123,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Files(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+@pytest.fixture
+def checked_addresses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails tests whose interpreted kernels access what their arguments do not cover."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from triton.runtime import interpreter
+
+        from tests.addresses import check_addresses
+
+        check_addresses(interpreter, request.module, monkeypatch)
+
+
 @pytest.fixture(scope="session")
 def golden_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """From "md2" or "md3" to that golden model's checkpoint folder, unpacked once a session. Don't write to it."""

@@ -21,6 +21,8 @@ from kestrel_engine.kernels.linear.skinny_linear import (
     skinny_linear,
 )
 
+pytestmark = pytest.mark.usefixtures("checked_addresses")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DIM, HIDDEN = 52, 75
 

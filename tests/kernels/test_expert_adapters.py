@@ -17,6 +17,8 @@ from kestrel_engine.models.low_rank import LowRank, token_adapters
 from kestrel_engine.models.text import Moe
 from tests.kernels.moe_layer import DEVICE, Layer, relative_error
 
+pytestmark = pytest.mark.usefixtures("checked_addresses")
+
 EXPERTS, DIM, INNER = 5, 72, 40
 CPU = torch.device("cpu")
 

@@ -8,6 +8,8 @@ pytest.importorskip("triton")
 
 from kestrel_engine.kernels.layer_norm import add_layer_norm, layer_norm
 
+pytestmark = pytest.mark.usefixtures("checked_addresses")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 # Interpreted, bfloat16 arithmetic is wrong.

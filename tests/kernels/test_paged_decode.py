@@ -15,6 +15,8 @@ from kestrel_engine.kernels.attention.paged_decode import (
 )
 from tests.kernels.attention_cases import Case, decode_reference, relative_error
 
+pytestmark = pytest.mark.usefixtures("checked_addresses")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 

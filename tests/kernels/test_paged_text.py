@@ -6,6 +6,8 @@ import torch.nn.functional as F
 
 from kestrel_engine.kernels.attention.paged_text import TILE_QUERIES, TILE_WIDTH, paged_text
 
+pytestmark = pytest.mark.usefixtures("checked_addresses")
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -6,6 +6,8 @@ import torch
 from kestrel_engine.kernels.attention.rope_store import rope_store
 from tests.kernels.attention_cases import prepared, relative_error
 
+pytestmark = pytest.mark.usefixtures("checked_addresses")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS = {torch.float32: 1e-6, torch.float16: 1e-3}
 

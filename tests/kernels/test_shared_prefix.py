@@ -9,6 +9,8 @@ from kestrel_engine.kernels.attention.paged_decode import DecodeWorkspace, paged
 from kestrel_engine.kernels.attention.shared_prefix import ROWS, TILE_WIDTH, SharedPrefixes
 from tests.kernels.attention_cases import Case, decode_reference, relative_error
 
+pytestmark = pytest.mark.usefixtures("checked_addresses")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 

@@ -19,6 +19,8 @@ from kestrel_engine.kernels.linear.skinny_linear import (
 )
 from kestrel_engine.runtime.gpu.gemm import Fp8Linear
 
+pytestmark = pytest.mark.usefixtures("checked_addresses")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCES = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 # Interpreted, bfloat16 arithmetic is wrong.

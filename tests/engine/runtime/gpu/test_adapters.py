@@ -21,6 +21,8 @@ from tests.engine.adapters.random_adapters import adapter, random_tensors
 from tests.engine.runtime.gpu.small_models import picture, small_model
 from tests.engine.runtime.gpu.test_gpu_runtime import DEVICE, SIZES, TEXT, Talk, answers
 
+pytestmark = pytest.mark.usefixtures("checked_addresses")
+
 
 def adapters_of(config, layout, *shapes):
     """An adapter for each (seed, rank, part of the names), in both forms. Experts have lower ranks."""

@@ -20,6 +20,8 @@ from tests.engine.adapters.random_adapters import adapter, merged, random_tensor
 from tests.engine.runtime.gpu.small_models import picture, small_model
 from tests.engine.runtime.gpu.test_gpu_runtime import DEVICE, SIZES, TEXT, Talk, answers, image
 
+pytestmark = pytest.mark.usefixtures("checked_addresses")
+
 CONFIG, TENSORS = small_model("moondream2")
 CPU = torch.device("cpu")
 LAYOUT = SlabLayout(CONFIG, torch.float32, torch.device(DEVICE))
