@@ -107,7 +107,7 @@ async def test_words_may_stand_behind_flags(kestrel):
         (["caption", "short"], "no image is given"),
         (["analyze", "--detect", "cat"], "no image is given"),
         (["qurey", "x"], "unknown command 'qurey'; did you mean query?"),
-        (["zzz"], "the commands are serve, query"),
+        (["zzz"], "the commands are serve, cluster, query"),
         (["query", "x", "--modle", "y"], "unknown flag --modle; did you mean --model?"),
         (["query", "x", "--priority", "hihg"], "invalid choice: 'hihg'; did you mean high?"),
         (["query", "x", "--server", "http://127.0.0.1:1"], "gRPC takes HOST:PORT: 127.0.0.1:1"),
