@@ -49,11 +49,8 @@ class RowSlabs:
 
     def repeated(self, times: int) -> RowSlabs:
         """Those of a pass in which each row stands for so many."""
-        # Of a single row, `reshape` would return a view that repeats one number in place.
-        first, count = (
-            each[:, None].expand(-1, times).contiguous().view(-1)
-            for each in (self.first, self.count)
-        )
+        # It copies always. `expand` and `reshape` would return a view of stride 0 of a single row.
+        first, count = (each.repeat_interleave(times) for each in (self.first, self.count))
         return RowSlabs(self.anchor, self.slabs, first, count)
 
     def at(self, rows: Tensor) -> RowSlabs:
