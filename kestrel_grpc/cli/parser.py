@@ -53,6 +53,10 @@ COMMANDS = {
         "requests.mcp_server",
         "offer the skills of a server to agents (Model Context Protocol)",
     ),
+    "bridge": (
+        "bridge.command",
+        "answer a tool that labels images, such as Label Studio, with a server's results",
+    ),
     "models": ("weights.models", "list the model of a server; list or remove downloaded models"),
     "admin": (
         "operation.admin",

@@ -130,8 +130,23 @@ def _named(path: _Path) -> str:
     return "".join(reversed(parts)).removeprefix(".")
 
 
+_REMEDY = "send the image as a data URL, or ask the operator for the host (--http-fetch-allow)"
+
+
+@dataclass(frozen=True, slots=True)
+class TrustedOrigin:
+    """A server that the operator names in full. It may have a private address.
+
+    ``origin``: like http://localhost:8080, in lower case. ``headers``: of requests to it, and to it only.
+    """
+
+    origin: str
+    headers: tuple[tuple[str, str], ...] = ()
+
+
 class ImageFetcher:
     """``allowed``: HOST or HOST:PORT, in lower case. ``max_bytes``: limit on all images of a request together.
+    ``remedy``: what to do about an address whose host is not allowed.
 
     ``resolve`` and ``connect`` are the system's, unless a test gives others.
     """
@@ -142,7 +157,11 @@ class ImageFetcher:
         max_bytes: int,
         resolve: Resolve | None = None,
         connect: Connect | None = None,
+        *,
+        trusted: TrustedOrigin | None = None,
+        remedy: str = _REMEDY,
     ) -> None:
+        self._trusted, self._remedy = trusted, remedy
         self._allowed, self._max_bytes = frozenset(allowed), max_bytes
         self._resolve = _Resolver() if resolve is None else resolve
         self._connect = _connect if connect is None else connect
@@ -200,14 +219,18 @@ class ImageFetcher:
                 field, "must be an address like https://HOST/PATH, in ASCII and without a user name"
             )
         is_usual = port in (None, _PORTS[parts.scheme])
+        if self._is_trusted(parts):
+            return parts
         if not (is_usual and host in self._allowed) and f"{host}:{port}" not in self._allowed:
             named = host if is_usual else f"{host}:{port}"
             raise UnsupportedImageError(
                 field,
-                f"is at {named!r}, from which this server fetches no images; send the image as a data URL, or ask "
-                "the operator for the host (--http-fetch-allow)",
+                f"is at {named!r}, from which this server fetches no images; {self._remedy}",
             )
         return parts
+
+    def _is_trusted(self, parts: SplitResult) -> bool:
+        return self._trusted is not None and origin_of(parts) == self._trusted.origin
 
     async def _get(
         self, parts: SplitResult, field: str, max_bytes: int
@@ -217,11 +240,13 @@ class ImageFetcher:
         host = str(parts.hostname)
         port = parts.port or _PORTS[parts.scheme]
         found = await self._resolve(host, port)
-        if not found or not all(map(is_public, found)):
+        trusted = self._trusted if self._is_trusted(parts) else None
+        if not found or (trusted is None and not all(map(is_public, found))):
             raise InvalidRequest(field, f"is at {host}, which has an address that is not public")
         reader, writer = await self._connected(found, port, parts)
         try:
-            return await _Exchange(reader, writer, field, max_bytes).get(parts)
+            extra = () if trusted is None else trusted.headers
+            return await _Exchange(reader, writer, field, max_bytes).get(parts, extra)
         finally:
             writer.transport.abort()
 
@@ -252,7 +277,9 @@ class _Exchange:
         self._left_bytes = max_bytes + _FRAMING_BYTES
         self._left_pieces = _MOST_PIECES
 
-    async def get(self, parts: SplitResult) -> tuple[str | None, bytes]:
+    async def get(
+        self, parts: SplitResult, extra: Sequence[tuple[str, str]]
+    ) -> tuple[str | None, bytes]:
         """The address of a redirect, or None and the image. Raises as ``ImageFetcher._get``."""
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         headers = {
@@ -262,7 +289,7 @@ class _Exchange:
             "accept-encoding": "identity",
             "connection": "close",
         }
-        request = h11.Request(method="GET", target=target, headers=list(headers.items()))
+        request = h11.Request(method="GET", target=target, headers=[*headers.items(), *extra])
         self._writer.write((self._http.send(request) or b"") + (self._http.send(_END) or b""))
         image = bytearray()
         while True:
@@ -337,6 +364,13 @@ class _Resolver:
 async def _connect(address: str, port: int, trust: ssl.SSLContext | None, host: str) -> Connection:
     named = {} if trust is None else {"ssl": trust, "server_hostname": host}
     return await asyncio.open_connection(address, port, **named)  # type: ignore[arg-type]
+
+
+def origin_of(parts: SplitResult) -> str:
+    """Scheme, host and port, in lower case; the port is left out where it is the scheme's own."""
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    is_usual = parts.port in (None, _PORTS.get(parts.scheme))
+    return f"{parts.scheme}://{host}" + ("" if is_usual else f":{parts.port}")
 
 
 def is_public(text: str) -> bool:

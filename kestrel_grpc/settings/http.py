@@ -33,7 +33,7 @@ def _addresses(text: str) -> list[str]:
     return [parse_address(part.strip()) for part in text.split(",")]
 
 
-def _hosts(text: str) -> list[str]:
+def fetched_hosts(text: str) -> list[str]:
     """Raises ValueError."""
     hosts = [part.strip().lower() for part in text.split(",")]
     for host in hosts:
@@ -80,7 +80,7 @@ class HttpConfig:
         HTTP,
         "host from which the server fetches images that requests name by address: HOST or HOST:PORT; repeat the flag "
         "or separate hosts with commas; hosts with private IP addresses are refused",
-        parse=_hosts,
+        parse=fetched_hosts,
         repeated=True,
         distinct=True,
         metavar="HOST",

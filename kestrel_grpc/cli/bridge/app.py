@@ -1,0 +1,153 @@
+"""The application that Label Studio calls: an ML backend with the routes /health, /setup and /predict."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kestrel_client import (
+    DeadlineExceededError,
+    InvalidArgumentError,
+    InvalidImageError,
+    InvalidRequestError,
+    KestrelError,
+    OverloadedError,
+    RequestTooLargeError,
+    UnavailableError,
+)
+
+from ..connection import failure_text
+from .labelling import RequestRefused, read_controls
+from .predictions import Predictor
+
+MAX_BODY_BYTES = 32 * 1024 * 1024
+BODY_S = 60.0
+"""Seconds in which a request's body must arrive."""
+_MODEL = "Kestrel"
+_CALLERS_FAULTS = (
+    InvalidArgumentError,
+    InvalidImageError,
+    InvalidRequestError,
+    RequestTooLargeError,
+)
+
+Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+class Backend:
+    """``token``: what callers must give, as a bearer token or as a password; None lets all in. ``server``: the address
+    of the server, and ``timeout_s`` the limit on its answers, for messages."""
+
+    def __init__(
+        self, predictor: Predictor, token: str | None, server: str, timeout_s: float
+    ) -> None:
+        self._predictor, self._server, self._timeout_s = predictor, server, timeout_s
+        self._token = None if token is None else token.encode()
+
+    def application(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/", _health, methods=["GET"]),
+                Route("/health", _health, methods=["GET"]),
+                Route("/setup", self._answered(self._setup), methods=["POST"]),
+                Route("/predict", self._answered(self._predict), methods=["POST"]),
+            ]
+        )
+
+    async def _setup(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The project is connected. Its address and token in the request are not used: they may be anyone's."""
+        read_controls(body.get("schema"))
+        return {"model_version": await self._predictor.version()}
+
+    async def _predict(self, body: dict[str, Any]) -> dict[str, Any]:
+        controls = read_controls(body.get("label_config"))
+        return {"results": await self._predictor.predict(controls, body.get("tasks"))}
+
+    def _answered(self, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            if not self._knows(request.headers.get("authorization", "")):
+                return _failed(401, "credentials are missing or wrong", challenge=True)
+            try:
+                async with asyncio.timeout(BODY_S):
+                    data = await _read(request)
+                body = _parsed(data)
+                return _json(200, await answer(body))
+            except TimeoutError:
+                return _failed(408, f"the request did not arrive within {BODY_S:g} s")
+            except ClientDisconnect:
+                return _failed(400, "the connection has ended")
+            except RequestRefused as error:
+                return _failed(400, str(error))
+            except KestrelError as error:
+                return _failed(_status(error), failure_text(error, self._server, self._timeout_s))
+
+        return endpoint
+
+    def _knows(self, header: str) -> bool:
+        if self._token is None:
+            return True
+        scheme, _, given = header.partition(" ")
+        secret = given.strip().encode("utf-8", "surrogateescape")
+        if scheme.lower() == "basic":
+            try:
+                secret = base64.b64decode(secret, validate=True).partition(b":")[2]
+            except (binascii.Error, ValueError):
+                return False
+        elif scheme.lower() not in ("bearer", "token"):
+            return False
+        return hmac.compare_digest(secret, self._token)
+
+
+async def _read(request: Request) -> bytearray:
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > MAX_BODY_BYTES:
+            raise RequestRefused(
+                f"the request has more bytes than the limit of {MAX_BODY_BYTES}; send fewer tasks"
+            )
+    return data
+
+
+def _parsed(data: bytearray) -> dict[str, Any]:
+    try:
+        body = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise RequestRefused(f"the request is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise RequestRefused("the request must be a JSON object")
+    return body
+
+
+async def _health(_: Request) -> Response:
+    return _json(200, {"status": "UP", "model_class": _MODEL})
+
+
+def _status(error: KestrelError) -> int:
+    match error:
+        case UnavailableError() | OverloadedError():
+            return 503
+        case DeadlineExceededError():
+            return 504
+        case error if isinstance(error, _CALLERS_FAULTS):
+            return 400
+    return 502
+
+
+def _json(status: int, values: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(values), status, headers, media_type="application/json")
+
+
+def _failed(status: int, message: str, *, challenge: bool = False) -> Response:
+    headers = {"www-authenticate": 'Basic realm="kestrel-grpc bridge"'} if challenge else None
+    return _json(status, {"error": message}, headers)

@@ -1,0 +1,137 @@
+"""Predictor: a task of Label Studio to regions, with one call of the server for each task."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+from kestrel_client import (
+    AsyncKestrelClient,
+    Box,
+    DetectTask,
+    ImageSize,
+    Point,
+    PointTask,
+    SegmentTask,
+    Task,
+)
+
+from .images import TaskImages
+from .labelling import Control, RequestRefused
+
+MOST_TASKS = 256
+_POINT_WIDTH = 0.75
+"""Of a key point as Label Studio draws it, in per cent of the image's width."""
+_TASKS = {
+    "rectanglelabels": DetectTask,
+    "keypointlabels": PointTask,
+    "polygonlabels": SegmentTask,
+}
+
+
+class Predictor:
+    """``concurrency``: limit on the tasks that are computed at the same time, over all requests."""
+
+    def __init__(self, client: AsyncKestrelClient, images: TaskImages, concurrency: int) -> None:
+        self._client, self._images = client, images
+        self._places = asyncio.Semaphore(concurrency)
+
+    async def version(self) -> str:
+        """The name of the served model, with the beginning of its weights' fingerprint. Raises KestrelError."""
+        model = await self._client.get_model()
+        return f"{model.name}@{model.weights_fingerprint[:8]}"
+
+    async def predict(self, controls: list[Control], tasks: object) -> list[dict[str, Any]]:
+        """A prediction for each task, in their order. Raises RequestRefused, KestrelError."""
+        if not isinstance(tasks, list) or not tasks:
+            raise RequestRefused("tasks: must be a list of tasks")
+        if len(tasks) > MOST_TASKS:
+            raise RequestRefused(f"tasks: are {len(tasks)}, the limit is {MOST_TASKS}")
+        if not controls:
+            raise RequestRefused(
+                "label_config: has no RectangleLabels, KeyPointLabels or PolygonLabels with a Label and an Image"
+            )
+        version = await self.version()
+        try:
+            async with asyncio.TaskGroup() as group:
+                asked = [
+                    group.create_task(self._one(controls, task, f"tasks[{number}]"))
+                    for number, task in enumerate(tasks)
+                ]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [{**each.result(), "model_version": version} for each in asked]
+
+    async def _one(self, controls: list[Control], task: object, name: str) -> dict[str, Any]:
+        data = task.get("data") if isinstance(task, dict) else None
+        if not isinstance(data, dict):
+            raise RequestRefused(f"{name}.data: must be an object")
+        by_field: dict[str, list[Control]] = {}
+        for control in controls:
+            by_field.setdefault(control.image_field, []).append(control)
+        regions: list[dict[str, Any]] = []
+        async with self._places:
+            for field, those in by_field.items():
+                image = await self._images.read(data.get(field), f"{name}.data.{field}")
+                regions += await self._regions(image, those, name)
+        scores = [region["score"] for region in regions if "score" in region]
+        numbered = [{"id": f"kestrel-{i}", **region} for i, region in enumerate(regions)]
+        return {"result": numbered, "score": sum(scores) / len(scores) if scores else 0.0}
+
+    async def _regions(
+        self, image: bytes, controls: list[Control], name: str
+    ) -> list[dict[str, Any]]:
+        wanted: dict[str, Task] = {}
+        meant: dict[str, tuple[Control, str]] = {}
+        for control in controls:
+            for asked, label in control.labels:
+                key = str(len(wanted))
+                wanted[key], meant[key] = _TASKS[control.kind](asked), (control, label)
+        answered = await self._client.analyze(image, wanted)
+        size = answered.image_size
+        if size is None:
+            raise RequestRefused(f"{name}: the server does not tell the image's size; upgrade it")
+        regions = []
+        for key, (control, label) in meant.items():
+            for value, score in _values(answered[key], size):
+                regions.append(
+                    {
+                        "from_name": control.from_name,
+                        "to_name": control.to_name,
+                        "type": control.kind,
+                        "original_width": size.width,
+                        "original_height": size.height,
+                        "image_rotation": 0,
+                        "value": {**value, control.kind: [label]},
+                        **({} if score is None else {"score": score}),
+                    }
+                )
+        return regions
+
+
+def _values(result: Any, size: ImageSize) -> Iterator[tuple[dict[str, Any], float | None]]:
+    """The places of a result as Label Studio has them, in per cent of the image's sides, and their scores."""
+    if hasattr(result, "svg_path"):
+        from kestrel_client.drawing import paint
+
+        for polygon in paint.corners(result.outline, size):
+            corners = [[100 * x / size.width, 100 * y / size.height] for x, y in polygon]
+            yield {"points": corners, "closed": True}, result.score
+        return
+    for found in result:
+        yield (_rectangle(found) if isinstance(found, Box) else _key_point(found)), found.score
+
+
+def _rectangle(box: Box) -> dict[str, Any]:
+    return {
+        "x": 100 * box.x_min,
+        "y": 100 * box.y_min,
+        "width": 100 * box.width,
+        "height": 100 * box.height,
+        "rotation": 0,
+    }
+
+
+def _key_point(point: Point) -> dict[str, Any]:
+    return {"x": 100 * point.x, "y": 100 * point.y, "width": _POINT_WIDTH}

@@ -1,0 +1,331 @@
+"""``kestrel-grpc bridge label-studio``: real requests to it, before a server with the bundled model."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from kestrel_client import KestrelClient
+from kestrel_grpc.cli.bridge import app
+from kestrel_grpc.cli.bridge.command import opened
+from kestrel_grpc.cli.bridge.images import TaskImages, origin
+from kestrel_grpc.cli.bridge.labelling import RequestRefused, read_controls
+from kestrel_grpc.cli.parser import whole_parser
+from tests.docs.code_blocks import ROOT
+from tests.forking.process import ForkedProcess
+from tests.service.command_line import PROGRAM, environment, here
+
+IMAGE = ROOT / "kestrel_grpc/cli/demo.jpg"
+DATA = IMAGE.read_bytes()
+URL = "data:image/jpeg;base64," + base64.b64encode(DATA).decode()
+TOKEN = "t" * 32
+CONFIG = """<View>
+  <Image name="img" value="$image"/>
+  <RectangleLabels name="boxes" toName="img"><Label value="Moon" predicted_values="green crescent"/></RectangleLabels>
+  <KeyPointLabels name="points" toName="img"><Label value="green crescent"/></KeyPointLabels>
+  <PolygonLabels name="outlines" toName="img"><Label value="green crescent"/></PolygonLabels>
+</View>"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The address of a server with the bundled model."""
+    flags = ("--device", "cpu", "--listen", "127.0.0.1:0")
+    process = ForkedProcess(
+        [sys.executable, "-m", "kestrel_grpc", "serve", *flags],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        ready = re.search(r"listening on ([\d.:]+)", process.stdout.readline())
+        assert ready is not None
+        yield ready[1]
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+
+
+def arguments(*flags: str) -> argparse.Namespace:
+    parser, _, _ = whole_parser(["bridge"])
+    return parser.parse_args(["bridge", "label-studio", "--listen", "127.0.0.1:0", *flags])
+
+
+@asynccontextmanager
+async def bridge(*flags: str, token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
+    async with opened(arguments(*flags), token) as address:
+        async with httpx.AsyncClient(base_url=f"http://{address}", timeout=60) as client:
+            yield client
+
+
+def asked(image: object = URL, config: str = CONFIG) -> dict[str, Any]:
+    return {"tasks": [{"id": 7, "data": {"image": image}}], "label_config": config}
+
+
+async def test_a_task_gets_boxes_points_and_outlines(server: str):
+    async with bridge("--server", server, "--allow-data-urls") as client:
+        health = await client.get("/health")
+        assert health.json()["status"] == "UP"
+        setup = await client.post("/setup", json={"project": "1.2", "schema": CONFIG})
+        version = setup.json()["model_version"]
+        assert re.fullmatch(r"kestrel-tiny@[0-9a-f]{8}", version)
+        answered = await client.post("/predict", json=asked())
+        two = {**asked(), "tasks": asked()["tasks"] * 2}
+        twice = await client.post("/predict", json=two)
+    assert answered.status_code == 200, answered.text
+    (prediction,) = answered.json()["results"]
+    assert twice.json()["results"] == [prediction] * 2
+    assert prediction["model_version"] == version and 0.5 < prediction["score"] <= 1
+    regions: dict[str, list[dict[str, Any]]] = {}
+    for region in prediction["result"]:
+        regions.setdefault(region["type"], []).append(region)
+        assert region["to_name"] == "img" and 0 < region["score"] <= 1
+    assert len({region["id"] for region in prediction["result"]}) == len(prediction["result"])
+    with KestrelClient(server, timeout=60) as direct:
+        boxes = direct.detect(DATA, "green crescent")
+        points = direct.point(DATA, "green crescent")
+        outline = direct.segment(DATA, "green crescent")
+    size = boxes.image_size
+    assert size is not None and len(boxes) == len(points) == 2
+    for region, box in zip(regions["rectanglelabels"], boxes, strict=True):
+        value = region["value"]
+        assert (region["original_width"], region["original_height"]) == size
+        assert region["from_name"] == "boxes" and value["rectanglelabels"] == ["Moon"]
+        assert value["x"] == pytest.approx(100 * box.x_min)
+        assert value["y"] + value["height"] == pytest.approx(100 * box.y_max)
+        assert value["x"] + value["width"] == pytest.approx(100 * box.x_max)
+        assert region["score"] == pytest.approx(box.score)
+    for region, point in zip(regions["keypointlabels"], points, strict=True):
+        value = region["value"]
+        assert (value["x"], value["y"]) == pytest.approx((100 * point.x, 100 * point.y))
+        assert value["keypointlabels"] == ["green crescent"]
+    (polygon,) = regions["polygonlabels"]
+    assert polygon["value"]["polygonlabels"] == ["green crescent"] and outline.box is not None
+    across = [corner[0] for corner in polygon["value"]["points"]]
+    assert len(across) > 2 and polygon["value"]["closed"]
+    assert min(across) == pytest.approx(100 * outline.box.x_min, abs=2)
+    assert max(across) == pytest.approx(100 * outline.box.x_max, abs=2)
+
+
+DEEP = "<View>" * 65 + "</View>" * 65
+LAUGHS = '<!DOCTYPE a [<!ENTITY b "b"><!ENTITY c "&b;&b;">]><View>&c;</View>'
+BAD: dict[str, tuple[object, str]] = {
+    "no object": ([], "JSON object"),
+    "no tasks": ({"label_config": CONFIG}, "tasks: must be a list"),
+    "empty": ({**asked(), "tasks": []}, "tasks: must be a list"),
+    "many": ({**asked(), "tasks": [1] * 257}, "tasks: are 257, the limit is 256"),
+    "no data": ({**asked(), "tasks": [{"id": 1}]}, "tasks[0].data: must be an object"),
+    "no image": (asked(None), "tasks[0].data.image: must be the address"),
+    "data url": (asked("data:image/png,abc"), "must look like data:"),
+    "base64": (asked("data:image/png;base64,*"), "no valid base64"),
+    "no picture": (asked("data:image/png;base64,aGVsbG8="), "image"),
+    "file": (asked("file:///etc/passwd"), "neither an address"),
+    "path": (asked("/data/upload/1/a.jpg"), "--label-studio URL"),
+    "bucket": (asked("s3://bucket/a.jpg"), "pre-signed"),
+    "host": (asked("http://169.254.169.254/latest"), "--fetch-allow"),
+    "loopback": (asked("http://localhost:1/a.jpg"), "--fetch-allow"),
+    "user": (asked("http://a@127.0.0.1/a.jpg"), "without a user name"),
+    "no config": ({"tasks": asked()["tasks"]}, "label_config: must be"),
+    "no xml": (asked(config="<View>"), "is not XML"),
+    "doctype": (asked(config=LAUGHS), "document type"),
+    "deep": (asked(config=DEEP), "nested deeper"),
+    "no control": (asked(config="<View/>"), "has no RectangleLabels"),
+    "no name": (asked(config='<RectangleLabels toName="b"/>'), "has no name"),
+    "constant": (asked(config='<Image name="a" value="b"/>'), "must name a field"),
+    "surrogate": (asked(config="<View a='\ud800'/>"), ""),
+}
+
+
+async def test_bad_requests_are_refused_with_a_reason(server: str):
+    async with bridge("--server", server, "--allow-data-urls") as client:
+        for name, (body, part) in BAD.items():
+            if name == "surrogate":
+                text = '{"label_config": "<View a=\'\\ud800\'/>", "tasks": [1]}'
+                response = await client.post("/predict", content=text)
+            else:
+                response = await client.post("/predict", json=body)
+            assert response.status_code == 400, (name, response.text)
+            assert part in response.json()["error"], (name, response.text)
+        deep = await client.post("/predict", content=b"[" * 100_000)
+        assert deep.status_code == 400 and "not JSON" in deep.text
+        schema = await client.post("/setup", json={"schema": LAUGHS})
+        assert schema.status_code == 400
+        assert (await client.get("/predict")).status_code == 405
+        assert (await client.get("/elsewhere")).status_code == 404
+        one_bad = {**asked(), "tasks": [*asked()["tasks"], {"data": {"image": "x"}}]}
+        response = await client.post("/predict", json=one_bad)
+        assert response.status_code == 400 and "tasks[1].data.image" in response.text
+
+
+async def test_bodies_are_bounded(server: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(app, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(app, "BODY_S", 0.2)
+    async with bridge("--server", server) as client:
+        response = await client.post("/predict", content=b" " * 1001)
+        assert response.status_code == 400 and "limit of 1000" in response.text
+        head = b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n{"
+        for waits in (True, False):  # A caller that stays silent, and one that goes away.
+            port = client.base_url.port
+            reader, writer = await asyncio.open_connection(client.base_url.host, port)
+            writer.write(head)
+            if waits:
+                answered = await reader.read()
+                assert answered.startswith(b"HTTP/1.1 408") and b"within 0.2 s" in answered
+            writer.close()
+            await writer.wait_closed()
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_callers_need_the_token_and_no_server_is_said():
+    flags = ("--server", "127.0.0.1:1", "--timeout", "5")
+    async with bridge(*flags, token=TOKEN) as client:
+        assert (await client.get("/")).status_code == 200
+        body = {"schema": CONFIG}
+        basic = {"auth": httpx.BasicAuth("anyone", TOKEN)}
+        given: list[dict[str, Any]] = [
+            {"headers": {"authorization": f"Bearer {TOKEN}"}},
+            {"headers": {"authorization": f"Token {TOKEN}"}},
+            basic,
+        ]
+        for credentials in given:
+            response = await client.post("/setup", json=body, **credentials)
+            assert response.status_code == 503 and "no server answers" in response.text
+        wrong: list[dict[str, Any]] = [
+            {},
+            {"headers": {"authorization": f"Bearer {TOKEN}x"}},
+            {"headers": {"authorization": TOKEN}},
+            {"headers": {"authorization": "Basic ***"}},
+            {"headers": {"authorization": b"Bearer \xff\xfe"}},
+            {"auth": httpx.BasicAuth(TOKEN, "")},
+        ]
+        for credentials in wrong:
+            response = await client.post("/setup", json=body, **credentials)
+            assert response.status_code == 401, credentials
+            assert response.headers["www-authenticate"].startswith("Basic")
+    async with bridge(*flags) as client:
+        response = await client.post("/predict", json=asked())
+        assert response.status_code == 503
+        refused = await client.post("/setup", json={"schema": 1})
+        assert refused.status_code == 400
+
+
+def test_flags_are_checked():
+    done = here("bridge", "label-studio", "--listen", "0.0.0.0:9090")
+    assert done.returncode == 2 and "KESTREL_BRIDGE_TOKEN" in done.stderr
+    for url in ("localhost:8080", "http://u@h", "http://h/path", "file:///etc"):
+        done = here("bridge", "label-studio", "--listen", "127.0.0.1:0", "--label-studio", url)
+        assert done.returncode == 2 and "--label-studio" in done.stderr, done.stderr
+    done = here("bridge", "label-studio", "--fetch-allow", "127.0.0.1")
+    assert done.returncode == 2 and "images.example.org" in done.stderr
+    assert here("bridge", "cvat").returncode == 2
+
+
+def test_the_command_says_where_it_listens_and_ends():
+    command = [*PROGRAM, "bridge", "label-studio", "--listen", "127.0.0.1:0"]
+    process = ForkedProcess(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout is not None
+        address = re.search(r"http://\S+", process.stdout.readline())
+        assert address is not None
+        assert httpx.get(f"{address[0]}/health", timeout=60).json()["status"] == "UP"
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+Answers = dict[str, bytes]
+
+
+@asynccontextmanager
+async def label_studio(answers: Answers, heads: list[bytes]) -> AsyncIterator[str]:
+    """A web server that answers paths, and keeps the heads of requests."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            heads.append(head)
+            writer.write(answers[head.split(b" ")[1].decode()])
+            await writer.drain()
+        writer.close()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    listening.close()
+
+
+def answer(body: bytes, status: str = "200 OK", header: str = "x: y") -> bytes:
+    head = f"HTTP/1.1 {status}\r\n{header}\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+async def test_images_of_label_studio_are_fetched_with_its_token_only_from_it():
+    heads: list[bytes] = []
+    elsewhere: list[bytes] = []
+    answers = {"/data/upload/1/a.jpg": answer(DATA), "/data/page": answer(b"<html>")}
+    async with label_studio({"/a": answer(DATA)}, elsewhere) as other:
+        answers["/tasks/1/resolve/?f=x"] = answer(b"", "303 See Other", f"location: {other}/a")
+        async with label_studio(answers, heads) as home:
+            images = TaskImages([], origin(home), "secret", False)
+            for path in ("/data/upload/1/a.jpg", f"{home}/data/upload/1/a.jpg"):
+                assert await images.read(path, "image") == DATA
+            assert all(b"authorization: Token secret\r\n" in head for head in heads)
+            assert len(heads) == 2
+            for path, part in {
+                "/api/projects": "no image of Label Studio",
+                "/data/../api/projects": "no image",
+                "/data/%2e%2e/api/projects": "no image",
+                "/data/%252e%252e/api": "no image",
+                "/data\\..\\api": "no image",
+                "/data/%3f/../../api": "no image",
+                "/data/%23/../../api": "no image",
+                "//example.org/data/a.jpg": "no image",
+                f"{home}/api/projects": "no image",
+                f"{home}@example.org/a.jpg": "user name",
+                f"{other}/a": "--fetch-allow",
+            }.items():
+                with pytest.raises(RequestRefused, match=part):
+                    await images.read(path, "image")
+            assert len(heads) == 2
+            with pytest.raises(RequestRefused, match="does not lead to an image"):
+                await images.read("/data/page", "image")
+            with pytest.raises(RequestRefused, match="--fetch-allow"):
+                await images.read("/tasks/1/resolve/?f=x", "image")
+    assert elsewhere == []
+
+
+def test_controls_of_a_configuration():
+    boxes, points, outlines = read_controls(CONFIG)
+    assert (boxes.kind, boxes.from_name, boxes.to_name) == ("rectanglelabels", "boxes", "img")
+    assert boxes.labels == [("green crescent", "Moon")] and points.image_field == "image"
+    assert outlines.kind == "polygonlabels"
+    nested = """<View><Image name="i" value="$a"/><RectangleLabels name="r" toName="i"><View>
+      <Label value="car" predicted_values="car, truck ,"/></View></RectangleLabels>
+      <Labels name="t" toName="x"><Label value="text"/></Labels>
+      <KeyPointLabels name="video" toName="v"><Label value="k"/></KeyPointLabels></View>"""
+    (only,) = read_controls(nested)
+    assert only.labels == [("car", "car"), ("truck", "car")]
+    many = (
+        '<RectangleLabels name="r" toName="i">' + '<Label value="x"/>' * 65 + "</RectangleLabels>"
+    )
+    long = f'<Image name="{"n" * 257}" value="$a"/>'
+    for config, part in (
+        (many, "limit of 64"),
+        (long, "limit is 256"),
+        (" " * 300_000 + "<a/>", "limit"),
+    ):
+        with pytest.raises(RequestRefused, match=part):
+            read_controls(config)
