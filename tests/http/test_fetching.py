@@ -183,7 +183,7 @@ ELSEWHERE = (
 )
 
 
-async def test_addresses_of_otherfetched_hosts_make_no_connection(client, network: Network):
+async def test_addresses_of_other_hosts_make_no_connection(client, network: Network):
     for url in ELSEWHERE:
         await refused(client, url)
         assert network.connected == [], url
@@ -298,7 +298,7 @@ CASES: dict[str, tuple[bytes, str]] = {
 }  # fmt: skip
 
 
-async def test_whatfetched_hosts_may_answer_is_bounded(client, network: Network, monkeypatch):
+async def test_what_hosts_may_answer_is_bounded(client, network: Network, monkeypatch):
     for path, (data, part) in CASES.items():
         monkeypatch.setattr(fetching, "FETCH_S", 0.5 if path.startswith("/slow") else 10.0)
         network.answers[HOST + path] = data
@@ -372,7 +372,7 @@ def test_public_addresses():
         assert is_public(public), public
 
 
-def testfetched_hosts_of_the_setting():
+def test_hosts_of_the_setting():
     assert fetched_hosts("Images.example.org, cdn.example.net:8443") == [HOST, OTHER]
     for bad in ("localhost", "127.0.0.1", "2130706433", "0x7f.1", "[::1]", "*.example.org", ""):
         with pytest.raises(ValueError, match="must be HOST or HOST:PORT"):

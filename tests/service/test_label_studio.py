@@ -22,6 +22,7 @@ from kestrel_grpc.cli.bridge import app
 from kestrel_grpc.cli.bridge.command import opened
 from kestrel_grpc.cli.bridge.images import TaskImages, origin
 from kestrel_grpc.cli.bridge.labelling import RequestRefused, read_controls
+from kestrel_grpc.cli.bridge.predictions import Predictor
 from kestrel_grpc.cli.parser import whole_parser
 from tests.docs.code_blocks import ROOT
 from tests.forking.process import ForkedProcess
@@ -184,10 +185,40 @@ async def test_bodies_are_bounded(server: str, monkeypatch: pytest.MonkeyPatch):
             writer.write(head)
             if waits:
                 answered = await reader.read()
-                assert answered.startswith(b"HTTP/1.1 408") and b"within 0.2 s" in answered
+                assert answered.startswith(b"HTTP/1.1 400") and b"within 0.2 s" in answered
             writer.close()
             await writer.wait_closed()
         assert (await client.get("/health")).status_code == 200
+
+
+async def test_what_a_caller_no_longer_waits_for_is_not_computed(monkeypatch: pytest.MonkeyPatch):
+    began, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def never(*_: object) -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    monkeypatch.setattr(Predictor, "predict", never)
+    monkeypatch.setattr(app, "_MOST_READ", 1)
+    async with bridge("--server", "127.0.0.1:1", "--timeout", "5") as client:
+        asking = asyncio.create_task(client.post("/predict", json=asked()))
+        await asyncio.wait_for(began.wait(), 60)
+        asking.cancel()
+        await asyncio.wait_for(cancelled.wait(), 60)
+        response = await client.post("/setup", json={"schema": CONFIG})  # Its place is free.
+        assert response.status_code == 503
+
+
+async def test_a_token_may_have_any_letters():
+    async with bridge("--server", "127.0.0.1:1", "--timeout", "5", token="gehéim") as client:
+        for given in ("Bearer gehéim".encode(), b"Basic " + base64.b64encode("a:gehéim".encode())):
+            headers = {"authorization": given}
+            response = await client.post("/setup", content=b"{}", headers=headers)
+            assert response.status_code == 400 and "label_config" in response.text
 
 
 async def test_callers_need_the_token_and_no_server_is_said():
@@ -210,6 +241,7 @@ async def test_callers_need_the_token_and_no_server_is_said():
             {"headers": {"authorization": TOKEN}},
             {"headers": {"authorization": "Basic ***"}},
             {"headers": {"authorization": b"Bearer \xff\xfe"}},
+            {"headers": {"authorization": b"Basic \xff\xfe"}},
             {"auth": httpx.BasicAuth(TOKEN, "")},
         ]
         for credentials in wrong:

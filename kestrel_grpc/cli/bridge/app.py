@@ -6,7 +6,7 @@ import asyncio
 import base64
 import binascii
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import orjson
@@ -33,6 +33,8 @@ from .predictions import Predictor
 MAX_BODY_BYTES = 32 * 1024 * 1024
 BODY_S = 60.0
 """Seconds in which a request's body must arrive."""
+_MOST_READ = 8
+"""Requests whose bodies are in memory. Others wait before they are read."""
 _MODEL = "Kestrel"
 _CALLERS_FAULTS = (
     InvalidArgumentError,
@@ -41,7 +43,7 @@ _CALLERS_FAULTS = (
     RequestTooLargeError,
 )
 
-Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+Answer = Callable[[dict[str, Any]], Coroutine[Any, Any, dict[str, Any]]]
 
 
 class Backend:
@@ -53,6 +55,7 @@ class Backend:
     ) -> None:
         self._predictor, self._server, self._timeout_s = predictor, server, timeout_s
         self._token = None if token is None else token.encode()
+        self._places = asyncio.Semaphore(_MOST_READ)
 
     def application(self) -> Starlette:
         return Starlette(
@@ -78,12 +81,9 @@ class Backend:
             if not self._knows(request.headers.get("authorization", "")):
                 return _failed(401, "credentials are missing or wrong", challenge=True)
             try:
-                async with asyncio.timeout(BODY_S):
-                    data = await _read(request)
-                body = _parsed(data)
-                return _json(200, await answer(body))
-            except TimeoutError:
-                return _failed(408, f"the request did not arrive within {BODY_S:g} s")
+                async with self._places:
+                    body = await _read(request)
+                    return _json(200, await _while_connected(request, answer(body)))
             except ClientDisconnect:
                 return _failed(400, "the connection has ended")
             except RequestRefused as error:
@@ -97,7 +97,7 @@ class Backend:
         if self._token is None:
             return True
         scheme, _, given = header.partition(" ")
-        secret = given.strip().encode("utf-8", "surrogateescape")
+        secret = given.strip().encode("latin-1")  # The bytes that were sent.
         if scheme.lower() == "basic":
             try:
                 secret = base64.b64decode(secret, validate=True).partition(b":")[2]
@@ -108,18 +108,19 @@ class Backend:
         return hmac.compare_digest(secret, self._token)
 
 
-async def _read(request: Request) -> bytearray:
+async def _read(request: Request) -> dict[str, Any]:
+    """The object in a request's body. Raises RequestRefused, ClientDisconnect."""
     data = bytearray()
-    async for piece in request.stream():
-        data += piece
-        if len(data) > MAX_BODY_BYTES:
-            raise RequestRefused(
-                f"the request has more bytes than the limit of {MAX_BODY_BYTES}; send fewer tasks"
-            )
-    return data
-
-
-def _parsed(data: bytearray) -> dict[str, Any]:
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for piece in request.stream():
+                data += piece
+                if len(data) > MAX_BODY_BYTES:
+                    raise RequestRefused(
+                        f"the request has more bytes than the limit of {MAX_BODY_BYTES}; send fewer tasks"
+                    )
+    except TimeoutError:
+        raise RequestRefused(f"the request did not arrive within {BODY_S:g} s") from None
     try:
         body = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -127,6 +128,28 @@ def _parsed(data: bytearray) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise RequestRefused("the request must be a JSON object")
     return body
+
+
+async def _while_connected(
+    request: Request, answer: Coroutine[Any, Any, dict[str, Any]]
+) -> dict[str, Any]:
+    """Computes an answer until the caller goes away: Label Studio does after its own limit of time, and what it asked
+    would hold up what it asks next. Raises ClientDisconnect."""
+    answering, leaving = asyncio.create_task(answer), asyncio.create_task(_left(request))
+    try:
+        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            raise ClientDisconnect
+        return answering.result()
+    finally:
+        answering.cancel()
+        leaving.cancel()
+        await asyncio.wait((answering, leaving))
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _health(_: Request) -> Response:
