@@ -132,7 +132,7 @@ def test_without_ray(monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "kestrel_grpc.cluster.on_ray", raising=False)
     done = here("cluster", "--insecure-listen")
     assert done.returncode == 1
-    assert "needs Ray, of which ray is missing; install it with pip install" in done.stderr
+    assert "needs Ray, and the package ray is missing; run pip install" in done.stderr
 
 
 def test_status_and_follow_need_a_directory(tmp_path):

@@ -127,7 +127,7 @@ def _ray() -> ModuleType:
         from ...cluster import on_ray
     except ImportError as error:
         raise CommandError(
-            f"needs Ray, of which {error.name} is missing; install it with pip install 'kestrel-grpc[ray]'"
+            f"needs Ray, and the package {error.name} is missing; run pip install 'kestrel-grpc[ray]'"
         ) from None
     return on_ray
 

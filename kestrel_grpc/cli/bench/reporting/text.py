@@ -10,9 +10,9 @@ _COLUMNS = ("mean", "p50", "p90", "p95", "p99")
 def stage_table(stage: Plain) -> str:
     """Several lines about one stage."""
     lines = [
-        f"{stage['requests_success']} requests in {stage['duration_s']:g} s, {level_text(stage)}: "
-        f"{stage['throughput_rps']:.3f} requests/s, {stage['goodput_rps']:.3f} of them good, "
-        f"{stage['tokens']['output_per_s']:.1f} tokens/s",
+        f"{level_text(stage)} for {stage['duration_s']:g} s: {_rate(stage['throughput_rps'])} requests/s, "
+        f"{_rate(stage['goodput_rps'])} of them good, {_rate(stage['tokens']['output_per_s'])} tokens/s; "
+        f"{stage['requests_success']} of {stage['requests_total']} requests succeeded",
         f"{'ms':24}" + "".join(f"{name:>10}" for name in _COLUMNS),
     ]
     for name, title in (
@@ -26,6 +26,10 @@ def stage_table(stage: Plain) -> str:
     lines += [f"overloaded: {reason}" for reason in stage["overload_reasons"]]
     lines += [f"the client may have limited this: {why}" for why in stage["client"]["limits"]]
     return "\n".join(lines)
+
+
+def _rate(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
 def stage_line(stage: Plain) -> str:
