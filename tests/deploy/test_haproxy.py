@@ -24,7 +24,7 @@ from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of, new_token
 from tests.abuse.hand_made_calls import head
 from tests.abuse.process import ServerProcess
-from tests.service.security.conftest import make_authority
+from tests.service.certificates import make_authority
 
 CONFIGURATION = Path(__file__).parents[2] / "deploy/haproxy/haproxy.cfg"
 HAPROXY = shutil.which("haproxy") or "/usr/sbin/haproxy"

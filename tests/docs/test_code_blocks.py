@@ -1,8 +1,8 @@
 """Every code block of README and docs is run as written, or its commands are parsed, or EXCEPTIONS says why not.
 
-tests/service/test_documented_calls.py runs the lines of grpcurl and buf curl, tests/service/test_languages.py the
-clients in Go, Java, C++ and Rust, tests/client/test_readme.py and tests/service/test_typescript.py the blocks of the
-clients' READMEs.
+tests/service/clients runs the lines of grpcurl and buf curl (test_documented_calls.py), the clients in Go, Java, C++
+and Rust (test_languages.py), and the blocks of the TypeScript client's README (test_typescript.py).
+tests/client/test_readme.py runs the blocks of the Python client's README.
 """
 
 import os
@@ -23,7 +23,7 @@ BLOCKS = [block for page in PAGES for block in code_blocks(page)]
 
 EXCEPTIONS = {
     'import { KestrelClient } from "kestrel-client";': "as the programs of clients/typescript/README.md, which are run",
-    "buf generate ": "generates stubs, as tests/service/test_languages.py does",
+    "buf generate ": "generates stubs, as tests/service/clients/test_languages.py does",
     "pip install ": "installs packages",
     'KestrelClient("kestrel.example.org': "names servers that don't exist",
     'KestrelClient(["10.0.0.7': "names servers that don't exist",
@@ -44,7 +44,7 @@ EXCEPTIONS = {
     "OTEL_EXPORTER": "needs a collector; tests/service/telemetry has one",
     '"""yes_no': "served by the fixture `address`",
     "engine = await InferenceEngine.create(skills=SkillRegistry(": "a fragment of an async function",
-    "echo ": "grpcurl, run by tests/service/test_documented_calls.py",
+    "echo ": "grpcurl, run by tests/service/clients/test_documented_calls.py",
     "tracker = ObjectTracker()": "another package; tests/client/test_tracking.py runs ObjectTracker",
     "import ollama": "another package's client, run by tests/http/test_real_clients.py",
     "import moondream": "another package's client, run by tests/http/test_real_clients.py",
@@ -60,8 +60,8 @@ EXCEPTIONS = {
     "all and sure: ": "what eval prints",
     '{"image": "a.png", "question"': "read by tests/engine/teaching/test_folder.py",
     "import json\n\nimport numpy as np\nimport tritonclient": "run by tests/kserve/test_tritonclient.py",
-    "grpcurl ": "run by tests/service/test_documented_calls.py",
-    "buf curl ": "run by tests/service/test_documented_calls.py",
+    "grpcurl ": "run by tests/service/clients/test_documented_calls.py",
+    "buf curl ": "run by tests/service/clients/test_documented_calls.py",
 }
 """How a block begins, and why it is not run here."""
 

@@ -85,7 +85,7 @@ CHECKS = {
 }
 
 
-@pytest.mark.slow  # tests/service/test_sdk.py asks some of the cases in make test.
+@pytest.mark.slow  # tests/service/clients/test_sdk.py asks some of the cases in make test.
 @pytest.mark.parametrize("model", ["md2", "md3"])
 async def test_every_case_in_one_mixed_batch(model, golden_folder, golden_images):
     config = RuntimeConfig(

@@ -21,7 +21,7 @@ from kestrel_grpc.http import fetching
 from kestrel_grpc.http.fetching import FetchedImage, ImageFetcher, is_public, places
 from kestrel_grpc.settings.http import HttpConfig, fetched_hosts
 from tests.http.conftest import data_url
-from tests.service.security.conftest import Authority, authority
+from tests.service.certificates import Authority, authority
 
 __all__ = ["authority"]
 

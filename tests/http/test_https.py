@@ -19,8 +19,8 @@ from kestrel_grpc.security.identity.tokens import line_of, new_token
 from kestrel_grpc.settings.http import HttpConfig
 from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
 from tests.http.test_rude_http import closed, connect
-from tests.service.security.conftest import Authority, Pair, authority, make_authority, server_pair
-from tests.service.security.test_revocation import list_of
+from tests.service.certificates import Authority, Pair, authority, make_authority, server_pair
+from tests.service.security.identity.test_revocation import list_of
 
 __all__ = ["authority", "server_pair"]
 

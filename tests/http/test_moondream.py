@@ -17,7 +17,7 @@ from kestrel_grpc.settings.security import CallLimits, SecurityConfig
 from tests.engine.fakes import never_ends
 from tests.http.conftest import data_url, question_with_stop
 from tests.service.conftest import LIMITS
-from tests.service.test_skills import segment_script
+from tests.service.services.test_skills import segment_script
 
 SETTINGS = {"temperature": 0, "max_tokens": 12}
 

@@ -20,6 +20,7 @@ from kestrel_engine.types.step import RuntimeLimits
 from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.settings.server import ServerConfig
 from tests.engine.fakes import fake_build
+from tests.service.certificates import authority, server_pair  # noqa: F401  # Fixtures of all rooms.
 
 LIMITS = RuntimeLimits(
     num_pages=200, page_size=2, max_batch_size=3, max_seq_length=300, vocab_size=400

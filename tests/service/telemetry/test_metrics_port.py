@@ -16,8 +16,8 @@ from kestrel_grpc.settings.addresses import AddressError
 from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
 from kestrel_grpc.settings.telemetry import TelemetryConfig
 from kestrel_grpc.telemetry import metrics_port
-from tests.service.security.conftest import make_authority
-from tests.service.security.test_revocation import list_of
+from tests.service.certificates import make_authority
+from tests.service.security.identity.test_revocation import list_of
 
 TOKENS = {scope: new_token() for scope in Scope}
 

@@ -16,12 +16,12 @@ from kestrel_grpc.settings.telemetry import TelemetryConfig, telemetry_config
 from kestrel_grpc.telemetry.metrics import MOST_ADAPTERS, ServiceMetrics
 from kestrel_grpc.telemetry.names import REQUESTS
 from tests.service.conftest import LIMITS, raw_image
+from tests.service.services.options.test_adapters import NAME, add_adapters, folder, query
+from tests.service.services.test_several_models import Two
 from tests.service.statuses import failure
 from tests.service.telemetry.test_metrics import scrape
 from tests.service.telemetry.test_traces import QUERY as TRACED
 from tests.service.telemetry.test_traces import SAMPLED, attributes, trace
-from tests.service.test_adapters import NAME, add_adapters, folder, query
-from tests.service.test_several_models import Two
 
 __all__ = ["folder"]
 

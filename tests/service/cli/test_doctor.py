@@ -1,0 +1,215 @@
+"""What ``doctor`` says of packages, addresses, secrets, variables, clock and limits; and the command itself."""
+
+import json
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from kestrel_engine import RuntimeConfig
+from kestrel_grpc.cli.operation import doctor_checks as doctor
+from kestrel_grpc.settings.configuration import known_settings
+from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
+from kestrel_grpc.settings.server import ServerConfig
+from kestrel_grpc.settings.telemetry import TelemetryConfig
+from kestrel_grpc.settings.workers import WorkersConfig
+from tests.service.command_line import here
+
+ROOT = Path(__file__).parents[3]
+
+
+def one(findings):
+    (finding,) = findings
+    return finding
+
+
+def test_what_is_installed_here_fits():
+    told = one(doctor.check_packages())
+    assert told.status == "ok", told
+    assert "grpcio " in told.message and "protobuf " in told.message
+
+
+@pytest.mark.parametrize(
+    ("line", "extra", "told"),
+    [
+        ("grpcio>=1", False, None),
+        ("grpcio>=99", False, "not >=99"),
+        ("not-there>=1", False, "not-there is not installed"),
+        ("not-there>=1; extra == 'gpu'", True, None),
+        ("grpcio>=99; sys_platform == 'nowhere'", False, None),
+    ],
+)
+def test_a_package_that_does_not_fit(line, extra, told):
+    found = doctor._version_problem(Requirement(line), extra)
+    assert (found is None) if told is None else (told in found)
+
+
+def test_stubs_that_do_not_fit_say_so_themselves(monkeypatch):
+    assert doctor.check_stubs().status == "ok"
+
+    def refuse(name):
+        raise RuntimeError("The grpc package installed is at version 1.0\nand so on")
+
+    monkeypatch.setattr(doctor.importlib, "import_module", refuse)
+    told = doctor.check_stubs()
+    assert (told.status, told.message) == ("fail", "The grpc package installed is at version 1.0")
+
+
+def test_addresses_in_use_and_exposed():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        config = ServerConfig(listen=(taken,), telemetry=TelemetryConfig(prometheus=taken))
+        listen, metrics = doctor.check_addresses(config)
+        assert (listen.status, metrics.status) == ("fail", "fail")
+        assert "--listen" in listen.remedy and "address already in use" in listen.message
+    assert one(doctor.check_addresses(ServerConfig(listen=(taken,)))).status == "ok"
+    exposure, _ = doctor.check_addresses(ServerConfig(listen=("0.0.0.0:0",)))
+    assert (exposure.check, exposure.status) == ("exposure", "fail")
+
+
+def test_what_several_workers_need():
+    alone, several = ServerConfig(), WorkersConfig(workers=2, listen="127.0.0.1:0")
+    runtime = RuntimeConfig(device="cpu")
+    assert doctor.check_workers(alone, runtime).message == "one process serves"
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        config = ServerConfig(
+            listen=("127.0.0.1:0",),
+            workers=WorkersConfig(workers=2, listen=f"127.0.0.1:{port - 1}"),
+            telemetry=TelemetryConfig(prometheus="127.0.0.1:0"),
+        )
+        found = [(f.status, f.remedy) for f in doctor.check_addresses(config)]
+    assert len(found) == 5 and found[2][0] == "fail" and "--worker-listen" in found[2][1]
+    if sys.platform != "linux":
+        return
+    told = doctor.check_workers(ServerConfig(workers=several), runtime)
+    assert told.message == "2 processes share 127.0.0.1:50051, on cpu, cpu"
+    one_gpu = RuntimeConfig(device="cuda:1")
+    told = doctor.check_workers(ServerConfig(workers=several), one_gpu)
+    assert told.status == "fail" and "--device=cuda:1" in told.message
+
+
+def test_certificates_and_tokens_that_cannot_be_used(tmp_path):
+    broken = SecurityConfig(
+        tls=TlsFiles(certificate="/nowhere", private_key="/nowhere"),
+        auth_tokens=str(tmp_path / "none"),
+    )
+    assert [(f.check, f.status) for f in doctor.check_security(broken)] == [
+        ("tls", "fail"),
+        ("callers", "fail"),
+    ]
+    keyed = one(doctor.check_security(SecurityConfig(api_key="k" * 40)))
+    assert keyed.status == "ok" and "k" * 40 not in keyed.message
+
+
+def test_a_port_for_metrics_that_would_not_be_served(tmp_path):
+    def told(address, **security):
+        config = ServerConfig(
+            listen=(f"unix:{tmp_path}/s",),
+            telemetry=TelemetryConfig(prometheus=address),
+            security=SecurityConfig(**security),
+        )
+        found = [f for f in doctor.check_addresses(config) if f.status != "ok"]
+        return [(f.check, f.status, f.message) for f in found]
+
+    assert told("127.0.0.1:0") == []
+    [(check, status, message)] = told("0.0.0.0:0")
+    assert (check, status) == ("metrics", "fail") and "--metrics-client-ca" in message
+    assert told("0.0.0.0:0", insecure_listen=True) == []
+    assert told("127.0.0.1:0", auth_tokens=str(tmp_path / "none")) == [], "told of with the callers"
+
+
+def test_skills_and_telemetry():
+    assert doctor.check_skills(()).status == "ok"
+    assert doctor.check_skills(("nowhere:Nothing",)).status == "fail"
+    assert doctor.check_telemetry(ServerConfig()).message == "off"
+    traced = ServerConfig(telemetry=TelemetryConfig(traces="otlp"))
+    assert doctor.check_telemetry(traced).message == "traces by otlp"
+
+
+def test_packages_that_telemetry_lacks(monkeypatch):
+    monkeypatch.setattr(doctor, "missing_packages", lambda _: ("opentelemetry.sdk",))
+    assert doctor.check_telemetry(ServerConfig()).status == "warn"
+
+
+def test_variables_that_are_none_of_ours():
+    ours = {"KESTREL_MODEL_PATH": "/a", "KESTREL_API_KEY": "k", "KESTREL_SERVER": "a:1", "PATH": ""}
+    kubernetes = {
+        "KESTREL_SERVICE_HOST": "10.0.0.1",
+        "KESTREL_PORT": "tcp://10.0.0.1:50051",
+        "KESTREL_PORT_50051_TCP_ADDR": "10.0.0.1",
+        "KESTREL_GRPC_SERVICE_PORT": "50051",
+        "KESTREL_SERVICE_PORT_GRPC": "50051",
+    }
+    told = doctor.check_variables(known_settings(), {**ours, **kubernetes})
+    assert (told.status, told.message) == ("ok", "3 known variables are set")
+    told = doctor.check_variables(known_settings(), {"KESTREL_MAX_BACH_SIZE": "9"})
+    assert told.status == "warn"
+    assert told.message == "KESTREL_MAX_BACH_SIZE is unknown; did you mean KESTREL_MAX_BATCH_SIZE?"  # fmt: skip
+
+
+def test_clock(monkeypatch):
+    monkeypatch.setattr(doctor, "_kernel_clock", lambda: 0)
+    assert doctor.check_clock(0).status == "fail"
+    assert doctor.check_clock(1.8e9).status == "ok"
+    monkeypatch.setattr(doctor, "_kernel_clock", lambda: 5)
+    assert doctor.check_clock(1.8e9).status == "warn"
+
+
+@pytest.mark.parametrize(
+    ("limit", "status"),
+    [(100, "fail"), (1024, "warn"), (4096, "ok"), (resource.RLIM_INFINITY, "ok")],
+)
+def test_limit_of_files(limit, status):
+    assert doctor.check_files(limit).status == status
+
+
+def run(*flags, **environ):
+    return subprocess.run(
+        [sys.executable, "-m", "kestrel_grpc", "doctor", *flags],
+        capture_output=True, text=True, timeout=120, cwd=ROOT, env={"PATH": "/usr/bin:/bin", **environ},
+    )  # fmt: skip
+
+
+def test_a_machine_that_can_serve_ends_with_0(tmp_path):
+    done = here("doctor", "--json", "--listen", f"unix:{tmp_path}/a", "--device", "cpu")
+    assert done.returncode == 0, done.stdout
+    told = json.loads(done.stdout)
+    assert {"settings", "torch", "images", "model", "memory", "packages", "clock"} <= {
+        f["check"] for f in told
+    }
+    assert all(f["status"] in ("ok", "warn") for f in told)
+    assert all(f["remedy"] for f in told if f["status"] == "warn")
+
+
+def test_one_that_cannot_ends_with_1_and_remedies(tmp_path):
+    file = tmp_path / "kestrel.toml"
+    file.write_text('[model]\nmodel = "moondream2"\noffline = true\n[device]\ndevice = "cpu"\n')
+    done = here(
+        "doctor",
+        "--config",
+        str(file),
+        HF_HOME=str(tmp_path / "empty"),
+        KESTREL_API_KEY="s3cret" * 9,
+    )
+    assert done.returncode == 1
+    assert "FAIL  model: moondream2 isn't in the hub's cache, and --offline" in done.stdout
+    assert "\n      -> kestrel-grpc download moondream2\n" in done.stdout
+    assert "of " in done.stderr and "checks failed" in done.stderr
+    assert "s3cret" not in done.stdout + done.stderr
+
+
+def test_a_library_that_cannot_be_imported_is_one_line(tmp_path):
+    (tmp_path / "pyvips.py").write_text("raise OSError('libvips.so.42: cannot open')\n")
+    done = run(PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "a package cannot be imported: libvips.so.42: cannot open" in done.stderr

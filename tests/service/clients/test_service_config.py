@@ -1,0 +1,91 @@
+"""The service config that is shipped for other clients: it is the SDK's, and a plain client retries by it."""
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
+from kestrel_client.connection import SERVICE_CONFIG
+from kestrel_grpc.service_names import IMAGE_SERVICE, MODEL_SERVICE, VISION_SERVICE
+from kestrel_grpc.settings.security import CallLimits, SecurityConfig
+from tests.service.statuses import failure
+
+TEXT = (Path(__file__).parents[3] / "clients/service_config.json").read_text()
+QUERY = pb.QueryRequest(question="?")
+
+
+@pytest.fixture
+async def plain(serve, caplog):
+    """Serves, and opens a channel with nothing but the file's text; gives (server, stub, codes of its calls)."""
+    caplog.set_level(logging.INFO, "kestrel_grpc.access")
+    channels = []
+
+    async def start(**settings):
+        config = {"access_log": "text", **settings.pop("server_config", {})}
+        served = await serve(server_config=config, **settings)
+        options = [("grpc.service_config", TEXT), ("grpc.use_local_subchannel_pool", 1)]
+        channels.append(grpc.aio.insecure_channel(served.server.addresses[0], options=options))
+        return served, VisionServiceStub(channels[-1]), lambda: codes(caplog)
+
+    yield start
+    for channel in channels:
+        await channel.close()
+
+
+def codes(caplog):
+    lines = [r.getMessage() for r in caplog.records if r.name == "kestrel_grpc.access"]
+    return [line.split("code=")[1].split()[0] for line in lines]
+
+
+def test_it_is_the_sdks():
+    config = json.loads(TEXT)
+    assert config == SERVICE_CONFIG
+    (methods,) = config["methodConfig"]
+    names = {name["service"] for name in methods["name"]}
+    assert names == {VISION_SERVICE, IMAGE_SERVICE, MODEL_SERVICE}
+
+
+async def test_a_call_is_repeated_until_the_server_is_ready(plain):
+    served, stub, codes = await plain(load=False)
+    call = asyncio.ensure_future(stub.Query(QUERY))
+    while not codes():
+        await asyncio.sleep(0.002)
+    await served.server.load()
+    assert (await call).model == "fake"
+    *before, last = codes()
+    assert set(before) == {"UNAVAILABLE"} and last == "OK"
+
+
+async def test_four_times_at_most(plain):
+    _, stub, codes = await plain(load=False)
+    assert (await failure(stub.Query(QUERY))).reason == "MODEL_NOT_READY"
+    async with asyncio.timeout(10):  # A call is logged after its caller has its status.
+        while len(codes()) < 4:
+            await asyncio.sleep(0.01)
+    assert codes() == ["UNAVAILABLE"] * 4
+
+
+async def test_after_the_pause_that_the_server_asks_for(plain):
+    security = SecurityConfig(calls=CallLimits(rate=1, burst=1))
+    _, stub, codes = await plain(server_config={"security": security})
+    await stub.Query(QUERY)
+    # By the config alone all four tries are over within half a second, which would be too early.
+    await stub.Query(QUERY)
+    assert codes()[:2] == ["OK", "RESOURCE_EXHAUSTED"] and codes()[-1] == "OK"
+    assert len(codes()) <= 4  # A pause is told in whole milliseconds.
+
+
+async def test_what_would_fail_again_is_not_repeated(plain):
+    _, stub, codes = await plain(server_config={"max_message_bytes": 1000})
+    told = await failure(stub.Query(pb.QueryRequest(question="?" * 1100)))
+    assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE")
+    await failure(stub.Query(pb.QueryRequest()))
+    async with asyncio.timeout(10):  # A call is logged after its caller has its status.
+        while len(codes()) < 2:
+            await asyncio.sleep(0.01)
+    assert codes() == ["RESOURCE_EXHAUSTED", "INVALID_ARGUMENT"]

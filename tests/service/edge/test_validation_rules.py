@@ -1,0 +1,404 @@
+"""The server refuses what the .proto files forbid, and nothing that they allow.
+
+protovalidate evaluates the rules in the files (`buf.validate`). The server's own checks are written by hand, because it
+must name the field, the value and the limit, and knows limits that no file can state. Both must agree on every value
+around every limit, one at a time and several together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+import pyvips
+from google.protobuf.message import Message
+
+from kestrel_client._pb.kestrel.v1 import (
+    admin_service_pb2,
+    common_pb2,
+    image_service_pb2,
+    model_service_pb2,
+    vision_service_pb2,
+)
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_engine.types.step import RuntimeLimits
+from kestrel_grpc.settings.security import SecurityConfig
+from tests.service.conftest import Serve, Served
+from tests.service.edge.validation_rules import Rules
+from tests.service.statuses import read
+
+EOS = 0
+LIMITS = RuntimeLimits(
+    num_pages=2000, page_size=82, max_batch_size=3, max_seq_length=150_000, vocab_size=400
+)
+"""Room for the longest texts together."""
+
+KEY = "the-key-of-an-administrator"
+METADATA = (("authorization", f"Bearer {KEY}"),)
+FILE = pyvips.Image.black(64, 64, bands=3).copy(interpretation="srgb").pngsave_buffer()
+
+STRICTER = [
+    re.compile(pattern)
+    for pattern in (
+        # Limits that depend on the content or on several fields.
+        r"^(request\.)?image: ",
+        r"image\.raw\.data: has \d+ bytes; \d+x\d+ pixels",
+        r"^info\.sha256: is not the hash",
+        r"^(info\.size_bytes|chunk): .* bytes",
+        r"^module: no module of this name",
+        # What a constraint says. One of four fields.
+        r"constraint\.(regex|grammar|json_schema): (?!has|must)",
+        r"constraint: needs exactly one",
+        # Settings that a skill does not have.
+        r"(stop|top_logprobs|logit_bias|penalty|max_reasoning_tokens): is not a setting of this skill",
+        # The number and the size of tiles, and the size of a region.
+        r"tiles: .* (tiles; must be|the least is)",
+        r"image\.region: (needs|covers)",
+        # One of two fields.
+        r"objects: is set beside object",
+        # One field needs another.
+        r"top_logprobs: is \d+ without logprobs",
+        r"max_reasoning_tokens: is set without reasoning",
+        # A stream has one sample.
+        r"num_samples: must be 1 in a stream",
+        # Only white space.
+        r"(question|object|abstention\.objects\[\d+\]): must not be empty",
+        # It depends on another field, or on another message.
+        r"config\.late: needs latency_budget_ms",
+        r"^(config|frame): ",
+        r"^frame\.image: ",
+        r"config\.options\.request_id: must not be set",
+    )
+]
+"""Messages of the server for requests that the files' rules allow. The comments in the files state these limits."""
+
+
+@pytest.fixture(scope="module")
+def rules() -> Rules:
+    return Rules()
+
+
+@pytest.fixture
+async def served(serve: Serve) -> Served:
+    runtime = FakeRuntime(LIMITS, lambda fed: EOS)
+    return await serve(runtime, server_config={"security": SecurityConfig(api_key=KEY)})
+
+
+def raw() -> common_pb2.Image:
+    image = common_pb2.RawImage(data=b"1", width=1, height=1, format=common_pb2.PIXEL_FORMAT_GRAY8)
+    return common_pb2.Image(raw=image, background="#ffffff")
+
+
+PART = common_pb2.Image(encoded=FILE, region=common_pb2.Box(x_min=0.25, x_max=1, y_max=0.75))
+TILES = pb.Tiles(rows=2, columns=2, overlap=0.25)
+SAMPLING = common_pb2.Sampling(temperature=0.0, top_p=1.0, max_tokens=1)
+TEXT_SAMPLING = common_pb2.Sampling(
+    stop=["END"], logit_bias=[common_pb2.LogitBias(id=7, bias=1.0)],
+    repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5, min_p=0.5,
+)  # fmt: skip
+TEXT_SAMPLING.MergeFrom(SAMPLING)
+OPTIONS = common_pb2.RequestOptions(request_id="mine", priority="PRIORITY_LOW", model="fake")
+FRAME_OPTIONS = common_pb2.RequestOptions(priority="PRIORITY_LOW", model="fake")
+REFS = [
+    common_pb2.SpatialRef(point=common_pb2.Point(x=0.5, y=0.5)),
+    common_pb2.SpatialRef(box=common_pb2.Box(x_min=0.25, y_min=0.25, x_max=0.75, y_max=0.75)),
+]
+TURNS = [pb.Turn(question="which?", answer="this")]
+THINKING = common_pb2.Sampling(max_reasoning_tokens=5)
+THINKING.MergeFrom(TEXT_SAMPLING)
+QUERY = {
+    "question": "what?", "spatial_refs": REFS, "history": TURNS, "reasoning": True, "system": "Be brief.",
+    "sampling": THINKING, "abstention": pb.Abstention(objects=["cat"], max_absence=0.5),
+}  # fmt: skip
+POINT = {"object": "cat", "spatial_refs": REFS, "max_objects": 1, "sampling": SAMPLING}
+DETECT = {"object": "cat", "max_objects": 1, "sampling": SAMPLING}
+SEGMENT = {"object": "cat", "spatial_refs": REFS, "sampling": SAMPLING}
+CAPTION = {"sampling": TEXT_SAMPLING}
+EMBED = {"pooling": "EMBEDDING_POOLING_MEAN", "dtype": "EMBEDDING_DTYPE_FLOAT16"}
+CONSTRAINTS = [
+    common_pb2.Constraint(choices=["a"]),
+    common_pb2.Constraint(regex="a"),
+    common_pb2.Constraint(grammar='start: "a"'),
+    common_pb2.Constraint(json_schema="{}"),
+]
+TASKS = [
+    {"query": pb.QueryTask(**QUERY)},
+    {"caption": pb.CaptionTask(**CAPTION)},
+    {"point": pb.PointTask(**POINT)},
+    {"detect": pb.DetectTask(**DETECT)},
+    {"segment": pb.SegmentTask(**SEGMENT)},
+]
+SHARED: dict[str, Any] = {"image": raw(), "options": OPTIONS}
+VALID: dict[str, list[Message]] = {
+    "VisionService/Query": [
+        pb.QueryRequest(**SHARED, **QUERY, num_samples=2),
+        pb.QueryRequest(question="what?", image=common_pb2.Image(encoded=FILE)),
+        *(
+            pb.QueryRequest(
+                question="what?", sampling=common_pb2.Sampling(max_tokens=1, constraint=constraint)
+            )
+            for constraint in CONSTRAINTS
+        ),
+    ],
+    "VisionService/Caption": [
+        pb.CaptionRequest(**SHARED, **CAPTION, num_samples=2),
+        pb.CaptionRequest(image=common_pb2.Image(image_id="img_0")),
+    ],
+    "VisionService/Point": [
+        pb.PointRequest(**SHARED, **POINT),
+        pb.PointRequest(**SHARED, objects=["cat", "dog"]),
+    ],
+    "VisionService/Detect": [
+        pb.DetectRequest(**SHARED, **DETECT),
+        pb.DetectRequest(**SHARED, objects=["cat", "dog"]),
+        pb.DetectRequest(image=PART, object="cat", tiles=TILES, max_overlap=0.5),
+    ],
+    "VisionService/Segment": [pb.SegmentRequest(**SHARED, **SEGMENT)],
+    "VisionService/Analyze": [
+        pb.AnalyzeRequest(**SHARED, tasks=[pb.AnalyzeTask(key="mine", **task)]) for task in TASKS
+    ],
+    "VisionService/RunSkill": [
+        pb.RunSkillRequest(
+            **SHARED, skill="query", arguments={"question": "what?"}, sampling=SAMPLING
+        )
+    ],
+    **{
+        f"VisionService/Stream{skill}": [
+            getattr(pb, f"Stream{skill}Request")(request=request)
+            for request in (getattr(pb, f"{skill}Request")(**SHARED, **fields),)
+        ]
+        for skill, fields in (
+            ("Query", QUERY),
+            ("Caption", CAPTION),
+            ("Point", POINT),
+            ("Detect", DETECT),
+            ("Segment", SEGMENT),
+        )
+    },
+    "VisionService/StreamAnalyze": [
+        pb.StreamAnalyzeRequest(
+            request=pb.AnalyzeRequest(**SHARED, tasks=[pb.AnalyzeTask(key="mine", **TASKS[0])])
+        )
+    ],
+    "VisionService/StreamSkill": [
+        pb.StreamSkillRequest(
+            request=pb.RunSkillRequest(
+                **SHARED, skill="query", arguments={"question": "what?"}, sampling=SAMPLING
+            )
+        )
+    ],
+    "VisionService/Embed": [pb.EmbedRequest(**SHARED, **EMBED)],
+    "VisionService/StreamEmbed": [
+        pb.StreamEmbedRequest(request=pb.EmbedRequest(**SHARED, **EMBED))
+    ],
+    "VisionService/StreamFrames": [
+        pb.StreamFramesRequest(
+            config=pb.FramesConfig(
+                tasks=[pb.AnalyzeTask(key="mine", **TASKS[3])],
+                latency_budget_ms=1000,
+                late="LATE_FRAMES_OVERVIEW",
+                max_in_flight=2,
+                options=FRAME_OPTIONS,
+            ),
+            frame=pb.Frame(id=7, image=raw()),
+        )
+    ],
+    "ImageService/PutImage": [image_service_pb2.PutImageRequest(image=raw())],
+    "ImageService/DeleteImage": [image_service_pb2.DeleteImageRequest(image_id="img_0")],
+    "ImageService/UploadImage": [
+        image_service_pb2.UploadImageRequest(
+            info=image_service_pb2.UploadInfo(
+                size_bytes=len(FILE), sha256=hashlib.sha256(FILE).digest()
+            )
+        )
+    ],
+    "ModelService/GetModel": [model_service_pb2.GetModelRequest(name="fake")],
+    "AdminService/CancelRequest": [admin_service_pb2.CancelRequestRequest(request_id="mine")],
+    "AdminService/SetLogLevel": [
+        admin_service_pb2.SetLogLevelRequest(
+            level="LOG_LEVEL_INFO", module="kestrel_grpc.services.admin"
+        )
+    ],
+    "AdminService/StartProfile": [admin_service_pb2.StartProfileRequest(seconds=1, steps=1)],
+    "AdminService/StartCapture": [admin_service_pb2.StartCaptureRequest(requests=1)],
+}
+"""Requests that no rule refuses, with all fields that have rules."""
+
+FILES = (vision_service_pb2, image_service_pb2, model_service_pb2, admin_service_pb2)
+METHODS = {
+    f"{service.name}/{method.name}": method
+    for file in FILES
+    for service in file.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The fields and messages of a call, or of its tasks, that failed with INVALID_ARGUMENT."""
+
+    fields: list[str]
+    messages: list[str]
+
+    def __bool__(self) -> bool:
+        return bool(self.messages)
+
+    @property
+    def is_stricter(self) -> bool:
+        return all(any(p.search(message) for p in STRICTER) for message in self.messages)
+
+
+async def ask(served: Served, method: str, data: bytes) -> Refusal:
+    """Sends a request. Statuses other than INVALID_ARGUMENT do not refuse its values."""
+    descriptor = METHODS[method]
+    make = getattr(
+        served.channel,
+        f"{'stream' if descriptor.client_streaming else 'unary'}_"
+        f"{'stream' if descriptor.server_streaming else 'unary'}",
+    )
+    call = make(
+        f"/kestrel.v1.{method}",
+        response_deserializer=descriptor.output_type._concrete_class.FromString,
+    )
+    chunk = image_service_pb2.UploadImageRequest(chunk=FILE).SerializeToString()
+    rest = [] if descriptor.server_streaming else [chunk]
+    sent = iter([data, *rest]) if descriptor.client_streaming else data
+    try:
+        if descriptor.name == "StreamFrames":
+            answers = [event async for event in call(sent, metadata=METADATA)]
+            answer = answers[0].results if answers else None
+            if answers and answers[0].error.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]:
+                told = answers[0].error
+                fields = [violation.field for violation in told.field_violations]
+                return Refusal(fields, [told.message])
+        elif descriptor.server_streaming:
+            *_, last = [event async for event in call(sent, metadata=METADATA)]
+            answer = last.final
+        else:
+            answer = await call(sent, metadata=METADATA)
+    except grpc.aio.AioRpcError as error:
+        assert error.code() not in FAULTS, error
+        if error.code() is not grpc.StatusCode.INVALID_ARGUMENT:
+            return Refusal([], [])
+        told = read(error)
+        return Refusal(told.fields, [told.message])
+    invalid = grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    errors = [
+        result.error
+        for result in getattr(answer, "results", ())
+        if result.WhichOneof("outcome") == "error" and result.error.code == invalid
+    ]
+    fields = [violation.field for error in errors for violation in error.field_violations]
+    return Refusal(fields, [error.message for error in errors])
+
+
+FAULTS = (
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+)
+
+
+def agrees(refused: list[str], refusal: Refusal) -> bool:
+    """Whether the server refuses a request for a field that protovalidate refuses, or for a stricter limit."""
+    if not refused:
+        return not refusal or refusal.is_stricter
+    return bool(refusal) and (
+        refusal.is_stricter or all(names(field, refused) for field in refusal.fields)
+    )
+
+
+def names(field: str, refused: list[str]) -> bool:
+    """Whether ``field`` is one of the refused fields, or a message that holds one."""
+    return any(path == field or path.startswith((f"{field}.", f"{field}[")) for path in refused)
+
+
+def test_the_valid_requests_are_valid_and_cover_every_rule(rules: Rules) -> None:
+    requests = {method: METHODS[method].input_type for method in METHODS}
+    stated = set().union(
+        *(
+            rules.stated(rules.message(kind._concrete_class()).DESCRIPTOR)
+            for kind in requests.values()
+        )
+    )
+    assert len(stated) > 40
+    tried = set()
+    for method, messages in VALID.items():
+        for plain in messages:
+            message = rules.message(plain)
+            assert rules.refused(message) == [], method
+            tried |= {change.rule for change in rules.changes(message)}
+    assert stated - tried == set()
+
+
+def restates(method: str) -> bool:
+    """Whether the server checks the method's fields as those of another method."""
+    return METHODS[method].server_streaming
+
+
+@pytest.mark.parametrize(
+    ("method", "every"),
+    [
+        *((method, False) for method in VALID),
+        *(
+            pytest.param(method, True, marks=pytest.mark.slow)
+            for method in VALID
+            if not restates(method)
+        ),
+    ],
+)
+async def test_the_server_agrees_on_every_value_around_every_limit(
+    served: Served, rules: Rules, method: str, every: bool
+) -> None:
+    """Or on one value of each rule, without ``every``."""
+    differ, tried = [], set()
+    for plain in VALID[method]:
+        valid = await ask(served, method, plain.SerializeToString())
+        assert not valid or valid.is_stricter, valid
+        changes = list(rules.changes(rules.message(plain)))
+        if not every:
+            changes = list({change.rule: change for change in changes}.values())
+        for change in changes:
+            if change.key in tried:
+                continue
+            tried.add(change.key)
+            message = rules.message(plain)
+            change.apply_to(message)
+            refused, refusal = (
+                rules.refused(message),
+                await ask(served, method, message.SerializeToString()),
+            )
+            if not agrees(refused, refusal):
+                differ.append(f"{change}: protovalidate {refused}, server {refusal}")
+    assert differ == []
+
+
+async def test_the_server_agrees_on_several_values_at_once(served: Served, rules: Rules) -> None:
+    chance = random.Random(20261122)
+    plain = VALID["VisionService/Query"][0]
+    changes = [
+        change
+        for change in rules.changes(rules.message(plain))
+        # An unknown model or image is refused before other fields are checked.
+        if not change.rule.endswith(("RequestOptions.model", "Image.image_id"))
+    ]
+    num_refused = 0
+    for _ in range(200):
+        chosen = chance.sample(changes, 3)
+        message = rules.message(plain)
+        for change in chosen:
+            change.apply_to(message)
+        refused = rules.refused(message)
+        refusal = await ask(served, "VisionService/Query", message.SerializeToString())
+        assert agrees(refused, refusal), ([str(c) for c in chosen], refused, refusal)
+        num_refused += bool(refused)
+    assert 50 < num_refused < 200

@@ -1,0 +1,177 @@
+"""Open files and connections: counted, exported, and complained of before none is left."""
+
+import asyncio
+import logging
+import os
+import resource
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kestrel_grpc.process.file_watch import FileWatch
+from kestrel_grpc.settings.telemetry import TelemetryConfig
+from kestrel_grpc.telemetry.open_files import file_limit, open_files
+from tests.forking.process import ForkedProcess
+
+ROOT = Path(__file__).parents[3]
+linux = pytest.mark.skipif(sys.platform != "linux", reason="connections are counted from /proc")
+
+
+def test_files_are_counted(tmp_path):
+    before = open_files()
+    opened = [(tmp_path / "file").open("w") for _ in range(5)]
+    assert open_files() == before + 5
+    for each in opened:
+        each.close()
+    assert open_files() == before
+    assert file_limit() == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def test_the_watch_complains_once_a_minute_until_there_is_room(caplog):
+    opened, now = 80, 0.0
+    watch = FileWatch(lambda: opened, lambda: 100, lambda: now)
+    assert not watch.check() and not watch.is_crowded
+    opened = 90
+    assert watch.check() and watch.is_crowded
+    now = 59.0
+    assert not watch.check()
+    assert caplog.text.count("90 of at most 100 files are open") == 1
+    opened, now = 85, 61.0
+    assert not watch.check() and watch.is_crowded, "not relieved yet"
+    assert caplog.text.count("85 of at most 100 files are open") == 1
+    assert all(record.levelno == logging.ERROR for record in caplog.records)
+    opened = 79
+    assert watch.check() and not watch.is_crowded
+    opened = 90
+    assert watch.check(), "and again"
+    assert caplog.text.count("90 of at most 100 files") == 1, "within the minute once"
+
+
+def test_nothing_is_said_where_the_system_does_not_tell(caplog):
+    for count, limit in ((None, 100), (100, None)):
+        watch = FileWatch(lambda count=count: count, lambda limit=limit: limit)
+        assert not watch.check() and not watch.is_crowded
+    assert caplog.text == ""
+
+
+@linux
+async def test_they_are_metrics(serve):
+    telemetry = TelemetryConfig(prometheus="127.0.0.1:0")
+    served = await serve(server_config={"telemetry": telemetry})
+
+    def scraped():
+        url = f"http://{served.server.telemetry.metrics_address}/metrics"
+        text = urllib.request.urlopen(url, timeout=5).read().decode()
+        lines = [line.split() for line in text.splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in lines if name.startswith("kestrel_")}
+
+    before = await asyncio.to_thread(scraped)
+    channels = []
+    for _ in range(4):
+        channels.append(
+            grpc.aio.insecure_channel(
+                served.server.addresses[0], options=[("grpc.use_local_subchannel_pool", 1)]
+            )
+        )
+        await channels[-1].channel_ready()
+    opened = before["kestrel_connections_open"] + 4
+    end = time.monotonic() + 15  # The guard looks at connections ten times a second.
+    while (after := await asyncio.to_thread(scraped))["kestrel_connections_open"] != opened:
+        assert time.monotonic() < end, after
+        await asyncio.sleep(0.05)
+    assert after["kestrel_files_open"] >= before["kestrel_files_open"] + 4
+    assert after["kestrel_files_limit"] == file_limit()
+    assert after["kestrel_connections_limit"] == 1000
+    assert after['kestrel_connections_ended_total{kestrel_reason="idle"}'] == 0
+    assert (before["kestrel_streams_open"], after["kestrel_streams_limit"]) == (0, 100)
+    watched = health_pb2_grpc.HealthStub(channels[0]).Watch(health_pb2.HealthCheckRequest())
+    await watched.read()
+    assert (await asyncio.to_thread(scraped))["kestrel_streams_open"] == 1
+    watched.cancel()
+    for channel in channels:
+        await channel.close()
+
+
+LIMIT = 160
+SERVE = f"""
+import resource, runpy
+resource.setrlimit(resource.RLIMIT_NOFILE, ({LIMIT}, {LIMIT}))
+runpy.run_module("tests.abuse.fake_server", run_name="__main__")
+"""
+
+
+@linux
+def test_a_server_that_runs_out_of_files_says_so_before_and_serves_again_after(tmp_path):
+    """With a real RLIMIT_NOFILE: connections of one client fill it."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("KESTREL_", "OTEL_"))}
+    environ |= {"KESTREL_THREADS": "1", "KESTREL_DRAIN_DELAY": "0"}
+    flags = ("--listen", "127.0.0.1:0", "--keepalive", "0")
+    log = tmp_path / "log"
+    with log.open("wb") as errors:
+        server = ForkedProcess(
+            [sys.executable, "-c", SERVE, *flags],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            cwd=ROOT,
+            env=environ,
+        )
+    connections = []
+
+    def until_logged(text):
+        """The log has a thread of its own."""
+        end = time.monotonic() + 15
+        while text not in log.read_text():
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.02)
+
+    try:
+        line = server.stdout.readline()
+        address = line.partition("listening on ")[2].partition(",")[0]
+        assert address, log.read_text()
+        host, port = address.split(":")
+        with grpc.insecure_channel(address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+
+            def status():
+                answer = health.Check(health_pb2.HealthCheckRequest(), timeout=5)
+                return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+            def until(wanted):
+                end = time.monotonic() + 15
+                while status() != wanted:
+                    assert time.monotonic() < end, log.read_text()
+                    time.sleep(0.1)
+
+            until("SERVING")
+            opened = len(os.listdir(f"/proc/{server.pid}/fd"))
+            assert opened < 0.8 * LIMIT, "room for the test"
+            for _ in range(int(0.95 * LIMIT) - opened):
+                connections.append(socket.create_connection((host, int(port)), 5))
+            until("NOT_SERVING")
+            until_logged(f"of at most {LIMIT} files are open, including connections")
+            for _ in range(LIMIT):  # Beyond the limit: the kernel queues what isn't accepted.
+                connections.append(socket.create_connection((host, int(port)), 5))
+            time.sleep(1.2)  # The watch counts files once a second.
+            assert status() == "NOT_SERVING", "who is connected is answered"
+            while connections:
+                connections.pop().close()
+            until("SERVING")
+        until_logged(f"of at most {LIMIT} files are open: below the threshold")
+        server.terminate()
+        assert server.wait(30) == 0, log.read_text()
+        text = log.read_text()
+        assert text.count("files are open, including connections") == 1, "once a minute"
+        assert "Traceback" not in text
+    finally:
+        for each in connections:
+            each.close()
+        server.kill()
+        server.communicate()

@@ -1,0 +1,115 @@
+"""Questions that presuppose objects over the wire: gRPC, tasks, streams, samples, SDK and command line."""
+
+import grpc
+import pytest
+
+from kestrel_client import AsyncKestrelClient, InvalidRequestError, QueryTask
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine.runtime.fake import FakeRuntime
+from tests.engine.fakes import IMAGE
+from tests.engine.test_presuppositions import shows
+from tests.service.cli.test_stored_images import IMAGE as FILE
+from tests.service.cli.test_stored_images import kestrel as kestrel
+from tests.service.conftest import LIMITS, raw_image
+from tests.service.statuses import failure
+
+GREEDY = common_pb2.Sampling(temperature=0, max_tokens=6)
+
+
+def request(*objects, **fields):
+    abstention = pb.Abstention(objects=objects)
+    return pb.QueryRequest(
+        image=raw_image(), question="?", sampling=GREEDY, abstention=abstention, **fields
+    )
+
+
+async def test_all_ways_to_ask_abstain_alike(serve):
+    served = await serve(FakeRuntime(LIMITS, shows("dog")))
+    answered = await served.vision.Query(request("dog"))
+    assert (answered.answer, answered.abstained) == ("yes", False)
+    assert [each.object for each in answered.absences] == ["dog"]
+    missed = await served.vision.Query(request("dog", "cat"))
+    assert (missed.answer, missed.abstained) == ("", True)
+    assert missed.finish_reason == common_pb2.FINISH_REASON_STOP and missed.image_id
+    assert missed.absences[0].absence < 0.5 < missed.absences[1].absence < 1
+    assert missed.usage.image_tokens == 2 * answered.usage.image_tokens / 2
+    wrapped = pb.StreamQueryRequest(request=request("dog", "cat"))
+    events = [event async for event in served.vision.StreamQuery(wrapped)]
+    assert [event.WhichOneof("event") for event in events] == ["started", "final"]
+    assert events[-1].final.absences == missed.absences
+    given = request("dog", "cat")
+    given.abstention.max_absence = 1.0
+    assert (await served.vision.Query(given)).answer == "yes"
+    task = pb.QueryTask(question="?", sampling=GREEDY, abstention=pb.Abstention(objects=["cat"]))
+    analysis = pb.AnalyzeRequest(image=raw_image(), tasks=[pb.AnalyzeTask(query=task)])
+    (outcome,) = (await served.vision.Analyze(analysis)).results
+    assert outcome.query.abstained
+    named = pb.RunSkillRequest(skill="query", image=raw_image(), sampling=GREEDY)
+    named.arguments.update({"question": "?", "presupposes": ["cat"]})
+    named.settings.update({"max_absence": 0.25})
+    assert (await served.vision.RunSkill(named)).output["answer"] == ""
+
+
+async def test_samples_share_one_look(serve):
+    served = await serve(FakeRuntime(LIMITS, shows("dog")))
+    alone = await served.vision.Query(request("dog"))
+    three = await served.vision.Query(request("dog", num_samples=3))
+    assert [each.answer for each in three.samples] == ["yes"] * 3
+    assert all(each.absences == alone.absences for each in three.samples)
+    look, answer = 1, alone.usage.output_tokens - 1
+    assert three.usage.output_tokens == look + 3 * answer
+    missed = await served.vision.Query(request("cat", num_samples=3))
+    assert [each.abstained for each in missed.samples] == [True] * 3 and missed.abstained
+    seeds = [each.seed for each in missed.samples]
+    assert seeds == [seeds[0] + number for number in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("objects", "absence", "field"),
+    [
+        ([], None, "abstention.objects"),
+        (["cat"] * 9, None, "abstention.objects"),
+        (["cat", " "], None, "abstention.objects[1]"),
+        (["cat"], 1.5, "abstention.max_absence"),
+    ],
+)
+async def test_errors_name_the_field(serve, objects, absence, field):
+    served = await serve()
+    given = request(*objects)
+    if absence is not None:
+        given.abstention.max_absence = absence
+    given.abstention.SetInParent()
+    status = await failure(served.vision.Query(given))
+    assert status.code is grpc.StatusCode.INVALID_ARGUMENT and status.fields == [field]
+
+
+async def test_the_sdk_and_the_default_of_the_server(serve):
+    served = await serve(FakeRuntime(LIMITS, shows("dog")), max_absence=1.0)
+    async with AsyncKestrelClient(served.server.addresses[0]) as client:
+        assert (await client.server_info()).limits.default_max_absence == 1.0
+        asked = await client.query(IMAGE, "?", presupposes=["cat"], temperature=0)
+        assert asked.answer == "yes" and asked.absences[0].absence > 0.5
+        limited = {"presupposes": ["cat"], "max_absence": 0.1, "temperature": 0}
+        missed = await client.query(IMAGE, "?", **limited)
+        assert missed.abstained and "abstained" in repr(missed)
+        assert missed.to_dict()["absences"] == [
+            {"object": "cat", "absence": missed.absences[0].absence}
+        ]
+        task = QueryTask("?", **limited)
+        assert (await client.analyze(IMAGE, [task]))[task].abstained
+        async with client.stream_query(IMAGE, "?", **limited) as stream:
+            assert [event async for event in stream] == []
+        for wrong in ({"presupposes": "cat"}, {"max_absence": 0.5}, {"presupposes": [3]}):
+            with pytest.raises(InvalidRequestError):
+                await client.query(IMAGE, "?", **wrong)
+
+
+async def test_the_command_line_says_what_is_missing(kestrel):
+    asked = ["query", FILE, "what?", "--temperature", 0, "--max-tokens", 4]
+    plain = await kestrel(*asked)
+    assert await kestrel(*asked, "--presupposes", "cat", "--max-absence", 1) == plain
+    flags = ["--presupposes", "cat", "--presupposes", "dog", "--max-absence", 0]
+    status, told, errors = await kestrel(*asked, *flags)
+    assert (status, told) == (0, "") and "not answered" in errors
+    assert "cat: absent with probability " in errors and "dog: absent" in errors
