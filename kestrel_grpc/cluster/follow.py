@@ -46,9 +46,12 @@ def ask(url: str) -> list[Server]:
         raise DirectoryError(f"{url}: HTTP {error.code}: {why}") from None
     except RecursionError:
         raise DirectoryError(f"{url}: is not the answer of a directory") from None
+    except urllib.error.URLError as error:
+        raise DirectoryError(
+            f"{url}: no directory answers there ({error.reason}); kestrel-grpc cluster up starts one"
+        ) from None
     except (OSError, ValueError, HTTPException) as error:
-        cause = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise DirectoryError(f"{url}: {cause}") from None
+        raise DirectoryError(f"{url}: {error}") from None
 
 
 @dataclass(slots=True)

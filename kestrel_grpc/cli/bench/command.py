@@ -19,8 +19,8 @@ from ...settings.flags import SettingsError
 from ..connection import sdk_errors, servers_of
 from ..parser import EXIT_FAILED, EXIT_INTERRUPTED, CommandError
 from ..requests.flags import request_options
+from .flags import IN_FLIGHT, limits_of, ramp_of, slo_of
 from .flags import add_arguments as add_arguments
-from .flags import limits_of, ramp_of, slo_of
 from .reporting.comparison import compare_files
 from .reporting.html import write_report
 from .reporting.results import (
@@ -135,7 +135,7 @@ def _most_in_flight(args: argparse.Namespace) -> int:
     """Of one process."""
     most: int = args.max_in_flight
     if args.rate is None:
-        most = args.max_concurrency or args.concurrency
+        most = args.max_concurrency or args.concurrency or IN_FLIGHT
     return math.ceil(most / int(args.processes))
 
 

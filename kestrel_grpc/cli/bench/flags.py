@@ -13,6 +13,8 @@ from ..values import number, seconds, whole
 from .sending.mix import SKILLS
 from .stages import Limits, Ramp, Slo
 
+IN_FLIGHT = 8
+"""The default of --concurrency."""
 _MOST_IN_FLIGHT = 65536
 _EPILOG = """Sends real requests to the server. Do not use it with a server that others need.
 
@@ -44,9 +46,8 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
         "--concurrency",
         "--start-concurrency",
         type=level,
-        default=8,
         metavar="N",
-        help=f"closed loop: requests in flight in the first stage, 1 to {_MOST_IN_FLIGHT} [%(default)s]",
+        help=f"closed loop: requests in flight in the first stage, 1 to {_MOST_IN_FLIGHT} [{IN_FLIGHT}]",
     )
     load.add_argument(
         "--max-concurrency",
@@ -258,10 +259,10 @@ def ramp_of(args: argparse.Namespace) -> Ramp:
             if getattr(args, flag) is not None:
                 raise SettingsError(f"--{flag.replace('_', '-')}: needs --rate, the first rate")
         first, step, most, name = (
-            args.concurrency, args.concurrency_step, args.max_concurrency, "concurrency"
+            args.concurrency or IN_FLIGHT, args.concurrency_step, args.max_concurrency, "concurrency"
         )  # fmt: skip
     else:
-        for flag in ("max_concurrency", "concurrency_step"):
+        for flag in ("concurrency", "max_concurrency", "concurrency_step"):
             if getattr(args, flag) is not None:
                 raise SettingsError(
                     f"--{flag.replace('_', '-')}: --rate makes an open loop; leave out one of both"

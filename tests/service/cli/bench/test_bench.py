@@ -87,6 +87,7 @@ async def test_refusals_are_counted_and_a_run_without_an_answer_fails(kestrel, t
         (["--seconds", 0], "'0': must be a number of seconds from 0.1 to 86400"),
         (["--max-rate", 5], "--max-rate: needs --rate"),
         (["--rate", 5, "--max-concurrency", 9], "--max-concurrency: --rate makes an open loop"),
+        (["--rate", 5, "--concurrency", 9], "--concurrency: --rate makes an open loop"),
         (["--rate", 5, "--max-rate", 4], "--max-rate: 4 is less than the first rate, 5"),
         (["--concurrency-step", 2], "--concurrency-step: needs --max-concurrency"),
         (["--rate", "nan"], "'nan': must be a number of requests per second above 0"),
