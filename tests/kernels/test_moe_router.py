@@ -39,6 +39,17 @@ def test_logits_and_their_ranking(dtype, tokens, num_experts, k, dim, bias):
     assert torch.equal(experts, by_two_launches[1])
 
 
+def test_inputs_in_float16_beside_weights_of_the_model():
+    """As in a step whose dense weights are in FP8. The logits have the model's dtype, as in prefill."""
+    u = torch.randn(3, 72, device=DEVICE).half()
+    weight, bias = torch.randn(6, 72, device=DEVICE), torch.randn(6, device=DEVICE)
+    workspace = RouterWorkspace(3, 6, torch.float32, DEVICE)
+    found = route_tokens(u, weight, bias, 2, workspace)
+    torch.testing.assert_close(workspace.logits, F.linear(u.float(), weight, bias))
+    for one, other in zip(found, route(workspace.logits, 2), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_what_it_refuses():
     workspace = RouterWorkspace(1, 4, torch.float32, DEVICE)
     weight = torch.zeros(4, 8, device=DEVICE)

@@ -197,9 +197,25 @@ def test_parts_of_what_tau_needs_of_the_columns(dtype, rows, n, k, tau_k, column
     assert_near(parts.sum(0), product(activated, of_tau), dtype)
 
 
+@pytest.mark.parametrize("rows", [1, 33])
+def test_what_tau_needs_of_a_weight_in_fp8(rows):
+    """Tau's weights keep their dtype beside x in float16: here float32, on a GPU bfloat16."""
+    own = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    n, k, columns = 192, 128, 24
+    x, narrow = random(rows, k, dtype=torch.float16), Fp8Linear.of(random(n, k) / k**0.5)
+    of_tau = (random(columns, n) / n**0.5).to(own)
+    parts = poisoned(content_parts(rows, narrow.weight, n), rows, columns)
+    out = skinny_linear(x, narrow.weight, None, scales=narrow.scales, tau=(of_tau, parts))
+    assert torch.equal(out, skinny_linear(x, narrow.weight, None, scales=narrow.scales))
+    activated = F.gelu(out.float()).to(own)
+    assert_near(parts.sum(0), product(activated, of_tau), own)
+
+
 @pytest.mark.parametrize("rows", [1, 16, 17, 32, 33, 64, 65, 128])
 @pytest.mark.parametrize("weight_bytes", [1, 2])
-@pytest.mark.parametrize(("n", "k"), [(14336, 2048), (2048, 10240), (6144, 2048), (51200, 2048)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(14336, 2048), (2048, 10240), (2048, 2048), (6144, 2048), (51200, 2048)]
+)
 def test_the_tiles_of_released_shapes_fit_into_shared_memory(rows, weight_bytes, n, k):
     """An H100 gives a program 227 KiB. The compiler keeps as many tiles of the weight and of x as there are stages."""
     splits = default_splits(n, k) if n == 2048 else 1

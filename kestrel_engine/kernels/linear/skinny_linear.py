@@ -338,8 +338,9 @@ def skinny_linear(
     x is not float32. ``bias``: [N] or None. ``pdl``: launch as a programmatic dependent (sm_90), which does not change
     results. ``tiling``: for benchmarks, a tiling to use instead of the one from the table.
 
-    ``tau``: weights [C, K'] in x's dtype, and a buffer [`content_parts`, M, C] float32 for partial sums of
-    ``gelu(out[:, :K']) @ weights.T`` with the exact GELU (see `tau_content`). Each program multiplies its own columns.
+    ``tau``: weights [C, K'], and a buffer [`content_parts`, M, C] float32 for partial sums of ``gelu(out[:, :K']) @
+    weights.T`` with the exact GELU, rounded to the dtype of these weights (see `tau_content`). Each program multiplies
+    its own columns.
     ``adapted``: the changes by adapters; None if no row has one.
 
     Raises ValueError for more than 128 rows.

@@ -42,9 +42,9 @@ def route_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Routes ``u`` [T, D] and returns weights [T, k] float32 and experts [T, k] int32, as `route.route` does.
 
-    The logits are ``u @ weight.T + bias``, rounded to u's dtype, as in prefill. ``weight``: [E, D]. ``bias``: [E]. Both
-    have u's dtype. ``pdl``: launch as a programmatic dependent (sm_90), whose own dependents may start at once; this
-    does not change results.
+    The logits are ``u @ weight.T + bias``, rounded to the dtype of ``workspace``, in prefill the model's. ``weight``:
+    [E, D]. ``bias``: [E]. ``pdl``: launch as a programmatic dependent (sm_90), whose own dependents may start at once;
+    this does not change results.
 
     Raises ValueError for more than 64 tokens.
     """

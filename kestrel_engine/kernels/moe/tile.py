@@ -75,10 +75,14 @@ class Experts:
         return self.fc2.shape[2]
 
     def product_type(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype in which inputs of ``dtype`` are multiplied with these weights."""
-        if dtype == torch.float32:
-            return dtype
-        return torch.float16 if self.is_fp8 else dtype
+        """Returns the dtype in which inputs of ``dtype`` are multiplied with these weights.
+
+        Inputs of another half type than the weights' are rounded to that of the weights, because there are fewer of
+        them.
+        """
+        if not self.is_fp8:
+            return self.fc1.dtype
+        return dtype if dtype == torch.float32 else torch.float16
 
 
 def triton_type(dtype: torch.dtype) -> Any:

@@ -70,6 +70,9 @@ def fp8_weight_bytes(config: ModelConfig, fp8_gemms: str) -> int:
         # The rows of proj are a part of the rows of fc2.
         total += dense * (_fp8_block(text.dim, text.ff_dim) + text.dim**2)
         total += (text.n_layers - dense) * _fp8_block(text.dim, 0)
+        if fp8_gemms in FP8_DECODE:
+            # Only decode steps read proj of the layers with experts in FP8.
+            total += (text.n_layers - dense) * text.dim * (text.dim + 4)
     return total
 
 

@@ -61,6 +61,19 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
     return tensors
 
 
+def with_fp8_experts(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rounds the experts to FP8 with a scale for each row, as in released checkpoints."""
+    assert config.text.moe is not None
+    rounded = dict(tensors)
+    for layer in range(config.text.moe.start_layer, config.text.n_layers):
+        for name in ("fc1", "fc2"):
+            place = f"text.blocks.{layer}.mlp.{name}"
+            weight = tensors[f"{place}.weight"].float()
+            scale = rounded[f"{place}.scale"] = weight.abs().amax(-1) / 448
+            rounded[f"{place}.weight"] = (weight / scale[..., None]).to(torch.float8_e4m3fn)
+    return rounded
+
+
 def small_model(family: Family) -> Moondream:
     config = small_config(family)
     return Moondream(config, random_tensors(config))

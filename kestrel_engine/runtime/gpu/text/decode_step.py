@@ -55,9 +55,10 @@ class DecodePass:
     ``pdl``: launch kernels early (programmatic dependent launch, sm_90). ``priority``: of the second stream.
     ``attention``: None for our own kernel. ``adapters``: the layout of adapters' slabs; None if rows have none.
 
-    ``fp8``: the layers' weights in FP8; empty to use none. Steps of up to `MAX_ROWS` rows without adapters read them;
-    the changes by adapters are not small beside the error of FP8. Such steps compute in float16, because widening e4m3
-    to it takes a third of the instructions that bfloat16 takes.
+    ``fp8``: the layers' weights in FP8; empty to use none. Steps of up to `MAX_ROWS` rows without adapters read them,
+    with experts steps of up to `MAX_TOKENS` rows; the changes by adapters are not small beside the error of FP8. Such
+    steps compute in float16, because widening e4m3 to it takes a third of the instructions that bfloat16 takes. The
+    weights of tau and of the router stay in the model's dtype.
     """
 
     def __init__(
@@ -75,7 +76,6 @@ class DecodePass:
         adapters: SlabLayout | None = None,
         fp8: Sequence[Fp8Products] = (),
     ) -> None:
-        assert not fp8 or (config.moe is None and not config.tau_attn), "for plain blocks"
         self._config, self._layers, self._post_ln = config, layers, post_ln
         self._angles = angles
         weight = layers[0].proj
@@ -97,17 +97,20 @@ class DecodePass:
         self._fp8: _Narrow | None = None
         if fp8:
             half = weight.new_empty(0, dtype=torch.float16)
-            few = min(max_rows, MAX_ROWS)
-            self._fp8 = _Narrow(fp8, _Buffers.allocate(half, few, dim, widest))
+            few = min(max_rows, MAX_ROWS if config.moe is None else MAX_TOKENS)
+            self._fp8 = _Narrow(fp8, few, _Buffers.allocate(half, few, dim, widest))
         weights = [*_output_weights(layers), *(each.writes.weight for each in fp8 if each.writes)]
         self._partial_sums = floats(max(map(splits_of, weights)), max_rows, dim)
         self._expert_outputs = floats(chosen, min(max_rows, MAX_TOKENS), dim)
         # FlashInfer's attention does not add up partial tau content.
         self._inline_tau = INLINE_TAU_ROWS if attention is None else 0
+        inputs = [
+            *(linear.weight for each in layers for linear in (each.reads, each.qkv)),
+            *(each.reads.weight for each in fp8),
+        ]
         tau_parts = [
-            content_parts(rows, layer.weight, 3 * dim)
-            for each in layers
-            for layer in (each.reads, each.qkv)
+            content_parts(rows, weight, 3 * dim)
+            for weight in inputs
             for rows in range(1, min(self._inline_tau, max_rows) + 1)
         ]
         self._content = floats(max([1, *tau_parts]), max_rows, 2 * heads)
@@ -140,7 +143,9 @@ class DecodePass:
         """As `FusedText.decode`."""
         assert len(x) <= self._max_rows, f"{len(x)} rows, buffers for {self._max_rows}"
         rows = positions, row_seq, page_table
-        fp8 = self._fp8 if adapters is None and len(x) <= MAX_ROWS else None
+        fp8 = self._fp8 if adapters is None else None
+        if fp8 is not None and len(x) > fp8.max_rows:
+            fp8 = None
         buffers = self._buffers if fp8 is None else fp8.buffers
         u = _shaped(buffers.u, *x.shape)
         first = self._layers[0].ln
@@ -220,8 +225,10 @@ class DecodePass:
         if self._is_concurrent(layer, len(u)):
             with self._on_side_stream():
                 expert_output = self._experts_of_few(moe, u, experts)
-            attend(layer.qkv)
-            attention_output = self._partials(attended, layer.proj)
+            attend(layer.qkv if narrow is None else narrow.qkv)
+            proj = layer.proj if narrow is None else narrow.writes
+            assert proj is not None
+            attention_output = self._partials(attended, proj)
             if self._side is not None:
                 torch.cuda.current_stream().wait_stream(self._side)
             return [attention_output, expert_output]
@@ -277,6 +284,7 @@ class DecodePass:
                 u,
                 reads.weight,
                 reads.bias,
+                scales=_scales(reads),
                 gelu_from=gelu_from,
                 tau=weights_and_parts,
                 adapted=self._adapted(layer, adapters, hidden=gelu_from is not None),
@@ -335,7 +343,7 @@ class DecodePass:
                 x,
                 reads.weight,
                 reads.bias,
-                scales=reads.scales if isinstance(reads, Fp8Linear) else None,
+                scales=_scales(reads),
                 gelu_from=gelu_from,
                 adapted=adapted,
                 pdl=self._early,
@@ -384,10 +392,15 @@ class _Buffers:
 
 @dataclass(frozen=True, slots=True)
 class _Narrow:
-    """What steps with weights in FP8 use: the layers' weights, and buffers in float16."""
+    """What steps with weights in FP8 use: the layers' weights, and buffers in float16 for ``max_rows``."""
 
     layers: Sequence[Fp8Products]
+    max_rows: int
     buffers: _Buffers
+
+
+def _scales(reads: Linear | Fp8Linear) -> Tensor | None:
+    return reads.scales if isinstance(reads, Fp8Linear) else None
 
 
 def _output_weights(layers: list[TextLayer]) -> Iterator[Tensor]:

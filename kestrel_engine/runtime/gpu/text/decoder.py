@@ -53,8 +53,9 @@ class FusedText:
     ``tensors``: a packed checkpoint (`weights.pack_weights`), in the dtype and on the device of the computation;
     experts may be in FP8. ``max_rows``: the most rows of a decode step. ``pdl``: launch decode kernels before the
     preceding kernels have ended (sm_90). ``attention``: for decode steps; None for our own kernel. ``fp8``: prefill
-    computes qkv and the dense layers' fc1, proj and fc2 in FP8, with FP8 copies of their weights. ``kv_scales``: the
-    scales of each layer for an FP8 KV cache. ``decode_priority``: of the streams of a decode step, as in torch.
+    computes qkv and the dense layers' fc1, proj and fc2 in FP8, with FP8 copies of their weights. ``fp8_decode``:
+    decode steps read these copies too, and those of proj in MoE layers. ``kv_scales``: the scales of each layer for an
+    FP8 KV cache. ``decode_priority``: of the streams of a decode step, as in torch.
     ``adapters``: the layout of adapters' slabs; None if rows have none.
 
     Raises ConfigError for shapes that do not support FP8.
@@ -78,10 +79,10 @@ class FusedText:
         self.config = config
         self._layers, self._pending = load_layers(config, tensors, kv_scales)
         self.fp8, self._layout = fp8, adapters
-        self._fp8 = [Fp8Products.of(layer) for layer in self._layers] if fp8 else []
-        # Beside experts, the dense GEMMs of a step hardly matter, and tau's weights have the model's dtype.
-        dense = config.moe is None and not config.tau_attn
-        self._fp8_decode = self._fp8 if fp8_decode and dense else []
+        self._fp8 = (
+            [Fp8Products.of(layer, decode=fp8_decode) for layer in self._layers] if fp8 else []
+        )
+        self._fp8_decode = self._fp8 if fp8_decode else []
         self._post_ln = LayerNorm.load(tensors, "text.post_ln")
         self._lm_head = Linear.load(tensors, "text.lm_head")
         require_exact(self._lm_head.weight.dtype)

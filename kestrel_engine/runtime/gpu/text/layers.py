@@ -44,11 +44,11 @@ class TextLayer:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Products:
-    """The GEMMs of a block that are computed in FP8; in an MoE block, only qkv. The biases of proj and fc2 are added
-    later.
+    """The GEMMs of a block that are computed in FP8. The biases of proj and fc2 are added later.
 
     ``reads``: qkv above fc1, of which ``qkv`` and ``fc1`` are views; in an MoE block, qkv. ``writes``: proj left of fc2
-    as one GEMM, which takes less time than proj alone in the model's dtype.
+    as one GEMM, which takes less time than proj alone in the model's dtype. In an MoE block, ``writes`` is proj if
+    decode steps read it, and None otherwise: prefill computes proj in the model's dtype.
     """
 
     reads: Fp8Linear
@@ -57,11 +57,14 @@ class Fp8Products:
     writes: Fp8Linear | None
 
     @classmethod
-    def of(cls, layer: TextLayer) -> Fp8Products:
-        """Rounds the weights of ``layer``. Raises ConfigError for shapes that do not support FP8."""
+    def of(cls, layer: TextLayer, *, decode: bool = False) -> Fp8Products:
+        """Rounds the weights of ``layer``. ``decode``: also those that only decode steps read.
+
+        Raises ConfigError for shapes that do not support FP8.
+        """
         if layer.fc1 is None:
             qkv = Fp8Linear.of(layer.qkv.weight, layer.qkv.bias)
-            return cls(qkv, qkv, None, None)
+            return cls(qkv, qkv, None, Fp8Linear.of(layer.proj) if decode else None)
         reads = Fp8Linear.of(layer.reads.weight, layer.reads.bias)
         return cls(reads, *reads.split(len(layer.qkv.weight)), Fp8Linear.of(layer.writes))
 

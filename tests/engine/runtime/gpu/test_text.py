@@ -17,7 +17,7 @@ from kestrel_engine.runtime.gpu.text import decode_step as text_decode
 from kestrel_engine.runtime.gpu.text.decoder import FusedText
 from kestrel_engine.runtime.gpu.weights import pack_weights
 from kestrel_engine.types.model_config import ModelConfig
-from tests.engine.models.small import random_tensors, small_config
+from tests.engine.models.small import random_tensors, small_config, with_fp8_experts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CLOSE = 1e-5 if DEVICE.type == "cpu" else 5e-5
@@ -191,15 +191,7 @@ def test_a_step_larger_than_its_buffers_is_refused():
 
 def test_experts_may_stay_in_fp8():
     config = small_config("moondream3")
-    tensors = random_tensors(config)
-    for layer in range(1, config.text.n_layers):
-        for name in ("fc1", "fc2"):
-            place = f"text.blocks.{layer}.mlp.{name}"
-            weight = tensors[f"{place}.weight"]
-            scale = weight.abs().amax(-1) / 448
-            tensors[f"{place}.scale"] = scale
-            tensors[f"{place}.weight"] = (weight / scale[..., None]).to(torch.float8_e4m3fn)
-    pair = Pair.of(config, tensors)
+    pair = Pair.of(config, with_fp8_experts(config, random_tensors(config)))
     actual, expected = pair.prefill(0, torch.randn(6, 32), 3)
     # Products with FP8 weights round to float16.
     torch.testing.assert_close(actual, expected, atol=2e-2, rtol=2e-2)
