@@ -6,7 +6,8 @@ Sequences of different texts are prefilled to about 800 positions. Then each ste
 sampled as input, with two steps in flight, as in the engine's step thread. Sampling is greedy, or random with
 --sampled, under the rule of an answer. The floor is the time to read weights and KV cache once and to write the new
 keys and values, at the copy rate of the same run. In an MoE model, the floor counts the experts that the batch uses, in
-their stored format; plain torch runs the same sequences to find these experts.
+their stored format; plain torch runs the same sequences to find these experts. With --fp8-gemms all, it counts the FP8
+copies of the other weights.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from kestrel_engine.runtime.gpu.footprint import FP8_DECODE
 from kestrel_engine.runtime.protocol import StepHandle
 from kestrel_engine.types.adapter import Adapter
 from kestrel_engine.types.model_config import ModelConfig
@@ -168,7 +170,8 @@ def measure(
     prefilled = prefill_contexts(
         steps, config, largest, context - total // 2, total + 1, shared=shared
     )
-    work = decoder_bytes(model, opened.kv_dtype)
+    in_fp8 = opened.config.fp8_gemms in FP8_DECODE
+    work = decoder_bytes(model, opened.kv_dtype, in_fp8=in_fp8)
     routed = chosen_experts(model, prefilled.texts) if work.moe_layers else None
     positions = prefilled.start + warm_up + num_steps / 2
     for batch in sorted(b for b in batches if b <= largest):
@@ -201,10 +204,13 @@ def measure(
         report.add(
             f"Decode at about {positions:.0f} positions; copy rate {rate / 1e12:.3g} TB/s", row
         )
-        # The limits are for a KV cache in the model's dtype. In FP8, there is less to read but the same other work.
-        judged = opened.on_cuda and context >= 800 and not sampled and not opened.kv_in_fp8
-        cache = ", FP8 KV cache" if opened.kv_in_fp8 else ""
-        name = f"{opened.name}{cache}: decode step, {'drawn, ' if sampled else ''}batch {batch}"
+        # The limits are for weights and KV cache in the model's dtype. In FP8, there is less to read but the same other
+        # work.
+        judged = opened.on_cuda and context >= 800 and not (sampled or in_fp8 or opened.kv_in_fp8)
+        narrow = (", FP8 weights" if in_fp8 else "") + (
+            ", FP8 KV cache" if opened.kv_in_fp8 else ""
+        )
+        name = f"{opened.name}{narrow}: decode step, {'drawn, ' if sampled else ''}batch {batch}"
         if shared:
             limits = bars.DECODE_SHARED_MS.get((opened.name, batch), bars.NONE)
             limits = limits if judged else bars.NONE

@@ -44,13 +44,23 @@ class DecoderBytes:
         return self.num_experts * (1 - missed)
 
 
-def decoder_bytes(model: Moondream, kv_dtype: torch.dtype) -> DecoderBytes:
-    """Returns the bytes of a model's weights, without the embedding table, of which a step reads one row a token."""
+def decoder_bytes(model: Moondream, kv_dtype: torch.dtype, *, in_fp8: bool = False) -> DecoderBytes:
+    """Returns the bytes of a model's weights, without the embedding table, of which a step reads one row a token.
+
+    ``in_fp8``: steps read qkv, proj, fc1 and fc2 as FP8 copies, with a float32 scale for each row.
+    """
     text, config = model.text, model.config.text
+
+    def gemm(layer: Linear) -> int:
+        if not in_fp8:
+            return _bytes(*_linear(layer))
+        scales = 4 * layer.weight.shape[0]
+        return layer.weight.numel() + scales + (0 if layer.bias is None else _bytes(layer.bias))
+
     dense = _bytes(*_linear(text.lm_head), *_norm(text.post_ln))
     expert = moe_layers = 0
     for block in text.blocks:
-        dense += _bytes(*_norm(block.ln), *_linear(block.qkv), *_linear(block.proj))
+        dense += _bytes(*_norm(block.ln)) + gemm(block.qkv) + gemm(block.proj)
         if block.tau is not None:
             dense += _bytes(block.tau.weights, block.tau.alpha)
         mlp = block.mlp
@@ -61,7 +71,7 @@ def decoder_bytes(model: Moondream, kv_dtype: torch.dtype) -> DecoderBytes:
             moe_layers += 1
         else:
             assert isinstance(mlp, Mlp), type(mlp)
-            dense += _bytes(*_linear(mlp.fc1), *_linear(mlp.fc2))
+            dense += gemm(mlp.fc1) + gemm(mlp.fc2)
     moe = config.moe
     return DecoderBytes(
         dense=dense,

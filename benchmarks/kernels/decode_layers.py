@@ -1,6 +1,6 @@
 """Measures the layers of a decode step, without head and sampling: the served variant and single changes.
 
-    python -m benchmarks.kernels.decode_layers [--model moondream2] [--batches 1 4 16] [--timeline] [--quick]
+    python -m benchmarks.kernels.decode_layers [--model moondream2] [--fp8] [--batches 1 4 16] [--timeline] [--quick]
 
 It uses random weights of the true shapes, Moondream 3's experts in FP8, and sequences of 800 positions. Each variant is
 first checked: its residual stream after the last layer is compared with that of the kernels for more than 64 rows,
@@ -30,7 +30,7 @@ from kestrel_engine.checkpoint.weights.random_weights import random_checkpoint
 from kestrel_engine.kernels.attention import paged_decode
 from kestrel_engine.kernels.attention.paged_decode import DecodeConfig, DecodeWorkspace
 from kestrel_engine.kernels.linear import skinny_linear
-from kestrel_engine.kernels.linear.skinny_linear import Tiling
+from kestrel_engine.kernels.linear.skinny_linear import Tiling, default_splits
 from kestrel_engine.kernels.moe import decode as moe_decode
 from kestrel_engine.kernels.moe.decode import Tile, Tiles
 from kestrel_engine.runtime.gpu.attention import decode as decode_attention
@@ -64,7 +64,8 @@ class Variant:
     """A field of None: as the server has it.
 
     ``early``: attention begins before the GEMM in front of it has ended. ``prefetch``: the tiles that a program of a
-    block's first GEMM and of its output GEMM prefetches. ``first``, ``output``: the tilings of these GEMMs.
+    block's first GEMM and of its output GEMM prefetches. ``first``, ``output``: the tilings of these GEMMs. ``parts``:
+    the output GEMM has as many parts of K for weights in FP8 as for others.
     """
 
     attention: DecodeConfig | None = None
@@ -73,6 +74,7 @@ class Variant:
     prefetch: tuple[int, int] | None = None
     first: Tiling | None = None
     output: Tiling | None = None
+    parts: bool | None = None
     reference: bool = False
 
     def __str__(self) -> str:
@@ -92,6 +94,7 @@ class Variant:
         said += [] if self.prefetch is None else [f"prefetch {self.prefetch}"]
         for name, tiling in (("first", self.first), ("output", self.output)):
             said += [] if tiling is None else [f"{name} {tiling}"]
+        said += ["parts as in bfloat16"] if self.parts else []
         return ", ".join(said) or "served"
 
     @contextmanager
@@ -112,6 +115,8 @@ class Variant:
             if self.tiles is not None:
                 table = moe_decode.TILES | {(1, moe_decode.batch_class(batch)): self.tiles}
                 patch(moe_decode, "TILES", table)
+            if self.parts:
+                patch(text_decode, "splits_of", lambda weight: default_splits(*weight.shape))
             if self.early is not None:
                 patch(decode_attention, "EARLY_ROWS", batch if self.early else 0)
             if self.prefetch or self.first or self.output:
@@ -147,16 +152,29 @@ IN_FP8: list[list[dict[str, Any]]] = [
         {"output": T(64, 256, stages=3, boxes=True)},
     ],
 ]
+EXPERTS_IN_FP8: list[list[dict[str, Any]]] = [
+    [{"parts": True}],
+    [
+        {"first": T(64, 128, stages=4, boxes=True)},
+        {"first": T(32, 256, stages=4, boxes=True)},
+        {"first": T(64, 128, stages=6, boxes=True)},
+    ],
+    [
+        {"output": T(64, 128, stages=4, boxes=True)},
+        {"output": T(32, 256, stages=4, boxes=True)},
+    ],
+]
+"""The GEMMs run beside experts, and have fewer programs than those of a dense layer."""
 
 
 def axes(
     batch: int, quick: bool, *, experts: bool = True, fp8: bool = False
 ) -> list[list[dict[str, Any]]]:
     """Returns the changes to try, by axis."""
-    if fp8:
-        return IN_FP8
     if not experts:
-        return DENSE
+        return IN_FP8 if fp8 else DENSE
+    if fp8:
+        return [axis[: 1 if quick else None] for axis in EXPERTS_IN_FP8]
     attention = FEW_ROWS if batch <= 2 else SOME_ROWS
     tiles = EXPERT_TILES[moe_decode.batch_class(batch)]
     found: list[list[dict[str, Any]]] = [

@@ -138,7 +138,7 @@ class RuntimeConfig:
         choices=("auto", "off", "vision", "prefill", "all"),
     )
     """Never auto after the initialisation. Each row of weights and activations has a scale. The FP8 weights are copies.
-    With all, decode steps of a model without experts read them too."""
+    With all, decode steps read them too."""
     random_weights: bool = setting(
         False,
         MODEL,

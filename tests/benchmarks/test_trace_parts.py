@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 
-from benchmarks.device.model_work import moe_flop, prefix_flop, vision_flop
+from benchmarks.device.model_work import decoder_bytes, moe_flop, prefix_flop, vision_flop
 from benchmarks.device.trace import summarised
 from benchmarks.models.profile_skill import DeviceProfile
 from benchmarks.service.telemetry_overhead import step
@@ -14,7 +16,9 @@ from benchmarks.traffic.callers import Answer
 from benchmarks.traffic.step_log import StepLog
 from benchmarks.traffic.trace_run import steady
 from kestrel_engine.errors import InvalidRequest
-from kestrel_engine.types.model_config import parse_model_config
+from kestrel_engine.models.moondream import Moondream
+from kestrel_engine.types.model_config import Family, parse_model_config
+from tests.engine.models.small import random_tensors, small_config
 
 
 def answer(seen: list[tuple[float, int]]) -> Answer:
@@ -82,3 +86,15 @@ def test_a_trace_crosses_the_wire_as_plain_values():
     from dataclasses import asdict
 
     json.dumps(asdict(summarised([("a", 0, 10)], 1.0, 2.0)))
+
+
+@pytest.mark.parametrize("family", ["moondream2", "moondream3"])
+def test_a_decode_step_in_fp8_reads_the_copies_instead_of_the_weights(family: Family) -> None:
+    config = small_config(family)
+    model = Moondream(config, random_tensors(config))
+    wide, narrow = (decoder_bytes(model, torch.float32, in_fp8=fp8) for fp8 in (False, True))
+    text, dense = config.text, config.text.n_layers if config.text.moe is None else 1
+    rows = text.n_layers * 4 * text.dim + dense * (text.ff_dim + text.dim)
+    weights = text.n_layers * 4 * text.dim**2 + dense * 2 * text.dim * text.ff_dim
+    assert wide.dense - narrow.dense == 3 * weights - 4 * rows
+    assert replace(narrow, dense=wide.dense) == wide

@@ -31,6 +31,8 @@ KERNELS = {
     "_shrink_kernel", "_text_kernel", "_up_kernel", "draw_kernel", "refine_kernel",
 }  # fmt: skip
 """Some of those of all kinds of passes: images, prompts, decode, experts, adapters, greedy and drawn rows."""
+SHARED_BYTES = 227 << 10
+"""The most shared memory of a program on an H100."""
 
 
 def compiled(model: Path, folder: Path) -> str:
@@ -80,3 +82,19 @@ def test_all_kernels_compile_once(tmp_path: Path) -> None:
     assert " 0 found " in first and not (folder / "unused").exists()
     assert " 0 kernels compiled " in compiled(model, folder)
     assert {path for path in folder.rglob("*") if path.is_file()} == files
+
+
+@pytest.mark.parametrize("family", ["moondream2", "moondream3"])
+def test_decode_steps_in_fp8_fit_an_h100(tmp_path: Path, family: str) -> None:
+    """At the released shapes, where the interpreter would take hours."""
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.gpu.compiled_decode_steps", str(tmp_path), family]
+    done = subprocess.run([*command, "1", "16", "64"], capture_output=True, text=True, env=environ)
+    assert done.returncode == 0, done.stderr[-5000:]
+    found = json.loads(done.stdout)
+    products = [kernel for kernel in found if kernel[0] == "_dot_kernel"]
+    # Two for qkv with and without fc1, one for what follows, for two widths of a tile.
+    assert len(products) == (4 if family == "moondream2" else 6)
+    assert {"_decode", "_add_layer_norm_kernel"} < {name for name, *_ in found}
+    for name, shared, registers, spilled in found:
+        assert shared <= SHARED_BYTES and registers <= 255 and not spilled, (name, shared, spilled)
