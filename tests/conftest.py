@@ -27,7 +27,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 LONG = (
-    *("http/test_real_clients", "abuse/test_attacks", "golden", "equality", "abuse"),
+    *("http/real_clients/test_real_clients", "abuse/test_attacks", "golden", "equality", "abuse"),
     *(
         "engine/preprocess/test_pool",
         "engine/runtime",
@@ -36,7 +36,7 @@ LONG = (
         "scenes",
         "engine/scheduler",
     ),
-    *("engine/test_exact_resize", "service", "benchmarks"),
+    *("engine/preprocess/test_exact_resize", "service", "benchmarks"),
 )
 """Folders and files whose tests take longest. They start first, so that the processes end at about the same time. Those
 that compute and those that wait start together."""

@@ -41,7 +41,7 @@ from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import ImageServiceStu
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of, new_token
-from tests.abuse.hand_made_calls import Body, HandMadeCalls, bomb, head
+from tests.abuse.connections.hand_made_calls import Body, HandMadeCalls, bomb, head
 
 ROOT = Path(__file__).parents[2]
 MIB = 1024 * 1024

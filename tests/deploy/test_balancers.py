@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.abuse.three_servers import FILES, GREEDY, Servers, places
+from tests.abuse.processes.three_servers import FILES, GREEDY, Servers, places
 
 pytestmark = pytest.mark.slow
 DEPLOY = Path(__file__).parents[2] / "deploy"

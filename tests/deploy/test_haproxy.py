@@ -22,7 +22,7 @@ from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceStu
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of, new_token
-from tests.abuse.hand_made_calls import head
+from tests.abuse.connections.hand_made_calls import head
 from tests.abuse.process import ServerProcess
 from tests.service.certificates import make_authority
 

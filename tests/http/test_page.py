@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.code_blocks import ROOT
-from tests.http.test_real_clients import IMAGE, KEY, endpoint
+from tests.http.real_clients.test_real_clients import IMAGE, KEY, endpoint
 
 __all__ = ["endpoint"]
 PAGE = ROOT / "kestrel_grpc/http/page"

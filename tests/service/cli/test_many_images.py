@@ -13,7 +13,7 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_grpc.cli.parser import COMMANDS, main
 from kestrel_grpc.cli.requests import inputs
 from kestrel_grpc.cli.terminal import styled
-from tests.client.test_fetching import web as web
+from tests.client.images.test_fetching import web as web
 from tests.service.cli.test_stored_images import IMAGE
 from tests.service.cli.test_stored_images import kestrel as kestrel
 

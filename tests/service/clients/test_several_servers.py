@@ -10,7 +10,7 @@ import pytest
 
 from kestrel_client import ImageHandle, NotFoundError, QueryTask
 from kestrel_grpc.cli.parser import main
-from tests.abuse.three_servers import FILES, GREEDY, Servers, places
+from tests.abuse.processes.three_servers import FILES, GREEDY, Servers, places
 
 BOTH = pytest.mark.parametrize("kind", ["sync", "async"])
 

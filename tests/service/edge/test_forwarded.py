@@ -1,4 +1,4 @@
-"""What a worker makes of the front's headers. tests/abuse/test_front.py has the front itself."""
+"""What a worker makes of the front's headers. tests/abuse/processes/test_front.py has the front itself."""
 
 from urllib.parse import quote
 

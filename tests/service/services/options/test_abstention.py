@@ -8,7 +8,7 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
 from tests.engine.fakes import IMAGE
-from tests.engine.test_presuppositions import shows
+from tests.engine.front.test_presuppositions import shows
 from tests.service.cli.test_stored_images import IMAGE as FILE
 from tests.service.cli.test_stored_images import kestrel as kestrel
 from tests.service.conftest import LIMITS, raw_image

@@ -9,7 +9,7 @@ from kestrel_client import AsyncKestrelClient, CaptionTask, Constraint, QueryTas
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from tests.engine.fakes import IMAGE
-from tests.engine.test_constraints import SCHEMA, matches
+from tests.engine.options.test_constraints import SCHEMA, matches
 from tests.service.conftest import raw_image
 from tests.service.statuses import failure
 

@@ -32,7 +32,7 @@ CALLS = 40
 AT_ONCE = 8
 ROUNDS = 3
 
-_PAGE = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+_PAGE = (Path(__file__).parents[3] / "docs/operations.md").read_text()
 
 
 def flat(pixels: int) -> pyvips.Image:

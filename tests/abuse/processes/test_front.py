@@ -28,7 +28,7 @@ from kestrel_client._pb.kestrel.v1 import image_service_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import ImageServiceStub
 from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
-from tests.abuse.test_workers import DEADLINE_S, Workers, alive, query, stream
+from tests.abuse.processes.test_workers import DEADLINE_S, Workers, alive, query, stream
 from tests.service.certificates import Authority, Pair, make_authority
 from tests.service.security.identity.test_tls import served_name
 from tests.service.statuses import failure

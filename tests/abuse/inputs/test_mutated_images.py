@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from kestrel_engine.preprocess.decoding.images import FORMATS
-from tests.abuse import mutated_images
+from tests.abuse.inputs import mutated_images
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 COUNT = int(os.environ.get("KESTREL_FUZZ_IMAGES", "400"))
 
 
 def fuzz(*arguments: str, timeout_s: float) -> dict:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.abuse.mutated_images", *arguments],
+        [sys.executable, "-m", "tests.abuse.inputs.mutated_images", *arguments],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -56,7 +56,7 @@ def test_memory_is_bounded_in_earnest():
         [
             sys.executable,
             "-m",
-            "tests.abuse.mutated_images",
+            "tests.abuse.inputs.mutated_images",
             "--count",
             "1",
             "--memory-mib",

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from tests.http.conftest import data_url
-from tests.http.test_openai import chunks, user
+from tests.http.dialects.test_openai import chunks, user
 
 HEADERS = {
     "X-OpenWebUI-User-Name": "A%20Name",

@@ -1,6 +1,6 @@
 """Mutated images of every supported format through decoding and tiling, in this process, whose memory is bounded.
 
-python -m tests.abuse.mutated_images --count 10000 [--seed N] [--memory-mib N]
+python -m tests.abuse.inputs.mutated_images --count 10000 [--seed N] [--memory-mib N]
 
 Prints one JSON object: how many were taken and refused by format, what took longest, the most memory, and every fault:
 an error other than ImageError, or more than LIMIT_S of this process's time. A crash ends the process, and an image
@@ -210,7 +210,7 @@ def peak_mib() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="tests.abuse.mutated_images")
+    parser = argparse.ArgumentParser(prog="tests.abuse.inputs.mutated_images")
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, help="number of the first image")
     parser.add_argument("--seed", type=int, default=20261120)

@@ -24,7 +24,7 @@ from kestrel_client import (
     SegmentResult,
     SkillResult,
 )
-from tests.client.test_drawing import CIRCLE, COLOURS, made
+from tests.client.drawing.test_drawing import CIRCLE, COLOURS, made
 
 BOXES = (Box(0.25, 0.5, 0.5, 1), Box(0, 0, 1, 0.5))
 FOUND = made(DetectResult, object="cat", objects=BOXES)

@@ -10,9 +10,9 @@ from google.protobuf.message import Message
 from hypothesis import given
 
 from kestrel_client._pb.inference import grpc_service_pb2 as pb
-from tests.abuse.edge_messages import mangled, near
+from tests.abuse.inputs.edge_messages import mangled, near
+from tests.abuse.inputs.test_messages import CALLERS_FAULT, FEW_AND_MANY, fuzz
 from tests.abuse.served import METADATA, ServedInThread
-from tests.abuse.test_messages import CALLERS_FAULT, FEW_AND_MANY, fuzz
 from tests.kserve.conftest import infer, jpeg
 
 REQUEST = infer(

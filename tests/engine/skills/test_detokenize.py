@@ -12,7 +12,7 @@ from kestrel_engine.preprocess.tokenizer import Tokenizer
 from kestrel_engine.skills.text.detokenize import StreamingText
 from tests.examples import given_examples
 
-GOLDENS = Path(__file__).parents[1] / "data" / "goldens"
+GOLDENS = Path(__file__).parents[2] / "data" / "goldens"
 TOKENIZER = Tokenizer.from_file(GOLDENS / "tokenizer.json")
 REPLACEMENT = "\ufffd"
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from kestrel_engine.runtime.fake import FakeRuntime
 from tests.engine.fakes import never_ends
-from tests.engine.test_stop_strings import says
-from tests.http.test_openai import chunks
+from tests.engine.options.test_stop_strings import says
+from tests.http.dialects.test_openai import chunks
 from tests.service.conftest import LIMITS
 
 ASKED: dict[str, Any] = {"model": "moondream2", "temperature": 0, "max_tokens": 12}

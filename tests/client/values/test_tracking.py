@@ -9,7 +9,7 @@ import pytest
 
 from tests.environments import python_with
 
-CLIENT = Path(__file__).parents[2] / "clients/python"
+CLIENT = Path(__file__).parents[3] / "clients/python"
 MADE = """
 from kestrel_client import Box, DetectResult, ObjectTracker, Point, PointResult, SegmentResult
 from kestrel_client.geometry import ImageSize

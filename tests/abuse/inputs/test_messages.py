@@ -23,7 +23,7 @@ from kestrel_client._pb.kestrel.v1 import (
     model_service_pb2,
 )
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from tests.abuse.edge_messages import length_delimited, mangled, near, nested
+from tests.abuse.inputs.edge_messages import length_delimited, mangled, near, nested
 from tests.abuse.served import METADATA, ServedInThread
 
 EXAMPLES = int(os.environ.get("KESTREL_FUZZ_EXAMPLES", "20"))

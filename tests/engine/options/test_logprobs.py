@@ -5,7 +5,7 @@ import pytest
 from kestrel_engine import InvalidRequest
 from kestrel_engine.runtime.fake import FakeRuntime
 from tests.engine.fakes import IMAGE
-from tests.engine.test_stop_strings import GREEDY, says, streamed
+from tests.engine.options.test_stop_strings import GREEDY, says, streamed
 
 
 def listening(runtime):

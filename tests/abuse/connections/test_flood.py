@@ -25,7 +25,7 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of
-from tests.abuse.hand_made_calls import Body, HandMadeCalls, bomb
+from tests.abuse.connections.hand_made_calls import Body, HandMadeCalls, bomb
 from tests.abuse.process import ROOT, ServerProcess
 from tests.forking.process import run_forked
 
@@ -138,7 +138,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_memory_stays_within_what_the_flags_promise(server: ServerProcess, name: str) -> None:
-    command = [sys.executable, "-m", "tests.abuse.test_flood", name, server.address]
+    command = [sys.executable, "-m", "tests.abuse.connections.test_flood", name, server.address]
     most = 1.1 * HELD if ATTACKS[name][1] or ATTACKS[name][0] == CHECK else 64 * MIB
     for _ in range(ROUNDS):
         with Watched(server) as seen:

@@ -23,7 +23,7 @@ from benchmarks.soaking.rude_sockets import PREFACE, frame
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
-from tests.abuse.hand_made_calls import head
+from tests.abuse.connections.hand_made_calls import head
 from tests.abuse.process import ServerProcess
 
 pytestmark = pytest.mark.skipif(

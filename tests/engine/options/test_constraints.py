@@ -17,7 +17,7 @@ from kestrel_engine.skills.constraints.grammars import Grammars
 from kestrel_engine.steps.loop import EngineLoop
 from kestrel_engine.types.model_config import parse_model_config
 from tests.engine.fakes import IMAGE, SMALL, ByteCodec
-from tests.engine.test_stop_strings import GREEDY, says, streamed
+from tests.engine.options.test_stop_strings import GREEDY, says, streamed
 
 SCHEMA = {
     "type": "object",

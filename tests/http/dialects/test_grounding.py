@@ -12,7 +12,7 @@ from kestrel_engine import InvalidRequest
 from kestrel_grpc.http.dialects.grounding import wanted_places
 from kestrel_grpc.http.fields import Fields
 from tests.http.conftest import data_url
-from tests.http.test_openai import ASKED, chunks, user
+from tests.http.dialects.test_openai import ASKED, chunks, user
 
 BOX = {"type": "array", "items": {"type": "integer"}, "minItems": 4, "maxItems": 4}
 LABEL = {"type": "string"}
