@@ -18,6 +18,7 @@ from ..edge.failures.errors import LocatedError
 from ..services.messages.json_values import (
     CAPTION_LENGTHS,
     absence_values,
+    abstention_values,
     box_values,
     finish_reason,
     metrics_values,
@@ -30,8 +31,14 @@ from ..services.vision import VisionService
 from .model import INPUTS
 from .tensors import Tensor, tensors
 
-_MOST_REFS_BYTES = 64 * 1024
+_MOST_JSON_CHARACTERS = 64 * 1024
 _MOST = 2**31 - 1
+_NAMES = {
+    "min_score": "THRESHOLD",
+    "abstention.objects": "PRESUPPOSES",
+    "abstention.max_absence": "MAX_ABSENCE",
+}
+"""The inputs that have another name than their field of kestrel.v1."""
 _CHANNELS = {
     1: common_pb2.PIXEL_FORMAT_GRAY8,
     3: common_pb2.PIXEL_FORMAT_RGB8,
@@ -95,9 +102,9 @@ def located() -> Iterator[None]:
 
 def _input_of(field: str) -> str:
     """Returns the input for a field of kestrel.v1, such as "spatial_refs[2]". Returns other names unchanged."""
-    root, bracket, index = field.partition(".")[0].partition("[")
-    name = "THRESHOLD" if root == "min_score" else root.upper()
-    return f"{name}{bracket}{index}" if root.islower() and name in INPUTS else field
+    path, bracket, index = field.partition("[")
+    name = _NAMES.get(path) or path.removeprefix("sampling.").partition(".")[0].upper()
+    return f"{name}{bracket}{index.partition('.')[0]}" if name in INPUTS else field
 
 
 class _Inputs:
@@ -152,7 +159,11 @@ class _Inputs:
             request.min_score = self._found["THRESHOLD"].only()
         if adapter := self.text("ADAPTER"):
             request.options.adapter = adapter
-        for name, holder in (("MAX_TOKENS", request.sampling), ("MAX_OBJECTS", request)):
+        for name, holder in (
+            ("MAX_TOKENS", request.sampling),
+            ("MAX_REASONING_TOKENS", request.sampling),
+            ("MAX_OBJECTS", request),
+        ):
             field = name.lower()
             if name in self._found and field in holder.DESCRIPTOR.fields_by_name:
                 setattr(holder, field, self._positive(name))
@@ -160,26 +171,43 @@ class _Inputs:
     def spatial_refs(self) -> list[common_pb2.SpatialRef]:
         """JSON: a list of [x, y] and [x_min, y_min, x_max, y_max]."""
         name = "SPATIAL_REFS"
-        text = self.text(name)
-        if not text:
-            return []
-        if len(text) > _MOST_REFS_BYTES:
-            raise InvalidRequest(
-                name, f"has {len(text)} characters; the limit is {_MOST_REFS_BYTES}"
-            )
-        try:
-            items = json.loads(text, parse_int=float)
-        except (ValueError, RecursionError):
-            raise InvalidRequest(name, "is not valid JSON") from None
-        if not isinstance(items, list):
-            raise InvalidRequest(name, "must be a list of [x, y] or [x_min, y_min, x_max, y_max]")
         refs = []
-        for index, item in enumerate(items):
+        for index, item in enumerate(self._items(name, "[x, y] or [x_min, y_min, x_max, y_max]")):
             where = f"{name}[{index}]"
             if not isinstance(item, list) or not all(isinstance(each, float) for each in item):
                 raise InvalidRequest(where, "must be a list of numbers")
             refs.append(spatial_ref(item, where))
         return refs
+
+    def fill_abstention(self, request: pb.QueryRequest) -> None:
+        """PRESUPPOSES is JSON: a list of names."""
+        name = "PRESUPPOSES"
+        for index, item in enumerate(self._items(name, "names of objects")):
+            if not isinstance(item, str):
+                raise InvalidRequest(f"{name}[{index}]", "must be a string")
+            try:
+                request.abstention.objects.append(item)
+            except UnicodeEncodeError:
+                raise InvalidRequest(f"{name}[{index}]", "has half of a surrogate pair") from None
+        if "MAX_ABSENCE" in self._found and request.HasField("abstention"):
+            request.abstention.max_absence = self._found["MAX_ABSENCE"].only()
+
+    def _items(self, name: str, what: str) -> list[Any]:
+        """The list that an input holds as JSON. Empty if the input is not given or empty."""
+        text = self.text(name)
+        if not text:
+            return []
+        if len(text) > _MOST_JSON_CHARACTERS:
+            raise InvalidRequest(
+                name, f"has {len(text)} characters; the limit is {_MOST_JSON_CHARACTERS}"
+            )
+        try:
+            items = json.loads(text, parse_int=float)
+        except (ValueError, RecursionError):
+            raise InvalidRequest(name, f"is not valid JSON; it must be a list of {what}") from None
+        if not isinstance(items, list):
+            raise InvalidRequest(name, f"must be a list of {what}")
+        return items
 
     def _positive(self, name: str) -> int:
         value: int = self._found[name].only()
@@ -217,6 +245,9 @@ def _query(inputs: _Inputs, vision: VisionService) -> Asked:
     request = stream.request  # Filled in place, because a copy would copy the image.
     request.question = inputs.required("QUESTION", "query")
     request.reasoning = inputs.flag("REASONING")
+    if (system := inputs.text("SYSTEM")) is not None:
+        request.system = system
+    inputs.fill_abstention(request)
     request.spatial_refs.extend(inputs.spatial_refs())
     inputs.fill(request, "query")
     if inputs.flag("STREAM"):
@@ -274,7 +305,7 @@ def _query_values(response: pb.QueryResponse) -> Values:
     values = _values(response, answer=response.answer)
     if response.HasField("reasoning"):
         values["reasoning"] = reasoning_values(response.reasoning)
-    return values
+    return values | abstention_values(response)
 
 
 def _caption_values(response: pb.CaptionResponse) -> Values:

@@ -24,6 +24,7 @@ BLOCKS = [block for page in PAGES for block in code_blocks(page)]
 EXCEPTIONS = {
     'import { KestrelClient } from "kestrel-client";': "as the programs of clients/typescript/README.md, which are run",
     "buf generate ": "generates stubs, as tests/service/clients/test_languages.py does",
+    "<View>": "a labelling configuration of Label Studio",
     "pip install ": "installs packages",
     'KestrelClient("kestrel.example.org': "names servers that don't exist",
     'KestrelClient(["10.0.0.7': "names servers that don't exist",

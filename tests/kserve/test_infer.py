@@ -8,8 +8,10 @@ import pytest
 from kestrel_client._pb.inference import grpc_service_pb2 as pb
 from kestrel_client._pb.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
 from kestrel_client._pb.kestrel.v1 import common_pb2, vision_service_pb2
+from kestrel_engine.runtime.fake import FakeRuntime
+from tests.engine.front.test_presuppositions import shows
 from tests.kserve.conftest import infer, jpeg, output, raw_form
-from tests.service.conftest import raw_image
+from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure
 
 KEYS = {"request_id", "finish_reason", "metrics"}
@@ -84,6 +86,31 @@ async def test_reasoning_has_its_text_and_grounding(serve):
     stub = GRPCInferenceServiceStub(served.channel)
     request = infer(SKILL="query", QUESTION="Why?", IMAGE=jpeg(), REASONING=True, **SETTINGS)
     assert output(await stub.ModelInfer(request))["reasoning"].keys() == {"text", "grounding"}
+
+
+async def test_what_a_query_may_presuppose_and_be_told(serve):
+    served = await serve(FakeRuntime(LIMITS, shows("dog")), max_absence=0.5)
+    stub = GRPCInferenceServiceStub(served.channel)
+    given = {"SKILL": "query", "QUESTION": "?", "IMAGE": jpeg(), "TEMPERATURE": 0.0}
+
+    shown = output(await stub.ModelInfer(infer(PRESUPPOSES='["dog"]', **given)))
+    assert shown["answer"] == "yes" and not shown["abstained"]
+    missed = output(await stub.ModelInfer(infer(PRESUPPOSES='["dog", "cat"]', **given)))
+    assert missed["answer"] == "" and missed["abstained"]
+    assert [each["object"] for each in missed["absences"]] == ["dog", "cat"]
+    answered = infer(PRESUPPOSES='["cat"]', MAX_ABSENCE=1.0, **given)
+    assert output(await stub.ModelInfer(answered))["answer"] == "yes"
+
+    plain = output(await stub.ModelInfer(infer(**given)))
+    assert "absences" not in plain
+    told = output(await stub.ModelInfer(infer(SYSTEM="Be brief.", **given)))
+    assert told["metrics"]["input_tokens"] > plain["metrics"]["input_tokens"]
+
+    # The fake runtime ends no reasoning by itself.
+    served = await serve()
+    stub = GRPCInferenceServiceStub(served.channel)
+    reasoned = infer(REASONING=True, MAX_REASONING_TOKENS=3, MAX_TOKENS=2, **given)
+    assert 3 < output(await stub.ModelInfer(reasoned))["metrics"]["output_tokens"] <= 6
 
 
 async def test_pixels_and_typed_contents(serve):
@@ -181,6 +208,37 @@ BAD = [
         "THRESHOLD: 1.5 is not a number in [0, 1]",
     ),
     ({"SKILL": "query", "QUESTION": "?", "ADAPTER": "a/b/c"}, "ADAPTER: "),
+    ({"SKILL": "query", "QUESTION": "?", "PRESUPPOSES": '["x"]'}, "IMAGE: is required"),
+    (
+        {"SKILL": "query", "QUESTION": "?", "IMAGE": jpeg(), "PRESUPPOSES": '["x", " "]'},
+        "PRESUPPOSES[1]: ",
+    ),
+    (
+        {"SKILL": "query", "QUESTION": "?", "IMAGE": jpeg(), "PRESUPPOSES": '["\\ud800"]'},
+        "PRESUPPOSES[0]: ",
+    ),
+    (
+        {"SKILL": "query", "QUESTION": "?", "PRESUPPOSES": "dog"},
+        "PRESUPPOSES: is not valid JSON; it must be a list of names",
+    ),
+    ({"SKILL": "query", "QUESTION": "?", "PRESUPPOSES": "[3]"}, "PRESUPPOSES[0]: must be a string"),
+    (
+        {
+            "SKILL": "query",
+            "QUESTION": "?",
+            "IMAGE": jpeg(),
+            "PRESUPPOSES": '["x"]',
+            "MAX_ABSENCE": 1.5,
+        },
+        "MAX_ABSENCE: 1.5 is not",
+    ),
+    (
+        {"SKILL": "query", "QUESTION": "?", "MAX_REASONING_TOKENS": 0},
+        "MAX_REASONING_TOKENS: must be in [1, 2147483647], got 0",
+    ),
+    ({"SKILL": "query", "QUESTION": "?", "MAX_REASONING_TOKENS": 9}, "MAX_REASONING_TOKENS: "),
+    ({"SKILL": "query", "QUESTION": "?", "SYSTEM": b"\xff"}, "SYSTEM: is not UTF-8"),
+    ({"SKILL": "query", "QUESTION": "?", "SYSTEM": "x" * 40_000}, "SYSTEM: "),
 ]
 
 

@@ -19,6 +19,7 @@ from ...service_names import VISION_METHODS
 from ...services.messages.json_values import (
     CAPTION_LENGTHS,
     absence_values,
+    abstention_values,
     box_values,
     finish_reason,
     metrics_values,
@@ -229,12 +230,7 @@ def query_json(response: pb.QueryResponse) -> dict[str, Any]:
     body: dict[str, Any] = {"answer": response.answer, **_shared(response)}
     if response.HasField("reasoning"):
         body["reasoning"] = reasoning_values(response.reasoning)
-    if response.absences:
-        body["absences"] = [
-            {"object": each.object, "absence": each.absence} for each in response.absences
-        ]
-        body["abstained"] = response.abstained
-    return body
+    return body | abstention_values(response)
 
 
 def caption_json(response: pb.CaptionResponse) -> dict[str, Any]:

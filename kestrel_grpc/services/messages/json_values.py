@@ -38,6 +38,14 @@ def absence_values(response: pb.PointResponse | pb.DetectResponse) -> dict[str, 
     return {"absence": response.absence} if response.HasField("absence") else {}
 
 
+def abstention_values(response: pb.QueryResponse) -> dict[str, Any]:
+    """Empty if the question presupposed no object."""
+    if not response.absences:
+        return {}
+    absences = [{"object": each.object, "absence": each.absence} for each in response.absences]
+    return {"absences": absences, "abstained": response.abstained}
+
+
 def reasoning_values(reasoning: pb.Reasoning) -> dict[str, Any]:
     return {
         "text": reasoning.text,
