@@ -1,4 +1,4 @@
-"""What the client does about a failed call: it repeats one whose connection was lost, and puts images again."""
+"""What the client does about a failed call: it repeats one whose connection was lost, and sends images again."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from .prepared import Prepared
 
 IMAGE_NOT_FOUND = "IMAGE_NOT_FOUND"
 _MOST_ATTEMPTS = 3
-"""How often the images of one call are put again. Calls may move once more in the meantime."""
-
+"""How often the images of one call are sent again. Calls may move once more in the meantime."""
+_OTHER_BYTES = 1024
+"""Of a message: tags and lengths around images."""
 
 _MOST_REPEATS = 3
 _FIRST_PAUSE_S = 0.05
@@ -42,10 +43,13 @@ class Repeats:
 
 
 class Restoring:
-    """The images of one call that the server stores, and how they are put again.
+    """The images of one call that the server stores, and how they are sent again.
+
+    The call itself takes an image in place of its id. Then it does not matter which of several servers gets the call: a
+    front may give the next one to another. An image that is too large for that is put first.
 
     ``sources``: the images themselves by id, if the caller's handles hold them. ``put``: prepares the call that stores
-    an image on the server of this call.
+    an image on the server of this call. ``most_bytes``: limit of a message.
     """
 
     def __init__(
@@ -54,22 +58,26 @@ class Restoring:
         request: Message,
         sources: Mapping[str, ImageInput],
         put: Callable[[common_pb2.Image, float | None], Prepared[ImageHandle]],
+        most_bytes: int,
     ) -> None:
         self._known, self._request, self._sources, self._put = known, request, sources, put
+        self._most_bytes = most_bytes - _OTHER_BYTES
         self._given = [(image, image.image_id) for image in images_of(request) if image.image_id]
-        """The images of the request with the ids that the caller gave."""
+        """The images of the request that it names by id, with the ids that the caller gave."""
+        self._sent: list[tuple[common_pb2.Image, str]] = []
+        """Those that it holds in place of their ids."""
         self._attempts = 0
         self.use_current_ids()
 
     def use_current_ids(self) -> None:
-        """Replaces the ids of images that were put again before."""
+        """Replaces the ids of images that were sent again before."""
         for image, given in self._given:
             image.image_id = self._known.current_id(given)
 
     def puts(
         self, error: Exception, timeout: float | None
     ) -> Iterator[tuple[str, Prepared[ImageHandle]]]:
-        """The calls that put the images again within ``timeout``, with the ids that the caller gave. Reads files.
+        """The calls that put images again within ``timeout``, with the ids that the caller gave. Reads files.
 
         Raises ``error`` if it does not say that an image is missing, or if the client has none of the images.
         """
@@ -85,11 +93,30 @@ class Restoring:
                 raise error from unreadable
             if image is not None:
                 found = True
-                yield given, self._put(image, timeout)
+                if not self._hold(given, image):
+                    yield given, self._put(image, timeout)
         if not found:
             raise error
+
+    def _hold(self, given: str, contents: common_pb2.Image) -> bool:
+        """Puts the image into the request. Returns whether there is room."""
+        places = [image for image, its_id in self._given if its_id == given]
+        added = len(places) * contents.ByteSize()
+        if self._request.ByteSize() + added > self._most_bytes:
+            return False
+        for image in places:
+            image.MergeFrom(contents)
+            self._sent.append((image, given))
+        self._given = [(image, its_id) for image, its_id in self._given if its_id != given]
+        return True
 
     def stored(self, given: str, handle: ImageHandle) -> None:
         """An image was put again."""
         self._known.replace(given, handle.image_id)
         self.use_current_ids()
+
+    def answered(self, image: common_pb2.Image, image_id: str) -> None:
+        """The server that answered the call stores ``image``, one of the request, under ``image_id``."""
+        for sent, given in self._sent:
+            if sent is image:
+                self._known.replace(given, image_id)

@@ -280,6 +280,8 @@ class Requests:
             stored = zip(images, ids or [getattr(response, "image_id", "")], strict=False)
             for place, (image, image_id) in enumerate(stored):
                 self._known.learn(image_id, image, digest if place == 0 else "")
+                if restoring is not None and image_id:
+                    restoring.answered(image, image_id)
             return reading.result(response)
 
         metadata = options.get("metadata")
@@ -294,7 +296,9 @@ class Requests:
 
         restoring = None
         if any(image.image_id for image in images):
-            restoring = Restoring(self._known, request, held, put_again)
+            restoring = Restoring(
+                self._known, request, held, put_again, self._connection.max_message_bytes
+            )
         return prepare(
             self._connection,
             method,
