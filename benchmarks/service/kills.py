@@ -1,14 +1,16 @@
 """Kills processes of a server with several workers at random, under mixed traffic, and says what callers noticed.
 
-python -m benchmarks.service.kills --workers 8 --rate 200 --seconds 600 --device cuda --model moondream2 --weights FILE
-python -m benchmarks.service.kills --workers 3 --rate 8 --seconds 120
+python -m benchmarks.service.kills --workers 8 --rate 200 --minutes 10 --device cuda --model moondream2 --weights FILE
+python -m benchmarks.service.kills --workers 8 --rate 200 --minutes 10 --paced
+python -m benchmarks.service.kills --workers 3 --rate 5 --seconds 240 --every 60
 
-A worker, the front, or a process that decodes images gets SIGKILL, never the supervisor. Calls arrive at random times
-(Poisson), whether or not earlier ones have ended. Each goes through the SDK, which sends unary calls again by itself.
-A stream that ends with ConnectionLostError is opened once more, as its caller would do.
+A worker, the front, a process that decodes images, or the template of workers gets SIGKILL, never the supervisor. With
+--paced, workers have a device that waits and computes nothing (paced_workers.py), so that many fit few cores.
 
-Every call must end within its deadline. A call that ended with a status instead of a result is counted. Times are
-normal again when the p99 of the calls that follow, until the next kill, is at most twice that before the first kill.
+Every call must end within its deadline (30 s), and none may fail. A call is slow if it takes more than twice the p99
+before the first kill. Time is divided into windows of a second, or of so many seconds that 100 calls begin. Times are
+normal again at the end of the last window in which more than 1 % of the calls are slow. The windows before the first
+kill show how often this happens without a kill.
 """
 
 from __future__ import annotations
@@ -17,101 +19,31 @@ import argparse
 import asyncio
 import contextlib
 import random
+import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from kestrel_client import AsyncKestrelClient, ConnectionLostError, KestrelError, UnavailableError
+from kestrel_client import AsyncKestrelClient
 
 from ..models.opening import model_arguments, parse, server_flags
 from ..reports.report import Report, benchmark_parser, quantile
 from ..traffic.images import jpeg
-from ..traffic.processes import START_PATIENCE_S, serve
+from ..traffic.mixed_calls import DEADLINE_S, LATE_S, Ended, Traffic
+from ..traffic.processes import START_PATIENCE_S, ServerProcess, serve
 
-DEADLINE_S = 30.0
-LATE_S = 1.0
-"""Seconds after its deadline in which a call must have reported it, on a busy machine."""
-WARM_S, _COLD_S = 25.0, 5.0
-"""Seconds of traffic before the first kill, whose p99 is normal, except the first ones."""
+_COLD_S = 5.0
+"""The first seconds of traffic are not normal."""
 NORMAL = 2.0
-_GREEDY = {"temperature": 0.0, "max_tokens": 12}
 _FRONT, _WORKER, _OTHER, _TEMPLATE = "front", "worker", "process of a worker", "template of workers"
+_CALLS_OF_A_WINDOW = 100
 _SHOWN = 12
 """Slow calls that are printed for each kill."""
 _KINDS = (_WORKER, _FRONT, _OTHER, _TEMPLATE)
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A call that has ended. ``status``: the error's class; "" for a result. ``again``: it was sent again by us."""
-
-    kind: str
-    began: float
-    ended: float
-    status: str = ""
-    again: bool = False
-
-
-@dataclass
-class Traffic:
-    """The calls of a run."""
-
-    client: AsyncKestrelClient
-    images: Sequence[bytes]
-    rng: random.Random
-    calls: list[Ended] = field(default_factory=list)
-    errors: Counter[str] = field(default_factory=Counter)
-    handles: dict[int, Any] = field(default_factory=dict)
-
-    async def run(self, rate: float, until: float) -> None:
-        async with asyncio.TaskGroup() as group:
-            at = time.monotonic()
-            while at < until:
-                at += self.rng.expovariate(rate)
-                await asyncio.sleep(max(0.0, at - time.monotonic()))
-                group.create_task(self._call(self.rng.choice(("query", "stream", "detect", "id"))))
-
-    async def _call(self, kind: str) -> None:
-        # A few images are popular.
-        number = min(int(self.rng.paretovariate(0.8)) - 1, len(self.images) - 1)
-        began, again, status = time.monotonic(), False, ""
-        try:
-            async with asyncio.timeout(DEADLINE_S + 2 * LATE_S):
-                try:
-                    await self._ask(kind, number, DEADLINE_S)
-                except UnavailableError as error:
-                    again = True
-                    self.errors[f"{kind}, sent again: {type(error).__name__}"] += 1
-                    if not isinstance(error, ConnectionLostError):
-                        await asyncio.sleep(error.retry_after_s or 0.2)
-                    await self._ask(kind, number, DEADLINE_S - (time.monotonic() - began))
-        except (KestrelError, TimeoutError) as error:
-            status = type(error).__name__
-            self.errors[f"{kind}: {error}"[:150]] += 1
-        self.calls.append(Ended(kind, began, time.monotonic(), status, again))
-
-    async def _ask(self, kind: str, number: int, timeout: float) -> None:
-        client, image = self.client, self.images[number]
-        if kind == "stream":
-            async with client.stream_query(
-                image, "what is this?", timeout=timeout, **_GREEDY
-            ) as stream:
-                await stream.result()
-        elif kind == "detect":
-            await client.detect(image, "circle", max_objects=2, timeout=timeout)
-        elif kind == "query":
-            await client.query(image, "how many?", timeout=timeout, **_GREEDY)
-        else:
-            if number not in self.handles:
-                self.handles[number] = await client.put_image(image, timeout=timeout)
-            handle = self.handles[number]
-            await client.query(handle, "which colours?", timeout=timeout, **_GREEDY)
 
 
 class Victims:
@@ -139,52 +71,51 @@ class Victims:
 
 
 async def kill(
-    supervisor: psutil.Process, every_s: float, until: float, rng: random.Random
+    supervisor: psutil.Process, args: argparse.Namespace, until: float
 ) -> list[tuple[float, str]]:
     """Kills until shortly before ``until``. Returns the times and kinds."""
+    rng = random.Random(args.seed)
     kills: list[tuple[float, str]] = []
     found = Victims(supervisor)
-    await asyncio.sleep(WARM_S)
-    while time.monotonic() < until - every_s:
-        kinds = found.by_kind()
+    await asyncio.sleep(args.calm)
+    while time.monotonic() < until - args.every:
+        kinds = {kind: them for kind, them in found.by_kind().items() if kind in args.kill}
         # Workers half of the time, whatever the number of the others.
-        weights = [len(kinds) - 1 if kind == _WORKER else 1 for kind in kinds]
+        weights = [max(1, len(kinds) - 1) if kind == _WORKER else 1 for kind in kinds]
         (kind,) = rng.choices(list(kinds), weights)
         try:
             rng.choice(kinds[kind]).kill()
         except psutil.NoSuchProcess:
             continue
         kills.append((time.monotonic(), kind))
-        await asyncio.sleep(every_s * rng.uniform(0.8, 1.2))
+        await asyncio.sleep(args.every * rng.uniform(0.8, 1.2))
     return kills
 
 
-def recovery(
-    calls: Sequence[Ended], kills: Sequence[tuple[float, str]], most_s: float
+def slow_windows(
+    calls: Sequence[Ended], begin: float, end: float, window_s: float, most_s: float
 ) -> list[float]:
-    """Seconds after each kill from which the p99 of the calls until the next kill is at most ``most_s`` again."""
-    found = []
-    for index, (at, _) in enumerate(kills):
-        end = kills[index + 1][0] if index + 1 < len(kills) else float("inf")
-        later = sorted((c for c in calls if at < c.began < end), key=lambda c: -c.began)
-        slow, back_s = 0, 0.0
-        for count, call in enumerate(later, 1):  # From the last one to the first.
-            slow += call.ended - call.began > most_s
-            if slow > 0.01 * count:
-                back_s = call.ended - at
-                break
-        found.append(back_s)
-    return found
+    """The ends, in seconds after ``begin``, of the windows in which more than 1 % of the calls took over ``most_s``."""
+    all_calls, slow = Counter[int](), Counter[int]()
+    for call in calls:
+        if begin <= call.began < end:
+            window = int((call.began - begin) / window_s)
+            all_calls[window] += 1
+            slow[window] += call.seconds > most_s
+    return [(w + 1) * window_s for w in sorted(all_calls) if slow[w] > 0.01 * all_calls[w]]
 
 
-def report_on(report: Report, traffic: Traffic, kills: Sequence[tuple[float, str]]) -> None:
-    calls, first = traffic.calls, kills[0][0]
-    warm = min(c.began for c in calls) + _COLD_S
-    normal = [c.ended - c.began for c in calls if c.began > warm and c.ended < first]
+def report_on(
+    report: Report, calls: Sequence[Ended], kills: Sequence[tuple[float, str]], rate: float
+) -> None:
+    first = kills[0][0]
+    warm = min(min(c.began for c in calls) + _COLD_S, first - 1.0)
+    normal = [c.seconds for c in calls if c.began > warm and c.ended < first]
     most_s = NORMAL * quantile(normal, 0.99)
-    late = sum(c.ended - c.began > DEADLINE_S + LATE_S for c in calls)
+    window_s = max(1.0, _CALLS_OF_A_WINDOW / rate)
+    late = sum(c.seconds > DEADLINE_S + LATE_S for c in calls)
     failed = [c for c in calls if c.status]
-    after = [c for c in calls if c.began > first]
+    after = [c.seconds for c in calls if c.began > first]
     by_kind = Counter(kind for _, kind in kills)
     report.add(
         "Kills",
@@ -198,29 +129,41 @@ def report_on(report: Report, traffic: Traffic, kills: Sequence[tuple[float, str
             "late": late,
         },
     )
-    seconds = recovery(calls, kills, most_s)
+    ends = [*(at for at, _ in kills[1:]), max(c.began for c in calls) + 1.0]
+    found = [
+        slow_windows(calls, at, end, window_s, most_s)
+        for (at, _), end in zip(kills, ends, strict=True)
+    ]
+    seconds = [windows[-1] if windows else 0.0 for windows in found]
     report.add(
         "Times in ms",
         {
             "normal p50": 1e3 * quantile(normal, 0.5),
             "normal p99": 1e3 * quantile(normal, 0.99),
-            "p50 under kills": 1e3 * quantile([c.ended - c.began for c in after], 0.5),
-            "p99 under kills": 1e3 * quantile([c.ended - c.began for c in after], 0.99),
-            "most": 1e3 * max(c.ended - c.began for c in calls),
-            "normal again, median s": quantile(seconds, 0.5),
-            "normal again, most s": max(seconds),
+            "p50 under kills": 1e3 * quantile(after, 0.5),
+            "p99 under kills": 1e3 * quantile(after, 0.99),
+            "most": 1e3 * max(c.seconds for c in calls),
         },
     )
-    for number, ((at, kind), took) in enumerate(zip(kills, seconds, strict=True)):
-        end = kills[number + 1][0] if number + 1 < len(kills) else float("inf")
-        slow = [c for c in calls if at < c.began < end and c.ended - c.began > most_s]
+    before = slow_windows(calls, warm, first, window_s, most_s)
+    report.add(
+        "Normal again",
+        {
+            "window s": window_s,
+            "median s": quantile(seconds, 0.5),
+            "most s": max(seconds),
+            "slow windows before": len(before),
+            "of": int((first - warm) / window_s),
+        },
+    )
+    for (at, kind), end, windows in zip(kills, ends, found, strict=True):
+        slow = [c for c in calls if at <= c.began < end and c.seconds > most_s]
         shown = ", ".join(
-            f"+{c.began - at:.1f} s {c.kind} {1e3 * (c.ended - c.began):.0f} ms"
+            f"+{c.began - at:.1f} s {c.kind} {1e3 * c.seconds:.0f} ms"
             for c in sorted(slow, key=lambda call: call.began)[:_SHOWN]
         )
-        print(f"{kind}: normal again after {took:.1f} s; {len(slow)} slow calls: {shown}")
-    for text, count in traffic.errors.most_common(12):
-        print(f"{count} x {text}")
+        which = ", ".join(f"{window:.0f}" for window in windows)
+        print(f"{kind}: slow windows [{which}]; {len(slow)} slow calls: {shown}")
     report.bar("calls that neither ended with a result nor with a status in time", late, 0)
     report.bar("calls that failed although they were sent again", len(failed), 0)
     report.bar("seconds until times are normal again, at most", max(seconds), 5.0)
@@ -230,14 +173,28 @@ async def run(args: argparse.Namespace, address: str, pid: int, report: Report) 
     rng = random.Random(args.seed)
     images = [jpeg(seed, 400, 300) for seed in range(args.images)]
     async with AsyncKestrelClient(address) as client:
-        traffic = Traffic(client, images, rng)
-        for kind in ("query", "stream", "detect", "id"):  # Warms up.
-            for number in range(len(images) if kind == "query" else 8):
-                await traffic._ask(kind, number, DEADLINE_S)
+        (model, *_) = await client.list_models()
+        traffic = Traffic(client, images, rng, model.skills)
+        await traffic.warm_up()
         until = time.monotonic() + args.seconds
-        killing = asyncio.create_task(kill(psutil.Process(pid), args.every, until, rng))
+        killing = asyncio.create_task(kill(psutil.Process(pid), args, until))
         await traffic.run(args.rate, until)
-        report_on(report, traffic, await killing)
+        report_on(report, traffic.calls, await killing, args.rate)
+        for text, count in traffic.errors.most_common(12):
+            print(f"{count} x {text}")
+
+
+def _server(args: argparse.Namespace, of_model: Sequence[str], log: Path) -> ServerProcess:
+    flags = ["--workers", str(args.workers), "--spread", args.spread, "--log-format", "json"]
+    flags += ["--worker-restarts", "1000000"]  # Each worker ends many times, and on purpose.
+    flags += of_model if args.paced else server_flags(of_model, model_arguments(of_model))
+    if not any(flag.startswith("--device") for flag in flags):
+        flags += ["--device", "cpu"]
+    if not args.paced:
+        return serve(flags, log=log, end_patience_s=START_PATIENCE_S)
+    program = ("benchmarks.service.paced_workers", "--load-s", f"{args.load_s}")
+    command = [sys.executable, "-m", *program, "--listen", "127.0.0.1:0", "--drain-delay", "0"]
+    return ServerProcess([*command, *flags], log=log, end_patience_s=START_PATIENCE_S)
 
 
 def main(arguments: Sequence[str] | None = None) -> Report:
@@ -248,23 +205,28 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--minutes", type=float, help="instead of --seconds")
     parser.add_argument("--every", type=float, default=15.0, help="seconds between kills [15]")
+    parser.add_argument(
+        "--calm", type=float, default=25.0, help="seconds of traffic before the first kill [25]"
+    )
     parser.add_argument("--images", type=int, default=40, help="different images [40]")
+    parser.add_argument(
+        "--kill", nargs="+", choices=_KINDS, default=_KINDS, help="what may be killed [all]"
+    )
+    parser.add_argument("--paced", action="store_true", help="a device that computes nothing")
+    parser.add_argument(
+        "--load-s", type=float, default=10.0, help="with --paced: seconds to load a model [10]"
+    )
+    parser.add_argument("--log", metavar="FILE", help="keep the server's log here")
     parser.add_argument("--seed", type=int, default=0)
     args, of_model = parse(parser, arguments)
     if args.minutes is not None:
         args.seconds = 60 * args.minutes
     if args.quick:
-        args.seconds, args.every, args.workers = 50.0, 8.0, 2
-    flags = server_flags(of_model, model_arguments(of_model))
-    flags += ["--workers", str(args.workers), "--spread", args.spread]
-    # Each worker ends many times, and on purpose.
-    flags += ["--worker-restarts", "1000000", "--log-level", "warning"]
-    if not any(flag.startswith("--device") for flag in flags):
-        flags += ["--device", "cpu"]
+        args.seconds, args.calm, args.every, args.workers, args.load_s = 10.0, 3.0, 2.0, 2, 0.5
     report = Report("kills", vars(args))
     with (
         tempfile.TemporaryDirectory() as folder,
-        serve(flags, log=Path(folder) / "log", end_patience_s=START_PATIENCE_S) as server,
+        _server(args, of_model, Path(args.log or f"{folder}/log")) as server,
     ):
         asyncio.run(run(args, server.address, server.pid, report))
     report.finish(args.json)

