@@ -29,8 +29,8 @@ from benchmarks.kernels.moe import compile_some
 from kestrel_engine.checkpoint.weights.random_weights import random_checkpoint
 from kestrel_engine.kernels.attention import paged_decode
 from kestrel_engine.kernels.attention.paged_decode import DecodeConfig, DecodeWorkspace
-from kestrel_engine.kernels.linear import skinny_linear
-from kestrel_engine.kernels.linear.skinny_linear import Tiling, default_splits
+from kestrel_engine.kernels.linear import skinny_linear, skinny_tiling
+from kestrel_engine.kernels.linear.skinny_tiling import Tiling, default_splits
 from kestrel_engine.kernels.moe import decode as moe_decode
 from kestrel_engine.kernels.moe.decode import Tile, Tiles
 from kestrel_engine.runtime.gpu.attention import decode as decode_attention
@@ -120,7 +120,7 @@ class Variant:
             if self.early is not None:
                 patch(decode_attention, "EARLY_ROWS", batch if self.early else 0)
             if self.prefetch or self.first or self.output:
-                served = skinny_linear._config
+                served = skinny_tiling.tiling_of
 
                 def tiling(rows: int, n: int, k: int, splits: int, size: int) -> Tiling:
                     own = self.first if splits == 1 else self.output
@@ -129,7 +129,8 @@ class Variant:
                         return chosen
                     return replace(chosen, prefetch=self.prefetch[0 if splits == 1 else 1])
 
-                patch(skinny_linear, "_config", tiling)
+                for module in (skinny_linear, skinny_tiling):
+                    patch(module, "tiling_of", tiling)
             yield
 
 

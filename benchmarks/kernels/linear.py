@@ -30,7 +30,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kestrel_engine.kernels.layer_norm import add_layer_norm
-from kestrel_engine.kernels.linear.skinny_linear import Tiling, skinny_linear, skinny_partials
+from kestrel_engine.kernels.linear.skinny_linear import skinny_linear, skinny_partials
+from kestrel_engine.kernels.linear.skinny_tiling import Tiling
 
 COPY_RATE = 4.28  # TB/s, an H200's device-to-device copy
 ROTATION_BYTES = 400e6

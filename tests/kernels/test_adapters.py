@@ -14,12 +14,8 @@ from kestrel_engine.kernels.adapters.rows import expand_rows, shrink_rows
 from kestrel_engine.kernels.adapters.slabs import RANKS, RowSlabs, distance, shrunk_rows
 from kestrel_engine.kernels.layer_norm import add_layer_norm
 from kestrel_engine.kernels.linear import skinny_linear as skinny_linear_module
-from kestrel_engine.kernels.linear.skinny_linear import (
-    Adapted,
-    Expanded,
-    adapter_parts,
-    skinny_linear,
-)
+from kestrel_engine.kernels.linear.skinny_linear import Adapted, Expanded, skinny_linear
+from kestrel_engine.kernels.linear.skinny_tiling import adapter_parts
 
 pytestmark = pytest.mark.usefixtures("checked_addresses")
 

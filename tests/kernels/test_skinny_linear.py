@@ -8,14 +8,13 @@ pytest.importorskip("triton")
 
 import triton
 
-from kestrel_engine.kernels.linear.skinny_linear import (
+from kestrel_engine.kernels.linear.skinny_linear import skinny_linear, skinny_partials
+from kestrel_engine.kernels.linear.skinny_tiling import (
     Tiling,
-    _config,
     content_parts,
     default_splits,
-    skinny_linear,
-    skinny_partials,
     splits_of,
+    tiling_of,
 )
 from kestrel_engine.runtime.gpu.gemm import Fp8Linear
 
@@ -219,6 +218,6 @@ def test_what_tau_needs_of_a_weight_in_fp8(rows):
 def test_the_tiles_of_released_shapes_fit_into_shared_memory(rows, weight_bytes, n, k):
     """An H100 gives a program 227 KiB. The compiler keeps as many tiles of the weight and of x as there are stages."""
     splits = default_splits(n, k) if n == 2048 else 1
-    t = _config(rows, n, k, splits, weight_bytes)
+    t = tiling_of(rows, n, k, splits, weight_bytes)
     width = max(16, triton.next_power_of_2(rows))
     assert t.stages * t.block_k * (t.block_n * weight_bytes + width * 2) <= 226 << 10

@@ -15,7 +15,8 @@ from ....kernels.adapters.experts import ExpertChanges
 from ....kernels.adapters.layer_norm import Shrunk, Summed, Whole
 from ....kernels.adapters.rows import change_rows
 from ....kernels.adapters.slabs import MOST_SLABS, RANKS, shrunk_rows
-from ....kernels.linear.skinny_linear import MAX_ROWS, Adapted, Expanded, adapter_parts
+from ....kernels.linear.skinny_linear import Adapted, Expanded
+from ....kernels.linear.skinny_tiling import MAX_ROWS, adapter_parts
 from ..text.layers import TextLayer
 from .layout import BlockPlaces, SlabLayout
 from .pass_slabs import PassAdapters

@@ -21,14 +21,8 @@ from ....kernels.adapters.layer_norm import adapted_layer_norm
 from ....kernels.attention.shared_prefix import SharedPrefixes
 from ....kernels.attention.tau_content import TauWorkspace, tau_content
 from ....kernels.layer_norm import add_layer_norm, layer_norm
-from ....kernels.linear.skinny_linear import (
-    MAX_ROWS,
-    Adapted,
-    content_parts,
-    skinny_linear,
-    skinny_partials,
-    splits_of,
-)
+from ....kernels.linear.skinny_linear import Adapted, skinny_linear, skinny_partials
+from ....kernels.linear.skinny_tiling import MAX_ROWS, content_parts, splits_of
 from ....kernels.moe.decode import MAX_TOKENS, moe_decode
 from ....kernels.moe.prefill import moe_prefill
 from ....kernels.moe.route import route

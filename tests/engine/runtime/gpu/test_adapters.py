@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kestrel_engine.kernels.linear.skinny_linear import MAX_ROWS
+from kestrel_engine.kernels.linear.skinny_tiling import MAX_ROWS
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.runtime.gpu.adapters import decode_changes
 from kestrel_engine.runtime.gpu.adapters.layout import SlabLayout
