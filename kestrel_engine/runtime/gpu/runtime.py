@@ -13,19 +13,17 @@ and in the sampled tokens. Each lane has its own buffers, graphs, and cuBLAS wor
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.decode_io import RESULT_WIDTH, flag_rows
+from ...kernels.decode_io import flag_rows
 from ...models.kv_format import Scales
 from ...models.moondream import Moondream
 from ...models.refiner import Refiner
@@ -40,12 +38,11 @@ from ...types.step import (
     StepPlan,
     StepResult,
 )
-from ..embedding import FetchedEmbedding
 from ..kv_cache import KvCache, kv_dtype
 from ..lost_work import LostWork
 from ..out_of_memory import raise_as_memory_error
 from ..protocol import StepHandle
-from ..refinement import Refinement, arrays_of, results_of
+from ..refinement import Refinement, arrays_of
 from .adapters.layout import SlabLayout
 from .adapters.pass_slabs import PassSlabs, new_anchor
 from .attention.decode import FlashInferRows
@@ -57,10 +54,10 @@ from .lanes import Lanes
 from .prefill.graphs import PrefillGraphs
 from .prefill.prefill import Prefill
 from .sampling.prompts import PromptSampler
-from .sampling.rows import RowSampler, spec_of
-from .sampling.rules import TOP_WIDTH, decode_results
+from .sampling.rows import RowSampler
 from .state.sequence_state import SequenceState
-from .state.staging import Results, Uploader
+from .state.staging import Uploader
+from .step_results import PassOutput, PendingStep, StepResults
 from .text.decoder import FusedText
 from .vision.graphs import VisionGraphs
 from .vision.images import EncodedImages
@@ -68,33 +65,6 @@ from .vision.tower import MAX_CROPS, FusedVision
 from .weights import pack_weights
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PassOutput:
-    """The sampling ``rows`` of a pass with their ``results`` [rows, RESULT_WIDTH] int32. ``tops``: their likeliest ids,
-    [rows, TOP_WIDTH] int32; None if no row asks for them."""
-
-    rows: Sequence[Row]
-    results: Tensor
-    tops: Tensor | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PendingStep:
-    """An enqueued step. ``outputs``: those of its passes. ``shared_groups``: as in StepResult. ``flags``: the prompt
-    rows of each pass that has rows without sampling, with flags [rows, 1] int32 that are 1 for rows that are not
-    finite.
-    ``embeddings``: by sequence id. All are valid after the last of ``marks``, which time the parts of the step. So are
-    ``refined``, the masks of ``plan.refine``, [rows, crop_size, crop_size] float32; None without such rows."""
-
-    plan: StepPlan
-    embeddings: dict[int, FetchedEmbedding]
-    outputs: list[PassOutput]
-    shared_groups: tuple[int, ...]
-    flags: list[tuple[Sequence[Row], Tensor]]
-    refined: Tensor | None
-    marks: list[torch.cuda.Event | float]
 
 
 class GpuRuntime:
@@ -230,9 +200,7 @@ class GpuRuntime:
             slabs=decode_slabs,
             stream=self._lanes.decode_stream,
         )
-        self._results = Results(max_batch_size, RESULT_WIDTH, device)
-        self._tops = Results(max_batch_size, TOP_WIDTH, device)
-        self._flags = Results(max_batch_size, 1, device)
+        self._results = StepResults(config, max_batch_size, device)
         self._lost = LostWork()
         self._pending: dict[Lane, deque[PendingStep]] = {lane: deque() for lane in Lane}
         self._closed = self._warm = False
@@ -293,8 +261,7 @@ class GpuRuntime:
 
     def is_done(self, handle: StepHandle) -> bool:
         assert isinstance(handle, PendingStep), handle
-        last = handle.marks[-1]
-        return last.query() if isinstance(last, torch.cuda.Event) else True
+        return handle.is_done
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Raises MemoryError, and torch's own errors."""
@@ -303,51 +270,12 @@ class GpuRuntime:
         assert pending and pending[0] is handle, "steps are collected as launched"
         pending.popleft()
         self._state.unhold(handle.plan.step_id)
-        tokens = {}
-        embeddings = {}
-        non_finite: set[int] = set()
         try:
-            last = handle.marks[-1]
-            if isinstance(last, torch.cuda.Event):
-                last.synchronize()
-            for each in handle.outputs:
-                specs = [spec_of(row) for row in each.rows]
-                found = decode_results(each.results, specs, self._config, each.tops)
-                self._results.release(each.results)
-                if each.tops is not None:
-                    self._tops.release(each.tops)
-                for row, token in zip(each.rows, found, strict=True):
-                    if token is None:
-                        non_finite.add(row.sequence_id)
-                    else:
-                        tokens[row.sequence_id] = token
-            for prompts, flags in handle.flags:
-                bad = flags[:, 0].tolist()
-                self._flags.release(flags)
-                non_finite |= {r.sequence_id for r, b in zip(prompts, bad, strict=True) if b}
-            for sequence_id, fetched in handle.embeddings.items():
-                if fetched.is_finite:
-                    embeddings[sequence_id] = fetched.embedding()
-                else:
-                    non_finite.add(sequence_id)
-            refined = {}
-            if handle.refined is not None:
-                refined = results_of(handle.plan.refine, handle.refined.numpy())
+            return self._results.read(handle)
         except BaseException as error:
             self._lost.note(handle.plan)
             raise_as_memory_error(error)
             raise
-        decode_s, vision_s, prefill_s = _seconds(handle.marks)
-        return StepResult(
-            tokens=tokens,
-            embeddings=embeddings,
-            non_finite=frozenset(non_finite),
-            refined=refined,
-            shared_groups=handle.shared_groups,
-            vision_s=vision_s,
-            prefill_s=prefill_s,
-            decode_s=decode_s,
-        )
 
     def close(self) -> None:
         if self._closed:
@@ -414,7 +342,7 @@ class GpuRuntime:
         # The rows of a step don't depend on one another. Decode goes first, so the host prepares images while it runs.
         if plan.decode:
             sampled, tops = self._decode.run(plan.decode, plan.step_id)
-            outputs.append(self._output(plan.decode, sampled, tops))
+            outputs.append(self._results.output(plan.decode, sampled, tops))
             groups = self._decode.shared_groups
         # A part without work ends where the part before it does.
         marks.append(self._mark() if plan.decode else marks[-1])
@@ -428,11 +356,6 @@ class GpuRuntime:
         marks.append(self._mark() if plan.prefill else marks[-1])
         self._lanes.enqueued(plan, marks[-1])
         return PendingStep(plan, embeddings, outputs, groups, flags, refined, marks)
-
-    def _output(self, rows: Sequence[Row], results: Tensor, tops: Tensor | None) -> PassOutput:
-        """Enqueues the copy of a pass's results to the host."""
-        fetched = None if tops is None else self._tops.fetch(tops)
-        return PassOutput(rows, self._results.fetch(results), fetched)
 
     def _refine(self, rows: Sequence[RefineRow]) -> Tensor:
         """Enqueues the refinement of masks, and the copy of the results to the host."""
@@ -460,16 +383,14 @@ class GpuRuntime:
         hidden = self._prompts.run(rows, seqs)
         wanted = [i for i, row in enumerate(rows) if row.sample is not None]
         if len(wanted) < len(rows):
-            bad = torch.empty(len(rows), 1, dtype=torch.int32, device=hidden.device)
-            flag_rows(hidden, bad)
-            flags.append((rows, self._flags.fetch(bad)))
+            flags.append((rows, self._results.flags(hidden)))
         if not wanted:
             return
         sampled = [rows[i] for i in wanted]
         if len(wanted) < len(rows):
             hidden = hidden[self._upload({"wanted": np.array(wanted)})["wanted"]]
         results, tops = self._prompt_sampler.run(sampled, [seqs[i] for i in wanted], hidden)
-        outputs.append(self._output(sampled, results, tops))
+        outputs.append(self._results.output(sampled, results, tops))
 
     def _warm_up(self) -> None:
         """Runs every kind of pass that is compiled or planned separately. The passes write to the spare page.
@@ -512,18 +433,3 @@ class GpuRuntime:
             began = time.monotonic()
             capture(progress)
             logger.info("graphs of %s: captured in %.2f s", name, time.monotonic() - began)
-
-
-def _seconds(marks: list[torch.cuda.Event | float]) -> list[float]:
-    """Returns the seconds between each two consecutive marks."""
-    spans = []
-    for before, after in itertools.pairwise(marks):
-        if before is after:
-            spans.append(0.0)
-        elif isinstance(before, torch.cuda.Event):
-            assert isinstance(after, torch.cuda.Event)
-            spans.append(before.elapsed_time(after) / 1000)
-        else:
-            assert isinstance(after, float)
-            spans.append(after - before)
-    return spans
