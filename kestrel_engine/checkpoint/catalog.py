@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
-from ..config.runtime import DEFAULT_MODEL
+from ..config.model_settings import DEFAULT_MODEL
 from ..errors import ConfigError
 from ..types.model_config import Family
 from .bucket.address import BucketAddress, is_address, parse_address

@@ -1,0 +1,99 @@
+"""ModelSettings: what an engine loads: a model, its files and adapters; and the seed of what is random."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .adapters import AdapterSources
+from .groups import MODEL
+from .setting import setting
+
+DEFAULT_MODEL = "kestrel-tiny"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """The settings of the group MODEL; `RuntimeConfig` checks them."""
+
+    model: str = setting(
+        DEFAULT_MODEL,
+        MODEL,
+        "kestrel-tiny, moondream2, moondream3-preview, moondream3.1-9b-a2b, "
+        "a hub id ORG/REPO[@REVISION][:FILE], a bucket s3://BUCKET/PREFIX, or a path",
+    )
+    model_path: str | Path | None = setting(
+        None,
+        MODEL,
+        "folder of a checkpoint, one .safetensors or .pt file, or s3://BUCKET/PREFIX, to use instead of the model's "
+        "own weights",
+        flag="--weights",
+        aliases=("--model-path",),
+        metavar="PATH",
+        shown="the model's own",
+    )
+    weights_cache: str | Path = setting(
+        "~/.cache/kestrel/weights",
+        MODEL,
+        "folder that keeps models of buckets; all processes and containers of a machine may share it, and it may be "
+        "read-only if the model is there",
+        metavar="DIR",
+    )
+    tokenizer_path: str | Path | None = setting(
+        None,
+        MODEL,
+        "file tokenizer.json, or a folder that holds it",
+        flag="--tokenizer",
+        metavar="PATH",
+        shown="the one beside the weights, else the model's own",
+    )
+    refiner: str | Path = setting(
+        "auto",
+        MODEL,
+        "segmentation refiner: a file of its weights, moondream/SegHeadRefiner (released for Moondream 3), off, or "
+        "auto, the file refiner.safetensors beside the weights if there is one",
+        metavar="auto|off|PATH|moondream/SegHeadRefiner",
+    )
+    calibration: str | Path = setting(
+        "auto",
+        MODEL,
+        "file of the model's score calibration, from 'kestrel-grpc calibrate'; auto: score_calibration.json beside the "
+        "weights, if there is one; off: raw scores",
+        metavar="FILE",
+    )
+    adapters_dir: str | Path | None = setting(
+        None,
+        MODEL,
+        "folder of adapters (LoRA) that requests may name: NAME.safetensors, NAME.pt or a folder NAME each; files may "
+        "come, change and go while the server runs",
+        metavar="DIR",
+        shown="no adapters",
+    )
+    adapter_cache_bytes: int = setting(
+        1024 * 1024 * 1024,
+        MODEL,
+        "limit on the memory of all loaded adapters together; the least recently used ones are dropped",
+        kind="bytes",
+        metavar="SIZE",
+        low=1,
+    )
+    adapter_sources: AdapterSources = field(default_factory=AdapterSources)
+    offline: bool = setting(
+        False, MODEL, "never contact the hub; use its cache and local files only", switch=True
+    )
+    random_weights: bool = setting(
+        False,
+        MODEL,
+        "generate random weights for the named model or a config.json instead of reading weights, to measure speed",
+        switch=True,
+    )
+    seed: int | None = setting(
+        None,
+        MODEL,
+        "seed of --random-weights and of the requests that set no seed, so that results repeat after a restart",
+        kind="whole",
+        metavar="N",
+        low=0,
+        high=2**64 - 1,
+        shown="random at each start",
+    )

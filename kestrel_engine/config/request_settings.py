@@ -1,0 +1,140 @@
+"""RequestSettings: the limits and the defaults of requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .groups import REQUESTS
+from .images import ImageLimits
+from .setting import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestSettings:
+    """The settings of the group REQUESTS; `RuntimeConfig` checks them."""
+
+    max_batch_size: int | None = setting(
+        None,
+        REQUESTS,
+        "limit on the requests that one step computes together",
+        kind="whole",
+        metavar="N",
+        low=1,
+        high=4096,
+        shown="16, on CUDA 64",
+    )
+    max_seq_length: int | None = setting(
+        None,
+        REQUESTS,
+        "limit on the positions of one request: image, prompt and answer together",
+        kind="whole",
+        metavar="N",
+        low=2,
+        shown="the model's context",
+    )
+    max_queue: int = setting(
+        512,
+        REQUESTS,
+        "limit on the requests that wait, including those in preprocessing; further ones get RESOURCE_EXHAUSTED",
+        kind="whole",
+        metavar="N",
+        low=1,
+    )
+    max_images: int = setting(
+        16,
+        REQUESTS,
+        "limit on the images of one request; the model's context limits them further",
+        kind="whole",
+        metavar="N",
+        low=1,
+        high=64,
+    )
+    """Moondream 2 holds two images, Moondream 3 five, kestrel-tiny six."""
+    max_queued_pixels: int = setting(
+        4_000_000_000,
+        REQUESTS,
+        "limit on the pixels of all images that wait to be decoded",
+        kind="whole",
+        metavar="N",
+        low=1,
+    )
+    """A decoder decodes about 100 million pixels a second."""
+    decode_bytes: int = setting(
+        1024 * 1024 * 1024,
+        REQUESTS,
+        "limit on the memory of all images that are being decoded, together",
+        kind="bytes",
+        metavar="SIZE",
+        low=64 * 1024 * 1024,
+    )
+    """Cheap images, one in each decoder, use at most half. An expensive image waits until it fits into the rest."""
+    decode_timeout_s: float = setting(
+        30.0,
+        REQUESTS,
+        "limit on the time to decode one image; beyond it, the request gets INVALID_ARGUMENT",
+        kind="seconds",
+        metavar="SECONDS",
+        above=0,
+    )
+    max_queue_wait_s: float | None = setting(
+        None,
+        REQUESTS,
+        "limit on the time that a request waits; beyond it, the request gets RESOURCE_EXHAUSTED",
+        kind="seconds",
+        metavar="SECONDS",
+        above=0,
+        shown="the caller's deadline",
+    )
+    max_new_tokens: int | None = setting(
+        None,
+        REQUESTS,
+        "limit on the tokens of one answer, including its reasoning; a request with a larger max_tokens is refused",
+        kind="whole",
+        metavar="N",
+        low=1,
+        shown="the room that is left in the context",
+    )
+    default_max_tokens: int = setting(
+        768,
+        REQUESTS,
+        "limit on the tokens of an answer if its request does not set max_tokens",
+        kind="whole",
+        flag="--default-max-new-tokens",
+        metavar="N",
+        low=1,
+    )
+    """If the context has less room left, that room is the limit."""
+    max_text_bytes: int = setting(
+        32 * 1024 - 1,
+        REQUESTS,
+        "limit on the UTF-8 bytes of a question or an object's name",
+        kind="bytes",
+        metavar="SIZE",
+        low=1,
+    )
+    image_limits: ImageLimits = field(default_factory=ImageLimits)
+    default_temperature: float = 0.2
+    """For query and caption; point, detect and segment are greedy."""
+    default_top_p: float = 0.9
+    """For query and caption."""
+    default_max_objects: int = 150
+    """For point and detect."""
+    min_score: float = setting(
+        0.0,
+        REQUESTS,
+        "least score of a point, a box or a segment that is returned, unless the request sets its own; 0 returns all",
+        kind="number",
+        metavar="SCORE",
+        low=0,
+        high=1,
+    )
+    max_absence: float = setting(
+        0.5,
+        REQUESTS,
+        "a question is not answered if an object that it presupposes is absent with a higher probability, unless the "
+        "request sets its own; 1 answers all",
+        kind="number",
+        metavar="P",
+        low=0,
+        high=1,
+    )

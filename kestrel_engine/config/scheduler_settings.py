@@ -1,0 +1,145 @@
+"""SchedulerSettings: caches, and what a step may hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .groups import SCHEDULER
+from .setting import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerSettings:
+    """The settings of the group SCHEDULER; `RuntimeConfig` checks them."""
+
+    page_size: int | None = None
+    """KV positions of a page. Must divide the image prefix. Default: the largest divisor up to 16."""
+    kv_cache_pages: int | None = setting(
+        None,
+        SCHEDULER,
+        "number of pages of the KV cache",
+        kind="whole",
+        metavar="N",
+        low=1,
+        shown="room for --max-batch-size full requests, on CUDA for eight times as many, if memory allows",
+    )
+    kv_cache_gib: float | None = setting(
+        None,
+        SCHEDULER,
+        "size of the KV cache in GiB, rounded down to whole pages; an alternative to --kv-cache-pages",
+        kind="number",
+        metavar="GIB",
+        above=0,
+        shown="the default of --kv-cache-pages",
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        SCHEDULER,
+        "type of keys and values: the model's type (model), or FP8 (fp8), which takes half the bytes and is less "
+        "accurate; auto uses fp8 if the checkpoint has scales for it and the GPU converts it",
+        choices=("auto", "model", "fp8"),
+    )
+    """FP8 uses the checkpoint's scales, and 1 for a scale that the checkpoint lacks. "auto" requires compute capability
+    8.9 or newer and a computation in bfloat16 or float16."""
+    prefix_cache: bool = setting(
+        True, SCHEDULER, "reuse the results computed for earlier prompts and images"
+    )
+    embedding_cache_bytes: int | None = setting(
+        None,
+        SCHEDULER,
+        "bytes of images' embeddings to keep on the device, so that an image whose keys and values were evicted is not "
+        "encoded again; 0 keeps none; default: 16 images",
+        kind="bytes",
+        metavar="SIZE",
+        low=0,
+    )
+    """An image takes 3 MB with a released model in bfloat16, where its keys and values take 137 MB. Without them, it
+    costs the prompt only, a quarter of the time of a new image."""
+    priority_aging_s: float = 10.0
+    """A priority that was not served for this many seconds counts as one better, so no request waits forever."""
+    image_cache_bytes: int = setting(
+        256 * 1024 * 1024,
+        SCHEDULER,
+        "bytes of decoded images to keep in memory for repeated images; 0 keeps none",
+        kind="bytes",
+        metavar="SIZE",
+        low=0,
+    )
+    """One image takes 1 to 6 MB."""
+    crop_cache_bytes: int = setting(
+        0,
+        SCHEDULER,
+        "bytes of crops' features to keep on the device, so that equal crops of later images, like the frames of a "
+        "fixed camera, are not encoded again; 0 keeps none",
+        kind="bytes",
+        metavar="SIZE",
+        low=0,
+    )
+    """A crop takes 0.25 MB with kestrel-tiny in float32, and 1.7 MB with a released model in bfloat16."""
+    step_prefill_positions: int | None = setting(
+        None,
+        SCHEDULER,
+        "prompt positions that a step computes beside decoding requests; lower values give smoother tokens, higher "
+        "values start requests sooner",
+        kind="whole",
+        metavar="N",
+        low=1,
+        shown="768, on CUDA 11680",
+    )
+    step_crops: int | None = setting(
+        None,
+        SCHEDULER,
+        "crops of images that a step encodes beside decoding requests; shares one allowance with the positions",
+        kind="whole",
+        metavar="N",
+        low=1,
+        shown="3, on CUDA 48",
+    )
+    step_pause: float | None = setting(
+        None,
+        SCHEDULER,
+        "number of steps that only decode, after a step that accepted as much new work as it may; requests that arrive "
+        "meanwhile start together",
+        kind="number",
+        metavar="N",
+        low=0,
+        high=1000,
+        shown="0, on CUDA 4",
+    )
+    itl_target_ms: float = setting(
+        15.0,
+        SCHEDULER,
+        "with --decode-beside: ms that new images and prompts may delay a token. Longer steps run beside decoding",
+        kind="number",
+        metavar="MS",
+        low=0,
+        high=10_000,
+    )
+    steps_out: int | None = setting(
+        None,
+        SCHEDULER,
+        "steps that are launched and not yet read, 1 to 4; higher values hide a busy host",
+        kind="whole",
+        metavar="N",
+        low=1,
+        high=4,
+        shown="2, on CUDA 3",
+    )
+    """Each further step costs one row for every answer that ends by itself, and delays new requests by a step."""
+    preprocess_threads: int | None = setting(
+        None,
+        SCHEDULER,
+        "number of images that are decoded at the same time",
+        kind="whole",
+        metavar="N",
+        low=1,
+        shown="2, on CUDA the number of processors less two, up to 8",
+    )
+    step_timeout_s: float = setting(
+        300.0,
+        SCHEDULER,
+        "time after which the engine counts as hung, if there is work and no step ends",
+        kind="seconds",
+        metavar="SECONDS",
+        above=0,
+    )
