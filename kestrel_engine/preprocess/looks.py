@@ -125,10 +125,13 @@ def look_size(look: ImageRegion | None, width: int, height: int) -> tuple[int, i
 def checked_box(box: Any) -> Edges:
     """Raises InvalidRequest unless ``box`` has four fractions of an image and is not empty."""
     box = tuple(box) if isinstance(box, (list, tuple)) else ()
-    if len(box) != 4 or not all(is_number(value) and 0 <= value <= 1 for value in box):
+    if len(box) != 4:
         raise InvalidRequest(REGION, "must have x_min, y_min, x_max and y_max, numbers in [0, 1]")
+    for name, value in zip(("x_min", "y_min", "x_max", "y_max"), box, strict=True):
+        if not is_number(value) or not 0 <= value <= 1:
+            raise InvalidRequest(REGION, f"{name} {value!r} is not a number in [0, 1]")
     if box[0] >= box[2] or box[1] >= box[3]:
-        raise InvalidRequest(REGION, "needs x_min < x_max and y_min < y_max")
+        raise InvalidRequest(REGION, f"needs x_min < x_max and y_min < y_max, got {list(box)}")
     return float(box[0]), float(box[1]), float(box[2]), float(box[3])
 
 

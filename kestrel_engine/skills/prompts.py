@@ -45,7 +45,8 @@ def check_context(request: SkillRequest, count: int, model: ModelConfig, context
         )
     raise ContextLengthError(
         request.prompt_field,
-        f"the prompt takes {positions} positions; the context has {context}",
+        f"the prompt takes {positions} positions; the context has {context}: send less text or fewer "
+        "spatial references",
     )
 
 

@@ -89,7 +89,8 @@ class Visitors:
 
         async def refuse(call: Call, context: Context) -> None:
             call.principal = self._guard.visitor(method, call.metadata, context)
-            raise MethodNotFound("Method not found!")
+            shown = method[:_LOGGED_CHARS]
+            raise MethodNotFound(f"there is no method {shown!r}; reflection lists all services")
 
         return grpc.stream_unary_rpc_method_handler(
             self._answering(UNKNOWN_METHOD, method[:_LOGGED_CHARS], refuse)

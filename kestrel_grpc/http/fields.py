@@ -29,6 +29,9 @@ _MOST_VALUES = 200_000
 image is one value."""
 
 
+_MOST = 2**31 - 1
+
+
 class Fields:
     """``path`` precedes the names of fields in errors."""
 
@@ -58,6 +61,10 @@ class Fields:
     def texts(self, key: str) -> list[str]:
         """One string is a list of one. Empty if the field is missing or null. Raises InvalidRequest."""
         value = self.values.get(key)
+        if value is not None and not isinstance(value, (str, list)):
+            raise InvalidRequest(
+                self.name(key), f"must be a string or a list of strings, got {_kind_of(value)}"
+            )
         values = [value] if isinstance(value, str) else self.items(key)
         for index, item in enumerate(values):
             if not isinstance(item, str):
@@ -81,7 +88,8 @@ class Fields:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int):
-            raise InvalidRequest(self.name(key), f"must be a whole number, got {_kind_of(value)}")
+            given = value if isinstance(value, float) else _kind_of(value)
+            raise InvalidRequest(self.name(key), f"must be a whole number, got {given}")
         return value
 
     def _get(self, key: str, kind: type, default: Any) -> Any:
@@ -98,8 +106,8 @@ class Fields:
 def positive(fields: Fields, key: str) -> int | None:
     """A whole number from 1 to 2^31 - 1; None if the field is missing or null. Raises InvalidRequest."""
     value = fields.whole(key)
-    if value is not None and not 1 <= value < 2**31:
-        raise InvalidRequest(fields.name(key), f"must be at least 1, got {value}")
+    if value is not None and not 1 <= value <= _MOST:
+        raise InvalidRequest(fields.name(key), f"must be in [1, {_MOST}], got {value}")
     return value
 
 
@@ -140,15 +148,18 @@ def image_bytes(text: str, field: str) -> bytes:
     try:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
-        raise InvalidRequest(field, "holds no valid base64") from None
+        raise InvalidRequest(
+            field, "is not valid base64; send a data URL like data:image/jpeg;base64,…"
+        ) from None
 
 
 def numbers(value: Any, field: str) -> Sequence[float]:
     """A list of numbers. Raises InvalidRequest."""
-    if not isinstance(value, list) or not all(
-        isinstance(each, (int, float)) and not isinstance(each, bool) for each in value
-    ):
+    if not isinstance(value, list):
         raise InvalidRequest(field, f"must be a list of numbers, got {_kind_of(value)}")
+    for index, each in enumerate(value):
+        if isinstance(each, bool) or not isinstance(each, (int, float)):
+            raise InvalidRequest(f"{field}[{index}]", f"must be a number, got {_kind_of(each)}")
     return [float(each) for each in value]
 
 

@@ -127,7 +127,9 @@ def _bias(value: object, vocab_size: int) -> tuple[tuple[int, float], ...]:
         if isinstance(token, str) and token.isascii() and token.isdigit() and len(token) < 10:
             token = int(token)
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            raise InvalidRequest(field, f"the model's ids are 0 to {vocab_size - 1}")
+            raise InvalidRequest(
+                field, f"{token!r} is not an id of the model; its ids are 0 to {vocab_size - 1}"
+            )
         if not is_number(bias) or not -100 <= bias <= 100:
             raise InvalidRequest(field, f"{bias!r} is not in [-100, 100]")
         read[token] = float(bias)

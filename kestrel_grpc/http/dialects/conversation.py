@@ -95,4 +95,6 @@ def conversation(messages: Iterable[Message]) -> Conversation:
     before, first = "\n\n".join(system), turns[0][0] if turns else asked
     if not first.question.strip():  # A question needs text.
         before, first.question = "", before
+    if not asked.question.strip():
+        raise InvalidRequest("messages", "must end with a user message that has text")
     return Conversation(asked, turns, before)

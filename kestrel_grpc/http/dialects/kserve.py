@@ -164,7 +164,10 @@ def _request(scope: Scope, body: bytes | bytearray) -> tuple[pb.ModelInferReques
     if _HEADER_LENGTH in headers:
         text = headers[_HEADER_LENGTH]
         if not text.isdigit() or len(text) > 12 or int(text) > length:
-            raise InvalidRequest("", f"Inference-Header-Content-Length must be in [0, {length}]")
+            shown = text[:20].decode("latin-1")
+            raise InvalidRequest(
+                "", f"Inference-Header-Content-Length must be in [0, {length}], got {shown!r}"
+            )
         length = int(text)
     with memoryview(body) as view:
         fields = json_fields(bytes(view[:length]))

@@ -182,6 +182,8 @@ def _schema(fields: Fields) -> str | None:
     if kind == "json_object":
         return ANY_OBJECT
     if kind == "json_schema":
+        if form.values.get("json_schema") is None:
+            raise InvalidRequest(form.name("json_schema"), "is required")
         return json_text(form.inner("json_schema").inner("schema"))
     raise InvalidRequest(
         "response_format.type", f"must be text, json_object or json_schema, got {kind!r}"

@@ -57,9 +57,9 @@ def _check(request: pb.PointRequest | pb.DetectRequest) -> None:
     if len(names) > MAX_NAMES:
         raise InvalidRequest("objects", f"has {len(names)} names, the limit is {MAX_NAMES}")
     seen: set[str] = set()
-    for index, name in enumerate(names):
+    for name in names:
         if name in seen:
-            raise InvalidRequest("objects", f"holds the name at {index} twice; name each once")
+            raise InvalidRequest("objects", f"has {name[:40]!r} twice; name each object once")
         seen.add(name)
 
 

@@ -117,7 +117,7 @@ def _raw_pixels(raw: common_pb2.RawImage) -> np.ndarray:
     depth = known_value("image.raw.format", raw.format, common_pb2.PixelFormat, _BYTES_PER_PIXEL)
     for side, length in (("width", raw.width), ("height", raw.height)):
         if length < 1:
-            raise InvalidRequest(f"image.raw.{side}", "must be at least 1")
+            raise InvalidRequest(f"image.raw.{side}", f"must be at least 1, got {length}")
     expected = raw.width * raw.height * depth
     data = raw.data
     if len(data) != expected:

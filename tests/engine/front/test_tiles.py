@@ -118,8 +118,8 @@ def test_every_kind_of_place_is_mapped():
     ("box", "reason"),
     [
         ((0.5, 0, 0.5, 1), "needs x_min < x_max"),
-        ((0, 0, 1.5, 1), "numbers in"),
-        ((0, 0, float("nan"), 1), "numbers in"),
+        ((0, 0, 1.5, 1), "number in"),
+        ((0, 0, float("nan"), 1), "number in"),
         ((0, 0, 1), "x_min, y_min, x_max and y_max"),
         ((0.5, 0.5, 0.55, 0.9), "covers 5x24 of the image's 100x60 pixels; the least is 8x8"),
     ],

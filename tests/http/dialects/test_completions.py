@@ -107,7 +107,7 @@ async def test_errors_name_the_field(http):
         ({"prompt": ["a", 3]}, "prompt[1]", "must be a string"),
         ({"prompt": [1, 2]}, "prompt", "takes no token ids"),
         ({"prompt": [[1], [2]]}, "prompt", "takes no token ids"),
-        ({"prompt": {}}, "prompt", "must be a list"),
+        ({"prompt": {}}, "prompt", "must be a string or a list"),
         ({"prompt": ["a", "b"], "stream": True}, "prompt", "one text in a stream, got 2"),
         ({"prompt": "a", "n": 2, "stream": True}, "n", "must be 1 in a stream"),
         ({"prompt": "a", "n": 17}, "n", "17 is not in [1, 16]"),
