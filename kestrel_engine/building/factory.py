@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from ..types.calibration import UNCALIBRATED, Calibration
 from ..types.info import EngineInfo, LoadTimes
 from ..types.model_config import ModelConfig
 from ..types.progress import Progress
+from .claims import CLAIMS
 from .device import (
     check_fp8_gemms,
     compile_meter,
@@ -34,13 +35,14 @@ from .device import (
 )
 from .files import adapter_origins, kernel_cache_folder, read_calibration
 from .pages import check_pool, page_size_of
-from .runtimes import Plan, gpu_runtime, torch_runtime
+from .runtimes import Plan, check_room, runtime_of
 
 if TYPE_CHECKING:
     import torch
 
     from ..checkpoint.open import OpenedModel
     from ..kernels.compile_meter import CompileMeter
+    from ..models.refiner import Refiner
     from ..runtime.gpu.adapters.layout import SlabLayout
     from ..runtime.gpu.adapters.upload import Upload
 
@@ -79,7 +81,6 @@ def build(
     import torch
 
     from ..checkpoint.open import load_weights, open_model
-    from ..checkpoint.refiner import load_refiner
     from ..preprocess.tokenizer import Tokenizer
     from ..runtime.gpu.memory import out_of_memory
     from ..runtime.kv_cache import bytes_per_page, kv_dtype
@@ -108,45 +109,40 @@ def build(
         layout = _slab_layout(model, dtype, device)
     adapter = None if lora is None else lora.adapter(model.text, dtype, device, layout)
     codec = Tokenizer.from_file(opened.tokenizer_path, vocab_size=model.text.vocab_size)
+    plan = Plan(
+        config,
+        sizes,
+        model,
+        page_size,
+        page_bytes,
+        device,
+        dtype,
+        kernels,
+        scales,
+        None,
+        layout,
+        progress,
+    )
+    keep_fp8 = keeps_fp8(config, device, kernels)
     try:
-        began = time.monotonic()
-        loaded = load_weights(
-            opened,
-            dtype=dtype,
-            device=device,
-            keep_fp8=keeps_fp8(config, device, kernels),
-            progress=progress,
-        )
-        tensors = loaded.tensors
-        calibration = read_calibration(config.calibration, opened.files, loaded.fingerprint)
-        num_parameters = sum(t.numel() for n, t in tensors.items() if not n.endswith(".scale"))
-        weights_bytes = sum(t.nbytes for t in tensors.values())
-        read = time.monotonic()
-        logger.info("weights: %.2f GB in %.2f s", weights_bytes / 1e9, read - began)
-        refiner = None
-        if opened.refiner is not None and find_spec("contourpy") is None:
-            logger.warning(
-                "refiner: %s is not used, because the package contourpy is not installed",
-                opened.refiner,
+        with CLAIMS.turn(device):
+            check_room(plan, opened.weight_bytes(dtype, keep_fp8=keep_fp8))
+            began = time.monotonic()
+            loaded = load_weights(
+                opened, dtype=dtype, device=device, keep_fp8=keep_fp8, progress=progress
             )
-        elif opened.refiner is not None:
-            refiner = load_refiner(opened.refiner, model.vision, dtype=dtype, device=device)
-            logger.info("refiner: %s", opened.refiner)
-        plan = Plan(
-            config,
-            sizes,
-            model,
-            page_size,
-            page_bytes,
-            device,
-            dtype,
-            scales,
-            refiner,
-            layout,
-            progress,
-        )
-        runtime, capture_s = (gpu_runtime if kernels else torch_runtime)(plan, tensors)
-        built = time.monotonic()
+            calibration = read_calibration(config.calibration, opened.files, loaded.fingerprint)
+            # The runtime packs the tensors.
+            num_parameters = sum(
+                t.numel() for n, t in loaded.tensors.items() if not n.endswith(".scale")
+            )
+            weights_bytes = sum(t.nbytes for t in loaded.tensors.values())
+            read = time.monotonic()
+            logger.info("weights: %.2f GB in %.2f s", weights_bytes / 1e9, read - began)
+            plan = replace(plan, refiner=_refiner(opened, plan))
+            runtime, capture_s = runtime_of(plan, loaded.tensors, opened.name)
+            upload = None if origins is None else _adapter_upload(config, device, layout)
+            built = time.monotonic()
     except torch.OutOfMemoryError as error:
         reason = str(error).partition(". ")[0]
         raise out_of_memory(config, sizes.max_batch_size, reason) from error
@@ -202,7 +198,7 @@ def build(
             max_bytes=config.adapter_cache_bytes,
             host_bytes=config.adapter_sources.host_bytes,
             packer=layout,
-            upload=_adapter_upload(config, device, layout),
+            upload=upload,
         )
     if not kernels:
         return Built(
@@ -220,6 +216,23 @@ def build(
     return Built(
         runtime, model, codec, info, compiling, DEVICE_PIXELS, calibration, adapters, adapter
     )
+
+
+def _refiner(opened: OpenedModel, plan: Plan) -> Refiner | None:
+    """The refiner of outlines; None if the model has none, or it cannot be used."""
+    from ..checkpoint.refiner import load_refiner
+
+    if opened.refiner is None:
+        return None
+    if find_spec("contourpy") is None:
+        logger.warning(
+            "refiner: %s is not used, because the package contourpy is not installed",
+            opened.refiner,
+        )
+        return None
+    refiner = load_refiner(opened.refiner, plan.model.vision, dtype=plan.dtype, device=plan.device)
+    logger.info("refiner: %s", opened.refiner)
+    return refiner
 
 
 def _adapter_upload(

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 
 from ..config.runtime import RuntimeConfig
 from ..config.sizes import Sizes
+from ..errors import InsufficientMemoryError
+from ..runtime.gpu.memory import size_text
 from ..runtime.protocol import Runtime
 from ..types.model_config import ModelConfig
 from ..types.progress import Progress
+from .claims import CLAIMS, claim_of
 from .kept_images import extra_bytes
 
 if TYPE_CHECKING:
@@ -29,7 +32,7 @@ PLAIN_CROPS = 8
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The choices for a runtime, without weights and pool."""
+    """The choices for a runtime, without weights and pool. ``kernels``: GpuRuntime computes, else TorchRuntime."""
 
     config: RuntimeConfig
     sizes: Sizes
@@ -38,6 +41,7 @@ class Plan:
     page_bytes: int
     device: torch.device
     dtype: torch.dtype
+    kernels: bool
     kv_scales: tuple[Scales, ...] | None
     refiner: Refiner | None
     slabs: SlabLayout | None
@@ -54,22 +58,35 @@ class Plan:
         return refine_bytes(self.refiner.config, self.model.vision, self.dtype, MOST_REFINED)
 
 
-def torch_runtime(plan: Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime, float]:
-    """Builds TorchRuntime. Returns it, and 0 seconds for capturing graphs."""
-    from ..models.moondream import Moondream
-    from ..runtime.gpu.footprint import reserve_bytes
+def runtime_of(plan: Plan, tensors: dict[str, torch.Tensor], name: str) -> tuple[Runtime, float]:
+    """Builds the runtime of ``plan``, and claims its memory for the model ``name``. Returns it, and the seconds that
+    capturing graphs took. Raises InsufficientMemoryError."""
     from ..runtime.torch_runtime import TorchRuntime
 
-    reserve = 0
-    if plan.device.type == "cuda":
-        # Plain operators keep what the kernels fuse away.
-        reserve = 2 * reserve_bytes(
-            plan.model,
-            plan.dtype,
-            max_batch_size=plan.sizes.max_batch_size,
-            max_crops=PLAIN_CROPS,
-        )
-    pool = _pool(plan, reserve + plan.refine_bytes)
+    weights = sum(tensor.nbytes for tensor in tensors.values())
+    runtime, capture_s = (_gpu_runtime if plan.kernels else _torch_runtime)(plan, tensors)
+    staying, passing = _beside_weights(plan)
+    untouched = runtime.untouched() if isinstance(runtime, TorchRuntime) else _nothing
+    pool = runtime.limits.num_pages * plan.page_bytes
+    holds = weights + staying + pool - untouched()
+
+    def owed() -> int:
+        return passing + untouched()
+
+    CLAIMS.add(runtime, claim_of(name, plan.device, holds, owed))
+    return runtime, capture_s
+
+
+def _nothing() -> int:
+    return 0
+
+
+def _torch_runtime(plan: Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime, float]:
+    """Builds TorchRuntime. Returns it, and 0 seconds for capturing graphs."""
+    from ..models.moondream import Moondream
+    from ..runtime.torch_runtime import TorchRuntime
+
+    pool = _pool(plan)
     runtime = TorchRuntime(
         Moondream(plan.model, tensors),
         plan.model,
@@ -85,7 +102,7 @@ def torch_runtime(plan: Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime
     return runtime, 0.0
 
 
-def gpu_runtime(plan: Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime, float]:
+def _gpu_runtime(plan: Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime, float]:
     """Builds GpuRuntime. Returns it, and the seconds that capturing graphs took."""
     from ..runtime.gpu.runtime import GpuRuntime
     from ..runtime.gpu.weights import pack_weights
@@ -93,8 +110,7 @@ def gpu_runtime(plan: Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime, 
     sizes = plan.sizes
     pack_weights(plan.model, tensors)
     fp8_gemms = plan.config.fp8_gemms
-    reserve = reserve_of(plan.config, plan.model, plan.dtype, sizes)
-    pool = _pool(plan, reserve + plan.refine_bytes)
+    pool = _pool(plan)
     runtime = GpuRuntime(
         plan.model,
         tensors,
@@ -146,25 +162,58 @@ def reserve_of(config: RuntimeConfig, model: ModelConfig, dtype: torch.dtype, si
     return reserve + (config.adapter_cache_bytes if config.has_adapters else 0)
 
 
-def _pool(plan: Plan, reserve_bytes: int) -> Pool:
-    from ..checkpoint.weights.memory import device_available
+def check_room(plan: Plan, weights_bytes: int) -> None:
+    """Raises InsufficientMemoryError if the device has no room for weights, runtime and the smallest KV cache, before
+    any of them is there. The message says what other models of this process hold."""
+    _pool(plan, weights_bytes)
+
+
+def _beside_weights(plan: Plan) -> tuple[int, int]:
+    """Bytes that the runtime needs beside weights and KV cache: what it keeps, and what it takes and gives back."""
+    from ..runtime.gpu.footprint import reserve_bytes, staying_bytes
+
+    config, model, dtype = plan.config, plan.model, plan.dtype
+    needed = staying = 0
+    if plan.kernels:
+        needed = reserve_of(config, model, dtype, plan.sizes)
+        staying = staying_bytes(model, config.fp8_gemms)
+        staying += config.adapter_cache_bytes if config.has_adapters else 0
+    elif plan.device.type == "cuda":
+        # Plain operators keep what the kernels fuse away.
+        batch = plan.sizes.max_batch_size
+        needed = 2 * reserve_bytes(model, dtype, max_batch_size=batch, max_crops=PLAIN_CROPS)
+        staying = 2 * staying_bytes(model, "off")
+    caches = config.crop_cache_bytes + extra_bytes(config, model, dtype.itemsize)
+    return staying, needed - staying + plan.refine_bytes + caches
+
+
+def _pool(plan: Plan, weights_bytes: int = 0) -> Pool:
+    """Plans the KV cache. ``weights_bytes``: of weights that the device does not hold yet."""
     from ..runtime.gpu.memory import CACHED_CONTEXTS, CUDA_SHARE, plan_pool
 
     cuda = plan.device.type == "cuda"
-    embeddings = extra_bytes(plan.config, plan.model, plan.dtype.itemsize)
     if cuda:
         import torch
 
         # Memory that loading and packing released must count as free.
         torch.cuda.empty_cache()
-    return plan_pool(
-        device_available(plan.device),
-        reserve_bytes + plan.config.crop_cache_bytes + embeddings,
-        plan.page_bytes,
-        plan.config,
-        plan.model,
-        page_size=plan.page_size,
-        max_batch_size=plan.sizes.max_batch_size,
-        share=CUDA_SHARE if cuda else CPU_POOL_SHARE,
-        contexts=CACHED_CONTEXTS if cuda else 1,
-    )
+    available = CLAIMS.available(plan.device)
+    try:
+        if available is not None and weights_bytes > available:
+            raise InsufficientMemoryError(
+                f"the weights take {size_text(weights_bytes)}, and {size_text(available)} are available on "
+                f"{plan.device}; use a narrower --dtype, a smaller model, or a device with more memory"
+            )
+        return plan_pool(
+            None if available is None else available - weights_bytes,
+            sum(_beside_weights(plan)),
+            plan.page_bytes,
+            plan.config,
+            plan.model,
+            page_size=plan.page_size,
+            max_batch_size=plan.sizes.max_batch_size,
+            share=CUDA_SHARE if cuda else CPU_POOL_SHARE,
+            contexts=CACHED_CONTEXTS if cuda else 1,
+        )
+    except InsufficientMemoryError as error:
+        raise InsufficientMemoryError(f"{error}{CLAIMS.described(plan.device)}") from None

@@ -56,6 +56,16 @@ class OpenedModel:
     refiner: Path | None = None
     random_seed: int | None = None
 
+    def weight_bytes(self, dtype: torch.dtype, *, keep_fp8: bool = False) -> int:
+        """The bytes of all weights, once they are loaded; arguments as of `load_weights`."""
+        if self.random_seed is not None:
+            from .weights.random_weights import weight_bytes
+
+            return weight_bytes(self.config, dtype, keep_fp8=keep_fp8)
+        from .weights.loader import loaded_bytes
+
+        return sum(loaded_bytes(item, dtype, keep_fp8) for item in self.plan.tensors)
+
 
 def open_model(
     runtime: RuntimeConfig, *, hub: Hub | None = None, progress: Progress | None = None

@@ -5,13 +5,15 @@ This module owns the two tensors, their format and their size. The scheduler ass
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..models.kv_format import EIGHT_BITS, UNSCALED, Scales, gather
 from ..types.model_config import TextConfig
+from .host_pages import untouched_bytes
 
 
 class KvCache:
@@ -39,6 +41,15 @@ class KvCache:
         dtype = kv_dtype(dtype, scales)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
+
+    def untouched(self) -> Callable[[], int]:
+        """Returns what counts the bytes of the pools that the host has not given yet. It does not keep the pools."""
+        pools = weakref.ref(self.keys), weakref.ref(self.values)
+
+        def count() -> int:
+            return sum(untouched_bytes(pool) for ref in pools if (pool := ref()) is not None)
+
+        return count
 
     def read(self, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
         """Returns copies of the real keys and values of all layers at ``slots`` [n].

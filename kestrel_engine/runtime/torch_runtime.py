@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -121,6 +121,11 @@ class TorchRuntime:
     @property
     def limits(self) -> RuntimeLimits:
         return self._limits
+
+    def untouched(self) -> Callable[[], int]:
+        """As ``KvCache.untouched``."""
+        assert self._cache is not None, "the runtime is closed"
+        return self._cache.untouched()
 
     def launch(self, plan: StepPlan) -> PendingStep:
         assert self._cache is not None, "the runtime is closed"

@@ -126,7 +126,7 @@ def load_planned(
         # Also check the values of tensors that fit, so that one error reports everything.
         bad = [name for name, ok in _scan(plan.tensors, files, report) if not ok]
         raise checkpoint_error(where, _with_nonfinite(plan, bad), hint=hint)
-    total = sum(_loaded_bytes(item, dtype, keep_fp8) for item in plan.tensors)
+    total = sum(loaded_bytes(item, dtype, keep_fp8) for item in plan.tensors)
     kind = str(dtype).removeprefix("torch.") + (" and FP8 experts" if keep_fp8 else "")
     require_memory(total, device, what=f"{where}: weights as {kind}")
     if config.region.decoder == "linear":
@@ -236,7 +236,7 @@ def _stays_fp8(item: TensorPlan, keep_fp8: bool) -> bool:
     return keep_fp8 and item.scale is not None and item.stored.dtype == KEPT_FP8
 
 
-def _loaded_bytes(item: TensorPlan, dtype: torch.dtype, keep_fp8: bool) -> int:
+def loaded_bytes(item: TensorPlan, dtype: torch.dtype, keep_fp8: bool) -> int:
     if not _stays_fp8(item, keep_fp8):
         return item.num_elements * dtype.itemsize
     return item.num_elements + 4 * prod(item.shape[:-1])

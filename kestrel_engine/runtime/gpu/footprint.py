@@ -50,9 +50,14 @@ def reserve_bytes(
     passes = max(vision, _prefill(config, fp8=fp8_gemms in FP8_PREFILL)) * dtype.itemsize
     logits = 4 * max_batch_size * config.text.vocab_size * 4
     embeddings = 64 * config.image_positions * config.text.dim * dtype.itemsize
-    copies = fp8_weight_bytes(config, fp8_gemms)
     shrunk = _shrunk(config, max_crops) if adapters else 0
-    return int((passes + logits + embeddings) * 1.1) + shrunk + copies + ARENA_BYTES + FIXED_BYTES
+    return int((passes + logits + embeddings) * 1.1) + shrunk + staying_bytes(config, fp8_gemms)
+
+
+def staying_bytes(config: ModelConfig, fp8_gemms: str) -> int:
+    """Returns the part of ``reserve_bytes`` that a running model has taken. Its passes take the rest and give it
+    back."""
+    return fp8_weight_bytes(config, fp8_gemms) + ARENA_BYTES + FIXED_BYTES
 
 
 def fp8_weight_bytes(config: ModelConfig, fp8_gemms: str) -> int:

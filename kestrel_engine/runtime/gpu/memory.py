@@ -59,15 +59,15 @@ def plan_pool(
             pages = min(pages, int(room * share) // page_bytes)
         if pages * page_size < least_positions(model):
             raise InsufficientMemoryError(
-                f"the weights leave {_size(free_bytes or 0)} and computing needs {_size(reserve_bytes)} of them; "
-                f"{share:.0%} of the rest hold {pages} pages of the KV cache, but an image takes "
+                f"the weights leave {size_text(free_bytes or 0)} and computing needs {size_text(reserve_bytes)} of "
+                f"them; {share:.0%} of the rest hold {pages} pages of the KV cache, but an image takes "
                 f"{model.image_prefix // page_size} pages of {page_bytes} bytes, and its prompt some more; lower "
                 f"--max-batch-size (now {max_batch_size}) or --step-crops, or use a narrower --dtype"
             )
     elif room is not None and pages * page_bytes > room:
         raise InsufficientMemoryError(
-            f"a KV cache of {pages} pages takes {_size(pages * page_bytes)}; the weights leave "
-            f"{_size(free_bytes or 0)} and computing needs {_size(reserve_bytes)} of them; "
+            f"a KV cache of {pages} pages takes {size_text(pages * page_bytes)}; the weights leave "
+            f"{size_text(free_bytes or 0)} and computing needs {size_text(reserve_bytes)} of them; "
             f"{_lower(config, room, page_bytes)}, or --max-batch-size (now {max_batch_size})"
         )
     return Pool(pages, min(longest, pages * page_size))
@@ -103,5 +103,6 @@ def _lower(config: RuntimeConfig, room: int, page_bytes: int) -> str:
     return f"lower --kv-cache-pages to at most {room // page_bytes}"
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
+    """Returns a number of bytes for a message."""
     return f"{count / GIB:.2f} GiB" if count >= GIB // 10 else f"{count / 2**20:.1f} MiB"

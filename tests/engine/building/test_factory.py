@@ -80,7 +80,7 @@ def test_too_little_memory_for_one_image_says_so(golden_folder, monkeypatch):
     from kestrel_engine.checkpoint.weights import memory
 
     config = RuntimeConfig(model_path=golden_folder("md2"), device="cpu")
-    room = iter([10**9, 10**6])
+    room = iter([10**9, 10**9, 10**6])
     monkeypatch.setattr(memory, "device_available", lambda device: next(room))
     with pytest.raises(InsufficientMemoryError, match="an image takes 73 pages"):
         factory.build(config)

@@ -1,0 +1,168 @@
+"""Several models on one device: a model that is loaded later leaves the others what they may still take."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from kestrel_engine import InsufficientMemoryError, RuntimeConfig
+from kestrel_engine.building import factory, runtimes
+from kestrel_engine.building.claims import CLAIMS, Claims, claim_of
+from kestrel_engine.checkpoint.weights import memory
+from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_engine.runtime.gpu.memory import GIB
+from kestrel_engine.runtime.host_pages import untouched_bytes
+from kestrel_engine.types.model_config import parse_model_config
+from tests.service.conftest import LIMITS
+
+CARD = torch.device("cuda:0")
+MD2 = parse_model_config({}, family="moondream2")
+WEIGHTS = 4 * GIB
+PAGE_BYTES = 2 * 24 * 10 * 2048 * 2
+
+
+def fake() -> FakeRuntime:
+    return FakeRuntime(LIMITS, lambda fed: 0)
+
+
+def plan(kernels: bool = True, **settings: object) -> runtimes.Plan:
+    config = RuntimeConfig(**settings)  # type: ignore[arg-type]
+    sizes = config.sizes(cuda=True)
+    return runtimes.Plan(
+        config, sizes, MD2, 10, PAGE_BYTES, CARD, torch.bfloat16, kernels, None, None, None, None
+    )  # fmt: skip
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """A card with 20 GiB free."""
+    free = {"bytes": 20 * GIB}
+    monkeypatch.setattr(memory, "device_available", lambda device: free["bytes"])
+    return free
+
+
+def test_what_a_running_model_may_take_is_not_planned_again(card: dict[str, int]) -> None:
+    alone = runtimes._pool(plan()).num_pages
+    runtime = fake()
+    CLAIMS.add(runtime, claim_of("first", CARD, 9 * GIB, lambda: 2 * GIB))
+    beside = runtimes._pool(plan()).num_pages
+    assert alone - beside == pytest.approx(0.9 * 2 * GIB / PAGE_BYTES, abs=1)
+    assert CLAIMS.available(torch.device("cuda:1")) == 20 * GIB
+    del runtime
+    gc.collect()
+    assert runtimes._pool(plan()).num_pages == alone
+
+
+def test_a_running_model_on_a_card_owes_its_passes_and_caches(
+    card: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = fake()
+    monkeypatch.setattr(runtimes, "_gpu_runtime", lambda plan, tensors: (runtime, 0.0))
+    for settings in ({}, {"crop_cache_bytes": 1 << 30}):
+        chosen = plan(**settings)
+        found, _ = runtimes.runtime_of(chosen, {"w": torch.empty(1000)}, "first")
+        staying, passing = runtimes._beside_weights(chosen)
+        assert staying + passing == settings.get("crop_cache_bytes", 0) + runtimes.reserve_of(
+            chosen.config, MD2, torch.bfloat16, chosen.sizes
+        )
+        assert found is runtime and CLAIMS.available(CARD) == 20 * GIB - passing
+        held = 4000 + staying + LIMITS.num_pages * PAGE_BYTES
+        assert [claim.holds for claim in CLAIMS._of(CARD)] == [held]
+
+
+def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_read(
+    card: dict[str, int],
+) -> None:
+    runtime = fake()
+    CLAIMS.add(runtime, claim_of("first", CARD, 59 * GIB, lambda: 3 * GIB // 2))
+    runtimes.check_room(plan(), WEIGHTS)
+    card["bytes"] = 5 * GIB
+    with pytest.raises(InsufficientMemoryError) as caught:
+        runtimes.check_room(plan(), WEIGHTS)
+    assert "the weights take 4.00 GiB, and 3.50 GiB are available on cuda:0" in str(caught.value)
+    held = "; on cuda:0, first holds 59.00 GiB and may take 1.50 GiB more"
+    assert str(caught.value).endswith(held)
+    card["bytes"] = 6 * GIB
+    with pytest.raises(InsufficientMemoryError, match=r"the weights leave 0\.50 GiB and computing"):
+        runtimes.check_room(plan(), WEIGHTS)
+    card["bytes"] = 20 * GIB
+    with pytest.raises(InsufficientMemoryError, match=r"lower --kv-cache-gib to at most .*; on cu"):
+        runtimes.check_room(plan(kv_cache_gib=15.0), WEIGHTS)
+
+
+def test_plain_operators_on_a_card_need_more(card: dict[str, int]) -> None:
+    assert runtimes._pool(plan(kernels=False)).num_pages < runtimes._pool(plan()).num_pages
+
+
+def test_no_weight_is_read_without_room(
+    golden_folder, monkeypatch: pytest.MonkeyPatch, card: dict[str, int]
+) -> None:
+    def read(*args: object, **kwargs: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("kestrel_engine.checkpoint.open.load_weights", read)
+    card["bytes"] = 10 << 20
+    config = RuntimeConfig(model_path=golden_folder("md2"), device="cpu")
+    with pytest.raises(InsufficientMemoryError, match=r"the weights take 16\.9 MiB, and 10\.0 MiB"):
+        factory.build(config)
+
+
+def test_pages_that_the_host_has_not_given_are_left_to_the_first_model(
+    golden_folder, card: dict[str, int]
+) -> None:
+    def build() -> factory.Built:
+        path: Path = golden_folder("md2")
+        return factory.build(RuntimeConfig(model_path=path, device="cpu", kv_cache_gib=0.5))
+
+    first = build()
+    pool = first.info.kv_cache_bytes
+    owed = 20 * GIB - CLAIMS.available(torch.device("cpu"))
+    assert 0.9 * pool < owed <= pool
+    first.runtime._cache.keys.zero_()
+    left = 20 * GIB - CLAIMS.available(torch.device("cpu"))
+    assert 0.4 * pool < left < 0.6 * pool
+    second = build()
+    assert 20 * GIB - CLAIMS.available(torch.device("cpu")) > 1.4 * pool
+    first.runtime.close()
+    second.runtime.close()
+    assert CLAIMS.available(torch.device("cpu")) == 20 * GIB
+
+
+def test_untouched_memory_is_counted() -> None:
+    tensor = torch.empty(64 << 20, dtype=torch.uint8)
+    assert untouched_bytes(tensor) > 0.9 * tensor.nbytes
+    tensor[: 32 << 20] = 1
+    assert 0.4 * tensor.nbytes < untouched_bytes(tensor) < 0.6 * tensor.nbytes
+    tensor.fill_(1)
+    assert untouched_bytes(tensor) == untouched_bytes(torch.empty(0)) == 0
+    assert untouched_bytes(torch.empty(8, device="meta")) == 0
+
+
+def test_one_model_at_a_time_is_loaded_to_a_device() -> None:
+    claims, order = Claims(), list[str]()
+    entered, leave = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with claims.turn(CARD):
+            entered.set()
+            assert leave.wait(60)
+            order.append("first")
+
+    def second() -> None:
+        with claims.turn(CARD):
+            order.append("second")
+
+    threads = [threading.Thread(target=first), threading.Thread(target=second)]
+    threads[0].start()
+    assert entered.wait(60)
+    threads[1].start()
+    with claims.turn(torch.device("cuda:1")):
+        order.append("other device")
+    leave.set()
+    for thread in threads:
+        thread.join(60)
+    assert order == ["other device", "first", "second"]
