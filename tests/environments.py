@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -27,3 +28,12 @@ def python_with(folder: Path, *packages: str) -> Path:
         if installed.returncode:
             pytest.skip(f"{package} can't be installed here")
     return python
+
+
+def python_named(variable: str, package: str) -> Path:
+    """The interpreter that an environment variable names, for a package that is too large to be installed for a test.
+    Skips the test without it."""
+    named = os.environ.get(variable)
+    if not named:
+        pytest.skip(f"{package} is large: {variable} may name a Python that has it and kestrel-client")
+    return Path(named)

@@ -122,6 +122,18 @@ async def test_a_task_gets_boxes_points_and_outlines(server: str):
     assert max(across) == pytest.approx(100 * outline.box.x_max, abs=2)
 
 
+async def test_more_labels_than_a_call_may_have_take_several_calls(server: str):
+    labels = "".join(f'<Label value="{i}" predicted_values="green crescent"/>' for i in range(33))
+    config = f"""<View><Image name="i" value="$image"/>
+      <KeyPointLabels name="p" toName="i">{labels}</KeyPointLabels></View>"""
+    async with bridge("--server", server, "--allow-data-urls") as client:
+        answered = await client.post("/predict", json=asked(config=config))
+    assert answered.status_code == 200, answered.text
+    (prediction,) = answered.json()["results"]
+    found = [region["value"]["keypointlabels"][0] for region in prediction["result"]]
+    assert found == [str(i) for i in range(33) for _ in range(2)]
+
+
 DEEP = "<View>" * 65 + "</View>" * 65
 LAUGHS = '<!DOCTYPE a [<!ENTITY b "b"><!ENTITY c "&b;&b;">]><View>&c;</View>'
 BAD: dict[str, tuple[object, str]] = {

@@ -21,6 +21,8 @@ from .images import TaskImages
 from .labelling import Control, RequestRefused
 
 MOST_TASKS = 256
+_TASKS_OF_A_CALL = 32
+"""The server's limit on the tasks of Analyze."""
 _POINT_WIDTH = 0.75
 """Of a key point as Label Studio draws it, in per cent of the image's width."""
 _TASKS = {
@@ -82,32 +84,37 @@ class Predictor:
     async def _regions(
         self, image: bytes, controls: list[Control], name: str
     ) -> list[dict[str, Any]]:
-        wanted: dict[str, Task] = {}
-        meant: dict[str, tuple[Control, str]] = {}
-        for control in controls:
-            for asked, label in control.labels:
-                key = str(len(wanted))
-                wanted[key], meant[key] = _TASKS[control.kind](asked), (control, label)
-        answered = await self._client.analyze(image, wanted)
-        size = answered.image_size
-        if size is None:
-            raise RequestRefused(f"{name}: the server does not tell the image's size; upgrade it")
+        wanted = [(control, *names) for control in controls for names in control.labels]
         regions = []
-        for key, (control, label) in meant.items():
-            for value, score in _values(answered[key], size):
-                regions.append(
-                    {
-                        "from_name": control.from_name,
-                        "to_name": control.to_name,
-                        "type": control.kind,
-                        "original_width": size.width,
-                        "original_height": size.height,
-                        "image_rotation": 0,
-                        "value": {**value, control.kind: [label]},
-                        **({} if score is None else {"score": score}),
-                    }
+        for start in range(0, len(wanted), _TASKS_OF_A_CALL):
+            part = wanted[start : start + _TASKS_OF_A_CALL]
+            tasks: list[Task] = [_TASKS[control.kind](asked) for control, asked, _ in part]
+            answered = await self._client.analyze(image, tasks)
+            size = answered.image_size
+            if size is None:
+                raise RequestRefused(
+                    f"{name}: the server does not tell the image's size; upgrade it"
                 )
+            for number, (control, _, label) in enumerate(part):
+                regions += _labelled(control, label, answered[number], size)
         return regions
+
+
+def _labelled(
+    control: Control, label: str, result: Any, size: ImageSize
+) -> Iterator[dict[str, Any]]:
+    """The regions of a result."""
+    for value, score in _values(result, size):
+        yield {
+            "from_name": control.from_name,
+            "to_name": control.to_name,
+            "type": control.kind,
+            "original_width": size.width,
+            "original_height": size.height,
+            "image_rotation": 0,
+            "value": {**value, control.kind: [label]},
+            **({} if score is None else {"score": score}),
+        }
 
 
 def _values(result: Any, size: ImageSize) -> Iterator[tuple[dict[str, Any], float | None]]:
