@@ -35,5 +35,7 @@ def python_named(variable: str, package: str) -> Path:
     Skips the test without it."""
     named = os.environ.get(variable)
     if not named:
-        pytest.skip(f"{package} is large: {variable} may name a Python that has it and kestrel-client")
+        pytest.skip(
+            f"{package} is large: {variable} may name a Python that has it and kestrel-client"
+        )
     return Path(named)

@@ -24,7 +24,6 @@ BLOCKS = [block for page in PAGES for block in code_blocks(page)]
 EXCEPTIONS = {
     'import { KestrelClient } from "kestrel-client";': "as the programs of clients/typescript/README.md, which are run",
     "buf generate ": "generates stubs, as tests/service/clients/test_languages.py does",
-    "<View>": "a labelling configuration of Label Studio",
     "pip install ": "installs packages",
     'KestrelClient("kestrel.example.org': "names servers that don't exist",
     'KestrelClient(["10.0.0.7': "names servers that don't exist",
@@ -62,7 +61,7 @@ EXCEPTIONS = {
     '{"image": "a.png", "question"': "read by tests/engine/teaching/test_folder.py",
     "import json\n\nimport numpy as np\nimport tritonclient": "run by tests/kserve/test_tritonclient.py",
     "import fiftyone": "another package; tests/tools/test_fiftyone.py runs the models",
-    "<View>": "a configuration, as in tests/service/test_label_studio.py",
+    "<View>": "a configuration, as in tests/tools/test_label_studio.py",
     "ln -s ": "needs ComfyUI; tests/tools/test_comfyui.py runs the nodes",
     "grpcurl ": "run by tests/service/clients/test_documented_calls.py",
     "buf curl ": "run by tests/service/clients/test_documented_calls.py",

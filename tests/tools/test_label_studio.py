@@ -9,8 +9,7 @@ import contextlib
 import re
 import signal
 import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -38,27 +37,6 @@ CONFIG = """<View>
   <KeyPointLabels name="points" toName="img"><Label value="green crescent"/></KeyPointLabels>
   <PolygonLabels name="outlines" toName="img"><Label value="green crescent"/></PolygonLabels>
 </View>"""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """The address of a server with the bundled model."""
-    flags = ("--device", "cpu", "--listen", "127.0.0.1:0")
-    process = ForkedProcess(
-        [sys.executable, "-m", "kestrel_grpc", "serve", *flags],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    with process:
-        assert process.stdout is not None
-        ready = re.search(r"listening on ([\d.:]+)", process.stdout.readline())
-        assert ready is not None
-        yield ready[1]
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
 
 
 def arguments(*flags: str) -> argparse.Namespace:
