@@ -85,7 +85,7 @@ class Predictor:
         self, image: bytes, controls: list[Control], name: str
     ) -> list[dict[str, Any]]:
         wanted = [(control, *names) for control in controls for names in control.labels]
-        regions = []
+        regions: list[dict[str, Any]] = []
         for start in range(0, len(wanted), _TASKS_OF_A_CALL):
             part = wanted[start : start + _TASKS_OF_A_CALL]
             tasks: list[Task] = [_TASKS[control.kind](asked) for control, asked, _ in part]
