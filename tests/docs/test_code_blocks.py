@@ -62,6 +62,8 @@ EXCEPTIONS = {
     "import json\n\nimport numpy as np\nimport tritonclient": "run by tests/kserve/test_tritonclient.py",
     "import fiftyone": "another package; tests/tools/test_fiftyone.py runs the models",
     "<View>": "a configuration, as in tests/tools/test_label_studio.py",
+    "action: ai_task": "of a Home Assistant that needs a newer Python; tests/tools/test_home.py sends its request",
+    "homeassistant:": "as tests/tools/with_homeassistant.py has it",
     "ln -s ": "needs ComfyUI; tests/tools/test_comfyui.py runs the nodes",
     "grpcurl ": "run by tests/service/clients/test_documented_calls.py",
     "buf curl ": "run by tests/service/clients/test_documented_calls.py",

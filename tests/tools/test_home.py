@@ -1,0 +1,147 @@
+"""deploy/homeassistant and deploy/frigate: what they send, to a real server with HTTP."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from tests.docs.code_blocks import ROOT
+from tests.environments import python_named
+from tests.forking.process import ForkedProcess
+from tests.service.command_line import environment
+
+IMAGE = ROOT / "kestrel_grpc/cli/demo.jpg"
+HOME_ASSISTANT = ROOT / "deploy/homeassistant"
+KEY = "k" * 40
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """The HTTP address of a server with the bundled model that knows one key."""
+    flags = ("--device", "cpu", "--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0")
+    process = ForkedProcess(
+        [sys.executable, "-m", "kestrel_grpc", "serve", *flags],
+        cwd=ROOT,
+        env=environment(KESTREL_API_KEY=KEY),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stderr is not None and process.stdout is not None
+        listening = re.search(r"addresses=(\S+) protocol=http", process.stderr.readline())
+        assert listening is not None
+        assert "kestrel-grpc ready" in process.stdout.readline()
+        yield f"http://{listening[1]}"
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+
+
+def test_the_command_of_home_assistant(address: str, tmp_path: Path):
+    program = tmp_path / "kestrel_ask.py"
+    program.write_text((HOME_ASSISTANT / "kestrel_ask.py").read_text())
+
+    def ask(*arguments: object) -> tuple[int, dict]:
+        done = subprocess.run(
+            [sys.executable, "-S", program, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        return done.returncode, json.loads(done.stdout)
+
+    status, answer = ask(address, "detect", IMAGE, "green crescent")
+    assert status == 1 and answer["error"].startswith("status 401")
+    (tmp_path / "kestrel_token").write_text(KEY + "\n")
+    status, answer = ask(address, "detect", IMAGE, "green crescent")
+    assert status == 0 and len(answer["objects"]) == 2
+    for arguments, part in (
+        ((address, "look", IMAGE, "car"), "must be one of"),
+        (("file:///etc", "query", IMAGE, "a?"), "http://"),
+        ((address, "query", tmp_path / "none.jpg", "a?"), "No such file"),
+        ((address, "query"), "argument"),
+        ((address, "detect", program, "car"), "status 400"),
+        (("http://127.0.0.1:1", "query", IMAGE, "a?"), "refused"),
+    ):
+        status, answer = ask(*arguments)
+        assert status == 1 and part in answer["error"], answer
+
+
+def test_what_frigate_sends_is_answered(address: str):
+    """As frigate/genai/plugins/openai.py and the configuration make it."""
+    config = yaml.safe_load((ROOT / "deploy/frigate/config.yml").read_text())
+    provider = config["genai"]["kestrel"]
+    assert provider["provider"] == "openai" and provider["roles"] == ["descriptions"]
+    assert config["objects"]["genai"]["use_snapshot"] is True
+    path = provider["base_url"].removeprefix("http://127.0.0.1:2020")
+    prompt = config["objects"]["genai"]["prompt"].format(label="person")
+    image = base64.b64encode(IMAGE.read_bytes()).decode()
+    url = {"url": f"data:image/jpeg;base64,{image}", "detail": "low"}
+    content = [{"type": "text", "text": prompt}, {"type": "image_url", "image_url": url}]
+    body = {"model": provider["model"], "messages": [{"role": "user", "content": content}]}
+    response = httpx.post(
+        f"{address}{path}/chat/completions",
+        json=body,
+        headers={"authorization": f"Bearer {KEY}"},
+        timeout=60,
+    )
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"][0]["message"]["content"].strip()
+
+
+def test_what_home_assistants_ollama_integration_sends_is_answered(address: str):
+    """As homeassistant/components/ollama/entity.py does for an AI task with a camera's image."""
+    headers = {"authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=address, headers=headers, timeout=60) as client:
+        names = [model["model"] for model in client.get("/api/tags").json()["models"]]
+        messages = [
+            {"role": "system", "content": "You are a Home Assistant expert."},
+            {
+                "role": "user",
+                "content": "How many green crescents are there?",
+                "images": [base64.b64encode(IMAGE.read_bytes()).decode()],
+            },
+        ]
+        body = {
+            "model": names[0],
+            "messages": messages,
+            "tools": [],
+            "stream": True,
+            "keep_alive": -1,
+            "options": {"num_ctx": 8192},
+            "think": False,
+        }
+        lines = client.post("/api/chat", json=body).text.splitlines()
+    parts = [json.loads(line) for line in lines]
+    assert parts[-1]["done"] is True
+    assert "".join(part["message"]["content"] for part in parts).strip()
+
+
+@pytest.mark.slow
+def test_the_package_runs_in_home_assistant(address: str, tmp_path: Path):
+    python = python_named("KESTREL_TEST_HOMEASSISTANT", "homeassistant")
+    done = subprocess.run(
+        [python, ROOT / "tests/tools/with_homeassistant.py", address, IMAGE, tmp_path],
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert re.fullmatch(r"2 cars, gate open: \S.*", said["told"])
+    assert said["missing"]["returncode"] == 1
+    assert "no such $(file)" in json.loads(said["missing"]["stdout"])["error"]
