@@ -66,7 +66,7 @@ class ModelChanges:
             await self._add(config, None)
 
     def load(self, text: str, *, make_default: bool) -> AsyncIterator[Loading | Loaded]:
-        """Loads the model ``text`` and reports the progress, then the end. Loading goes on if the reader leaves.
+        """Loads the model ``text`` and reports the progress, then the end. Loading continues if the reader leaves.
 
         Raises InvalidRequest and ModelUnavailable at once or while it loads.
         """
@@ -197,7 +197,7 @@ async def _reported(
 
 
 def _note_unread(task: asyncio.Task[Loaded]) -> None:
-    """Nobody waits for the load any more. Its end is in the log."""
+    """The caller has left. The log reports how the loading ends."""
     if not task.cancelled():
         task.exception()
 

@@ -36,7 +36,7 @@ class ServedModel:
         self._step = ""
 
     def note_progress(self, done: int, total: int, step: str) -> None:
-        """The engine's progress callback, which any thread calls: refusals tell how far loading is."""
+        """The engine's progress callback, which any thread calls: refusals report how far the startup is."""
         self._step = f"; {step}, {100 * done // total} %" if total else f"; {step}"
 
     @property

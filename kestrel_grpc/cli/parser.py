@@ -41,7 +41,7 @@ COMMANDS = {
     "detect": ("requests.skills", "find the bounding boxes of objects"),
     "segment": ("requests.skills", "outline an object"),
     "analyze": ("requests.analyze", "run several tasks on an image in one call"),
-    "batch": ("batch.command", "run tasks on many images, with a file of results that can go on"),
+    "batch": ("batch.command", "run tasks on many images; an interrupted run can be continued"),
     "eval": ("evaluation.command", "measure a model on a data set, or compare two such runs"),
     "embed": ("requests.embed", "compute embeddings of images, for search and comparison"),
     "watch": ("requests.watch", "run tasks on the frames of a folder or of a camera's stream"),

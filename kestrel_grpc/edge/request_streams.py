@@ -2,7 +2,7 @@
 StreamFrames.
 
 The caller is identified once. Each request is then a call of its own for limits, logs, metrics and traces, and runs
-beside the others of its stream. A request that fails is answered by a message, and the stream goes on; what concerns
+beside the others of its stream. A request that fails is answered by a message, and the stream continues; what concerns
 the whole stream ends it with a status.
 
 A message is read when memory for it is reserved, as everywhere. While requests of the stream run, this memory must be

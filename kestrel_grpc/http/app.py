@@ -133,7 +133,7 @@ def _refused(status: int, message: str) -> Response:
         "code": "path_not_found" if status == 404 else "method_not_allowed",
     }
     response = _json(status, {"error": error})
-    response.headers["connection"] = "close"  # A body may follow that nobody reads.
+    response.headers["connection"] = "close"  # A body may follow, which the server does not read.
     return response
 
 

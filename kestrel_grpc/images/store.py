@@ -122,7 +122,7 @@ class ImageStore:
     def adopt(self, owner: str, image: StoredImage, *, weight: float = 1.0) -> None:
         """Stores an image that another server stored under its id. Raises ImagesFull.
 
-        Only its id finds it: nobody here has compared it with a digest.
+        Only its id finds it, because this server has not compared it with a digest.
         """
         if image.num_bytes > self.max_bytes or self.has(owner, image.image_id):
             return

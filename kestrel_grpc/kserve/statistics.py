@@ -1,4 +1,4 @@
-"""The statistics of ModelStatistics, from the counts of all calls for inference, whatever their protocol."""
+"""The statistics of ModelStatistics, from the counts of all calls for inference, by any protocol."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class Health:
         return bool(self._servicer.status("") == _SERVING)
 
     def leave(self) -> None:
-        """Sets all statuses to NOT_SERVING for good, whatever the model's state."""
+        """Sets all statuses to NOT_SERVING for good. Later states of the model change nothing."""
         self._servicer.leave()
 
     async def follow(self) -> None:

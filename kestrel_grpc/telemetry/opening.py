@@ -86,7 +86,7 @@ class Telemetry:
         """
         from .prometheus import exposition
 
-        assert self._registry is not None, "is_scraped tells it"
+        assert self._registry is not None, "is_scraped says whether there is one"
         return exposition(self._registry, accept)
 
     @property

@@ -1,4 +1,4 @@
-"""Attacks on a server on this machine, each bounded in count and time, beside a caller who means no harm.
+"""Attacks on a server on this machine, each bounded in count and time, while a polite caller uses the server.
 
     python -m tests.abuse.attacks                 # all, against a server of their own with default flags
     python -m tests.abuse.attacks bombs watchers  # some

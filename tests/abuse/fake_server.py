@@ -1,4 +1,4 @@
-"""``kestrel-grpc serve`` with the fake runtime: starts in a second, answers for as long as it is asked to, and hangs.
+"""``kestrel-grpc serve`` with the fake runtime: starts in a second, and answers or hangs for as long as a request asks.
 
 python -m tests.abuse.fake_server FLAGS OF SERVE…
 

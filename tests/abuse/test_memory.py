@@ -1,5 +1,5 @@
-"""What a call brought is let go when it ends, however it ends, and without the garbage collector's help: messages are
-large, and the collector is told to come seldom."""
+"""A call's memory is freed when it ends in any way, without the garbage collector: messages are large, and the
+collector runs seldom."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A principal with hundreds of calls in flight keeps no other caller from an answer, nor makes it wait for long."""
+"""A principal with hundreds of calls in flight does not keep other callers from answers, nor make them wait for
+long."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""The examples of the client's README run as they stand, but for the server's address."""
+"""The examples of the client's README run as they are, except for the server's address."""
 
 from __future__ import annotations
 

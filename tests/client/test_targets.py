@@ -1,4 +1,4 @@
-"""What a target may be: a host alone gets the default port, a web address is refused with what to write."""
+"""Targets of a client: a host alone gets the default port, and a web address is refused with the form to use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands around servers in Kubernetes: gateways, llm-d's router, KEDA, KubeRay. The parts name each other and us.
+"""The Kubernetes objects around servers (gateways, llm-d's router, KEDA, KubeRay) have valid references.
 
 KESTREL_CRDS=FOLDER also compares them with the schemas of their projects (crd_schemas.py).
 """

@@ -1,4 +1,5 @@
-"""Kubernetes' manifests and the compose file: they parse, name what there is, and agree with each other and with us."""
+"""Kubernetes' manifests and the compose file: they parse, their references exist, and they agree with each other and
+with the server."""
 
 import ipaddress
 import re

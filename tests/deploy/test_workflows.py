@@ -1,4 +1,4 @@
-"""The workflows of .github: what they trust, what they may do, and that what they run is there."""
+"""The workflows of .github: the actions that they use, their permissions, and the files that they run."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Documents and sections that code cites exist: a reader can look them up."""
+"""The documents and sections that code cites exist."""
 
 import re
 from pathlib import Path

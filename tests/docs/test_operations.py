@@ -1,4 +1,4 @@
-"""docs/operations.md names every flag, metric, status and alert there is, and no other."""
+"""docs/operations.md names every flag, metric, status and alert, and no others."""
 
 import re
 

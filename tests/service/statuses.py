@@ -1,4 +1,4 @@
-"""Reads what a failed call tells: code, message and google.rpc details."""
+"""Reads code, message and google.rpc details of a failed call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of new objects: what is said about each of them is true."""
+"""Images of new objects: the labels of each of them are true."""
 
 from __future__ import annotations
 

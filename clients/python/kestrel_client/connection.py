@@ -60,8 +60,8 @@ SERVICE_CONFIG = {
 _LARGEST_RING = 4096
 """gRPC's own limit on the places of a ring."""
 _PLACES_OF_A_SERVER = 256
-"""Places of a server on the ring, whatever the number of servers. A server that joins then takes over images, and moves
-no others."""
+"""Places of a server on the ring, however many servers there are. So a server that joins takes over some images, and
+no others move."""
 
 
 def several_servers_config(ring_places: int = _LARGEST_RING) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""``batch``: runs tasks on many images, writes a line of JSON for each, and goes on where it was interrupted."""
+"""``batch``: runs tasks on many images, writes a line of JSON for each, and continues where it was interrupted."""

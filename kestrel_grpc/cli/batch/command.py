@@ -28,7 +28,7 @@ from .running import add_running_flags, check_running_flags, run_rows, server_of
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.usage = f"{parser.prog} [IMAGE ...] TASK [TASK ...] --output FILE [flags]"
     parser.epilog = (
-        "Writes a line of JSON for each image, in the order in which they end. The same command goes on where an\n"
+        "Writes a line of JSON for each image, in the order in which they end. The same command continues where an\n"
         "interrupted one ended. In the tasks, {COLUMN} stands for a column of --rows:\n"
         "  kestrel-grpc batch --rows questions.csv --query '{question}' --output answers.jsonl\n"
         "  kestrel-grpc batch 'photos/**/*.jpg' --detect person --output found.jsonl --export coco:coco.json\n"

@@ -138,7 +138,7 @@ class Runner:
                 if waited > self.patience_s:
                     raise CommandError(
                         f"no request has succeeded for {waited:.0f} s: {error}. "
-                        "The same command goes on with the rows that are left"
+                        "The same command continues with the rows that are left"
                     ) from None
                 pace.refused(started)
                 summary.refused += 1

@@ -31,7 +31,7 @@ class Histogram:
     longest_s: float = 0.0
 
     def record(self, seconds: float, times: int = 1) -> None:
-        """Records a time, ``times`` times. What is no time (negative or nan, from a server) counts as 0."""
+        """Records a time, ``times`` times. A value that is no time (negative or nan, from a server) counts as 0."""
         seconds = min(seconds, MOST_S) if seconds > 0 else 0.0
         self.counts[_bucket(seconds)] += times
         self.count += times

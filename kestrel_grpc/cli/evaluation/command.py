@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     )
     parser.epilog = (
         "Asks about every row of a data set, scores the answers with the set's own metric, and writes results,\n"
-        "scores, a report and a page with the worst images into the folder --output. The same command goes on\n"
+        "scores, a report and a page with the worst images into the folder --output. The same command continues\n"
         "where an interrupted one ended. Without FOLDER, a set is read from the hub; scenes are drawn. The sets:\n"
         f"{', '.join(NAMES)}.\n"
         "  kestrel-grpc eval scenes --in-process\n"

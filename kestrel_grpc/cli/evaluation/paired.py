@@ -1,6 +1,6 @@
 """Tests of two runs that answered the same questions.
 
-The exact form of McNemar's test (Psychometrika 12, 1947) tells whether one side has more right answers, where every
+The exact form of McNemar's test (Psychometrika 12, 1947) tests whether one side has more right answers, where every
 answer is right or wrong. The paired bootstrap (Efron and Tibshirani, 1993; for two systems on one test set: Koehn,
 https://aclanthology.org/W04-3250) gives the interval of every difference: each sample draws images, with all cases
 of an image and the answers of both sides.

@@ -1,4 +1,4 @@
-"""An image of the page as SVG: the picture itself, reduced, and over it what is expected and what was found."""
+"""Draws an image of the page as SVG: the image, reduced, and over it the expected and the found objects."""
 
 from __future__ import annotations
 

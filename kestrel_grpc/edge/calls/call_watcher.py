@@ -1,4 +1,4 @@
-"""CallWatcher: what the edge tells telemetry about each call."""
+"""CallWatcher: what the edge reports to telemetry about each call."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def _completion(responses: Sequence[pb.QueryResponse]) -> dict[str, Any]:
 
 
 def _chunks(usage: bool) -> Callable[[Any], Iterable[bytes]]:
-    """The events of a streamed Query; ``usage``: whether a last chunk tells the tokens."""
+    """The events of a streamed Query; ``usage``: whether a last chunk has the number of tokens."""
     head: dict[str, Any] = {}
     lists, num_sent = _TokenLists(), 0
 

@@ -2,7 +2,7 @@
 
 A request asks by its text (``Detect: OBJECT`` or ``Point: OBJECT`` as the whole last message), or by a JSON Schema
 whose items have one of the properties of _PLACES. The skills ``detect`` and ``point`` find the objects, and the answer
-is made of their results. So the model writes no numbers as text, and every object has a score.
+consists of their results. So the model writes no numbers as text, and every object has a score.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _by_schema(schema: dict[str, Any], text: str, command: re.Match[str] | None)
 
 
 def _resolved(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
-    """The schema that a reference like ``#/$defs/Name`` stands for. Empty for what is no object."""
+    """The schema that a reference like ``#/$defs/Name`` stands for. Empty if that is not an object."""
     for _ in range(_MOST_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):

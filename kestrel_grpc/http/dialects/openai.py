@@ -320,7 +320,7 @@ def _token(token: common_pb2.TokenLogprob) -> dict[str, Any]:
 
 
 def _chunks(usage: bool) -> Callable[[Any], Iterable[bytes]]:
-    """The events of a streamed Query; ``usage``: whether a last chunk tells the tokens."""
+    """The events of a streamed Query; ``usage``: whether a last chunk has the number of tokens."""
     begun: Any = None
     num_sent = 0
 

@@ -2,8 +2,8 @@
 
 A value begins with a header: the time at which it expires, and the id of the key that encrypts the rest, if one does.
 The rest is encrypted with AES-GCM, or has its SHA-256 before it. Owner and image id take part in both, so that a value
-that was moved to another owner or id is not accepted. Whoever may write to a store without encryption can also make
-valid values; encryption prevents that too.
+that was moved to another owner or id is not accepted. A party that may write to a store without encryption can also
+make valid values; encryption prevents that too.
 """
 
 from __future__ import annotations

@@ -254,11 +254,11 @@ class SharedImages:
             except RoomFull:
                 self.breaker.left()
                 outcome = "full"
-            except Exception as error:  # Whatever the store and its library raise.
+            except Exception as error:  # The store and its library may raise anything.
                 self.breaker.failed()
                 outcome = "failed"
                 self._log(
-                    "the shared image store failed (%s: %s); this server goes on without it",
+                    "the shared image store failed (%s: %s); this server continues without it",
                     operation,
                     _reason(error, self._config.timeout_s),
                 )

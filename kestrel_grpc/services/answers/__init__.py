@@ -1,1 +1,1 @@
-"""What answers a call of the skills: the requests of the engine that it starts, and the response made of them."""
+"""Answers calls of the skills: starts the engine's requests, and makes the response from their results."""

@@ -91,7 +91,7 @@ def _shared_fields(done: Analysis) -> dict[str, Any]:
 
 
 def _suppress(results: Sequence[pb.DetectResponse], max_overlap: float) -> None:
-    """Removes boxes until no two of them overlap by more than ``max_overlap``, whatever their names."""
+    """Removes boxes until no two of them overlap by more than ``max_overlap``. Names do not matter."""
     boxes = [box for result in results for box in result.objects]
     edges = [(box.x_min, box.y_min, box.x_max, box.y_max) for box in boxes]
     stays = iter(best_boxes(edges, [box.score for box in boxes], max_overlap))

@@ -1,4 +1,4 @@
-"""Connections of strangers: those that say nothing, and those whose headers never end or unpack to megabytes.
+"""Connections of strangers: silent ones, and ones whose headers never end or decompress to megabytes.
 
 The attackers call from 127.0.0.2, the polite caller from 127.0.0.1.
 """

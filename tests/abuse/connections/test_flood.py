@@ -1,4 +1,5 @@
-"""Messages that no server has room for: resident memory stays within what the flags promise, others are answered.
+"""Floods of messages beyond the memory for messages: resident memory stays within the flags, and other callers get
+answers.
 
 Each attack runs in a process of its own, by hand-made calls, against a real server with default flags but for
 --max-held-bytes, lowered so that the test is quick. One principal attacks, another one is polite.

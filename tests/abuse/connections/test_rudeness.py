@@ -1,4 +1,4 @@
-"""Connections that no client makes, against a real server: it serves on, and they don't write its log."""
+"""Connections that no regular client makes: the server continues to serve, and they write nothing into its log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Strategies for messages whose fields are at their edges, from the descriptors: new fields are found by themselves."""
+"""Strategies for messages whose fields have extreme values, made from the descriptors, so that they cover new
+fields."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The dearest images that are taken, eight at once: others hardly notice, memory stays within docs/operations.md's
-formula, and the server ends on SIGTERM."""
+"""Eight of the most expensive images at once: other callers hardly notice, memory stays within the formula of
+docs/operations.md, and the server ends on SIGTERM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of KServe's protocol with fields at their edges, and bytes that are none: as test_messages.py."""
+"""Requests of KServe's protocol with extreme values, and bytes that are no message: as test_messages.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every method with its fields at their edges, over the wire: only statuses that docs/service.md promises to a caller
-who asks for nonsense come back, and nothing is left in the server. KESTREL_FUZZ_EXAMPLES: how many for each method."""
+"""Every method with extreme field values, over the wire: it answers only with the statuses that docs/service.md lists,
+and the server frees everything. KESTREL_FUZZ_EXAMPLES: how many for each method."""
 
 from __future__ import annotations
 

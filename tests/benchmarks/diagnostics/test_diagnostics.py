@@ -1,4 +1,4 @@
-"""The diagnostics tell equal sides from different ones, and where these part. Small models; kernels are interpreted."""
+"""The diagnostics distinguish equal sides from different ones, and find where these differ. Kernels are interpreted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of costs runs on small images; what it measures there is mostly what any image takes."""
+"""The benchmark of costs runs on small images, where it mostly measures the costs that every image has."""
 
 import json
 

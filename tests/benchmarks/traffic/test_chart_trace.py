@@ -1,4 +1,5 @@
-"""The trace is what the figures say it is: sizes, shares, lengths of questions, and the same on every run."""
+"""The trace has the sizes, shares and lengths of questions that its description states, and is the same in every
+run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors, limits, cancellation, retries, credentials: how calls go when they don't simply succeed."""
+"""Calls that do not simply succeed: errors, limits, cancellation, retries, credentials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every skill, sync and async, unary and streaming: what goes out and what comes back."""
+"""Every skill, sync and async, unary and streaming: the messages that are sent and the results."""
 
 from __future__ import annotations
 

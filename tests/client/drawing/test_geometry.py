@@ -1,4 +1,4 @@
-"""From fractions to pixels."""
+"""Fractions of an image become pixels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What build() finds out before it reads a weight, and what it makes of a configuration."""
+"""What build() checks before it reads a weight, and how it completes a configuration."""
 
 import shutil
 from types import SimpleNamespace

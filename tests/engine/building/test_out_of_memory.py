@@ -1,4 +1,4 @@
-"""A device without memory left: the start says what to lower; later one step fails and the server goes on."""
+"""A device without memory: the start fails and says which flag to lower; later only one step fails."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What fits a card, and that the sum is the factory's own."""
+"""What fits on a card, and that the sizing adds up to the factory's own result."""
 
 import re
 from pathlib import Path

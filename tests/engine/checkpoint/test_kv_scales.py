@@ -1,4 +1,4 @@
-"""Scales of the KV cache in a checkpoint: all of them, some, none, and such as can't be."""
+"""Scales of the KV cache in a checkpoint: all, some or none of them, and impossible ones."""
 
 import json
 

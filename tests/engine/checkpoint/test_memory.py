@@ -1,4 +1,4 @@
-"""What the host says about its memory, and what loading really takes."""
+"""The host's memory as the engine reads it, and what loading really takes."""
 
 import json
 import subprocess

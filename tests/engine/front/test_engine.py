@@ -1,4 +1,4 @@
-"""The engine's front on the fake runtime: results, streams, what is refused, what it tells of itself."""
+"""The engine's front on the fake runtime: results, streams, refusals, and its reports about itself."""
 
 import pytest
 

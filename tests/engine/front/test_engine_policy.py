@@ -1,4 +1,5 @@
-"""Who is taken, who waits, who goes first, and how it ends: bounds, deadlines, priorities, cancelling, shutdown."""
+"""Which requests are accepted, which wait, their order and their ends: bounds, deadlines, priorities, cancelling,
+shutdown."""
 
 import asyncio
 import subprocess

@@ -1,4 +1,4 @@
-"""A profile of the step thread: its bounds, its file, and that the engine goes on whatever becomes of it."""
+"""A profile of the step thread: its bounds and its file. The engine continues if a profile fails."""
 
 import asyncio
 import gzip

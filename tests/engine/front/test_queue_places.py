@@ -1,4 +1,5 @@
-"""Who finds a place in the engine's queue, and who gives one up: shares by weight, unused ones lent, none lost."""
+"""Which requests get a place in the engine's queue, and which lose one: shares by weight, unused ones lent, none
+lost."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""How often streams hear of tokens: together under load, at once when there is little to do, ends without delay."""
+"""When streams get their tokens: together under load, at once when there is little to do, ends without delay."""
 
 import asyncio
 import queue

@@ -1,4 +1,4 @@
-"""What fails, and whom: steps, skills, devices, threads, observers."""
+"""Which requests fail when steps, skills, devices, threads or observers fail."""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,4 @@
-"""``kestrel-grpc batch``: every image has exactly one result, whatever happens to the command or the server."""
+"""``kestrel-grpc batch``: every image has exactly one result, also if the command or the server is killed."""
 
 from __future__ import annotations
 

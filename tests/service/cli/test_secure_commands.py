@@ -1,4 +1,4 @@
-"""The whole of it as users use it: ``serve`` with TLS and tokens, client commands that know how to talk to it."""
+"""Security as users use it: ``serve`` with TLS and tokens, and the client commands with their flags for both."""
 
 import re
 import signal

@@ -1,4 +1,5 @@
-"""The SDK against three server processes: calls about an image stay on its server, and no image is missed."""
+"""The SDK against three server processes: calls about an image stay on one server, and missing images are sent
+again."""
 
 from __future__ import annotations
 

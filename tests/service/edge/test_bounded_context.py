@@ -1,4 +1,4 @@
-"""Which write is given up, and which cancellation is whose."""
+"""Which writes the server gives up, and whether the client or the server cancelled a call."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Calls that take longer than the server lets any end; others don't notice."""
+"""Calls that exceed the server's time limit end; other calls are not affected."""
 
 import asyncio
 import time

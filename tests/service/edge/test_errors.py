@@ -1,4 +1,4 @@
-"""Every bad input and every failure: a precise status that names the field, none of our innards; the server goes on."""
+"""Every bad input and every failure gets a precise status that names the field and shows nothing internal."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""Images sent once and named afterwards, over a real socket: put, upload, use, push out, delete."""
+"""Images sent once and named afterwards, over a real socket: put, upload, use, dropped ones, delete."""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,4 @@
-"""LogWriter: nobody who logs waits; what is lost is counted and told; the end has a bound."""
+"""LogWriter: logging never waits; lost records are counted and reported; the end has a time limit."""
 
 import logging
 import os

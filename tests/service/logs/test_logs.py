@@ -1,4 +1,4 @@
-"""Logs: their two forms, the ids of calls, levels by module, the server's life, and what is never in them."""
+"""Logs: their two forms, the ids of calls, levels by module, events of the server, and secrets that they never hold."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Captured requests: what is written, what never is, the bounds, and that a replay does them again."""
+"""Captured requests: what the files hold and never hold, their bounds, and their replay."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""Profiles over the wire: refused unless the operator gave a folder, bounded, and told of."""
+"""Profiles over the wire: refused unless the operator gave a folder, bounded, and reported."""
 
 import asyncio
 import gzip

@@ -1,4 +1,4 @@
-"""Open files and connections: counted, exported, and complained of before none is left."""
+"""Open files and connections: counted, exported, and reported before the limit is reached."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""What systemd hears of a server, on a socket like its own."""
+"""The messages that a server sends to systemd, on a socket like systemd's."""
 
 import asyncio
 import os

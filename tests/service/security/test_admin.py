@@ -1,4 +1,4 @@
-"""AdminService over the wire: who may, and what it does to a running server."""
+"""AdminService over the wire: the required scopes, and the effects on a running server."""
 
 import asyncio
 import logging

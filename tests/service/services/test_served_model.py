@@ -1,4 +1,4 @@
-"""What a caller hears of a model that is not ready."""
+"""The errors that callers get while a model is not ready."""
 
 import pytest
 

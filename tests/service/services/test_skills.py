@@ -1,4 +1,4 @@
-"""All five skills over a real socket: one answer, the stream of it, and that both tell the same."""
+"""All five skills over a real socket: the unary answer, its stream, and that both have the same content."""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,4 @@
-"""The port of --metrics-listen: who may read it, over what, and that strangers can't hold it up."""
+"""The port of --metrics-listen: its readers, its TLS, and strangers who try to block it."""
 
 import asyncio
 import socket

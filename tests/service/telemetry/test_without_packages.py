@@ -1,4 +1,4 @@
-"""The server without OpenTelemetry, and settings that ask for what is not there or does not exist."""
+"""The server without OpenTelemetry, and settings that need a missing package or an unknown exporter."""
 
 import os
 import sys

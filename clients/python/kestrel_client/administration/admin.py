@@ -127,7 +127,7 @@ class KestrelAdmin:
     ) -> Stream[LoadedModel, LoadingProgress]:
         """Loads another model, as ``--model`` names it, with settings of its own behind it: "moondream2,device=cuda:1".
 
-        The stream gives the progress and ends with the loaded model. Loading goes on if the stream is closed.
+        The stream gives the progress and ends with the loaded model. Loading continues if the stream is closed.
         ``make_default``: whether the model answers requests that name none, once it is loaded. Raises
         FailedPreconditionError if it cannot be loaded.
         """

@@ -236,8 +236,8 @@ class AsyncKestrelClient:
         """Finds the bounding box of every object of a kind. Every box has a ``score``.
 
         ``min_score``: boxes with a lower score are omitted; default: the server's. ``max_overlap``: of two boxes whose
-        intersection exceeds this part of their union, the result has the one with the higher score, whatever their
-        names; default: both. ``tiles``: as for ``point``.
+        intersection exceeds this part of their union, the result has the one with the higher score, also if their names
+        differ; default: both. ``tiles``: as for ``point``.
         ``objects``: up to 256 names in place of ``object``. The result then is an AnalyzeResult: ``result["cat"]`` is
         the DetectResult of that name, or raises its error. ``max_objects`` and ``min_score`` apply to each name.
         """

@@ -173,7 +173,7 @@ class Stream(Generic[R, E]):
         self.close()
 
     def __del__(self) -> None:
-        # Without this, the server would go on working for a stream that was dropped without close().
+        # Without this, the server would continue to compute a stream that was dropped without close().
         if not self._reader.ended:
             self._call.cancel()
 
@@ -280,7 +280,7 @@ class AsyncStream(Generic[R, E]):
         self.cancel()
 
     def __del__(self) -> None:
-        # gRPC keeps an unread call alive, and the server goes on working. The collector may run in any thread.
+        # gRPC keeps an unread call alive, and the server continues to compute it. The collector may run in any thread.
         if self._call is not None and not self._reader.ended and self._loop is not None:
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._call.cancel)

@@ -1,4 +1,4 @@
-"""What became of a frame of a stream."""
+"""FrameResult: the outcome of a frame of a stream."""
 
 from __future__ import annotations
 

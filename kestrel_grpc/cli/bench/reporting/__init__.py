@@ -1,1 +1,1 @@
-"""What becomes of a run: a file of results, a report, a comparison of runs."""
+"""The output of a run: a file of results, a report, a comparison of runs."""

@@ -1,1 +1,1 @@
-"""What sends the requests of a stage and measures them."""
+"""Sends the requests of a stage and measures them."""

@@ -279,8 +279,8 @@ class _StageRun:
             self._failed.set()
 
     async def drain(self, patience_s: float) -> None:
-        """Waits for the requests that are in flight, and cancels those that take too long. Raises what is no failure of
-        a request."""
+        """Waits for the requests that are in flight, and cancels those that take too long. Raises an
+        error that is not the failure of a request."""
         if running := list(self._running):
             _, late = await asyncio.wait(running, timeout=patience_s)
             for task in late:

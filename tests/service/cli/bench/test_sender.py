@@ -1,4 +1,4 @@
-"""What a stage measures: from which instant, which requests, within which bounds. The server is a few lines here."""
+"""What a stage measures: which requests, from which instant, within which bounds. The server is a few lines here."""
 
 import asyncio
 import time

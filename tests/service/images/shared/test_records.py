@@ -1,4 +1,4 @@
-"""Values of the shared store: what may be read, and that nothing else is."""
+"""Values of the shared store: which of them the server accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked before a message is decoded: size, calls in progress, memory, rate; and the server's own deadline."""
+"""The checks before a message is decoded: size, calls in progress, memory, rate; and the server's own deadline."""
 
 import asyncio
 import secrets

@@ -1,4 +1,4 @@
-"""Room for messages: reserved before they are read, given out in turns, never all of it to one caller."""
+"""Memory for messages: reserved before they are read, in turns by caller, never all of it for one caller."""
 
 from __future__ import annotations
 

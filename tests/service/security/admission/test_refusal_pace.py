@@ -1,4 +1,4 @@
-"""Refusals of a caller that calls again and again are spaced out, within bounds; other callers' are not."""
+"""Repeated refusals of a caller are delayed, within bounds; those of other callers are not."""
 
 import asyncio
 

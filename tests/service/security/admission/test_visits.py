@@ -1,4 +1,5 @@
-"""Health, reflection and methods that don't exist: who is let in, what is counted, what one caller may hold open."""
+"""Health, reflection and methods that don't exist: which callers are admitted, what is counted, and the limits of a
+caller."""
 
 from __future__ import annotations
 

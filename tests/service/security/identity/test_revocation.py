@@ -1,4 +1,4 @@
-"""Certificates that their authority took back: refused at once and everywhere; the lists' own mistakes are named."""
+"""Revoked certificates are refused at once and everywhere; errors name the mistakes in a list."""
 
 import logging
 from datetime import UTC, datetime, timedelta

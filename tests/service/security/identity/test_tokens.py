@@ -1,4 +1,4 @@
-"""Tokens and their file, and over the wire: who may what, and whose things are whose."""
+"""Tokens and their file, and over the wire: the scopes of callers, and the owners of images."""
 
 import logging
 import time

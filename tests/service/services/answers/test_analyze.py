@@ -1,4 +1,4 @@
-"""Analyze over a real socket: tasks share an image, fail alone, mix their events, and end together when given up."""
+"""Analyze over a real socket: tasks share an image, fail alone, mix their events, and end together on cancellation."""
 
 import asyncio
 import logging

@@ -41,8 +41,8 @@ class HandlingOptions(TypedDict, total=False):
     metadata: Metadata | None
     """Sent with the call, after the client's own."""
     session: str | None
-    """With several servers: calls with the same name go to the same server, whatever their images are. 1 to 128 visible
-    ASCII characters; default: calls about the same image go to the same server."""
+    """With several servers: calls with the same name go to the same server, also if their images differ. 1 to 128
+    visible ASCII characters; default: calls about the same image go to the same server."""
 
 
 class CallOptions(HandlingOptions, total=False):
@@ -59,7 +59,7 @@ class CallOptions(HandlingOptions, total=False):
     tokens and a box 3; an incomplete object is dropped."""
     max_reasoning_tokens: int | None
     """For ``query`` with reasoning: largest number of tokens of the reasoning, at least 1; ``max_tokens`` then limits
-    the answer alone. ``result.reasoning.finish_reason`` tells whether the reasoning was cut."""
+    the answer alone. ``result.reasoning.finish_reason`` says whether the reasoning was cut."""
     seed: int | None
     """In [0, 2^64): the same seed and request give the same result."""
     stop: str | Sequence[str] | None
