@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..types.adapter import Change
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRank:
@@ -31,7 +33,7 @@ class LowRank:
         return F.linear(F.linear(x, self.a[index]), self.b[index])
 
 
-Changes: TypeAlias = Mapping[str, LowRank]
+Changes: TypeAlias = Mapping[str, Change]
 """An adapter: the change of each module, by the module's canonical name."""
 
 

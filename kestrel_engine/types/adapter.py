@@ -4,15 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..models.low_rank import LowRank
-
 INPUT = "@input"
 """Ends the name of a change that reads the normalised input of the block, and not the input of its own layer."""
+
+
+class Change(Protocol):
+    """The low-rank change of one module (models.low_rank.LowRank). ``a``: [rank, in]. ``b``: [out, rank]. For experts
+    both have a first dimension more."""
+
+    @property
+    def a(self) -> Tensor: ...
+
+    @property
+    def b(self) -> Tensor: ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns the change [..., out] of a layer's result for ``x`` [..., in]."""
+        ...
+
+    def expert(self, index: int, x: Tensor) -> Tensor:
+        """As a call, for one of the experts."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,7 +40,7 @@ class Adapter:
 
     name: str
     key: str
-    weights: Mapping[str, LowRank] = field(repr=False)
+    weights: Mapping[str, Change] = field(repr=False)
     num_bytes: int
     slabs: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
