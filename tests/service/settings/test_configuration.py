@@ -300,7 +300,7 @@ def test_a_field_is_all_that_a_knob_needs(file):
     [
         ("--skill", "no.module:Skill"),
         ("--device", "cuda:99"),
-        ("--weights", "/nonexistent"),
+        ("--weights", "/proc/nonexistent"),
         ("--model", "nosuch"),
         ("--random-weights", "--model", "nosuch"),
         ("--workers", "2", "--listen", "unix:/tmp/kestrel-test.sock"),
