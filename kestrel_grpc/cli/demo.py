@@ -47,12 +47,16 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument(
         "--question",
         default="How many green crescents are there?",
-        help="question for query",
+        help="question for query [%(default)s]",
     )
     parser.add_argument(
-        "--objects", default="green crescent", help="objects that point and detect find"
+        "--objects",
+        default="green crescent",
+        help="objects that point and detect find [%(default)s]",
     )
-    parser.add_argument("--object", default="pink star", help="object that segment outlines")
+    parser.add_argument(
+        "--object", default="pink star", help="object that segment outlines [%(default)s]"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -30,25 +30,29 @@ def add_running_flags(parser: argparse.ArgumentParser) -> None:
         "--concurrency",
         type=whole(1, 1024),
         metavar="N",
-        help="the most requests in flight; fewer while the server is busy [the batch size of all servers]",
+        help="limit on the requests in flight; fewer while the server is busy [the batch size of all servers]",
     )
     running.add_argument(
         "--patience",
         type=seconds(0, 86_400),
         default=300.0,
         metavar="SECONDS",
-        help="how long to wait for a server that is busy or away [300]",
+        help="how long to try again while the server is busy or cannot be reached [300]",
     )
     running.add_argument(
         "--in-process",
         action="store_true",
         help="start a server for this command instead of calling --server; --model names what it serves",
     )
-    running.add_argument("--config", metavar="FILE", help="configuration of that server (TOML)")
+    running.add_argument(
+        "--config",
+        metavar="FILE",
+        help="configuration of the server that the command starts (TOML)",
+    )
     running.add_argument(
         "--weights",
         metavar="PATH",
-        help="weights that such a server loads, with --in-process or without",
+        help="start a server with these weights, as --in-process does",
     )
     running.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json of --weights")
 

@@ -188,7 +188,9 @@ def _add_request_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(
         request_id=None, priority="low", cache_salt=None, background=None, region=None
     )
-    group.add_argument("--model", help="name of the model that must answer")
+    group.add_argument(
+        "--model", help="name of the model that must answer [the server's default model]"
+    )
     group.add_argument("--adapter", metavar="NAME", help="adapter to apply [none]")
 
 

@@ -53,14 +53,22 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         metavar="N",
         help="use only the first N rows; -1: all [-1; scenes: 100]",
     )
-    data.add_argument("--hub", metavar="REPO", help="data set of the hub to read instead")
-    data.add_argument("--split", metavar="NAME", help="its split [that of the set]")
-    data.add_argument("--subset", metavar="NAME", help="its configuration [that of the set]")
+    data.add_argument(
+        "--hub", metavar="REPO", help="data set of the hub to read instead of the set's own"
+    )
+    data.add_argument(
+        "--split", metavar="NAME", help="split of the data set on the hub [the set's usual one]"
+    )
+    data.add_argument(
+        "--subset",
+        metavar="NAME",
+        help="configuration of the data set on the hub [the set's usual one]",
+    )
     asking = parser.add_argument_group("questions")
     asking.add_argument(
         "--prompt",
         metavar="TEXT",
-        help="the question, where {question} stands for that of the row [that of the set]",
+        help="text of each question; {question} stands for the row's question [the set's own]",
     )
     asking.add_argument(
         "--reasoning", action="store_true", help="let the model reason before it answers"
@@ -68,7 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     asking.add_argument(
         "--temperature", type=number, default=0.0, help="0 always takes the most likely token [0]"
     )
-    asking.add_argument("--max-tokens", type=whole(), help="limit on the tokens of each answer")
+    asking.add_argument(
+        "--max-tokens", type=whole(), help="limit on the tokens of each answer [the server's]"
+    )
     add_min_score_flag(asking)
     asking.add_argument(
         "--absent",

@@ -89,7 +89,9 @@ def add_task_flags(parser: argparse.ArgumentParser) -> None:
         choices=("short", "normal", "long"),
         help="describe the image",
     )
-    parser.add_argument("--max-tokens", type=whole(), help="limit on the tokens of each task")
+    parser.add_argument(
+        "--max-tokens", type=whole(), help="limit on the tokens of each task [the server's]"
+    )
     add_min_score_flag(parser)
 
 

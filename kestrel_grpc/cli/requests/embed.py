@@ -29,10 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "--pooling",
         choices=("mean", "none"),
         default="mean",
-        help="mean: one vector of length 1 each; none: one vector for each patch",
+        help="mean: one vector of length 1 for an image or crop; none: one vector for each patch [mean]",
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "float16"), default="float32", help="format of the numbers"
+        "--dtype",
+        choices=("float32", "float16"),
+        default="float32",
+        help="format of the numbers [float32]",
     )
     parser.add_argument("--save", metavar="FILE.npz", help="write the vectors to this file")
     add_request_flags(parser)

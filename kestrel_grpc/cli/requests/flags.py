@@ -29,11 +29,13 @@ def add_sampling_flags(
 ) -> None:
     """``text``: the skill writes text. ``has_seed``: the command has a flag --seed of its own."""
     group = parser.add_argument_group("sampling (default: the server's)")
-    group.add_argument("--temperature", type=number, help="0 always takes the most likely token")
+    group.add_argument(
+        "--temperature", type=number, help="from 0 to 100; 0 always takes the most likely token"
+    )
     group.add_argument(
         "--top-p",
         type=number,
-        help="sample from the most likely tokens, up to this total probability",
+        help="sample from the most likely tokens, up to this total probability; above 0, at most 1",
     )
     group.add_argument(
         "--top-k",
@@ -43,7 +45,7 @@ def add_sampling_flags(
     group.add_argument(
         "--min-p",
         type=number,
-        help="sample from tokens with at least this part of the largest probability",
+        help="sample from tokens with at least this part of the largest probability; from 0 to 1",
     )
     group.add_argument(
         "--max-tokens",
@@ -54,7 +56,7 @@ def add_sampling_flags(
         group.add_argument(
             "--seed",
             type=whole(0, MAX_UINT64),
-            help="seed of sampling; the same seed gives the same answer",
+            help="seed of sampling, from 0 to 2^64 - 1; the same seed gives the same answer",
         )
     if text:
         group.add_argument(
@@ -66,7 +68,7 @@ def add_sampling_flags(
         group.add_argument(
             "--repetition-penalty",
             type=number,
-            help="above 1: repeat less of the question and of the text so far; 1: no penalty",
+            help="above 1: repeat less of the question and of the text so far; from 0.01 to 10; 1: no penalty",
         )
         group.add_argument(
             "--presence-penalty",
@@ -83,7 +85,7 @@ def add_sampling_flags(
             action="append",
             type=_bias,
             metavar="ID=NUMBER",
-            help="add a number to the logit of a token; may be given several times",
+            help="add a number from -100 to 100 to the logit of a token; may be given several times",
         )
         _add_constraint_flags(parser)
 
@@ -102,7 +104,10 @@ def add_reasoning_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_system_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--system", metavar="TEXT", default="", help="instructions that precede the first question"
+        "--system",
+        metavar="TEXT",
+        default="",
+        help="instructions that precede the first question [none]",
     )
 
 
@@ -224,7 +229,9 @@ def add_save_flags(output: Any) -> None:
 
 def add_request_flags(parser: argparse.ArgumentParser) -> None:
     request = parser.add_argument_group("request")
-    request.add_argument("--model", help="name of the model that must answer")
+    request.add_argument(
+        "--model", help="name of the model that must answer [the server's default model]"
+    )
     request.add_argument(
         "--adapter", metavar="NAME", help="adapter, a fine-tune of the model, to apply [none]"
     )
@@ -233,12 +240,14 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
         help="id of the request, for logs and for 'admin cancel' [the server makes one]",
     )
     request.add_argument(
-        "--priority", choices=("low", "normal", "high"), help="priority among waiting requests"
+        "--priority",
+        choices=("low", "normal", "high"),
+        help="priority among waiting requests [normal]",
     )
     request.add_argument(
         "--cache-salt",
         metavar="TEXT",
-        help="share cached computation only with requests that have the same salt",
+        help="share cached computation only with requests that have the same salt [no salt]",
     )
     request.add_argument(
         "--background",

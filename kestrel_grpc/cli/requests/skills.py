@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
             "--samples",
             type=whole(1, 16),
             metavar="N",
-            help="generate N answers, at most 16, with the seeds SEED, SEED+1 and so on",
+            help="generate N answers, at most 16, with the seeds SEED, SEED+1 and so on [1]",
         )
         add_logprobs_flags(output)
     output.add_argument("--stream", action="store_true", help="print the answer as it arrives")
@@ -97,11 +97,16 @@ def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
         )
     elif command == "caption":
         parser.add_argument(
-            "--length", choices=_LENGTHS, help="length of the caption, instead of the last word"
+            "--length",
+            choices=_LENGTHS,
+            help="length of the caption, instead of the last word [normal]",
         )
     if command in ("point", "detect"):
         parser.add_argument(
-            "--max-objects", type=whole(), metavar="N", help="limit on the number of objects"
+            "--max-objects",
+            type=whole(),
+            metavar="N",
+            help="limit on the number of objects [the server's]",
         )
         parser.add_argument(
             "--object",
@@ -139,7 +144,7 @@ def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
     if command == "segment":
         parser.add_argument(
             "--mask", choices=("none", "svg", "png", "rle", "polygons"), default="none",
-            help="mask to request in addition to the outline; --json prints it",
+            help="mask to request in addition to the outline; --json prints it [none]",
         )  # fmt: skip
         parser.add_argument(
             "--coarse",

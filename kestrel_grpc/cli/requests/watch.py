@@ -51,13 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "--late",
         choices=("keep", "overview"),
         default="keep",
-        help="compute frames that are late like all others, or with their overview only",
+        help="compute late frames like all others, or with their overview only [keep]",
     )
     frames.add_argument(
-        "--in-flight", metavar="N", type=whole(), help="frames that are computed at the same time"
+        "--in-flight",
+        metavar="N",
+        type=whole(),
+        help="frames that are computed at the same time, at most 16 [2]",
     )
     frames.add_argument(
-        "--fps", metavar="N", type=whole(), help="send at most this many frames in a second"
+        "--fps", metavar="N", type=whole(), help="send at most this many frames a second [no limit]"
     )
     add_request_flags(parser)
     add_connection_flags(parser)

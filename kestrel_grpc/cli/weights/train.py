@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         choices=teaching.LAYERS,
         default=_DEFAULTS.layers,
         help="layers of the text decoder that the adapter changes; all+projector: the projector of images too; "
-        "all+vision: the second half of the vision tower besides "
+        "all+vision: the projector and the second half of the vision tower too "
         f"[{_DEFAULTS.layers}]",
     )
     fit.add_argument(
@@ -71,25 +71,34 @@ def _add_numbers(fit: argparse._ArgumentGroup) -> None:
     shown: dict[str, tuple[Any, str, str]] = {
         "--rank": (whole(), "N", "rank of the adapter"),
         "--alpha": (number, "X", "the change is multiplied by alpha / rank"),
-        "--epochs": (whole(), "N", "most passes over all images"),
-        "--minutes": (number, "X", "most minutes of training; loading and measuring come on top"),
+        "--epochs": (whole(), "N", "limit on the passes over all images"),
+        "--minutes": (
+            number,
+            "X",
+            "limit on the minutes of training, without loading and measuring",
+        ),
         "--lr": (number, "X", "peak of the learning rate"),
         "--rows": (whole(), "N", "images of one step"),
         "--validation": (number, "X", "share of the images that are held out"),
-        "--patience": (whole(), "N", "epochs without a better validation loss before the end"),
+        "--patience": (whole(), "N", "end after this many epochs without a better validation loss"),
         "--replay": (
             number,
             "X",
-            "weight of the base model's own answers, which keep what it knew; 0: none",
+            "weight of the base model's own answers, so that the model keeps what it knew; 0: none",
         ),
         "--leave-out": (
             number,
             "X",
-            "share of an image's positions that steps leave out until the last quarter: faster, and less by heart",
+            "share of an image's positions that steps leave out, except in the last quarter of the training: faster, "
+            "and the model memorises less",
         ),
-        "--image-memory": (whole(0, 1 << 50), "BYTES", "memory for embeddings of images"),
+        "--image-memory": (
+            whole(0, 1 << 50),
+            "BYTES",
+            "limit on the memory for embeddings of images",
+        ),
     }
-    unset = {"alpha": "the rank", "minutes": "no limit"}
+    unset = {"alpha": "the rank", "minutes": "no limit", "image_memory": "2147483648, 2 GiB"}
     for flag, (kind, metavar, text) in shown.items():
         name = flag[2:].replace("-", "_")
         default = getattr(_DEFAULTS, _FIELDS.get(name, name))
