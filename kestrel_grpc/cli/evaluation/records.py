@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -12,6 +11,8 @@ from ..requests.inputs import Source
 
 Edges = tuple[float, float, float, float]
 """Left, upper, right and lower edge."""
+_LARGEST = 10**9
+"""Of a number of a row, whatever its sign. Areas of larger boxes would lose their digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +66,9 @@ class Record:
 
     def integer(self, *names: str) -> int:
         value = self.value(*names)
-        if isinstance(value, str) and value.strip().isdecimal():
+        if isinstance(value, str) and value.strip().isdecimal() and len(value) < 20:
             value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool):
+        if not isinstance(value, int) or isinstance(value, bool) or abs(value) > _LARGEST:
             self.refuse(names[0], value, "a whole number")
         return value
 
@@ -75,9 +76,16 @@ class Record:
         value = self.value(name)
         if not isinstance(value, (list, tuple)) or len(value) != count:
             self.refuse(name, value, f"{count} numbers")
-        if not all(isinstance(n, (int, float)) and math.isfinite(n) for n in value):
+        if not all(map(is_number, value)):
             self.refuse(name, value, f"{count} numbers")
         return [float(number) for number in value]
+
+    def box(self, name: str) -> Edges:
+        """The edges of a box that is given by its upper left corner, its width and its height."""
+        x, y, width, height = self.numbers(name, 4)
+        if width < 0 or height < 0:
+            self.refuse(name, self.value(name), "a width and a height of at least 0")
+        return x, y, x + width, y + height
 
     def rows(self, name: str) -> list[Mapping[str, Any]]:
         """A list of objects."""
@@ -97,6 +105,8 @@ def is_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def from_corner(x: float, y: float, width: float, height: float) -> Edges:
-    """The edges of a box that is given by its upper left corner and its size."""
-    return x, y, x + width, y + height
+def is_number(value: Any) -> bool:
+    """Whether a value is a number that metrics can be computed from."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return abs(value) <= _LARGEST  # False for NaN too.

@@ -15,7 +15,7 @@ def relaxed_correct(expected: str, said: str, tolerance: float = 0.05) -> bool:
     truth, answer = expected.strip().lower(), said.strip().lower()
     wanted, given = _number(truth), _number(answer)
     if wanted and given is not None:  # Nothing is within 5 % of 0 but 0, which is equal as a text.
-        return abs(given - wanted) <= tolerance * abs(wanted)
+        return abs(given - wanted) / abs(wanted) <= tolerance
     return truth == answer
 
 
@@ -23,7 +23,8 @@ def anls(answers: Sequence[str], said: str, threshold: float = 0.5) -> float:
     """DocVQA's average normalised Levenshtein similarity of one answer: the best of all true ``answers``, 0 where the
     normalised distance reaches ``threshold``.
 
-    https://arxiv.org/abs/1907.00490, equation 1; without regard to case, as in https://arxiv.org/abs/2007.00398.
+    https://arxiv.org/abs/1907.00490, equation 1; without regard to case, as in https://arxiv.org/abs/2007.00398, and to
+    how words are spaced, as in the challenge's own program.
     """
     return max((_similarity(each, said, threshold) for each in answers), default=0.0)
 
@@ -82,7 +83,7 @@ def _number(text: str) -> float | None:
 
 
 def _similarity(answer: str, said: str, threshold: float) -> float:
-    first, second = answer.lower().strip(), said.lower().strip()
+    first, second = (" ".join(text.lower().split()) for text in (answer, said))
     longest = max(len(first), len(second))
     if longest == 0:
         return 1.0

@@ -11,14 +11,13 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import NoneType
 from typing import Any, NamedTuple
 
 from ...parser import CommandError
 from ..benchmark import Asking, Benchmark, Case, Hub, Outcome, Score, Whole
 from ..place_metrics import found_boxes, matched, size_of, to_pixels
 from ..reading import image_file, json_file, objects_of
-from ..records import Edges, Record, from_corner, is_unicode
+from ..records import Edges, Record, is_number, is_unicode
 from ..scored import Answered
 
 _ALL = (
@@ -96,16 +95,15 @@ def _truths(record: Record) -> list[_Truth]:
     areas = _beside(record, objects, "area", len(boxes))
     found: dict[str, list[tuple[Edges, float, bool]]] = {}
     for box, label, crowd, area in zip(boxes, labels, crowds, areas, strict=True):
-        x, y, width, height = Record(
-            record.place, record.number, {"bbox": box}, record.image, record.load
-        ).numbers("bbox", 4)
+        own = Record(record.place, record.number, {"bbox": box}, record.image, record.load)
+        edges = own.box("bbox")
         name = CATEGORIES.get(label) if isinstance(label, int) else label
         if not isinstance(name, str) or not is_unicode(name):
             record.refuse("label", label, "a name or the id of a category of COCO")
-        if not isinstance(area, (int, float, NoneType)):
-            record.refuse("area", area, "a number")
-        size = float(width * height if area is None else area)
-        found.setdefault(name, []).append((from_corner(x, y, width, height), size, bool(crowd)))
+        if area is not None and (not is_number(area) or area < 0):
+            record.refuse("area", area, "a number of at least 0")
+        size = _area(edges) if area is None else float(area)
+        found.setdefault(name, []).append((edges, size, bool(crowd)))
     return [
         _Truth(
             name,

@@ -16,7 +16,7 @@ from ...parser import CommandError
 from ..benchmark import Asking, Benchmark, Case, Hub, Outcome, Score
 from ..place_metrics import found_boxes, iou, size_of, to_pixels
 from ..reading import image_file, json_file, objects_of
-from ..records import Edges, Record, from_corner
+from ..records import Edges, Record
 
 _PARTS = ("val", "testA", "testB", "test")
 
@@ -31,9 +31,9 @@ def _cases(record: Record, asking: Asking) -> list[Case]:
     group = record.text("split") if record.has("split") else ""
     found = []
     for part in parts:
-        x, y, width, height = part.numbers("bbox", 4)
+        box = part.box("bbox")
         for expression in part.texts("answer", "sentences"):
-            found.append(_case(expression, from_corner(x, y, width, height), group, asking))
+            found.append(_case(expression, box, group, asking))
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from ..benchmark import Asking, Benchmark, Case, Hub, Outcome, Score, share
 from ..place_metrics import inside, size_of
 from ..reading import image_file, json_file, objects_of
-from ..records import Edges, Record, from_corner
+from ..records import Edges, Record
 
 _PLATFORMS = ("mobile", "desktop", "web")
 _PLATFORM_OF = {
@@ -26,8 +26,7 @@ _PLATFORM_OF = {
 def _cases(record: Record, asking: Asking) -> list[Case]:
     instruction = record.text("instruction")
     pixels = record.has("bbox_pixels")
-    x, y, a, b = record.numbers("bbox_pixels" if pixels else "bbox", 4)
-    box: Edges = from_corner(x, y, a, b) if pixels else (x, y, a, b)
+    box = record.box("bbox_pixels") if pixels else _fractions(record)
     source = str(record.values.get("data_source") or "")
     kind = str(record.values.get("data_type") or "")
     return [
@@ -41,6 +40,13 @@ def _cases(record: Record, asking: Asking) -> list[Case]:
             frame=None if pixels else (1.0, 1.0),
         )
     ]
+
+
+def _fractions(record: Record) -> Edges:
+    left, top, right, bottom = record.numbers("bbox", 4)
+    if left > right or top > bottom:
+        record.refuse("bbox", record.value("bbox"), "left, upper, right and lower edge")
+    return left, top, right, bottom
 
 
 def _score(case: Case, outcome: Outcome | None) -> Score:

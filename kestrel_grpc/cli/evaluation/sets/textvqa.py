@@ -5,6 +5,7 @@ Rows: ``question`` and ``answers``, the answers of ten people.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ PROMPT = (
 
 def _cases(record: Record, asking: Asking) -> list[Case]:
     question, answers = record.text("question"), record.texts("answers")
-    usual = max(answers, key=answers.count)
+    usual = Counter(answers).most_common(1)[0][0]
     return [
         Case(task=asking.query(question, PROMPT), truth=answers, question=question, expected=usual)
     ]

@@ -30,6 +30,14 @@ from kestrel_grpc.cli.evaluation.text_metrics import (
         ("nan", "nan", True),
         ("5", "five", False),
         ("5", "", False),
+        ("20", "21", True),  # 1 / 20 is 5 %
+        ("20", "21.01", False),
+        ("0.8", "0.77", True),
+        ("50%", "0.52", True),
+        ("50%", "52%", True),
+        ("1,000", "1000", False),  # not a number in ChartQA's own program either
+        ("1e3", "1000", True),
+        ("-5", "5", False),
     ],
 )
 def test_relaxed_accuracy(expected, said, right):
@@ -44,6 +52,10 @@ def test_anls():
     assert anls(["ab"], "ax") == 0  # NL is 0.5, which does not count
     assert anls(["short"], "a very long answer that is no answer") == 0
     assert anls(["same"], "") == 0
+    assert anls([" Two  words"], "two words") == 1
+    # One of 10 letters is wrong, and the mean over questions is that of 1, 0.9 and 0.
+    three = [anls(["invoice"], "Invoice"), anls(["0123456789"], "0123456780"), anls(["a"], "b")]
+    assert sum(three) / 3 == pytest.approx((1 + 0.9 + 0) / 3)
     assert anls([], "x") == 0
 
 
@@ -89,5 +101,9 @@ def test_boxes():
     assert iou((0, 0, 2, 2), (1, 0, 3, 2)) == pytest.approx(1 / 3)
     assert iou((0, 0, 1, 1), (1, 1, 2, 2)) == 0
     assert matched([(0, 0, 2, 2), (5, 5, 6, 6)], [(0, 0, 2, 2), (0, 0, 2, 1.9)]) == [1.0]
+    # Half of a box is found, so the overlap is 8 of 16: IoU 0.5, which counts as a match.
+    assert matched([(0, 0, 4, 4)], [(0, 0, 4, 2)]) == [0.5]
+    # One truth takes one box, the better one; the other is a false positive: F1 is 2 * 1 / (1 + 2).
+    assert matched([(0, 0, 4, 4)], [(0, 0, 4, 3), (0, 0, 4, 4)]) == [1.0]
     assert inside(1, 1, (0, 0, 1, 1)) and not inside(1.1, 1, (0, 0, 1, 1))
     assert json.dumps(iou((0, 0, 0, 0), (0, 0, 0, 0))) == "0.0"

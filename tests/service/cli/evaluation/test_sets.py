@@ -214,6 +214,30 @@ def test_coco(coco):
     assert values["AP"] == pytest.approx(values["AP50"])
 
 
+def test_average_precision_of_a_false_positive_with_the_best_score(coco):
+    """By hand: a wrong dog with the best score halves the precision; the cat is missed."""
+    pytest.importorskip("faster_coco_eval")
+    chosen = benchmark("coco")
+    found = {item.identity: item for item in items("coco", coco)}
+    dogs = [
+        box(0.8, 0.8, 1, 1, 0.95),
+        box(0, 0, 0.25, 0.5, 0.9),
+        box(0.5, 0, 0.75, 0.5, 0.8),
+    ]
+    lines = [
+        {"image": "val2017/a.jpg", "row": 1, "tasks": {"0": {"objects": dogs, "image_size": SIZE}}},
+        {"image": "val2017/b.jpg", "row": 2, "tasks": {"0": {"objects": [], "image_size": SIZE}}},
+    ]
+    values = chosen.whole(list(score_lines(lines, found, chosen))).values
+    # After the wrong box: precision 1/2 at recall 1/2, 2/3 at recall 1. COCO takes the best precision at or beyond each
+    # recall, 2/3 everywhere. The cat's AP is 0, and the mean is over both names.
+    assert values["AP50"] == pytest.approx((2 / 3 + 0) / 2)
+    assert values["AP small"] == pytest.approx(
+        (2 / 3 + 0) / 2
+    )  # Both have fewer than 32 x 32 pixels.
+    assert "AP medium" not in values and "AP large" not in values
+
+
 def test_coco_asks_for_absent_names_the_same_way_in_every_run(coco):
     first, second = (items("coco", coco, absent=2) for _ in range(2))
     asked = [[case.question for case in item.cases.values()] for item in first]
@@ -332,6 +356,30 @@ def test_a_parquet_file_is_read_without_its_images(tmp_path, monkeypatch):
         (
             {"annotations": [{"image_id": 3, "category_id": 1, "bbox": [1, 2, 3, 4], "area": "x"}]},
             "area is 'x'",
+        ),
+        (
+            {"annotations": [{"image_id": 3, "category_id": 1, "bbox": [1, 2, -3, 4]}]},
+            "bbox is .* needs a width and a height of at least 0",
+        ),
+        (
+            {"annotations": [{"image_id": 3, "category_id": 1, "bbox": [1, 2, 3, 10**400]}]},
+            "bbox is .* needs 4 numbers",
+        ),
+        (
+            {"annotations": [{"image_id": 3, "category_id": 1, "bbox": [1, 2, 3, 4], "area": -1}]},
+            "area is '-1'",
+        ),
+        (
+            {
+                "annotations": [
+                    {"image_id": 3, "category_id": 1, "bbox": [1, 2, 3, 4], "area": float("nan")}
+                ]
+            },
+            "area is 'nan'",
+        ),
+        (
+            {"images": [{"id": 3, "file_name": "a.jpg", "width": 10**400, "height": 1}]},
+            "width is .* needs a whole number",
         ),
         ({"images": [{"id": 3, "file_name": "/etc/passwd"}]}, "an image outside of it"),
         ({"images": [{"id": 3, "file_name": "../val2017/a.jpg"}]}, "an image outside of it"),
