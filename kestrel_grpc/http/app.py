@@ -87,6 +87,11 @@ def application(
     )
 
 
+_PLAIN_ERRORS = ("/api/", "/v2/")
+"""Paths of Ollama's and Triton's clients, whose errors are a text."""
+_SHOWN_CHARS = 100
+
+
 class _SingleSlashes:
     """Takes ``/v1//query`` for ``/v1/query``: clients append their paths to an address that may end with a slash."""
 
@@ -115,24 +120,27 @@ async def _ollama_version(request: Request) -> Response:
 async def _not_found(request: Request, error: Exception) -> Response:
     path = request.url.path
     why = openai.UNSUPPORTED_PATHS.get(path)
-    return _refused(404, f"there is no path {path!r}{f': {why}' if why else ''}")
+    shown = path[:_SHOWN_CHARS]
+    return _refused(404, path, f"there is no path {shown!r}{f': {why}' if why else ''}")
 
 
 async def _wrong_method(request: Request, error: Exception) -> Response:
     headers = getattr(error, "headers", None) or {}
-    response = _refused(405, f"{request.url.path} takes {headers.get('Allow', 'another method')}")
+    path = request.url.path
+    response = _refused(405, path, f"{path} takes {headers.get('Allow', 'another method')}")
     response.headers.update(headers)
     return response
 
 
-def _refused(status: int, message: str) -> Response:
-    error = {
+def _refused(status: int, path: str, message: str) -> Response:
+    """In the form of the clients that use such paths."""
+    error: Any = {
         "message": message,
         "type": "invalid_request_error",
         "param": None,
         "code": "path_not_found" if status == 404 else "method_not_allowed",
     }
-    response = _json(status, {"error": error})
+    response = _json(status, {"error": message if path.startswith(_PLAIN_ERRORS) else error})
     response.headers["connection"] = "close"  # A body may follow, which the server does not read.
     return response
 

@@ -47,6 +47,8 @@ async def test_what_is_known_about_server_and_model(http):
     assert index == [{"name": "moondream", "version": "1", "state": "READY", "reason": ""}]
     missing = await client.get("/v2/models/llava")
     assert missing.status_code == 404 and missing.json()["error"].startswith("name: 'llava'")
+    unknown = await client.get("/v2/nope")
+    assert (unknown.status_code, unknown.json()) == (404, {"error": "there is no path '/v2/nope'"})
     for verb, path in (
         ("POST", "/v2/repository/models/moondream/load"),
         ("GET", "/v2/trace/setting"),

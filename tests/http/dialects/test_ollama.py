@@ -85,6 +85,7 @@ async def test_errors_have_ollamas_form(http):
         ("generate", {**ASKED, "options": {"temperature": -1}}, 400, "options.temperature"),
         ("chat", {"messages": [{"role": "assistant", "content": "x"}]}, 400, "messages[0].role"),
         ("show", {"model": "llava"}, 404, "llava"),
+        ("pull", {"model": "llava"}, 404, "there is no path '/api/pull'"),
     ]
     for path, body, status, part in cases:
         response = await client.post(f"/api/{path}", json=body)
