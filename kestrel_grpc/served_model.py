@@ -11,11 +11,19 @@ import enum
 import time
 from collections.abc import Iterator
 
-from kestrel_engine import EngineOverloaded, InferenceEngine, ModelNotFoundError, RuntimeConfig
+from kestrel_engine import (
+    EngineOverloaded,
+    InferenceEngine,
+    InvalidRequest,
+    ModelNotFoundError,
+    RuntimeConfig,
+)
 
 from .edge.calls.current_call import find_call
 from .edge.failures.errors import ModelNotReady, ShuttingDown
 from .security.identity.principal import ANONYMOUS, Scope
+
+_SHOWN_CHARS = 64
 
 
 class State(enum.Enum):
@@ -171,16 +179,16 @@ class ServedModels:
             raise refusal
 
     def model(self, name: str | None, field: str = "model") -> ServedModel:
-        """The model ``name``; None means the default. Raises ModelNotFoundError."""
+        """The model ``name``; None means the default. Raises ModelNotFoundError, and InvalidRequest if it is empty."""
         if name is None:
             return self.default
         for model in self._models:
             if model.name == name:
                 return model
         served = f"this server serves {', '.join(self.names)}"
-        if not 1 <= len(name) <= 512:
-            raise ModelNotFoundError(field, f"must have 1 to 512 characters; {served}")
-        raise ModelNotFoundError(field, f"{name!r} is not served; {served}")
+        if not name:
+            raise InvalidRequest(field, f"is required; {served}")
+        raise ModelNotFoundError(field, f"{name[:_SHOWN_CHARS]!r} is not served; {served}")
 
     def engine(self, name: str | None = None) -> InferenceEngine:
         """The engine for a request for the model ``name``. Raises ModelNotReady, ShuttingDown, ModelNotFoundError."""
