@@ -52,11 +52,14 @@ def test_a_release_needs_no_secret_and_each_job_may_do_its_own_work_only():
         "test": set(),
         "build": {"id-token", "attestations"},
         "pypi": {"id-token"},
+        "npm": {"id-token"},
         "images": {"packages"},
         "page": {"contents"},
     }
-    assert jobs["pypi"]["environment"] == "pypi"
-    assert {"test", "build"} <= set(jobs["pypi"]["needs"]) & set(jobs["images"]["needs"])
+    for name in ("pypi", "npm"):
+        assert jobs[name]["environment"] == name
+    for name in ("pypi", "npm", "images"):
+        assert {"test", "build"} <= set(jobs[name]["needs"]) and name in jobs["page"]["needs"]
     # What a caller of the workflow controls never becomes part of a command.
     assert not [s for _, s in steps(RELEASE) if "${{" in s.get("run", "")]
     images = {row["file"] for row in jobs["images"]["strategy"]["matrix"]["include"]}

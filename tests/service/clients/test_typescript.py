@@ -120,6 +120,8 @@ def test_the_packed_package_installs_alone(built: Path, servers: dict[str, str],
         names = [name.removeprefix("package/") for name in archive.getnames()]
     others = {name for name in names if not re.fullmatch(r"dist/.+(\.js|\.d\.ts)", name)}
     assert others == {"LICENSE", "README.md", "package.json"}
+    exports = (SDK / "package.json").read_text()
+    assert set(re.findall(r'"\./(dist/[^"]+)"', exports)) <= set(names)
     (tmp_path / "package.json").write_text('{"private": true, "type": "module"}')
     install = ["npm", "install", "--no-audit", "--no-fund", "--prefer-offline", str(packed)]
     if subprocess.run(install, cwd=tmp_path, capture_output=True).returncode != 0:
@@ -132,6 +134,13 @@ def test_the_packed_package_installs_alone(built: Path, servers: dict[str, str],
           new KestrelClient("{servers["KESTREL_GRPC"]}"), new Web("http://{servers["KESTREL_HTTP"]}")
         ]) console.log((await client.listModels())[0].name, VisionService.typeName);
     """
+    (tmp_path / "typed.mts").write_text(
+        'import { KestrelClient } from "kestrel-client";\n'
+        'const client = new KestrelClient("127.0.0.1:1");\n'
+        'export const found: number = (await client.detect("a.jpg", "car")).objects.length;\n'
+    )
+    typescript = built / "node_modules/.bin/tsc"
+    shell(f"{typescript} --noEmit --strict --module nodenext typed.mts", tmp_path)
     printed = shell(f"node --input-type=module -e '{program}'", tmp_path)
     assert printed == "kestrel-tiny kestrel.v1.VisionService\n" * 2
 
