@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NamedTuple, TypeAlias
 
-from kestrel_engine import ConfigError, InferenceEngine, Observer, RuntimeConfig
+from kestrel_engine import ConfigError, InferenceEngine, Observer, RuntimeConfig, maintenance
 
 from .edge.failures.errors import ModelUnavailable
 from .logs.records import log_lifecycle
@@ -77,7 +77,7 @@ class ModelChanges:
         if len(list(self._served)) >= MOST_MODELS:
             raise ModelUnavailable(f"the server has {MOST_MODELS} models; unload one first")
         config = other_model(self._served.config, text)
-        if (name := ServedModel(config).name) in self._served.names:
+        if (name := maintenance.served_name(config)) in self._served.names:
             raise ModelUnavailable(f"{name} is served already")
         events: asyncio.Queue[Loading] = asyncio.Queue(_MOST_EVENTS)
         loop = asyncio.get_running_loop()

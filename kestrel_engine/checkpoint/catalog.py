@@ -140,6 +140,11 @@ def architecture(
     return (file.resolve().parent.name if file.name == "config.json" else file.stem), None, file
 
 
+def random_name(name: str) -> str:
+    """The name under which a model with generated weights is served."""
+    return f"{name} (random weights)"
+
+
 def _from_path(field: str, path: Path, name: str) -> ModelSource:
     if not path.exists():
         raise ConfigError(field, str(path), "no such file or folder")

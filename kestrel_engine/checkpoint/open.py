@@ -14,7 +14,7 @@ from ..config.runtime import RuntimeConfig
 from ..errors import CheckpointError, DownloadError
 from ..types.model_config import ModelConfig, parse_model_config
 from .bucket.address import BucketAddress
-from .catalog import HubFile, ModelSource, architecture, resolve
+from .catalog import HubFile, ModelSource, architecture, random_name, resolve
 from .config_file import NAME as CONFIG_NAME
 from .config_file import check_fits, config_beside, read_config
 from .files import find_files, read_headers
@@ -140,7 +140,7 @@ def _open_random(runtime: RuntimeConfig) -> OpenedModel:
     config = parse_model_config(read_config(file) if file is not None else {}, family=family)
     check_fits(runtime, config)
     return OpenedModel(
-        name=f"{name} (random weights)",
+        name=random_name(name),
         config=config,
         tokenizer_path=stand_in_tokenizer(runtime.tokenizer_path, file),
         files=(),

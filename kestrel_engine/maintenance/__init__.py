@@ -51,12 +51,16 @@ def check_names(config: RuntimeConfig) -> None:
 
 def check_model_names(config: RuntimeConfig) -> None:
     """Checks that the model and the paths of ``config`` exist. Does not import torch. Raises ConfigError."""
-    from ..checkpoint.catalog import architecture, resolve
+    served_name(config)
+
+
+def served_name(config: RuntimeConfig) -> str:
+    """The name under which the model of ``config`` will be served. Does not import torch. Raises ConfigError."""
+    from ..checkpoint.catalog import architecture, random_name, resolve
 
     if config.random_weights:
-        architecture(config.model, config.model_path)
-    else:
-        resolve(config.model, config.model_path, config.tokenizer_path)
+        return random_name(architecture(config.model, config.model_path)[0])
+    return resolve(config.model, config.model_path, config.tokenizer_path).name
 
 
 def diagnose(config: RuntimeConfig) -> Iterator[Finding]:

@@ -161,7 +161,7 @@ class Fitting:
 
     def _step(self, rows: Sequence[RowPlan], rate: float, leave_out: float) -> float:
         for group in self._optimiser.param_groups:
-            group["lr"] = self._settings.learning_rate * rate
+            group["lr"] = self._settings.learning_rate * rate * group.get("factor", 1.0)
         loss = self._loss(rows, leave_out)
         value = self._finite(float(loss.detach()))
         loss.backward()  # type: ignore[no-untyped-call]

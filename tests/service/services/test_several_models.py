@@ -214,6 +214,10 @@ async def test_models_are_loaded_swapped_and_unloaded_while_others_serve() -> No
         rest = [event async for event in loading]
         loaded = await loading.result()
         assert loaded.name == "tmp" and rest[-1].done == 2
+        two.held.clear()  # A second load of it would not end.
+        with pytest.raises(FailedPreconditionError, match="tmp is served already"):
+            await admin.load_model("/tmp").result()
+        two.held.set()
         assert two.engines["tmp"] in two.server.served.engines
         assert two.server.served.config.max_queue == 7
         assert (
