@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kestrel_engine import InferenceEngine, RuntimeConfig
+from kestrel_engine import InferenceEngine, InsufficientMemoryError, RuntimeConfig
 from tests.golden.test_engine import CHECKS, cases, check_text, run
 
 pytestmark = [
@@ -59,3 +60,45 @@ async def test_a_model_is_loaded_while_another_serves(
             await asking
         assert rounds > 0, "the first model did not serve meanwhile"
         await ask_all(first, "md2")
+
+
+async def test_memory_is_planned_beside_a_running_model_and_comes_back(
+    golden_folder: Callable[[str], Path], golden_images: Path
+) -> None:
+    """With pages for all of the memory that a plan leaves, the first model still has room for its largest passes."""
+
+    def config(**settings: Any) -> RuntimeConfig:
+        path = golden_folder("md2")
+        return RuntimeConfig(
+            model_path=path, device="cuda", dtype="float32", max_batch_size=4, **settings
+        )
+
+    def free() -> int:
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
+
+    async with await InferenceEngine.create(config(kv_cache_pages=400)) as warm:
+        await ask_all_of(warm, golden_images)
+    before = free()
+    async with await InferenceEngine.create(config(kv_cache_gib=1.0)) as first:
+        between = free()
+        with pytest.raises(InsufficientMemoryError, match=r"on cuda:0, .* may take .* more"):
+            await InferenceEngine.create(config(kv_cache_gib=between / 2**30))
+        assert free() > between - (64 << 20), "the refused model left something"
+        for _ in range(2):
+            async with await InferenceEngine.create(config(kv_cache_gib=2.0)) as second:
+                await asyncio.gather(
+                    ask_all_of(first, golden_images), ask_all_of(second, golden_images)
+                )
+            assert free() > between - (64 << 20), "the unloaded model kept memory"
+    assert free() > before - (64 << 20)
+
+
+async def ask_all_of(engine: InferenceEngine, images: Path) -> None:
+    """Asks the golden cases of Moondream 2's shape."""
+
+    async def ask(case: Any) -> None:
+        CHECKS.get(case["skill"], check_text)(case, await run(engine, case, images))
+
+    await asyncio.gather(*(ask(case) for case in cases("md2")))
