@@ -1,0 +1,77 @@
+"""The notebooks of docs/notebooks: they run, and what they show is what they give."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.docs.code_blocks import ROOT
+from tests.environments import python_with
+from tests.tools.conftest import server
+
+__all__ = ["server"]
+NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
+LARGEST = 400_000
+"""Bytes of a notebook with its images."""
+
+
+def outputs(path: Path) -> Iterator[dict[str, Any]]:
+    for cell in json.loads(path.read_text())["cells"]:
+        yield from cell.get("outputs", ())
+
+
+def texts(path: Path) -> list[str]:
+    """What is printed, and the words of results. Tables depend on the version of pandas."""
+    said = []
+    for output in outputs(path):
+        shown = output.get("data", {})
+        if "text/html" not in shown:
+            said.append("".join(output.get("text") or shown["text/plain"]))
+    return said
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_shows_small_images_and_no_error(path: Path):
+    assert path.stat().st_size < LARGEST and str(ROOT.parent) not in path.read_text()
+    assert len(texts(path)) > 5
+    images = 0
+    for output in outputs(path):
+        assert (
+            output["output_type"] in ("stream", "execute_result") and output.get("name") != "stderr"
+        )
+        for kind in ("image/png", "image/jpeg"):
+            if kind in output.get("data", {}):
+                Image.open(BytesIO(base64.b64decode(output["data"][kind]))).verify()
+                images += 1
+    assert images > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_gives_what_it_shows(path: Path, server: str, tmp_path: Path):
+    python = python_with(tmp_path, "nbclient>=0.10 ipykernel>=6")
+    done = subprocess.run(
+        [python, ROOT / "tests/docs/run_notebook.py", path, tmp_path / "ran.ipynb"],
+        env={
+            **os.environ,
+            "KESTREL_SERVER": server,
+            "PYTHONPATH": str(ROOT / "clients/python"),
+            "JUPYTER_PLATFORM_DIRS": "1",
+            "IPYTHONDIR": str(tmp_path / "ipython"),
+        },
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert texts(tmp_path / "ran.ipynb") == texts(path)
