@@ -35,9 +35,9 @@ CreateEngine = Callable[..., Awaitable[InferenceEngine]]
 """As InferenceEngine.create."""
 
 
-def main(arguments: Sequence[str], create: CreateEngine = InferenceEngine.create) -> int:
-    """Runs the worker. ``arguments``: the number of the socket to the supervisor. ``create``: makes the engine. Returns
-    the exit status."""
+def main(arguments: Sequence[str], create: CreateEngine | None = None) -> int:
+    """Runs the worker. ``arguments``: the number of the socket to the supervisor. ``create``: makes the engine in place
+    of InferenceEngine.create. Returns the exit status."""
     line = WorkerEnd(int(arguments[0]))
     try:
         task = line.task()
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str], create: CreateEngine = InferenceEngine.create
 
 
 async def _serve(
-    task: WorkerTask, skills: SkillRegistry, line: WorkerEnd, create: CreateEngine
+    task: WorkerTask, skills: SkillRegistry, line: WorkerEnd, create: CreateEngine | None
 ) -> int:
     """Serves until a signal arrives, the supervisor ends or the engine fails. Returns the exit status."""
     loop = asyncio.get_running_loop()
@@ -96,7 +96,7 @@ async def _serve(
         server = KestrelServer(
             task.server,
             task.runtime,
-            lambda: create(
+            lambda: (create or InferenceEngine.create)(
                 task.runtime,
                 skills=skills,
                 progress=shown_by(progress, server.served.default.note_progress),
