@@ -67,7 +67,8 @@ def add_server_flags(parser: argparse.ArgumentParser) -> Flags:
         "--server",
         default=DEFAULT_ADDRESS,
         metavar="ADDRESS",
-        help="address of the server: HOST:PORT or unix:PATH; several IP addresses separated by commas",
+        help="address of the server: HOST:PORT or unix:PATH; several IP addresses separated by commas; "
+        "directory:FILE or directory:URL, a list of servers that may change",
     )
     flags.add(
         "--tls",
@@ -147,7 +148,7 @@ def connected_admin(args: argparse.Namespace) -> Iterator[KestrelAdmin]:
 
 
 def _check_single(args: argparse.Namespace) -> None:
-    if len(servers_of(args)) > 1:
+    if len(servers_of(args)) > 1 or args.server.startswith("directory:"):
         raise SettingsError(f"--server {args.server}: this command takes one server")
 
 

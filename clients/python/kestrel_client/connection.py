@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from .directory import SCHEME as DIRECTORY
 from .errors import InvalidRequestError
 from .version import __version__
 
@@ -120,8 +121,14 @@ class Connection:
             raise InvalidRequestError("target: must not be empty")
         for target in (self.target,) if isinstance(self.target, str) else self.target:
             _check_target(target)
-        if not isinstance(self.target, str):
-            _joined(self.target)
+        if self.directory is not None and not self.directory:
+            raise InvalidRequestError(
+                f"target: {DIRECTORY} needs a file or an http(s) address, like "
+                f"{DIRECTORY}/run/kestrel/servers"
+            )
+        if not isinstance(self.target, str) or self.directory is not None:
+            if not isinstance(self.target, str):
+                _joined(self.target)
             if self.tls and not (isinstance(self.tls, Tls) and self.tls.server_name):
                 raise InvalidRequestError(
                     "tls: several addresses need Tls(server_name=...), the name that the certificate of each server "
@@ -139,10 +146,18 @@ class Connection:
         _pairs(self.metadata)
         if self.token is not None and not re.fullmatch(r"[!-~]+", self.token):
             raise InvalidRequestError("token: must be visible ASCII characters")
-        if self.token is not None and not self.tls and not is_local(self.target):
+        # Of a directory's servers this is checked when they are known.
+        if self.token is not None and not (self.tls or self.directory or is_local(self.target)):
             raise InvalidRequestError(
                 f"token: would be sent to {self.target} unencrypted; pass tls=True or a Tls"
             )
+
+    @property
+    def directory(self) -> str | None:
+        """The file or address that lists the servers; None if the target names them."""
+        if isinstance(self.target, str) and self.target.startswith(DIRECTORY):
+            return self.target.removeprefix(DIRECTORY)
+        return None
 
     @property
     def address(self) -> str:
@@ -151,9 +166,10 @@ class Connection:
 
     @property
     def has_several_servers(self) -> bool:
-        """Whether the target may stand for several servers: a list, or a name whose addresses DNS gives."""
+        """Whether the target may stand for several servers: a list, a directory, or a name whose addresses DNS
+        gives."""
         return not isinstance(self.target, str) or (
-            self.target.startswith("dns:") or "," in self.target
+            self.target.startswith(("dns:", DIRECTORY)) or "," in self.target
         )
 
     @property
@@ -251,6 +267,8 @@ def with_port(target: str) -> str:
 
 def _check_target(target: str) -> None:
     """Raises InvalidRequestError."""
+    if target.startswith(DIRECTORY):
+        return
     if (scheme := _URL.match(target)) is not None:
         tls = ", with TLS" if scheme[1].lower() == "https" else ""
         raise InvalidRequestError(

@@ -146,7 +146,10 @@ class UnavailableError(RpcError):
 
 
 class ConnectionLostError(UnavailableError):
-    """The server, or its connection, ended while it answered. The client repeats unary calls before it raises this."""
+    """The server, or its connection, ended while it answered. The client repeats unary calls before it raises this.
+
+    ``reason`` is CONNECTION_LOST and ``retry_after_s`` is set, by the client.
+    """
 
 
 class DeadlineExceededError(RpcError, TimeoutError):
@@ -218,6 +221,10 @@ def from_status(
     )
 
 
+CONNECTION_LOST = "CONNECTION_LOST"
+"""The reason of a ConnectionLostError, which no server can send."""
+_LOST_RETRY_S = 0.1
+"""Another server, or another worker of the same one, answers at once."""
 _STREAM_REMOVED = "Stream removed"
 """gRPC's message if the connection ends before the call does. A balancer ends the call in place of the connection."""
 _CUT_OFF = (
@@ -234,7 +241,10 @@ def from_rpc_error(error: grpc.RpcError) -> RpcError:
     code, message = error.code(), error.details() or ""
     if code in _CUT_OFF and message.startswith(_STREAM_REMOVED):
         return ConnectionLostError(
-            grpc.StatusCode.UNAVAILABLE, "the connection ended before an answer came"
+            grpc.StatusCode.UNAVAILABLE,
+            "the connection ended before the answer did; the call may be sent again",
+            reason=CONNECTION_LOST,
+            retry_after_s=_LOST_RETRY_S,
         )
     return from_status(code, message, trailers)
 

@@ -13,6 +13,7 @@ from ..connection import Connection
 from ..errors import RpcError, from_rpc_error
 from .frames import AsyncFrames, AsyncFrameSource, FrameCall
 from .hedging import Hedges
+from .opened import Opened, Servers
 from .prepared import Prepared, Stub
 from .restoring import Repeats
 from .streams import AsyncStream, OpenedStream
@@ -25,12 +26,16 @@ class AsyncChannel:
     """Sends prepared calls of the ``stubs`` to one target from one event loop."""
 
     def __init__(self, connection: Connection, stubs: Iterable[Stub]) -> None:
-        self._connection, self._kinds = connection, tuple(stubs)
-        self._credentials = connection.credentials()
+        credentials = connection.credentials()
+
+        def open_channel(to: Connection) -> grpc.aio.Channel:
+            if credentials is None:
+                return grpc.aio.insecure_channel(to.address, to.options)
+            return grpc.aio.secure_channel(to.address, credentials, to.options)
+
         self._hedges = Hedges(connection.hedge_after)
-        # The channel belongs to the loop that uses it first. It is opened there, not here.
-        self._channel: grpc.aio.Channel | None = None
-        self._stubs: dict[Stub, Any] = {}
+        # A channel belongs to the loop that uses it first. It is opened there, not here.
+        self._servers = Servers(connection, tuple(stubs), open_channel)
 
     async def call(self, prepare: Callable[P, Prepared[R]], *args: P.args, **kwargs: P.kwargs) -> R:
         """Prepares a call with ``prepare(*args, **kwargs)`` in a thread and sends it. Raises what errors.py lists.
@@ -64,15 +69,17 @@ class AsyncChannel:
             restoring.stored(image_id, await self._send(put))
 
     async def _send(self, prepared: Prepared[R]) -> R:
+        opened = await self._take()
         try:
-            response = await self._answer(prepared)
+            response = await self._answer(prepared, opened.stub(prepared.method.stub))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
+        finally:
+            opened.done()
         return prepared.reading.result(response)
 
-    async def _answer(self, prepared: Prepared[R]) -> Any:
+    async def _answer(self, prepared: Prepared[R], stub: Any) -> Any:
         """Sends a call, and once more if its answer is late. Raises grpc.RpcError."""
-        stub = self._stub(prepared.method.stub)
         delay_s = self._hedges.delay_s(prepared)
         if delay_s is None:
             return await prepared.send(stub)
@@ -103,15 +110,19 @@ class AsyncChannel:
 
         async def start() -> OpenedStream[R]:
             prepared = await asyncio.to_thread(prepare, *args, **kwargs)
-            stub = self._stub(prepared.method.stub)
 
             async def reopen(error: RpcError) -> Any:
                 await self._restore(prepared, error)
-                return prepared.open_stream(stub)
+                return await self._open_stream(prepared)
 
-            return OpenedStream(prepared.open_stream(stub), prepared.reading, reopen)
+            return OpenedStream(await self._open_stream(prepared), prepared.reading, reopen)
 
         return AsyncStream(start)
+
+    async def _open_stream(self, prepared: Prepared[R]) -> Any:
+        opened = await self._take()
+        stub = opened.stub(prepared.method.stub)
+        return opened.stream(lambda: prepared.open_stream(stub))
 
     def frames(
         self,
@@ -123,22 +134,19 @@ class AsyncChannel:
         """Opens a stream of frames when it is first read. Raises InvalidRequestError; the stream raises the rest."""
 
         def open_stream(messages: Any, **handling: Any) -> Any:
-            return self._stub(VisionServiceStub).StreamFrames(messages, **handling)
+            opened = self._servers.take()
+            stub = opened.stub(VisionServiceStub)
+            return opened.stream(lambda: stub.StreamFrames(messages, **handling))
 
         return AsyncFrames(open_stream, prepare(*args, **kwargs), source)
 
     async def aclose(self) -> None:
         """Closes the connection and cancels the calls that still run. May be called again."""
-        if self._channel is not None:
-            await self._channel.close(None)
+        for channel in self._servers.close():
+            await channel.close(None)
 
-    def _stub(self, kind: Stub) -> Any:
-        if self._channel is None:
-            address, options = self._connection.address, self._connection.options
-            self._channel = (
-                grpc.aio.insecure_channel(address, options)
-                if self._credentials is None
-                else grpc.aio.secure_channel(address, self._credentials, options)
-            )
-            self._stubs = {stub: stub(self._channel) for stub in self._kinds}
-        return self._stubs[kind]
+    async def _take(self) -> Opened:
+        """The channel for a call. Closes those that no call uses any more."""
+        for channel in self._servers.idle():
+            await channel.close(None)
+        return self._servers.take()

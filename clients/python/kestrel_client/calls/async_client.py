@@ -59,13 +59,13 @@ class AsyncKestrelClient:
     """Talks to Kestrel servers from one event loop. Use it in ``async with``, or call ``await aclose()`` at the end.
 
     ``target``: ``host:port``, ``unix:path`` or any gRPC target; for several servers a list of addresses or
-    ``dns:///name:port``: calls about the same image then go to the same server as long as it serves. ``tls``: True to
-    trust public certificates, or a Tls. ``token``: sent as a bearer token; without TLS only to this machine.
-    ``timeout``: seconds that a call may take unless it has its own ``timeout``; None for no limit. ``hedge_after``:
-    seconds after which an unanswered call about an image is sent a second time, to another server if there are several;
-    the first answer counts. None: never. At most a tenth of the calls are sent twice, and no streams. ``metadata``:
-    sent with every call. ``max_message_bytes``: limit of a message in either direction, checked before sending; the
-    server has its own limit.
+    ``dns:///name:port``, or for a list that changes ``directory:`` with a file or an http(s) address: calls about the
+    same image then go to the same server as long as it serves. ``tls``: True to trust public certificates, or a Tls.
+    ``token``: sent as a bearer token; without TLS only to this machine. ``timeout``: seconds that a call may take
+    unless it has its own ``timeout``; None for no limit. ``hedge_after``: seconds after which an unanswered call about
+    an image is sent a second time, to another server if there are several; the first answer counts. None: never. At
+    most a tenth of the calls are sent twice, and no streams. ``metadata``: sent with every call. ``max_message_bytes``:
+    limit of a message in either direction, checked before sending; the server has its own limit.
     ``kept_image_bytes``: limit of the images that the client keeps, to put them again if a server does not know their
     ids. ``image_source``: asked for an image that is not kept, with its id; returns it, or None. ``channel_options``:
     gRPC's; they take precedence over the client's.

@@ -14,6 +14,7 @@ from ..connection import Connection
 from ..errors import RpcError, from_rpc_error
 from .frames import FrameCall, Frames, FrameSource
 from .hedging import Hedges
+from .opened import Opened, Servers
 from .prepared import Prepared, Stub
 from .restoring import Repeats
 from .streams import Stream
@@ -26,15 +27,16 @@ class Channel:
     """Sends prepared calls of the ``stubs`` to one target. Safe to share between threads."""
 
     def __init__(self, connection: Connection, stubs: Iterable[Stub]) -> None:
-        credentials, options = connection.credentials(), connection.options
+        credentials = connection.credentials()
+
+        def open_channel(to: Connection) -> grpc.Channel:
+            if credentials is None:
+                return grpc.insecure_channel(to.address, to.options)
+            return grpc.secure_channel(to.address, credentials, to.options)
+
         self._hedges = Hedges(connection.hedge_after)
-        self._channel = (
-            grpc.insecure_channel(connection.address, options)
-            if credentials is None
-            else grpc.secure_channel(connection.address, credentials, options)
-        )
-        # All are made at once: grpcio 1.81 crashes when a stub is made on a closed channel.
-        self._stubs = {stub: stub(self._channel) for stub in stubs}
+        self._servers = Servers(connection, tuple(stubs), open_channel)
+        self._servers.take().done()  # Reports now what is wrong.
 
     def call(self, prepare: Callable[P, Prepared[R]], *args: P.args, **kwargs: P.kwargs) -> R:
         """Prepares a call with ``prepare(*args, **kwargs)`` and sends it. Raises what errors.py lists."""
@@ -63,15 +65,17 @@ class Channel:
             restoring.stored(image_id, self._send(put))
 
     def _send(self, prepared: Prepared[R]) -> R:
+        opened = self._take()
         try:
-            response = self._answer(prepared)
+            response = self._answer(prepared, opened.stub(prepared.method.stub))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
+        finally:
+            opened.done()
         return prepared.reading.result(response)
 
-    def _answer(self, prepared: Prepared[R]) -> Any:
+    def _answer(self, prepared: Prepared[R], stub: Any) -> Any:
         """Sends a call, and once more if its answer is late. Raises grpc.RpcError."""
-        stub = self._stubs[prepared.method.stub]
         delay_s = self._hedges.delay_s(prepared)
         if delay_s is None:
             return prepared.send(stub)
@@ -100,13 +104,17 @@ class Channel:
     ) -> Stream[R, Any]:
         """Prepares a call and opens its stream. Raises InvalidRequestError; the stream raises the other errors."""
         prepared = prepare(*args, **kwargs)
-        stub = self._stubs[prepared.method.stub]
 
         def reopen(error: RpcError) -> Any:
             self._restore(prepared, error)
-            return prepared.open_stream(stub)
+            return self._open_stream(prepared)
 
-        return Stream(prepared.open_stream(stub), prepared.reading, reopen)
+        return Stream(self._open_stream(prepared), prepared.reading, reopen)
+
+    def _open_stream(self, prepared: Prepared[R]) -> Any:
+        opened = self._take()
+        stub = opened.stub(prepared.method.stub)
+        return opened.stream(lambda: prepared.open_stream(stub))
 
     def frames(
         self,
@@ -116,9 +124,21 @@ class Channel:
         **kwargs: P.kwargs,
     ) -> Frames:
         """Opens a stream of frames when it is first read. Raises InvalidRequestError; the stream raises the rest."""
-        open_stream = self._stubs[VisionServiceStub].StreamFrames
+
+        def open_stream(messages: Any, **handling: Any) -> Any:
+            opened = self._take()
+            stub = opened.stub(VisionServiceStub)
+            return opened.stream(lambda: stub.StreamFrames(messages, **handling))
+
         return Frames(open_stream, prepare(*args, **kwargs), source)
 
     def close(self) -> None:
         """Closes the connection and cancels the calls that still run. May be called again."""
-        self._channel.close()
+        for channel in self._servers.close():
+            channel.close()
+
+    def _take(self) -> Opened:
+        """The channel for a call. Closes those that no call uses any more."""
+        for channel in self._servers.idle():
+            channel.close()
+        return self._servers.take()

@@ -1,0 +1,118 @@
+"""Opened: a gRPC channel with its stubs, and the number of its calls. Servers: which channel new calls take.
+
+The servers of a channel are fixed. When those of a directory change, new calls take another channel, and the one
+before is closed once its calls have ended.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..connection import Connection
+from ..directory import Directory
+from ..errors import InvalidRequestError
+from .prepared import Stub
+
+
+class Opened:
+    """``channel``: of grpc or grpc.aio. All stubs are made at once: grpcio 1.81 crashes when a stub is made on a closed
+    channel."""
+
+    def __init__(self, channel: Any, kinds: Sequence[Stub]) -> None:
+        self.channel = channel
+        self._stubs = {kind: kind(channel) for kind in kinds}
+        self._lock = threading.Lock()
+        self._num_calls = 0
+
+    def stub(self, kind: Stub) -> Any:
+        return self._stubs[kind]
+
+    @property
+    def is_idle(self) -> bool:
+        return self._num_calls == 0
+
+    def take(self) -> None:
+        """A call begins. The channel stays open until ``done``, which must follow."""
+        self._count(1)
+
+    def done(self) -> None:
+        """A call has ended."""
+        self._count(-1)
+
+    def stream(self, open_stream: Callable[[], Any]) -> Any:
+        """The call that ``open_stream`` opens. At its end, this calls ``done``."""
+        try:
+            call = open_stream()
+        except BaseException:
+            self.done()
+            raise
+        call.add_done_callback(lambda _: self.done())
+        return call
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._num_calls += change
+
+
+class Servers:
+    """``open_channel`` opens a channel with the address and options of a connection. Safe to share between threads."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        kinds: Sequence[Stub],
+        open_channel: Callable[[Connection], Any],
+    ) -> None:
+        """Raises UnavailableError if the target is a directory that cannot be read."""
+        self._connection, self._kinds, self._open = connection, kinds, open_channel
+        source = connection.directory
+        self._directory = None if source is None else Directory(source)
+        self._addresses: tuple[str, ...] = ()
+        self._lock = threading.Lock()
+        self._opened: Opened | None = None
+        self._left: list[Opened] = []
+        """Channels of earlier lists of servers, whose calls have not all ended."""
+
+    def take(self) -> Opened:
+        """The channel for a call, which must report its end. Raises InvalidRequestError if the first list of a
+        directory is invalid."""
+        with self._lock:
+            directory = self._directory
+            if directory is not None and directory.addresses != self._addresses:
+                self._move(directory.addresses, directory)
+            if self._opened is None:
+                self._opened = Opened(self._open(self._connection), self._kinds)
+            self._opened.take()
+            return self._opened
+
+    def _move(self, addresses: tuple[str, ...], directory: Directory) -> None:
+        try:
+            connection = replace(self._connection, target=addresses)
+        except InvalidRequestError as error:
+            if self._opened is None:
+                raise
+            directory.complain(f"{error}; the servers stay as they are")
+        else:
+            if self._opened is not None:
+                self._left.append(self._opened)
+            self._opened = Opened(self._open(connection), self._kinds)
+        self._addresses = addresses
+
+    def idle(self) -> list[Any]:
+        """Channels that no call uses any more. The caller closes them."""
+        if not self._left:
+            return []
+        with self._lock:
+            found = [each.channel for each in self._left if each.is_idle]
+            self._left = [each for each in self._left if each.channel not in found]
+            return found
+
+    def close(self) -> list[Any]:
+        """Ends the reading of the directory. Returns all channels, which the caller closes."""
+        if self._directory is not None:
+            self._directory.close()
+        opened = [] if self._opened is None else [self._opened]
+        return [each.channel for each in (*self._left, *opened)]
