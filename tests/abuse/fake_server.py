@@ -23,7 +23,7 @@ from kestrel_engine.preprocess.processes.decoder_process import template
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.step import RuntimeLimits, StepPlan
 from kestrel_grpc.cli import parser
-from kestrel_grpc.workers import forks
+from kestrel_grpc.workers import forks, worker
 from kestrel_grpc.workers import template as worker_template
 from tests.engine.fakes import fake_build, never_ends
 from tests.forking.process import create_forked_process
@@ -63,7 +63,11 @@ def main() -> int:
     template.start = lambda: None  # type: ignore[method-assign]  # Most of these servers see no image.
     forks.COMMAND = (sys.executable, "-m", "tests.abuse.fake_server", TEMPLATE)
     if sys.argv[1] == TEMPLATE:
-        return worker_template.main(sys.argv[2:], modules=("kestrel_grpc.workers.worker",))
+        return worker_template.main(
+            sys.argv[2:],
+            ("kestrel_grpc.workers.worker",),
+            lambda arguments: worker.main(arguments, create),
+        )
     if sys.platform == "linux":
         asyncio.create_subprocess_exec = create_forked_process  # type: ignore[assignment]
     return parser.main(["serve", *sys.argv[1:]])
