@@ -23,7 +23,7 @@ from tests.golden.checkpoint import DATA
 from tests.golden.checks import check_job, new_job
 from tests.golden.driver import Feed, Job, pages_for, run_jobs
 from tests.golden.goldens import Golden, load_golden, load_pictures
-from tests.kernels.attention_cases import Case, decode_reference, relative_error
+from tests.kernels.attention.attention_cases import Case, decode_reference, relative_error
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.kernels.moe_layer import DEVICE, poisoned, relative_error
+from tests.kernels.moe.moe_layer import DEVICE, poisoned, relative_error
 
 unmasked = pytest.importorskip("kestrel_engine.kernels.attention.unmasked")
 

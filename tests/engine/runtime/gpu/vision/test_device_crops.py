@@ -23,7 +23,7 @@ from kestrel_engine.types.requests import PreparedImage
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCK = (8, 256) if DEVICE.type == "cuda" else (64, 512)
 """Interpreted, each operation of a program takes some microseconds, and 5 ns for each element."""
-GOLDENS = Path(__file__).parents[3] / "data" / "goldens"
+GOLDENS = Path(__file__).parents[4] / "data" / "goldens"
 IMAGES = json.loads((GOLDENS / "preprocess" / "preprocess.json").read_text())["images"]
 FULL = VisionConfig()
 TINY = VisionConfig(crop_size=252, max_crops=6, overlap_margin=4)

@@ -13,7 +13,7 @@ from kestrel_engine.kernels.attention.paged_decode import (
 from kestrel_engine.kernels.attention.paged_text import TILE_QUERIES, paged_text
 from kestrel_engine.kernels.attention.rope_store import rope_store
 from kestrel_engine.kernels.e4m3 import has_units
-from tests.kernels.attention_cases import Case, decode_reference, prepared, relative_error
+from tests.kernels.attention.attention_cases import Case, decode_reference, prepared, relative_error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SCALES = (0.3, 0.02)

@@ -13,7 +13,7 @@ from kestrel_engine.kernels.attention.paged_decode import (
     choose_splits,
     paged_decode,
 )
-from tests.kernels.attention_cases import Case, decode_reference, relative_error
+from tests.kernels.attention.attention_cases import Case, decode_reference, relative_error
 
 pytestmark = pytest.mark.usefixtures("checked_addresses")
 

@@ -22,10 +22,10 @@ from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.model_config import TextConfig
 from kestrel_engine.types.step import PREVIOUS, EncodeSlice, Row, RuntimeLimits, StepPlan
-from tests.engine.runtime.gpu.flashinfer_stand_in import Wrapper, stand_in
+from tests.engine.runtime.gpu.attention.flashinfer_stand_in import Wrapper, stand_in
 from tests.engine.runtime.gpu.small_models import picture, small_model
 from tests.engine.runtime.gpu.test_gpu_runtime import SIZES, TEXT, Talk, answers, image
-from tests.kernels.attention_cases import Case, decode_reference
+from tests.kernels.attention.attention_cases import Case, decode_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kestrel_engine.kernels.attention.rope_store import rope_store
-from tests.kernels.attention_cases import prepared, relative_error
+from tests.kernels.attention.attention_cases import prepared, relative_error
 
 pytestmark = pytest.mark.usefixtures("checked_addresses")
 

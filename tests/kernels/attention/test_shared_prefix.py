@@ -7,7 +7,7 @@ import torch
 
 from kestrel_engine.kernels.attention.paged_decode import DecodeWorkspace, paged_decode
 from kestrel_engine.kernels.attention.shared_prefix import ROWS, TILE_WIDTH, SharedPrefixes
-from tests.kernels.attention_cases import Case, decode_reference, relative_error
+from tests.kernels.attention.attention_cases import Case, decode_reference, relative_error
 
 pytestmark = pytest.mark.usefixtures("checked_addresses")
 

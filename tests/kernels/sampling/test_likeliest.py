@@ -12,7 +12,7 @@ import torch
 from kestrel_engine.runtime.sampler import sample
 from kestrel_engine.types.requests import SamplingParams
 from kestrel_engine.types.step import SampleSpec, TokenRule
-from tests.kernels.test_sample import DEVICE, SMALL, encoded_rules, kernel, random_spec
+from tests.kernels.sampling.test_sample import DEVICE, SMALL, encoded_rules, kernel, random_spec
 
 likeliest = pytest.importorskip("kestrel_engine.kernels.sampling.likeliest").likeliest
 MOST = 20
