@@ -69,6 +69,11 @@ class Scheduler:
         return bool(unfinished or any(self._out.values()))
 
     @property
+    def is_decoding_beside(self) -> bool:
+        """Whether the next step of the lane DECODE runs beside new work."""
+        return self._decode_lane.is_beside
+
+    @property
     def stats(self) -> SchedulerStats:
         return self._batch.stats
 

@@ -3,7 +3,8 @@
 Owns the scheduler, the active requests (active.py) and the runtime; no other thread uses them. Up to ``depth`` steps
 are out at a time: step N + 1 is launched before step N is read, with the rules that are known ahead, and rows of
 sequences that turn out to have ended are dropped. With two lanes (types.step.Lane), ``depth`` is that of the decode
-lane. Commands come in through one queue, reports go out to the delivery thread, and ``stats`` is an immutable snapshot.
+lane, or less while it runs beside new work. Commands come in through one queue, reports go out to the delivery thread,
+and ``stats`` is an immutable snapshot.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ PIPELINE_DEPTH = 2
 """The default for steps out at a time: one runs while the host works on the other."""
 NEW_WORK_DEPTH = 2
 """Steps out in the lane of new work: one runs, and the next one is there when it ends."""
+BESIDE_DEPTH = 2
+"""The most decode steps out beside new work. There they take twice as long or more, so the host keeps up with fewer of
+them. And a sequence whose prompt was computed joins only steps that are launched later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +187,7 @@ class EngineLoop:
 
     def _advance(self) -> None:
         """Launches a step if the pipeline has room, then collects the oldest if the pipeline is full or stuck."""
+        self._collect_new_work()
         now = self._clock()
         for sequence_id in self._scheduler.expired(now):
             self._requests.expire(sequence_id)
@@ -194,21 +199,23 @@ class EngineLoop:
             assert any(self._out.values()) or not self._requests.is_generating, (
                 "there is work, but no step to be made of it"
             )
-        if any(self._out.values()) and (plan is None or not self._has_room):
-            self._collect()
+        if any(self._out.values()) and (plan is None or not any(map(self._has_room, self._out))):
+            self._collect(self._lane_to_collect())
 
     def _schedule(self, now: float) -> StepPlan | None:
         """The next step of a lane that has room. New work first: it waits for the decode steps launched before it."""
-        for lane, depth in self._depths.items():
-            if len(self._out[lane]) < depth:
+        for lane in self._out:
+            if self._has_room(lane):
                 plan = self._scheduler.schedule(now, lane)
                 if plan is not None:
                     return plan
         return None
 
-    @property
-    def _has_room(self) -> bool:
-        return any(len(self._out[lane]) < depth for lane, depth in self._depths.items())
+    def _has_room(self, lane: Lane) -> bool:
+        depth = self._depths[lane]
+        if lane is Lane.DECODE and self._scheduler.is_decoding_beside:
+            depth = min(depth, BESIDE_DEPTH)
+        return len(self._out[lane]) < depth
 
     def _launch(self, plan: StepPlan, now: float) -> None:
         try:
@@ -216,7 +223,7 @@ class EngineLoop:
         except Exception as error:
             # The loop's edge, as in _collect; steps fail in order, so those before it come first.
             while any(self._out.values()):
-                self._collect()
+                self._collect(self._lane_to_collect())
             logger.exception("step %d could not be launched", plan.step_id)
             self._fail_step(_Out(plan, None, now), error)
             return
@@ -236,8 +243,18 @@ class EngineLoop:
         assert new_work.handle is not None
         return Lane.NEW_WORK if self._runtime.is_done(new_work.handle) else Lane.DECODE
 
-    def _collect(self) -> None:
-        out = self._out[self._lane_to_collect()].popleft()
+    def _collect_new_work(self) -> None:
+        """Collects the steps of NEW_WORK that have ended, so that the next decode step has their sequences."""
+        out = self._out.get(Lane.NEW_WORK)
+        while out:
+            handle = out[0].handle
+            assert handle is not None
+            if not self._runtime.is_done(handle):
+                return
+            self._collect(Lane.NEW_WORK)
+
+    def _collect(self, lane: Lane) -> None:
+        out = self._out[lane].popleft()
         try:
             assert out.handle is not None
             result = self._runtime.collect(out.handle)

@@ -66,6 +66,18 @@ class DecodeLane:
         old = self._s_per_allowance or found
         self._s_per_allowance = old + _NEW_SAMPLE * (found - old)
 
+    @property
+    def is_beside(self) -> bool:
+        """Whether the next decode step runs beside new work, for which it does not wait."""
+        _, work = self._oldest()
+        return work is not None and not work.is_short
+
+    def _oldest(self) -> tuple[int, _NewWork | None]:
+        """The oldest step for which no decode step waits. To wait for a short step behind a long one is to wait for
+        both."""
+        found = ((i, work) for i, work in self._out.items() if i > self._waited_for)
+        return next(found, (-1, None))
+
     def choose(
         self, ready: list[Sequence], running: Iterable[Sequence]
     ) -> tuple[list[Sequence], int | None]:
@@ -76,7 +88,8 @@ class DecodeLane:
         device need not wait for the host between the two. But the lane waits as well. So this is done for a short step,
         and for a longer one only while no other sequence of ``running`` decodes.
         """
-        after = next((i for i, w in self._out.items() if w.is_short and i > self._waited_for), None)
+        step_id, work = self._oldest()
+        after = step_id if work is not None and work.is_short else None
         last = max(self._waited_for, -1 if after is None else after)
         free = [s for s in ready if not s.steps_out or s.steps_out[-1] <= last]
         if free or any(not s.steps_out and not s.needs_prefill for s in running):

@@ -144,3 +144,19 @@ def test_the_time_of_new_work_is_learnt_from_steps_that_ran_alone():
     lane.ended(3, None)
     lane.launched_new_work(4, 0.5, 4)
     assert is_waited_for(lane), "few rows wait longer"
+
+
+def test_decoding_does_not_wait_for_a_short_step_behind_a_long_one():
+    """It would wait for both."""
+    lane = DecodeLane(itl_target_s=0.015)
+    lane.launched_new_work(0, 1.0, 20)
+    lane.launched(0)
+    lane.ended(0, 0.060)
+    lane.launched_new_work(1, 1.0, 20)
+    lane.launched_new_work(2, 0.2, 20)
+    assert not is_waited_for(lane) and lane.is_beside
+    lane.launched(None)
+    lane.ended(1, 0.060)
+    assert is_waited_for(lane) and not lane.is_beside
+    lane.launched(2)
+    assert not is_waited_for(lane) and not lane.is_beside

@@ -1,0 +1,393 @@
+"""Simulates the trace on a device of two lanes: requests/s and gaps between tokens for each policy of the scheduler.
+
+python -m benchmarks.overhead.lanes_sim [--in-flight 64 16 4] [--tokens 30] [--beside-depth 1 2 3] [--json F]
+
+Scheduler and step loop are the engine's. The device and the callers are models in virtual time (`Card`), whose times
+are parameters, so a run of a minute takes seconds, and a second run gives the same figures. The defaults are Moondream
+2 on one H100 in bfloat16 (docs/performance.md, docs/measurements.md).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from kestrel_engine.config.sizes import default_sizes
+from kestrel_engine.runtime.protocol import StepHandle
+from kestrel_engine.scheduler.budget import StepBudget
+from kestrel_engine.scheduler.policy import SchedulerPolicy
+from kestrel_engine.steps import loop
+from kestrel_engine.steps.active import Work
+from kestrel_engine.steps.delivery import StepReport
+from kestrel_engine.types.requests import ImageBlock, PreparedImage, SamplingParams
+from kestrel_engine.types.step import (
+    Lane,
+    RuntimeLimits,
+    StepPlan,
+    StepResult,
+    StepToken,
+    TokenRule,
+)
+from kestrel_engine.types.submission import Submission
+
+from ..reports.report import Report, Row, benchmark_parser, median, quantile
+from ..traffic.chart_trace import NUM_IMAGES, NUM_QUESTIONS, TOKENS, shape_of
+
+IMAGE_POSITIONS = 729
+TOKEN = StepToken(100)
+RULE = TokenRule()
+
+
+@dataclass(frozen=True)
+class Card:
+    """Milliseconds of the parts of a step alone on the device, and of the host.
+
+    ``beside``, ``beside_row``: of a decode step beside new work, which waits for the multiprocessors that the tower
+    holds. ``stolen``: how much longer the new work takes then, as a share of the decode step's time alone.
+    ``host_wait``: the mean of what a launch takes longer while other threads have the interpreter. ``prepare``: from a
+    request until the step thread has it, for a new image and for a known one; ``jitter``: the mean of what this takes
+    longer.
+    """
+
+    decode: float = 1.28
+    decode_row: float = 0.0563
+    vision: float = 0.9
+    crop: float = 1.25
+    image: float = 0.5
+    prefix: float = 3.3
+    prompts: float = 1.8
+    question: float = 0.24
+    beside: float = 8.5
+    beside_row: float = 0.055
+    stolen: float = 0.85
+    launch_decode: float = 0.3
+    launch_new: float = 1.2
+    collect: float = 0.05
+    host_wait: float = 0.3
+    prepare: tuple[float, float] = (8.0, 1.0)
+    jitter: float = 5.0
+
+    def decode_ms(self, plan: StepPlan) -> float:
+        return self.decode + self.decode_row * len(plan.decode) if plan.decode else 0.0
+
+    def new_ms(self, plan: StepPlan) -> float:
+        crops = sum(piece.last - piece.first for piece in plan.encode)
+        images = sum(piece.last == piece.image.num_crops for piece in plan.encode)
+        prefixes = sum(row.start == 0 for row in plan.prefill)
+        ms = self.vision + self.crop * crops + self.image * images if crops else 0.0
+        if prefixes:
+            return ms + 0.9 + self.prefix * prefixes + 0.1 * len(plan.prefill)
+        return ms + (self.prompts + self.question * len(plan.prefill) if plan.prefill else 0.0)
+
+
+@dataclass
+class _Running:
+    plan: StepPlan
+    left_ms: float
+    after: int | None
+    """The step of the other lane that must have ended."""
+    begun_at: float | None = None
+
+
+class Device:
+    """Two lanes of steps in virtual time, in ms. With one lane, steps run one after the other."""
+
+    def __init__(self, card: Card) -> None:
+        self._card = card
+        self._now = 0.0
+        self._queues: dict[Lane, deque[_Running]] = {lane: deque() for lane in Lane}
+        self.ended: dict[int, tuple[float, float]] = {}
+        """The end of each step, and the time for which it ran, by step id."""
+        self._last_decode: int | None = None
+
+    def launch(self, now: float, plan: StepPlan) -> None:
+        self.run_to(now)
+        ms, after = self._card.decode_ms(plan) + self._card.new_ms(plan), plan.after
+        if plan.lane is Lane.NEW_WORK:
+            after = self._last_decode
+        elif plan.lane is Lane.DECODE:
+            self._last_decode = plan.step_id
+        self._queues[plan.lane].append(_Running(plan, ms, after))
+
+    def run_to(self, now: float) -> None:
+        while self._now < now:
+            self._advance(now)
+
+    def end_of(self, plan: StepPlan) -> tuple[float, float]:
+        """Returns the entry of ``ended`` for a step, after which nothing is launched until its end."""
+        while plan.step_id not in self.ended:
+            self._advance(float("inf"))
+        return self.ended[plan.step_id]
+
+    def _advance(self, until: float) -> None:
+        """Runs until the next step ends, at most until ``until``."""
+        active = {
+            lane: queue[0]
+            for lane, queue in self._queues.items()
+            if queue and (queue[0].after is None or queue[0].after in self.ended)
+        }
+        if not active:
+            assert until < float("inf"), "steps wait for one another"
+            self._now = max(self._now, until)
+            return
+        speed = dict.fromkeys(Lane, 1.0)
+        if len(active) > 1:
+            decode, card = active[Lane.DECODE].plan, self._card
+            alone = card.decode_ms(decode)
+            speed[Lane.DECODE] = alone / (card.beside + card.beside_row * len(decode.decode))
+            speed[Lane.NEW_WORK] = 1 - card.stolen * speed[Lane.DECODE]
+        for step in active.values():
+            step.begun_at = self._now if step.begun_at is None else step.begun_at
+        ms = min(step.left_ms / speed[lane] for lane, step in active.items())
+        ms = min(ms, until - self._now)
+        self._now += ms
+        for lane, step in active.items():
+            step.left_ms -= ms * speed[lane]
+            if step.left_ms <= 1e-9:
+                self._queues[lane].popleft()
+                assert step.begun_at is not None
+                self.ended[step.plan.step_id] = self._now, self._now - step.begun_at
+
+
+class VirtualRuntime:
+    """Implements ``protocol.Runtime`` in virtual time: launching and collecting a step take the host's time, and the
+    device the card's."""
+
+    def __init__(self, limits: RuntimeLimits, card: Card) -> None:
+        self.limits, self._card, self._device = limits, card, Device(card)
+        self._rng = random.Random(2)
+        self.now = 0.0
+        """In ms."""
+        self.decode_rows: list[int] = []
+        """Of each decode step."""
+        self.new_ms: list[float] = []
+        """Of each step with new work, alone."""
+
+    def clock(self) -> float:
+        return self.now / 1e3
+
+    def launch(self, plan: StepPlan) -> StepPlan:
+        card = self._card
+        new_ms = card.new_ms(plan)
+        self.now += card.launch_new if new_ms else card.launch_decode
+        self.now += self._rng.expovariate(1 / card.host_wait)
+        self._device.launch(self.now, plan)
+        self.decode_rows += [len(plan.decode)] if plan.decode else []
+        self.new_ms += [new_ms] if new_ms else []
+        return plan
+
+    def is_done(self, handle: StepHandle) -> bool:
+        assert isinstance(handle, StepPlan)
+        self._device.run_to(self.now)
+        return handle.step_id in self._device.ended
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        assert isinstance(handle, StepPlan)
+        end, took = self._device.end_of(handle)
+        self.now = max(self.now, end) + self._card.collect
+        rows = handle.prefill + handle.decode
+        tokens = {row.sequence_id: TOKEN for row in rows if row.sample is not None}
+        return StepResult(tokens=tokens, vision_s=took / 1e3)
+
+    def close(self) -> None: ...
+
+
+class Counted:
+    """A skill's control and output: any tokens, up to the request's limit."""
+
+    def rule(self, num_before: int) -> TokenRule:
+        return RULE
+
+    def accept(self, token: StepToken) -> None:
+        return None
+
+
+@dataclass
+class Found:
+    """Instants in ms: when each request began, and when its tokens came."""
+
+    began: dict[int, float] = field(default_factory=dict)
+    tokens_at: dict[int, list[float]] = field(default_factory=dict)
+
+
+class Callers:
+    """The callers of a closed loop, which stand in place of the delivery thread: an answer that ends is followed by the
+    next question of the trace."""
+
+    def __init__(self, runtime: VirtualRuntime, card: Card, tokens: int, requests: int) -> None:
+        self._runtime, self._card, self._tokens = runtime, card, tokens
+        self._trace = iter(list(enumerate(questions(0)))[:requests])
+        self._known: set[int] = set()
+        self._rng = random.Random(1)
+        self.arriving: list[tuple[float, int, int, int]] = []
+        """A heap of (instant, number, image, tokens of the question)."""
+        self.found = Found()
+
+    def ask(self) -> None:
+        now = self._runtime.now
+        for number, (image, count) in itertools.islice(self._trace, 1):
+            ms = self._card.prepare[image in self._known] + self._rng.expovariate(
+                1 / self._card.jitter
+            )
+            self._known.add(image)
+            self.found.began[number] = now
+            heapq.heappush(self.arriving, (now + ms, number, image, count))
+
+    def put(self, reports: list[StepReport]) -> None:
+        for report in reports:
+            if report.token is not None:
+                at = self.found.tokens_at.setdefault(report.sequence_id, [])
+                at.append(self._runtime.now)
+            if report.end is not None:
+                self.ask()
+
+    def send_due(self, engine: loop.EngineLoop) -> None:
+        while self.arriving and self.arriving[0][0] <= self._runtime.now:
+            _, number, image, count = heapq.heappop(self.arriving)
+            made = submission(number, image, count, self._tokens, self._runtime.clock())
+            skill: Any = Counted()
+            engine.submit(Work(str(number), made, skill, skill))
+
+
+def questions(seed: int) -> list[tuple[int, int]]:
+    """Returns (image, tokens) of the questions of the trace."""
+    rng = random.Random(seed)
+    twice = set(rng.sample(range(NUM_IMAGES), NUM_QUESTIONS - NUM_IMAGES))
+    images = [i for i in range(NUM_IMAGES) for _ in range(1 + (i in twice))]
+    return [(image, rng.randint(*TOKENS)) for image in images]
+
+
+def submission(number: int, image: int, count: int, tokens: int, now: float) -> Submission:
+    tiling = (3, 3) if shape_of(image).width == 420 else (2, 4)
+    crops = np.zeros((1 + tiling[0] * tiling[1], 1, 1, 3), np.uint8)
+    prepared = PreparedImage(f"image {image}", crops, tiling, 1, 1)
+    block = ImageBlock(prepared.key, IMAGE_POSITIONS)
+    text = range(1000 + number, 1000 + number + count)
+    return Submission(
+        sequence_id=number,
+        prompt=(0, block, *text),
+        images=(prepared,),
+        sampling=SamplingParams(),
+        rule=RULE,
+        max_tokens=tokens,
+        arrived_at=now,
+    )
+
+
+def simulate(
+    card: Card,
+    policy: SchedulerPolicy,
+    *,
+    in_flight: int,
+    tokens: int,
+    requests: int,
+    beside: bool,
+    batch: int = 64,
+) -> tuple[Found, VirtualRuntime]:
+    """Runs ``requests`` questions of a closed loop of ``in_flight`` callers."""
+    limits = RuntimeLimits(
+        num_pages=13_000,
+        page_size=10,
+        max_batch_size=batch,
+        max_seq_length=2048,
+        vocab_size=51_200,
+        decodes_beside=beside,
+    )
+    runtime = VirtualRuntime(limits, card)
+    callers = Callers(runtime, card, tokens, requests)
+    delivery: Any = callers
+    engine = loop.EngineLoop(
+        runtime,
+        delivery,
+        policy=policy,
+        depth=default_sizes(cuda=True).steps_out,
+        clock=runtime.clock,
+    )
+    for _ in range(in_flight):
+        callers.ask()
+    # What the loop's thread does, in virtual time: it sleeps until the next request comes.
+    while callers.arriving or engine._scheduler.has_work:
+        if not engine._scheduler.has_work:
+            runtime.now = max(runtime.now, callers.arriving[0][0])
+        callers.send_due(engine)
+        engine._take_commands()
+        engine._advance()
+        engine._flush()
+    return callers.found, runtime
+
+
+def summary(found: Found, runtime: VirtualRuntime, name: str, in_flight: int) -> Row:
+    """Returns rates and gaps in ms, without the first and the last requests, when not all callers are there."""
+    ends = sorted(at[-1] for at in found.tokens_at.values())
+    edge = min(in_flight, len(ends) // 4)
+    begin, end = ends[edge - 1], ends[-edge - 1]
+    gaps = [
+        later - earlier
+        for at in found.tokens_at.values()
+        for earlier, later in itertools.pairwise(at)
+        if begin <= earlier and later <= end
+    ]
+    first = [found.tokens_at[n][0] - began for n, began in found.began.items()]
+    return {
+        "lanes": name,
+        "requests/s": 1e3 * (len(ends) - 2 * edge) / (end - begin),
+        "gap p50": median(gaps),
+        "gap p95": quantile(gaps, 0.95),
+        "gap p99": quantile(gaps, 0.99),
+        "first gap p50": median([at[1] - at[0] for at in found.tokens_at.values()]),
+        "ttft p50": median(first),
+        "rows": sum(runtime.decode_rows) / len(runtime.decode_rows),
+        "new ms": sum(runtime.new_ms) / len(runtime.new_ms),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> Report:
+    parser = benchmark_parser("overhead.lanes_sim", __doc__)
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[64, 32, 16, 4])
+    parser.add_argument("--tokens", type=int, default=30)
+    parser.add_argument("--requests", type=int, default=1500)
+    parser.add_argument("--itl-target-ms", type=float, default=15.0)
+    parser.add_argument(
+        "--beside-depth",
+        type=int,
+        nargs="+",
+        default=[loop.BESIDE_DEPTH],
+        help="decode steps out beside new work [those of the engine]",
+    )
+    parser.add_argument(
+        "--host-wait-ms", type=float, default=Card.host_wait, help="mean wait of a launch"
+    )
+    args = parser.parse_args(arguments)
+    if args.quick:
+        args.in_flight, args.tokens, args.requests = [4], 5, 40
+    report = Report("lanes_sim", vars(args))
+    sizes, card = default_sizes(cuda=True), Card(host_wait=args.host_wait_ms)
+    budget = StepBudget(
+        prefill_positions=sizes.step_prefill_positions,
+        crops=sizes.step_crops,
+        pause=sizes.step_pause,
+    )
+    policy = SchedulerPolicy(budget=budget, itl_target_s=args.itl_target_ms / 1e3)
+    run = {"tokens": args.tokens, "requests": args.requests}
+    for in_flight in args.in_flight:
+        title = f"{args.tokens} tokens, {in_flight} in flight; times in ms"
+        one = simulate(card, policy, in_flight=in_flight, beside=False, **run)
+        report.add(title, summary(*one, "one", in_flight))
+        for depth in args.beside_depth:
+            with patch.object(loop, "BESIDE_DEPTH", depth):
+                two = simulate(card, policy, in_flight=in_flight, beside=True, **run)
+            report.add(title, summary(*two, f"two, {depth} steps out", in_flight))
+    report.finish(args.json)
+    return report
+
+
+if __name__ == "__main__":
+    main()

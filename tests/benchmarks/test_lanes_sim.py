@@ -1,0 +1,43 @@
+"""The trace in virtual time: what the policy of two lanes gives and costs on the model of a card."""
+
+import pytest
+
+from benchmarks.overhead.lanes_sim import Card, main, simulate, summary
+from kestrel_engine.config.sizes import default_sizes
+from kestrel_engine.scheduler.budget import StepBudget
+from kestrel_engine.scheduler.policy import SchedulerPolicy
+
+SIZES = default_sizes(cuda=True)
+POLICY = SchedulerPolicy(
+    budget=StepBudget(
+        prefill_positions=SIZES.step_prefill_positions,
+        crops=SIZES.step_crops,
+        pause=SIZES.step_pause,
+    )
+)
+
+
+@pytest.mark.parametrize("in_flight", [64, 16])
+def test_decoding_beside_images_keeps_the_rate_and_the_gaps_short(in_flight):
+    run = {"in_flight": in_flight, "tokens": 20, "requests": 200}
+    one, two = (
+        summary(*simulate(Card(), POLICY, beside=beside, **run), "", in_flight)
+        for beside in (False, True)
+    )
+    assert two["requests/s"] > 0.95 * one["requests/s"]
+    assert two["gap p95"] < 0.5 * one["gap p95"]
+    # A sequence whose prompt has been computed joins the second decode step that ends.
+    assert two["gap p99"] < 22
+
+
+def test_a_second_run_gives_the_same():
+    run = {"in_flight": 4, "tokens": 5, "requests": 20, "beside": True}
+    first, second = (simulate(Card(), POLICY, **run)[0] for _ in range(2))
+    assert first == second
+
+
+def test_the_table(capsys):
+    report = main(["--quick", "--beside-depth", "1", "2"])
+    (rows,) = report.tables.values()
+    assert [row["lanes"] for row in rows] == ["one", "two, 1 steps out", "two, 2 steps out"]
+    assert "requests/s" in capsys.readouterr().out
