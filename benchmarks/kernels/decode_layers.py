@@ -302,6 +302,8 @@ class Bench:
         self._stack, self._batch = stack, batch
         self._layers = stack.config.text.n_layers
         print(f"batch {batch}: ms of {self._layers} layers, us a layer (mean), relative error")
+        # A router's near tie may fall otherwise with weights in FP8, and a row gets another expert.
+        self._limit = 0.3 if stack.fp8 and stack.config.text.moe is not None else 0.15
         self._reference: Tensor | None = None
         self.graphs: dict[Variant, torch.cuda.CUDAGraph] = {}
 
@@ -317,7 +319,7 @@ class Bench:
             if self._reference is None:
                 self._reference = got
             off = error(got, self._reference)
-            if not off < 0.15:
+            if not off < self._limit:
                 sys.exit(f"WRONG: batch {self._batch}, {variant}: relative error {off:.2e}")
             graph = self.graphs[variant] = captured(body)
         graph.replay()
