@@ -165,7 +165,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _replacements(card: Card) -> list[tuple[Any, str, Any]]:
-    """What torch says and does about CUDA, in place of its own."""
+    """Replaces torch's functions about CUDA."""
     properties = SimpleNamespace(
         name=card.name,
         major=card.compute_capability[0],

@@ -160,7 +160,7 @@ class _SamePoints:
         self.is_cut = np.zeros(len(every), dtype=bool)
 
     def is_piece(self, one: int, others: np.ndarray) -> np.ndarray:
-        """A point does not tell how large its object is."""
+        """A point does not say how large its object is."""
         return np.zeros(len(others), dtype=bool)
 
     def likeness(self, one: int, others: np.ndarray) -> np.ndarray:

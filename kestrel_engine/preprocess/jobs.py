@@ -54,7 +54,7 @@ class Job:
     source_digest: bytes | None = None
     arrived: float = field(default_factory=time.monotonic)
     cost: Cost | None = None
-    dear: bool = False
+    expensive: bool = False
     is_high: bool = False
     """Whether a request of the best priority needs it."""
     queue: FairQueue[Job] | None = None

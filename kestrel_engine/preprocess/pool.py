@@ -2,12 +2,12 @@
 
 Raw pixels whose crops the device makes need no decoder (raw_images.py). For all others:
 
-A new image goes to one of ``processes`` decoders. If the header shows that the image is dear (expensive in time or
-memory), the decoder answers with the cost instead of the crops. The image then waits for a decoder of dear images.
+A new image goes to one of ``processes`` decoders. If the header shows that the image is expensive (in time or
+memory), the decoder answers with the cost instead of the crops. The image then waits for a decoder of expensive images.
 There are few of these. Each is forked for one image, has a low priority (nice), and starts only if the memory budget
 has room for the image. Therefore small images never wait for huge ones, and huge ones are decoded too. While all
 decoders are busy, the pool first learns the costs of the waiting images. It then decodes them in turns of their
-principals, and cheap images before dear ones. An image that has waited long enough is not overtaken.
+principals, and cheap images before expensive ones. An image that has waited long enough is not overtaken.
 
 The engine limits the number of waiting images (``max_queue``), and the pool the number of their pixels. All methods
 belong to one event loop.
@@ -54,14 +54,14 @@ MOST_THREADS_AN_IMAGE = 16
 Decoding uses one thread, which runs beside them."""
 
 CHEAP_SECONDS = 0.5
-"""An image that may take longer is dear. A photograph of 12 megapixels takes less."""
+"""An image that may take longer is expensive. A photograph of 12 megapixels takes less."""
 
 CHEAP_BYTES = 96 * 2**20
-"""An image that may take more memory is dear too. The limit is lower if half of the budget, divided by the number of
-decoders, is less."""
+"""An image that may take more memory is expensive too. The limit is lower if half of the budget, divided by the number
+of decoders, is less."""
 
-DEAR_NICE = 10
-"""Decoders of dear images get a tenth of a processor that other processes use too."""
+EXPENSIVE_NICE = 10
+"""Decoders of expensive images get a tenth of a processor that other processes use too."""
 
 MOST_SPARE_BYTES = 8 * 2**20
 """A decoder keeps memory for the crops of an image of its last image's size, if they take no more than this."""
@@ -75,12 +75,12 @@ class _Run:
 
     job: Job
     timer: asyncio.TimerHandle
-    dear: bool
+    expensive: bool
     failure: Exception | None = None
 
 
 class PreprocessPool:
-    """Prepares ``processes`` cheap images at the same time, and a quarter as many dear ones, at least one.
+    """Prepares ``processes`` cheap images at the same time, and a quarter as many expensive ones, at least one.
 
     Memory is limited to ``decode_bytes``, the memory of the processes themselves, and ``cache_bytes`` of prepared
     images that are kept for repeats. If an image is the only one in the pool, as many threads as there are processes
@@ -113,8 +113,8 @@ class PreprocessPool:
         self._cheap = Cost(
             limits.max_pixels, min(CHEAP_BYTES, decode_bytes // 2 // processes), CHEAP_SECONDS
         )
-        self._most_dear, self._running_dear = max(1, processes // 4), 0
-        self._dear_bytes = self._free_bytes = decode_bytes - processes * self._cheap.num_bytes
+        self._most_expensive, self._running_expensive = max(1, processes // 4), 0
+        self._expensive_bytes = self._free_bytes = decode_bytes - processes * self._cheap.num_bytes
         self._max_waiting, self._waiting_pixels = max_waiting_pixels, 0
         self._answers = Answers(limits.max_pixels, vision, device_pixels)
         self._cache = PreparedCache(cache_bytes)
@@ -127,7 +127,7 @@ class PreprocessPool:
             threads=processes,
         )
         self._making: dict[bytes, Job] = {}
-        self._unknown, self._known, self._dear = (FairQueue[Job]() for _ in range(3))
+        self._unknown, self._known, self._expensive = (FairQueue[Job]() for _ in range(3))
         self._idle: list[DecoderProcess] = []
         self._runs: dict[DecoderProcess, _Run] = {}
         self._closed = False
@@ -144,9 +144,9 @@ class PreprocessPool:
         """Decodes and tiles one image, which may be an InRegion or Tiled. Requests of one namespace share repeated
         images. ``is_high``: the request has the best priority.
 
-        If all callers of an image are cancelled, a waiting image is dropped, and the process of a dear image is killed.
-        Raises the errors of ``begin_image``, ImageTooSlowError, PixelsWaiting, EngineOverloaded (no process can be
-        started), RuntimeFailure, and EngineClosed after ``close``.
+        If all callers of an image are cancelled, a waiting image is dropped, and the process of an expensive image is
+        killed. Raises the errors of ``begin_image``, ImageTooSlowError, PixelsWaiting, EngineOverloaded (no process can
+        be started), RuntimeFailure, and EngineClosed after ``close``.
         """
         self._check_open()
         began = time.perf_counter()
@@ -197,7 +197,7 @@ class PreprocessPool:
     def close(self) -> None:
         """Refuses further images, fails the present ones with EngineClosed, and ends all decoders. Idempotent."""
         self._closed = True
-        for queue in (self._unknown, self._known, self._dear):
+        for queue in (self._unknown, self._known, self._expensive):
             while queue.peek() is not None:
                 self._fail(queue.pop(), EngineClosed("preprocessing is shut down"))
         for decoder, run in list(self._runs.items()):
@@ -216,8 +216,8 @@ class PreprocessPool:
 
     def _dispatch(self) -> None:
         """Starts all jobs that can start now."""
-        while not self._closed and self._next_dear():
-            self._start(self._dear.pop(), None)
+        while not self._closed and self._next_expensive():
+            self._start(self._expensive.pop(), None)
         while not self._closed and self._num_cheap < self._processes:
             if self._next(self._unknown) is not None:
                 # If several images wait, the decoders first report their costs, because the cheapest goes first.
@@ -230,7 +230,7 @@ class PreprocessPool:
 
     @property
     def _num_cheap(self) -> int:
-        return sum(not run.dear for run in self._runs.values())
+        return sum(not run.expensive for run in self._runs.values())
 
     def _next(self, queue: FairQueue[Job]) -> Job | None:
         """The first job of ``queue`` that still waits in it."""
@@ -238,23 +238,24 @@ class PreprocessPool:
             queue.pop()
         return job
 
-    def _next_dear(self) -> bool:
-        """Whether the first dear image may start. Smaller dear images do not overtake it, so it starts some time."""
-        job = self._next(self._dear)
+    def _next_expensive(self) -> bool:
+        """Whether the first expensive image may start. Smaller ones do not overtake it, so that it starts at some
+        time."""
+        job = self._next(self._expensive)
         return (
             job is not None
             and job.cost is not None
-            and self._running_dear < self._most_dear
+            and self._running_expensive < self._most_expensive
             and job.cost.num_bytes <= self._free_bytes
         )
 
     def _start(self, job: Job, granted: Cost | None) -> None:
         """Gives ``job`` to an idle or a new decoder. ``granted``: the cost up to which the decoder prepares the image
-        at once; None for a dear image, which gets a separate decoder within the budget."""
-        dear = granted is None
+        at once; None for an expensive image, which gets a separate decoder within the budget."""
+        expensive = granted is None
         granted = granted or job.cost
         assert granted is not None and job.payload is not None
-        alone = not self._runs and not len(self._known) and not dear
+        alone = not self._runs and not len(self._known) and not expensive
         message = {
             "shape": job.payload.shape if isinstance(job.payload, np.ndarray) else None,
             "background": job.background,
@@ -270,24 +271,28 @@ class PreprocessPool:
                 source = new_segment()
                 stack.callback(os.close, source)
                 write_segment(source, job.payload)
-                decoder = self._idle.pop() if self._idle and not dear else self._new_decoder(dear)
+                decoder = (
+                    self._idle.pop()
+                    if self._idle and not expensive
+                    else self._new_decoder(expensive)
+                )
             except OSError as error:
                 text = f"no process can be started to decode images: {error.strerror}"
                 self._fail(job, EngineOverloaded(text))
                 return
             timer = asyncio.get_running_loop().call_later(self._timeout_s, self._too_slow, decoder)
-            self._runs[decoder] = _Run(job, timer, dear)
-            if dear and job.cost is not None:
-                self._running_dear += 1
+            self._runs[decoder] = _Run(job, timer, expensive)
+            if expensive and job.cost is not None:
+                self._running_expensive += 1
                 self._free_bytes -= job.cost.num_bytes
             with contextlib.suppress(
                 OSError
             ):  # The decoder has just ended. Its end is reported next.
                 decoder.send(message, source)
 
-    def _new_decoder(self, dear: bool) -> DecoderProcess:
+    def _new_decoder(self, expensive: bool) -> DecoderProcess:
         return DecoderProcess(
-            self._limits, self._vision, self._answered, nice=DEAR_NICE if dear else 0
+            self._limits, self._vision, self._answered, nice=EXPENSIVE_NICE if expensive else 0
         )
 
     def _answered(self, decoder: DecoderProcess, message: dict[str, Any]) -> None:
@@ -308,7 +313,7 @@ class PreprocessPool:
             decoder.close()
             outcome = EngineOverloaded(f"no memory is available for an image: {error.strerror}")
         self._end_run(decoder)
-        if run.dear:
+        if run.expensive:
             decoder.close()
         if isinstance(outcome, Cost):
             self._learn_cost(run.job, outcome)
@@ -334,11 +339,11 @@ class PreprocessPool:
     def _learn_cost(self, job: Job, cost: Cost) -> None:
         """Queues ``job`` by the cost that its decoder found in the header, if the limits allow it."""
         job.cost = cost
-        job.dear = cost.num_bytes > self._cheap.num_bytes or cost.seconds > self._cheap.seconds
+        job.expensive = cost.num_bytes > self._cheap.num_bytes or cost.seconds > self._cheap.seconds
         if job.result.done():
             return
-        if job.dear and cost.num_bytes > self._dear_bytes:
-            text = f"takes {cost.num_bytes} bytes to decode, the limit is {self._dear_bytes} (--decode-bytes)"
+        if job.expensive and cost.num_bytes > self._expensive_bytes:
+            text = f"takes {cost.num_bytes} bytes to decode, the limit is {self._expensive_bytes} (--decode-bytes)"
             self._fail(job, ImageTooLargeError(FIELD, text))
         elif (
             self._max_waiting is not None
@@ -353,7 +358,7 @@ class PreprocessPool:
         else:
             job.waits = True
             self._waiting_pixels += cost.pixels
-            job.wait_in(self._dear if job.dear else self._known)
+            job.wait_in(self._expensive if job.expensive else self._known)
 
     def _begin_run(self, job: Job) -> None:
         """Notes that ``job`` has left its queue."""
@@ -364,8 +369,8 @@ class PreprocessPool:
         """Frees the resources of a run."""
         run = self._runs.pop(decoder)
         run.timer.cancel()
-        if run.dear and run.job.cost is not None:
-            self._running_dear -= 1
+        if run.expensive and run.job.cost is not None:
+            self._running_expensive -= 1
             self._free_bytes += run.job.cost.num_bytes
 
     def _too_slow(self, decoder: DecoderProcess) -> None:
@@ -381,7 +386,7 @@ class PreprocessPool:
             return
         for decoder, run in self._runs.items():
             if run.job is job:
-                if run.dear:
+                if run.expensive:
                     run.failure = EngineClosed("no request waits for it")
                     decoder.kill()
                 return  # The decoder finishes a cheap image. The cache keeps its crops.

@@ -91,7 +91,7 @@ class RawImages:
         return _digest(source.shape, digests)
 
     async def prepare(self, source: np.ndarray, namespace: str) -> Preprocessed:
-        """Prepares an image that ``takes`` accepts. The result keeps pixels that nobody can change, and a copy of
+        """Prepares an image that ``takes`` accepts. The result keeps pixels that cannot change, and a copy of
         others. Raises ImageTooLargeError, and EngineClosed after ``close``."""
         began = time.perf_counter()
         seen = self._last.get((namespace, source.shape))
@@ -183,7 +183,7 @@ def _content_key(digest: bytes, vision: VisionConfig) -> str:
 
 
 def _is_constant(array: np.ndarray) -> bool:
-    """Whether nobody can change the pixels, because they lie in bytes, as those of a message do."""
+    """Whether the pixels cannot change, because they lie in bytes, as those of a message do."""
     owner: Any = array
     while isinstance(owner, np.ndarray):
         owner = owner.base

@@ -30,7 +30,7 @@ class Tokenizer:
         decoder = json.loads(state) or {"type": "Sequence", "decoders": []}
         parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
         self.append_only: bool = all(part["type"] in _APPEND_ONLY_DECODERS for part in parts)
-        """See ``detokenize.StreamingText``. True for every byte-level BPE, hence for all Moondream models."""
+        """See ``detokenize.StreamingText``. True for every byte-level BPE, and so for all Moondream models."""
         self._is_byte_level = any(part["type"] == "ByteLevel" for part in parts)
         # A text with alternatives asks for 21 ids a token. A look-up without a frame of Python takes half the time.
         self.token_bytes: Callable[[int], bytes] = _TokenBytes(self._bytes_of).__getitem__

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def untouched_bytes(tensor: Tensor) -> int:
-    """Returns the bytes of ``tensor``'s memory that do not exist yet; all of them where the host does not tell, and 0
+    """Returns the bytes of ``tensor``'s memory that do not exist yet; all of them where the host reports nothing, and 0
     on a device."""
     if tensor.device.type != "cpu" or not tensor.nbytes:
         return 0

@@ -1,4 +1,4 @@
-"""StepEvents: tells the observer of each step that has come back. Owns no state of the steps."""
+"""StepEvents: reports each step that has come back to the observer. Owns no state of the steps."""
 
 from __future__ import annotations
 

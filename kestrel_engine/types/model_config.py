@@ -204,7 +204,8 @@ def _templates(raw: Mapping[str, Any], family: Family, ids: SpecialIds) -> Templ
         "normal": (1, 32708, 2, 6382, 3),
         "long": (1, 32708, 2, 4059, 3),
     }
-    # Moondream 2's doubled answer id is the reference's own: the suffix goes on once always and once more when direct.
+    # Moondream 2's doubled answer id is the reference's own: the suffix is added once always, and once more for direct
+    # answers.
     suffix, reasoning = (
         ((answer,), (thinking,))
         if family == "moondream3"

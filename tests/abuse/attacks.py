@@ -512,8 +512,8 @@ async def slow_readers(target: Target) -> Counter[str]:
     return await _many(8, lambda _: _raw(target, frames(), 10, hold=True))
 
 
-def dear_images() -> dict[str, bytes]:
-    """Small files that are dear to decode."""
+def expensive_images() -> dict[str, bytes]:
+    """Small files that are expensive to decode."""
     flat = pyvips.Image.black(9900, 9900, bands=3).copy(interpretation="srgb")
     noise = pyvips.Image.gaussnoise(3000, 3000).cast("uchar").colourspace("srgb")
     made = {}
@@ -531,18 +531,18 @@ def dear_images() -> dict[str, bytes]:
     return made
 
 
-_DEAR: dict[str, bytes] = {}
+_EXPENSIVE: dict[str, bytes] = {}
 """Made before the attack: that takes 20 s."""
 
 
 @attack
-async def dear(target: Target) -> Counter[str]:
-    """Each dear image eight times at once."""
+async def expensive(target: Target) -> Counter[str]:
+    """Each expensive image eight times at once."""
 
     async def one(number: int) -> str:
-        name = list(_DEAR)[number % len(_DEAR)]
+        name = list(_EXPENSIVE)[number % len(_EXPENSIVE)]
         # Trailing bytes make each another image.
-        data = _DEAR[name] + number.to_bytes(4, "big")
+        data = _EXPENSIVE[name] + number.to_bytes(4, "big")
         async with _stub(target) as stub:
             try:
                 await stub.Query(query(data), metadata=target.metadata("rude"), timeout=60)
@@ -550,7 +550,7 @@ async def dear(target: Target) -> Counter[str]:
                 return f"{name}: {_code(error)}"
         return f"{name}: OK"
 
-    return await _many(8 * len(_DEAR), one)
+    return await _many(8 * len(_EXPENSIVE), one)
 
 
 @dataclass
@@ -579,8 +579,8 @@ async def run(
     target: Target, name: str, settle_s: float = 10.0, most_s: float = 90.0, pause_s: float = 0.0
 ) -> Outcome:
     """One attack, which is given up after ``most_s``, with the polite caller beside it."""
-    if ATTACKS[name] is dear and not _DEAR:
-        _DEAR.update(await asyncio.to_thread(dear_images))
+    if ATTACKS[name] is expensive and not _EXPENSIVE:
+        _EXPENSIVE.update(await asyncio.to_thread(expensive_images))
     polite = Polite(target, pause_s)
     rest = target.memory()
     log_at = target.log.stat().st_size

@@ -35,7 +35,7 @@ MOST_MIB = {
     "stalled_uploads": HELD + 512,
     "watchers": STRANGERS,
     "slow_readers": STRANGERS,
-    "dear": DECODING,
+    "expensive": DECODING,
 }
 CONNECTIONS = {"many_connections", "continuations"}
 """Measured by test_connections.py, where the polite caller has another address."""
@@ -54,7 +54,8 @@ def test_every_attack_is_tried():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MOST_MIB)
 async def test_memory_stays_within_what_the_flags_promise(target, name):
-    # "dear" alone takes longer: its images wait for the one process that decodes such. All are sent within a second.
+    # "expensive" alone takes longer: its images wait for the one process that decodes such. All are sent within a
+    # second.
     outcome = await run(target, name, settle_s=0.5, most_s=40.0, pause_s=0.1)
     print(outcome)
     assert target.popen.poll() is None, target.log.read_text()[-4000:]

@@ -33,7 +33,7 @@ from .staging import NO_SPACE, Staging
 logger = logging.getLogger(__name__)
 
 Fetch = Callable[[Staging], Mapping[str, str | None]]
-"""Downloads an adapter's files. Returns the SHA-256 of each by name; None where its source does not tell it."""
+"""Downloads an adapter's files. Returns the SHA-256 of each by name; None where its source does not give it."""
 
 LIST_NAME = "files.json"
 _MAX_LIST_BYTES = 1 << 16

@@ -169,7 +169,7 @@ class Origins:
                 and known.version is not None
                 and isinstance(error, AdapterUnavailable)
             ):
-                known.until = now() + FAILURE_S  # What was known goes on.
+                known.until = now() + FAILURE_S  # What was known still holds.
                 return known.version
             self._remember(name, _Known(None, now() + FAILURE_S, error))
             raise

@@ -135,7 +135,8 @@ class ModelBucket:
     def upload(
         self, name: str, file: Path | bytes, sha256: str, count: Count = lambda num_bytes: None
     ) -> None:
-        """Uploads a file. The bucket checks the SHA-256 of each part. Nobody sees a part of it. Raises OSError too."""
+        """Uploads a file. The bucket checks the SHA-256 of each part. No reader sees a part of it. Raises OSError
+        too."""
 
         def pieces(path: Path) -> Iterator[bytes]:
             with path.open("rb") as source:

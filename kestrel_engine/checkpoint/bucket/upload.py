@@ -1,4 +1,4 @@
-"""Uploads a model to a bucket. SHA256SUMS comes last, so that nobody uses a model that is not complete."""
+"""Uploads a model to a bucket. SHA256SUMS comes last, so that no server uses an incomplete model."""
 
 from __future__ import annotations
 

@@ -414,7 +414,7 @@ class GpuRuntime:
             self._decode.warm_up()
 
     def _warm_up_samples(self) -> None:
-        """What follows a prefill pass: sampling for any number of prompts, and the check of prompts that go on."""
+        """What follows a prefill pass: sampling for any number of prompts, and the check of prompts that continue."""
         rows, dim = self._limits.max_batch_size, self._config.text.dim
         hidden = torch.zeros(rows, dim, dtype=self.model.dtype, device=self.model.device)
         self._prompt_sampler.warm_up(hidden)

@@ -18,7 +18,7 @@ _DEALT = 32
 
 
 def own_stream(device: torch.device, *, priority: int = 0) -> torch.cuda.Stream:
-    """Returns a stream that this function gives to nobody else while the caller keeps it. Raises RuntimeError if all
+    """Returns a stream that no other caller gets while this one keeps it. Raises RuntimeError if all
     are in use."""
     with _lock:
         for _ in range(_DEALT):

@@ -50,5 +50,5 @@ class Breaker:
         self._open_until, self._tries = self._clock() + self._pause_s, False
 
     def left(self) -> None:
-        """The operation ended without telling anything about the store."""
+        """The operation ended without showing whether the store works."""
         self._tries = False

@@ -173,7 +173,7 @@ class Records:
 
 
 def _image(image_id: str, body: memoryview) -> StoredImage:
-    """Raises Unreadable. Only who can make valid values can make a body that has the wrong form."""
+    """Raises Unreadable. Only a party that can make valid values can make a body of the wrong form."""
     if len(body) < _IMAGE.size:
         raise Unreadable("it is cut off")
     kind, width, height, rows, columns, channels = _IMAGE.unpack_from(body)

@@ -32,7 +32,7 @@ from kestrel_engine.errors import (
 from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.decoding.images import open_image
 from kestrel_engine.preprocess.fair_queue import FairQueue
-from kestrel_engine.preprocess.pool import DEAR_NICE, PreprocessPool
+from kestrel_engine.preprocess.pool import EXPENSIVE_NICE, PreprocessPool
 from kestrel_engine.preprocess.processes.decoder_process import template
 from kestrel_engine.types.model_config import VisionConfig
 from tests.engine.preprocess.decoders import decoders, held_up, nice_of, state, until
@@ -53,7 +53,7 @@ def png(width: int = 120, height: int = 90, seed: int = 0) -> bytes:
 
 @functools.cache
 def huge(seed: int = 0) -> bytes:
-    """3 megapixels of one colour in some 10 kB, which are dear here: ``CHEAP_SECONDS`` is lower."""
+    """3 megapixels of one colour in some 10 kB, which are expensive here: ``CHEAP_SECONDS`` is lower."""
     image = pyvips.Image.black(2000, 1625, bands=3) + seed
     return image.cast("uchar").copy(interpretation="srgb").pngsave_buffer(compression=1)
 
@@ -72,8 +72,8 @@ def make_pool(monkeypatch):
         pool.close()
 
 
-def dear_decoders() -> set[int]:
-    return {pid for pid in decoders() if nice_of(pid) == DEAR_NICE}
+def expensive_decoders() -> set[int]:
+    return {pid for pid in decoders() if nice_of(pid) == EXPENSIVE_NICE}
 
 
 async def decoders_of(pool: PreprocessPool) -> set[int]:
@@ -220,35 +220,35 @@ async def test_seconds_leave_waiting_out(make_pool):
     assert all(each.seconds < 0.3 for each in found)
 
 
-async def test_a_dear_image_has_a_process_of_its_own_and_small_ones_overtake_it(make_pool):
+async def test_an_expensive_image_has_a_process_of_its_own_and_small_ones_overtake_it(make_pool):
     pool = make_pool()
     cheap = await decoders_of(pool)
-    dear = asyncio.create_task(pool.prepare(huge()))
+    expensive = asyncio.create_task(pool.prepare(huge()))
     await until(lambda: decoders() - cheap)
     [own] = decoders() - cheap
-    await until(lambda: nice_of(own) == DEAR_NICE)
+    await until(lambda: nice_of(own) == EXPENSIVE_NICE)
     with held_up({own}):
         for seed in range(3):
             await asyncio.wait_for(pool.prepare(pixels(seed)), 10)
         second = asyncio.create_task(pool.prepare(huge(1)))
         await asyncio.sleep(0.1)
-        assert decoders() == cheap | {own}, "one dear image at a time"
-    assert (await dear).image.width == 2000
+        assert decoders() == cheap | {own}, "one expensive image at a time"
+    assert (await expensive).image.width == 2000
     await until(lambda: not state(own))
     await second
 
 
 @pytest.mark.parametrize(("decode_bytes", "together"), [(2**27, 2), (2**26, 1)])
-async def test_dear_images_run_within_the_budget_only(make_pool, decode_bytes, together):
-    """Eight processes may run two dear images, if there is memory for both."""
+async def test_expensive_images_run_within_the_budget_only(make_pool, decode_bytes, together):
+    """Eight processes may run two expensive images, if there is memory for both."""
     pool = make_pool(8, decode_bytes=decode_bytes)
     jobs = [asyncio.create_task(pool.prepare(huge(seed))) for seed in range(2)]
-    await until(dear_decoders)
-    with held_up(dear_decoders()):
-        await until(lambda: pool._running_dear + len(pool._dear) == 2)
-        assert pool._running_dear == together
+    await until(expensive_decoders)
+    with held_up(expensive_decoders()):
+        await until(lambda: pool._running_expensive + len(pool._expensive) == 2)
+        assert pool._running_expensive == together
     await asyncio.gather(*jobs)
-    assert pool._free_bytes == pool._dear_bytes
+    assert pool._free_bytes == pool._expensive_bytes
 
 
 async def test_an_image_beyond_the_whole_budget_is_refused(make_pool):
@@ -417,7 +417,7 @@ async def test_a_cancelled_waiting_job_never_starts_and_frees_its_image(make_poo
     await first
 
 
-async def test_a_dear_image_that_nobody_waits_for_is_given_up(make_pool):
+async def test_an_expensive_image_that_nobody_waits_for_is_given_up(make_pool):
     pool = make_pool()
     cheap = await decoders_of(pool)
     job = asyncio.create_task(pool.prepare(huge()))
@@ -428,17 +428,17 @@ async def test_a_dear_image_that_nobody_waits_for_is_given_up(make_pool):
         with pytest.raises(asyncio.CancelledError):
             await job
         await until(lambda: not decoders() & own)
-    await until(lambda: pool._free_bytes == pool._dear_bytes)
+    await until(lambda: pool._free_bytes == pool._expensive_bytes)
 
 
 async def test_close_ends_running_images_at_once(make_pool):
     pool = make_pool()
     cheap = await decoders_of(pool)
-    dear = asyncio.create_task(pool.prepare(huge()))
+    expensive = asyncio.create_task(pool.prepare(huge()))
     await until(lambda: decoders() - cheap)
     pids = decoders()
     with held_up(pids):
-        jobs = [dear, *(asyncio.create_task(pool.prepare(pixels(seed))) for seed in range(3))]
+        jobs = [expensive, *(asyncio.create_task(pool.prepare(pixels(seed))) for seed in range(3))]
         await asyncio.sleep(0.05)
         began = time.monotonic()
         pool.close()
@@ -477,7 +477,7 @@ import numpy as np
 from kestrel_engine.config.images import ImageLimits
 from kestrel_engine.types.model_config import VisionConfig
 from kestrel_engine.preprocess.processes.decoder_process import template
-from kestrel_engine.preprocess.pool import DEAR_NICE, PreprocessPool
+from kestrel_engine.preprocess.pool import EXPENSIVE_NICE, PreprocessPool
 
 async def main():
     pool = PreprocessPool(1, ImageLimits(), VisionConfig())

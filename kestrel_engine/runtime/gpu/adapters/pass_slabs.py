@@ -1,4 +1,4 @@
-"""PassSlabs: tells the kernels of a pass which slabs its rows use."""
+"""PassSlabs: the slabs that the rows of a pass use, as its kernels read them."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from kestrel_engine import ImageLimits, RuntimeConfig
 from tests.abuse.process import ServerProcess
 
 LIMITS, CONFIG = ImageLimits(), RuntimeConfig()
-PROCESSES, DEAR_PROCESSES = 2, 1
+PROCESSES, EXPENSIVE_PROCESSES = 2, 1
 CALLS = 40
 AT_ONCE = 8
 ROUNDS = 3
@@ -52,7 +52,7 @@ def avif(image: pyvips.Image) -> bytes:
     return data
 
 
-DEAR: dict[str, Callable[[], bytes]] = {
+EXPENSIVE: dict[str, Callable[[], bytes]] = {
     "flat AVIF": lambda: avif(flat(LIMITS.max_avif_pixels)),
     "noise AVIF": lambda: avif(noise(4_000_000)),
     "JPEG of 99 scans": lambda: jpeg_of_many_scans(flat(LIMITS.max_progressive_pixels)),
@@ -119,7 +119,7 @@ def documented_bytes() -> int:
     """What docs/operations.md says that images being decoded take."""
     each = re.search(r"with\n?\s*(\d+) MiB for each decoder process", _PAGE)
     assert each is not None
-    return CONFIG.decode_bytes + int(each[1]) * 2**20 * (PROCESSES + DEAR_PROCESSES + 1)
+    return CONFIG.decode_bytes + int(each[1]) * 2**20 * (PROCESSES + EXPENSIVE_PROCESSES + 1)
 
 
 class Peak:
@@ -144,9 +144,9 @@ class Peak:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DEAR)
-def test_small_images_do_not_wait_for_dear_ones(server, smalls, name, record_property):
-    data = DEAR[name]()
+@pytest.mark.parametrize("name", EXPENSIVE)
+def test_small_images_do_not_wait_for_expensive_ones(server, smalls, name, record_property):
+    data = EXPENSIVE[name]()
     with grpc.insecure_channel(server.address) as channel:
         stub = VisionServiceStub(channel)
         p95(stub, smalls[:5])
@@ -201,7 +201,7 @@ def test_small_images_do_not_wait_for_dear_ones(server, smalls, name, record_pro
     ],
     ids=["AVIF", "WebP"],
 )
-def test_a_dear_format_has_a_limit_of_its_own(server, image, field, flag):
+def test_an_expensive_format_has_a_limit_of_its_own(server, image, field, flag):
     """A few hundred bytes of AVIF that would take much memory are refused from the header."""
     side = math.isqrt(getattr(LIMITS, field)) + 1
     with grpc.insecure_channel(server.address) as channel:
@@ -218,7 +218,7 @@ def test_a_dear_format_has_a_limit_of_its_own(server, image, field, flag):
 
 
 def test_a_killed_server_leaves_no_decoder_behind(server):
-    data = DEAR["WebP"]()
+    data = EXPENSIVE["WebP"]()
     with grpc.insecure_channel(server.address) as channel:
         stub = VisionServiceStub(channel)
         asking = threading.Thread(target=ask, args=(stub, data))
