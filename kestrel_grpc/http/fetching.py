@@ -285,7 +285,7 @@ class _Exchange:
         headers = {
             "host": parts.netloc,
             "user-agent": "kestrel-grpc",
-            "accept": "image/*",
+            "accept": "image/*, */*;q=0.5",  # Django's REST framework answers 406 to the first alone.
             "accept-encoding": "identity",
             "connection": "close",
         }

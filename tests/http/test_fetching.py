@@ -130,6 +130,7 @@ async def test_every_interface_fetches_what_it_answers_about(client, network: Ne
         assert text_of(here.json()) == text_of(there.json())
     assert network.connected == [(PUBLIC, 443, HOST)] * 4
     assert b"accept-encoding: identity" in network.heads[0]
+    assert b"accept: image/*, */*;q=0.5" in network.heads[0]
     assert b"authorization" not in network.heads[0].lower()
 
 

@@ -62,6 +62,7 @@ async def test_a_task_gets_boxes_points_and_outlines(server: str):
         setup = await client.post("/setup", json={"project": "1.2", "schema": CONFIG})
         version = setup.json()["model_version"]
         assert re.fullmatch(r"kestrel-tiny@[0-9a-f]{8}", version)
+        assert (await client.get("/versions")).json() == {"versions": [version]}
         answered = await client.post("/predict", json=asked())
         two = {**asked(), "tasks": asked()["tasks"] * 2}
         twice = await client.post("/predict", json=two)

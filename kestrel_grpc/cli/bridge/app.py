@@ -1,4 +1,5 @@
-"""The application that Label Studio calls: an ML backend with the routes /health, /setup and /predict."""
+"""The application that Label Studio calls: an ML backend with the routes /health, /setup, /predict and
+/versions."""
 
 from __future__ import annotations
 
@@ -64,6 +65,7 @@ class Backend:
                 Route("/health", _health, methods=["GET"]),
                 Route("/setup", self._answered(self._setup), methods=["POST"]),
                 Route("/predict", self._answered(self._predict), methods=["POST"]),
+                Route("/versions", self._answered(self._versions), methods=["GET", "POST"]),
             ]
         )
 
@@ -75,6 +77,9 @@ class Backend:
     async def _predict(self, body: dict[str, Any]) -> dict[str, Any]:
         controls = read_controls(body.get("label_config"))
         return {"results": await self._predictor.predict(controls, body.get("tasks"))}
+
+    async def _versions(self, _: dict[str, Any]) -> dict[str, Any]:
+        return {"versions": [await self._predictor.version()]}
 
     def _answered(self, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
@@ -122,7 +127,7 @@ async def _read(request: Request) -> dict[str, Any]:
     except TimeoutError:
         raise RequestRefused(f"the request did not arrive within {BODY_S:g} s") from None
     try:
-        body = orjson.loads(data)
+        body = orjson.loads(data or b"{}")  # GET has no body.
     except orjson.JSONDecodeError as error:
         raise RequestRefused(f"the request is not JSON: {error}") from None
     if not isinstance(body, dict):
