@@ -39,12 +39,12 @@ def table() -> str:
 def _row(action: argparse.Action, key: str) -> str:
     match = _DEFAULT.match(action.help or "")
     what, default = (match["what"], match["default"]) if match else (action.help or "", "")
-    takes = action.metavar or "\\|".join(map(str, action.choices or ()))
+    takes = action.metavar or "|".join(map(str, action.choices or ()))
     flags = ", ".join(f"`{flag}`" for flag in action.option_strings)
     if takes and action.nargs != 0:
         flags += f" {takes}"
     cells = (flags, f"`{key}`" if key else "", default, what)
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') if i else cell for i, cell in enumerate(cells))} |\n"
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
 
 
 def page_with(flags: str) -> str:
