@@ -162,9 +162,12 @@ def _from_bucket(
     address: BucketAddress, runtime: RuntimeConfig, hub: Hub, progress: Progress | None
 ) -> tuple[Path, Path | None]:
     from .bucket.bucket import ModelBucket
+    from .bucket.cache_room import GIB
     from .bucket.node_cache import NodeCache
 
-    cache = NodeCache(Path(runtime.weights_cache).expanduser(), progress)
+    gib = runtime.weights_cache_gib
+    most_bytes = None if gib is None else int(gib * GIB)
+    cache = NodeCache(Path(runtime.weights_cache).expanduser(), progress, most_bytes)
     offline = runtime.offline or not hub.online
     folder = cache.fetch(address, None if offline else ModelBucket(address))
     tokenizer = folder / TOKENIZER_NAME

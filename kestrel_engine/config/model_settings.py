@@ -39,6 +39,16 @@ class ModelSettings:
         "read-only if the model is there",
         metavar="DIR",
     )
+    weights_cache_gib: float | None = setting(
+        None,
+        MODEL,
+        "limit of all models in --weights-cache in GiB; a new model takes the place of those that no process uses, the "
+        "least recently used first",
+        kind="number",
+        metavar="GIB",
+        above=0,
+        shown="no limit",
+    )
     tokenizer_path: str | Path | None = setting(
         None,
         MODEL,

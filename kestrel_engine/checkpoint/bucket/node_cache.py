@@ -26,6 +26,7 @@ from .. import checksums
 from ..progress import log_progress
 from .address import BucketAddress
 from .bucket import ModelBucket, parsed_sums
+from .cache_room import CacheRoom
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +38,11 @@ _PART = ".part"
 class NodeCache:
     """Raises DownloadError, whose message names a remedy."""
 
-    def __init__(self, folder: Path, progress: Progress | None = None) -> None:
-        self._folder = folder
+    def __init__(
+        self, folder: Path, progress: Progress | None = None, most_bytes: int | None = None
+    ) -> None:
+        """``most_bytes``: limit of all models; those that no process uses make room for new ones. None: no limit."""
+        self._folder, self._room = folder, CacheRoom(folder, most_bytes)
         self._report = progress or log_progress("downloading")
 
     def fetch(self, address: BucketAddress, bucket: ModelBucket | None) -> Path:
@@ -64,6 +68,7 @@ class NodeCache:
             return found
         sums = parsed_sums(text, f"{address}/{checksums.NAME}")
         place = self._folder / _digest(text)
+        self._room.hold(place.name)
         try:
             if not _is_complete(place, sums):
                 self._download(bucket, place, text, sums)
@@ -84,6 +89,7 @@ class NodeCache:
             partial.mkdir(exist_ok=True)
             sizes = bucket.sizes()
             total = sum(sizes.get(name, 0) for name in sums)
+            self._room.make(place.name, total)
             self._check_space(partial, total)
             counted = _Counted(self._report, total, str(bucket.address))
 
@@ -97,6 +103,7 @@ class NodeCache:
             if place.exists():  # It lacks files.
                 place.rename(self._folder / f"{place.name}.damaged-{time.time_ns()}")
             partial.rename(place)
+            self._room.made(place.name)
 
     def _check_space(self, partial: Path, total: int) -> None:
         there = sum(file.stat().st_size for file in partial.iterdir())
@@ -116,6 +123,7 @@ class NodeCache:
         except (OSError, UnicodeDecodeError):
             return None
         place = self._folder / name
+        self._room.hold(name)
         is_here = _digest(text) == name and _is_complete(place, parsed_sums(text, str(place)))
         return place if is_here else None
 
