@@ -1,7 +1,9 @@
-"""Doctor's checks other than the model's: packages, addresses, TLS, tokens, variables, clock and the limit on files."""
+"""Doctor's checks other than the model's: packages, addresses, TLS, tokens, the store of shared images, variables,
+clock and the limit on files."""
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import importlib
 import os
@@ -17,9 +19,10 @@ from typing import Literal
 
 from packaging.requirements import Requirement
 
-from kestrel_engine import RuntimeConfig, maintenance
+from kestrel_engine import ConfigError, RuntimeConfig, maintenance
 
 from ... import __version__
+from ...images.shared.trial import TrialError, try_store
 from ...process.skill_plugins import skill_registry
 from ...security.files.file_modes import exposures
 from ...security.identity.callers import Callers
@@ -32,7 +35,7 @@ from ...settings.addresses import AddressError, check_free
 from ...settings.flags import SettingsError
 from ...settings.security import SecurityConfig
 from ...settings.server import ServerConfig
-from ...settings.shared_images import PASSWORD_VARIABLE
+from ...settings.shared_images import PASSWORD_VARIABLE, SharedImagesConfig
 from ...settings.sources import CONFIG_VARIABLE, Setting, variable_of
 from ...settings.telemetry import missing_packages
 from ...settings.workers import address_of
@@ -66,6 +69,7 @@ def check_server(
     yield from check_security(config.security)
     yield check_skills(config.skills)
     yield check_telemetry(config)
+    yield check_shared_images(config.shared_images)
     yield check_variables(settings, environ)
     yield check_clock(time.time())
     yield check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
@@ -222,6 +226,25 @@ def check_telemetry(config: ServerConfig) -> Finding:
     if config.telemetry.prometheus is not None:
         on.append("metrics for Prometheus")
     return Finding("telemetry", "ok", ", ".join(on) or "off")
+
+
+def check_shared_images(config: SharedImagesConfig) -> Finding:
+    """Checks that the store of shared images answers and has the rights: a small value is written, read and deleted."""
+    if config.url is None:
+        return Finding("shared images", "ok", "off: each server has its own")
+    try:
+        took_ms = asyncio.run(try_store(config))
+    except ConfigError as error:
+        return Finding(
+            "shared images", "fail", str(error), "docs/scaling.md, Images that all servers know"
+        )
+    except TrialError as error:
+        # Servers start and serve without the store.
+        return Finding("shared images", "warn", f"{config.url} {error}", error.remedy)
+    sealed = "encrypted" if config.key_file is not None else "not encrypted"
+    return Finding(
+        "shared images", "ok", f"{config.url}: written and read in {took_ms:.0f} ms, {sealed}"
+    )
 
 
 def check_variables(settings: Sequence[Setting], environ: Mapping[str, str]) -> Finding:

@@ -16,14 +16,21 @@ def open_shared_images(
     """None if the configuration names no store. Connects to nothing yet. Raises ConfigError."""
     if config.url is None:
         return None
-    backend: Backend
+    return SharedImages(config, open_backend(config), open_records(config), on_event)
+
+
+def open_backend(config: SharedImagesConfig) -> Backend:
+    """The store that the configuration names. Connects to nothing yet. Raises ConfigError."""
     if config.is_redis:
         from .redis_backend import RedisBackend
 
-        backend = RedisBackend(config)
-    else:
-        from .object_backend import ObjectBackend
+        return RedisBackend(config)
+    from .object_backend import ObjectBackend
 
-        backend = ObjectBackend.open(config)
+    return ObjectBackend.open(config)
+
+
+def open_records(config: SharedImagesConfig) -> Records:
+    """Reads the keys. Raises ConfigError."""
     keys = None if config.key_file is None else Keys.read(config.key_file)
-    return SharedImages(config, backend, Records(config.ttl_s, keys), on_event)
+    return Records(config.ttl_s, keys)

@@ -260,7 +260,7 @@ class SharedImages:
                 self._log(
                     "the shared image store failed (%s: %s); this server continues without it",
                     operation,
-                    _reason(error, self._config.timeout_s),
+                    reason_of(error, self._config.timeout_s),
                 )
         self._on_event(SharedImageEvent(operation, outcome, time.monotonic() - started, num_bytes))
         return outcome, image
@@ -275,7 +275,8 @@ class SharedImages:
             logger.warning(message, *values)
 
 
-def _reason(error: Exception, timeout_s: float) -> str:
+def reason_of(error: Exception, timeout_s: float) -> str:
+    """Why an operation on the store failed, in one line."""
     if isinstance(error, TimeoutError):
         return f"no answer in {timeout_s:g} s"
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
