@@ -7,7 +7,7 @@ SHELL := bash
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-SOURCES := kestrel_engine kestrel_grpc clients/python clients/tools tests training benchmarks
+SOURCES := kestrel_engine kestrel_grpc clients/python clients/tools deploy tests training benchmarks
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve test test-slow test-again test-all test-unit test-gpu bench bench-gpu check fmt lint types imports unused buf protos baseline docs check-stubs wheels release-files toolchains sdk-typescript clean

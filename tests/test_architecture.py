@@ -70,6 +70,13 @@ def test_the_service_uses_public_names_of_the_engine_only():
     assert others == []
 
 
+def test_what_other_programs_load_uses_the_sdk_only():
+    files = sorted((ROOT / "clients/tools").rglob("*.py"))
+    used = {module.split(".")[0] for path in files for module, _ in imports(path)}
+    assert files and "kestrel_client" in used
+    assert not used & {"kestrel_engine", "kestrel_grpc", "training", "tests"}
+
+
 def test_every_public_name_exists():
     for public in kestrel_engine.__all__:
         assert getattr(kestrel_engine, public) is not None

@@ -85,8 +85,9 @@ class KestrelFunction:
             task = _TASKS[self._shape]
             tasks = [task(name, min_score=context.conf_threshold) for name in asked]
             answered = self._client.analyze(image, tasks)
+            size = answered.image_size or ImageSize(*image.size)
             for number in range(len(asked)):
-                shapes += _shapes(start + number, answered[number], answered.image_size, is_mask)
+                shapes += _shapes(start + number, answered[number], size, is_mask)
         return shapes
 
 
