@@ -23,8 +23,6 @@ from .edge.calls.current_call import find_call
 from .edge.failures.errors import ModelNotReady, ShuttingDown
 from .security.identity.principal import ANONYMOUS, Scope
 
-_SHOWN_CHARS = 64
-
 
 class State(enum.Enum):
     LOADING = "loading"
@@ -188,7 +186,7 @@ class ServedModels:
         served = f"this server serves {', '.join(self.names)}"
         if not name:
             raise InvalidRequest(field, f"is required; {served}")
-        raise ModelNotFoundError(field, f"{name[:_SHOWN_CHARS]!r} is not served; {served}")
+        raise ModelNotFoundError(field, f"{name!r} is not served; {served}")
 
     def engine(self, name: str | None = None) -> InferenceEngine:
         """The engine for a request for the model ``name``. Raises ModelNotReady, ShuttingDown, ModelNotFoundError."""
