@@ -29,7 +29,7 @@ from .calls.call_limit import CallLimit
 from .calls.call_watcher import CallWatcher
 from .calls.current_call import current
 from .calls.in_flight import InFlight
-from .failures.endings import Endings, Trailers, forget_frames
+from .failures.endings import Endings, Trailers, finish
 from .failures.errors import SlowSender
 from .lost_connections import silence_lost_connections
 from .messages.bounded_context import BoundedContext
@@ -167,16 +167,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                     incoming = request = response = options = None
                     await self._endings.fail(call, error, prefix)
                 finally:
-                    self._end_call(call)
-                    if watcher is not None:
-                        watcher.end(call)
-                    call.release()
                     # gRPC keeps the exception that aborts a call, and so this frame, in a reference cycle with its
                     # context.
                     incoming = request = response = options = None
-                    if failed is not None:
-                        forget_frames(failed)
-                        failed = None
+                    finish(call, self._end_call, watcher, failed)
+                    failed = None
 
         wrap = (
             grpc.stream_stream_rpc_method_handler

@@ -34,7 +34,7 @@ from .calls.call_watcher import CallWatcher
 from .calls.current_call import current
 from .calls.in_flight import InFlight
 from .calls.request_ids import own_id
-from .failures.endings import Endings, delay_refusal, forget_frames, note
+from .failures.endings import Endings, delay_refusal, finish, forget_frames, note
 from .failures.errors import ShuttingDown, SlowReader, SlowSender
 from .failures.statuses import Complaint, complaint
 from .messages.bounded_context import BoundedContext
@@ -305,13 +305,8 @@ class _RequestStream:
                 await delay_refusal(guard.refusals, call, failed)
                 await self._refuse(call, request, failed)
             finally:
-                edge.end_call(call)
-                if watcher is not None:
-                    watcher.end(call)
-                call.release()
-                if failed is not None:
-                    forget_frames(failed)
-                    failed = None
+                finish(call, edge.end_call, watcher, failed)
+                failed = None
 
     async def _refuse(self, call: Call, request: Any, error: Exception) -> None:
         """Raises _EndStream if the error must end the stream."""

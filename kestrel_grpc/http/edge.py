@@ -30,7 +30,7 @@ from ..edge.calls.call_limit import CallLimit
 from ..edge.calls.call_watcher import CallWatcher
 from ..edge.calls.current_call import current
 from ..edge.calls.in_flight import InFlight
-from ..edge.failures.endings import delay_refusal, forget_frames, note
+from ..edge.failures.endings import delay_refusal, finish, note
 from ..edge.failures.errors import SlowReader, SlowSender
 from ..edge.messages.request_options import check_priority, options_of, take_id
 from ..security.admission.admission import MessageTooLarge
@@ -159,13 +159,8 @@ class HttpEdge:
                     await delay_refusal(self._guard.refusals, call, error)
                     await writer.refuse(told)
             finally:
-                self._end_call(call)
-                if watcher is not None:
-                    watcher.end(call)
-                call.release()
-                if failed is not None:
-                    forget_frames(failed)
-                    failed = None
+                finish(call, self._end_call, watcher, failed)
+                failed = None
 
     async def _answer(
         self, call: Call, endpoint: Endpoint, scope: Scope, receive: Receive, writer: _Writer

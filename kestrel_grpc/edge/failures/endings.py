@@ -13,6 +13,7 @@ from kestrel_engine import EngineOverloaded, RuntimeFailure
 from ...security.admission.refusal_pace import RefusalPace
 from ...security.identity.peers import address_of
 from ..calls.call import Call
+from ..calls.call_watcher import CallWatcher
 from .statuses import row_of, status_of
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,24 @@ async def delay_refusal(pace: RefusalPace, call: Call, error: Exception) -> None
         call.message = None
         who = call.principal.name or address_of(call.peer)
         await pace.delay(who, call.timeout_s)
+
+
+def finish(
+    call: Call,
+    end_call: Callable[[Call], None],
+    watcher: CallWatcher | None,
+    failed: Exception | None,
+) -> None:
+    """Counts and reports a call that has ended, and drops its large objects and the frames of its error.
+
+    The caller must not keep ``failed``, because its own frame may be in a reference cycle.
+    """
+    end_call(call)
+    if watcher is not None:
+        watcher.end(call)
+    call.release()
+    if failed is not None:
+        forget_frames(failed)
 
 
 def forget_frames(error: BaseException) -> None:
