@@ -169,7 +169,7 @@ async def test_bodies_are_bounded(server: str, monkeypatch: pytest.MonkeyPatch):
     async with bridge("--server", server) as client:
         response = await client.post("/predict", content=b" " * 1001)
         assert response.status_code == 400 and "limit of 1000" in response.text
-        head = b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n{"
+        head = b"POST /predict HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{"
         for waits in (True, False):  # A caller that stays silent, and one that goes away.
             port = client.base_url.port
             reader, writer = await asyncio.open_connection(client.base_url.host, port)
@@ -202,6 +202,27 @@ async def test_what_a_caller_no_longer_waits_for_is_not_computed(monkeypatch: py
         await asyncio.wait_for(cancelled.wait(), 60)
         response = await client.post("/setup", json={"schema": CONFIG})  # Its place is free.
         assert response.status_code == 503
+
+
+async def test_without_a_token_only_this_machine_is_named():
+    """A page of a browser can't reach the bridge by a name of its own that leads to loopback."""
+    async with bridge("--server", "127.0.0.1:1", "--timeout", "5") as client:
+        for host, status in {
+            "evil.example": 403,
+            "evil.example:9090": 403,
+            "127.0.0.1.evil.example": 403,
+            "10.0.0.1": 403,
+            "localhost:9090": 400,
+            "127.0.0.1": 400,
+            "[::1]:9090": 400,
+            "[::1]": 400,
+        }.items():
+            response = await client.post("/setup", content=b"{}", headers={"host": host})
+            assert response.status_code == status, host
+    async with bridge("--server", "127.0.0.1:1", token=TOKEN) as client:
+        headers = {"host": "bridge.example.org", "authorization": f"Bearer {TOKEN}"}
+        response = await client.post("/setup", content=b"{}", headers=headers)
+        assert response.status_code == 400
 
 
 async def test_a_token_may_have_any_letters():
