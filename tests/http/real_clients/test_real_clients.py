@@ -52,7 +52,7 @@ def endpoint() -> Iterator[str]:
 def run(folder: Path, packages: list[str], program: str, endpoint: str) -> dict[str, Any]:
     """What the program prints in a fresh environment with ``packages``."""
     python = python_with(folder, *packages)
-    return printed([python, ROOT / "tests/http" / program, endpoint, KEY, IMAGE])
+    return printed([python, Path(__file__).with_name(program), endpoint, KEY, IMAGE])
 
 
 def example(folder: Path, endpoint: str, part: str, command: list[str | Path]) -> str:
@@ -147,7 +147,7 @@ def test_openai_in_node(endpoint: str, tmp_path: Path):
     if installed.returncode:
         pytest.skip("the npm package openai can't be installed here")
     program = tmp_path / "program.mjs"  # Node looks for packages beside the program.
-    shutil.copy(ROOT / "tests/http/openai_program.mjs", program)
+    shutil.copy(Path(__file__).with_name("openai_program.mjs"), program)
     out = printed([str(NODE), program, endpoint, KEY, IMAGE])
     assert out["answer"] == out["stream"] == "0" and out["finish_reason"] == "stop"
     assert out["tokens"] == out["stream_tokens"] == 1
