@@ -92,6 +92,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         rows=args.rows,
         seed=args.seed,
         leave_out=args.leave_out,
+        validation=args.validation,
     )
     images = teaching.read_folder(out / "training")
     began, spent = time.monotonic(), time.process_time()
@@ -148,11 +149,12 @@ def main() -> None:
     p.add_argument("--epochs", type=int, default=4)
     p.add_argument("--minutes", type=float, default=2.0, help="most minutes of training")
     p.add_argument("--rank", type=int, default=16)
-    p.add_argument("--layers", default="all", choices=teaching.LAYERS)
-    p.add_argument("--lr", type=float, default=0.0012)
+    p.add_argument("--layers", default=teaching.TeachingSettings().layers, choices=teaching.LAYERS)
+    p.add_argument("--lr", type=float, default=0.001)
     p.add_argument("--replay", type=float, default=teaching.TeachingSettings().replay)
     p.add_argument("--rows", type=int, default=4)
     p.add_argument("--leave-out", type=float, default=0.0)
+    p.add_argument("--validation", type=float, default=0.05, help="share of the images held out")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--device", default="cpu")
     p.add_argument("--threads", type=int, default=None)

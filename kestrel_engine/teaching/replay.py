@@ -1,10 +1,12 @@
 """Replay: the base model's own answers about the training images, which keep what it knew before.
 
 The prompts are made from the base model's short descriptions: their phrases name the objects that it knows. For each
-image there is the description, and questions, points and boxes about phrases of it and of another image's, which are
-mostly absent. Every other image has the points or boxes of a general name besides: of the nouns of its phrases, or of
-all objects. A phrase that finds a labelled object is left out, because the base model takes the object for something
-else. The questions are of many forms: a form that is not replayed is soon answered with what is taught.
+image there are questions, points and boxes about phrases of its description and of another image's, which are mostly
+absent. Descriptions, and answers to questions about the whole image, are replayed of images without a labelled object:
+in those of others, the base model gives the new objects names of old ones, and the adapter would learn both. Each image
+has the points or boxes of a general name besides: of a noun of its phrases, or of all objects. A phrase that finds a
+labelled object is left out, because the base model takes the object for something else. The questions are of many
+forms: a form that is not replayed is soon answered with what is taught.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from .data.examples import Answered, Boxed, Captioned, Edges, Example, Pointed, 
 from .judging import NEAR, ask, boxes_of, points_of
 
 LONGER_EVERY = 4
-"""A longer description, which takes long to make, is replayed for each of so many images."""
+"""Longer descriptions, which take long to make, are replayed of at most one of about so many images."""
+LEAST_DESCRIBED = 0.1
+"""If fewer of the images are without a labelled object, descriptions of all images are replayed."""
 TOGETHER = 16
 """Images whose prompts follow one another, so that the engine still holds their embeddings."""
-GENERAL_EVERY = 2
-"""A general name, which finds many objects, is replayed for each of so many images."""
 GENERAL_OBJECTS = ("object", "objects", "thing")
 MOST_ANSWER_IDS = 128
 """Longer answers are not replayed: they cost more than they keep."""
@@ -75,6 +77,7 @@ async def replay(
 ) -> list[TaughtImage]:
     """Returns the base model's answers about each of ``images``. Raises as `ask`."""
     rng = random.Random(seed)
+    described = _described(images)
     seen: dict[str, None] = {}
     found: list[TaughtImage] = []
     for begin in range(0, len(images), TOGETHER):
@@ -85,12 +88,15 @@ async def replay(
         asked = [
             (image, prompt)
             for index, (image, phrases) in enumerate(zip(some, own, strict=True))
-            for prompt in _prompts(rng, phrases, list(seen), begin + index)
+            for prompt in _prompts(
+                rng, phrases, list(seen), begin + index, described.get(image.path)
+            )
         ]
         results = await ask(engine, [(image.path, prompt.example) for image, prompt in asked])
         answers: dict[Path, list[tuple[Prompt, EngineResult]]] = {image.path: [] for image in some}
         for image, result in zip(some, short, strict=True):
-            answers[image.path].append((Prompt(Captioned("short", ())), result))
+            if image.path in described:
+                answers[image.path].append((Prompt(Captioned("short", ())), result))
         for (image, prompt), result in zip(asked, results, strict=True):
             answers[image.path].append((prompt, result))
         found += [TaughtImage(image.path, _kept(answers[image.path], image)) for image in some]
@@ -111,18 +117,21 @@ def phrases_of(caption: str) -> list[str]:
 
 
 def _prompts(
-    rng: random.Random, own: Sequence[str], every: Sequence[str], index: int
+    rng: random.Random,
+    own: Sequence[str],
+    every: Sequence[str],
+    index: int,
+    lengths: Sequence[str] | None,
 ) -> list[Prompt]:
-    """The prompts about one image, besides its short description. The base model gives the objects and answers."""
-    prompts = [Prompt(Answered(rng.choice(GENERAL_QUESTIONS), ""))]
-    if index % LONGER_EVERY == 0:
-        prompts.append(Prompt(Captioned(rng.choice(("normal", "long")), ())))
-    if index % GENERAL_EVERY == 0:
-        nouns = list(dict.fromkeys(phrase.split()[-1] for phrase in own))
-        name = rng.choice((*GENERAL_OBJECTS, *nouns))
-        prompts.append(
-            Prompt(Pointed(name, ()) if index % (2 * GENERAL_EVERY) else Boxed(name, ()))
-        )
+    """The prompts about one image, besides its short description. The base model gives the objects and answers.
+    ``lengths``: of its longer descriptions; None if it is not to be described."""
+    prompts = []
+    if lengths is not None:
+        prompts.append(Prompt(Answered(rng.choice(GENERAL_QUESTIONS), "")))
+        prompts += [Prompt(Captioned(length, ())) for length in lengths]
+    nouns = list(dict.fromkeys(phrase.split()[-1] for phrase in own))
+    name = rng.choice((*GENERAL_OBJECTS, *nouns))
+    prompts.append(Prompt(Boxed(name, ()) if index % 3 == 0 else Pointed(name, ())))
     others = [phrase for phrase in rng.sample(every, min(4, len(every))) if phrase not in own]
     phrases = (*rng.sample(own, min(2, len(own))), *others[:1])
     questions = QUESTIONS_OF_ONE + (QUESTIONS_OF_TWO if len(phrases) > 1 else ())
@@ -181,10 +190,27 @@ def _mistakes(name: str, points: Sequence[tuple[float, float]], image: TaughtIma
     """Whether one of ``points`` lies on a labelled object of the image, and ``name`` does not mean all objects."""
     if name in GENERAL_OBJECTS:
         return False
+    labelled = _labelled(image)
+    return any(x0 <= x <= x1 and y0 <= y <= y1 for x, y in points for x0, y0, x1, y1 in labelled)
+
+
+def _labelled(image: TaughtImage) -> list[Edges]:
+    """The edges of all labelled objects of an image."""
     labelled: list[Edges] = []
     for example in image.examples:
         if isinstance(example, Boxed):
             labelled += example.boxes
         elif isinstance(example, Pointed):
             labelled += [(x - NEAR, y - NEAR, x + NEAR, y + NEAR) for x, y in example.points]
-    return any(x0 <= x <= x1 and y0 <= y <= y1 for x, y in points for x0, y0, x1, y1 in labelled)
+    return labelled
+
+
+def _described(images: Sequence[TaughtImage]) -> dict[Path, tuple[str, ...]]:
+    """The images whose descriptions are replayed, and the lengths of their longer descriptions."""
+    chosen = [image.path for image in images if not _labelled(image)]
+    if len(chosen) < LEAST_DESCRIBED * len(images):
+        chosen = [image.path for image in images]
+    every = max(1, round(LONGER_EVERY * len(chosen) / max(1, len(images))))
+    return {
+        path: ("normal", "long") if index % every == 0 else () for index, path in enumerate(chosen)
+    }

@@ -28,7 +28,7 @@ class TeachingSettings:
 
     rank: int = 16
     alpha: float | None = None
-    layers: str = "mlp"
+    layers: str = "all+projector"
     epochs: int = 20
     minutes: float | None = None
     learning_rate: float = 1e-3

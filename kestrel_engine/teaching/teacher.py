@@ -21,7 +21,7 @@ from ..engine import InferenceEngine
 from ..errors import ConfigError, InsufficientMemoryError, InvalidRequest, RuntimeFailure
 from ..skills.base import SkillContext
 from ..types.progress import Progress
-from .data.examples import Example, TaughtImage
+from .data.examples import Captioned, Example, TaughtImage
 from .data.lessons import Lesson, write
 from .judging import RULES, Score, judge
 from .learning.fitting import FitStep, Fitted, Fitting, ImageLessons
@@ -29,6 +29,8 @@ from .learning.packing import MOST_TEXT
 from .replay import replay
 from .settings import TeachingSettings
 
+DESCRIPTION_WEIGHT = 4.0
+"""Of a description in the replay, beside that of an answer: it says as much as several, and has as many words."""
 REPORT_SUFFIX = ".report.json"
 
 
@@ -231,7 +233,14 @@ def _split(
 
 
 def _written(examples: Sequence[Example], context: SkillContext, weight: float) -> list[Lesson]:
-    return [write(example, context, weight) for example in examples]
+    return [
+        write(
+            example,
+            context,
+            DESCRIPTION_WEIGHT * weight if isinstance(example, Captioned) else weight,
+        )
+        for example in examples
+    ]
 
 
 def _fit(

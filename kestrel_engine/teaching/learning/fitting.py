@@ -26,6 +26,8 @@ LEAST_RATE = 0.02
 """The learning rate at the end, as a part of its peak."""
 WHOLE_FROM = 0.75
 """From this part of the training on, steps compute whole images, as a server does."""
+SORTED_BATCHES = 8
+"""So many batches of rows, in random order, are sorted by length before they are divided."""
 MOST_NORM = 1.0
 """Gradients are scaled down to this norm."""
 
@@ -80,7 +82,7 @@ class Fitting:
         self._model, self._parameters, self._images = model, parameters, images
         self._settings, self._report = settings, report
         self._optimiser = torch.optim.AdamW(
-            parameters.tensors, lr=settings.learning_rate, betas=(0.9, 0.99), weight_decay=0.01
+            parameters.groups, lr=settings.learning_rate, betas=(0.9, 0.99), weight_decay=0.01
         )
         self._rng = random.Random(settings.seed)
         self._generator = torch.Generator().manual_seed(settings.seed)
@@ -149,7 +151,8 @@ class Fitting:
         return self._finite(total / max(len(rows), 1))
 
     def _batches(self, images: Sequence[ImageLessons]) -> list[list[RowPlan]]:
-        """All rows of an epoch in random order."""
+        """All rows of an epoch in random order. Those of a batch have similar lengths, because all are computed as long
+        as the longest of them."""
         rows = []
         for image in images:
             lessons = list(image.lessons)
@@ -157,11 +160,18 @@ class Fitting:
             rows += rows_of(image.path, lessons)
         self._rng.shuffle(rows)
         size = self._settings.rows
-        return [rows[begin : begin + size] for begin in range(0, len(rows), size)]
+        batches = []
+        for begin in range(0, len(rows), size * SORTED_BATCHES):
+            some = sorted(rows[begin : begin + size * SORTED_BATCHES], key=_length)
+            batches += [some[at : at + size] for at in range(0, len(some), size)]
+        self._rng.shuffle(batches)
+        return batches
 
     def _step(self, rows: Sequence[RowPlan], rate: float, leave_out: float) -> float:
         for group in self._optimiser.param_groups:
-            group["lr"] = self._settings.learning_rate * rate * group.get("factor", 1.0)
+            group["lr"] = self._settings.learning_rate * rate * group["factor"]
+        if leave_out:
+            rows = [_of_parts(row) for row in rows]
         loss = self._loss(rows, leave_out)
         value = self._finite(float(loss.detach()))
         loss.backward()  # type: ignore[no-untyped-call]
@@ -200,6 +210,16 @@ class Fitting:
                 f"the loss is {loss}; set a smaller learning rate than {self._settings.learning_rate:g}"
             )
         return loss
+
+
+def _of_parts(row: RowPlan) -> RowPlan:
+    """The lessons of ``row`` that a part of the image teaches; all of them if there is none."""
+    some = tuple(lesson for lesson in row.lessons if not lesson.whole)
+    return RowPlan(row.path, some) if some else row
+
+
+def _length(row: RowPlan) -> int:
+    return sum(map(len, row.lessons))
 
 
 def _rate(step: int, progress: float) -> float:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,10 @@ _LAYERS = {
     "all+projector": r"text\.|vision\.proj_mlp\.",
     "all+vision": r"text\.|vision\.",
 }
+_PROJECTOR = "vision.proj_mlp."
+PROJECTOR_RATE = 4.0
+"""Times the learning rate of the other layers. What tells new objects from known ones is in the tower's features, and
+the projector drops a part of it, so the decoder cannot learn it before the projector does (docs/teaching.md)."""
 TOWER_PART = 0.5
 """The part of the tower's blocks that an adapter may change, the last ones: what the others compute is kept."""
 
@@ -95,6 +100,14 @@ class Parameters:
     @property
     def tensors(self) -> list[Tensor]:
         return list(self.sides.values())
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameters for an optimiser. ``factor``: multiplies their learning rate."""
+        projector = [side for name, side in self.sides.items() if name.startswith(_PROJECTOR)]
+        others = [side for name, side in self.sides.items() if not name.startswith(_PROJECTOR)]
+        both = {"params": others, "factor": 1.0}, {"params": projector, "factor": PROJECTOR_RATE}
+        return [group for group in both if group["params"]]
 
     def adapter(self, dtype: torch.dtype) -> FittedAdapter:
         """The adapter for a pass in ``dtype``. Gradients reach the parameters."""

@@ -17,7 +17,7 @@ from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.teaching import TeachingSettings
 from kestrel_engine.teaching.learning.decoder import hidden
-from kestrel_engine.teaching.learning.fitting import FitStep, Fitting, ImageLessons
+from kestrel_engine.teaching.learning.fitting import FitStep, Fitting, ImageLessons, _of_parts
 from kestrel_engine.teaching.learning.losses import loss_of
 from kestrel_engine.teaching.learning.packing import (
     MOST_TEXT,
@@ -27,7 +27,7 @@ from kestrel_engine.teaching.learning.packing import (
     rows_of,
     size_bin,
 )
-from kestrel_engine.teaching.learning.parameters import Parameters
+from kestrel_engine.teaching.learning.parameters import PROJECTOR_RATE, Parameters
 from kestrel_engine.types.adapter import Adapter
 from kestrel_engine.types.model_config import Family
 from kestrel_engine.types.requests import Coord, ImageBlock, Size
@@ -165,6 +165,44 @@ def test_a_few_steps_lower_the_loss_and_leave_the_weights(checkpointing: bool) -
     assert done.best_loss < 0.8 * done.first_loss and done.ended == "epochs"
     assert [step.step for step in steps] == list(range(1, 9)) and steps[-1].num_steps == 8
     assert all(torch.equal(before[name], tensors[name]) for name in tensors)
+
+
+def test_a_description_is_taught_from_whole_images_only() -> None:
+    described, spoken_one = spoken([1, 3], [50, 51]), LESSONS[1]
+    described.whole = True
+    assert _of_parts(RowPlan(IMAGE, (described, spoken_one))) == RowPlan(IMAGE, (spoken_one,))
+    only = RowPlan(IMAGE, (described,))
+    assert _of_parts(only) is only
+
+
+def test_rows_of_similar_length_share_a_batch() -> None:
+    model = small.small_model("moondream2")
+    settings = replace(SETTINGS, rows=4)
+    fitting = Fitting(model, Parameters(model.config, settings), Embeddings(model), settings)  # type: ignore[arg-type]
+    images = [
+        ImageLessons(Path(str(index)), (spoken([1] * (1 + index), [2]),)) for index in range(64)
+    ]
+    batches = fitting._batches(images)
+    paths = [row.path for rows in batches for row in rows]
+    assert sorted(paths) == sorted(image.path for image in images)
+    assert {len(rows) for rows in batches} == {4}
+    spread = [max(lengths) - min(lengths) for lengths in map(lengths_of, batches)]
+    assert sum(spread) / len(spread) < 16, "random batches of 4 of 64 have a spread of 39"
+    assert fitting._batches(images) != batches
+
+
+def lengths_of(rows: list[RowPlan]) -> list[int]:
+    return [sum(map(len, row.lessons)) for row in rows]
+
+
+def test_the_projector_learns_faster() -> None:
+    config = small.small_config("moondream2")
+    for layers, factors in (("mlp", [1.0]), ("all+projector", [1.0, PROJECTOR_RATE])):
+        parameters = Parameters(config, replace(SETTINGS, layers=layers))
+        groups = parameters.groups
+        assert [group["factor"] for group in groups] == factors
+        assert sum(len(group["params"]) for group in groups) == len(parameters.tensors)
+    assert len(groups[1]["params"]) == 4
 
 
 def test_checkpointing_changes_no_gradient() -> None:

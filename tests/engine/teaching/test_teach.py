@@ -15,7 +15,7 @@ from kestrel_engine.models.vision import num_distinct
 from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.decoding.images import open_image
 from kestrel_engine.teaching import TeachingSettings, read_folder, teach
-from kestrel_engine.teaching.data.examples import Answered, Boxed, Pointed, TaughtImage
+from kestrel_engine.teaching.data.examples import Answered, Boxed, Captioned, Pointed, TaughtImage
 from kestrel_engine.teaching.judging import Score, score
 from kestrel_engine.teaching.learning.fitting import FitStep
 from kestrel_engine.teaching.learning.images import ImageEmbeddings
@@ -25,10 +25,12 @@ from kestrel_engine.teaching.replay import (
     GENERAL_QUESTIONS,
     Prompt,
     _answered,
+    _described,
     _kept,
     _prompts,
     phrases_of,
 )
+from kestrel_engine.teaching.teacher import DESCRIPTION_WEIGHT, _context, _written
 from kestrel_engine.types.events import EngineResult
 from tests.engine.models import small
 from tests.service.command_line import here
@@ -256,13 +258,39 @@ def test_replay_leaves_out_questions_about_a_phrase_that_finds_a_labelled_object
 def test_replay_asks_in_many_forms_about_the_phrases_of_an_image() -> None:
     rng = random.Random(0)
     every = [f"red {noun}" for noun in ("cup", "tin", "bolt", "nut")]
-    prompts = [prompt for i in range(60) for prompt in _prompts(rng, every[:2], every, i)]
+    prompts = [
+        prompt for i in range(60) for prompt in _prompts(rng, every[:2], every, i, ("long",))
+    ]
     asked = {prompt.example.question for prompt in prompts if isinstance(prompt.example, Answered)}
     assert asked > set(GENERAL_QUESTIONS) and not any("{" in question for question in asked)
     assert "Is there a red cup?" in asked and "What colour is the tin?" in asked
     assert "Which is bigger, the red cup or the red tin?" in asked
     names = {p.example.object for p in prompts if isinstance(p.example, Pointed | Boxed)}
     assert names == {*every, *GENERAL_OBJECTS, "cup", "tin"}
-    alone = [prompt.example for prompt in _prompts(rng, ["cup"], ["cup"], 1)]
-    assert [type(example) for example in alone] == [Answered, Pointed, Answered]
-    assert [type(prompt.example) for prompt in _prompts(rng, [], [], 1)] == [Answered]
+    alone = [prompt.example for prompt in _prompts(rng, ["cup"], ["cup"], 1, ("normal", "long"))]
+    kinds = [type(example) for example in alone]
+    assert kinds == [Answered, Captioned, Captioned, Pointed, Pointed, Answered]
+    without = [prompt.example for prompt in _prompts(rng, ["cup"], ["cup"], 1, None)]
+    assert [type(example) for example in without] == [Pointed, Pointed, Answered]
+    assert without[2].question not in GENERAL_QUESTIONS
+
+
+def test_descriptions_of_images_with_labelled_objects_are_not_replayed() -> None:
+    """The base model describes the new objects as old ones."""
+    nut = TaughtImage(Path("a.png"), (Boxed("nut", ((0.0, 0.0, 0.5, 0.5),)),))
+    none = TaughtImage(Path("b.png"), (Pointed("nut", ()), Answered("How many?", "0")))
+    assert _described([nut, none, nut]) == {none.path: ("normal", "long")}
+    assert _described([nut]).keys() == {nut.path}, "none is without"
+    plain = [TaughtImage(Path(f"{index}.png"), ()) for index in range(8)]
+    found = _described(plain)
+    assert len(found) == 8 and [index for index, each in enumerate(found.values()) if each] == [
+        0,
+        4,
+    ]
+
+
+def test_a_description_of_the_replay_weighs_more_than_an_answer() -> None:
+    context = _context(RuntimeConfig(device="cpu"))
+    answer, described = _written([Answered("Why?", "no"), Captioned("short", (40, 41))], context, 2)
+    assert (answer.weight, described.weight) == (2, 2 * DESCRIPTION_WEIGHT)
+    assert described.whole and not answer.whole
