@@ -158,6 +158,18 @@ class InferenceEngine(SkillCalls):
             sources = dataclasses.replace(config.adapter_sources, api_key=api_key)
             config = dataclasses.replace(config, adapter_sources=sources)
         built = await asyncio.to_thread(build, config, progress, lora)
+        return await cls.warmed(config, built, skills=skills, observer=observer)
+
+    @classmethod
+    async def warmed(
+        cls,
+        config: RuntimeConfig,
+        built: Built,
+        *,
+        skills: SkillRegistry | None = None,
+        observer: Observer | None = None,
+    ) -> InferenceEngine:
+        """An engine on parts that are there, warmed up. Raises ConfigError and RuntimeFailure."""
         engine = cls(config, built, skills, observer=observer)
         began = time.monotonic()
         try:

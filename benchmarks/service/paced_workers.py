@@ -35,7 +35,9 @@ async def create(load_s: float, config: RuntimeConfig, **options: Any) -> Infere
     await asyncio.sleep(load_s)
     config = dataclasses.replace(config, max_batch_size=64, max_seq_length=2048)
     built = paced_build(config, step_s=STEP_S, staging_s=0.0, crop_s=CROP_S, family="moondream3")
-    return InferenceEngine(config, built, options["skills"], observer=options["observer"])
+    return await InferenceEngine.warmed(
+        config, built, skills=options["skills"], observer=options["observer"]
+    )
 
 
 def run_worker(load_s: float, arguments: list[str]) -> int:
