@@ -215,8 +215,10 @@ class KestrelServer:
         )
         self.models.telemetry = self.telemetry
         self._shared_images = open_shared_images(self._config.shared_images, self._on_shared_image)
-        if self.telemetry is not None and self._shared_images is not None:
-            self.telemetry.show_shared_images(lambda: self.shares_images)
+        if self._shared_images is not None:
+            self._shared_images.start()
+            if self.telemetry is not None:
+                self.telemetry.show_shared_images(lambda: self.shares_images)
         log = AccessLog(self._config.access_log)
 
         def end_call(call: Call) -> None:

@@ -81,9 +81,16 @@ class SharedImages:
         self._most_bytes = config.value_bytes + OVERHEAD_BYTES
         self._reads: dict[tuple[str, str], asyncio.Task[Fetched]] = {}
         self._writes: set[asyncio.Task[bool]] = set()
+        self._begun: set[asyncio.Task[Fetched]] = set()
         self._logged_at: float | None = None
         self._checked_at: OrderedDict[tuple[str, str], float] = OrderedDict()
         """When each image that is known to be in the store was last seen there, the oldest first."""
+
+    def start(self) -> None:
+        """Starts a read of an image that does not exist, so that a store that does not answer is logged at once."""
+        task = asyncio.create_task(self.fetch("", f"img_{'0' * 32}"))
+        self._begun.add(task)
+        task.add_done_callback(self._begun.discard)
 
     async def fetch(self, owner: str, image_id: str) -> Fetched:
         """The owner's image with this id."""
@@ -121,7 +128,7 @@ class SharedImages:
 
     async def close(self) -> None:
         """Waits for writes that run, at most for the setting's time."""
-        tasks = {*self._writes, *self._reads.values()}
+        tasks = {*self._begun, *self._writes, *self._reads.values()}
         if tasks:
             await asyncio.wait(tasks, timeout=self._config.timeout_s)
         for task in tasks:

@@ -261,3 +261,14 @@ async def test_the_room_bounds_bytes_and_no_owner_takes_all():
         assert not entered.is_set()
     await waiting
     assert entered.is_set() and room.used_bytes == patient.used_bytes == 0
+
+
+async def test_a_store_that_does_not_answer_is_logged_at_the_start(caplog):
+    events = []
+    config = SharedImagesConfig(url="redis://127.0.0.1:1")
+    images = open_shared_images(config, events.append)
+    images.start()
+    await images.close()  # Waits for what has begun.
+    assert [(event.operation, event.outcome) for event in events] == [("get", "failed")]
+    assert "the shared image store failed (get: " in caplog.text
+    assert "this server continues without it" in caplog.text
