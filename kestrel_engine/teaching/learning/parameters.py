@@ -28,7 +28,7 @@ _LAYERS = {
     "all+vision": r"text\.|vision\.",
 }
 _PROJECTOR = "vision.proj_mlp."
-PROJECTOR_RATE = 4.0
+PROJECTOR_RATE = 2.0
 """Times the learning rate of the other layers. What tells new objects from known ones is in the tower's features, and
 the projector drops a part of it, so the decoder cannot learn it before the projector does (docs/teaching.md)."""
 TOWER_PART = 0.5
