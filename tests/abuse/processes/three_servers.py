@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import os
+import sys
 
 import numpy as np
 from PIL import Image
@@ -12,6 +14,10 @@ from PIL import Image
 from kestrel_client import AsyncKestrelClient, KestrelClient
 from tests.abuse.process import ServerProcess
 
+HOST = "127.0.0.1"
+if sys.platform == "linux":
+    # An address of this process alone: while a server is down, no other test's server can get its port.
+    HOST = f"127.1.{os.getpid() // 250 % 250 + 1}.{os.getpid() % 250 + 1}"
 GREEDY = {"temperature": 0.0, "max_tokens": 2}
 
 
@@ -61,7 +67,7 @@ class Servers:
         self.folder, self.processes, self._variables = folder, {}, variables
         for name in ("a", "b", "c"):
             (folder / name).mkdir()
-            self.start(name, "127.0.0.1:0")
+            self.start(name, f"{HOST}:0")
         self.addresses = [process.address for process in self.processes.values()]
 
     def start(self, name, listen):
