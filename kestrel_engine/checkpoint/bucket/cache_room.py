@@ -120,7 +120,7 @@ class CacheRoom:
                 if not is_mine:
                     return False
                 gone = self._folder / f"{entry.name}.deleted-{time.time_ns()}"
-                entry.path.rename(gone)  # Whoever looks for it now finds nothing.
+                entry.path.rename(gone)  # From now on, processes that look for it find nothing.
             shutil.rmtree(gone)
         except OSError as error:
             logger.warning("%s can't be deleted: %s", entry.path, error.strerror or error)

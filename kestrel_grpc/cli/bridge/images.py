@@ -1,6 +1,6 @@
 """TaskImages: the image of a task, from where the operator allows.
 
-The address of an image comes from whoever may import tasks, so it can name what only this machine reaches.
+The address of an image comes from users who may import tasks, so it can name what only this machine reaches.
 ``ImageFetcher`` says how fetching is bounded.
 """
 
