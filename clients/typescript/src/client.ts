@@ -1,5 +1,5 @@
 /** Client: the methods of a Kestrel server, on any platform. */
-import type { DescService } from "@bufbuild/protobuf";
+import { create, type DescService } from "@bufbuild/protobuf";
 import { createClient, type CallOptions as Sending, type Client as ConnectClient } from "@connectrpc/connect";
 
 import { attempts, sleep, type Call } from "./calls/attempts.js";
@@ -17,7 +17,7 @@ import {
   UnavailableError,
   type KestrelError,
 } from "./errors.js";
-import type { Image } from "./gen/kestrel/v1/common_pb.js";
+import { ImageSchema, type Image } from "./gen/kestrel/v1/common_pb.js";
 import { ImageService } from "./gen/kestrel/v1/image_service_pb.js";
 import {
   ModelService,
@@ -50,8 +50,9 @@ import {
   type StreamSegmentResponse,
   type StreamSkillResponse,
 } from "./gen/kestrel/v1/vision_service_pb.js";
-import { digestOf } from "./images/digests.js";
-import { ImageHandle, toImage, type ImageInput } from "./images/images.js";
+import { sha256 } from "./images/digests.js";
+import { bytesOf, ImageHandle, toImage, type ImageInput } from "./images/images.js";
+import { KnownImages, type KnownImagesOptions } from "./images/known.js";
 import { pieces, UPLOAD_BYTES } from "./images/uploads.js";
 import type { CallOptions, HandlingOptions } from "./options.js";
 import { Outcomes, type ResultsOf, type Tasks } from "./outcomes.js";
@@ -91,15 +92,17 @@ export class Client {
   readonly #images: ConnectClient<typeof ImageService>;
   readonly #models: ConnectClient<typeof ModelService>;
   readonly #requests: Requests;
+  readonly #known: KnownImages;
 
-  constructor(connection: Connection, platform: Platform) {
+  constructor(connection: Connection, platform: Platform, options: KnownImagesOptions) {
     this.#connection = connection;
     this.#platform = platform;
     this.#vision = createClient(VisionService, platform.transport);
     this.#images = createClient(ImageService, platform.transport);
     this.#models = createClient(ModelService, platform.transport);
-    this.#requests = new Requests(connection, platform.readFile, async (image, options, about) => {
-      return (await this.#put(image, options, about)).currentId;
+    this.#known = new KnownImages(options, (image) => toImage(image, LARGEST_UPLOAD_BYTES, platform.readFile));
+    this.#requests = new Requests(connection, platform.readFile, this.#known, async (image, options, about) => {
+      return (await this.#put(image, options, about)).imageId;
     });
   }
 
@@ -310,17 +313,20 @@ export class Client {
   async putImage(image: ImageInput, options: CallOptions = {}): Promise<ImageHandle> {
     const { maxMessageBytes } = this.#connection;
     const { sendsStreams, readFile } = this.#platform;
-    const isHandle = image instanceof ImageHandle;
     const limit = sendsStreams ? LARGEST_UPLOAD_BYTES : maxMessageBytes;
-    const source =
-      isHandle && image.source !== undefined ? image.source : await toImage(image, limit, readFile, options.signal);
-    return this.#put(source, options, "");
+    const source = image instanceof ImageHandle && image.source !== undefined ? image.source : image;
+    const message = await toImage(source, limit, readFile, options.signal);
+    return this.#put(message, options, "", source instanceof ImageHandle ? undefined : source);
   }
 
   /** Deletes an image from its server. Gives whether it was stored there. */
   async deleteImage(image: ImageHandle | string, options: CallOptions = {}): Promise<boolean> {
-    const imageId = typeof image === "string" ? image : image.currentId;
-    const call = { options, about: imageId };
+    const given = image instanceof ImageHandle ? image.imageId : image;
+    if (typeof given !== "string" || !given) throw new InvalidRequestError("image: must be an ImageHandle or an id");
+    const about = await this.#known.key(create(ImageSchema, { source: { case: "imageId", value: given } }));
+    const imageId = this.#known.currentId(given);
+    this.#known.forget(given); // It is not to be put again.
+    const call = { options, about };
     return (await this.#unary(call, (sending) => this.#images.deleteImage({ imageId }, sending))).existed;
   }
 
@@ -399,25 +405,28 @@ export class Client {
     return this.#unary(call, send[task.skill]);
   }
 
-  async #put(image: Image, options: CallOptions, about: string): Promise<ImageHandle> {
-    const { source } = image;
-    const kept = source.case === "imageId" ? undefined : { ...image };
+  /** `about`: selects the server; empty for the image itself. `source`: the image as the caller gave it. */
+  async #put(image: Image, options: CallOptions, about: string, source?: ImageInput): Promise<ImageHandle> {
     const { maxMessageBytes } = this.#connection;
-    const bytes =
-      source.case === "encoded" ? source.value : source.case === "raw" ? source.value.data : new Uint8Array();
-    const isUpload = source.case === "encoded" && bytes.length > UPLOAD_BYTES && this.#platform.sendsStreams;
-    if (!isUpload && bytes.length + ROOM_BYTES > maxMessageBytes) {
-      throw new RequestTooLargeError(bytes.length + ROOM_BYTES, maxMessageBytes);
-    }
-    const call = { options, about: about || (options.session === undefined ? await digestOf(image) : "") };
-    const response = isUpload
-      ? await this.#unary(call, (sending) => this.#images.uploadImage(pieces(bytes), sending))
+    const file = image.source.case === "encoded" ? image.source.value : new Uint8Array();
+    const isUpload = file.length > UPLOAD_BYTES && this.#platform.sendsStreams;
+    const size = bytesOf(image) + ROOM_BYTES;
+    if (!isUpload && size > maxMessageBytes) throw new RequestTooLargeError(size, maxMessageBytes);
+    const digest = await this.#known.key(image);
+    const call = { options, about: about || (options.session === undefined ? digest : "") };
+    const hash = isUpload ? await sha256(file) : undefined;
+    const { image: stored } = isUpload
+      ? await this.#unary(call, (sending) => this.#images.uploadImage(pieces(file, hash), sending))
       : await this.#unary(call, (sending) => this.#images.putImage({ image }, sending));
-    return new ImageHandle(response.image?.imageId ?? "", response.image?.size, kept);
+    const handle = new ImageHandle(stored?.imageId ?? "", stored?.size, source);
+    this.#known.learn(handle.imageId, image, digest);
+    return handle;
   }
 
-  #unary<T>(call: Call, send: (sending: Sending) => Promise<T>): Promise<T> {
-    return attempts(this.#connection, call, send);
+  async #unary<T extends object>(call: Call, send: (sending: Sending) => Promise<T>): Promise<T> {
+    const response = await attempts(this.#connection, call, send);
+    await call.learn?.(response);
+    return response;
   }
 
   #streamTask<S extends Skill, M extends { event: StreamEvent }>(

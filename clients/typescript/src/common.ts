@@ -9,6 +9,7 @@ export { similarity, vectors } from "./embeddings.js";
 export * from "./errors.js";
 export { toPixels, type BoxInput, type PointInput, type SpatialRef, type TilesInput } from "./geometry.js";
 export { ImageHandle, type ImageInput, type RawPixels } from "./images/images.js";
+export type { ImageSource, KnownImagesOptions } from "./images/known.js";
 export type { CallOptions, Constraint, HandlingOptions, SamplingOptions } from "./options.js";
 export { Outcomes, type ResultsOf, type Tasks } from "./outcomes.js";
 export { KestrelStream } from "./stream.js";

@@ -3,6 +3,7 @@ import type { Transport } from "@connectrpc/connect";
 
 import { InvalidRequestError } from "./errors.js";
 import type { ReadFile } from "./images/images.js";
+import type { KnownImagesOptions } from "./images/known.js";
 import type { CallOptions } from "./options.js";
 
 export const DEFAULT_TIMEOUT_MS = 300_000;
@@ -13,7 +14,7 @@ export const IMAGE_HEADER = "x-kestrel-image";
 /** A longer time does not fit into the eight digits of `grpc-timeout`. */
 const FOREVER_MS = 1e8;
 
-export interface ClientOptions {
+export interface ClientOptions extends KnownImagesOptions {
   /** A bearer token. Without TLS it is sent to this machine only. */
   token?: string | undefined;
   /** Milliseconds for a call with its retries, if the call has no timeout of its own. Default: 300,000. 0: no limit. */

@@ -7,7 +7,7 @@ import { connect } from "node:net";
 import { createGrpcTransport, Http2SessionManager } from "@connectrpc/connect-node";
 
 import { Client } from "./client.js";
-import { Connection, DEFAULT_MAX_MESSAGE_BYTES, isLoopback, type ClientOptions } from "./connection.js";
+import { Connection, DEFAULT_MAX_MESSAGE_BYTES, isLoopback, type ClientOptions, type Platform } from "./connection.js";
 import { InvalidImageError, InvalidRequestError, RequestTooLargeError } from "./errors.js";
 
 export * from "./common.js";
@@ -46,7 +46,7 @@ export class KestrelClient extends Client {
         ...(path === undefined ? {} : { createConnection: () => connect({ path }) }),
       },
     );
-    super(connection, {
+    const platform: Platform = {
       transport: createGrpcTransport({
         baseUrl,
         sessionManager: sessions,
@@ -56,7 +56,8 @@ export class KestrelClient extends Client {
       readFile,
       sendsStreams: true,
       close: () => sessions.abort(),
-    });
+    };
+    super(connection, platform, options);
   }
 }
 

@@ -7,7 +7,7 @@
 import { createGrpcWebTransport } from "@connectrpc/connect-web";
 
 import { Client } from "./client.js";
-import { Connection, isLoopback, type ClientOptions } from "./connection.js";
+import { Connection, isLoopback, type ClientOptions, type Platform } from "./connection.js";
 import { InvalidRequestError } from "./errors.js";
 import { fetched } from "./images/fetching.js";
 
@@ -20,12 +20,13 @@ export class KestrelClient extends Client {
     const isSafe = base.protocol === "https:" || isLoopback(base.hostname);
     const connection = new Connection(base.origin, isSafe, options);
     const transport = createGrpcWebTransport({ baseUrl: base.href.replace(/\/$/, "") });
-    super(connection, {
+    const platform: Platform = {
       transport,
       readFile: (path, limit) => fetched(new URL(path, hereOr(base.href)).href, limit),
       sendsStreams: false,
       close: () => undefined, // The browser owns the connections.
-    });
+    };
+    super(connection, platform, options);
   }
 }
 

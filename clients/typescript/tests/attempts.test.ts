@@ -20,6 +20,7 @@ import {
   RequestCancelledError,
   RpcError,
   UnavailableError,
+  UnimplementedError,
   type NodeOptions,
 } from "kestrel-client";
 import {
@@ -183,26 +184,82 @@ test("a stream ends with its result, without one, or where its reader leaves it"
   while (ended === before) await new Promise((resolve) => setTimeout(resolve, 5));
 });
 
-test("a stored image that the server has dropped is put again, of a handle that holds it", async () => {
-  let [puts, seen] = [0, ""];
+/** Servers that know no id: a front gives each call to another one. */
+async function forgetful(options: NodeOptions = {}) {
+  const calls: string[] = [];
   const { client } = await served((router) => {
     router.service(ImageService, {
-      putImage: () => ({ image: { imageId: `img_${++puts}` } }),
+      putImage: () => ({ image: { imageId: `img_${calls.push("put")}` } }),
     });
     router.service(VisionService, {
-      caption: ({ image }) => {
-        seen = String(image?.source.value);
-        if (seen === "img_2") return { caption: "a cat" };
-        throw notFound();
+      query: ({ image, images }) => {
+        const all = [image, ...images].map((each) => each?.source);
+        calls.push(all.map((each) => (each?.case === "imageId" ? each.value : each?.case)).join(" "));
+        if (all.some((each) => each?.case === "imageId" && each.value !== "known")) throw notFound();
+        return { answer: "yes", images: all.map((_, place) => ({ imageId: `new_${place}` })) };
+      },
+      streamQuery: async function* ({ request }): Messages<typeof StreamQueryResponseSchema> {
+        calls.push(`stream ${request?.image?.source.case}`);
+        if (request?.image?.source.case === "imageId") throw notFound();
+        yield { event: { case: "final", value: { answer: "yes", imageId: "new_s" } } };
       },
     });
-  });
+  }, options);
+  return { client, calls };
+}
+
+test("an image that the server does not know is sent with the repeated call", async () => {
+  const { client, calls } = await forgetful();
   const handle = await client.putImage(IMAGE);
-  assert.equal((await client.caption(handle)).caption, "a cat");
-  assert.equal(puts, 2);
-  assert.equal((await client.caption(handle)).caption, "a cat");
-  assert.equal(puts, 2, "the handle has the new id");
-  await assert.rejects(client.caption(new ImageHandle("img_9")), NotFoundError);
+  const byId = new ImageHandle(handle.imageId);
+  assert.equal((await client.query(byId, "?")).answer, "yes");
+  await assert.rejects(client.query(handle, "?", { images: [new ImageHandle("img_x")] }), NotFoundError);
+  assert.equal((await client.streamQuery(handle, "?").result()).answer, "yes");
+  // The id of the server that answered last takes the place of all earlier ones.
+  await client.query(handle, "?", { images: [new ImageHandle("known"), byId] });
+  assert.deepEqual(calls, [
+    ...["put", "img_1", "encoded"],
+    ...["new_0 img_x", "encoded img_x"],
+    ...["stream imageId", "stream encoded"],
+    ...["new_s known new_s", "encoded known encoded"],
+  ]);
+  await client.query(new ImageHandle("img_y", undefined, IMAGE), "?");
+  assert.deepEqual(calls.slice(-2), ["img_y", "encoded"], "the source of the handle");
+});
+
+test("an image without room in the request is put", async () => {
+  const image = new Uint8Array(300_000).fill(7);
+  const { client, calls } = await forgetful({ maxMessageBytes: 500_000 });
+  const handle = await client.putImage(image);
+  // Two images of this size do not fit into a message, nor does one beside a long question.
+  await assert.rejects(client.query(handle, "?".repeat(250_000)), NotFoundError);
+  assert.deepEqual(calls, ["put", "img_1", "put", "img_3", "put", "img_5", "put", "img_7"]);
+});
+
+test("what the client keeps has a limit, and others are asked for", async () => {
+  const asked: string[] = [];
+  const others = new Map([["img_a", Uint8Array.of(9)]]);
+  const imageSource = async (imageId: string) => {
+    asked.push(imageId);
+    return others.get(imageId) ?? null;
+  };
+  const { client, calls } = await forgetful({ keptImageBytes: 4, imageSource });
+  const ids = [];
+  for (const byte of [1, 2]) ids.push((await client.putImage(Uint8Array.of(byte, 0, 0))).imageId);
+  await assert.rejects(client.query(new ImageHandle(ids[0] as string), "?"), NotFoundError);
+  await client.query(new ImageHandle(ids[1] as string), "?");
+  await client.query(new ImageHandle("img_a"), "?");
+  assert.deepEqual(asked, [ids[0], "img_a"]);
+  // An array that its owner has changed since is not the image that was stored.
+  const reused = Uint8Array.of(4, 5);
+  const handle = await client.putImage(reused);
+  reused[0] = 6;
+  await assert.rejects(client.query(handle, "?"), NotFoundError);
+  reused[0] = 4;
+  await client.query(handle, "?");
+  await assert.rejects(client.deleteImage(handle), UnimplementedError);
+  await assert.rejects(client.query(handle, "?"), NotFoundError, "the caller has deleted it");
+  assert.equal(calls.filter((each) => each === "put").length, 3);
 });
 
 /** NOT_FOUND with google.rpc.ErrorInfo{reason: "IMAGE_NOT_FOUND"}. */

@@ -140,8 +140,10 @@ for (const [name, client] of [
       const handle = await client.putImage(IMAGE);
       assert.match(handle.imageId, /^img_/);
       assert.equal((await client.query(handle, QUESTION, { temperature: 0 })).answer, "2");
-      assert.equal(await client.deleteImage(handle), true);
-      assert.equal((await client.query(handle, QUESTION, { temperature: 0 })).answer, "2", "put again");
+      assert.equal(await client.deleteImage(new ImageHandle(handle.imageId)), true);
+      await assert.rejects(client.query(handle, QUESTION), NotFoundError, "what the caller deletes is not sent again");
+      const lost = new ImageHandle(`img_${"1".repeat(32)}`, undefined, IMAGE);
+      assert.equal((await client.query(lost, QUESTION, { temperature: 0 })).answer, "2");
       const unknown = new ImageHandle(`img_${"0".repeat(32)}`);
       await assert.rejects(client.caption(unknown), (error: NotFoundError) => {
         assert.ok(error instanceof NotFoundError);

@@ -16,8 +16,10 @@ export interface Call {
   options: CallOptions;
   /** What the call is about (IMAGE_HEADER). */
   about: string;
-  /** Puts again the images that `error` says are missing. False: it can't help. */
+  /** Sends again the images that `error` says are missing. False: it can't help. */
   restore?: (error: KestrelError, options: CallOptions) => Promise<boolean>;
+  /** Told of the response, or of the last message of a stream. */
+  learn?: (response: object) => Promise<void>;
 }
 
 /**

@@ -38,8 +38,10 @@ export async function* events<M, R>(
   try {
     for (let next = first; !next.done; next = await messages.next()) {
       const event = read(next.value);
-      if (event.case === "final") result = finish(event.value as never);
-      else if (event.case !== undefined && event.case !== "started") yield event;
+      if (event.case === "final") {
+        await call.learn?.(event.value as object);
+        result = finish(event.value as never);
+      } else if (event.case !== undefined && event.case !== "started") yield event;
     }
   } catch (error) {
     throw toKestrelError(error);

@@ -17,6 +17,7 @@ import {
   type AnalyzeRequest,
 } from "../gen/kestrel/v1/vision_service_pb.js";
 import type { ImageInput, ReadFile } from "../images/images.js";
+import type { KnownImages } from "../images/known.js";
 import { choice, toHandling, toSampling, type HandlingOptions, type SamplingOptions } from "../options.js";
 import type { Tasks } from "../outcomes.js";
 import { objectFields, type DetectOptions, type PointOptions, type Skill, type Task } from "../tasks.js";
@@ -43,6 +44,7 @@ export class Requests {
   constructor(
     private readonly connection: Connection,
     private readonly readFile: ReadFile,
+    private readonly known: KnownImages,
     private readonly putAgain: PutAgain,
   ) {}
 
@@ -56,12 +58,13 @@ export class Requests {
       segment: SegmentRequestSchema,
     };
     const images = new RequestImages(this.connection, this.readFile, options);
-    const request = message<(typeof schemas)[Skill]>(schemas[task.skill], {
+    const schema = schemas[task.skill];
+    const request = message<(typeof schemas)[Skill]>(schema, {
       ...(await images.field(image, task.skill !== "query")),
       ...(await task.fields(images.more)),
       options: toHandling(options),
     });
-    return { call: await images.call(this.putAgain), request: request as never };
+    return { call: await images.call(schema, request, this.known, this.putAgain), request: request as never };
   }
 
   /** Several names in one call, with the same options. */
@@ -81,7 +84,7 @@ export class Requests {
       objects: [...objects],
       options: toHandling(options),
     });
-    return { call: await images.call(this.putAgain), request };
+    return { call: await images.call(schema, request, this.known, this.putAgain), request };
   }
 
   /** Several tasks on one image. */
@@ -92,7 +95,7 @@ export class Requests {
       tasks: await toTasks(tasks, images),
       options: toHandling(options),
     });
-    return { call: await images.call(this.putAgain), request };
+    return { call: await images.call(AnalyzeRequestSchema, request, this.known, this.putAgain), request };
   }
 
   /** A skill by its name. */
@@ -105,7 +108,7 @@ export class Requests {
       sampling: toSampling(options),
       options: toHandling(options),
     });
-    return { call: await images.call(this.putAgain), request };
+    return { call: await images.call(RunSkillRequestSchema, request, this.known, this.putAgain), request };
   }
 
   /** Embeddings of an image. */
@@ -122,7 +125,7 @@ export class Requests {
       ...(dtype === undefined ? {} : { dtype: choice("dtype", dtype, dtypes) }),
       options: toHandling(options),
     });
-    return { call: await images.call(this.putAgain), request };
+    return { call: await images.call(EmbedRequestSchema, request, this.known, this.putAgain), request };
   }
 }
 

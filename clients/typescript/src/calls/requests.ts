@@ -1,33 +1,30 @@
-/** Makes the requests of calls: loads their images, and puts again the stored ones that the server has dropped. */
+/** Makes the requests of calls, with their images. */
 import { create, toBinary, type DescMessage, type MessageInitShape, type MessageShape } from "@bufbuild/protobuf";
 
 import type { Connection } from "../connection.js";
-import { InvalidRequestError, NotFoundError, RequestTooLargeError, type KestrelError } from "../errors.js";
+import { InvalidRequestError, RequestTooLargeError } from "../errors.js";
 import { toRegion } from "../geometry.js";
 import { BoxSchema, type Image } from "../gen/kestrel/v1/common_pb.js";
-import { digestOf } from "../images/digests.js";
-import { ImageHandle, toImage, type ImageInput, type ReadFile } from "../images/images.js";
+import { bytesOf, ImageHandle, toImage, type ImageInput, type ReadFile } from "../images/images.js";
+import type { KnownImages } from "../images/known.js";
 import type { AnalyzeTaskSchema } from "../gen/kestrel/v1/vision_service_pb.js";
 import { checked, type CallOptions, type HandlingOptions } from "../options.js";
 import type { Tasks } from "../outcomes.js";
 import { Task } from "../tasks.js";
 import type { Call } from "./attempts.js";
-
-const IMAGE_NOT_FOUND = "IMAGE_NOT_FOUND";
-/** How often the images of one call are put again. */
-const MOST_PUTS = 3;
-/** Bytes of a message besides its images. */
-export const ROOM_BYTES = 64 * 1024;
+import { imagesOf, Restoring, type Named, type Put } from "./restoring.js";
 
 /** Stores an image again, on the server of the call `about`. Gives its new id. */
 export type PutAgain = (image: Image, options: CallOptions, about: string) => Promise<string>;
 
+/** Bytes of a message besides its images. */
+export const ROOM_BYTES = 64 * 1024;
+
 /** The images of one call. */
 export class RequestImages {
-  readonly #stored: { handle: ImageHandle; image: Image }[] = [];
-  #first: Image | undefined;
+  /** The images that the caller named by an id. */
+  readonly #named: Named[] = [];
   #size = 0;
-  #puts = 0;
 
   constructor(
     private readonly connection: Connection,
@@ -37,7 +34,10 @@ export class RequestImages {
 
   /** The field of a request with the image that the call is about. `null`: none, if it is not required. */
   async field(input: ImageInput | null, isRequired = true): Promise<{ image?: Image }> {
-    if (input === null && !isRequired) return {};
+    if (input === null && !isRequired) {
+      if (this.options.region !== undefined) throw new InvalidRequestError("region: needs an image");
+      return {};
+    }
     return { image: await this.seen(input as ImageInput) };
   }
 
@@ -55,45 +55,51 @@ export class RequestImages {
     const image = await toImage(input, maxMessageBytes, this.readFile, this.options.signal);
     const { background } = this.options;
     if (background !== undefined) image.background = background;
-    const { source } = image;
-    this.#size +=
-      source.case === "encoded" ? source.value.length : source.case === "raw" ? source.value.data.length : 0;
+    this.#size += bytesOf(image);
     if (this.#size + ROOM_BYTES > maxMessageBytes)
       throw new RequestTooLargeError(this.#size + ROOM_BYTES, maxMessageBytes);
-    if (input instanceof ImageHandle) this.#stored.push({ handle: input, image });
-    this.#first ??= image;
+    if (input instanceof ImageHandle) this.#named.push({ image, imageId: input.imageId, held: input.source });
     return image;
   };
 
   /** The call of a request with these images. */
-  async call(putAgain: PutAgain): Promise<Call> {
-    if (this.#first === undefined && this.options.region !== undefined) {
-      throw new InvalidRequestError("region: needs an image");
-    }
-    const about = this.#first === undefined || this.options.session !== undefined ? "" : await this.#about();
-    const restore = (error: KestrelError, options: CallOptions) => this.#restore(error, options, putAgain, about);
-    return { options: this.options, about, ...(this.#stored.length > 0 ? { restore } : {}) };
+  async call<D extends DescMessage>(
+    schema: D,
+    request: MessageShape<D>,
+    known: KnownImages,
+    putAgain: PutAgain,
+  ): Promise<Call> {
+    const { options } = this;
+    const images = [...imagesOf(schema, request)];
+    const [first] = images;
+    if (first === undefined) return { options, about: "" };
+    const digest = await known.key(first);
+    const about = options.session === undefined ? digest : "";
+    const { maxMessageBytes } = this.connection;
+    const put: Put = (image, handling) => putAgain(image, handling, about);
+    const restoring =
+      this.#named.length > 0 ? new Restoring(known, schema, request, this.#named, maxMessageBytes, put) : undefined;
+    const learn = async (response: object) => {
+      for (const [place, imageId] of idsOf(response).entries()) {
+        const image = images[place];
+        if (image === undefined || !imageId) continue;
+        known.learn(imageId, image, place === 0 ? digest : await known.key(image));
+        restoring?.answered(image, imageId);
+      }
+    };
+    return {
+      options,
+      about,
+      learn,
+      ...(restoring === undefined ? {} : { restore: restoring.restore.bind(restoring) }),
+    };
   }
+}
 
-  /** The digest of the first image: of a stored one, that of its contents if they are known. */
-  async #about(): Promise<string> {
-    const first = this.#first as Image;
-    const stored = this.#stored.find(({ image }) => image.source === first.source)?.handle;
-    return digestOf(stored?.source ?? first);
-  }
-
-  async #restore(error: KestrelError, options: CallOptions, putAgain: PutAgain, about: string): Promise<boolean> {
-    if (!(error instanceof NotFoundError) || error.reason !== IMAGE_NOT_FOUND) return false;
-    if (this.#puts >= MOST_PUTS || this.#stored.some(({ handle }) => handle.source === undefined)) return false;
-    this.#puts += 1;
-    for (const { handle, image } of this.#stored) {
-      const sent = image.source.value;
-      // Another call may have put the image meanwhile.
-      if (handle.currentId === sent) handle.currentId = await putAgain(handle.source as Image, options, about);
-      image.source.value = handle.currentId;
-    }
-    return true;
-  }
+/** The ids under which the server that answered stores the images of the request, in their order. */
+function idsOf(response: { images?: readonly { imageId: string }[]; imageId?: string }): readonly string[] {
+  const { images = [], imageId = "" } = response;
+  return images.length > 0 ? images.map((each) => each.imageId) : [imageId];
 }
 
 /** The tasks of an analysis. Throws InvalidRequestError. */

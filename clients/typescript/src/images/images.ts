@@ -22,18 +22,14 @@ export type ImageInput = Uint8Array | ArrayBuffer | Blob | URL | string | RawPix
 
 /** An image that the server stores, in place of an image. `new ImageHandle(id)` names one by an id of a result. */
 export class ImageHandle {
-  /** Used by the client: the id in use now, if the image was put again. */
-  currentId: string;
-
   constructor(
     readonly imageId: string,
     /** Undefined if it is not known. */
     readonly size?: ImageSize | undefined,
-    /** What the client puts again when the server no longer has the image; undefined to let the call fail. */
-    readonly source?: Image | undefined,
+    /** The image itself, which the client sends to a server that does not know the id. */
+    readonly source?: ImageInput | undefined,
   ) {
     if (!imageId) throw new InvalidRequestError("imageId: must not be empty; the server may store no images");
-    this.currentId = imageId;
   }
 }
 
@@ -57,7 +53,7 @@ export async function toImage(
   signal?: AbortSignal,
 ): Promise<Image> {
   if (input instanceof ImageHandle) {
-    return create(ImageSchema, { source: { case: "imageId", value: input.currentId } });
+    return create(ImageSchema, { source: { case: "imageId", value: input.imageId } });
   }
   const raw = rawPixels(input);
   if (raw !== undefined) {
@@ -68,6 +64,12 @@ export async function toImage(
   if (value.byteLength === 0) throw new InvalidImageError("the image is empty");
   checkSize(value.byteLength, limit);
   return create(ImageSchema, { source: { case: "encoded", value } });
+}
+
+/** The number of bytes of its file or of its pixels; 0 for an id. */
+export function bytesOf({ source }: Image): number {
+  if (source.case === "encoded") return source.value.byteLength;
+  return source.case === "raw" ? source.value.data.byteLength : 0;
 }
 
 async function encoded(
