@@ -11,8 +11,7 @@ This module knows no model, crop or cache. Importing it changes libvips for the 
   thread. Several threads can resize an image (crops.py).
 - No thread of libvips remains, so that a process may fork after the import (template.py).
 
-The coefficients of a plain JPEG are decoded by libjpeg-turbo (simplejpeg) from memory. This gives the same pixels as
-libvips' own loader in half the time, which reads small pieces. Without simplejpeg, libvips decodes all JPEGs.
+libvips opens all images but BMP (bmp.py) and plain JPEGs (plain_jpeg.py).
 
 Images are read in one sequential pass into memory. libvips writes temporary files only for random access to large
 images. This module never uses random access, so no image reaches the disk.
@@ -34,16 +33,12 @@ from pyvips import ffi, vips_lib
 
 from ...config.images import ImageLimits
 from ...errors import ImageDecodeError, ImageTooLargeError, InvalidRequest, UnsupportedImageError
-from . import amplifiers, bmp
+from . import amplifiers, bmp, plain_jpeg
 from .bmp import BmpImage, on_background
 from .costs import FIELD, KINDS, PIXELS, Cost, Kind, check_size, cost_of
 from .decoded_image import Allocate, DecodedImage, new_bytes
 from .heif_probes import HEIF_PROBES
-
-try:
-    import simplejpeg
-except ImportError:  # There are no wheels for some systems.
-    simplejpeg = None
+from .plain_jpeg import PlainJpeg, plain_size
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -250,11 +245,18 @@ def _read_file(path: str | os.PathLike[str], limits: ImageLimits) -> bytes:
 
 def read_header(
     data: bytes, limits: ImageLimits, background: Colour | None = None
-) -> EncodedImage | BmpImage:
+) -> Undecoded:
     """Reads and checks the header of an encoded image. Raises UnsupportedImageError, ImageTooLargeError,
     ImageDecodeError."""
-    is_bmp = bmp.AVAILABLE and data.startswith(bmp.MAGIC)
-    return (BmpImage if is_bmp else EncodedImage)(data, limits, background)
+    if bmp.AVAILABLE and data.startswith(bmp.MAGIC):
+        return BmpImage(data, limits, background)
+    if (size := plain_size(data)) is not None:
+
+        def by_libvips(pixels: np.ndarray) -> Iterator[int]:
+            return EncodedImage(data, limits, background).decoding(pixels)
+
+        return PlainJpeg(data, size, limits, background, by_libvips)
+    return EncodedImage(data, limits, background)
 
 
 class EncodedImage:
@@ -308,10 +310,21 @@ class EncodedImage:
             image = _upright(self._image, self._background)
         except (pyvips.Error, UnicodeDecodeError):
             raise _broken(self._name) from None
-        if self._is_plain and simplejpeg is not None:
+        if self._is_plain and plain_jpeg.AVAILABLE:
             pixels = allocate((image.height, image.width, 3))
-            return DecodedImage(pixels, _decoding_jpeg(self._data, image, pixels), identity)
+            rows = plain_jpeg.decoding(self._data, pixels, lambda into: _decoding(image, into, "JPEG"))
+            return DecodedImage(pixels, rows, identity)
         return _decoded(image, self._name, allocate, identity)
+
+    def decoding(self, pixels: np.ndarray) -> Iterator[int]:
+        """Decodes the image by libvips into ``pixels``, [height, width, 3]. Raises as `begin`."""
+        if (self._image.height, self._image.width, 3) != pixels.shape:
+            raise _broken(self._name)
+        return _decoding(_upright(self._image, self._background), pixels, self._name)
+
+
+Undecoded: TypeAlias = EncodedImage | BmpImage | PlainJpeg
+"""An image whose header is read and checked, with its ``cost``. ``begin`` returns the image, still to be decoded."""
 
 
 def _kind(image: pyvips.Image, name: str) -> Kind:
@@ -367,17 +380,6 @@ def _decoded(
     """Returns the pixels of an upright image, [height, width, 3] uint8, which are not yet computed."""
     pixels = allocate((image.height, image.width, 3))
     return DecodedImage(pixels, _decoding(image, pixels, name), identity)
-
-
-def _decoding_jpeg(data: bytes, image: pyvips.Image, pixels: np.ndarray) -> Iterator[int]:
-    """Computes a plain JPEG into ``pixels``. ``image``: the same image, opened by libvips, which decides about damaged
-    data."""
-    try:
-        simplejpeg.decode_jpeg(data, "RGB", buffer=pixels, strict=True)
-    except ValueError:
-        yield from _decoding(image, pixels, "JPEG")
-        return
-    yield len(pixels)
 
 
 def _decoding(image: pyvips.Image, pixels: np.ndarray, name: str) -> Iterator[int]:

@@ -31,10 +31,9 @@ from ...types.model_config import VisionConfig
 from ...types.requests import PreparedImage
 from ..crop_keys import crop_keys
 from ..crops import Piece, Run, content_key, device_makes_crops, prepare, region_of, stored_shape
-from ..decoding.bmp import BmpImage
 from ..decoding.costs import PIXELS, Cost, check_size, cost_of
 from ..decoding.decoded_image import DecodedImage, new_bytes
-from ..decoding.images import EncodedImage, read_header
+from ..decoding.images import Undecoded, read_header
 from ..looks import WHOLE, Selection, look_size, read_selection, regions
 from .segments import send_message, take_message
 
@@ -104,11 +103,13 @@ class Work:
         self._threads: ThreadPoolExecutor | None = None
         self._crops = -1
         self._mapped: mmap.mmap | None = None
+        self._written: mmap.mmap | None = None
+        """The mapping of the last image's crops. To unmap it takes time, which should not delay the answer."""
 
     def take_crops_segment(self, descriptor: int, num_bytes: int) -> None:
         """Accepts the segment for the crops of the next image, and prepares ``num_bytes`` of it for writing, because
         the first write to a page costs as much as the work on its pixels."""
-        self._mapped = None
+        self._mapped = self._written = None
         if self._crops >= 0:
             os.close(self._crops)
         self._crops = descriptor
@@ -126,7 +127,7 @@ class Work:
         began = time.perf_counter()
         try:
             size = os.fstat(source).st_size
-            image: DecodedImage | EncodedImage | BmpImage
+            image: DecodedImage | Undecoded
             if job["shape"] is None:
                 background = job["background"] and tuple(job["background"])
                 image = read_header(os.pread(source, size, 0), self._limits, background)
@@ -172,7 +173,7 @@ class Work:
 
     def _prepare(
         self,
-        image: DecodedImage | EncodedImage | BmpImage,
+        image: DecodedImage | Undecoded,
         cost: Cost,
         threads: int,
         device_pixels: int,
@@ -203,7 +204,7 @@ class Work:
 
     def _prepare_looks(
         self,
-        image: DecodedImage | EncodedImage | BmpImage,
+        image: DecodedImage | Undecoded,
         selection: Selection,
         cost: Cost,
         threads: int,
@@ -244,6 +245,7 @@ class Work:
         mapped, self._mapped = self._mapped, None
         if mapped is None or len(mapped) < size:
             mapped = mmap.mmap(self._crops, size)
+        self._written = mapped
         return np.frombuffer(mapped, np.uint8, size).reshape(shape)
 
     def _run(self, threads: int) -> Run | None:

@@ -77,9 +77,10 @@ def map_segment(descriptor: int, shape: tuple[int, ...]) -> np.ndarray:
     size = math.prod(shape)
     if os.fstat(descriptor).st_size < size:
         raise ValueError(f"a segment of less than {shape}")
-    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-    # mmap.mmap would keep a descriptor for each array.
-    address = _LIBC.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+    # mmap.mmap would keep a descriptor for each array. The pages are mapped when they are read: the kernel then maps
+    # sixteen at once, which takes half as long as to map all of them here.
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _LIBC.mmap(None, size, protection, mmap.MAP_SHARED, descriptor, 0)
     if address == _MAP_FAILED:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))

@@ -16,7 +16,7 @@ from kestrel_engine.errors import (
     UnsupportedImageError,
 )
 from kestrel_engine.preprocess.crops import prepare
-from kestrel_engine.preprocess.decoding import images
+from kestrel_engine.preprocess.decoding import plain_jpeg
 from kestrel_engine.preprocess.decoding.heif_probes import HEIF_PROBES
 from kestrel_engine.preprocess.decoding.images import FORMATS, open_image
 from kestrel_engine.types.model_config import VisionConfig
@@ -112,7 +112,7 @@ def test_libjpeg_turbo_gives_the_pixels_of_libvips(sampling, monkeypatch):
                 data = simplejpeg.encode_jpeg(noise, quality, "RGB", sampling)
             found = decode(data)
             with monkeypatch.context() as patch:
-                patch.setattr(images, "simplejpeg", None)
+                patch.setattr(plain_jpeg, "AVAILABLE", False)
                 assert np.array_equal(decode(data), found), (height, width, quality)
 
 
@@ -123,8 +123,8 @@ def test_jpegs_with_oddities_are_left_to_libvips(monkeypatch):
     spoilt[-200:-190] = b"\xff\xd0" * 5
     for data in (plain + b"behind", plain[:-2], bytes(spoilt), plain[: len(plain) // 2]):
         results = []
-        for decoder in (images.simplejpeg, None):
-            monkeypatch.setattr(images, "simplejpeg", decoder)
+        for available in (True, False):
+            monkeypatch.setattr(plain_jpeg, "AVAILABLE", available)
             try:
                 results.append(decode(data).tobytes())
             except ImageDecodeError as error:
