@@ -243,9 +243,7 @@ def _read_file(path: str | os.PathLike[str], limits: ImageLimits) -> bytes:
         ) from error
 
 
-def read_header(
-    data: bytes, limits: ImageLimits, background: Colour | None = None
-) -> Undecoded:
+def read_header(data: bytes, limits: ImageLimits, background: Colour | None = None) -> Undecoded:
     """Reads and checks the header of an encoded image. Raises UnsupportedImageError, ImageTooLargeError,
     ImageDecodeError."""
     if bmp.AVAILABLE and data.startswith(bmp.MAGIC):
@@ -312,7 +310,9 @@ class EncodedImage:
             raise _broken(self._name) from None
         if self._is_plain and plain_jpeg.AVAILABLE:
             pixels = allocate((image.height, image.width, 3))
-            rows = plain_jpeg.decoding(self._data, pixels, lambda into: _decoding(image, into, "JPEG"))
+            rows = plain_jpeg.decoding(
+                self._data, pixels, lambda into: _decoding(image, into, "JPEG")
+            )
             return DecodedImage(pixels, rows, identity)
         return _decoded(image, self._name, allocate, identity)
 

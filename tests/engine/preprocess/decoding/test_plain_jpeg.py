@@ -96,7 +96,13 @@ def test_two_sizes_are_left_to_libvips() -> None:
 @pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_damaged_ones_end_as_with_libvips_alone(count: int, monkeypatch) -> None:
     rng = np.random.default_rng(count)
-    whole = [jpeg(), jpeg(65, 33, subsampling=2, quality=40), jpeg(mode="L"), with_exif(1), with_exif(6)]
+    whole = [
+        jpeg(),
+        jpeg(65, 33, subsampling=2, quality=40),
+        jpeg(mode="L"),
+        with_exif(1),
+        with_exif(6),
+    ]
     damaged = []
     for number in range(count):
         data = bytearray(whole[number % len(whole)])
