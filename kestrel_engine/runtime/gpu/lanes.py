@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from ...types.step import Lane, StepPlan
-from .streams import own_stream
+from .streams import on_stream, own_stream
 
 HIGH_PRIORITY = -1
 """Kernels of a stream with this priority start before waiting blocks of the other streams' kernels."""
@@ -46,7 +46,7 @@ class Lanes:
                 stream.wait_event(end)
         elif self._decoded is not None:
             stream.wait_event(self._decoded)
-        with torch.cuda.stream(stream):
+        with on_stream(stream):
             yield
 
     def enqueued(self, plan: StepPlan, end: torch.cuda.Event | float) -> None:

@@ -58,6 +58,7 @@ from .sampling.rows import RowSampler
 from .state.sequence_state import SequenceState
 from .state.staging import Uploader
 from .step_results import PassOutput, PendingStep, StepResults
+from .streams import record
 from .text.decoder import FusedText
 from .vision.graphs import VisionGraphs
 from .vision.images import EncodedImages
@@ -328,7 +329,7 @@ class GpuRuntime:
         if self._stream is None:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        record(event, self._stream.device)
         return event
 
     def _enqueue(self, plan: StepPlan) -> PendingStep:

@@ -1,4 +1,4 @@
-"""Streams of which no other part of the process has the same one.
+"""Streams of which no other part of the process has the same one, and their use with little work for the host.
 
 torch deals the same 32 streams of each priority out in turn. After a few models were loaded, a runtime would get the
 stream of another one that serves: while it captures a graph, the other's launches would become a part of that graph.
@@ -7,6 +7,8 @@ stream of another one that serves: while it captures a graph, the other's launch
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
 import torch
@@ -28,3 +30,25 @@ def own_stream(device: torch.device, *, priority: int = 0) -> torch.cuda.Stream:
                 _owned[key] = stream
                 return stream
     raise RuntimeError(f"all {_DEALT} streams of priority {priority} of {device} are in use")
+
+
+@contextmanager
+def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """As ``torch.cuda.stream(stream)``. That looks for the current device in the environment several times, which takes
+    as long as a launch."""
+    if torch.cuda.current_device() != stream.device_index:
+        with torch.cuda.stream(stream):
+            yield
+        return
+    before = torch.cuda.current_stream(stream.device_index)
+    torch.cuda.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(before)
+
+
+def record(event: torch.cuda.Event, device: torch.device) -> None:
+    """Records ``event`` on the current stream of ``device``, which has an index. Without that, torch looks for the
+    device as for a stream."""
+    event.record(torch.cuda.current_stream(device.index))

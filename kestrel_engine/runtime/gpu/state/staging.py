@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..streams import record
+
 RING = 32
 """Number of host buffers in a ring. Several passes of each step in flight use one each, and none should wait for an
 earlier step."""
@@ -54,7 +56,7 @@ class _PinnedRing:
 
     def _note_copy(self) -> None:
         event = self._copied[self._next] or torch.cuda.Event()
-        event.record()
+        record(event, self._device)
         self._copied[self._next] = event
 
 
@@ -164,7 +166,7 @@ class RowBuffers:
         self._device_bytes.copy_(self._ring[self._next][0], non_blocking=True)
         if self._device_bytes.is_cuda:
             event = self._copied[self._next] or torch.cuda.Event()
-            event.record()
+            record(event, self._device_bytes.device)
             self._copied[self._next] = event
 
 
