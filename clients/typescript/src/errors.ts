@@ -147,7 +147,10 @@ export class OverloadedError extends RpcError {}
 /** The server can't be reached, or is starting or stopping. */
 export class UnavailableError extends RpcError {}
 
-/** The server, or its connection, ended while it answered. The client repeats unary calls before it throws this. */
+/**
+ * The server, or its connection, ended while it answered. The client repeats unary calls before it throws this. `reason`
+ * is CONNECTION_LOST and `retryAfterMs` is set, by the client.
+ */
 export class ConnectionLostError extends UnavailableError {}
 
 /** The timeout passed before the call ended. */

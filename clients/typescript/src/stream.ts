@@ -11,6 +11,7 @@ export type Run<E, R> = (signal: AbortSignal) => AsyncGenerator<E, R | undefined
 export class KestrelStream<E, R> implements AsyncIterable<E> {
   readonly #controller = new AbortController();
   readonly #events: AsyncGenerator<E, R | undefined>;
+  #hasBegun = false;
   #ended = false;
   #result: R | undefined;
   #failure: unknown;
@@ -44,11 +45,15 @@ export class KestrelStream<E, R> implements AsyncIterable<E> {
   /** Ends the call. Whoever waits for an event or for the result gets RequestCancelledError. */
   cancel(): void {
     this.#controller.abort();
+    // Who reads to the end frees what the call holds, such as its timer.
+    if (this.#hasBegun) void this.result().catch(() => undefined);
   }
 
   async #next(): Promise<IteratorResult<E, R | undefined>> {
+    this.#hasBegun = true;
     try {
       const next = await this.#events.next();
+      if (next.done && this.#failure !== undefined) throw this.#failure;
       if (next.done && !this.#ended) {
         this.#ended = true;
         this.#result = next.value;

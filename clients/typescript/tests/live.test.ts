@@ -268,9 +268,10 @@ test("a program ends when its calls have ended, without close", async () => {
     import { KestrelClient } from "kestrel-client";
     const client = new KestrelClient("${given("KESTREL_GRPC")}");
     console.log((await client.listModels()).length);
+    for await (const event of client.streamCaption(process.argv[1], "long")) break;
   `;
   const here = new URL("../..", import.meta.url);
-  const run = promisify(execFile)(process.execPath, ["--input-type=module", "-e", program], {
+  const run = promisify(execFile)(process.execPath, ["--input-type=module", "-e", program, PATH], {
     cwd: here,
     timeout: 20_000,
   });

@@ -18,6 +18,7 @@ import {
   RequestTooLargeError,
   similarity,
   toPixels,
+  UnavailableError,
   vectors,
   type ImageInput,
 } from "kestrel-client";
@@ -46,6 +47,36 @@ test("targets", () => {
   for (const bad of ["127.0.0.1:2020", "ftp://host", "http://", "https://me:secret@host"]) {
     assert.throws(() => new WebClient(bad), InvalidRequestError, bad);
   }
+});
+
+test("targets of several servers", async () => {
+  for (const good of [["host", "10.0.0.1:1"], ["[::1]:1"], "a:1, b:2", "dns:///name:1", "dns:name", "directory:/x"]) {
+    new KestrelClient(good).close();
+  }
+  for (const bad of [
+    [],
+    [""],
+    ["a", "http://b"],
+    ["dns:///a"],
+    "directory:",
+    "dns:",
+    "dns:///a/b",
+    "a:1,",
+    7 as never,
+  ]) {
+    assert.throws(() => new KestrelClient(bad), InvalidRequestError, String(bad));
+  }
+  assert.throws(() => new KestrelClient(["127.0.0.1", "10.0.0.1"], { token: "t" }), /unencrypted/);
+  new KestrelClient(["127.0.0.1", "[::1]:1"], { token: "t" }).close();
+  new KestrelClient(["10.0.0.1"], { token: "t", tls: { serverName: "kestrel" } }).close();
+  // Of a list that is read later, later.
+  const folder = await mkdtemp(join(tmpdir(), "kestrel-"));
+  const file = join(folder, "servers");
+  await writeFile(file, "10.0.0.1:1\n");
+  const client = new KestrelClient(`directory:${file}`, { token: "t" });
+  await assert.rejects(client.listModels(), /^InvalidRequestError: token: would be sent to other machines unencrypted/);
+  await writeFile(file, "127.0.0.1:1\n");
+  await assert.rejects(client.listModels(), UnavailableError);
 });
 
 test("a token is sent without TLS to this machine only", () => {

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.abuse.processes.commanded_servers import CommandedServers
 from tests.docs.code_blocks import ROOT
 from tests.forking.process import ForkedProcess
 from tests.service.certificates import authority, server_pair
@@ -92,6 +93,18 @@ def test_the_tests_of_the_package(built: Path, servers: dict[str, str]):
     assert re.search(r"# pass [1-9]\d+\n# fail 0\n# cancelled 0\n# skipped 0", printed), printed
 
 
+def test_several_servers(built: Path, tmp_path: Path):
+    """Three processes with the fake runtime, which the tests list, kill and restart."""
+    with CommandedServers(tmp_path) as commanded:
+        shell(
+            "node --test build/tests/several.test.js",
+            built,
+            KESTREL_SERVERS=",".join(commanded.servers.addresses),
+            KESTREL_DIRECTORY=str(commanded.directory),
+            KESTREL_COMMANDS=commanded.url,
+        )
+
+
 def test_the_programs_of_the_readme(built: Path, servers: dict[str, str], tmp_path: Path):
     blocks = re.findall(r"```ts\n(.*?)```", (SDK / "README.md").read_text(), re.DOTALL)
     assert len(blocks) >= 6
@@ -120,7 +133,7 @@ def test_the_packed_package_installs_alone(built: Path, servers: dict[str, str],
         names = [name.removeprefix("package/") for name in archive.getnames()]
     others = {name for name in names if not re.fullmatch(r"dist/.+(\.js|\.d\.ts)", name)}
     assert others == {"LICENSE", "README.md", "package.json"}
-    exports = (SDK / "package.json").read_text()
+    exports = json.dumps(json.loads((SDK / "package.json").read_text())["exports"])
     assert set(re.findall(r'"\./(dist/[^"]+)"', exports)) <= set(names)
     (tmp_path / "package.json").write_text('{"private": true, "type": "module"}')
     install = ["npm", "install", "--no-audit", "--no-fund", "--prefer-offline", str(packed)]

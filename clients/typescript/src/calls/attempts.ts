@@ -1,9 +1,10 @@
 /** The attempts of one call: it is repeated as the server allows it, within one timeout for all attempts. */
-import { Code, ConnectError, type CallOptions as Sending } from "@connectrpc/connect";
+import { Code, ConnectError, createContextValues, type CallOptions as Sending } from "@connectrpc/connect";
 
 import type { Connection } from "../connection.js";
 import { OverloadedError, rpcError, UnavailableError, type KestrelError } from "../errors.js";
 import type { CallOptions } from "../options.js";
+import { Route, ROUTE } from "./routes.js";
 import { isFromServer, toKestrelError } from "./statuses.js";
 
 const PUSHBACK_KEY = "grpc-retry-pushback-ms";
@@ -35,18 +36,24 @@ export async function attempts<T>(
   const timeoutMs = connection.timeoutMs(call.options);
   const endsAt = timeoutMs === undefined ? undefined : performance.now() + timeoutMs;
   const headers = connection.headers(call.options, call.about);
+  const route = new Route();
+  const contextValues = createContextValues().set(ROUTE, route);
   for (let repeats = 0; ;) {
     throwIfAborted(signal);
     const leftMs = endsAt === undefined ? 0 : Math.max(Math.ceil(endsAt - performance.now()), 1);
-    const sending = { headers, timeoutMs: leftMs, ...(signal === undefined ? {} : { signal }) };
+    const sending = { headers, contextValues, timeoutMs: leftMs, ...(signal === undefined ? {} : { signal }) };
     try {
       return await attempt(sending);
     } catch (reason) {
       const error = toKestrelError(reason);
       if (await call.restore?.(error, { ...call.options, timeoutMs: leftMs })) continue;
       const pause = pauseMs(reason, error, repeats);
+      if (pause === undefined) throw error;
+      // Another server is asked at once.
+      if (error instanceof UnavailableError && route.hasMore) continue;
+      route.tried.clear();
       repeats += 1;
-      if (pause === undefined || repeats > MOST_REPEATS) throw error;
+      if (repeats > MOST_REPEATS) throw error;
       if (endsAt !== undefined && performance.now() + pause >= endsAt) throw error;
       await sleep(pause, signal);
     }

@@ -12,6 +12,10 @@ import {
 import type { TaskError } from "../gen/kestrel/v1/vision_service_pb.js";
 
 const REQUEST_ID_KEY = "x-request-id";
+/** The reason of a ConnectionLostError, which no server can send. */
+const CONNECTION_LOST = "CONNECTION_LOST";
+/** Another server, or another worker of the same one, answers at once. */
+const LOST_RETRY_MS = 100;
 
 /** Whether the server itself sent this status, and not the client, a proxy or the network. */
 export function isFromServer(error: ConnectError): boolean {
@@ -24,8 +28,9 @@ export function toKestrelError(reason: unknown): KestrelError {
   const error = ConnectError.from(reason);
   if (error.cause instanceof KestrelError) return error.cause;
   if (isLost(error)) {
-    const message = "the connection ended before an answer came";
-    return new ConnectionLostError(Code.Unavailable, message, { cause: error });
+    const message = "the connection ended before the answer did; the call may be sent again";
+    const details = { reason: CONNECTION_LOST, retryAfterMs: LOST_RETRY_MS, cause: error };
+    return new ConnectionLostError(Code.Unavailable, message, details);
   }
   if (isUnreachable(error)) return rpcError(Code.Unavailable, error.rawMessage, { cause: error });
   const details: StatusDetails = { requestId: error.metadata.get(REQUEST_ID_KEY) ?? "" };
