@@ -110,6 +110,9 @@ def _attended(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> An
 class _Nothing:
     """A stream, an event or a graph that does nothing. What is enqueued has been done at once."""
 
+    device = torch.device("cuda:0")
+    device_index = 0
+
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def __enter__(self) -> _Nothing:
         return self
@@ -189,6 +192,7 @@ def _replacements(card: Card) -> list[tuple[Any, str, Any]]:
         "graph_pool_handle": None,
         "current_stream": _Nothing(),
         "stream": _Nothing(),
+        "set_stream": None,
     }
     made = dict.fromkeys(("Stream", "Event", "CUDAGraph"), _Nothing)
     return [

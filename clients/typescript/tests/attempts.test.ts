@@ -272,10 +272,14 @@ function notFound(): ConnectError {
 
 test("map keeps the order, bounds its requests, and gives errors in place of results", async () => {
   let [running, most] = [0, 0];
+  let threeRun = () => {};
+  const three = new Promise<void>((resolve) => (threeRun = resolve));
   const { client } = await served((router) =>
     router.service(VisionService, {
       caption: async ({ image }) => {
         most = Math.max(most, ++running);
+        if (running === 3) threeRun();
+        await three; // Also on a busy machine, three requests run at once.
         await new Promise((resolve) => setTimeout(resolve, 5));
         running -= 1;
         const [number] = image?.source.value as Uint8Array;

@@ -31,15 +31,20 @@ def state(pid: int) -> str:
         return ""
 
 
-def nice_of(pid: int) -> int:
-    return os.getpriority(os.PRIO_PROCESS, pid)
+def nice_of(pid: int) -> int | None:
+    """None if the process has ended meanwhile."""
+    try:
+        return os.getpriority(os.PRIO_PROCESS, pid)
+    except ProcessLookupError:
+        return None
 
 
 @contextlib.contextmanager
 def held_up(pids: set[int]) -> Iterator[None]:
-    """Stops processes, which then take as long as the test wants."""
+    """Stops those processes that live, which then take as long as the test wants."""
     for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
