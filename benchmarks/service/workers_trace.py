@@ -4,7 +4,8 @@ python -m benchmarks.service.workers_trace --model moondream2 --random-weights -
 
 The ways: the front (--spread calls), the kernel (--spread connections), the workers' own addresses with a worker for
 each client process, and the SDK's ring of all workers. Each worker has --in-flight calls. Clients are processes of the
-same host. One worker is measured before and after the others, and the ratio is to the mean of both.
+same host. One worker is measured before and after the others, and the ratio is to the mean of both. --ways names some
+of them: front, own, ring, kernel.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from ..traffic.chart_trace import ChartTrace, add_trace_arguments
 from ..traffic.grpc_clients import ClientProcesses, Target
 from ..traffic.processes import START_PATIENCE_S, ServerProcess, serve
 from ..traffic.trace_run import RunPlan, summary
+
+WAYS = ("front", "own", "ring", "kernel")
 
 
 class Ways:
@@ -92,6 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     parser.add_argument(
         "--clients", type=int, default=8, help="client processes for each worker [8]"
     )
+    parser.add_argument(
+        "--ways", nargs="+", default=list(WAYS), choices=WAYS, help="ways to measure [all]"
+    )
     add_trace_arguments(parser)
     args, of_model = parse(parser, arguments)
     settle(args)
@@ -112,13 +118,19 @@ def main(arguments: Sequence[str] | None = None) -> Report:
         with start(flags, "calls", port, Path(name) / "calls") as server:
             ways.warm_up(own)
             before = ways.run("one worker", own[0], 1)
-            ways.run("front", server.address, many)
-            ways.run("own addresses, a worker for each client", list(own), many)
-            ways.run("own addresses, the SDK's ring", tuple(own), many)
+            by_way: dict[str, tuple[str, Target | list[Target]]] = {
+                "front": ("front", server.address),
+                "own": ("own addresses, a worker for each client", list(own)),
+                "ring": ("own addresses, the SDK's ring", tuple(own)),
+            }
+            for way, (what, targets) in by_way.items():
+                if way in args.ways:
+                    ways.run(what, targets, many)
             alone = (before + ways.run("one worker, again", own[0], 1)) / 2
-        with start(flags, "connections", port, Path(name) / "connections") as server:
-            ways.warm_up(own)
-            ways.run("shared port (SO_REUSEPORT)", server.address, many)
+        if "kernel" in args.ways:
+            with start(flags, "connections", port, Path(name) / "connections") as server:
+                ways.warm_up(own)
+                ways.run("shared port (SO_REUSEPORT)", server.address, many)
     for way, row in ways.rows:
         ratio = float(str(row["requests/s"])) / alone
         key: Row = {"calls by": way, "x one": ratio}

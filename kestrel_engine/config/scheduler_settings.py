@@ -109,7 +109,8 @@ class SchedulerSettings:
     itl_target_ms: float = setting(
         15.0,
         SCHEDULER,
-        "with --decode-beside: ms that new images and prompts may delay a token. Longer steps run beside decoding",
+        "with --decode-beside: ms that new images and prompts may delay a token. Longer steps run beside decoding, in "
+        "passes so small that a token takes about as long; lower values cost requests a second",
         kind="number",
         metavar="MS",
         low=0,

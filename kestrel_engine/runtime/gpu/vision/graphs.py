@@ -6,7 +6,6 @@ decoded images, the device waited for the host for a tenth of the time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from ....types.adapter import Adapter
 from ....types.progress import Progress
 from ..attention.patches import BATCHES
-from .tower import MAX_CROPS, FusedVision
+from .tower import MAX_CROPS, FusedVision, even_size
 
 
 class PassShape(NamedTuple):
@@ -72,11 +71,13 @@ class VisionGraphs:
                 if progress is not None:
                     progress(index + 1, len(shapes), f"vision graph of {shape.crops} crops")
 
-    def encode_crops(self, crops: Tensor, adapters: Sequence[Adapter | None] = ()) -> Tensor:
+    def encode_crops(
+        self, crops: Tensor, adapters: Sequence[Adapter | None] = (), *, most: int | None = None
+    ) -> Tensor:
         """As `FusedVision.encode_crops`."""
         config = self._vision.config
         out = self._features.new_empty(len(crops), config.grid**2, config.enc_dim)
-        size = math.ceil(len(crops) / math.ceil(len(crops) / self._max_crops))
+        size = even_size(len(crops), self._max_crops, most)
         for first in range(0, len(crops), size):
             part = crops[first : first + size]
             self._crops[: len(part)].copy_(part)

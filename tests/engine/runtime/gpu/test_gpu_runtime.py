@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kestrel_engine.models.moondream import Moondream
+from kestrel_engine.runtime.gpu.lanes import PassSizes
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.embedding import EmbeddingSpec
@@ -20,6 +21,7 @@ from kestrel_engine.types.step import (
     PREVIOUS,
     EmbedRead,
     EncodeSlice,
+    Lane,
     LogitEdit,
     Row,
     SampleSpec,
@@ -75,6 +77,38 @@ def test_crops_alone_go_through_the_passes_of_steps(both, monkeypatch):
     # Where there are graphs, theirs: the tower itself isn't asked.
     monkeypatch.setattr(tested._images, "encode_crops", lambda crops: crops.sum())
     assert tested.encode_crops(crops) == crops.sum()
+
+
+@pytest.mark.slow_with("moondream3")
+def test_passes_are_small_only_while_a_decode_step_is_out(both, monkeypatch):
+    config, _, tested = both
+    encode, passes, asked = tested._images.encode_crops, tested._prompts.passes, []
+
+    def noted_encode(crops, adapters, *, most):
+        asked.append(most)
+        return encode(crops, adapters, most=most)
+
+    def noted_passes(rows, most_images):
+        asked.append(most_images)
+        return passes(rows, most_images)
+
+    monkeypatch.setattr(tested._images, "encode_crops", noted_encode)
+    monkeypatch.setattr(tested._prompts, "passes", noted_passes)
+    monkeypatch.setattr(tested, "_sizes_beside", PassSizes.beside(5.0))
+    first = StepPlan(3, encode=(EncodeSlice(picture("new", (1, 1), config, seed=3), 0, 2),))
+    tested.collect(tested.launch(replace(first, lane=Lane.NEW_WORK)))
+    talk = Talk(1, (0, 11, 12), [TEXT, TEXT])
+    prompt, _ = talk.rows()
+    tested.collect(tested.launch(StepPlan(4, prefill=(prompt,), lane=Lane.NEW_WORK)))
+    _, row = talk.rows()
+    decoding = tested.launch(StepPlan(5, decode=(row,), lane=Lane.DECODE))
+    second = EncodeSlice(picture("newer", (1, 1), config, seed=4), 0, 2)
+    beside = StepPlan(6, drop_images=("new",), ended=(1,), encode=(second,), lane=Lane.NEW_WORK)
+    beside = tested.launch(beside)
+    tested.collect(decoding)
+    tested.collect(beside)
+    tested.collect(tested.launch(StepPlan(7, drop_images=("newer",), lane=Lane.NEW_WORK)))
+    assert asked == [None, None, None, None, 16, 2, None]
 
 
 class Talk:

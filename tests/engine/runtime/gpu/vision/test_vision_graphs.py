@@ -3,7 +3,7 @@
 import torch
 
 from kestrel_engine.runtime.gpu.vision.graphs import PassShape, VisionGraphs
-from kestrel_engine.runtime.gpu.vision.tower import FusedVision
+from kestrel_engine.runtime.gpu.vision.tower import FusedVision, even_size
 from kestrel_engine.runtime.gpu.weights import pack_weights
 from tests.engine.runtime.gpu.small_models import small_model
 
@@ -18,6 +18,12 @@ class Replayed:
         with self.vision.attention.chosen():
             graphs, n = self.graphs, self.count
             self.vision.encode_pass(graphs._crops[:n], graphs._features[:n])
+
+
+def test_passes_have_about_one_size():
+    assert [even_size(count, 64, None) for count in (1, 48, 64, 65, 130)] == [1, 48, 64, 33, 44]
+    assert [even_size(count, 64, 24) for count in (9, 24, 25, 48, 54)] == [9, 24, 13, 24, 18]
+    assert even_size(9, 4, 24) == 3
 
 
 @torch.inference_mode()
@@ -38,6 +44,9 @@ def test_crops_beyond_the_largest_pass_go_in_passes_of_one_size():
     crops = torch.randint(0, 255, (4, side, side, 3), dtype=torch.uint8, device=DEVICE)
     assert torch.allclose(graphs.encode_crops(crops), vision.encode_crops(crops), atol=1e-5)
     assert ran == [2, 2]
+    ran.clear()
+    assert torch.allclose(graphs.encode_crops(crops, most=1), vision.encode_crops(crops), atol=1e-5)
+    assert ran == [1, 1, 1, 1]
     kept = graphs.encode_crops(crops[:1])
     graphs.encode_crops(crops[1:2])
     assert torch.allclose(kept, vision.encode_crops(crops[:1]), atol=1e-5), "the next pass took it"
