@@ -53,9 +53,10 @@ def held_up(pids: set[int]) -> Iterator[None]:
                 os.kill(pid, signal.SIGCONT)
 
 
-async def until(condition, within_s: float = 90.0) -> None:
-    """Waits until ``condition()`` is true."""
+async def until(condition, within_s: float = 90.0):
+    """Waits until ``condition()`` is true, and returns its result."""
     deadline = time.monotonic() + within_s
-    while not condition():
+    while not (found := condition()):
         assert time.monotonic() < deadline, "it did not happen"
         await asyncio.sleep(0.002)
+    return found

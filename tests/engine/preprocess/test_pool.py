@@ -243,8 +243,7 @@ async def test_expensive_images_run_within_the_budget_only(make_pool, decode_byt
     """Eight processes may run two expensive images, if there is memory for both."""
     pool = make_pool(8, decode_bytes=decode_bytes)
     jobs = [asyncio.create_task(pool.prepare(huge(seed))) for seed in range(2)]
-    await until(expensive_decoders)
-    with held_up(expensive_decoders()):
+    with held_up(await until(expensive_decoders)):
         await until(lambda: pool._running_expensive + len(pool._expensive) == 2)
         assert pool._running_expensive == together
     await asyncio.gather(*jobs)
