@@ -32,8 +32,9 @@ TOKENS = (3, 30)
 """Tokens of an answer in the runs of the trace."""
 IN_FLIGHT_S = {64: 7.0, 16: 5.0, 4: 4.0, 1: 4.0}
 """The requests in flight in the runs of the trace, and the seconds after which no question is asked."""
-PARTS = ("trace", "decode", "prefill", "vision", "saturate", "quality")
+PARTS = ("trace", "decode", "one_request", "prefill", "vision", "saturate", "quality")
 """The parts of a model, in this order. Both models have the same vision tower, so only the first one's is measured."""
+FP8_PARTS = ("trace", "decode", "one_request")
 FP8_FLAGS = ("--fp8-gemms", "all", "--kv-cache-dtype", "fp8")
 ROOT = Path(__file__).parents[1]
 
@@ -60,10 +61,9 @@ def jobs(args: argparse.Namespace, cache: Path) -> list[Job]:
     first = args.models[0]
     if "fp8" in args.parts and not args.quick:
         for model in args.models:
-            trace = ["benchmarks.trace", "--model", model, *device, "--random-weights", *FP8_FLAGS]
-            trace += ["--tokens", *map(str, TOKENS), "--in-flight", *map(str, IN_FLIGHT_S)]
-            trace += ["--limit", "5", "--cache", str(cache), "--json", f"{out}/{model}-fp8.json"]
-            found.append(Job(f"{model} fp8", trace, 130.0))
+            one = ["benchmarks.gpu_suite", "--one", model, "--out", str(out), "--cache", str(cache)]
+            chosen = ["--fp8", *device, "--parts", *FP8_PARTS]
+            found.append(Job(f"{model} fp8", [*one, *chosen], 150.0))
     served = ["--model", first, *device] + ([] if args.quick else ["--random-weights"])
     if args.quick:
         served += ["--threads", "1"]
@@ -131,6 +131,8 @@ def measure_model(args: argparse.Namespace) -> bool:
 
     flags = ["--model", args.one, "--device", args.device]
     flags += ["--threads", "1"] if args.quick else ["--random-weights"]
+    flags += FP8_FLAGS if args.fp8 else ()
+    name = f"{args.one}-fp8" if args.fp8 else args.one
     opened = open_model(model_arguments(flags, quick=args.quick))
     good = True
     for part in args.parts:
@@ -146,7 +148,7 @@ def measure_model(args: argparse.Namespace) -> bool:
             good = False
         print(f"-- {args.one}: {part} took {time.monotonic() - began:.0f} s", flush=True)
         # Figures that were taken before a failure count too.
-        report.finish(str(args.out / f"{args.one}-{part}.json"))
+        report.finish(str(args.out / f"{name}-{part}.json"))
     opened.runtime.close()
     return good
 
@@ -215,6 +217,13 @@ def _decode(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
         )
 
 
+def _one_request(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
+    from .diagnostics.one_request import measure
+
+    requests = 4 if args.quick else 100
+    asyncio.run(measure(opened, requests, min(TOKENS), report, quick=args.quick))
+
+
 def _vision(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
     from .gpu.vision import measure
 
@@ -240,6 +249,7 @@ MEASURES: dict[str, Callable[[Any, argparse.Namespace, GpuReport], None]] = {
     "trace": _trace,
     "saturate": _saturate,
     "decode": _decode,
+    "one_request": _one_request,
     "vision": _vision,
     "prefill": _prefill,
     "quality": _quality,
@@ -289,6 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cache", type=Path, help="folder of the trace's images [OUT/images]")
     parser.add_argument("--quick", action="store_true", help="a smoke test with kestrel-tiny")
     parser.add_argument("--one", metavar="MODEL", help="only this model's parts, in this process")
+    parser.add_argument("--fp8", action="store_true", help="with --one: in FP8")
     args = parser.parse_args(arguments)
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)

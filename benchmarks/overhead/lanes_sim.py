@@ -21,6 +21,8 @@ from unittest.mock import patch
 import numpy as np
 
 from kestrel_engine.config.sizes import default_sizes
+from kestrel_engine.runtime.gpu.lanes import PassSizes
+from kestrel_engine.runtime.gpu.vision.tower import even_size
 from kestrel_engine.runtime.protocol import StepHandle
 from kestrel_engine.scheduler.budget import StepBudget
 from kestrel_engine.scheduler.policy import SchedulerPolicy
@@ -50,8 +52,9 @@ RULE = TokenRule()
 class Card:
     """Milliseconds of the parts of a step alone on the device, and of the host.
 
-    ``beside``, ``beside_row``: of a decode step beside new work, which waits for the multiprocessors that the tower
-    holds. ``stolen``: how much longer the new work takes then, as a share of the decode step's time alone.
+    ``beside_crop``, ``beside_image``: what a decode step takes longer for each crop and each image prefix of the pass
+    beside it, whose kernels hold the multiprocessors. ``beside_row``: for each of its rows. ``stolen``: how much longer
+    the new work takes then, as a share of the decode step's time alone.
     ``host_wait``: the mean of what a launch takes longer while other threads have the interpreter. ``prepare``: from a
     request until the step thread has it, for a new image and for a known one; ``jitter``: the mean of what this takes
     longer.
@@ -65,7 +68,10 @@ class Card:
     prefix: float = 3.3
     prompts: float = 1.8
     question: float = 0.24
-    beside: float = 8.5
+    beside_vision: float = 0.6
+    beside_crop: float = 0.275
+    beside_prefill: float = 2.5
+    beside_image: float = 0.78
     beside_row: float = 0.055
     stolen: float = 0.85
     launch_decode: float = 0.3
@@ -78,30 +84,65 @@ class Card:
     def decode_ms(self, plan: StepPlan) -> float:
         return self.decode + self.decode_row * len(plan.decode) if plan.decode else 0.0
 
-    def new_ms(self, plan: StepPlan) -> float:
-        crops = sum(piece.last - piece.first for piece in plan.encode)
+    def vision_ms(self, plan: StepPlan, sizes: PassSizes) -> float:
+        crops = _crops(plan)
         images = sum(piece.last == piece.image.num_crops for piece in plan.encode)
-        prefixes = sum(row.start == 0 for row in plan.prefill)
-        ms = self.vision + self.crop * crops + self.image * images if crops else 0.0
+        passes = -(-crops // _most(crops, sizes.crops)) if crops else 0
+        return self.vision * passes + self.crop * crops + self.image * images
+
+    def prefill_ms(self, plan: StepPlan, sizes: PassSizes) -> float:
+        prefixes = _prefixes(plan)
         if prefixes:
-            return ms + 0.9 + self.prefix * prefixes + 0.1 * len(plan.prefill)
-        return ms + (self.prompts + self.question * len(plan.prefill) if plan.prefill else 0.0)
+            passes = -(-prefixes // _most(prefixes, sizes.images))
+            return 0.9 * passes + self.prefix * prefixes + 0.1 * len(plan.prefill)
+        return self.prompts + self.question * len(plan.prefill) if plan.prefill else 0.0
+
+    def beside_ms(
+        self, decode: StepPlan, new: StepPlan, sizes: PassSizes, *, vision: bool
+    ) -> float:
+        """Of a decode step beside the vision or the prefill of ``new``."""
+        ms = self.decode + self.beside_row * len(decode.decode)
+        if vision:
+            return ms + self.beside_vision + self.beside_crop * _most(_crops(new), sizes.crops)
+        return ms + self.beside_prefill + self.beside_image * _most(_prefixes(new), sizes.images)
+
+
+def _crops(plan: StepPlan) -> int:
+    return sum(piece.last - piece.first for piece in plan.encode)
+
+
+def _prefixes(plan: StepPlan) -> int:
+    return sum(row.start == 0 for row in plan.prefill)
+
+
+def _most(count: int, most: int | None) -> int:
+    """The size of the passes of ``count`` crops or prefixes, as the runtime divides them."""
+    return even_size(count, max(count, 1), most) if count else 0
 
 
 @dataclass
 class _Running:
     plan: StepPlan
     left_ms: float
+    prefill_ms: float
+    """The last part of the time. Before it, the step encodes images."""
+    sizes: PassSizes
     after: int | None
     """The step of the other lane that must have ended."""
     begun_at: float | None = None
+
+    @property
+    def until_change_ms(self) -> float:
+        """Until the step ends, or its images are encoded."""
+        vision = self.left_ms - self.prefill_ms
+        return vision if self.prefill_ms and vision > 1e-9 else self.left_ms
 
 
 class Device:
     """Two lanes of steps in virtual time, in ms. With one lane, steps run one after the other."""
 
-    def __init__(self, card: Card) -> None:
-        self._card = card
+    def __init__(self, card: Card, sizes: PassSizes) -> None:
+        self._card, self._sizes = card, sizes
         self._now = 0.0
         self._queues: dict[Lane, deque[_Running]] = {lane: deque() for lane in Lane}
         self.ended: dict[int, tuple[float, float]] = {}
@@ -110,12 +151,15 @@ class Device:
 
     def launch(self, now: float, plan: StepPlan) -> None:
         self.run_to(now)
-        ms, after = self._card.decode_ms(plan) + self._card.new_ms(plan), plan.after
+        sizes = self._sizes if plan.is_beside else PassSizes()
+        prefill_ms = self._card.prefill_ms(plan, sizes)
+        ms = self._card.decode_ms(plan) + self._card.vision_ms(plan, sizes) + prefill_ms
+        after = plan.after
         if plan.lane is Lane.NEW_WORK:
             after = self._last_decode
         elif plan.lane is Lane.DECODE:
             self._last_decode = plan.step_id
-        self._queues[plan.lane].append(_Running(plan, ms, after))
+        self._queues[plan.lane].append(_Running(plan, ms, prefill_ms, sizes, after))
 
     def run_to(self, now: float) -> None:
         while self._now < now:
@@ -140,13 +184,14 @@ class Device:
             return
         speed = dict.fromkeys(Lane, 1.0)
         if len(active) > 1:
-            decode, card = active[Lane.DECODE].plan, self._card
-            alone = card.decode_ms(decode)
-            speed[Lane.DECODE] = alone / (card.beside + card.beside_row * len(decode.decode))
+            decode, new, card = active[Lane.DECODE].plan, active[Lane.NEW_WORK], self._card
+            vision = new.left_ms > new.prefill_ms + 1e-9
+            beside = card.beside_ms(decode, new.plan, new.sizes, vision=vision)
+            speed[Lane.DECODE] = card.decode_ms(decode) / beside
             speed[Lane.NEW_WORK] = 1 - card.stolen * speed[Lane.DECODE]
         for step in active.values():
             step.begun_at = self._now if step.begun_at is None else step.begun_at
-        ms = min(step.left_ms / speed[lane] for lane, step in active.items())
+        ms = min(step.until_change_ms / speed[lane] for lane, step in active.items())
         ms = min(ms, until - self._now)
         self._now += ms
         for lane, step in active.items():
@@ -161,8 +206,8 @@ class VirtualRuntime:
     """Implements ``protocol.Runtime`` in virtual time: launching and collecting a step take the host's time, and the
     device the card's."""
 
-    def __init__(self, limits: RuntimeLimits, card: Card) -> None:
-        self.limits, self._card, self._device = limits, card, Device(card)
+    def __init__(self, limits: RuntimeLimits, card: Card, sizes: PassSizes) -> None:
+        self.limits, self._card, self._device = limits, card, Device(card, sizes)
         self._rng = random.Random(2)
         self.now = 0.0
         """In ms."""
@@ -176,7 +221,7 @@ class VirtualRuntime:
 
     def launch(self, plan: StepPlan) -> StepPlan:
         card = self._card
-        new_ms = card.new_ms(plan)
+        new_ms = card.vision_ms(plan, PassSizes()) + card.prefill_ms(plan, PassSizes())
         self.now += card.launch_new if new_ms else card.launch_decode
         self.now += self._rng.expovariate(1 / card.host_wait)
         self._device.launch(self.now, plan)
@@ -291,8 +336,10 @@ def simulate(
     requests: int,
     beside: bool,
     batch: int = 64,
+    sizes: PassSizes | None = None,
 ) -> tuple[Found, VirtualRuntime]:
-    """Runs ``requests`` questions of a closed loop of ``in_flight`` callers."""
+    """Runs ``requests`` questions of a closed loop of ``in_flight`` callers. ``sizes``: of passes beside decode steps,
+    those of the policy's target by default."""
     limits = RuntimeLimits(
         num_pages=13_000,
         page_size=10,
@@ -301,7 +348,8 @@ def simulate(
         vocab_size=51_200,
         decodes_beside=beside,
     )
-    runtime = VirtualRuntime(limits, card)
+    sizes = sizes or PassSizes.beside(1e3 * policy.itl_target_s)
+    runtime = VirtualRuntime(limits, card, sizes)
     callers = Callers(runtime, card, tokens, requests)
     delivery: Any = callers
     engine = loop.EngineLoop(

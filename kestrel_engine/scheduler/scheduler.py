@@ -159,6 +159,12 @@ class Scheduler:
             # next request and the delivery of the last one.
             images.give_back_dropped(dropped)
             return None
+        decoding = 0
+        if lane is Lane.NEW_WORK:
+            for item in draft.scheduled:
+                item.sequence.steps_out.append(self._next_step_id)
+            running = self._batch.running.values()
+            decoding = sum(not s.needs_prefill and not s.steps_out for s in running)
         plan = StepPlan(
             step_id=self._next_step_id,
             drop_images=tuple(dropped),
@@ -170,6 +176,7 @@ class Scheduler:
             decode=tuple(draft.decode),
             refine=tuple(refine),
             lane=lane,
+            is_beside=decoding > 0,
             after=after,
         )
         self._flushing = self._flushing and not flushing
@@ -178,10 +185,6 @@ class Scheduler:
         self._next_step_id += 1
         self._out[lane].append((plan, draft.scheduled, turns.alone))
         if lane is Lane.NEW_WORK:
-            for item in draft.scheduled:
-                item.sequence.steps_out.append(plan.step_id)
-            running = self._batch.running.values()
-            decoding = sum(not s.needs_prefill and not s.steps_out for s in running)
             self._decode_lane.launched_new_work(plan.step_id, used, decoding)
         elif lane is Lane.DECODE:
             self._decode_lane.launched(plan.after)

@@ -349,8 +349,7 @@ class GpuRuntime:
             groups = self._decode.shared_groups
         # A part without work ends where the part before it does.
         marks.append(self._mark() if plan.decode else marks[-1])
-        # A decode step that is out runs beside these passes.
-        sizes = self._sizes_beside if self._pending[Lane.DECODE] else PassSizes()
+        sizes = self._sizes_beside if plan.is_beside else PassSizes()
         self._images.encode(plan.encode, sizes.crops)
         embeddings = {read.sequence_id: self._images.embedding(read) for read in plan.embed}
         refined = self._refine(plan.refine) if plan.refine else None

@@ -80,7 +80,7 @@ def test_crops_alone_go_through_the_passes_of_steps(both, monkeypatch):
 
 
 @pytest.mark.slow_with("moondream3")
-def test_passes_are_small_only_while_a_decode_step_is_out(both, monkeypatch):
+def test_passes_are_small_only_beside_decode_steps(both, monkeypatch):
     config, _, tested = both
     encode, passes, asked = tested._images.encode_crops, tested._prompts.passes, []
 
@@ -95,20 +95,12 @@ def test_passes_are_small_only_while_a_decode_step_is_out(both, monkeypatch):
     monkeypatch.setattr(tested._images, "encode_crops", noted_encode)
     monkeypatch.setattr(tested._prompts, "passes", noted_passes)
     monkeypatch.setattr(tested, "_sizes_beside", PassSizes.beside(5.0))
-    first = StepPlan(3, encode=(EncodeSlice(picture("new", (1, 1), config, seed=3), 0, 2),))
-    tested.collect(tested.launch(replace(first, lane=Lane.NEW_WORK)))
-    talk = Talk(1, (0, 11, 12), [TEXT, TEXT])
-    prompt, _ = talk.rows()
-    tested.collect(tested.launch(StepPlan(4, prefill=(prompt,), lane=Lane.NEW_WORK)))
-    _, row = talk.rows()
-    decoding = tested.launch(StepPlan(5, decode=(row,), lane=Lane.DECODE))
-    second = EncodeSlice(picture("newer", (1, 1), config, seed=4), 0, 2)
-    beside = StepPlan(6, drop_images=("new",), ended=(1,), encode=(second,), lane=Lane.NEW_WORK)
-    beside = tested.launch(beside)
-    tested.collect(decoding)
-    tested.collect(beside)
-    tested.collect(tested.launch(StepPlan(7, drop_images=("newer",), lane=Lane.NEW_WORK)))
-    assert asked == [None, None, None, None, 16, 2, None]
+    for step, (key, is_beside) in enumerate((("new", False), ("newer", True)), 3):
+        piece = EncodeSlice(picture(key, (1, 1), config, seed=step), 0, 2)
+        plan = StepPlan(step, encode=(piece,), lane=Lane.NEW_WORK, is_beside=is_beside)
+        tested.collect(tested.launch(plan))
+    tested.collect(tested.launch(StepPlan(5, drop_images=("new", "newer"), lane=Lane.NEW_WORK)))
+    assert asked == [None, None, 16, 2, None]
 
 
 class Talk:
