@@ -3,8 +3,9 @@
 Owns the scheduler, the active requests (active.py) and the runtime; no other thread uses them. Up to ``depth`` steps
 are out at a time: step N + 1 is launched before step N is read, with the rules that are known ahead, and rows of
 sequences that turn out to have ended are dropped. With two lanes (types.step.Lane), ``depth`` is that of the decode
-lane, or less while it runs beside new work. Commands come in through one queue, reports go out to the delivery thread,
-and ``stats`` is an immutable snapshot.
+lane, or less while it runs beside new work. With a pace, decode steps beside new work begin at intervals: fewer steps
+with more rows take less time from the new work. Commands come in through one queue, reports go out to the delivery
+thread, and ``stats`` is an immutable snapshot.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ BESIDE_DEPTH = 2
 them. And a sequence whose prompt was computed joins only steps that are launched later."""
 
 
+LOOK_S = 0.0005
+"""Seconds between two looks whether new work has ended, while the next decode step is not due."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Out:
     plan: StepPlan
@@ -64,10 +69,12 @@ class EngineLoop:
         policy: SchedulerPolicy | None = None,
         observer: Observer | None = None,
         depth: int = PIPELINE_DEPTH,
+        pace_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         check_rule: RuleCheck | None = None,
     ) -> None:
-        """``check_rule``: None trusts all skills."""
+        """``pace_s``: the least time between the launches of two decode steps beside new work. ``check_rule``: None
+        trusts all skills."""
         self._runtime = runtime
         self._delivery = delivery
         two = runtime.limits.decodes_beside
@@ -85,6 +92,10 @@ class EngineLoop:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._out: dict[Lane, deque[_Out]] = {lane: deque() for lane in self._depths}
         """The steps that are out, in the order of their launch."""
+        self._pace_s, self._due_at = (pace_s if two else 0.0), 0.0
+        """When the next decode step beside new work may be launched."""
+        self._pause_s = 0.0
+        """How long to wait for a command before the next step is looked for."""
         self._profile: StepProfile | None = None
         self._beat_at = clock()
         self._thread = threading.Thread(target=self._run, name="kestrel-steps", daemon=True)
@@ -173,12 +184,16 @@ class EngineLoop:
             self._runtime.close()
 
     def _take_commands(self) -> bool:
-        """Runs the commands in the queue; waits for one if there is no other work. False: stop."""
+        """Runs the commands in the queue; waits for one if there is no other work, or none yet. False: stop."""
+        pause_s, self._pause_s = self._pause_s, 0.0
         while True:
+            is_idle = not self._scheduler.has_work
             try:
-                command = self._commands.get(block=not self._scheduler.has_work)
+                timeout = pause_s if pause_s and not is_idle else None
+                command = self._commands.get(is_idle or pause_s > 0, timeout)
             except queue.Empty:
                 return True
+            pause_s = 0.0
             self._beat_at = self._clock()
             if command is None:
                 return False
@@ -191,7 +206,8 @@ class EngineLoop:
         now = self._clock()
         for sequence_id in self._scheduler.expired(now):
             self._requests.expire(sequence_id)
-        plan = self._schedule(now)
+        held = self._is_held(now)
+        plan = self._schedule(now, held=held)
         self._requests.admitted(self._scheduler.take_admitted())
         if plan is not None:
             self._launch(plan, now)
@@ -199,23 +215,43 @@ class EngineLoop:
             assert any(self._out.values()) or not self._requests.is_generating, (
                 "there is work, but no step to be made of it"
             )
-        if any(self._out.values()) and (plan is None or not any(map(self._has_room, self._out))):
-            self._collect(self._lane_to_collect())
+        is_full = not any(self._has_room(lane, held=held) for lane in self._out)
+        if any(self._out.values()) and (plan is None or is_full):
+            lane = self._lane_to_collect()
+            if held and lane is Lane.NEW_WORK and not self._has_ended(lane):
+                # To read the new work would be to wait for its end, and the decode step is due before.
+                self._pause_s = min(LOOK_S, max(0.0, self._due_at - self._clock()))
+            else:
+                self._collect(lane)
 
-    def _schedule(self, now: float) -> StepPlan | None:
+    def _schedule(self, now: float, *, held: bool) -> StepPlan | None:
         """The next step of a lane that has room. New work first: it waits for the decode steps launched before it."""
         for lane in self._out:
-            if self._has_room(lane):
+            if self._has_room(lane, held=held):
                 plan = self._scheduler.schedule(now, lane)
                 if plan is not None:
                     return plan
         return None
 
-    def _has_room(self, lane: Lane) -> bool:
+    def _is_held(self, now: float) -> bool:
+        """Whether the next decode step is not due yet."""
+        return self._pace_s > 0 and now < self._due_at and self._scheduler.is_decoding_beside
+
+    def _has_room(self, lane: Lane, *, held: bool) -> bool:
+        """``held``: the decode lane is held back."""
         depth = self._depths[lane]
+        if lane is Lane.DECODE and held:
+            return False
         if lane is Lane.DECODE and self._scheduler.is_decoding_beside:
-            depth = min(depth, BESIDE_DEPTH)
+            # Between paced steps there is time for the host.
+            depth = 1 if self._pace_s else min(depth, BESIDE_DEPTH)
         return len(self._out[lane]) < depth
+
+    def _has_ended(self, lane: Lane) -> bool:
+        """Whether the oldest step of a lane has come back."""
+        handle = self._out[lane][0].handle
+        assert handle is not None
+        return self._runtime.is_done(handle)
 
     def _launch(self, plan: StepPlan, now: float) -> None:
         try:
@@ -228,6 +264,8 @@ class EngineLoop:
             self._fail_step(_Out(plan, None, now), error)
             return
         self._out[plan.lane].append(_Out(plan, handle, now))
+        if plan.lane is Lane.DECODE:
+            self._due_at = now + self._pace_s
         self._requests.launched(plan)
 
     def _lane_to_collect(self) -> Lane:
@@ -240,17 +278,11 @@ class EngineLoop:
         after = decode.plan.after
         if after is not None and after >= new_work.plan.step_id:
             return Lane.NEW_WORK
-        assert new_work.handle is not None
-        return Lane.NEW_WORK if self._runtime.is_done(new_work.handle) else Lane.DECODE
+        return Lane.NEW_WORK if self._has_ended(Lane.NEW_WORK) else Lane.DECODE
 
     def _collect_new_work(self) -> None:
         """Collects the steps of NEW_WORK that have ended, so that the next decode step has their sequences."""
-        out = self._out.get(Lane.NEW_WORK)
-        while out:
-            handle = out[0].handle
-            assert handle is not None
-            if not self._runtime.is_done(handle):
-                return
+        while self._out.get(Lane.NEW_WORK) and self._has_ended(Lane.NEW_WORK):
             self._collect(Lane.NEW_WORK)
 
     def _collect(self, lane: Lane) -> None:
