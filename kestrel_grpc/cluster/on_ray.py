@@ -146,16 +146,13 @@ def application(plan: ClusterPlan) -> serve.Application:
     """The application for ``serve.run``. With a connection to the cluster, it checks the nodes. Raises ClusterError,
     AddressError."""
     config, gpus = plan.config, _gpus(plan)
-    options: dict[str, Any] = {"num_replicas": config.replicas}
-    if config.scales:
-        options = {"autoscaling_config": _autoscaling(config)}
     # Ray's own decorator gives no version, and then every deployment replaces all servers, even if only their number
     # changes.
     replica = serve.deployment(Replica).options(
         _internal=True,
         version=f"{__version__}-{plan.task.version}",
         name=SERVERS,
-        **options,
+        autoscaling_config=_autoscaling(config),
         ray_actor_options={"num_cpus": config.replica_cpus, "num_gpus": gpus},
         max_replicas_per_node=1 if config.replica_port else None,
         health_check_period_s=_HEALTH_EVERY_S,
@@ -253,6 +250,8 @@ def _gpus(plan: ClusterPlan) -> float:
 
 
 def _autoscaling(config: ClusterConfig) -> AutoscalingConfig:
+    """A fixed number has limits that are equal. Replicas that start without this never report their load, so an
+    upgrade that gives them ``max_replicas`` would have no effect (Ray 2.60)."""
     policy = AutoscalingPolicy(
         policy_function=LoadPolicy,
         policy_kwargs={
@@ -266,7 +265,7 @@ def _autoscaling(config: ClusterConfig) -> AutoscalingConfig:
         warnings.simplefilter("ignore", DeprecationWarning)
         return AutoscalingConfig(
             min_replicas=config.replicas,
-            max_replicas=config.max_replicas,
+            max_replicas=config.max_replicas if config.scales else config.replicas,
             metrics_interval_s=_METRICS_S,
             look_back_period_s=_LOOK_BACK_S,
             upscale_delay_s=config.scale_up_delay_s,

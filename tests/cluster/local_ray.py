@@ -93,10 +93,12 @@ def until(url: str, wanted) -> list:
 
 
 class Callers:
-    """Callers of ``target`` who ask without pause, each about images of its own."""
+    """Callers of ``target`` who ask again ``pause_s`` after each answer, each about images of its own."""
 
-    def __init__(self, target, image: bytes, unary: int = 6, streams: int = 2) -> None:
-        self._target, self._image = target, image
+    def __init__(
+        self, target, image: bytes, unary: int = 6, streams: int = 2, pause_s: float = 0.0
+    ) -> None:
+        self._target, self._image, self._pause_s = target, image, pause_s
         self._unary, self._streams = unary, streams
         self.models: Counter[str] = Counter()
         self.lost: list[str] = []
@@ -125,7 +127,7 @@ class Callers:
                 await asyncio.sleep(0.05)
 
     async def _ask(self, number: int) -> None:
-        for count in self._until_stopped():
+        async for count in self._until_stopped():
             began = time.monotonic()
             try:
                 result = await self._client.query(
@@ -142,7 +144,7 @@ class Callers:
             self.slowest_s = max(self.slowest_s, time.monotonic() - began)
 
     async def _watch(self, number: int) -> None:
-        for count in self._until_stopped():
+        async for count in self._until_stopped():
             try:
                 session = f"stream-{number}-{count}"
                 async with self._client.stream_caption(
@@ -156,8 +158,9 @@ class Callers:
             except KestrelError as error:
                 self.streams[repr(error)[:300]] += 1
 
-    def _until_stopped(self):
+    async def _until_stopped(self):
         count = 0
         while not self._stopping.is_set():
             yield count
             count += 1
+            await asyncio.sleep(self._pause_s)

@@ -1,6 +1,6 @@
 """Servers on a real Ray cluster of several nodes on this machine: kills, the number of servers, upgrades.
 
-Needs pip install 'ray[serve]', which CI has not, and four minutes. -s shows the figures of docs/scaling.md.
+``make test-ray`` runs this, in an environment that has Ray. -s shows the figures of docs/scaling.md.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tests.service.command_line import ROOT
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        importlib.util.find_spec("ray") is None, reason="needs pip install ray[serve]"
-    ),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: make test-ray"),
 ]
 IMAGE = (ROOT / "kestrel_grpc/cli/demo.jpg").read_bytes()
+PAUSE_S = 0.05
+"""Where the load does not matter, callers leave the processor to the servers that start."""
 SETTINGS = """
 [device]
 device = "cpu"
@@ -51,16 +51,15 @@ def ray(tmp_path_factory):
         yield local
 
 
-@pytest.fixture
-def up(ray, request):
-    """Brings servers up. Returns the URL of their directory."""
-    name = re.sub("[^a-z]+", "-", request.node.name)[:40].strip("-")
-    common = ("--application", name, "--directory-listen", f"127.0.0.1:{ray.port}")
+@pytest.fixture(scope="module")
+def up(ray):
+    """Brings servers up, or upgrades those of the test before. Returns the URL of their directory."""
+    common = ("--application", "tests", "--directory-listen", f"127.0.0.1:{ray.port}")
 
     def bring(more="", *flags):
         (file := ray.folder / "kestrel.toml").write_text(SETTINGS + more)
         said = ray.command("--config", file, *common, *flags)
-        url = f"http://127.0.0.1:{ray.port}/{name}"
+        url = f"http://127.0.0.1:{ray.port}/tests"
         assert f"listed at {url}\n" in said
         return url
 
@@ -103,7 +102,7 @@ def are_three_without(replica, found):
 async def test_what_is_killed_is_replaced_and_no_call_is_lost(ray, up):
     url = up("[cluster]\nreplicas = 3\n")
     with front(ray, url) as address:
-        async with Callers(address, IMAGE) as callers:
+        async with Callers(address, IMAGE, pause_s=PAUSE_S) as callers:
             await callers.some_more()
             took = {}
             for what in ("server", "replica", "node"):
@@ -119,8 +118,8 @@ async def test_what_is_killed_is_replaced_and_no_call_is_lost(ray, up):
                 await callers.some_more()
             # Fewer servers of the same settings: nobody restarts.
             before = {each.replica for each in until(url, lambda found: len(found) == 3)}
-            await to_thread(up, "[cluster]\nreplicas = 2\n")
-            fewer = await to_thread(until, url, lambda found: len(found) == 2)
+            await to_thread(up, "[cluster]\nreplicas = 1\n")
+            fewer = await to_thread(until, url, lambda found: len(found) == 1)
             await callers.some_more()
         print(
             f"\nseconds until replaced: {took}; {sum(callers.models.values())} calls, lost {callers.lost}, "
@@ -139,6 +138,7 @@ async def test_the_load_decides_how_many_there_are(ray, up):
         "[cluster]\nreplicas = 1\nmax-replicas = 4\ntarget-utilization = 0.1\nscale-up-delay = 1\n"
         "scale-down-delay = 5\n"
     )
+    until(url, lambda found: len(found) == 1)
     with front(ray, url) as address:
         async with Callers(address, IMAGE) as callers:
             began = time.monotonic()
@@ -167,7 +167,7 @@ async def test_a_new_model_is_rolled_out_without_a_lost_call(ray, up, tmp_path):
     settings = "[cluster]\nreplicas = 2\nsurge = 50\n"
     url = up(settings)
     with front(ray, url) as address:
-        async with Callers(address, IMAGE) as callers:
+        async with Callers(address, IMAGE, pause_s=PAUSE_S) as callers:
             await callers.some_more()
             (first,) = callers.models
             old = {each.version for each in until(url, lambda found: len(found) == 2)}
@@ -187,4 +187,6 @@ async def test_a_new_model_is_rolled_out_without_a_lost_call(ray, up, tmp_path):
     assert callers.lost == []
     assert set(callers.streams) == {"whole"}
     assert len({each.version for each in found}) == 1
+    status = ray.command("status", "--directory", url).splitlines()
+    assert [line.split()[:2] for line in status] == [[each.address, "second"] for each in found]
     assert set(callers.models) == {first, "second"}
