@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 SOURCES := kestrel_engine kestrel_grpc clients/python clients/tools deploy tests training benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-slow test-again test-all test-unit test-gpu bench bench-gpu check fmt lint types imports unused buf protos baseline docs check-stubs wheels release-files toolchains sdk-typescript clean
+.PHONY: help install demo serve test test-slow test-again test-all test-unit test-ray test-ray-again test-gpu bench bench-gpu check fmt lint types imports unused buf ray protos baseline docs check-stubs wheels release-files toolchains sdk-typescript clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,13 +43,35 @@ test-slow: $(INSTALLED) ## Run the slow tests only
 	@status=0; $(PYTEST) -m slow --ignore=tests/abuse/test_soak.py || status=$$?; \
 	$(BIN)/python -m pytest -n 0 -m slow tests/abuse/test_soak.py || status=$$?; exit $$status
 
+FAILED_LAST = --last-failed --last-failed-no-failures none
 test-again: $(INSTALLED) ## Run the tests that failed last, alone
-	$(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none
+	$(BIN)/python -m pytest -n 0 $(FAILED_LAST)
 
 test-all: test test-slow ## Run all tests that need no GPU
 
 test-unit: $(INSTALLED) ## Run the tests that take seconds
 	$(BIN)/python -m pytest -q -m "not slow and not golden" tests/engine tests/client tests/test_architecture.py
+
+# Ray is large and for clusters, so it is not in the extra dev. This environment has it, and all else from $(VENV).
+RAY := .venv-ray
+RAY_INSTALLED := $(RAY)/.installed
+
+$(RAY_INSTALLED): $(INSTALLED)
+	$(BIN)/python -m venv --clear --without-pip $(RAY)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  "$$(echo $(RAY)/lib/python3*/site-packages)/outer.pth"
+	$(BIN)/python -m pip --python $(RAY)/bin/python install -q --disable-pip-version-check -c constraints.txt \
+	  -e clients/python -e '.[ray]'
+	@touch $@
+
+ray: $(RAY_INSTALLED) ## Make .venv-ray, which adds Ray to .venv
+
+TEST_RAY = $(RAY)/bin/python -m pytest -n 0 tests/cluster/test_on_ray.py
+test-ray: $(RAY_INSTALLED) ## Run the tests that need Ray, on a Ray cluster of several nodes
+	$(TEST_RAY)
+
+test-ray-again: $(RAY_INSTALLED) ## Run those of them that failed last
+	$(TEST_RAY) $(FAILED_LAST)
 
 test-gpu: ## Run the tests that need a CUDA device, and kernels and fast runtime compiled, with the Python at hand
 	@export PYTHONPATH=$(CURDIR):$(CURDIR)/clients/python:$$PYTHONPATH; status=0; \
@@ -116,15 +138,15 @@ release-files: wheels ## Check the wheels and add bills of materials and checksu
 	.venv-release/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt twine cyclonedx-bom
 	.ci/release-files .venv-release/bin/python dist
 
-# What compiles and runs the examples and the TypeScript SDK's tests, and a Redis; tests skip what is missing. On Debian
-# and Ubuntu.
+# What compiles and runs the examples and the TypeScript SDK's tests, a Redis and two balancers; tests skip what is
+# missing. On Debian and Ubuntu, where the last three start as services.
 TOOLCHAINS := golang-go protoc-gen-go protoc-gen-go-grpc golang-google-grpc-dev golang-github-golang-protobuf-1-5-dev \
   default-jdk-headless protobuf-compiler protobuf-compiler-grpc-java-plugin libgrpc-java libnetty-java libprotobuf-java \
   libperfmark-java g++ pkg-config protobuf-compiler-grpc libgrpc++-dev \
   cargo librust-prost-build-dev librust-prost-dev librust-h2-dev librust-tokio-dev chromium \
-  redis-server
+  redis-server haproxy nginx
 
-toolchains: ## Install the compilers of examples/, and a browser, from Debian's packages; as root
+toolchains: ## Install compilers for examples/, a browser, Redis, HAProxy and nginx from Debian's packages; as root
 	apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $(TOOLCHAINS)
 
 sdk-typescript: $(INSTALLED) ## Build the TypeScript SDK and pack it into dist/; needs Node and npm
