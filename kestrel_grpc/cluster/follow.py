@@ -31,10 +31,15 @@ class DirectoryError(Exception):
     """The directory does not answer as one. The message is one line."""
 
 
-def ask(url: str) -> list[Server]:
-    """The servers that the directory at ``url`` lists. Raises DirectoryError."""
+def check_url(url: str) -> None:
+    """Raises DirectoryError."""
     if not url.startswith(("http://", "https://")):
         raise DirectoryError(f"{url}: must be http://HOST:PORT/NAME")
+
+
+def ask(url: str) -> list[Server]:
+    """The servers that the directory at ``url`` lists. Raises DirectoryError."""
+    check_url(url)
     try:
         with urllib.request.urlopen(url, timeout=_ANSWER_S) as answer:
             text = answer.read(_MOST_BYTES + 1)

@@ -62,12 +62,19 @@ def test_a_number_in_a_path_is_no_port() -> None:
         (["10.0.0.1", "::1"], "not both"),
         (["http://10.0.0.1"], "takes HOST:PORT"),
         (["10.0.0.1:0"], "has port 0"),
+        (["10.0.0.1", "10.0.0.2:grpc"], "'10.0.0.2:grpc' needs a number as its port"),
+        (["[::1]:"], "needs a number"),
         (["unix:/run/kestrel.sock"], "IP addresses"),
     ],
 )
 def test_a_list_that_is_refused(target: list[str], words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words):
         Connection(target=target)
+
+
+def test_several_servers_in_one_text_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=r"give a list: \['10.0.0.1', '10.0.0.2:7'\]$"):
+        Connection(target="10.0.0.1, 10.0.0.2:7")
 
 
 def test_several_servers_need_the_name_in_their_certificates() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
 
@@ -142,3 +143,17 @@ def test_status_and_follow_need_a_directory(tmp_path):
     assert done.returncode == 1 and "follow needs --front" in done.stderr
     done = here("cluster", "stauts")
     assert done.returncode == 2 and "did you mean status?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (("--directory", "ftp://host/x", "--addresses-file", "a"), "must be http://HOST:PORT/NAME"),
+        (("--endpoints-file", "/nowhere/eds.json"), "--endpoints-file=.*/nowhere does not exist"),
+        (("--front", "--listen", "0.0.0.0:50051"), "refusing to listen on 0.0.0.0:50051"),
+    ],
+)
+def test_follow_refuses_what_cannot_work(flags, message):
+    done = here("cluster", "follow", *flags)
+    assert done.returncode == 1 and re.search(message, done.stderr), done.stderr
+    assert "Traceback" not in done.stderr

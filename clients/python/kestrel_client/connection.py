@@ -24,6 +24,7 @@ DEFAULT_MAX_MESSAGE_BYTES = 33 * 1024 * 1024
 _URL = re.compile(r"(https?)://([^/]*)", re.IGNORECASE)
 _PORT = re.compile(r"(?!unix|vsock).*:([0-9]+)")
 _SCHEME = re.compile(r"(dns|ipv4|ipv6|passthrough):")
+_ANY_SCHEME = re.compile(r"(dns|ipv4|ipv6|passthrough|unix|unix-abstract|vsock|xds):")
 _FOREVER_S = 1e9
 """Thirty years. gRPC's clock overflows at a longer timeout, and the call would expire at once."""
 HEALTH_CHECK_METHOD = "/grpc.health.v1.Health/Check"
@@ -274,6 +275,11 @@ def _check_target(target: str) -> None:
         raise InvalidRequestError(
             f"target: {target} is a web address; gRPC takes HOST:PORT{tls}: {scheme[2]}"
         )
+    if "," in target and not _ANY_SCHEME.match(target):
+        listed = [each.strip() for each in target.split(",")]
+        raise InvalidRequestError(
+            f"target: {target!r} names several servers; give a list: {listed}"
+        )
     if (port := _PORT.fullmatch(with_port(target))) and not 1 <= int(port[1]) <= 65535:
         raise InvalidRequestError(f"target: {target} has port {port[1]}; a port is 1 to 65535")
 
@@ -291,6 +297,8 @@ def _joined(targets: Sequence[str]) -> str:
                 f"target: a list takes IP addresses like 10.0.0.7:50051, not {target!r}; "
                 "for a name that DNS resolves to all servers, give 'dns:///NAME:PORT' alone"
             ) from None
+        if not re.fullmatch(r".*:[0-9]+", address):
+            raise InvalidRequestError(f"target: {target!r} needs a number as its port")
         addresses.append(address.replace("localhost", "127.0.0.1"))
         versions.add(parsed.version)
     if len(versions) > 1:

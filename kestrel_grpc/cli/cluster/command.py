@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ...cluster.directory import Server
-from ...cluster.follow import DirectoryError, Follower, ask
+from ...cluster.follow import DirectoryError, Follower, ask, check_url
 from ...cluster.front import check_front, run_front
 from ...cluster.head import ClusterError
 from ...cluster.plan import cluster_plan
@@ -153,9 +153,19 @@ def _line(server: Server) -> str:
 def _follow(url: str, args: argparse.Namespace) -> int:
     if not args.front and args.addresses_file is None and args.endpoints_file is None:
         raise CommandError("follow needs --front, --addresses-file or --endpoints-file")
+    for flag in ("addresses_file", "endpoints_file"):
+        path = getattr(args, flag)
+        if path is not None and not path.absolute().parent.is_dir():
+            raise CommandError(
+                f"--{flag.replace('_', '-')}={path}: the folder {path.parent} does not exist"
+            )
     config = configuration(args).server
-    if args.front:
-        check_front(config)
+    try:
+        check_url(url)
+        if args.front:
+            check_front(config)
+    except (AddressError, DirectoryError) as error:
+        raise CommandError(str(error)) from None
     set_up_logging(config.log_level, config.log_format, buffer_bytes=config.log_buffer_bytes)
     follower = Follower(url, args.addresses_file, args.endpoints_file)
     try:
