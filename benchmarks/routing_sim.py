@@ -303,6 +303,7 @@ def main() -> None:
     parser = benchmark_parser("routing_sim", __doc__)
     add_flags(parser)
     args = parser.parse_args()
+    check(parser, args)
     times = Times(
         args.miss_ms / 1e3,
         args.hit_ms / 1e3,
@@ -338,6 +339,16 @@ def main() -> None:
                         },
                     )
     report.finish(args.json)
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Every number must be above 0, but for the seed. ``zipf`` may be 0: all images are equally popular then."""
+    for name, value in vars(args).items():
+        if name in ("json", "quick", "seed"):
+            continue
+        for each in value if isinstance(value, list) else [value]:
+            if not (each >= 0 if name == "zipf" else each > 0):
+                parser.error(f"--{name.replace('_', '-')}={each}: must be above 0")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
@@ -13,6 +14,7 @@ from benchmarks.routing_sim import (
     Ring,
     Times,
     bounded_ring,
+    main,
     ring_hash,
     session_trace,
     simulate,
@@ -82,3 +84,13 @@ def test_choices_by_the_image_hit_more_and_the_bound_keeps_the_tail_short():
     hot = zipf_trace(4000, 300, 900.0, 1.2, random.Random(2))
     ring, bounded = (simulate(hot, CHOICES[n], 10, TIMES) for n in ("ring hash", "bounded ring"))
     assert bounded.spread < ring.spread and bounded.p99_s < ring.p99_s
+
+
+@pytest.mark.parametrize(
+    "flags", [["--replicas", "10", "0"], ["--requests-per-replica", "0"], ["--load", "nan"]]
+)
+def test_numbers_that_cannot_be_are_refused(monkeypatch, capsys, flags):
+    monkeypatch.setattr("sys.argv", ["routing_sim", *flags])
+    with pytest.raises(SystemExit):
+        main()
+    assert re.search(rf"{flags[0]}=\S+: must be above 0", capsys.readouterr().err)
