@@ -48,6 +48,11 @@ def ask(url: str) -> list[Server]:
         return from_json(json.loads(text))
     except urllib.error.HTTPError as error:
         why = error.read(200).decode(errors="replace").strip() or error.reason
+        if error.code == 404:
+            why = (
+                why.rstrip(".")
+                + "; the path is the name of the application, /kestrel unless --application says another"
+            )
         raise DirectoryError(f"{url}: HTTP {error.code}: {why}") from None
     except RecursionError:
         raise DirectoryError(f"{url}: is not the answer of a directory") from None

@@ -193,6 +193,12 @@ def deploy(plan: ClusterPlan, say: Callable[[str], None]) -> None:
     config = plan.config
     host, _, port = config.directory_listen.rpartition(":")
     app = application(plan)
+    room = _room(plan)
+    if room < config.replicas:
+        say(
+            f"the nodes have room for {room} of {config.replicas} servers; the others wait until nodes join or servers "
+            "end"
+        )
     serve.start(
         proxy_location="HeadOnly", http_options={"host": host.strip("[]"), "port": int(port)}
     )
@@ -247,6 +253,18 @@ def _gpus(plan: ClusterPlan) -> float:
         )
     plan.check_nodes([node["NodeManagerAddress"] for node in nodes])
     return gpus
+
+
+def _room(plan: ClusterPlan) -> int:
+    """How many servers the nodes could run if they ran nothing else."""
+    config = plan.config
+    wanted = {"CPU": config.replica_cpus, "GPU": _gpus(plan)}
+    room = 0
+    for node in ray.nodes():
+        if node["Alive"]:
+            here = [int(node["Resources"].get(k, 0) / v) for k, v in wanted.items() if v]
+            room += min([*here, 1] if config.replica_port else here, default=config.replicas)
+    return room
 
 
 def _autoscaling(config: ClusterConfig) -> AutoscalingConfig:

@@ -73,7 +73,7 @@ def test_files_follow_the_directory(directory, tmp_path, caplog):
         (200, b"[" * 100_000, "/kestrel: "),
         (200, b" " * (8 * 1024 * 1024 + 1), "answers with more than 8388608 bytes"),
         (503, b"the directory has just started\n", "HTTP 503: the directory has just started"),
-        (404, b"", "HTTP 404: Not Found"),
+        (404, b"", "HTTP 404: Not Found; the path is the name of the application"),
     ],
 )
 def test_answers_that_are_no_directory_s(directory, status, answer, message):
