@@ -144,7 +144,7 @@ class ModelBucket:
                     yield piece
                     count(len(piece))
 
-        with self._explained(name):
+        with self._explained(name, f"the bucket {self.address.bucket} does not exist; create it"):
             self._obstore.put(
                 self._store,
                 name,
@@ -155,7 +155,8 @@ class ModelBucket:
             )
 
     @contextmanager
-    def _explained(self, name: str) -> Iterator[None]:
+    def _explained(self, name: str, absent: str = "") -> Iterator[None]:
+        """``absent``: what it means that the object is not there."""
         what = f"{self.address}/{name}".rstrip("/")
         try:
             yield
@@ -165,9 +166,17 @@ class ModelBucket:
                     f"{what} does not exist: the address names no model, or its upload has not ended; "
                     f"kestrel-grpc download MODEL --to {self.address} uploads one"
                 ) from None
-            raise DownloadError(f"{what} does not exist, but {checksums.NAME} lists it") from None
+            raise DownloadError(
+                f"{what}: {absent}"
+                if absent
+                else f"{what} does not exist, but {checksums.NAME} lists it"
+            ) from None
         except self._error as error:
             reason = str(error).strip().partition("\n")[0][:300]
+            if "builder error" in reason and not _allows_http():
+                raise DownloadError(
+                    f"{what}: {reason}; an endpoint with http needs AWS_ALLOW_HTTP=true"
+                ) from None
             if type(error).__name__ == "PreconditionError":
                 raise DownloadError(
                     f"{what} changed while it was downloaded; start again"
@@ -192,6 +201,10 @@ def parsed_sums(text: str, where: str) -> dict[str, str]:
     return sums
 
 
+def _allows_http() -> bool:
+    return os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
+
+
 def _open(address: BucketAddress) -> Any:
     from obstore.store import S3Store
 
@@ -203,7 +216,7 @@ def _open(address: BucketAddress) -> Any:
             "connect_timeout": timedelta(seconds=_CONNECT_S),
             "timeout": timedelta(seconds=_REQUEST_S),
             # With options of ours, the library does not read the variable.
-            "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true",
+            "allow_http": _allows_http(),
         },
         retry_config={
             "max_retries": _RETRIES,

@@ -80,6 +80,10 @@ def _remedy(error: Exception, config: SharedImagesConfig) -> str:
         return (
             "create the bucket that --shared-images names, or set AWS_ENDPOINT_URL and AWS_REGION"
         )
+    if (
+        "builder err" in text and not config.is_redis
+    ):  # obstore's word for an address that it refuses.
+        return "set AWS_ALLOW_HTTP=true, which an AWS_ENDPOINT_URL with http:// needs"
     if "ssl" in text or "certificate" in text:
         return "rediss:// needs a server with TLS; --shared-images-ca names its authority"
     return "check the address of --shared-images, the network and whether the store runs; a server works without it too"

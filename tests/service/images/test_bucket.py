@@ -26,6 +26,14 @@ def s3():
     yield from start_s3()
 
 
+def test_uploads_that_cannot_work_say_why(s3, monkeypatch):
+    done = here("download", "kestrel-tiny", "--to", "s3://no-such-bucket/x")
+    assert done.returncode == 1 and "the bucket no-such-bucket does not exist" in done.stderr
+    monkeypatch.delenv("AWS_ALLOW_HTTP")
+    done = here("download", "kestrel-tiny", "--to", f"s3://{BUCKET}/x")
+    assert done.returncode == 1 and "http needs AWS_ALLOW_HTTP=true" in done.stderr
+
+
 def test_a_model_goes_into_a_bucket_and_is_verified_from_it(s3, tmp_path):
     address = f"s3://{BUCKET}/models/kestrel-tiny"
     for _ in range(2):  # The second one finds all files there.

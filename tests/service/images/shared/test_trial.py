@@ -60,6 +60,10 @@ def test_a_bucket(s3: str, monkeypatch) -> None:
     assert told.status == "ok", told
     told = check_shared_images(SharedImagesConfig(url="s3://no-such-bucket-here/images"))
     assert told.status == "warn" and "create the bucket" in told.remedy, told
+    with monkeypatch.context() as patched:
+        patched.delenv("AWS_ALLOW_HTTP")
+        told = check_shared_images(SharedImagesConfig(url=f"s3://{BUCKET}/images"))
+        assert told.status == "warn" and "set AWS_ALLOW_HTTP=true" in told.remedy, told
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     told = check_shared_images(SharedImagesConfig(url=f"s3://{BUCKET}/images", timeout_s=0.5))
     assert told.status == "warn", told
