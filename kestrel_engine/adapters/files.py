@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..checkpoint.files import (
@@ -26,6 +27,7 @@ from ..checkpoint.weights.expected import Shapes
 from ..errors import AdapterNotFound, AdapterUnfit, CheckpointError
 from ..types.adapter import Adapter
 from ..types.model_config import TextConfig
+from .headers import check_header
 from .names import Target, target_of
 from .targets import MAX_RANK
 
@@ -111,6 +113,9 @@ def found_in(place: Path, name: str) -> Found:
         if (config := place / CONFIG_NAME).is_file():
             files = (*files, config)
         stats = [file.stat() for file in files]
+        for file, found in zip(files, stats, strict=True):
+            if not S_ISREG(found.st_mode):  # A pipe would hold the thread that reads all adapters.
+                raise CheckpointError(f"{file}: is not a plain file")
     return Found(name, files, tuple((s.st_ino, s.st_size, s.st_mtime_ns) for s in stats))
 
 
@@ -118,6 +123,8 @@ def check(found: Found, shapes: Shapes, text: TextConfig) -> Checked:
     """Checks all names, shapes and types, and the scale. Reads headers only. Raises AdapterUnfit."""
     with _naming(found.name, found.files[0].parent):
         files = tuple(file for file in found.files if file.name != CONFIG_NAME)
+        for file in files:
+            check_header(file)
         headers = read_headers(files)
         sides: dict[Target, StoredTensor] = {}
         for stored in headers.values():
@@ -184,6 +191,9 @@ def _tensors(files: Sequence[Path]) -> Iterator[Callable[[StoredTensor], torch.T
     from safetensors import safe_open
 
     with ExitStack() as opened:
+        for file in files:
+            if file.name != CONFIG_NAME:
+                check_header(file)  # It may be another file by now.
         pickles = {file: load_pickle(file) for file in files if is_pickle(file)}
         others = {
             file: opened.enter_context(safe_open(file, framework="pt"))
@@ -219,7 +229,7 @@ def _place(
     """Adds a stored tensor to ``sides``. Raises CheckpointError if it does not fit."""
     target = target_of(stored.name, text)
     if target is None:
-        raise CheckpointError(f"{stored.name} is no name of an adapter's tensor")
+        raise CheckpointError(f"{_short(stored.name)} is no name of an adapter's tensor")
     weight = shapes.get(target.module)
     if weight is None:
         raise CheckpointError(
@@ -305,7 +315,7 @@ def _scale(
 def _number(name: str, value: object) -> float:
     try:
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = 0.0
     if not 0 < number < 1e6:
         raise CheckpointError(f"{name} is {_short(value)}; expected a number above 0 and below 1e6")
@@ -321,6 +331,7 @@ def _naming(name: str, folder: Path) -> Iterator[None]:
         yield
     except (CheckpointError, SafetensorError, OSError, KeyError) as error:
         what = str(error).replace(f"{folder}/", "").replace(str(folder), folder.name)
+        what = "".join(each if each.isprintable() else "?" for each in what)
         raise AdapterUnfit("adapter", f"{name!r} can't be loaded: {what}") from error
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kestrel_engine.adapters.files import check, find, read
+from kestrel_engine.adapters.headers import MAX_HEADER_BYTES
 from kestrel_engine.adapters.references import checked_adapter_name
 from kestrel_engine.adapters.targets import targets
 from kestrel_engine.errors import AdapterNotFound, AdapterUnfit, InvalidRequest
@@ -147,7 +150,7 @@ Change = Callable[[dict[str, Tensor]], object]
             "is I32; expected",
         ),
         (lambda t: t.update({"text.wte.A": torch.ones(1)}), "text.wte"),
-        (lambda t: t.update({"lm_head.bias": torch.ones(1)}), "lm_head.bias is no name of an ad"),
+        (lambda t: t.update({"lm_head.bias": torch.ones(1)}), "'lm_head.bias' is no name of an ad"),
         (
             lambda t: t.update({"text.blocks.9.mlp.fc1.A": torch.ones(4, 32)}),
             "text.blocks.9.mlp.fc1, which adapters of this model can't change",
@@ -182,6 +185,7 @@ def test_what_does_not_fit(tmp_path: Path, change: Change, message: str) -> None
         ({"peft_type": "IA3"}, "peft_type must be LORA"),
         ({"lora_alpha": "much"}, "alpha is 'much'; expected a number above 0"),
         ({"lora_alpha": 8, "r": 0}, "rank is 0; expected a number above 0"),
+        ({"lora_alpha": 8, "r": 10**400}, "expected a number above 0 and below 1e6"),
         ([], "must be a JSON object"),
         ("{", "is no JSON"),
     ],
@@ -205,6 +209,74 @@ def test_broken_files_are_named_without_the_folder(tmp_path: Path) -> None:
         with pytest.raises(AdapterUnfit) as error:
             load(tmp_path, name)
         assert str(tmp_path) not in str(error.value), error.value
+        assert "weights_only" not in str(error.value), error.value
+
+
+def _with_pickle(file: Path, data: bytes) -> None:
+    """Writes a file of torch.save whose pickle is ``data``."""
+    torch.save({}, file)
+    with ZipFile(file) as archive:
+        entries = {each: archive.read(each) for each in archive.namelist()}
+    with ZipFile(file, "w") as archive:
+        for entry, content in entries.items():
+            archive.writestr(entry, data if entry.endswith("data.pkl") else content)
+
+
+def _pickle_of(tensors: object, tmp_path: Path) -> bytes:
+    torch.save(tensors, tmp_path / "made")
+    with ZipFile(tmp_path / "made") as archive:
+        return archive.read("made/data.pkl")
+
+
+def test_a_pickle_calls_nothing_but_what_makes_tensors(tmp_path: Path) -> None:
+    """torch's own unpickler would call ``bytearray(10**12)``."""
+    number = b"\x8a\x06" + (10**12).to_bytes(6, "little")
+    _with_pickle(tmp_path / "mine.pt", b"\x80\x02cbuiltins\nbytearray\n" + number + b"\x85R.")
+    with pytest.raises(AdapterUnfit, match=r"mine\.pt: holds builtins\.bytearray; expected dense"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(4, 32).to_sparse(), torch.empty(4, 32, device="meta")]
+)
+def test_tensors_that_are_not_in_the_file(tmp_path: Path, tensor: Tensor) -> None:
+    torch.save({f"{FC1}.A": tensor}, tmp_path / "mine.pt")
+    with pytest.raises(AdapterUnfit, match=r"holds torch\._utils\._rebuild_\w+; expected dense"):
+        load(tmp_path)
+
+
+def test_a_damaged_pickle(tmp_path: Path) -> None:
+    whole = _pickle_of(random_tensors(MD3, 1, only=".mlp.fc1"), tmp_path)
+    for at in range(20, 400, 20):
+        _with_pickle(tmp_path / "mine.pt", whole[:at] + whole[at + 1 :])
+        with pytest.raises(AdapterUnfit):
+            load(tmp_path)
+
+
+def test_large_headers_are_not_read(tmp_path: Path) -> None:
+    size = MAX_HEADER_BYTES + 1
+    (tmp_path / "mine.safetensors").write_bytes(size.to_bytes(8, "little") + b"{" + b" " * size)
+    _with_pickle(tmp_path / "yours.pt", bytes(size))
+    for name in ("mine", "yours"):
+        with pytest.raises(AdapterUnfit, match=f"in {size} bytes; the limit is {size - 1}"):
+            load(tmp_path, name)
+
+
+def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
+    """A thread that waits for a pipe's writer can't be ended."""
+    (tmp_path / "mine").mkdir()
+    os.mkfifo(tmp_path / "mine" / "adapter_model.safetensors")
+    with pytest.raises(AdapterUnfit, match=r"adapter_model\.safetensors: is not a plain file"):
+        load(tmp_path)
+
+
+def test_a_message_shows_no_control_characters(tmp_path: Path) -> None:
+    save_file({"\x1b[31mred" + "d" * 500: torch.ones(1)}, tmp_path / "mine.safetensors")
+    with pytest.raises(AdapterUnfit) as error:
+        load(tmp_path)
+    assert str(error.value).isprintable() and str(error.value).endswith(
+        "… is no name of an adapter's tensor"
+    )
 
 
 @pytest.mark.parametrize(
