@@ -59,11 +59,11 @@ class ModelChanges:
         self._ending: set[asyncio.Task[None]] = set()
         """The models that are being unloaded. Their engines are the server's to shut down, too."""
 
-    async def load_configured(self, configs: list[RuntimeConfig]) -> None:
-        """Loads the models that follow the default one at the start of the server. ``configs``: theirs. Raises
-        ConfigError, ModelLoadError, and what loading raises."""
-        for config in configs:
-            await self._add(config, None)
+    async def load_configured(self) -> None:
+        """Loads the models that follow the default one at the start of the server. Raises ConfigError, ModelLoadError,
+        and what loading raises."""
+        for model in list(self._served)[1:]:
+            await self._fill(model, None)
 
     def load(self, text: str, *, make_default: bool) -> AsyncIterator[Loading | Loaded]:
         """Loads the model ``text`` and reports the progress, then the end. Loading continues if the reader leaves.
@@ -100,6 +100,8 @@ class ModelChanges:
             raise ModelUnavailable(f"{name} is the default model; make another one the default")
         if model.state is State.DRAINING:
             raise ModelUnavailable(f"{name} is being unloaded")
+        if model.state is State.LOADING:
+            raise ModelUnavailable(f"{name} is being loaded; unload it when it is ready")
         model.drain()
         self._changed()
         ending = asyncio.create_task(self._end(model, grace_s))
@@ -151,27 +153,49 @@ class ModelChanges:
             self.make_default(loaded.name)
         return loaded
 
-    async def _add(self, config: RuntimeConfig, progress: Progress | None) -> Loaded:
+    async def _add(self, config: RuntimeConfig, progress: Progress) -> Loaded:
+        """Loads a further model, which is listed meanwhile."""
+        model = ServedModel(config)
+        self._served.add(model)
+
+        def note(done: int, total: int, step: str) -> None:
+            model.note_progress(done, total, step)
+            progress(done, total, step)
+
+        try:
+            return await self._fill(model, note)
+        except BaseException:
+            self._served.remove(model)
+            raise
+
+    async def _fill(self, model: ServedModel, progress: Progress | None) -> Loaded:
+        """Loads the engine of a listed model."""
         assert self._load is not None, "checked by the caller"
+        self._check_distinct(model, model.name)
         began = time.monotonic()
         observer = None if self.telemetry is None else ModelObserver(self.telemetry)
-        engine = await self._load(config, observer, progress)
+        engine = await self._load(model.config, observer, progress)
         info = engine.info
-        if info.model in self._served.names:
+        try:
+            self._check_distinct(model, info.model)
+            if self._served.default.state is State.DRAINING:
+                raise ModelUnavailable("the server is shutting down")
+        except BaseException:
             await engine.shutdown()
-            raise ConfigError("model", info.model, "two models of this server have this name")
+            raise
         if observer is not None:
             observer.ready(engine, time.monotonic() - began)
-        model = ServedModel(config)
         model.ready(engine)
-        if self._served.default.state is State.DRAINING:
-            await engine.shutdown()
-            raise ModelUnavailable("the server is shutting down")
-        self._served.add(model)
         self._changed()
         seconds = round(time.monotonic() - began, 3)
         log_lifecycle("loaded", model=info.model, device=info.device, load_s=seconds)
         return Loaded(info.model, info.device, seconds)
+
+    def _check_distinct(self, model: ServedModel, name: str) -> None:
+        """Raises ConfigError if another model has the name of ``model``."""
+        if name in (each.name for each in self._served if each is not model):
+            limit = "two models of this server have this name; rename the file or folder of one"
+            raise ConfigError("model", name, limit)
 
 
 async def _reported(

@@ -12,11 +12,13 @@ import time
 from collections.abc import Iterator
 
 from kestrel_engine import (
+    ConfigError,
     EngineOverloaded,
     InferenceEngine,
     InvalidRequest,
     ModelNotFoundError,
     RuntimeConfig,
+    maintenance,
 )
 
 from .edge.calls.current_call import find_call
@@ -36,6 +38,7 @@ class ServedModel:
 
     def __init__(self, config: RuntimeConfig) -> None:
         self.config = config
+        self._configured = _configured_name(config)
         self._engine: InferenceEngine | None = None
         self._state = State.LOADING
         self._started_at = time.monotonic()
@@ -47,10 +50,8 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """The name that requests use for the model: the engine's, or the configured one while the engine loads."""
-        if self._engine is not None:
-            return self._engine.info.model
-        return self.config.model if self.config.model_path is None else str(self.config.model_path)
+        """The name that requests use for the model."""
+        return self._configured if self._engine is None else self._engine.info.model
 
     @property
     def state(self) -> State:
@@ -80,13 +81,23 @@ class ServedModel:
         if state is State.DRAINING:
             raise ShuttingDown(f"{self.name} or its server is shutting down")
         if state is State.FAILED:
-            raise ModelNotReady(f"{self.name} has failed; restart the server")
+            raise ModelNotReady(
+                f"{self.name} has failed; an administrator must unload and load it again, or restart the server"
+            )
         if self._engine is None:
             seconds = time.monotonic() - self._started_at
             raise ModelNotReady(
                 f"{self.name} is still loading ({seconds:.0f} s so far{self._step})"
             )
         return self._engine
+
+
+def _configured_name(config: RuntimeConfig) -> str:
+    """The name that the model will have, which is never the operator's path."""
+    try:
+        return maintenance.served_name(config)
+    except ConfigError:  # Loading it fails, and says why.
+        return config.model
 
 
 class ServedModels:

@@ -93,6 +93,8 @@ class LoadMeter:
 
     def read(self) -> Load:
         now, engines = self._clock(), self._served.engines
+        # A model that is loaded while others serve takes no requests yet.
+        models = [each for each in self._served if each.loaded] or list(self._served)
         stats = _sum([engine.stats for engine in engines])
         first = int(now) - WINDOW_S + 1
         recent = [second for second in self._seconds if second.number >= first]
@@ -105,9 +107,9 @@ class LoadMeter:
                 (model.config.max_batch_size or 0)
                 if model.loaded is None
                 else model.loaded.info.max_batch_size
-                for model in self._served
+                for model in models
             ),
-            max_waiting=sum(model.config.max_queue for model in self._served),
+            max_waiting=sum(model.config.max_queue for model in models),
             tokens_per_s=sum(second.tokens for second in recent) / span_s,
             requests_per_s=sum(second.requests for second in recent) / span_s,
             errors_per_s=sum(second.errors for second in recent) / span_s,

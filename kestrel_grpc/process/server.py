@@ -135,8 +135,8 @@ class KestrelServer:
         """``runtime``, ``load_engine``: the default model. ``others``: the models besides it. ``load_model`` loads
         these, and models that come later. Raises TokenFileError."""
         self._config = config
-        self._load_engine, self._others = load_engine, list(others)
-        self.served = ServedModels(ServedModel(runtime))
+        self._load_engine = load_engine
+        self.served = ServedModels(ServedModel(runtime), *map(ServedModel, others))
         self.addresses: tuple[str, ...] = ()
         """The addresses that the server listens on, with the assigned ports in place of port 0."""
         self.own_addresses: tuple[str, ...] = ()
@@ -367,7 +367,7 @@ class KestrelServer:
         try:
             engine = await self._load_engine()
             try:
-                await self.models.load_configured(self._others)
+                await self.models.load_configured()
             except BaseException:
                 await engine.shutdown()
                 raise

@@ -174,6 +174,7 @@ async def test_a_failed_model_leaves_the_others() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await two.answer("second")
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "second has failed; an administrator must unload" in str(refused.value.details())
         two.server._health.update()
         assert await two.health("second") != SERVING
         assert await two.health("first") == await two.health("") == SERVING
@@ -184,6 +185,19 @@ async def test_two_models_of_one_name_are_refused() -> None:
         with pytest.raises(ConfigError, match="two models of this server have this name"):
             await two.server.load()
         assert not two.server.served.engines
+
+
+async def test_folders_of_one_name_are_refused_before_they_are_loaded(tmp_path: Path) -> None:
+    folders = [tmp_path / parent / "same" for parent in ("a", "b")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    async with Two(names=(str(folders[0]), str(folders[1]))) as two:
+        models = ModelServiceStub(two.channel)
+        listed = await models.ListModels(model_service_pb2.ListModelsRequest())
+        assert {each.state for each in listed.models} == {model_service_pb2.MODEL_STATE_LOADING}
+        with pytest.raises(ConfigError, match="rename the file or folder of one"):
+            await two.server.load()
+        assert list(two.engines) == ["same"] and not two.server.served.engines
 
 
 async def test_administration_covers_all_models() -> None:
@@ -210,6 +224,17 @@ async def test_models_are_loaded_swapped_and_unloaded_while_others_serve() -> No
         with pytest.raises(FailedPreconditionError, match="another model is being loaded"):
             await admin.load_model("/tmp").result()
         assert await two.answer("second", metadata=METADATA) == "bbb"
+        models = ModelServiceStub(two.channel)
+        asked = model_service_pb2.ListModelsRequest()
+        listed = await models.ListModels(asked, metadata=METADATA)
+        states = {each.name: each.state for each in listed.models}
+        assert list(states) == ["first", "second", "tmp"]
+        assert states["tmp"] == model_service_pb2.MODEL_STATE_LOADING
+        with pytest.raises(grpc.aio.AioRpcError, match=r"tmp is still loading .*parts, 66 %"):
+            await two.answer("tmp", metadata=METADATA)
+        for refused in (admin.unload_model("tmp"), admin.set_default_model("tmp")):
+            with pytest.raises(FailedPreconditionError, match=r"tmp is (being loaded|not ready)"):
+                await refused
         two.held.set()
         rest = [event async for event in loading]
         loaded = await loading.result()
@@ -242,7 +267,8 @@ async def test_models_are_loaded_swapped_and_unloaded_while_others_serve() -> No
         await admin.aclose()
 
 
-async def test_a_model_that_cannot_be_loaded_harms_no_other() -> None:
+async def test_a_model_that_cannot_be_loaded_harms_no_other(tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
     async with Two(security=CONFIG["security"]) as two:
         await two.server.load()
         admin = AsyncKestrelAdmin(two.server.addresses[0], token=KEY)
@@ -251,6 +277,7 @@ async def test_a_model_that_cannot_be_loaded_harms_no_other() -> None:
             ("nosuch", InvalidArgumentError, "nosuch"),
             ("/tmp,max-queu=3", InvalidArgumentError, "did you mean max-queue"),
             ("/tmp,max-queue=-3", InvalidArgumentError, "max_queue=-3"),
+            (f"{tmp_path}/broken", FailedPreconditionError, "no such weights"),
         ):
             with pytest.raises(kind, match=words):
                 await admin.load_model(model).result()
@@ -261,6 +288,15 @@ async def test_a_model_that_cannot_be_loaded_harms_no_other() -> None:
         assert two.server.served.names == ("first", "second")
         assert await two.answer("second", metadata=METADATA) == "bbb"
         await admin.aclose()
+
+
+async def test_a_failed_model_may_be_unloaded() -> None:
+    async with Two(security=CONFIG["security"]) as two:
+        await two.server.load()
+        await two.engines["second"].shutdown()
+        async with AsyncKestrelAdmin(two.server.addresses[0], token=KEY) as admin:
+            await admin.unload_model("second")
+        assert two.server.served.names == ("first",)
 
 
 async def test_an_unloaded_model_ends_its_requests_and_is_freed() -> None:
