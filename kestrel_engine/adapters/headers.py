@@ -56,13 +56,7 @@ def _check_pickle(file: Path) -> None:
         raise CheckpointError(
             f"{file}: is damaged, or in the old format of torch; write it again with torch.save"
         ) from None
-    except (
-        ValueError,
-        pickle.UnpicklingError,
-        EOFError,
-        RuntimeError,
-        NotImplementedError,
-    ) as error:
+    except (ValueError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
         raise CheckpointError(f"{file}: is damaged ({type(error).__name__})") from error
 
 

@@ -72,6 +72,8 @@ class ServiceMetrics:
         self._refused: Counter[str] = Counter()
         self._frames = dict.fromkeys(FRAME_OUTCOMES, 0)
         self._models = ModelGauges(self._observe)
+        self.lora_info = self._models.lora_info
+        """The readers add this gauge to their data."""
         self._shared_images = SharedImageMetrics(self._observe, self._histogram)
         self._call_duration = self._histogram(names.CALL_DURATION)
         self._request_duration = self._histogram(names.REQUEST_DURATION)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from opentelemetry.metrics import Observation
+from opentelemetry.sdk.metrics.export import Gauge, NumberDataPoint
+from opentelemetry.sdk.metrics.export import Metric as Collected
 
 from kestrel_engine import InferenceEngine, SchedulerStats
 
@@ -49,7 +51,6 @@ class ModelGauges:
         self._each(names.LARGEST_SHARE, lambda engine, model: [(_largest_share(engine), {})])
         self._each(names.KV_PAGES, lambda engine, model: _pages(engine))
         self._each(names.KV_USAGE, lambda engine, model: [(engine.stats.kv_use, {})])
-        self._each(names.LORA_INFO, lambda engine, model: _lora_info(engine))
         self._each(names.ADAPTERS, lambda engine, model: [(len(engine.adapter_counts.loaded), {})])
         self._each(names.ADAPTERS_USED, lambda engine, model: [(engine.adapter_counts.used, {})])
         self._each(names.ADAPTER_MEMORY, lambda engine, model: _adapter_memory(engine))
@@ -70,6 +71,15 @@ class ModelGauges:
     def remove(self, model: str) -> None:
         """Shows the model no longer: it was unloaded."""
         self._models = {name: each for name, each in self._models.items() if name != model}
+
+    def lora_info(self) -> Collected:
+        """LORA_INFO now. No instrument, because its attributes change with the loaded adapters (readers.py)."""
+        metric, now = names.LORA_INFO, time.time_ns()
+        points = [
+            NumberDataPoint(_lora_labels(engine), now, now, now / 1e9)
+            for engine, _ in self._present()
+        ]
+        return Collected(metric.name, metric.description, metric.unit, Gauge(points))
 
     def _present(self) -> list[tuple[InferenceEngine, _Model]]:
         pairs = ((model.engine(), model) for model in self._models.values())
@@ -133,14 +143,14 @@ def _pages(engine: InferenceEngine) -> Values:
     return [(count, {names.PAGE_STATE: state}) for state, count in counts.items()]
 
 
-def _lora_info(engine: InferenceEngine) -> Values:
+def _lora_labels(engine: InferenceEngine) -> dict[str, str]:
     counts = engine.adapter_counts
-    labels: dict[str, str | bool] = {
+    return {
+        names.REQUEST_MODEL: engine.info.model,
         names.MAX_LORA: str(counts.most),
         names.RUNNING_LORA: _named(counts.loaded),
         names.WAITING_LORA: _named(counts.loading),
     }
-    return [(time.time(), labels)]
 
 
 def _named(adapters: Sequence[str]) -> str:

@@ -242,8 +242,8 @@ def open_telemetry(
     shutdowns: list[Callable[[], object]] = []
     tracing = metrics = endpoint = reader = registry = None
     if config.is_scraped:
-        from .dense import PullReader
         from .prometheus import registry_of
+        from .readers import PullReader
 
         reader = PullReader()
         registry = registry_of(reader, config.worker)
@@ -275,7 +275,7 @@ def open_telemetry(
             meter_provider, readers = providers.meters(config, reader)
         metrics = ServiceMetrics(meter_provider.get_meter(names.SCOPE), num_calls, is_ready, edge)
         for each in readers:
-            each.dense = metrics.token_gap
+            each.dense, each.changing = metrics.token_gap, metrics.lora_info
         shutdowns.append(meter_provider.shutdown)
     if endpoint is not None:
         shutdowns.append(endpoint.close)

@@ -25,7 +25,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from .. import __version__
 from ..settings.telemetry import Protocol, TelemetryConfig
-from .dense import PullReader, PushReader, Reader
+from .readers import PullReader, PushReader, Reader
 
 logger = logging.getLogger(__name__)
 

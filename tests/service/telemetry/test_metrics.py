@@ -24,9 +24,10 @@ from kestrel_grpc.images.shared.shared_images import SharedImageEvent
 from kestrel_grpc.security.identity.principal import Principal
 from kestrel_grpc.settings.addresses import AddressError
 from kestrel_grpc.settings.telemetry import TelemetryConfig
-from kestrel_grpc.telemetry.dense import DenseHistogram, PushReader
+from kestrel_grpc.telemetry.dense import DenseHistogram
 from kestrel_grpc.telemetry.metrics import MOST_PRINCIPALS, ServiceMetrics
 from kestrel_grpc.telemetry.names import METRICS, PRINCIPAL_CALLS, SCOPE, Metric
+from kestrel_grpc.telemetry.readers import PushReader
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
@@ -12,9 +14,20 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import EngineMetrics, RequestEvent
+from kestrel_engine.types.adapter import AdapterCounts
 from kestrel_grpc.settings.telemetry import TelemetryConfig, telemetry_config
 from kestrel_grpc.telemetry.metrics import MOST_ADAPTERS, ServiceMetrics
-from kestrel_grpc.telemetry.names import REQUESTS
+from kestrel_grpc.telemetry.model_gauges import ModelGauges
+from kestrel_grpc.telemetry.names import (
+    LORA_INFO,
+    MAX_LORA,
+    REQUEST_MODEL,
+    REQUESTS,
+    RUNNING_LORA,
+    SCOPE,
+    WAITING_LORA,
+)
+from kestrel_grpc.telemetry.readers import PullReader
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.services.options.test_adapters import NAME, add_adapters, folder, query
 from tests.service.services.test_several_models import Two
@@ -137,4 +150,27 @@ def test_labels_of_adapters_are_bounded() -> None:
     counted = next(m for m in data if m.name == REQUESTS.name).data.data_points
     by_name = {point.attributes["kestrel.adapter"]: point.value for point in counted}
     assert len(by_name) == MOST_ADAPTERS + 1 and by_name["other"] == 2 * MOST_ADAPTERS
+    provider.shutdown()
+
+
+def test_what_routers_read_names_the_adapters_however_often_they_change() -> None:
+    """An instrument of the SDK loses its attributes after 2,000 sets of them."""
+    gauges = ModelGauges(lambda metric, read: None)
+    engine = Mock(info=SimpleNamespace(model="fake"), stats=None)
+    gauges.add(engine, 1.0)
+    reader = PullReader()
+    reader.changing = gauges.lora_info
+    provider = MeterProvider([reader], shutdown_on_exit=False)
+    provider.get_meter(SCOPE).create_gauge("other").set(1)
+    for number in range(2100):
+        engine.adapter_counts = AdapterCounts(loaded=(f"adapter-{number}",), most=8)
+        data = reader.get_metrics_data()
+    found = {m.name: m for m in data.resource_metrics[0].scope_metrics[0].metrics}
+    (point,) = found[LORA_INFO.name].data.data_points
+    assert point.attributes == {
+        REQUEST_MODEL: "fake",
+        MAX_LORA: "8",
+        RUNNING_LORA: "adapter-2099",
+        WAITING_LORA: "",
+    }
     provider.shutdown()
