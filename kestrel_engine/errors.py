@@ -174,7 +174,8 @@ class AdaptersFull(EngineOverloaded):
 
 
 class AdapterUnavailable(KestrelError):
-    """The adapter can't be fetched now: the hub or the tuning API does not answer, or the transfer broke off."""
+    """The adapter can't be fetched now: the hub or the tuning API does not answer, the transfer broke off, or its
+    files change while they are read."""
 
 
 class Displaced(EngineOverloaded):

@@ -1,34 +1,25 @@
-"""The files of one adapter: finds them, checks names and shapes against the model, and only then reads tensors.
-
-Reads headers of .safetensors files. A .pt file is loaded without running code from it (``weights_only``).
-"""
+"""The files of one adapter: finds them, checks names and shapes against the model, and only then reads tensors."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..checkpoint.files import (
-    PICKLE_SUFFIXES,
-    StoredTensor,
-    find_files,
-    is_pickle,
-    load_pickle,
-    read_headers,
-)
+from ..checkpoint.files import PICKLE_SUFFIXES, StoredTensor, find_files
 from ..checkpoint.weights.expected import Shapes
 from ..errors import AdapterNotFound, AdapterUnfit, CheckpointError
 from ..types.adapter import Adapter
 from ..types.model_config import TextConfig
-from .headers import check_header
 from .names import Target, target_of
+from .stored import ITEM_BYTES, Description, describe, opened_tensors
 from .targets import MAX_RANK
 
 if TYPE_CHECKING:
@@ -113,22 +104,38 @@ def found_in(place: Path, name: str) -> Found:
         if (config := place / CONFIG_NAME).is_file():
             files = (*files, config)
         stats = [file.stat() for file in files]
-        for file, found in zip(files, stats, strict=True):
-            if not S_ISREG(found.st_mode):  # A pipe would hold the thread that reads all adapters.
+        for file, stat in zip(files, stats, strict=True):
+            if not S_ISREG(stat.st_mode):  # A pipe would hold the thread that reads all adapters.
                 raise CheckpointError(f"{file}: is not a plain file")
-    return Found(name, files, tuple((s.st_ino, s.st_size, s.st_mtime_ns) for s in stats))
+    return Found(name, files, tuple(map(_stamp, stats)))
+
+
+def _stamp(stat: os.stat_result) -> tuple[int, int, int]:
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def have_changed(found: Found) -> bool:
+    """Whether the files are others by now."""
+    try:
+        return tuple(_stamp(file.stat()) for file in found.files) != found.stamps
+    except OSError:
+        return True
 
 
 def check(found: Found, shapes: Shapes, text: TextConfig) -> Checked:
     """Checks all names, shapes and types, and the scale. Reads headers only. Raises AdapterUnfit."""
     with _naming(found.name, found.files[0].parent):
         files = tuple(file for file in found.files if file.name != CONFIG_NAME)
-        for file in files:
-            check_header(file)
-        headers = read_headers(files)
+        described = {file: describe(file) for file in files}
+        stored: dict[str, StoredTensor] = {}
         sides: dict[Target, StoredTensor] = {}
-        for stored in headers.values():
-            _place(stored, shapes, text, sides)
+        for each in described.values():
+            for name, tensor in each.tensors.items():
+                if stored.setdefault(name, tensor) is not tensor:
+                    raise CheckpointError(
+                        f"{name} is in {stored[name].file.name} and in {tensor.file.name}"
+                    )
+                _place(tensor, shapes, text, sides)
         pairs = {}
         for module in dict.fromkeys(target.module for target in sides):
             a, b = (sides.get(Target(module, side)) for side in ("a", "b"))  # type: ignore[arg-type]
@@ -140,17 +147,17 @@ def check(found: Found, shapes: Shapes, text: TextConfig) -> Checked:
             pairs[module] = (a, b)
         if not pairs:
             raise CheckpointError("holds no tensor")
-        described = _description(found)
-        return Checked(found, pairs, _scale(described, pairs))
+        return Checked(found, pairs, _scale(_settings(found, described), pairs))
 
 
 def read(checked: Checked, dtype: torch.dtype, packer: Packer | None = None) -> Adapter:
     """Reads the tensors of a checked adapter into the memory of the host. Raises AdapterUnfit if they are not finite or
-    the files have changed."""
+    the files are others by now."""
     from ..models.low_rank import LowRank
 
     found = checked.found
-    with _naming(found.name, found.files[0].parent), _tensors(found.files) as tensors:
+    files = {stored.file: None for pair in checked.pairs.values() for stored in pair}
+    with _naming(found.name, found.files[0].parent), opened_tensors(tuple(files)) as tensors:
         weights: dict[str, LowRank] = {}
         for module, pair in checked.pairs.items():
             sides = (
@@ -158,6 +165,8 @@ def read(checked: Checked, dtype: torch.dtype, packer: Packer | None = None) -> 
                 for stored, factor in zip(pair, (1.0, checked.scale), strict=True)
             )
             weights[module] = LowRank(*sides)
+        if have_changed(found):
+            raise CheckpointError("the files have changed while they were read")
     key = _key(weights)
     if packer is not None:
         slabs = packer.packed(weights)
@@ -185,32 +194,6 @@ def _side(
     return made
 
 
-@contextmanager
-def _tensors(files: Sequence[Path]) -> Iterator[Callable[[StoredTensor], torch.Tensor]]:
-    """Gives stored tensors. Each file is opened once."""
-    from safetensors import safe_open
-
-    with ExitStack() as opened:
-        for file in files:
-            if file.name != CONFIG_NAME:
-                check_header(file)  # It may be another file by now.
-        pickles = {file: load_pickle(file) for file in files if is_pickle(file)}
-        others = {
-            file: opened.enter_context(safe_open(file, framework="pt"))
-            for file in files
-            if file not in pickles and file.name != CONFIG_NAME
-        }
-
-        def tensor(stored: StoredTensor) -> torch.Tensor:
-            if stored.file in pickles:
-                loaded: torch.Tensor = pickles[stored.file][stored.name]
-                return loaded
-            made: torch.Tensor = others[stored.file].get_tensor(stored.name)
-            return made
-
-        yield tensor
-
-
 def _key(weights: Mapping[str, LowRank]) -> str:
     """A hash of what was read. The files may be others by now."""
     import torch
@@ -235,7 +218,7 @@ def _place(
         raise CheckpointError(
             f"{stored.name} changes {target.module}, which adapters of this model can't change"
         )
-    if not stored.is_float or stored.is_float8:
+    if stored.dtype not in ITEM_BYTES:
         raise CheckpointError(f"{stored.name} is {stored.dtype}; expected F32, BF16 or F16")
     shape = stored.shape
     wanted: list[int | str] = list(weight)
@@ -267,27 +250,22 @@ def _check_rank(a: StoredTensor, b: StoredTensor) -> None:
         )
 
 
-def _description(found: Found) -> Mapping[str, Any]:
-    """What the adapter says about itself: PEFT's file beside it, else the metadata of its only safetensors file."""
+def _settings(found: Found, described: Mapping[Path, Description]) -> Mapping[str, Any]:
+    """What the adapter says about itself: PEFT's file beside it, else the metadata of its last file."""
     config = found.files[-1]
-    if config.name == CONFIG_NAME:
-        with config.open("rb") as opened:
-            data = opened.read(MAX_CONFIG_BYTES + 1)
-        if len(data) > MAX_CONFIG_BYTES:
-            raise CheckpointError(f"{CONFIG_NAME} has more than {MAX_CONFIG_BYTES} bytes")
-        try:
-            described = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{CONFIG_NAME} is no JSON: {error}") from None
-        if not isinstance(described, dict):
-            raise CheckpointError(f"{CONFIG_NAME} must be a JSON object")
-        return described
-    if is_pickle(config):
-        return {}
-    from safetensors import safe_open
-
-    with safe_open(config, framework="np") as handle:
-        return handle.metadata() or {}
+    if config.name != CONFIG_NAME:
+        return described[config].metadata
+    with config.open("rb") as opened:
+        data = opened.read(MAX_CONFIG_BYTES + 1)
+    if len(data) > MAX_CONFIG_BYTES:
+        raise CheckpointError(f"{CONFIG_NAME} has more than {MAX_CONFIG_BYTES} bytes")
+    try:
+        settings = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{CONFIG_NAME} is no JSON: {error}") from None
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{CONFIG_NAME} must be a JSON object")
+    return settings
 
 
 def _scale(
@@ -325,11 +303,9 @@ def _number(name: str, value: object) -> float:
 @contextmanager
 def _naming(name: str, folder: Path) -> Iterator[None]:
     """Raises errors of files as AdapterUnfit with the adapter's name. Callers do not learn the operator's folders."""
-    from safetensors import SafetensorError
-
     try:
         yield
-    except (CheckpointError, SafetensorError, OSError, KeyError) as error:
+    except (CheckpointError, OSError, KeyError) as error:
         what = str(error).replace(f"{folder}/", "").replace(str(folder), folder.name)
         what = "".join(each if each.isprintable() else "?" for each in what)
         raise AdapterUnfit("adapter", f"{name!r} can't be loaded: {what}") from error

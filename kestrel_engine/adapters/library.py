@@ -18,10 +18,10 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ..checkpoint.weights.expected import Shapes
-from ..errors import AdaptersFull, AdapterUnfit, EngineClosed
+from ..errors import AdaptersFull, AdapterUnavailable, AdapterUnfit, EngineClosed
 from ..types.adapter import Adapter, AdapterCounts
 from ..types.model_config import ModelConfig
-from .files import Checked, Packer, check, read
+from .files import Checked, Found, Packer, check, have_changed, read
 from .host_memory import HostMemory
 from .origins.origins import Origins, Version
 from .targets import targets
@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 MAX_LOADING = 32
 """Adapters that may wait to be loaded."""
+_MOST_TRIED = 5
+"""Readings of an adapter whose files change while they are read."""
+_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,9 +149,9 @@ class AdapterLibrary:
         return entry
 
     async def _load(self, entry: _Entry) -> Adapter:
-        loop, version = asyncio.get_running_loop(), entry.version
+        loop, name = asyncio.get_running_loop(), entry.version.name
         try:
-            host = self._host.get(version.token)
+            host = self._host.get(entry.version.token)
             if host is None:
                 host = await self._read(entry)
             else:
@@ -156,35 +159,49 @@ class AdapterLibrary:
             adapter = host
             if self._upload is not None:
                 adapter = await loop.run_in_executor(self._thread, self._upload, host)
-                self._host.keep(version.token, host)
+                self._host.keep(entry.version.token, host)
         except BaseException as error:
             self._drop(entry)
             if isinstance(error, Exception):
                 self._num_failures += 1
-                self._origins.note_failure(version, error)
+                self._origins.note_failure(entry.version, error)
             raise
-        if self._entries.get(version.name) is not entry:
+        if self._entries.get(name) is not entry:
             self._free(entry)
         if not self._num_loads or adapter.num_bytes > self._size_bytes:
             self._size_bytes = max(1, adapter.num_bytes)
         self._num_loads += 1
-        logger.info("adapter %s: %.1f MB", version.name, adapter.num_bytes / 1e6)
+        logger.info("adapter %s: %.1f MB", name, adapter.num_bytes / 1e6)
         return adapter
 
     async def _read(self, entry: _Entry) -> Adapter:
-        """The adapter on the host. Reserves the memory that it will take on the device."""
+        """The adapter on the host. Reserves the memory that it will take on the device. If the operator replaces the
+        files meanwhile, it reads the new ones."""
         loop = asyncio.get_running_loop()
-        found, give_back = await self._origins.opened(entry.version)
-        try:
-            checked = await loop.run_in_executor(
-                self._thread, check, found, self._shapes, self._model.text
-            )
-            self._reserve(entry, self._size(checked))
-            return await loop.run_in_executor(
-                self._thread, read, checked, self._dtype, self._packer
-            )
-        finally:
-            give_back()
+        for _ in range(_MOST_TRIED):
+            found, give_back = await self._origins.opened(entry.version)
+            try:
+                return await self._read_files(entry, found)
+            except AdapterUnfit:
+                if not await loop.run_in_executor(self._thread, have_changed, found):
+                    raise
+            finally:
+                give_back()
+            self._num_bytes -= entry.num_bytes
+            entry.num_bytes = 0
+            await asyncio.sleep(_PAUSE_S)
+            entry.version = await self._origins.find(entry.version.name)
+        raise AdapterUnavailable(
+            f"the files of {entry.version.name!r} change while they are read; try again later"
+        )
+
+    async def _read_files(self, entry: _Entry, found: Found) -> Adapter:
+        loop = asyncio.get_running_loop()
+        checked = await loop.run_in_executor(
+            self._thread, check, found, self._shapes, self._model.text
+        )
+        self._reserve(entry, self._size(checked))
+        return await loop.run_in_executor(self._thread, read, checked, self._dtype, self._packer)
 
     def _size(self, checked: Checked) -> int:
         """The bytes of an adapter on the device. Raises AdapterUnfit if the kernels can't compute it."""
@@ -204,15 +221,17 @@ class AdapterLibrary:
                 "adapter",
                 f"{name!r} takes {wanted} bytes; the limit of all loaded adapters is {self._max_bytes}",
             )
-        for other in list(self._entries.values()):
+        unused = [each for each in self._entries.values() if not each.users and each.loading.done()]
+        in_use = self._num_bytes - sum(each.num_bytes for each in unused)
+        if in_use + wanted > self._max_bytes:
+            raise AdaptersFull(
+                f"adapters in use take {in_use} of {self._max_bytes} bytes; {name!r} takes {wanted} more; try again "
+                "later"
+            )
+        for other in unused:
             if self._num_bytes + wanted <= self._max_bytes:
                 break
-            if not other.users and other.loading.done():
-                self._drop(other)
-        if self._num_bytes + wanted > self._max_bytes:
-            raise AdaptersFull(
-                f"adapters in use take {self._num_bytes} of {self._max_bytes} bytes; {name!r} takes {wanted} more"
-            )
+            self._drop(other)
         entry.num_bytes = wanted
         self._num_bytes += wanted
 

@@ -118,15 +118,15 @@ def is_pickle(file: Path) -> bool:
     return file.suffix in PICKLE_SUFFIXES
 
 
-def load_pickle(file: Path) -> dict[str, Any]:
-    """Returns the tensors of a .pt file by name, memory-mapped, on the CPU. Raises CheckpointError.
+def load_pickle(file: Path, *, mmap: bool = True) -> dict[str, Any]:
+    """Returns the tensors of a .pt file by name, on the CPU, with ``mmap`` memory-mapped. Raises CheckpointError.
 
     It runs no code from the file (``weights_only``).
     """
     import torch
 
     try:
-        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # The unpickler of torch raises anything for a damaged file.
         # The texts of torch advise to switch off weights_only.
         what = "holds other objects than tensors"

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kestrel_engine.adapters.files import check, find, read
-from kestrel_engine.adapters.headers import MAX_HEADER_BYTES
 from kestrel_engine.adapters.references import checked_adapter_name
+from kestrel_engine.adapters.stored import MAX_HEADER_BYTES, opened_tensors
 from kestrel_engine.adapters.targets import targets
-from kestrel_engine.errors import AdapterNotFound, AdapterUnfit, InvalidRequest
+from kestrel_engine.errors import AdapterNotFound, AdapterUnfit, CheckpointError, InvalidRequest
 from kestrel_engine.models.low_rank import Changes
 from kestrel_engine.types.model_config import Family
 from tests.engine.adapters.random_adapters import changes, random_tensors
@@ -268,6 +268,25 @@ def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "mine" / "adapter_model.safetensors")
     with pytest.raises(AdapterUnfit, match=r"adapter_model\.safetensors: is not a plain file"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, suffix: str) -> None:
+    """A process that reads mapped memory beyond the end of its file is killed."""
+    file = tmp_path / f"mine.{suffix}"
+    tensors = random_tensors(MD3, 1, rank=64)
+    save_file(tensors, file) if suffix == "safetensors" else torch.save(tensors, file)
+    checked = check(find(tmp_path, "mine"), targets(MD3), MD3.text)
+    with opened_tensors(checked.found.files) as tensors_of:
+        last = list(checked.pairs.values())[-1][1]
+        os.truncate(file, 20_000)
+        if suffix == "safetensors":
+            with pytest.raises(CheckpointError, match="is cut"):
+                tensors_of(last)
+        else:
+            assert tensors_of(last).isfinite().all()
+    with pytest.raises(AdapterUnfit):
+        read(checked, torch.float32)
 
 
 def test_a_message_shows_no_control_characters(tmp_path: Path) -> None:

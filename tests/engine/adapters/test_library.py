@@ -17,7 +17,12 @@ from kestrel_engine.adapters import library
 from kestrel_engine.adapters.files import Checked, Packer
 from kestrel_engine.adapters.library import AdapterLibrary, Lease
 from kestrel_engine.adapters.origins.origins import Origins
-from kestrel_engine.errors import AdaptersFull, AdapterUnfit, EngineClosed
+from kestrel_engine.errors import (
+    AdaptersFull,
+    AdapterUnavailable,
+    AdapterUnfit,
+    EngineClosed,
+)
 from kestrel_engine.runtime.gpu.adapters.layout import PROJECTOR, SlabLayout
 from kestrel_engine.types.adapter import Adapter
 from tests.engine.adapters.random_adapters import random_tensors
@@ -116,10 +121,54 @@ async def test_files_that_change_give_another_adapter(
     assert (await adapters.acquire("b")).adapter.name == "b"
 
 
+@pytest.mark.parametrize("times", [1, 100])
+async def test_files_that_are_replaced_while_they_are_read(
+    adapters: AdapterLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    monkeypatch.setattr(library, "_PAUSE_S", 0.0)
+    plain, num_reads = library.read, 0
+
+    def replacing(checked: Checked, dtype: torch.dtype, packer: Packer | None) -> Adapter:
+        nonlocal num_reads
+        num_reads += 1
+        if num_reads <= times:
+            new = random_tensors(MODEL, num_reads, rank=num_reads, only=".mlp.fc1")
+            save_file(new, tmp_path / "new")
+            os.replace(tmp_path / "new", tmp_path / "a.safetensors")
+        return plain(checked, dtype, packer)
+
+    monkeypatch.setattr(library, "read", replacing)
+    if times > 1:
+        with pytest.raises(AdapterUnavailable, match="'a' change while they are read; try again"):
+            await adapters.acquire("a")
+        assert adapters.counts.num_bytes == 0
+        return
+    lease = await adapters.acquire("a")
+    assert {change.a.shape[0] for change in lease.adapter.weights.values()} == {1}
+    assert adapters.counts.num_bytes == lease.adapter.num_bytes
+    assert (await adapters.acquire("a")).adapter is lease.adapter and num_reads == 2
+
+
+async def test_one_that_finds_no_room_drops_no_other(
+    adapters: AdapterLibrary, tmp_path: Path, reader: Reader
+) -> None:
+    save_file(random_tensors(MODEL, 9, rank=8, only=".mlp."), tmp_path / "twice.safetensors")
+    a = await adapters.acquire("a")
+    (await adapters.acquire("b")).give_back()
+    with pytest.raises(AdaptersFull, match="adapters in use take"):
+        await adapters.acquire("twice")
+    (await adapters.acquire("b")).give_back()
+    assert reader.names == ["a", "b"]
+    a.give_back()
+    (await adapters.acquire("twice")).give_back()
+
+
 async def test_a_failure_is_not_kept(adapters: AdapterLibrary, tmp_path: Path) -> None:
     path = tmp_path / "late.safetensors"
     path.write_bytes(b"half of it")
-    with pytest.raises(AdapterUnfit, match=r"'late' can't be loaded: late\.safetensors: damaged"):
+    with pytest.raises(
+        AdapterUnfit, match=r"'late' can't be loaded: late\.safetensors: is damaged"
+    ):
         await adapters.acquire("late")
     save_file(random_tensors(MODEL, 5, only=".mlp."), path)
     assert (await adapters.acquire("late")).adapter.name == "late"
