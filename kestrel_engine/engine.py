@@ -17,6 +17,7 @@ from typing import Any, overload
 import numpy as np
 
 from .adapters.lora import LoRA
+from .adapters.references import checked_adapter_name
 from .building.factory import Built, build
 from .building.kept_images import kept_images
 from .config.runtime import RuntimeConfig
@@ -217,6 +218,20 @@ class InferenceEngine(SkillCalls):
         """The adapters that are loaded, now. From any thread."""
         library = self._submitter.adapters
         return AdapterCounts() if library is None else library.counts
+
+    async def load_adapter(self, name: str) -> int:
+        """Loads an adapter, so that its first request does not wait for it. Returns the bytes that it takes.
+
+        It stays until its memory is needed for another one. Raises what a request that names it raises.
+        """
+        self._lifetime.check_open()
+        return await self._submitter.load_adapter(checked_adapter_name(name))
+
+    def unload_adapter(self, name: str) -> bool:
+        """Drops an adapter, which running requests keep until they end. Returns whether it was loaded. A later request
+        loads it again. Raises InvalidRequest."""
+        name, library = checked_adapter_name(name), self._submitter.adapters
+        return library is not None and library.drop(name)
 
     @property
     def places(self) -> PlaceCounts:

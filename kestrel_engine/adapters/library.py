@@ -130,6 +130,14 @@ class AdapterLibrary:
             raise
         return Lease(adapter, partial(self._give_back, entry))
 
+    def drop(self, name: str) -> bool:
+        """Drops the adapter ``name``; requests that use it or wait for it keep it. Returns whether it was loaded."""
+        entry = self._entries.get(name)
+        if entry is None or not entry.loading.done():
+            return False
+        self._drop(entry)
+        return True
+
     async def close(self) -> None:
         """Ends loading, after the adapter that is being read. Requests that wait for an adapter get EngineClosed."""
         for entry in self._entries.values():

@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 from kestrel_client._pb.kestrel.v1 import admin_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceServicer
-from kestrel_engine import InvalidRequest
+from kestrel_engine import InferenceEngine, InvalidRequest, RequestError
 
 from ..edge.calls.call import Context
 from ..edge.calls.current_call import current_call
@@ -198,6 +199,31 @@ class AdminService(AdminServiceServicer):
         _log_action("default model %s in place of %s", request.name, previous)
         return pb.SetDefaultModelResponse(previous=previous)
 
+    async def LoadAdapter(
+        self, request: pb.LoadAdapterRequest, context: Context
+    ) -> pb.LoadAdapterResponse:
+        engine = self._engine_of(request)
+        with _located("name"):
+            num_bytes = await engine.load_adapter(request.name)
+        _log_action("load adapter %s", request.name)
+        return pb.LoadAdapterResponse(adapter_bytes=num_bytes)
+
+    async def UnloadAdapter(
+        self, request: pb.UnloadAdapterRequest, context: Context
+    ) -> pb.UnloadAdapterResponse:
+        engine = self._engine_of(request)
+        with _located("name"):
+            was_loaded = engine.unload_adapter(request.name)
+        _log_action("unload adapter %s", request.name)
+        return pb.UnloadAdapterResponse(was_loaded=was_loaded)
+
+    def _engine_of(
+        self, request: pb.LoadAdapterRequest | pb.UnloadAdapterRequest
+    ) -> InferenceEngine:
+        """Raises ModelNotReady, ShuttingDown, ModelNotFoundError."""
+        with _located("model"):
+            return self._served.engine(request.model if request.HasField("model") else None)
+
     async def GetStatistics(
         self, request: pb.GetStatisticsRequest, context: Context
     ) -> pb.GetStatisticsResponse:
@@ -250,6 +276,15 @@ def _find_logger(module: str) -> logging.Logger:
         # getLogger would create a logger that is never removed and never used.
         raise InvalidRequest("module", "no module of this name writes logs")
     return logging.getLogger(module)
+
+
+@contextmanager
+def _located(path: str) -> Iterator[None]:
+    """Raises errors of a request with the path of the field in the requests of this service."""
+    try:
+        yield
+    except RequestError as error:
+        raise LocatedError(error, path) from error
 
 
 def _log_action(action: str, *arguments: object) -> None:

@@ -61,6 +61,12 @@ class Submitter:
             await self.adapters.close()
         await self.constraints.close()
 
+    async def load_adapter(self, name: str) -> int:
+        """Loads the adapter ``name``. Returns its bytes. Raises the errors of ``AdapterLibrary.acquire``."""
+        lease = await self._library(name).acquire(name)
+        lease.give_back()
+        return lease.adapter.num_bytes
+
     async def submit(self, asked: Asked, place: Place) -> EngineStream:
         """Starts a request. ``place``: its place in the queue, which it gives back at its end, or if this raises."""
         held = ExitStack()
@@ -140,10 +146,15 @@ class Submitter:
     async def _leased(self, name: str, timeout_s: float | None, place: Place) -> Lease:
         """The adapter ``name``, loaded. Raises the errors of ``AdapterLibrary.acquire``, and Displaced if the request
         loses its place meanwhile."""
+        acquired = self._library(name).acquire(name)
+        return await self._preparing.run(
+            acquired, place, timeout_s, "before the adapter was loaded"
+        )
+
+    def _library(self, name: str) -> AdapterLibrary:
+        """Raises AdapterNotFound if requests may name no adapters."""
         if self.adapters is None:
             raise AdapterNotFound(
                 "adapter", f"there is no adapter {name!r}: this server has none (--adapters-dir)"
             )
-        return await self._preparing.run(
-            self.adapters.acquire(name), place, timeout_s, "before the adapter was loaded"
-        )
+        return self.adapters

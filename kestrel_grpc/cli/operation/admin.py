@@ -58,6 +58,15 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     )
     default = _add_action(actions, "default-model", "make a loaded model the default")
     default.add_argument("model", metavar="MODEL", help="name of the model, as models lists it")
+    for name, does in (
+        ("load-adapter", "load an adapter before the first request names it"),
+        ("unload-adapter", "drop an adapter from memory; running requests keep it"),
+    ):
+        adapter = _add_action(actions, name, does)
+        adapter.add_argument("adapter", metavar="NAME", help="name of the adapter, as in requests")
+        adapter.add_argument(
+            "--model", metavar="MODEL", help="model that applies it [the default model]"
+        )
 
 
 def _add_action(actions: Any, name: str, help: str) -> argparse.ArgumentParser:
@@ -219,6 +228,16 @@ def _default_model(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
     return [f"{args.model} is the default model, in place of {before}"]
 
 
+def _load_adapter(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
+    num_bytes = admin.load_adapter(args.adapter, model=args.model)
+    return [f"{args.adapter} is loaded: {num_bytes / 1e6:.1f} MB"]
+
+
+def _unload_adapter(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
+    was_loaded = admin.unload_adapter(args.adapter, model=args.model)
+    return [f"{args.adapter} {'is unloaded' if was_loaded else 'was not loaded'}"]
+
+
 _ACTIONS: dict[str, Callable[[KestrelAdmin, argparse.Namespace], list[str]]] = {
     "drain": _drain,
     "cancel": _cancel,
@@ -230,4 +249,6 @@ _ACTIONS: dict[str, Callable[[KestrelAdmin, argparse.Namespace], list[str]]] = {
     "load-model": _load_model,
     "unload-model": _unload_model,
     "default-model": _default_model,
+    "load-adapter": _load_adapter,
+    "unload-adapter": _unload_adapter,
 }

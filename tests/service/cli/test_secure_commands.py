@@ -83,6 +83,8 @@ def test_a_server_is_managed_by_who_may(served, authority, token, admin_token):
     assert "without --profile-dir [FAILED_PRECONDITION]" in admin("profile").stderr
     assert "without --capture-dir [FAILED_PRECONDITION]" in admin("capture", "start").stderr
     assert admin("capture", "stop").stdout == "0 captured, 0 lost\n"
+    assert "there is no adapter 'mine'" in admin("load-adapter", "mine").stderr
+    assert admin("unload-adapter", "mine").stdout == "mine was not loaded\n"
     bad = (
         ("profile", "--steps", -1),
         ("profile", "--steps", 2**40),

@@ -65,6 +65,8 @@ METHODS = (
     ("LoadModel", {"model": "x"}),
     ("UnloadModel", {"name": "x"}),
     ("SetDefaultModel", {"name": "x"}),
+    ("LoadAdapter", {"name": "x"}),
+    ("UnloadAdapter", {"name": "x"}),
 )
 
 

@@ -144,6 +144,23 @@ class KestrelAdmin:
         """Makes a loaded model the default. Returns the name of the default before."""
         return self._channel.send(self._requests.set_default_model(name, timeout))
 
+    def load_adapter(
+        self, name: str, *, model: str | None = None, timeout: float | None = None
+    ) -> int:
+        """Loads an adapter of ``model`` (default: the default model), so that its first request does not wait for it.
+
+        Returns the bytes that it takes. It stays until its memory is needed for another one. Raises what a request with
+        ``adapter=name`` raises.
+        """
+        return self._channel.send(self._requests.load_adapter(name, model, timeout))
+
+    def unload_adapter(
+        self, name: str, *, model: str | None = None, timeout: float | None = None
+    ) -> bool:
+        """Drops an adapter of ``model`` (default: the default model) from memory. Running requests keep it, and a later
+        request loads it again. Returns whether it was loaded."""
+        return self._channel.send(self._requests.unload_adapter(name, model, timeout))
+
     def close(self) -> None:
         """Closes the connection and cancels the calls that still run. May be called again."""
         self._channel.close()

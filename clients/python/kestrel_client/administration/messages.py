@@ -212,6 +212,14 @@ class AdminRequests:
         request = pb.SetDefaultModelRequest(name=name)
         return self._call("SetDefaultModel", request, lambda r: str(r.previous), timeout)
 
+    def load_adapter(self, name: str, model: str | None, timeout: float | None) -> Prepared[int]:
+        request = pb.LoadAdapterRequest(name=name, model=model)
+        return self._call("LoadAdapter", request, lambda r: int(r.adapter_bytes), timeout)
+
+    def unload_adapter(self, name: str, model: str | None, timeout: float | None) -> Prepared[bool]:
+        request = pb.UnloadAdapterRequest(name=name, model=model)
+        return self._call("UnloadAdapter", request, lambda r: bool(r.was_loaded), timeout)
+
     def _call(
         self, name: str, request: Message, read: Callable[[Any], R], timeout: float | None
     ) -> Prepared[R]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import grpc
@@ -10,7 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from kestrel_client import AsyncKestrelClient, QueryTask
+from kestrel_client import (
+    AsyncKestrelAdmin,
+    AsyncKestrelClient,
+    InvalidArgumentError,
+    NotFoundError,
+    QueryTask,
+)
 from kestrel_client._pb.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
 from kestrel_client._pb.kestrel.v1 import common_pb2, vision_service_pb2
 from kestrel_engine import AdapterSources
@@ -22,6 +29,7 @@ from tests.http.conftest import http  # noqa: F401  # A fixture.
 from tests.hub_stand import Stand, stand  # noqa: F401  # A fixture.
 from tests.kserve.conftest import infer
 from tests.service.conftest import Served, raw_image
+from tests.service.security.test_admin import CONFIG, KEY, METADATA, slow
 from tests.service.statuses import failure
 
 NAME = "mine@3"
@@ -161,3 +169,35 @@ async def test_what_can_not_be_applied(serve, folder: Path) -> None:
         assert (told.code, told.reason, told.fields) == (code, reason, ["options.adapter"])
         assert words in told.message and str(folder) not in told.message
     assert (await served.vision.Query(query(NAME))).answer
+
+
+async def test_an_administrator_loads_and_drops_one(serve, folder: Path) -> None:
+    served = await serve(slow(), server_config=CONFIG)
+    async with AsyncKestrelAdmin(served.server.addresses[0], token=KEY, timeout=20) as admin:
+        with pytest.raises(NotFoundError, match=r"name: there is no adapter .*--adapters-dir"):
+            await admin.load_adapter(NAME)
+        assert not await admin.unload_adapter(NAME)
+        add_adapters(served, folder)
+        assert await admin.load_adapter(NAME, model="fake") == 8 * fake_model("moondream3").text.dim
+        assert served.engine.adapter_counts.loaded == (NAME,)
+        request = vision_service_pb2.StreamQueryRequest(request=query(NAME))
+        running = served.vision.StreamQuery(request, metadata=METADATA)
+        await running.read()
+        assert await admin.unload_adapter(NAME) and not await admin.unload_adapter(NAME)
+        counts = served.engine.adapter_counts
+        assert counts.loaded == () and counts.num_bytes > 0
+        assert not running.done()
+        running.cancel()
+        while served.engine.num_requests:
+            await asyncio.sleep(0.01)
+        assert served.engine.adapter_counts.num_bytes == 0
+        for name, kind, words in (
+            ("unfit", InvalidArgumentError, r"name: 'unfit' can't be loaded: .*has the shape"),
+            ("none", NotFoundError, "name: there is no adapter 'none'"),
+            ("../x", InvalidArgumentError, r"name: '\.\./x' is not the name"),
+        ):
+            with pytest.raises(kind, match=words):
+                await admin.load_adapter(name)
+        for refused in (admin.load_adapter(NAME, model="x"), admin.unload_adapter(NAME, model="x")):
+            with pytest.raises(NotFoundError, match="model: 'x' is not served"):
+                await refused

@@ -92,6 +92,16 @@ class AdminServiceStub:
                 request_serializer=kestrel_dot_v1_dot_admin__service__pb2.SetDefaultModelRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_admin__service__pb2.SetDefaultModelResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/kestrel.v1.AdminService/LoadAdapter',
+                request_serializer=kestrel_dot_v1_dot_admin__service__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_admin__service__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/kestrel.v1.AdminService/UnloadAdapter',
+                request_serializer=kestrel_dot_v1_dot_admin__service__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_admin__service__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
         self.GetStatistics = channel.unary_unary(
                 '/kestrel.v1.AdminService/GetStatistics',
                 request_serializer=kestrel_dot_v1_dot_admin__service__pb2.GetStatisticsRequest.SerializeToString,
@@ -194,6 +204,23 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Loads an adapter into memory, so that its first request does not wait for a download and for the loading. The adapter
+        stays until its memory is needed for another one. Ends with the statuses of a request that names the adapter
+        (RequestOptions.adapter).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Drops an adapter from memory. Running requests keep it until they end. A later request that names it loads it again,
+        unless its file is gone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatistics(self, request, context):
         """Returns the server's current numbers of requests, calls and pages, and its counts since the start.
         """
@@ -258,6 +285,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.SetDefaultModel,
                     request_deserializer=kestrel_dot_v1_dot_admin__service__pb2.SetDefaultModelRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_admin__service__pb2.SetDefaultModelResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=kestrel_dot_v1_dot_admin__service__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_admin__service__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=kestrel_dot_v1_dot_admin__service__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_admin__service__pb2.UnloadAdapterResponse.SerializeToString,
             ),
             'GetStatistics': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatistics,
@@ -564,6 +601,60 @@ class AdminService:
             '/kestrel.v1.AdminService/SetDefaultModel',
             kestrel_dot_v1_dot_admin__service__pb2.SetDefaultModelRequest.SerializeToString,
             kestrel_dot_v1_dot_admin__service__pb2.SetDefaultModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrel.v1.AdminService/LoadAdapter',
+            kestrel_dot_v1_dot_admin__service__pb2.LoadAdapterRequest.SerializeToString,
+            kestrel_dot_v1_dot_admin__service__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrel.v1.AdminService/UnloadAdapter',
+            kestrel_dot_v1_dot_admin__service__pb2.UnloadAdapterRequest.SerializeToString,
+            kestrel_dot_v1_dot_admin__service__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -79,6 +79,15 @@ class AdminServiceStub:
     """
     SetDefaultModel: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.SetDefaultModelRequest, _admin_service_pb2.SetDefaultModelResponse]
     """Makes a loaded model the default, which answers requests that name none."""
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.LoadAdapterRequest, _admin_service_pb2.LoadAdapterResponse]
+    """Loads an adapter into memory, so that its first request does not wait for a download and for the loading. The adapter
+    stays until its memory is needed for another one. Ends with the statuses of a request that names the adapter
+    (RequestOptions.adapter).
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.UnloadAdapterRequest, _admin_service_pb2.UnloadAdapterResponse]
+    """Drops an adapter from memory. Running requests keep it until they end. A later request that names it loads it again,
+    unless its file is gone.
+    """
     GetStatistics: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.GetStatisticsRequest, _admin_service_pb2.GetStatisticsResponse]
     """Returns the server's current numbers of requests, calls and pages, and its counts since the start."""
 
@@ -132,6 +141,15 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     SetDefaultModel: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.SetDefaultModelRequest, _admin_service_pb2.SetDefaultModelResponse]  # type: ignore[assignment]
     """Makes a loaded model the default, which answers requests that name none."""
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.LoadAdapterRequest, _admin_service_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Loads an adapter into memory, so that its first request does not wait for a download and for the loading. The adapter
+    stays until its memory is needed for another one. Ends with the statuses of a request that names the adapter
+    (RequestOptions.adapter).
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.UnloadAdapterRequest, _admin_service_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """Drops an adapter from memory. Running requests keep it until they end. A later request that names it loads it again,
+    unless its file is gone.
+    """
     GetStatistics: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.GetStatisticsRequest, _admin_service_pb2.GetStatisticsResponse]  # type: ignore[assignment]
     """Returns the server's current numbers of requests, calls and pages, and its counts since the start."""
 
@@ -248,6 +266,27 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.SetDefaultModelResponse, _abc.Awaitable[_admin_service_pb2.SetDefaultModelResponse]]:
         """Makes a loaded model the default, which answers requests that name none."""
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _admin_service_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.LoadAdapterResponse, _abc.Awaitable[_admin_service_pb2.LoadAdapterResponse]]:
+        """Loads an adapter into memory, so that its first request does not wait for a download and for the loading. The adapter
+        stays until its memory is needed for another one. Ends with the statuses of a request that names the adapter
+        (RequestOptions.adapter).
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _admin_service_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.UnloadAdapterResponse, _abc.Awaitable[_admin_service_pb2.UnloadAdapterResponse]]:
+        """Drops an adapter from memory. Running requests keep it until they end. A later request that names it loads it again,
+        unless its file is gone.
+        """
 
     @_abc_1.abstractmethod
     def GetStatistics(
