@@ -71,10 +71,10 @@ def check_model(served: ServedModels, name: str, version: str, field: str = "nam
         raise ModelNotFoundError(field, f"{shown!r} is not served; the only version is {VERSION}")
 
 
-def metadata() -> pb.ModelMetadataResponse:
+def metadata(name: str) -> pb.ModelMetadataResponse:
     tensor = pb.ModelMetadataResponse.TensorMetadata
     return pb.ModelMetadataResponse(
-        name=NAME,
+        name=name,
         versions=[VERSION],
         platform=_PLATFORM,
         inputs=[
@@ -85,10 +85,10 @@ def metadata() -> pb.ModelMetadataResponse:
     )
 
 
-def config() -> pb.ModelConfig:
+def config(name: str) -> pb.ModelConfig:
     """``max_batch_size`` is 0: the engine makes its batches itself, and a request has no dimension for them."""
     return pb.ModelConfig(
-        name=NAME,
+        name=name,
         platform=_PLATFORM,
         backend=_PLATFORM,
         max_batch_size=0,

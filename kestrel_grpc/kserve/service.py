@@ -82,13 +82,13 @@ class InferenceService(GRPCInferenceServiceServicer):
         self, request: pb.ModelMetadataRequest, context: Context
     ) -> pb.ModelMetadataResponse:
         model.check_model(self._served, request.name, request.version)
-        return model.metadata()
+        return model.metadata(request.name)
 
     async def ModelConfig(
         self, request: pb.ModelConfigRequest, context: Context
     ) -> pb.ModelConfigResponse:
         model.check_model(self._served, request.name, request.version)
-        return pb.ModelConfigResponse(config=model.config())
+        return pb.ModelConfigResponse(config=model.config(request.name))
 
     async def ModelStatistics(
         self, request: pb.ModelStatisticsRequest, context: Context

@@ -41,6 +41,8 @@ DEVICE_FLAGS = (*SOURCE_FLAGS, "device")
 
 MOST_MODELS = 16
 _MOST_TEXT = 4096
+_POOL_SIZES = {"kv_cache_gib", "kv_cache_pages"}
+"""Only one of these fields may be set."""
 
 
 def add_model_flags(
@@ -93,7 +95,7 @@ def runtime_configs(args: argparse.Namespace) -> tuple[RuntimeConfig, ...]:
     configs = []
     for text in given:
         name, *overrides = text.split(",")
-        values = dict(_override(each, f"{where}={text}") for each in overrides)
+        values = _overrides(overrides, f"{where}={text}")
         configs.append(configured(RuntimeConfig, args, model=name, **nested, **values))
     if len(configs) > 1:
         _check_distinct(configs, where)
@@ -107,7 +109,7 @@ def other_model(base: RuntimeConfig, text: str) -> RuntimeConfig:
         raise InvalidRequest("model", f"must have 1 to {_MOST_TEXT} characters")
     name, *overrides = text.split(",")
     try:
-        values = dict(_override(each, "model") for each in overrides)
+        values = _overrides(overrides, "model")
         own = {"model_path": None, "tokenizer_path": None, **values}
         config = dataclasses.replace(base, model=name, **own)
         maintenance.check_model_names(config)
@@ -121,6 +123,14 @@ def other_model(base: RuntimeConfig, text: str) -> RuntimeConfig:
 def config_error(error: ConfigError, args: argparse.Namespace) -> SettingsError:
     """The engine's ConfigError as a SettingsError that names the flag, variable or key that gave the value."""
     return settings_error(error, args, RuntimeConfig, AdapterSources, ImageLimits)
+
+
+def _overrides(texts: Iterable[str], where: str) -> dict[str, Any]:
+    """The fields that the settings behind a model's name set. ``where``: for errors. Raises SettingsError."""
+    values = dict(_override(each, where) for each in texts)
+    if not _POOL_SIZES.isdisjoint(values):  # They replace the one that applies to all models.
+        values = dict.fromkeys(_POOL_SIZES) | values
+    return values
 
 
 def _override(text: str, where: str) -> tuple[str, Any]:

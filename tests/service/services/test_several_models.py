@@ -29,13 +29,24 @@ from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceStu
 from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import ImageServiceStub
 from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
-from kestrel_engine import ConfigError, InferenceEngine, ModelLoadError, RuntimeConfig
+from kestrel_engine import (
+    ConfigError,
+    InferenceEngine,
+    InvalidRequest,
+    ModelLoadError,
+    RuntimeConfig,
+)
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.served_model import State
 from kestrel_grpc.settings.flags import Parser
 from kestrel_grpc.settings.http import HttpConfig
-from kestrel_grpc.settings.model import add_model_flags, runtime_config, runtime_configs
+from kestrel_grpc.settings.model import (
+    add_model_flags,
+    other_model,
+    runtime_config,
+    runtime_configs,
+)
 from kestrel_grpc.settings.security import SecurityConfig
 from kestrel_grpc.settings.server import ServerConfig
 from kestrel_grpc.settings.sources import SettingsError
@@ -333,6 +344,9 @@ async def test_http_and_kserve_route_by_name() -> None:
             assert {json.loads(line)["model"] for line in lines} == {"second"}
         stub = GRPCInferenceServiceStub(two.channel)
         for name, answer in (("moondream", "a"), ("second", "b")):
+            asked = await stub.ModelMetadata(kserve_pb.ModelMetadataRequest(name=name))
+            config = await stub.ModelConfig(kserve_pb.ModelConfigRequest(name=name))
+            assert asked.name == config.config.name == name
             request = kserve_pb.ModelInferRequest(model_name=name)
             for key, text in (("SKILL", "query"), ("QUESTION", "What?")):
                 tensor = request.inputs.add(name=key, datatype="BYTES", shape=[1])
@@ -360,6 +374,12 @@ def test_settings_of_one_model() -> None:
     assert (second.model, second.device, second.max_queue) == ("moondream2", "cuda:1", 7)
     assert second.kv_cache_gib == 8 and first.kv_cache_gib is None
     assert first.cuda_graphs and not second.cuda_graphs
+    pages = parsed("--kv-cache-pages", "9", "--model", "kestrel-tiny", "--model", text)
+    first, second = runtime_configs(pages)
+    assert (first.kv_cache_pages, second.kv_cache_pages, second.kv_cache_gib) == (9, None, 8)
+    assert other_model(first, "kestrel-tiny,kv-cache-gib=2").kv_cache_pages is None
+    with pytest.raises(InvalidRequest, match="set only one of the two"):
+        other_model(first, "kestrel-tiny,kv-cache-gib=2,kv-cache-pages=3")
     (only,) = runtime_configs(parsed())
     assert only == runtime_config(parsed(several=False)) == RuntimeConfig()
 
