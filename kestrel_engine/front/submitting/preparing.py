@@ -33,7 +33,7 @@ class Preparing:
             async with asyncio.timeout(timeout_s):
                 return await until_displaced(place, work)
         except TimeoutError:
-            raise DeadlineExceeded(f"the deadline of {timeout_s} s passed {what}") from None
+            raise DeadlineExceeded(f"the deadline of {timeout_s:.3g} s passed {what}") from None
         finally:
             self._count -= 1
             self._on_end()

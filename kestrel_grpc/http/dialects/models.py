@@ -8,6 +8,8 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 
 ALIASES = frozenset({"moondream", "moondream2", "moondream3", "moondream3-preview"})
 """Names that clients send by default. Unless a served model has such a name, it stands for the default model."""
+_TAG = ":latest"
+"""Clients of Ollama may add it to every name."""
 
 
 def served_name(name: str, names: Sequence[str]) -> str:
@@ -15,7 +17,10 @@ def served_name(name: str, names: Sequence[str]) -> str:
     models, the default first."""
     if name in names:
         return name
-    return names[0] if name.partition(":")[0] in ALIASES else name  # Ollama's names may have a tag.
+    untagged = name.removesuffix(_TAG)
+    if untagged in names:
+        return untagged
+    return names[0] if name.partition(":")[0] in ALIASES else name
 
 
 def set_model(options: common_pb2.RequestOptions, name: str, names: Sequence[str]) -> None:
@@ -24,7 +29,7 @@ def set_model(options: common_pb2.RequestOptions, name: str, names: Sequence[str
     because moondream/moondream2 is a repository. ``names``: as for ``served_name``."""
     base, adapter = _split(name, names)
     if adapter:
-        options.adapter = adapter
+        options.adapter = adapter.removesuffix(_TAG)
     options.model = served_name(base, names)
 
 

@@ -98,6 +98,8 @@ async def test_every_client_can_name_one(http, folder: Path) -> None:  # noqa: F
     ("name", "model", "adapter"),
     [
         ("fake", "fake", ""),
+        ("fake:latest", "fake", ""),
+        ("fake/mine:latest", "fake", "mine"),
         ("fake/mine", "fake", "mine"),
         ("fake/team/mine@v1", "fake", "team/mine@v1"),
         ("org/model", "org/model", ""),
