@@ -1,8 +1,8 @@
 """AdapterLibrary: which adapters are loaded, and how many requests use each.
 
-Used on the event loop. Files are read in a thread of its own, one adapter at a time; requests for the same adapter wait
-for one reading. Loaded adapters stay until their memory is needed for another one, the least recently used goes first.
-An adapter that a request uses stays. Files that change give another adapter; requests that run keep theirs.
+Used on the event loop. A thread reads the files, one adapter at a time. Requests for the same adapter wait for one
+reading. A loaded adapter stays until its memory is needed for another one: the least recently used goes first. An
+adapter that a request uses stays. If files change, later requests get another adapter, and running ones keep theirs.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class _Entry:
 
 class AdapterLibrary:
     """``acquire`` gives an adapter by its name. All loaded ones together take at most ``max_bytes``. ``packer``: for
-    kernels that read adapters in another form. ``upload``: copies one from the host to the device, None where these are
-    one; the host keeps at most ``host_bytes`` to be copied again."""
+    kernels that read adapters in another form. ``upload``: copies an adapter from the host to the device; None
+    where the device is the host. The host keeps adapters of at most ``host_bytes``, to copy them again."""
 
     def __init__(
         self,
