@@ -19,6 +19,7 @@ from ..errors import AdapterNotFound, AdapterUnfit, CheckpointError
 from ..types.adapter import Adapter
 from ..types.model_config import TextConfig
 from .names import Target, target_of
+from .references import shortened
 from .stored import ITEM_BYTES, Description, describe, opened_tensors
 from .targets import MAX_RANK
 
@@ -36,7 +37,14 @@ _PIECE = 1 << 18
 interpreter more often."""
 
 _TWICE = {"text_lora", "_text"}
-_UNKNOWN_KEYS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
+_UNKNOWN_KEYS = (
+    "use_dora",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "alora_invocation_tokens",
+)
 """Keys of PEFT's description that change the computation in ways that this engine does not know."""
 
 
@@ -212,7 +220,7 @@ def _place(
     """Adds a stored tensor to ``sides``. Raises CheckpointError if it does not fit."""
     target = target_of(stored.name, text)
     if target is None:
-        raise CheckpointError(f"{_short(stored.name)} is no name of an adapter's tensor")
+        raise CheckpointError(f"{shortened(stored.name)} is no name of an adapter's tensor")
     weight = shapes.get(target.module)
     if weight is None:
         raise CheckpointError(
@@ -296,7 +304,9 @@ def _number(name: str, value: object) -> float:
     except (TypeError, ValueError, OverflowError):
         number = 0.0
     if not 0 < number < 1e6:
-        raise CheckpointError(f"{name} is {_short(value)}; expected a number above 0 and below 1e6")
+        raise CheckpointError(
+            f"{name} is {shortened(value)}; expected a number above 0 and below 1e6"
+        )
     return number
 
 
@@ -309,8 +319,3 @@ def _naming(name: str, folder: Path) -> Iterator[None]:
         what = str(error).replace(f"{folder}/", "").replace(str(folder), folder.name)
         what = "".join(each if each.isprintable() else "?" for each in what)
         raise AdapterUnfit("adapter", f"{name!r} can't be loaded: {what}") from error
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}…"

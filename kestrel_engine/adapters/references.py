@@ -37,8 +37,8 @@ def checked_adapter_name(name: object) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidRequest(
             "adapter",
-            f"{_short(name)} is not the name of an adapter: 1 to 128 letters, digits and any of . _ + -, and possibly "
-            "@ and the number of a step behind them; or ORG/REPO or ORG/REPO@REVISION of the hub",
+            f"{shortened(name)} is not the name of an adapter: 1 to 128 letters, digits and any of . _ + -, and "
+            "possibly @ and the number of a step behind them; or ORG/REPO or ORG/REPO@REVISION of the hub",
         )
     return name
 
@@ -55,6 +55,7 @@ def fine_tune_of(name: str) -> FineTune | None:
     return None if found is None else FineTune(found[1], found[2])
 
 
-def _short(value: object) -> str:
+def shortened(value: object) -> str:
+    """A value in an error's text, at most 101 characters."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}…"

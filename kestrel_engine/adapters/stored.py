@@ -15,7 +15,7 @@ import pickle
 import pickletools
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,12 +35,14 @@ MAX_HEADER_BYTES = 4 << 20
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 """By the name of a dtype that an adapter may have."""
 
+_MOST_REST = 4
+"""Times the bytes of its tensors that a .pt file may have: beside them, it may hold the state of an optimiser."""
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
 _ALLOWED = re.compile(
-    r"collections OrderedDict"
+    r"collections OrderedDict|_codecs encode"
     r"|torch\._utils _rebuild_(?:tensor_v2|parameter)"
-    r"|torch (?:\w+Storage|Size|device|float32|float16|bfloat16)"
+    r"|torch (?:\w+Storage|Size|device|[a-z]*(?:float|int)\d+|bool)"
 )
 
 
@@ -59,7 +61,9 @@ def describe(file: Path) -> Description:
     file that holds other objects than dense tensors and plain values."""
     if is_pickle(file):
         _check_pickle(file)
-        return Description(read_headers((file,)), {}, {})
+        tensors = read_headers((file,))
+        _check_rest(file, tensors.values())
+        return Description(tensors, {}, {})
     with file.open("rb") as opened:
         return _described(file, opened)
 
@@ -156,6 +160,16 @@ def _check_pickle(file: Path) -> None:
         ) from None
     except (ValueError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
         raise CheckpointError(f"{file}: is damaged ({type(error).__name__})") from error
+
+
+def _check_rest(file: Path, tensors: Iterable[StoredTensor]) -> None:
+    """Raises CheckpointError if a .pt file, which is read as a whole, holds much more than the tensors."""
+    held = sum(prod(each.shape) * ITEM_BYTES.get(each.dtype, 0) for each in tensors)
+    size = file.stat().st_size
+    if size > _MOST_REST * held + MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{file}: has {size} bytes, and the adapter's tensors take {held}; write these alone with torch.save"
+        )
 
 
 def _check_size(file: Path, size: int) -> None:

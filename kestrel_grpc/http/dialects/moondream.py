@@ -149,7 +149,12 @@ def _fill(request: Any, fields: Fields, names: Sequence[str], *, needs_image: bo
     if model is not None:
         set_model(request.options, fields.text("model"), names)
     if settings.values.get("adapter") is not None:
-        request.options.adapter = settings.text("adapter")
+        adapter, named = settings.text("adapter"), request.options.adapter
+        if named and named != adapter:
+            raise InvalidRequest(
+                "settings.adapter", f"is {adapter!r}, and model names {named!r}; name only one"
+            )
+        request.options.adapter = adapter
 
 
 def _fill_abstention(request: pb.QueryRequest, fields: Fields) -> None:

@@ -182,6 +182,7 @@ def test_what_does_not_fit(tmp_path: Path, change: Change, message: str) -> None
     [
         ({"use_dora": True}, "use_dora is not supported"),
         ({"rank_pattern": {"fc1": 8}}, "rank_pattern is not supported"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is not supported"),
         ({"peft_type": "IA3"}, "peft_type must be LORA"),
         ({"lora_alpha": "much"}, "alpha is 'much'; expected a number above 0"),
         ({"lora_alpha": 8, "r": 0}, "rank is 0; expected a number above 0"),
@@ -251,6 +252,18 @@ def test_a_damaged_pickle(tmp_path: Path) -> None:
         _with_pickle(tmp_path / "mine.pt", whole[:at] + whole[at + 1 :])
         with pytest.raises(AdapterUnfit):
             load(tmp_path)
+
+
+def test_a_pickle_of_much_else(tmp_path: Path) -> None:
+    """It is read as a whole."""
+    tensors = random_tensors(MD3, 1, only=".mlp.fc1")
+    beside = {"step": 3, "note": b"abc", "dtype": torch.float32}
+    torch.save({"lora_state_dict": tensors, **beside}, tmp_path / "mine.pt")
+    assert_same(load(tmp_path), changes(tensors))
+    optimiser = {"mean": torch.zeros(2 << 20)}
+    torch.save({"lora_state_dict": tensors, "optimiser": optimiser}, tmp_path / "mine.pt")
+    with pytest.raises(AdapterUnfit, match=r"has \d+ bytes, and the adapter's tensors take \d+"):
+        load(tmp_path)
 
 
 def test_large_headers_are_not_read(tmp_path: Path) -> None:

@@ -92,6 +92,9 @@ async def test_every_client_can_name_one(http, folder: Path) -> None:  # noqa: F
     response = await client.post("/v1/query", json={"question": "eight?", "settings": settings})
     assert response.status_code == 200, response.text
     assert applied(served) == [NAME, NAME, None, NAME, NAME]
+    both = {"question": "nine?", "model": f"fake/{NAME}", "settings": {"adapter": "other"}}
+    refused = await client.post("/v1/query", json=both)
+    assert refused.status_code == 400 and f"model names '{NAME}'" in refused.text, refused.text
 
 
 @pytest.mark.parametrize(
