@@ -83,10 +83,11 @@ class Hexagon:
 
 @dataclass(frozen=True)
 class NewObject:
-    """``centre`` and ``box`` in pixels. ``sort``: what tells it from others, a hexagon's colour or the shape of what
-    has a new colour."""
+    """``point`` and ``box`` in pixels. The point is well inside the object, where the base model learnt to point: the
+    centre of a crescent's box is outside the crescent. ``sort``: what tells it from others, a hexagon's colour or the
+    shape of what has a new colour."""
 
-    centre: tuple[float, float]
+    point: tuple[float, float]
     box: Box
     sort: int
 
@@ -157,7 +158,7 @@ def _draw_known(kind: int, seed: str) -> Picture:
     width, height = rng.randint(LEAST_SIDE, MOST_SIDE), rng.randint(LEAST_SIDE, MOST_SIDE)
     scene = draw_scene(rng, width, height, count=rng.randint(1, 7))
     found = [shape for shape in scene.shapes if shape.kind == kind]
-    objects = tuple(NewObject(shape.centre, shape.box, shape.colour) for shape in found)
+    objects = tuple(NewObject(shape.anchor, shape.box, shape.colour) for shape in found)
     colour_of = (SHAPES[kind], COLOURS[found[0].colour]) if len(found) == 1 else None
     return Picture(scene, (), objects, colour_of)
 
@@ -214,7 +215,7 @@ def _draw_coloured(name: str, seed: str, with_near: bool) -> Picture:
         if _stands_out(rgb, scene):
             shapes[index] = _recoloured(shapes[index], near, rgb)
     new = [shape for shape in shapes if shape.colour == number]
-    objects = tuple(NewObject(shape.centre, shape.box, shape.kind) for shape in new)
+    objects = tuple(NewObject(shape.anchor, shape.box, shape.kind) for shape in new)
     alone = [one.kind for one in new if sum(one.kind == other.kind for other in shapes) == 1]
     colour_of = (SHAPES[alone[0]], name) if alone else None
     return Picture(replace(scene, shapes=tuple(shapes)), (), objects, colour_of)
@@ -261,7 +262,7 @@ def examples(seed: str, subject: Subject, picture: Picture) -> list[dict[str, An
 def _located(picture: Picture, name: str, some: Sequence[NewObject]) -> list[dict[str, Any]]:
     """The points and the boxes of some objects of a picture."""
     w, h = picture.scene.width, picture.scene.height
-    points = [[one.centre[0] / w, one.centre[1] / h] for one in some]
+    points = [[one.point[0] / w, one.point[1] / h] for one in some]
     boxes = [[x0 / w, y0 / h, x1 / w, y1 / h] for x0, y0, x1, y1 in (one.box for one in some)]
     return [{"object": name, "points": points}, {"object": name, "boxes": boxes}]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kestrel_grpc.scenes.paths import outline
+from kestrel_grpc.scenes.scoring import inside
 from kestrel_grpc.scenes.vocabulary import COLOURS, SHAPES
 from training.new_objects import (
     NEAR_COLOURS,
@@ -26,7 +28,7 @@ def test_what_is_said_about_a_picture_is_true(subject: Subject) -> None:
     shown = said = 0
     for seed in SEEDS:
         picture = subject.draw(seed, False)
-        there = {(round(each.centre[0]), round(each.centre[1])) for each in picture.objects}
+        there = {tuple(map(round, (*each.point, *each.box))) for each in picture.objects}
         names = {subject.sorted_name(each.sort) for each in picture.objects}
         names |= {subject.name} if there else set()
         width, height = picture.scene.width, picture.scene.height
@@ -44,9 +46,14 @@ def test_what_is_said_about_a_picture_is_true(subject: Subject) -> None:
                     if name == subject.name or name == subject.sorted_name(each.sort)
                 ]
                 assert len(found) == len(own)
-                for *low, x, y in found:
-                    centre = ((low[0] + x) / 2, (low[1] + y) / 2) if low else (x, y)
-                    assert (round(centre[0] * width), round(centre[1] * height)) in there
+                labelled = {
+                    tuple(map(round, each.box if "boxes" in line else each.point)) for each in own
+                }
+                sides = (width, height)
+                assert labelled == {
+                    tuple(round(value * sides[i % 2]) for i, value in enumerate(each))
+                    for each in found
+                }
             elif line["question"].startswith("Is there"):
                 name = line["question"].removesuffix("?").split(maxsplit=3)[-1]
                 assert line["answer"] == ("yes" if name in names else "no")
@@ -70,3 +77,14 @@ def test_pictures_with_contrast_show_and_ask_for_what_is_near(name: str) -> None
         asked += sum(line.get("answer") in NEAR_COLOURS[name] for line in lines)
         assert contrast(seed, subject.draw(seed, True)) == lines
     assert with_near > len(SEEDS) / 2 and asked > 5
+
+
+def test_a_point_is_on_the_shape() -> None:
+    """The centre of a crescent's box is not."""
+    subject = coloured("lavender")
+    pictures = [subject.draw(seed, False) for seed in SEEDS]
+    named = [(picture, each) for picture in pictures for each in picture.objects]
+    assert any(SHAPES[each.sort] == "crescent" for _, each in named)
+    for picture, each in named:
+        own = next(shape for shape in picture.scene.shapes if shape.box == each.box)
+        assert inside(outline(own), *each.point)
