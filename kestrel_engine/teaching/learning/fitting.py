@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 
 import torch
 
@@ -30,6 +31,9 @@ SORTED_BATCHES = 8
 """So many batches of rows, in random order, are sorted by length before they are divided."""
 MOST_NORM = 1.0
 """Gradients are scaled down to this norm."""
+SURE = 2.0
+"""Standard errors by which earlier parameters must be better than the last ones to be kept instead. On a few held-out
+images, a better loss in mid-training is mostly chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,10 @@ class Fitting:
         self._generator = torch.Generator().manual_seed(settings.seed)
 
     def run(self, training: Sequence[ImageLessons], held_out: Sequence[ImageLessons]) -> Fitted:
-        """Fits, and leaves the parameters with the best validation loss. Without held-out images it leaves the last.
+        """Fits, and leaves the last parameters, or the best earlier ones if the held-out images prove these better.
+
+        If patience ended the training, the learning rate was still high, so it leaves the parameters with the best
+        validation loss. Without held-out images it leaves the last.
 
         Raises RuntimeFailure if a loss is not finite, and ConfigError for an image that cannot be read.
         """
@@ -99,7 +106,8 @@ class Fitting:
         per_epoch = len(self._batches(training))
         total = per_epoch * settings.epochs
         checked = held_out or training
-        best = first = self.loss(checked)
+        best = last = self.losses(checked)
+        first = fmean(best)
         state, stale, step, epoch = self._parameters.state(), 0, 0, 0
         validation: float | None = first if held_out else None
         began, in_steps = time.monotonic(), 0.0
@@ -123,32 +131,32 @@ class Fitting:
                     ended = "minutes" if step < total else "epochs"
                     break
             if held_out:
-                validation = self.loss(held_out)
-                if validation < best:
-                    best, state, stale = validation, self._parameters.state(), 0
+                last = self.losses(held_out)
+                validation = fmean(last)
+                if validation < fmean(best):
+                    best, state, stale = last, self._parameters.state(), 0
                 else:
                     stale += 1
                 if stale >= settings.patience and progress < 1:
                     ended = "patience"
             if progress >= 1:
                 break
-        if held_out:
+        if not held_out:
+            last = self.losses(training)
+        elif ended == "patience" or _is_surely_better(best, last):
             self._parameters.load(state)
-        else:
-            best = self.loss(training)
+            last = best
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         seconds = time.monotonic() - began
-        return Fitted(step, epoch, seconds, in_steps / max(step, 1), peak, first, best, ended)
+        return Fitted(
+            step, epoch, seconds, in_steps / max(step, 1), peak, first, fmean(last), ended
+        )
 
     @torch.no_grad()
-    def loss(self, images: Sequence[ImageLessons]) -> float:
-        """The mean loss over all rows of ``images``."""
+    def losses(self, images: Sequence[ImageLessons]) -> list[float]:
+        """The loss of each row of ``images``, in their order."""
         rows = [row for image in images for row in rows_of(image.path, image.lessons)]
-        total = 0.0
-        for begin in range(0, len(rows), self._settings.rows):
-            some = rows[begin : begin + self._settings.rows]
-            total += float(self._loss(some)) * len(some)
-        return self._finite(total / max(len(rows), 1))
+        return [self._finite(float(self._loss([row]))) for row in rows]
 
     def _batches(self, images: Sequence[ImageLessons]) -> list[list[RowPlan]]:
         """All rows of an epoch in random order. Those of a batch have similar lengths, because all are computed as long
@@ -210,6 +218,14 @@ class Fitting:
                 f"the loss is {loss}; set a smaller learning rate than {self._settings.learning_rate:g}"
             )
         return loss
+
+
+def _is_surely_better(some: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether the losses ``some`` are lower than ``others`` of the same rows by more than chance explains."""
+    if len(some) < 2:
+        return False
+    gains = [other - one for one, other in zip(some, others, strict=True)]
+    return fmean(gains) > SURE * stdev(gains) / math.sqrt(len(gains))
 
 
 def _of_parts(row: RowPlan) -> RowPlan:
