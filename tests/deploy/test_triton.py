@@ -140,7 +140,7 @@ def test_the_configuration_is_that_of_the_model():
         .replace("instance_group [ { kind: KIND_MODEL count: 1 } ]", "")
     )
     written = text_format.Parse(text, pb.ModelConfig())
-    ours = model.config()
+    ours = model.config(model.NAME)
     assert written.backend == "python" and written.max_batch_size == 0
     assert list(written.input) == list(ours.input) and list(written.output) == list(ours.output)
     assert written.model_transaction_policy == ours.model_transaction_policy
