@@ -63,12 +63,12 @@ def tokens(tmp_path):
 def test_the_file_says_whose_tokens_are_which(tokens):
     one, two, old = tokens.add("a"), tokens.add("b", *Scope), tokens.add("a", Scope.METRICS)
     with tokens.path.open("a") as file:
-        file.write("c infer,high cert:spiffe://farm/camera 7\n")
+        file.write("c infer,high cert:spiffe://site/camera 7\n")
     known = read_credentials(str(tokens.path))
     assert known.of_token(one) == Principal("a", frozenset({Scope.INFER}))
     assert known.of_token(two) == Principal("b", ALL_SCOPES)
     assert known.of_token(old) == Principal("a", frozenset({Scope.METRICS}))
-    assert known.by_identity["spiffe://farm/camera 7"].name == "c"
+    assert known.by_identity["spiffe://site/camera 7"].name == "c"
     for unknown in ("", new_token(), one[:-1], one + "x", digest_of(one).hex()):
         assert known.of_token(unknown) is None
     assert one not in tokens.path.read_text()
@@ -292,14 +292,14 @@ async def test_the_sdk_sends_its_token(serve, tokens, authority, server_pair):
 async def test_a_certificate_says_who_calls(serve, tokens, authority, server_pair, caplog):
     caplog.set_level(logging.INFO, "kestrel_grpc.access")
     with tokens.path.open("a") as file:
-        file.write("seven infer cert:camera 7\nspiffe infer,high cert:spiffe://farm/gate\n")
+        file.write("seven infer cert:camera 7\nspiffe infer,high cert:spiffe://site/gate\n")
     tls = TlsFiles(
         certificate=str(server_pair.cert),
         private_key=str(server_pair.key),
         client_ca=str(authority.ca.cert),
     )
     seven, stranger = authority.issue("camera 7", names=""), authority.issue("camera 8", names="")
-    gate = authority.issue("whatever", names="URI:spiffe://farm/gate")
+    gate = authority.issue("whatever", names="URI:spiffe://site/gate")
 
     async def priority_high(served, pair):
         trusted = Tls(
