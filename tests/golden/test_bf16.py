@@ -1,7 +1,8 @@
 """Both models in bfloat16 by teacher forcing, within the manifest's measures: mean and largest error, cosine.
 
 Where a router is near a tie, the rounding of a processor's bfloat16 decides which expert a token gets. The token is
-another one from there on, so its row counts in the mean only. float32 shows that the router was near a tie.
+another one from there on. The manifest's limits of decode_logits allow for such tokens, so other rows of such a token
+are judged by their least cosine. float32 shows that the router was near a tie.
 """
 
 from __future__ import annotations
@@ -169,6 +170,8 @@ def test_errors_stay_within_the_manifest(
             for sides in ([row.actual for row in several], [row.stored for row in several])
         )
         flipped = torch.tensor([row.flipped for row in several for _ in row.actual])
+        if what == "decode_logits":
+            flipped[:] = False
         assert int(flipped.sum()) <= max(1, len(flipped) // 20), (what, "experts flipped")
         kept = ~flipped
         error = (actual - stored).abs()
@@ -178,6 +181,8 @@ def test_errors_stay_within_the_manifest(
         assert measured[0] <= allowed["mean_abs"], (what, measured)
         assert measured[1] <= allowed["max_abs"], (what, measured)
         assert measured[2] >= allowed["cos_min"], (what, measured)
+        least = limits["decode_logits"]["cos_min"]
+        assert bool((cosine[flipped] >= least).all()), (what, cosine[flipped])
         if what.endswith("_logits"):
             best = stored.topk(2, dim=-1).values
             clear = kept & (best[:, 0] - best[:, 1] >= flip_margin)
