@@ -56,6 +56,7 @@ class Card:
     ``beside_crop``, ``beside_image``: what a decode step takes longer for each crop and each image prefix of the pass
     beside it, whose kernels hold the multiprocessors. ``beside_row``: for each of its rows. ``stolen``: how much longer
     the new work takes then, as a share of the decode step's time alone.
+    ``launch_image``, ``launch_pass``: of a launch, for each image and for each pass of the tower or over prefixes.
     ``host_wait``: the mean of what a launch takes longer while other threads have the interpreter. ``prepare``: from a
     request until the step thread has it, for a new image and for a known one; ``jitter``: the mean of what this takes
     longer.
@@ -75,12 +76,23 @@ class Card:
     beside_image: float = 0.78
     beside_row: float = 0.055
     stolen: float = 0.85
-    launch_decode: float = 0.3
-    launch_new: float = 1.2
+    launch_decode: float = 0.5
+    launch_new: float = 1.0
+    launch_image: float = 0.9
+    launch_pass: float = 0.5
     collect: float = 0.05
     host_wait: float = 0.3
     prepare: tuple[float, float] = (8.0, 1.0)
     jitter: float = 5.0
+
+    def launch_ms(self, plan: StepPlan, sizes: PassSizes) -> float:
+        crops, prefixes = _crops(plan), _prefixes(plan)
+        if not crops and not plan.prefill:
+            return self.launch_decode
+        passes = -(-crops // _most(crops, sizes.crops)) if crops else 0
+        passes += -(-prefixes // _most(prefixes, sizes.images)) if prefixes else 0
+        images = sum(piece.first == 0 for piece in plan.encode)
+        return self.launch_new + self.launch_image * images + self.launch_pass * passes
 
     def decode_ms(self, plan: StepPlan) -> float:
         return self.decode + self.decode_row * len(plan.decode) if plan.decode else 0.0
@@ -152,7 +164,7 @@ class Device:
 
     def launch(self, now: float, plan: StepPlan) -> None:
         self.run_to(now)
-        sizes = self._sizes if plan.is_beside else PassSizes()
+        sizes = self.sizes_of(plan)
         prefill_ms = self._card.prefill_ms(plan, sizes)
         ms = self._card.decode_ms(plan) + self._card.vision_ms(plan, sizes) + prefill_ms
         after = plan.after
@@ -161,6 +173,9 @@ class Device:
         elif plan.lane is Lane.DECODE:
             self._last_decode = plan.step_id
         self._queues[plan.lane].append(_Running(plan, ms, prefill_ms, sizes, after))
+
+    def sizes_of(self, plan: StepPlan) -> PassSizes:
+        return self._sizes if plan.is_beside else PassSizes()
 
     def run_to(self, now: float) -> None:
         while self._now < now:
@@ -223,7 +238,7 @@ class VirtualRuntime:
     def launch(self, plan: StepPlan) -> StepPlan:
         card = self._card
         new_ms = card.vision_ms(plan, PassSizes()) + card.prefill_ms(plan, PassSizes())
-        self.now += card.launch_new if new_ms else card.launch_decode
+        self.now += card.launch_ms(plan, self._device.sizes_of(plan))
         self.now += self._rng.expovariate(1 / card.host_wait)
         self._device.launch(self.now, plan)
         self.decode_rows += [len(plan.decode)] if plan.decode else []

@@ -145,6 +145,8 @@ class TorchRuntime:
         return handle.result.result()
 
     def close(self) -> None:
+        if self._cache is None:
+            return
         self._device_thread.shutdown(wait=True)
         self._pending.clear()
         self._features.clear()
@@ -152,6 +154,8 @@ class TorchRuntime:
         self._images.clear()
         self._sampled.clear()
         self._cache = None
+        # A caller may keep the engine, and with it this object, for long. The weights go now.
+        del self.model, self._refinement
 
     def _execute(self, plan: StepPlan) -> StepResult:
         plan = self._lost.without(plan)

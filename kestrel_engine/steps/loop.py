@@ -3,9 +3,8 @@
 Owns the scheduler, the active requests (active.py) and the runtime; no other thread uses them. Up to ``depth`` steps
 are out at a time: step N + 1 is launched before step N is read, with the rules that are known ahead, and rows of
 sequences that turn out to have ended are dropped. With two lanes (types.step.Lane), ``depth`` is that of the decode
-lane, or less while it runs beside new work. With a pace, decode steps beside new work begin at intervals: fewer steps
-with more rows take less time from the new work. Commands come in through one queue, reports go out to the delivery
-thread, and ``stats`` is an immutable snapshot.
+lane, or less while it runs beside new work. With a pace (pace.py), decode steps beside new work begin at intervals.
+Commands come in through one queue, reports go out to the delivery thread, and ``stats`` is an immutable snapshot.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -32,6 +31,7 @@ from ..types.step import Lane, RefineRow, StepPlan, StepResult
 from .active import ActiveRequests, Work
 from .delivery import DeliveryThread
 from .observing import StepEvents
+from .pace import Pace
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +45,6 @@ NEW_WORK_DEPTH = 2
 BESIDE_DEPTH = 2
 """The most decode steps out beside new work. There they take twice as long or more, so the host keeps up with fewer of
 them. And a sequence whose prompt was computed joins only steps that are launched later."""
-
-
-LOOK_S = 0.0005
-"""Seconds between two looks whether new work has ended, while the next decode step is not due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +69,7 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
         check_rule: RuleCheck | None = None,
     ) -> None:
-        """``pace_s``: the least time between the launches of two decode steps beside new work. ``check_rule``: None
-        trusts all skills."""
+        """``pace_s``: that of `Pace`, used with two lanes. ``check_rule``: None trusts all skills."""
         self._runtime = runtime
         self._delivery = delivery
         two = runtime.limits.decodes_beside
@@ -92,8 +87,7 @@ class EngineLoop:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._out: dict[Lane, deque[_Out]] = {lane: deque() for lane in self._depths}
         """The steps that are out, in the order of their launch."""
-        self._pace_s, self._due_at = (pace_s if two else 0.0), 0.0
-        """When the next decode step beside new work may be launched."""
+        self._pace = Pace(pace_s if two else 0.0)
         self._pause_s = 0.0
         """How long to wait for a command before the next step is looked for."""
         self._profile: StepProfile | None = None
@@ -206,8 +200,8 @@ class EngineLoop:
         now = self._clock()
         for sequence_id in self._scheduler.expired(now):
             self._requests.expire(sequence_id)
-        held = self._is_held(now)
-        plan = self._schedule(now, held=held)
+        paced = self._pace.is_set and self._scheduler.is_decoding_beside
+        plan = self._schedule_paced(now) if paced else self._schedule(now, self._out)
         self._requests.admitted(self._scheduler.take_admitted())
         if plan is not None:
             self._launch(plan, now)
@@ -215,36 +209,40 @@ class EngineLoop:
             assert any(self._out.values()) or not self._requests.is_generating, (
                 "there is work, but no step to be made of it"
             )
-        is_full = not any(self._has_room(lane, held=held) for lane in self._out)
+        is_full = not any(self._has_room(lane) for lane in self._out)
         if any(self._out.values()) and (plan is None or is_full):
             lane = self._lane_to_collect()
-            if held and lane is Lane.NEW_WORK and not self._has_ended(lane):
+            pause_s = self._pace.until_due(self._clock()) if paced else 0.0
+            if pause_s and lane is Lane.NEW_WORK and not self._has_ended(lane):
                 # To read the new work would be to wait for its end, and the decode step is due before.
-                self._pause_s = min(LOOK_S, max(0.0, self._due_at - self._clock()))
+                self._pause_s = pause_s
             else:
                 self._collect(lane)
 
-    def _schedule(self, now: float, *, held: bool) -> StepPlan | None:
-        """The next step of a lane that has room. New work first: it waits for the decode steps launched before it."""
-        for lane in self._out:
-            if self._has_room(lane, held=held):
+    def _schedule(self, now: float, lanes: Iterable[Lane]) -> StepPlan | None:
+        """The next step of the first of ``lanes`` that has room and work. New work usually comes first: it waits for
+        the decode steps launched before it."""
+        for lane in lanes:
+            if self._has_room(lane):
                 plan = self._scheduler.schedule(now, lane)
                 if plan is not None:
                     return plan
         return None
 
-    def _is_held(self, now: float) -> bool:
-        """Whether the next decode step is not due yet."""
-        return self._pace_s > 0 and now < self._due_at and self._scheduler.is_decoding_beside
+    def _schedule_paced(self, now: float) -> StepPlan | None:
+        """The next step beside new work: a decode step when it is due, and new work between two of them."""
+        is_due = not self._pace.until_due(now)
+        lanes = [Lane.DECODE] if is_due else []
+        decode_is_next = bool(self._out[Lane.DECODE]) or not is_due
+        if not self._out[Lane.NEW_WORK] or not decode_is_next or self._pace.has_time(now):
+            lanes.append(Lane.NEW_WORK)
+        return self._schedule(now, lanes)
 
-    def _has_room(self, lane: Lane, *, held: bool) -> bool:
-        """``held``: the decode lane is held back."""
+    def _has_room(self, lane: Lane) -> bool:
         depth = self._depths[lane]
-        if lane is Lane.DECODE and held:
-            return False
         if lane is Lane.DECODE and self._scheduler.is_decoding_beside:
             # Between paced steps there is time for the host.
-            depth = 1 if self._pace_s else min(depth, BESIDE_DEPTH)
+            depth = 1 if self._pace.is_set else min(depth, BESIDE_DEPTH)
         return len(self._out[lane]) < depth
 
     def _has_ended(self, lane: Lane) -> bool:
@@ -264,8 +262,7 @@ class EngineLoop:
             self._fail_step(_Out(plan, None, now), error)
             return
         self._out[plan.lane].append(_Out(plan, handle, now))
-        if plan.lane is Lane.DECODE:
-            self._due_at = now + self._pace_s
+        self._pace.launched(plan, now, self._clock())
         self._requests.launched(plan)
 
     def _lane_to_collect(self) -> Lane:

@@ -294,7 +294,10 @@ class GpuRuntime:
         self._prompts.close()
         self._prompt_sampler.close()
         self._images.clear()
-        del self._cache
+        # A caller may keep the engine, and with it this object, for long. What holds device memory goes now.
+        del self.model, self.text, self.vision, self._cache, self._state, self._upload
+        del self._images, self._prompts, self._prompt_sampler, self._decode, self._results
+        del self._vision_graphs, self._refinement, self._anchor
 
     @torch.inference_mode()
     def hidden(self, rows: Sequence[Row]) -> Tensor:
