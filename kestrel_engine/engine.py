@@ -18,7 +18,7 @@ import numpy as np
 
 from .adapters.lora import LoRA
 from .adapters.references import checked_adapter_name
-from .building.factory import Built, build
+from .building.factory import Built, build_off_loop
 from .building.kept_images import kept_images
 from .config.runtime import RuntimeConfig
 from .config.sizes import Sizes
@@ -159,7 +159,7 @@ class InferenceEngine(SkillCalls):
         if api_key is not None:
             sources = dataclasses.replace(config.adapter_sources, api_key=api_key)
             config = dataclasses.replace(config, adapter_sources=sources)
-        built = await asyncio.to_thread(build, config, progress, lora)
+        built = await build_off_loop(config, progress, lora)
         return await cls.warmed(config, built, skills=skills, observer=observer)
 
     @classmethod

@@ -298,6 +298,8 @@ class GpuRuntime:
         del self.model, self.text, self.vision, self._cache, self._state, self._upload
         del self._images, self._prompts, self._prompt_sampler, self._decode, self._results
         del self._vision_graphs, self._refinement, self._anchor
+        # The streams go to the next model, which then needs no further workspaces of cuBLAS.
+        del self._lanes, self._stream
 
     @torch.inference_mode()
     def hidden(self, rows: Sequence[Row]) -> Tensor:

@@ -22,7 +22,7 @@ class FullDevice(FakeRuntime):
 
 async def test_a_warm_up_without_memory_says_what_to_lower(fake_limits, monkeypatch):
     monkeypatch.setattr(
-        "kestrel_engine.engine.build",
+        "kestrel_engine.building.factory.build",
         lambda config, progress, lora: fake_build(config, FullDevice(fake_limits)),
     )
     with pytest.raises(InsufficientMemoryError) as caught:

@@ -37,3 +37,13 @@ def test_streams_in_use_are_not_given_again(monkeypatch: pytest.MonkeyPatch) -> 
     freed = kept.pop(7).cuda_stream
     gc.collect()
     assert streams.own_stream(CARD).cuda_stream == freed
+
+
+def test_a_free_stream_that_was_used_comes_before_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", Dealt)
+    kept = [streams.own_stream(CARD, priority=-5) for _ in range(3)]
+    for _ in range(10):
+        left = kept.pop(1).cuda_stream
+        gc.collect()
+        kept.append(streams.own_stream(CARD, priority=-5))
+        assert kept[-1].cuda_stream == left
