@@ -106,7 +106,6 @@ class InferenceEngine(SkillCalls):
             policy=_policy(config, sizes, built),
             observer=observer,
             depth=sizes.steps_out,
-            pace_s=config.decode_pace_s,
             check_rule=RuleCheck(built.model),
         )
         self._lifetime = Lifetime(self._loop)

@@ -20,7 +20,6 @@ from unittest.mock import patch
 
 import numpy as np
 
-from kestrel_engine.config.runtime import RuntimeConfig
 from kestrel_engine.config.sizes import default_sizes
 from kestrel_engine.runtime.gpu.lanes import PassSizes
 from kestrel_engine.runtime.gpu.vision.tower import even_size
@@ -352,10 +351,10 @@ def simulate(
     requests: int,
     beside: bool,
     batch: int = 64,
-    paced: bool = False,
+    sizes: PassSizes | None = None,
 ) -> tuple[Found, VirtualRuntime]:
-    """Runs ``requests`` questions of a closed loop of ``in_flight`` callers. ``beside``, ``paced``: as --decode-beside
-    on and paced."""
+    """Runs ``requests`` questions of a closed loop of ``in_flight`` callers. ``sizes``: of passes beside decode steps,
+    those of the policy's target by default."""
     limits = RuntimeLimits(
         num_pages=13_000,
         page_size=10,
@@ -364,10 +363,8 @@ def simulate(
         vocab_size=51_200,
         decodes_beside=beside,
     )
-    config = RuntimeConfig(
-        itl_target_ms=1e3 * policy.itl_target_s, decode_beside="paced" if paced else "on"
-    )
-    runtime = VirtualRuntime(limits, card, PassSizes.beside(config.step_beside_ms))
+    sizes = sizes or PassSizes.beside(1e3 * policy.itl_target_s)
+    runtime = VirtualRuntime(limits, card, sizes)
     callers = Callers(runtime, card, tokens, requests)
     delivery: Any = callers
     engine = loop.EngineLoop(
@@ -375,7 +372,6 @@ def simulate(
         delivery,
         policy=policy,
         depth=default_sizes(cuda=True).steps_out,
-        pace_s=config.decode_pace_s,
         clock=runtime.clock,
     )
     for _ in range(in_flight):
@@ -388,8 +384,6 @@ def simulate(
         engine._take_commands()
         engine._advance()
         engine._flush()
-        runtime.now += 1e3 * engine._pause_s
-        engine._pause_s = 0.0
     return callers.found, runtime
 
 
@@ -454,8 +448,6 @@ def main(arguments: Sequence[str] | None = None) -> Report:
             with patch.object(loop, "BESIDE_DEPTH", depth):
                 two = simulate(card, policy, in_flight=in_flight, beside=True, **run)
             report.add(title, summary(*two, f"two, {depth} steps out", in_flight))
-        paced = simulate(card, policy, in_flight=in_flight, beside=True, paced=True, **run)
-        report.add(title, summary(*paced, "two, paced", in_flight))
     report.finish(args.json)
     return report
 

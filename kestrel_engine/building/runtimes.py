@@ -123,7 +123,7 @@ def _gpu_runtime(plan: Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime,
         kv_scales=plan.kv_scales,
         cuda_graphs=plan.config.cuda_graphs,
         decode_beside=_decodes_beside(plan.config, plan.model),
-        step_beside_ms=plan.config.step_beside_ms,
+        itl_target_ms=plan.config.itl_target_ms,
         max_crops=_most_crops(sizes),
         refiner=plan.refiner,
         adapters=plan.slabs,
@@ -136,7 +136,7 @@ def _gpu_runtime(plan: Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime,
 def _decodes_beside(config: RuntimeConfig, model: ModelConfig) -> bool:
     if config.decode_beside == "auto":
         return model.text.moe is None
-    return config.decode_beside in ("on", "paced")
+    return config.decode_beside == "on"
 
 
 def _most_crops(sizes: Sizes) -> int:

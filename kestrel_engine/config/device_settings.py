@@ -88,9 +88,8 @@ class DeviceSettings:
         "auto",
         DEVICE,
         "on CUDA, decode beside images and prompts that take longer than --itl-target-ms; auto: on for models without "
-        "experts; paced: on, with decode steps at regular intervals, for shorter longest gaps (not measured on a GPU "
-        "yet)",
-        choices=("auto", "on", "off", "paced"),
+        "experts",
+        choices=("auto", "on", "off"),
     )
     """Needs CUDA graphs and our own attention kernels; without them, it has no effect. One H100, 64 requests of 30
     tokens in flight: Moondream 3 answers 57 requests a second with it and 67 without, Moondream 2 82 and 84, with a p95

@@ -71,17 +71,6 @@ class RuntimeConfig(SchedulerSettings, RequestSettings, DeviceSettings, ModelSet
         """Whether requests may name adapters."""
         return self.adapters_dir is not None or self.adapter_sources.downloads
 
-    @property
-    def decode_pace_s(self) -> float:
-        """The least seconds between two decode steps beside new work. A gap between tokens is longer by the time that a
-        step varies."""
-        return 0.8e-3 * self.itl_target_ms if self.decode_beside == "paced" else 0.0
-
-    @property
-    def step_beside_ms(self) -> float:
-        """How long a decode step beside new work may take: less than the pace."""
-        return self.itl_target_ms * (2 / 3 if self.decode_beside == "paced" else 1.0)
-
     def sizes(self, *, cuda: bool) -> Sizes:
         """Returns the fields that may be None, with the defaults of the device. Read these fields only here."""
         given = {f.name: getattr(self, f.name) for f in fields(Sizes)}

@@ -3,8 +3,8 @@
 Owns the scheduler, the active requests (active.py) and the runtime; no other thread uses them. Up to ``depth`` steps
 are out at a time: step N + 1 is launched before step N is read, with the rules that are known ahead, and rows of
 sequences that turn out to have ended are dropped. With two lanes (types.step.Lane), ``depth`` is that of the decode
-lane, or less while it runs beside new work. With a pace (pace.py), decode steps beside new work begin at intervals.
-Commands come in through one queue, reports go out to the delivery thread, and ``stats`` is an immutable snapshot.
+lane, or less while it runs beside new work. Commands come in through one queue, reports go out to the delivery thread,
+and ``stats`` is an immutable snapshot.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -31,7 +31,6 @@ from ..types.step import Lane, RefineRow, StepPlan, StepResult
 from .active import ActiveRequests, Work
 from .delivery import DeliveryThread
 from .observing import StepEvents
-from .pace import Pace
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +64,10 @@ class EngineLoop:
         policy: SchedulerPolicy | None = None,
         observer: Observer | None = None,
         depth: int = PIPELINE_DEPTH,
-        pace_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         check_rule: RuleCheck | None = None,
     ) -> None:
-        """``pace_s``: that of `Pace`, used with two lanes. ``check_rule``: None trusts all skills."""
+        """``check_rule``: None trusts all skills."""
         self._runtime = runtime
         self._delivery = delivery
         two = runtime.limits.decodes_beside
@@ -87,9 +85,6 @@ class EngineLoop:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._out: dict[Lane, deque[_Out]] = {lane: deque() for lane in self._depths}
         """The steps that are out, in the order of their launch."""
-        self._pace = Pace(pace_s if two else 0.0)
-        self._pause_s = 0.0
-        """How long to wait for a command before the next step is looked for."""
         self._profile: StepProfile | None = None
         self._beat_at = clock()
         self._thread = threading.Thread(target=self._run, name="kestrel-steps", daemon=True)
@@ -178,16 +173,12 @@ class EngineLoop:
             self._runtime.close()
 
     def _take_commands(self) -> bool:
-        """Runs the commands in the queue; waits for one if there is no other work, or none yet. False: stop."""
-        pause_s, self._pause_s = self._pause_s, 0.0
+        """Runs the commands in the queue; waits for one if there is no other work. False: stop."""
         while True:
-            is_idle = not self._scheduler.has_work
             try:
-                timeout = pause_s if pause_s and not is_idle else None
-                command = self._commands.get(is_idle or pause_s > 0, timeout)
+                command = self._commands.get(block=not self._scheduler.has_work)
             except queue.Empty:
                 return True
-            pause_s = 0.0
             self._beat_at = self._clock()
             if command is None:
                 return False
@@ -200,8 +191,7 @@ class EngineLoop:
         now = self._clock()
         for sequence_id in self._scheduler.expired(now):
             self._requests.expire(sequence_id)
-        paced = self._pace.is_set and self._scheduler.is_decoding_beside
-        plan = self._schedule_paced(now) if paced else self._schedule(now, self._out)
+        plan = self._schedule(now)
         self._requests.admitted(self._scheduler.take_admitted())
         if plan is not None:
             self._launch(plan, now)
@@ -209,47 +199,23 @@ class EngineLoop:
             assert any(self._out.values()) or not self._requests.is_generating, (
                 "there is work, but no step to be made of it"
             )
-        is_full = not any(self._has_room(lane) for lane in self._out)
-        if any(self._out.values()) and (plan is None or is_full):
-            lane = self._lane_to_collect()
-            pause_s = self._pace.until_due(self._clock()) if paced else 0.0
-            if pause_s and lane is Lane.NEW_WORK and not self._has_ended(lane):
-                # To read the new work would be to wait for its end, and the decode step is due before.
-                self._pause_s = pause_s
-            else:
-                self._collect(lane)
+        if any(self._out.values()) and (plan is None or not any(map(self._has_room, self._out))):
+            self._collect(self._lane_to_collect())
 
-    def _schedule(self, now: float, lanes: Iterable[Lane]) -> StepPlan | None:
-        """The next step of the first of ``lanes`` that has room and work. New work usually comes first: it waits for
-        the decode steps launched before it."""
-        for lane in lanes:
+    def _schedule(self, now: float) -> StepPlan | None:
+        """The next step of a lane that has room. New work first: it waits for the decode steps launched before it."""
+        for lane in self._out:
             if self._has_room(lane):
                 plan = self._scheduler.schedule(now, lane)
                 if plan is not None:
                     return plan
         return None
 
-    def _schedule_paced(self, now: float) -> StepPlan | None:
-        """The next step beside new work: a decode step when it is due, and new work between two of them."""
-        is_due = not self._pace.until_due(now)
-        lanes = [Lane.DECODE] if is_due else []
-        decode_is_next = bool(self._out[Lane.DECODE]) or not is_due
-        if not self._out[Lane.NEW_WORK] or not decode_is_next or self._pace.has_time(now):
-            lanes.append(Lane.NEW_WORK)
-        return self._schedule(now, lanes)
-
     def _has_room(self, lane: Lane) -> bool:
         depth = self._depths[lane]
         if lane is Lane.DECODE and self._scheduler.is_decoding_beside:
-            # Between paced steps there is time for the host.
-            depth = 1 if self._pace.is_set else min(depth, BESIDE_DEPTH)
+            depth = min(depth, BESIDE_DEPTH)
         return len(self._out[lane]) < depth
-
-    def _has_ended(self, lane: Lane) -> bool:
-        """Whether the oldest step of a lane has come back."""
-        handle = self._out[lane][0].handle
-        assert handle is not None
-        return self._runtime.is_done(handle)
 
     def _launch(self, plan: StepPlan, now: float) -> None:
         try:
@@ -262,7 +228,6 @@ class EngineLoop:
             self._fail_step(_Out(plan, None, now), error)
             return
         self._out[plan.lane].append(_Out(plan, handle, now))
-        self._pace.launched(plan, now, self._clock())
         self._requests.launched(plan)
 
     def _lane_to_collect(self) -> Lane:
@@ -275,11 +240,17 @@ class EngineLoop:
         after = decode.plan.after
         if after is not None and after >= new_work.plan.step_id:
             return Lane.NEW_WORK
-        return Lane.NEW_WORK if self._has_ended(Lane.NEW_WORK) else Lane.DECODE
+        assert new_work.handle is not None
+        return Lane.NEW_WORK if self._runtime.is_done(new_work.handle) else Lane.DECODE
 
     def _collect_new_work(self) -> None:
         """Collects the steps of NEW_WORK that have ended, so that the next decode step has their sequences."""
-        while self._out.get(Lane.NEW_WORK) and self._has_ended(Lane.NEW_WORK):
+        out = self._out.get(Lane.NEW_WORK)
+        while out:
+            handle = out[0].handle
+            assert handle is not None
+            if not self._runtime.is_done(handle):
+                return
             self._collect(Lane.NEW_WORK)
 
     def _collect(self, lane: Lane) -> None:

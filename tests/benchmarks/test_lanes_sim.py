@@ -40,15 +40,6 @@ def test_smaller_passes_shorten_the_gaps_and_cost_requests():
     assert 0.85 * whole["requests/s"] < small["requests/s"] < 0.97 * whole["requests/s"]
 
 
-def test_a_pace_shortens_the_longest_gaps_and_costs_few_requests():
-    run = {"in_flight": 64, "tokens": 20, "requests": 200, "beside": True}
-    free, paced = (
-        summary(*simulate(Card(), POLICY, paced=paced, **run), "", 64) for paced in (False, True)
-    )
-    assert paced["gap p99"] < 16 and paced["gap p99"] < 0.8 * free["gap p99"]
-    assert paced["requests/s"] > 0.97 * free["requests/s"]
-
-
 def test_a_second_run_gives_the_same():
     run = {"in_flight": 4, "tokens": 5, "requests": 20, "beside": True}
     first, second = (simulate(Card(), POLICY, **run)[0] for _ in range(2))
@@ -58,10 +49,5 @@ def test_a_second_run_gives_the_same():
 def test_the_table(capsys):
     report = main(["--quick", "--beside-depth", "1", "2"])
     (rows,) = report.tables.values()
-    assert [row["lanes"] for row in rows] == [
-        "one",
-        "two, 1 steps out",
-        "two, 2 steps out",
-        "two, paced",
-    ]
+    assert [row["lanes"] for row in rows] == ["one", "two, 1 steps out", "two, 2 steps out"]
     assert "requests/s" in capsys.readouterr().out

@@ -34,9 +34,9 @@ class PassSizes(NamedTuple):
     images: int | None = None
 
     @classmethod
-    def beside(cls, step_ms: float) -> PassSizes:
-        """Those with which a decode step beside new work takes about ``step_ms``."""
-        crops, images = CROPS_PER_MS * step_ms, IMAGES_PER_MS * step_ms
+    def beside(cls, itl_target_ms: float) -> PassSizes:
+        """Those with which a decode step beside new work takes about ``itl_target_ms``."""
+        crops, images = CROPS_PER_MS * itl_target_ms, IMAGES_PER_MS * itl_target_ms
         return cls(max(LEAST_CROPS, int(crops + 1e-9)), max(1, int(images + 1e-9)))
 
 

@@ -90,7 +90,7 @@ class GpuRuntime:
         max_crops: int = MAX_CROPS,
         kv_scales: Sequence[Scales] | None = None,
         decode_beside: bool = True,
-        step_beside_ms: float = 15.0,
+        itl_target_ms: float = 15.0,
         refiner: Refiner | None = None,
         adapters: SlabLayout | None = None,
         adapt_vision: bool = True,
@@ -98,12 +98,11 @@ class GpuRuntime:
     ) -> None:
         """Captures the graphs on a CUDA device, unless ``cuda_graphs`` is False, and calls ``progress`` for each.
 
-        ``attention`` and ``fp8_gemms``: as in RuntimeConfig. ``decode_beside``: use two lanes, if the device can.
-        ``step_beside_ms``: how long a decode step beside new work may take. ``kv_scales``: the scales of each layer for
-        an FP8 KV cache; None for a KV cache in the model's dtype. ``adapters``: the layout of adapters' slabs; None if
-        rows have no adapters, which needs fewer graphs. ``adapt_vision``: adapters may change the vision tower and the
-        projector, which needs more graphs. Raises ConfigError for an attention library or an FP8 setting that is not
-        available, and torch's own errors.
+        ``attention``, ``fp8_gemms``, ``decode_beside`` and ``itl_target_ms``: as in RuntimeConfig. ``kv_scales``: the
+        scales of each layer for an FP8 KV cache; None for a KV cache in the model's dtype. ``adapters``: the layout of
+        adapters' slabs; None if rows have no adapters, which needs fewer graphs. ``adapt_vision``: adapters may change
+        the vision tower and the projector, which needs more graphs. Raises ConfigError for an attention library or an
+        FP8 setting that is not available, and torch's own errors.
         """
         assert max_seq_length <= config.text.max_context, (max_seq_length, config.text.max_context)
         pack_weights(config, tensors)
@@ -127,7 +126,7 @@ class GpuRuntime:
         self._refinement = None if refiner is None else Refinement(model.vision, refiner)
         self._lanes = Lanes(device, two=limits.decodes_beside)
         self._stream = self._lanes.stream
-        self._sizes_beside = PassSizes.beside(step_beside_ms)
+        self._sizes_beside = PassSizes.beside(itl_target_ms)
         # One page more than the scheduler uses: rows of padding write to it.
         self._cache = KvCache(
             config.text,

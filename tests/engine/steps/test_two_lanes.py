@@ -1,8 +1,6 @@
 """The engine on a runtime with two lanes: the same answers, and decode steps that overtake steps of new work."""
 
 import asyncio
-import itertools
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -93,63 +91,3 @@ async def test_beside_new_work_few_decode_steps_are_out_and_sequences_join_at_on
     assert await ask(engine, 20) == expected
     # How many run beside new work depends on when requests come: tests/benchmarks/test_lanes_sim.py has a clock.
     assert all(number <= BESIDE_DEPTH for number in runtime.beside)
-
-
-class LongNewWork(FakeRuntime):
-    """A step of new work lasts 60 ms by the clock. ``beside``: the decode steps that were launched beside one."""
-
-    def __init__(self, limits):
-        super().__init__(limits)
-        self.beside, self._ends_at, self._awaited = set(), {}, -1
-
-    def launch(self, plan):
-        new_work = self._launched[Lane.NEW_WORK]
-        if plan.lane is Lane.NEW_WORK:
-            self._ends_at[plan.step_id] = time.monotonic() + 0.06
-        elif new_work:
-            self._awaited = max(self._awaited, -1 if plan.after is None else plan.after)
-            if new_work[0].step_id > self._awaited:
-                self.beside.add(plan.step_id)
-        return super().launch(plan)
-
-    def is_done(self, handle):
-        return handle.lane is not Lane.NEW_WORK or time.monotonic() >= self._ends_at[handle.step_id]
-
-    def collect(self, handle):
-        if handle.lane is not Lane.NEW_WORK:
-            return super().collect(handle)
-        time.sleep(max(0.0, self._ends_at[handle.step_id] - time.monotonic()))
-        return replace(super().collect(handle), vision_s=1.0)
-
-
-class DecodeSteps:
-    """An observer that notes when decode steps are launched, by their ids."""
-
-    def __init__(self):
-        self.launched_at = {}
-
-    def on_step(self, event):
-        if event.num_decode:
-            self.launched_at[event.step_id] = event.launched_at
-
-    def on_request(self, event): ...
-
-    def on_image(self, event): ...
-
-
-async def test_paced_decode_steps_begin_at_intervals_beside_new_work(make_engine, fake_limits):
-    limits = replace(fake_limits, num_pages=400, max_batch_size=4)
-    expected = await ask(make_engine(FakeRuntime(limits)), 12)
-    runtime, steps = LongNewWork(replace(limits, decodes_beside=True)), DecodeSteps()
-    engine = make_engine(
-        runtime, observer=steps, decode_beside="paced", itl_target_ms=10.0, step_crops=2
-    )
-    assert await ask(engine, 12) == expected
-    launched = sorted(steps.launched_at.items(), key=lambda item: item[1])
-    found = [
-        after - before
-        for (_, before), (step_id, after) in itertools.pairwise(launched)
-        if step_id in runtime.beside
-    ]
-    assert len(found) > 2, "decoding waited for all new work"
-    assert min(found) >= 0.008 - 1e-9
