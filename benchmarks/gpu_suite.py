@@ -1,6 +1,6 @@
 """Runs all GPU benchmarks, the most important first, each with a time limit. A failure does not stop the others.
 
-python -m benchmarks.gpu_suite [--out out/bench] [--seconds 700]      `make bench-gpu` runs this
+python -m benchmarks.gpu_suite [--out out/bench] [--seconds 900]      `make bench-gpu` runs this
 
 Each model is loaded once, with random weights of its true shape, for all benchmarks that need no server. The service,
 the ceilings and the quality gate run in separate processes. Every part writes its JSON file to --out when it ends, and
@@ -53,7 +53,7 @@ def jobs(args: argparse.Namespace, cache: Path) -> list[Job]:
     out, found = args.out, []
     quick = ["--quick"] if args.quick else []
     device = ["--device", args.device]
-    for model, limit_s in zip(args.models, (190.0, 220.0), strict=False):
+    for model, limit_s in zip(args.models, (230.0, 250.0), strict=False):
         one = ["benchmarks.gpu_suite", "--one", model, "--out", str(out), "--cache", str(cache)]
         chosen = [part for part in args.parts if part in PARTS]
         if chosen:
@@ -63,7 +63,7 @@ def jobs(args: argparse.Namespace, cache: Path) -> list[Job]:
         for model in args.models:
             one = ["benchmarks.gpu_suite", "--one", model, "--out", str(out), "--cache", str(cache)]
             chosen = ["--fp8", *device, "--parts", *FP8_PARTS]
-            found.append(Job(f"{model} fp8", [*one, *chosen], 150.0))
+            found.append(Job(f"{model} fp8", [*one, *chosen], 170.0))
     served = ["--model", first, *device] + ([] if args.quick else ["--random-weights"])
     if args.quick:
         served += ["--threads", "1"]
@@ -294,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--device", default="cuda", help="device [cuda]")
     parser.add_argument(
-        "--seconds", type=float, default=700.0, help="time limit of all parts [700]"
+        "--seconds", type=float, default=900.0, help="time limit of all parts [900]"
     )
     parser.add_argument("--cache", type=Path, help="folder of the trace's images [OUT/images]")
     parser.add_argument("--quick", action="store_true", help="a smoke test with kestrel-tiny")
