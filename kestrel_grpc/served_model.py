@@ -26,6 +26,11 @@ from .edge.failures.errors import ModelNotReady, ShuttingDown
 from .security.identity.principal import ANONYMOUS, Scope
 
 
+ALIASES = frozenset({"moondream", "moondream2", "moondream3", "moondream3-preview"})
+"""Names that clients send by default. In a request they stand for the default model, unless a served model has such a
+name."""
+
+
 class State(enum.Enum):
     LOADING = "loading"
     READY = "ready"
@@ -200,9 +205,11 @@ class ServedModels:
         raise ModelNotFoundError(field, f"{name!r} is not served; {served}")
 
     def engine(self, name: str | None = None) -> InferenceEngine:
-        """The engine for a request for the model ``name``. Raises ModelNotReady, ShuttingDown, ModelNotFoundError."""
+        """The engine for a request for the model ``name``, which may be one of `ALIASES`. Raises ModelNotReady,
+        ShuttingDown, ModelNotFoundError."""
         if name is None or name not in self.names:
             engine = self.default.engine  # While the server cannot answer, that is the reason.
-            self.model(name)
+            if name not in ALIASES:
+                self.model(name)
             return engine
         return self.model(name).engine

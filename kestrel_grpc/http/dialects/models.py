@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 
-ALIASES = frozenset({"moondream", "moondream2", "moondream3", "moondream3-preview"})
-"""Names that clients send by default. Unless a served model has such a name, it stands for the default model."""
+from ...served_model import ALIASES
+
 _TAG = ":latest"
 """Clients of Ollama may add it to every name."""
 
