@@ -92,6 +92,8 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         rows=args.rows,
         seed=args.seed,
         leave_out=args.leave_out,
+        vary=args.vary,
+        mirror=args.mirror,
         validation=args.validation,
     )
     images = teaching.read_folder(out / "training")
@@ -146,7 +148,7 @@ def main() -> None:
     p.add_argument("--held-out", type=int, default=100, help="images to measure on")
     p.add_argument("--more-contrast", action="store_true", help="ask more about each image")
     p.add_argument("--old", type=int, default=100, help="scenes to measure the old skills on")
-    p.add_argument("--epochs", type=int, default=4)
+    p.add_argument("--epochs", type=int, default=5)
     p.add_argument("--minutes", type=float, default=2.0, help="most minutes of training")
     p.add_argument("--rank", type=int, default=16)
     p.add_argument("--layers", default=teaching.TeachingSettings().layers, choices=teaching.LAYERS)
@@ -154,6 +156,8 @@ def main() -> None:
     p.add_argument("--replay", type=float, default=teaching.TeachingSettings().replay)
     p.add_argument("--rows", type=int, default=4)
     p.add_argument("--leave-out", type=float, default=0.0)
+    p.add_argument("--vary", type=float, default=0.12, help="0: images as they are")
+    p.add_argument("--mirror", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--validation", type=float, default=0.05, help="share of the images held out")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--device", default="cpu")

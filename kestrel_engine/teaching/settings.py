@@ -16,14 +16,15 @@ class TeachingSettings:
     """Raises ConfigError for a value outside its limits.
 
     ``rank``, ``alpha``: of the adapter; the change is multiplied by alpha / rank, and None stands for the rank.
-    ``layers``: of the text decoder; "all+projector" adds the projector of images, "all+vision" also the second half of
-    the vision tower. ``epochs``, ``minutes``: the training ends with the first of both limits. ``learning_rate``: its
+    ``layers``: of the text decoder; "all+projector" adds the projector of images, "all+vision" also the vision
+    tower. ``epochs``, ``minutes``: the training ends with the first of both limits. ``learning_rate``: its
     peak, after a warm-up. ``rows``: rows of one step, each an image with lessons about it.
     ``validation``: the share of images that are held out. ``patience``: epochs without a better validation loss after
     which the training ends. ``replay``: the weight of the base model's own answers; 0 leaves them out.
     ``leave_out``: the share of an image's positions that a step leaves out, others in each step, until the last quarter
-    of the training. ``checkpointing``: compute activations again instead of keeping them. ``image_bytes``: the memory
-    for the embeddings of images; those beyond it are computed again.
+    of the training. ``vary``: the share by which an epoch enlarges or reduces images, and moves what they show; 0 shows
+    them as they are. ``mirror``: half of these views are mirrored. ``checkpointing``: compute activations again instead
+    of keeping them. ``image_bytes``: the memory for the embeddings of images; those beyond it are computed again.
     """
 
     rank: int = 16
@@ -38,6 +39,8 @@ class TeachingSettings:
     patience: int = 4
     replay: float = 1.0
     leave_out: float = 0.0
+    vary: float = 0.0
+    mirror: bool = False
     checkpointing: bool = False
     image_bytes: int = 2 << 30
 
@@ -59,6 +62,10 @@ class TeachingSettings:
             raise ConfigError("replay", self.replay, "must be a number from 0 to 100")
         if not (_is_finite(self.leave_out) and 0 <= self.leave_out <= 0.9):
             raise ConfigError("leave_out", self.leave_out, "must be a number from 0 to 0.9")
+        if not (_is_finite(self.vary) and 0 <= self.vary <= 0.5):
+            raise ConfigError("vary", self.vary, "must be a number from 0 to 0.5")
+        if self.mirror and not self.vary:
+            raise ConfigError("mirror", True, "needs views; set --vary above 0")
         if self.layers not in LAYERS:
             raise ConfigError("layers", self.layers, f"must be one of {', '.join(LAYERS)}")
 

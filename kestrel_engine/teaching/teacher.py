@@ -110,10 +110,8 @@ async def teach(
         return [
             ImageLessons(
                 image.path,
-                (
-                    *_written(image.examples, context, 1.0),
-                    *_written(base.get(image.path, ()), context, settings.replay),
-                ),
+                tuple(_written(image.examples, context, 1.0)),
+                tuple(_written(base.get(image.path, ()), context, settings.replay)),
             )
             for image in some
         ]

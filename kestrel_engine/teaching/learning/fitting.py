@@ -15,6 +15,7 @@ import torch
 from ...errors import RuntimeFailure
 from ...models.moondream import Moondream
 from ..data.lessons import Lesson
+from ..data.views import View, Views
 from ..settings import TeachingSettings
 from .decoder import hidden
 from .images import ImageEmbeddings
@@ -29,6 +30,8 @@ WHOLE_FROM = 0.75
 """From this part of the training on, steps compute whole images, as a server does."""
 SORTED_BATCHES = 8
 """So many batches of rows, in random order, are sorted by length before they are divided."""
+VIEWS_TRIED = 4
+"""Views of an image that are drawn to find one that shows all labelled objects."""
 MOST_NORM = 1.0
 """Gradients are scaled down to this norm."""
 SURE = 2.0
@@ -38,10 +41,11 @@ images, a better loss in mid-training is mostly chance."""
 
 @dataclass(frozen=True, slots=True)
 class ImageLessons:
-    """An image and all lessons about it."""
+    """An image and all lessons about it. ``replayed``: those that are answers of the base model."""
 
     path: Path
     lessons: tuple[Lesson, ...]
+    replayed: tuple[Lesson, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,7 @@ class Fitting:
             parameters.groups, lr=settings.learning_rate, betas=(0.9, 0.99), weight_decay=0.01
         )
         self._rng = random.Random(settings.seed)
+        self._views = Views(settings.vary, settings.mirror, self._rng)
         self._generator = torch.Generator().manual_seed(settings.seed)
 
     def run(self, training: Sequence[ImageLessons], held_out: Sequence[ImageLessons]) -> Fitted:
@@ -155,7 +160,11 @@ class Fitting:
     @torch.no_grad()
     def losses(self, images: Sequence[ImageLessons]) -> list[float]:
         """The loss of each row of ``images``, in their order."""
-        rows = [row for image in images for row in rows_of(image.path, image.lessons)]
+        rows = [
+            row
+            for image in images
+            for row in rows_of(image.path, (*image.lessons, *image.replayed))
+        ]
         return [self._finite(float(self._loss([row]))) for row in rows]
 
     def _batches(self, images: Sequence[ImageLessons]) -> list[list[RowPlan]]:
@@ -163,9 +172,9 @@ class Fitting:
         as the longest of them."""
         rows = []
         for image in images:
-            lessons = list(image.lessons)
+            view, lessons = self._viewed(image)
             self._rng.shuffle(lessons)
-            rows += rows_of(image.path, lessons)
+            rows += rows_of(image.path, lessons, view)
         self._rng.shuffle(rows)
         size = self._settings.rows
         batches = []
@@ -174,6 +183,24 @@ class Fitting:
             batches += [some[at : at + size] for at in range(0, len(some), size)]
         self._rng.shuffle(batches)
         return batches
+
+    def _viewed(self, image: ImageLessons) -> tuple[View | None, list[Lesson]]:
+        """A view of the image that shows all objects of its labels, or None, and the lessons that are true of it."""
+        for _ in range(VIEWS_TRIED):
+            view = self._views.draw()
+            if view is None:
+                break
+            seen = [view.of_lesson(lesson) for lesson in image.lessons]
+            lessons = [lesson for lesson in seen if lesson is not None]
+            if len(lessons) < len(seen):
+                continue
+            for lesson in image.replayed:
+                # The base model's words may say left and right.
+                replayed = None if view.is_mirrored and lesson.words else view.of_lesson(lesson)
+                if replayed is not None:
+                    lessons.append(replayed)
+            return view, lessons
+        return None, [*image.lessons, *image.replayed]
 
     def _step(self, rows: Sequence[RowPlan], rate: float, leave_out: float) -> float:
         for group in self._optimiser.param_groups:
@@ -192,7 +219,7 @@ class Fitting:
         model = self._model
         batch = pack(rows, model)
         adapter = self._parameters.adapter(model.dtype)
-        images = self._images.of([row.path for row in rows], adapter)
+        images = self._images.of([row.path for row in rows], adapter, [row.view for row in rows])
         stream = hidden(
             model,
             images,
@@ -231,7 +258,7 @@ def _is_surely_better(some: Sequence[float], others: Sequence[float]) -> bool:
 def _of_parts(row: RowPlan) -> RowPlan:
     """The lessons of ``row`` that a part of the image teaches; all of them if there is none."""
     some = tuple(lesson for lesson in row.lessons if not lesson.whole)
-    return RowPlan(row.path, some) if some else row
+    return RowPlan(row.path, some, row.view) if some else row
 
 
 def _length(row: RowPlan) -> int:

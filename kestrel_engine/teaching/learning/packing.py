@@ -18,6 +18,7 @@ from ...models.moondream import Moondream
 from ...models.region import coord_of_bin, size_of_bins
 from ...types.requests import Coord, Size
 from ..data.lessons import Lesson
+from ..data.views import View
 
 MOST_TEXT = 512
 """Positions of lessons in one row. A longer lesson has a row of its own."""
@@ -25,13 +26,14 @@ MOST_TEXT = 512
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """An image and the lessons about it that one row holds."""
+    """An image and the lessons about it that one row holds. ``view``: of the image; None shows it as it is."""
 
     path: Path
     lessons: tuple[Lesson, ...]
+    view: View | None = None
 
 
-def rows_of(path: Path, lessons: Iterable[Lesson]) -> list[RowPlan]:
+def rows_of(path: Path, lessons: Iterable[Lesson], view: View | None = None) -> list[RowPlan]:
     """Distributes the lessons about an image over as few rows as their order allows."""
     rows: list[list[Lesson]] = []
     room = 0
@@ -41,7 +43,7 @@ def rows_of(path: Path, lessons: Iterable[Lesson]) -> list[RowPlan]:
             room = MOST_TEXT
         rows[-1].append(lesson)
         room -= len(lesson)
-    return [RowPlan(path, tuple(row)) for row in rows]
+    return [RowPlan(path, tuple(row), view) for row in rows]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from ...models.low_rank import LowRank
 from ...types.adapter import INPUT
 from ...types.model_config import ModelConfig
 from ..settings import TeachingSettings
-from .images import NOTHING, PROJECTOR
+from .images import NOTHING, PROJECTOR, TOWER, Changed
 
 _LAYERS = {
     "mlp": r"text\..*\.mlp\.",
@@ -27,12 +26,10 @@ _LAYERS = {
     "all+projector": r"text\.|vision\.proj_mlp\.",
     "all+vision": r"text\.|vision\.",
 }
-_PROJECTOR = "vision.proj_mlp."
+_PROJECTOR, _TOWER = "vision.proj_mlp.", "vision.blocks."
 PROJECTOR_RATE = 2.0
 """Times the learning rate of the other layers. What tells new objects from known ones is in the tower's features, and
 the projector drops a part of it, so the decoder cannot learn it before the projector does (docs/teaching.md)."""
-TOWER_PART = 0.5
-"""The part of the tower's blocks that an adapter may change, the last ones: what the others compute is kept."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,14 +66,11 @@ class Parameters:
     ) -> None:
         """Raises ConfigError if the rank is not divisible by the number of experts of a token."""
         self._rank, self._alpha = settings.rank, settings.alpha or float(settings.rank)
-        self._first_block = math.ceil((1 - TOWER_PART) * model.vision.enc_n_layers)
         generator = torch.Generator().manual_seed(settings.seed)
         self.sides: dict[str, Tensor] = {}
         """By the module's canonical name with ``.A`` and ``.B``."""
         for module, (*experts, rows, columns) in targets(model).items():
             if not re.match(_LAYERS[settings.layers], module) or module.endswith(INPUT):
-                continue
-            if 0 <= _tower_block(module) < self._first_block:
                 continue
             rank = settings.rank
             if experts and model.text.moe is not None:
@@ -91,10 +85,10 @@ class Parameters:
                 self.sides[f"{module}.{side}"] = value.to(device).requires_grad_()
 
     @property
-    def changed(self) -> int:
+    def changed(self) -> Changed:
         """What the adapter changes of images first, as ImageEmbeddings counts it."""
-        if any(_tower_block(name) >= 0 for name in self.sides):
-            return self._first_block
+        if any(name.startswith(_TOWER) for name in self.sides):
+            return TOWER
         return PROJECTOR if any(name.startswith("vision.") for name in self.sides) else NOTHING
 
     @property
@@ -142,9 +136,3 @@ class Parameters:
         stored = {name: side.detach().cpu().contiguous() for name, side in self.sides.items()}
         metadata = {**described, "alpha": f"{self._alpha:g}", "rank": str(self._rank)}
         save_file(stored, file, metadata=metadata)
-
-
-def _tower_block(module: str) -> int:
-    """The number of the tower's block that ``module`` belongs to, or -1."""
-    found = re.match(r"vision\.blocks\.(\d+)\.", module)
-    return -1 if found is None else int(found[1])

@@ -54,8 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         choices=teaching.LAYERS,
         default=_DEFAULTS.layers,
         help="layers of the text decoder that the adapter changes; all+projector: the projector of images too; "
-        "all+vision: the projector and the second half of the vision tower too "
+        "all+vision: the projector and the vision tower too "
         f"[{_DEFAULTS.layers}]",
+    )
+    fit.add_argument(
+        "--mirror",
+        action="store_true",
+        help="mirror half of the images of --vary too: only if no label depends on left and right, or is a text",
     )
     fit.add_argument(
         "--checkpointing",
@@ -91,6 +96,11 @@ def _add_numbers(fit: argparse._ArgumentGroup) -> None:
             "X",
             "share of an image's positions that steps leave out, except in the last quarter of the training: faster, "
             "and the model memorises less",
+        ),
+        "--vary": (
+            number,
+            "X",
+            "share by which each epoch enlarges or reduces images, and moves what they show, with their labels",
         ),
         "--image-memory": (
             whole(0, 1 << 50),

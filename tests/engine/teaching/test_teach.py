@@ -155,8 +155,8 @@ def test_an_adapter_of_images_changes_kept_images_as_it_changes_served_ones(
         for name, side in parameters.sides.items()
     )
     blocks = {name.split(".")[2] for name in parameters.sides if name.startswith("vision.blocks.")}
-    last = model.config.vision.enc_n_layers - 1
-    assert (str(last) in blocks and "0" not in blocks) if layers == "all+vision" else not blocks
+    every = {str(block) for block in range(model.config.vision.enc_n_layers)}
+    assert blocks == (every if layers == "all+vision" else set())
     for path, embedding in zip(paths, changed, strict=True):
         image = prepare(open_image(path, ImageLimits()), model.config.vision)
         crops = torch.from_numpy(image.crops[: num_distinct(len(image.crops), image.tiling)])
@@ -175,6 +175,8 @@ def test_an_adapter_of_images_changes_kept_images_as_it_changes_served_ones(
         (["--lr", "2"], "--lr=2.0: must be a number above 0, and at most 1"),
         (["--minutes", "0"], "--minutes=0.0: must be a number above 0"),
         (["--validation", "0.9"], "--validation=0.9: must be a number from 0 to 0.5"),
+        (["--vary", "0.9"], "--vary=0.9: must be a number from 0 to 0.5"),
+        (["--mirror"], "--mirror=True: needs views; set --vary above 0"),
         (["--leave-out", "1"], "--leave-out=1.0: must be a number from 0 to 0.9"),
         (["--adapters-dir", "none"], "--adapters-dir=none: is not a folder"),
         (["--data", "none"], "--data=none: is not a folder"),
