@@ -10,9 +10,11 @@ import asyncio
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..adapters.library import AdapterLibrary
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from ..models.refiner import Refiner
     from ..runtime.gpu.adapters.layout import SlabLayout
     from ..runtime.gpu.adapters.upload import Upload
+    from .early_kernels import EarlyKernels
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +97,38 @@ def build(
 
     ``opened``: the model, if the caller has opened it.
     """
+    with ExitStack() as running:
+        return _build(config, progress, lora, opened, running)
+
+
+def _early_kernels(
+    config: RuntimeConfig, model: ModelConfig, running: ExitStack
+) -> EarlyKernels | None:
+    """Begins to compile the kernels that are missing, if the runtime will launch kernels on a GPU."""
+    device = device_of(config)
+    if device.type != "cuda" or config.kernel_cache_dir is not None:
+        return None
+    if not uses_kernels(config, device) or config.attention == "flashinfer":
+        return None
+    from triton import knobs
+
+    from ..runtime.gpu.device import capabilities
+    from .early_kernels import EarlyKernels
+
+    begun = EarlyKernels.begin(config, model, capabilities(device), Path(knobs.cache.dir))
+    if begun is not None:
+        running.callback(begun.close)
+    return begun
+
+
+def _build(
+    config: RuntimeConfig,
+    progress: Progress | None,
+    lora: LoRA | None,
+    opened: OpenedModel | None,
+    running: ExitStack,
+) -> Built:
+    """``running``: for what must end with this call."""
     import torch
 
     from ..checkpoint.open import load_weights, open_model
@@ -112,8 +147,10 @@ def build(
         raise ConfigError("attention", "flashinfer", "needs dtype bfloat16 or float16")
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
+    early = None
     if opened is None:
         opened = open_model(config, progress=progress)
+        early = _early_kernels(config, opened.config, running)
     model = opened.config
     page_size = page_size_of(config, model)
     scales = kv_scales_of(config, opened, device, dtype, kernels)
@@ -156,6 +193,8 @@ def build(
             read = time.monotonic()
             logger.info("weights: %.2f GB in %.2f s", weights_bytes / 1e9, read - began)
             plan = replace(plan, refiner=_refiner(opened, plan))
+            if early is not None:
+                early.wait(progress)
             runtime, capture_s = runtime_of(plan, loaded.tensors, opened.name)
             upload = None if origins is None else _adapter_upload(config, device, layout)
             built = time.monotonic()

@@ -1,0 +1,124 @@
+"""EarlyKernels: a first start compiles its kernels in a process of its own, a second one finds the note of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from kestrel_engine import RuntimeConfig
+from kestrel_engine.building import early_kernels
+from kestrel_engine.building.early_kernels import EarlyKernels
+from kestrel_engine.compiling.cards import CARDS
+from kestrel_engine.runtime.gpu.device import Capabilities
+from kestrel_engine.types.model_config import parse_model_config
+from tests.engine.runtime.gpu.small_models import RAW
+
+pytest.importorskip("triton")
+
+CARD = Capabilities(**asdict(CARDS["sm_90"]))
+TEXT = {**RAW["text"], "vocab_size": 800}
+SHAPE = {"config": {**RAW, "text": TEXT}}
+MODEL = parse_model_config(SHAPE, family="moondream2")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RuntimeConfig:
+    """Of a small model that needs few kernels."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(SHAPE))
+    return RuntimeConfig(
+        model=str(model),
+        random_weights=True,
+        device="cuda",
+        dtype="bfloat16",
+        max_batch_size=1,
+        step_crops=1,
+    )
+
+
+def kernels(folder: Path) -> set[str]:
+    return {path.stem for path in folder.glob("*/*.cubin")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_first_start_compiles_and_a_second_one_does_not(
+    config: RuntimeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    cache = tmp_path / "cache"
+    running = EarlyKernels.begin(config, MODEL, CARD, cache, processors=8)
+    assert running is not None
+    try:
+        running.wait()
+        running._errors.seek(0)
+        assert list(cache.glob("kestrel-*.compiled")), running._errors.read().decode()
+    finally:
+        running.close()
+    assert {"_decode", "dot_kernel", "_patchify"} <= kernels(cache)
+    assert EarlyKernels.begin(config, MODEL, CARD, cache, processors=8) is None
+    other = EarlyKernels.begin(replace(config, fp8_gemms="all"), MODEL, CARD, cache, processors=8)
+    assert other is not None, "other settings launch other kernels"
+    other.close()
+
+
+def test_few_processors_or_a_read_only_cache_need_no_process(
+    config: RuntimeConfig, tmp_path: Path
+) -> None:
+    assert EarlyKernels.begin(config, MODEL, CARD, tmp_path, processors=2) is None
+    (tmp_path / "file").touch()
+    assert (
+        EarlyKernels.begin(config, MODEL, CARD, tmp_path / "file" / "cache", processors=8) is None
+    )
+
+
+def test_a_failure_costs_only_time(
+    config: RuntimeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(early_kernels, "_START", "import sys; sys.exit('no luck')")
+    running = EarlyKernels.begin(config, MODEL, CARD, tmp_path, processors=8)
+    assert running is not None
+    running.wait()
+    running.close()
+    assert "status 1: no luck" in caplog.text
+    assert not list(tmp_path.glob("*.compiled"))
+
+
+def test_one_that_takes_too_long_is_ended(
+    config: RuntimeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(early_kernels, "_START", "import time; time.sleep(100)")
+    monkeypatch.setattr(early_kernels, "PATIENCE_S", 0.3)
+    running = EarlyKernels.begin(config, MODEL, CARD, tmp_path, processors=8)
+    assert running is not None
+    running.wait()
+    process = running._process
+    running.close()
+    assert process is not None and process.returncode is not None
+    assert "it took too long" in caplog.text
+
+
+def test_only_one_of_several_processes_compiles(
+    config: RuntimeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early_kernels, "PATIENCE_S", 5.0)
+    other = EarlyKernels.begin(config, MODEL, CARD, tmp_path, processors=8)
+    assert other is not None and other._process is not None
+    running = EarlyKernels.begin(config, MODEL, CARD, tmp_path, processors=8)
+    assert running is not None and running._process is None
+    assert not running._has_ended()
+    other.close()
+    running.wait()
+    running.close()
