@@ -21,8 +21,8 @@ from unittest.mock import patch
 import numpy as np
 
 from kestrel_engine.config.sizes import default_sizes
-from kestrel_engine.runtime.gpu.lanes import PassSizes
-from kestrel_engine.runtime.gpu.vision.tower import even_size
+from kestrel_engine.runtime.gpu.prefill.graphs import MAX_BLOCKS
+from kestrel_engine.runtime.gpu.vision.tower import MAX_CROPS, even_size
 from kestrel_engine.runtime.protocol import StepHandle
 from kestrel_engine.scheduler.budget import StepBudget
 from kestrel_engine.scheduler.policy import SchedulerPolicy
@@ -84,39 +84,37 @@ class Card:
     prepare: tuple[float, float] = (8.0, 1.0)
     jitter: float = 5.0
 
-    def launch_ms(self, plan: StepPlan, sizes: PassSizes) -> float:
+    def launch_ms(self, plan: StepPlan) -> float:
         crops, prefixes = _crops(plan), _prefixes(plan)
         if not crops and not plan.prefill:
             return self.launch_decode
-        passes = -(-crops // _most(crops, sizes.crops)) if crops else 0
-        passes += -(-prefixes // _most(prefixes, sizes.images)) if prefixes else 0
+        passes = -(-crops // MAX_CROPS) - (-prefixes // MAX_BLOCKS)
         images = sum(piece.first == 0 for piece in plan.encode)
         return self.launch_new + self.launch_image * images + self.launch_pass * passes
 
     def decode_ms(self, plan: StepPlan) -> float:
         return self.decode + self.decode_row * len(plan.decode) if plan.decode else 0.0
 
-    def vision_ms(self, plan: StepPlan, sizes: PassSizes) -> float:
+    def vision_ms(self, plan: StepPlan) -> float:
         crops = _crops(plan)
         images = sum(piece.last == piece.image.num_crops for piece in plan.encode)
-        passes = -(-crops // _most(crops, sizes.crops)) if crops else 0
+        passes = -(-crops // MAX_CROPS)
         return self.vision * passes + self.crop * crops + self.image * images
 
-    def prefill_ms(self, plan: StepPlan, sizes: PassSizes) -> float:
+    def prefill_ms(self, plan: StepPlan) -> float:
         prefixes = _prefixes(plan)
         if prefixes:
-            passes = -(-prefixes // _most(prefixes, sizes.images))
+            passes = -(-prefixes // MAX_BLOCKS)
             return 0.9 * passes + self.prefix * prefixes + 0.1 * len(plan.prefill)
         return self.prompts + self.question * len(plan.prefill) if plan.prefill else 0.0
 
-    def beside_ms(
-        self, decode: StepPlan, new: StepPlan, sizes: PassSizes, *, vision: bool
-    ) -> float:
+    def beside_ms(self, decode: StepPlan, new: StepPlan, *, vision: bool) -> float:
         """Of a decode step beside the vision or the prefill of ``new``."""
         ms = self.decode + self.beside_row * len(decode.decode)
         if vision:
-            return ms + self.beside_vision + self.beside_crop * _most(_crops(new), sizes.crops)
-        return ms + self.beside_prefill + self.beside_image * _most(_prefixes(new), sizes.images)
+            return ms + self.beside_vision + self.beside_crop * _largest(_crops(new), MAX_CROPS)
+        prefixes = _largest(_prefixes(new), MAX_BLOCKS)
+        return ms + self.beside_prefill + self.beside_image * prefixes
 
 
 def _crops(plan: StepPlan) -> int:
@@ -127,9 +125,9 @@ def _prefixes(plan: StepPlan) -> int:
     return sum(row.start == 0 for row in plan.prefill)
 
 
-def _most(count: int, most: int | None) -> int:
-    """The size of the passes of ``count`` crops or prefixes, as the runtime divides them."""
-    return even_size(count, max(count, 1), most) if count else 0
+def _largest(count: int, limit: int) -> int:
+    """The size of the passes over ``count`` crops or prefixes, as the runtime divides them."""
+    return even_size(count, limit) if count else 0
 
 
 @dataclass
@@ -138,7 +136,6 @@ class _Running:
     left_ms: float
     prefill_ms: float
     """The last part of the time. Before it, the step encodes images."""
-    sizes: PassSizes
     after: int | None
     """The step of the other lane that must have ended."""
     begun_at: float | None = None
@@ -153,8 +150,8 @@ class _Running:
 class Device:
     """Two lanes of steps in virtual time, in ms. With one lane, steps run one after the other."""
 
-    def __init__(self, card: Card, sizes: PassSizes) -> None:
-        self._card, self._sizes = card, sizes
+    def __init__(self, card: Card) -> None:
+        self._card = card
         self._now = 0.0
         self._queues: dict[Lane, deque[_Running]] = {lane: deque() for lane in Lane}
         self.ended: dict[int, tuple[float, float]] = {}
@@ -163,18 +160,14 @@ class Device:
 
     def launch(self, now: float, plan: StepPlan) -> None:
         self.run_to(now)
-        sizes = self.sizes_of(plan)
-        prefill_ms = self._card.prefill_ms(plan, sizes)
-        ms = self._card.decode_ms(plan) + self._card.vision_ms(plan, sizes) + prefill_ms
+        prefill_ms = self._card.prefill_ms(plan)
+        ms = self._card.decode_ms(plan) + self._card.vision_ms(plan) + prefill_ms
         after = plan.after
         if plan.lane is Lane.NEW_WORK:
             after = self._last_decode
         elif plan.lane is Lane.DECODE:
             self._last_decode = plan.step_id
-        self._queues[plan.lane].append(_Running(plan, ms, prefill_ms, sizes, after))
-
-    def sizes_of(self, plan: StepPlan) -> PassSizes:
-        return self._sizes if plan.is_beside else PassSizes()
+        self._queues[plan.lane].append(_Running(plan, ms, prefill_ms, after))
 
     def run_to(self, now: float) -> None:
         while self._now < now:
@@ -201,7 +194,7 @@ class Device:
         if len(active) > 1:
             decode, new, card = active[Lane.DECODE].plan, active[Lane.NEW_WORK], self._card
             vision = new.left_ms > new.prefill_ms + 1e-9
-            beside = card.beside_ms(decode, new.plan, new.sizes, vision=vision)
+            beside = card.beside_ms(decode, new.plan, vision=vision)
             speed[Lane.DECODE] = card.decode_ms(decode) / beside
             speed[Lane.NEW_WORK] = 1 - card.stolen * speed[Lane.DECODE]
         for step in active.values():
@@ -221,8 +214,8 @@ class VirtualRuntime:
     """Implements ``protocol.Runtime`` in virtual time: launching and collecting a step take the host's time, and the
     device the card's."""
 
-    def __init__(self, limits: RuntimeLimits, card: Card, sizes: PassSizes) -> None:
-        self.limits, self._card, self._device = limits, card, Device(card, sizes)
+    def __init__(self, limits: RuntimeLimits, card: Card) -> None:
+        self.limits, self._card, self._device = limits, card, Device(card)
         self._rng = random.Random(2)
         self.now = 0.0
         """In ms."""
@@ -236,8 +229,8 @@ class VirtualRuntime:
 
     def launch(self, plan: StepPlan) -> StepPlan:
         card = self._card
-        new_ms = card.vision_ms(plan, PassSizes()) + card.prefill_ms(plan, PassSizes())
-        self.now += card.launch_ms(plan, self._device.sizes_of(plan))
+        new_ms = card.vision_ms(plan) + card.prefill_ms(plan)
+        self.now += card.launch_ms(plan)
         self.now += self._rng.expovariate(1 / card.host_wait)
         self._device.launch(self.now, plan)
         self.decode_rows += [len(plan.decode)] if plan.decode else []
@@ -351,10 +344,8 @@ def simulate(
     requests: int,
     beside: bool,
     batch: int = 64,
-    sizes: PassSizes | None = None,
 ) -> tuple[Found, VirtualRuntime]:
-    """Runs ``requests`` questions of a closed loop of ``in_flight`` callers. ``sizes``: of passes beside decode steps,
-    those of the policy's target by default."""
+    """Runs ``requests`` questions of a closed loop of ``in_flight`` callers. ``beside``: as --decode-beside."""
     limits = RuntimeLimits(
         num_pages=13_000,
         page_size=10,
@@ -363,8 +354,7 @@ def simulate(
         vocab_size=51_200,
         decodes_beside=beside,
     )
-    sizes = sizes or PassSizes.beside(1e3 * policy.itl_target_s)
-    runtime = VirtualRuntime(limits, card, sizes)
+    runtime = VirtualRuntime(limits, card)
     callers = Callers(runtime, card, tokens, requests)
     delivery: Any = callers
     engine = loop.EngineLoop(
@@ -385,6 +375,17 @@ def simulate(
         engine._advance()
         engine._flush()
     return callers.found, runtime
+
+
+def policy_for(itl_target_ms: float) -> SchedulerPolicy:
+    """That of an engine on CUDA."""
+    sizes = default_sizes(cuda=True, itl_target_ms=itl_target_ms)
+    budget = StepBudget(
+        prefill_positions=sizes.step_prefill_positions,
+        crops=sizes.step_crops,
+        pause=sizes.step_pause,
+    )
+    return SchedulerPolicy(budget=budget, itl_target_s=itl_target_ms / 1e3)
 
 
 def summary(found: Found, runtime: VirtualRuntime, name: str, in_flight: int) -> Row:
@@ -432,13 +433,7 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     if args.quick:
         args.in_flight, args.tokens, args.requests = [4], 5, 40
     report = Report("lanes_sim", vars(args))
-    sizes, card = default_sizes(cuda=True), Card(host_wait=args.host_wait_ms)
-    budget = StepBudget(
-        prefill_positions=sizes.step_prefill_positions,
-        crops=sizes.step_crops,
-        pause=sizes.step_pause,
-    )
-    policy = SchedulerPolicy(budget=budget, itl_target_s=args.itl_target_ms / 1e3)
+    card, policy = Card(host_wait=args.host_wait_ms), policy_for(args.itl_target_ms)
     run = {"tokens": args.tokens, "requests": args.requests}
     for in_flight in args.in_flight:
         title = f"{args.tokens} tokens, {in_flight} in flight; times in ms"

@@ -75,7 +75,7 @@ class RuntimeConfig(SchedulerSettings, RequestSettings, DeviceSettings, ModelSet
         """Returns the fields that may be None, with the defaults of the device. Read these fields only here."""
         given = {f.name: getattr(self, f.name) for f in fields(Sizes)}
         chosen = {name: value for name, value in given.items() if value is not None}
-        return replace(default_sizes(cuda=cuda), **chosen)
+        return replace(default_sizes(cuda=cuda, itl_target_ms=self.itl_target_ms), **chosen)
 
     def _check_embedded(self) -> None:
         """Checks the fields that have no flag."""

@@ -84,7 +84,7 @@ class SchedulerSettings:
         kind="whole",
         metavar="N",
         low=1,
-        shown="768, on CUDA 11680",
+        shown="768, on CUDA 11680 or less by --itl-target-ms",
     )
     step_crops: int | None = setting(
         None,
@@ -93,7 +93,7 @@ class SchedulerSettings:
         kind="whole",
         metavar="N",
         low=1,
-        shown="3, on CUDA 48",
+        shown="3, on CUDA 48 or less by --itl-target-ms",
     )
     step_pause: float | None = setting(
         None,
@@ -109,8 +109,9 @@ class SchedulerSettings:
     itl_target_ms: float = setting(
         15.0,
         SCHEDULER,
-        "with --decode-beside: ms that new images and prompts may delay a token. Longer steps run beside decoding, in "
-        "passes so small that a token takes about as long; lower values cost requests a second",
+        "on CUDA: ms that new images and prompts may delay a token. Longer steps run beside decoding with "
+        "--decode-beside. Below 15, steps hold less new work (--step-crops, --step-prefill-positions): smoother "
+        "tokens, fewer requests a second",
         kind="number",
         metavar="MS",
         low=0,

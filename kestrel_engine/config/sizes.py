@@ -48,12 +48,28 @@ While new images arrive, the gaps between tokens are 50 to 80 ms. With 30 tokens
 MOST_PREPROCESS_THREADS = 8
 
 
-def default_sizes(*, cuda: bool) -> Sizes:
-    """The defaults of a device. On CUDA, ``preprocess_threads`` grows with the number of processors."""
+USUAL_ITL_TARGET_MS = 15.0
+"""The target for which _CUDA_SIZES are chosen."""
+LEAST_CROPS = 8
+"""Steps with fewer would use a GPU poorly."""
+
+
+def default_sizes(*, cuda: bool, itl_target_ms: float = USUAL_ITL_TARGET_MS) -> Sizes:
+    """The defaults of a device. On CUDA, ``preprocess_threads`` grows with the number of processors, and steps hold
+    less new work for a lower ``itl_target_ms``: a token waits for a step, or for its kernels. A GEMM over 48 crops
+    holds all multiprocessors of an H100 for half a millisecond."""
     if not cuda:
         return _CPU_SIZES
     threads = min(max(_processors() - 2, 2), MOST_PREPROCESS_THREADS)
-    return replace(_CUDA_SIZES, preprocess_threads=threads)
+    share = min(1.0, itl_target_ms / USUAL_ITL_TARGET_MS)
+    crops = max(LEAST_CROPS, round(share * _CUDA_SIZES.step_crops))
+    positions = _CUDA_SIZES.step_prefill_positions * crops // _CUDA_SIZES.step_crops
+    return replace(
+        _CUDA_SIZES,
+        step_crops=crops,
+        step_prefill_positions=positions,
+        preprocess_threads=threads,
+    )
 
 
 def _processors() -> int:

@@ -176,7 +176,6 @@ class Scheduler:
             decode=tuple(draft.decode),
             refine=tuple(refine),
             lane=lane,
-            is_beside=decoding > 0,
             after=after,
         )
         self._flushing = self._flushing and not flushing

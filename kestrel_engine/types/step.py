@@ -237,8 +237,6 @@ class StepPlan:
     refine: tuple[RefineRow, ...] = ()
     """Masks to refine, beside the rows. Only for a runtime whose limits say that it refines."""
     lane: Lane = Lane.ALL
-    is_beside: bool = False
-    """For a step of ``NEW_WORK``: sequences decode meanwhile, so steps of ``DECODE`` run beside it."""
     after: int | None = None
     """For a step of ``DECODE``: the step of ``NEW_WORK`` that must have run before, because rows continue its rows."""
 

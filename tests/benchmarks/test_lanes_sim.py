@@ -1,22 +1,10 @@
 """The trace in virtual time: what the policy of two lanes gives and costs on the model of a card."""
 
-from dataclasses import replace
-
 import pytest
 
-from benchmarks.overhead.lanes_sim import Card, main, simulate, summary
-from kestrel_engine.config.sizes import default_sizes
-from kestrel_engine.scheduler.budget import StepBudget
-from kestrel_engine.scheduler.policy import SchedulerPolicy
+from benchmarks.overhead.lanes_sim import Card, main, policy_for, simulate, summary
 
-SIZES = default_sizes(cuda=True)
-POLICY = SchedulerPolicy(
-    budget=StepBudget(
-        prefill_positions=SIZES.step_prefill_positions,
-        crops=SIZES.step_crops,
-        pause=SIZES.step_pause,
-    )
-)
+POLICY = policy_for(15.0)
 
 
 @pytest.mark.parametrize("in_flight", [64, 16])
@@ -32,10 +20,10 @@ def test_decoding_beside_images_keeps_the_rate_and_the_gaps_short(in_flight):
     assert two["gap p99"] < 26
 
 
-def test_smaller_passes_shorten_the_gaps_and_cost_requests():
+def test_smaller_steps_shorten_the_gaps_and_cost_requests():
     run = {"in_flight": 64, "tokens": 20, "requests": 200, "beside": True}
     whole = summary(*simulate(Card(), POLICY, **run), "", 64)
-    small = summary(*simulate(Card(), replace(POLICY, itl_target_s=0.0075), **run), "", 64)
+    small = summary(*simulate(Card(), policy_for(7.5), **run), "", 64)
     assert small["gap p95"] < 0.7 * whole["gap p95"]
     assert 0.85 * whole["requests/s"] < small["requests/s"] < 0.97 * whole["requests/s"]
 

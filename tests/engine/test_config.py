@@ -95,3 +95,13 @@ def test_a_precision_stands_for_three_settings(precision, found):
 def test_an_unknown_precision_is_refused():
     with pytest.raises(ConfigError, match="precision"):
         RuntimeConfig(precision="fp4")
+
+
+def test_on_cuda_steps_hold_less_new_work_for_a_lower_target():
+    usual, low = (RuntimeConfig(itl_target_ms=ms).sizes(cuda=True) for ms in (15.0, 7.5))
+    assert (usual.step_crops, usual.step_prefill_positions) == (48, 11680)
+    assert (low.step_crops, low.step_prefill_positions) == (24, 5840)
+    assert RuntimeConfig(itl_target_ms=0.0).sizes(cuda=True).step_crops == 8
+    assert RuntimeConfig(itl_target_ms=100.0).sizes(cuda=True) == usual
+    assert RuntimeConfig(itl_target_ms=7.5, step_crops=30).sizes(cuda=True).step_crops == 30
+    assert RuntimeConfig(itl_target_ms=7.5).sizes(cuda=False) == RuntimeConfig().sizes(cuda=False)

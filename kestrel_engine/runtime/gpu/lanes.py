@@ -7,37 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 
 from ...types.step import Lane, StepPlan
 from .streams import on_stream, own_stream
 
-CROPS_PER_MS, IMAGES_PER_MS = 3.2, 0.4
-"""How much of a pass makes a decode step beside it a millisecond longer. A GEMM over 48 crops holds all multiprocessors
-for half a millisecond, and a kernel of the decode step begins when one of the other lane ends. On an H100, Moondream 2
-in bfloat16, 95 % of the decode steps took at most 16.3, 9.3 and 6.7 ms beside passes of 48, 24 and 16 crops and of 6, 3
-and 2 image prefixes (docs/measurements.md)."""
-LEAST_CROPS = 8
-"""Smaller passes would use the GPU poorly."""
-
 HIGH_PRIORITY = -1
 """Kernels of a stream with this priority start before waiting blocks of the other streams' kernels."""
-
-
-class PassSizes(NamedTuple):
-    """The most crops that a pass of the tower holds, and the most image prefixes of a prefill pass. None: as many as it
-    can hold."""
-
-    crops: int | None = None
-    images: int | None = None
-
-    @classmethod
-    def beside(cls, itl_target_ms: float) -> PassSizes:
-        """Those with which a decode step beside new work takes about ``itl_target_ms``."""
-        crops, images = CROPS_PER_MS * itl_target_ms, IMAGES_PER_MS * itl_target_ms
-        return cls(max(LEAST_CROPS, int(crops + 1e-9)), max(1, int(images + 1e-9)))
 
 
 class Lanes:

@@ -50,7 +50,7 @@ from .attention.prefill import choose_attention
 from .decode import Decode
 from .device import capabilities
 from .footprint import FP8_DECODE, FP8_PREFILL, FP8_VISION
-from .lanes import Lanes, PassSizes
+from .lanes import Lanes
 from .prefill.graphs import PrefillGraphs
 from .prefill.prefill import Prefill
 from .sampling.prompts import PromptSampler
@@ -90,7 +90,6 @@ class GpuRuntime:
         max_crops: int = MAX_CROPS,
         kv_scales: Sequence[Scales] | None = None,
         decode_beside: bool = True,
-        itl_target_ms: float = 15.0,
         refiner: Refiner | None = None,
         adapters: SlabLayout | None = None,
         adapt_vision: bool = True,
@@ -98,7 +97,7 @@ class GpuRuntime:
     ) -> None:
         """Captures the graphs on a CUDA device, unless ``cuda_graphs`` is False, and calls ``progress`` for each.
 
-        ``attention``, ``fp8_gemms``, ``decode_beside`` and ``itl_target_ms``: as in RuntimeConfig. ``kv_scales``: the
+        ``attention``, ``fp8_gemms`` and ``decode_beside``: as in RuntimeConfig. ``kv_scales``: the
         scales of each layer for an FP8 KV cache; None for a KV cache in the model's dtype. ``adapters``: the layout of
         adapters' slabs; None if rows have no adapters, which needs fewer graphs. ``adapt_vision``: adapters may change
         the vision tower and the projector, which needs more graphs. Raises ConfigError for an attention library or an
@@ -126,7 +125,6 @@ class GpuRuntime:
         self._refinement = None if refiner is None else Refinement(model.vision, refiner)
         self._lanes = Lanes(device, two=limits.decodes_beside)
         self._stream = self._lanes.stream
-        self._sizes_beside = PassSizes.beside(itl_target_ms)
         # One page more than the scheduler uses: rows of padding write to it.
         self._cache = KvCache(
             config.text,
@@ -354,13 +352,12 @@ class GpuRuntime:
             groups = self._decode.shared_groups
         # A part without work ends where the part before it does.
         marks.append(self._mark() if plan.decode else marks[-1])
-        sizes = self._sizes_beside if plan.is_beside else PassSizes()
-        self._images.encode(plan.encode, sizes.crops)
+        self._images.encode(plan.encode)
         embeddings = {read.sequence_id: self._images.embedding(read) for read in plan.embed}
         refined = self._refine(plan.refine) if plan.refine else None
         looks = plan.encode or plan.embed or plan.refine
         marks.append(self._mark() if looks else marks[-1])
-        for rows in self._prompts.passes(plan.prefill, sizes.images):
+        for rows in self._prompts.passes(plan.prefill):
             self._prefill(rows, plan, outputs, flags)
         marks.append(self._mark() if plan.prefill else marks[-1])
         self._lanes.enqueued(plan, marks[-1])

@@ -46,7 +46,6 @@ def test_tokens_come_while_a_long_step_of_new_work_is_out():
     simulation.add(text(2, 4, max_tokens=3, image="p"))
     new_work = launch(simulation, Lane.NEW_WORK)
     assert new_work.encode and new_work.prefill and not new_work.decode
-    assert new_work.is_beside
     for _ in range(5):
         step = launch(simulation, Lane.DECODE)
         assert [row.sequence_id for row in step.decode] == [1] and step.after is None
@@ -75,7 +74,6 @@ def test_without_other_rows_the_first_tokens_are_launched_behind_the_prompt():
     simulation = Simulation(BESIDE, LONG, depth=3)
     simulation.add(text(1, 4, max_tokens=3))
     new_work = launch(simulation, Lane.NEW_WORK)
-    assert not new_work.is_beside, "its own row decodes after it"
     assert launch(simulation, Lane.DECODE).after == new_work.step_id
     # The lane runs in order, so the next step need not wait again.
     assert launch(simulation, Lane.DECODE).after is None

@@ -55,14 +55,12 @@ class Prefill:
         self._images, self._attention, self._upload = images, attention, upload
         self._graphs, self._spare_slot, self._anchor = graphs, spare_slot, anchor
 
-    def passes(self, rows: Sequence[Row], most_images: int | None = None) -> Iterator[list[Row]]:
-        """Groups rows into passes: as many rows as a captured pass holds, or PASS_POSITIONS positions. ``most_images``:
-        the most image prefixes of a captured pass, if that is less."""
+    def passes(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
+        """Groups rows into passes: as many rows as a captured pass holds, or PASS_POSITIONS positions."""
         if self._graphs is None:
             return plain_passes(rows, PASS_POSITIONS)
-        blocks = MAX_BLOCKS if most_images is None else min(MAX_BLOCKS, most_images)
         return captured_passes(
-            rows, self._config.image_prefix, max_blocks=blocks, max_text=MAX_TEXT
+            rows, self._config.image_prefix, max_blocks=MAX_BLOCKS, max_text=MAX_TEXT
         )
 
     def run(self, rows: Sequence[Row], seqs: Sequence[int] | None) -> Tensor:

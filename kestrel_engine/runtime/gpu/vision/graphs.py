@@ -71,13 +71,11 @@ class VisionGraphs:
                 if progress is not None:
                     progress(index + 1, len(shapes), f"vision graph of {shape.crops} crops")
 
-    def encode_crops(
-        self, crops: Tensor, adapters: Sequence[Adapter | None] = (), *, most: int | None = None
-    ) -> Tensor:
+    def encode_crops(self, crops: Tensor, adapters: Sequence[Adapter | None] = ()) -> Tensor:
         """As `FusedVision.encode_crops`."""
         config = self._vision.config
         out = self._features.new_empty(len(crops), config.grid**2, config.enc_dim)
-        size = even_size(len(crops), self._max_crops, most)
+        size = even_size(len(crops), self._max_crops)
         for first in range(0, len(crops), size):
             part = crops[first : first + size]
             self._crops[: len(part)].copy_(part)

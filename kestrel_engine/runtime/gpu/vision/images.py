@@ -56,16 +56,15 @@ class EncodedImages:
         assert key in self._prefixes, f"image {key} was not encoded: {sorted(self._prefixes)}"
         return self._prefixes[key]
 
-    def encode(self, pieces: Sequence[EncodeSlice], most: int | None = None) -> None:
-        """Encodes all crops of a step, in passes of ``most`` crops at most. Makes an image's prefix after its last
-        crop."""
+    def encode(self, pieces: Sequence[EncodeSlice]) -> None:
+        """Encodes all crops of a step. Makes an image's prefix after its last crop."""
         if not pieces:
             return
         crops = self._crops_of(pieces)
         features = None
         if sum(map(len, crops)):
             together = crops[0] if len(crops) == 1 else torch.cat(crops)
-            features = self.encode_crops(together, _of_crops(pieces), most=most)
+            features = self.encode_crops(together, _of_crops(pieces))
         begin = 0
         complete: list[tuple[PreparedImage, Tensor]] = []
         for piece in pieces:

@@ -69,11 +69,10 @@ class Fp8Block:
         )
 
 
-def even_size(count: int, limit: int, most: int | None) -> int:
-    """Returns the size of passes over ``count`` crops, at most ``limit`` and ``most`` in each. All passes have about
-    the same size, because a pass with few crops uses the GPU poorly."""
-    bound = limit if most is None else min(limit, most)
-    return math.ceil(count / math.ceil(count / bound))
+def even_size(count: int, limit: int) -> int:
+    """Returns the size of passes over ``count`` crops, at most ``limit`` in each. All passes have about the same size,
+    because a pass with few crops uses the GPU poorly."""
+    return math.ceil(count / math.ceil(count / limit))
 
 
 class FusedVision:
@@ -137,17 +136,15 @@ class FusedVision:
         """A weight of the tower, which has the dtype and the device of the computation."""
         return self._patch_weight
 
-    def encode_crops(
-        self, crops: Tensor, adapters: Sequence[Adapter | None] = (), *, most: int | None = None
-    ) -> Tensor:
+    def encode_crops(self, crops: Tensor, adapters: Sequence[Adapter | None] = ()) -> Tensor:
         """Encodes ``crops`` [n, crop_size, crop_size, channels] uint8 on the model's device, n > 0. ``adapters``: those
-        of the crops; empty if no crop has one. ``most``: the most crops of a pass; None for as many as it can hold.
+        of the crops; empty if no crop has one.
 
         Returns [n, patches, enc_dim], the output of the last LayerNorm.
         """
         config = self.config
         out = self._patch_weight.new_empty(len(crops), config.grid**2, config.enc_dim)
-        size = even_size(len(crops), MAX_CROPS, most)
+        size = even_size(len(crops), MAX_CROPS)
         with self.attention.chosen():
             for first in range(0, len(crops), size):
                 last = min(first + size, len(crops))

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from kestrel_engine.models.moondream import Moondream
-from kestrel_engine.runtime.gpu.lanes import PassSizes
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.embedding import EmbeddingSpec
@@ -21,7 +20,6 @@ from kestrel_engine.types.step import (
     PREVIOUS,
     EmbedRead,
     EncodeSlice,
-    Lane,
     LogitEdit,
     Row,
     SampleSpec,
@@ -77,30 +75,6 @@ def test_crops_alone_go_through_the_passes_of_steps(both, monkeypatch):
     # Where there are graphs, theirs: the tower itself isn't asked.
     monkeypatch.setattr(tested._images, "encode_crops", lambda crops: crops.sum())
     assert tested.encode_crops(crops) == crops.sum()
-
-
-@pytest.mark.slow_with("moondream3")
-def test_passes_are_small_only_beside_decode_steps(both, monkeypatch):
-    config, _, tested = both
-    encode, passes, asked = tested._images.encode_crops, tested._prompts.passes, []
-
-    def noted_encode(crops, adapters, *, most):
-        asked.append(most)
-        return encode(crops, adapters, most=most)
-
-    def noted_passes(rows, most_images):
-        asked.append(most_images)
-        return passes(rows, most_images)
-
-    monkeypatch.setattr(tested._images, "encode_crops", noted_encode)
-    monkeypatch.setattr(tested._prompts, "passes", noted_passes)
-    monkeypatch.setattr(tested, "_sizes_beside", PassSizes.beside(5.0))
-    for step, (key, is_beside) in enumerate((("new", False), ("newer", True)), 3):
-        piece = EncodeSlice(picture(key, (1, 1), config, seed=step), 0, 2)
-        plan = StepPlan(step, encode=(piece,), lane=Lane.NEW_WORK, is_beside=is_beside)
-        tested.collect(tested.launch(plan))
-    tested.collect(tested.launch(StepPlan(5, drop_images=("new", "newer"), lane=Lane.NEW_WORK)))
-    assert asked == [None, None, 16, 2, None]
 
 
 class Talk:
