@@ -1,4 +1,5 @@
 """Starts an engine with carried kernels, asks everything, and prints what was compiled: ``MODEL KERNELS PRECISION``.
+Without kernels ("") it has those of Triton's own cache.
 
 A process of its own, because a process keeps the kernels that it has launched.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -14,11 +16,13 @@ from pathlib import Path
 from kestrel_engine import InferenceEngine, RuntimeConfig
 from tests.gpu.test_compiled_early import ask_everything
 
+logging.basicConfig(level=logging.INFO)
+
 
 async def main(model: str, kernels: str, precision: str) -> None:
     config = RuntimeConfig(
         model_path=Path(model),
-        kernel_cache_dir=kernels,
+        kernel_cache_dir=kernels or None,
         precision=precision,
         device="cuda",
         max_batch_size=16,

@@ -1,4 +1,4 @@
-"""Kernels that were compiled with the GPU hidden are those for which a GPU looks."""
+"""Kernels that were compiled with the GPU hidden are those for which a GPU looks: before, or at a first start."""
 
 from __future__ import annotations
 
@@ -62,3 +62,34 @@ def test_an_engine_finds_all_its_kernels(
     assert counts["ready"]["compiled"] == 0 and counts["ready"]["cached"] > 20
     assert counts["asked"] == counts["ready"]
     assert not [path for path in own.rglob("*") if path.is_file()]
+
+
+def test_a_first_start_compiles_its_kernels_in_a_process_of_its_own(
+    golden_folder: Any, tmp_path: Path
+) -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [
+        sys.executable,
+        "-m",
+        "tests.gpu.carried_engine",
+        golden_folder("md2"),
+        "",
+        "bfloat16",
+    ]
+
+    def start() -> tuple[str, dict[str, int]]:
+        done = subprocess.run(
+            command,
+            env={**environ, "TRITON_CACHE_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stderr, json.loads(done.stdout.splitlines()[-1])["ready"]
+
+    log, counts = start()
+    assert "kernels were compiled in" in log, log
+    assert counts["compiled"] == 0 and counts["cached"] > 20
+    log, counts = start()
+    assert "kernels were compiled in" not in log
+    assert counts["compiled"] == 0
