@@ -14,11 +14,16 @@ from ...security.admission.refusal_pace import RefusalPace
 from ...security.identity.peers import address_of
 from ..calls.call import Call
 from ..calls.call_watcher import CallWatcher
+from .errors import ShuttingDown
 from .statuses import row_of, status_of
 
 logger = logging.getLogger(__name__)
 
 Trailers = tuple[tuple[str, str | bytes], ...]
+
+NOT_BEGUN = "x-kestrel-not-begun"
+"""The trailer of a call that a server refused because it shuts down. Envoy tries such a call at another server, if the
+refusal is the whole response (workers/front/bootstrap.py)."""
 
 _LAST_WORD_S = 2.0
 """Seconds that a failed call waits until its status is sent."""
@@ -39,6 +44,8 @@ class Endings:
         note(call, error)
         await delay_refusal(self._pace, call, error)
         _, message, trailers = status_of(error, call.request_id, prefix)
+        if isinstance(error, ShuttingDown):
+            trailers = (*trailers, (NOT_BEGUN, "1"))
         await self.abort(call, message, trailers)
 
     async def abort(self, call: Call, message: str, trailers: Trailers) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
+from ...edge.failures.endings import NOT_BEGUN
 from ...security.identity.front_headers import PEER_HEADER
 from ...settings.server import ServerConfig
 
@@ -180,14 +181,17 @@ def _certificate_header(asks: bool) -> dict[str, Any]:
 def _route() -> dict[str, Any]:
     return {
         "match": {"prefix": "/"},
+        "response_headers_to_remove": [NOT_BEGUN],
         "route": {
             "cluster": CLUSTER,
             # The worker keeps the deadline of a call.
             "timeout": "0s",
             "hash_policy": [{"header": {"header_name": _IMAGE_HEADER}}],
-            # Only calls that no worker has seen. Clients decide about all others.
+            # Only calls that no worker has seen, or that one refused because it shuts down. Clients decide about all
+            # others.
             "retry_policy": {
-                "retry_on": "connect-failure,refused-stream",
+                "retry_on": "connect-failure,refused-stream,retriable-headers",
+                "retriable_headers": [{"name": NOT_BEGUN, "present_match": True}],
                 "num_retries": 2,
                 "retry_host_predicate": [
                     _typed(

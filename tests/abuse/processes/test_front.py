@@ -272,6 +272,28 @@ async def test_a_worker_that_drains_loses_no_call(folder: Path):
 
 
 @pytest.mark.slow
+async def test_a_call_that_a_draining_worker_refuses_is_tried_at_another_one(folder: Path):
+    """Without a delay, a worker refuses calls before the front knows. Streams keep it from ending."""
+    with Workers(folder, *FRONT, KESTREL_DRAIN_DELAY="0") as server:
+        first = server.pids()
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            stub = VisionServiceStub(channel)
+            await until_both_joined(server, stub)
+            running = [await stream(stub, 400) for _ in range(8)]
+            os.kill(first[0], signal.SIGTERM)
+            ends = time.monotonic() + 0.5
+            count = 0
+            while time.monotonic() < ends and server.pids()[0] == first[0]:
+                call = stub.Query(query(), timeout=20, metadata=about(count))
+                await call
+                assert "x-kestrel-not-begun" not in dict(await call.trailing_metadata() or ())
+                count += 1
+            assert count > 0
+            for call in running:
+                assert [e async for e in call][-1].final.usage.output_tokens == 400
+
+
+@pytest.mark.slow
 async def test_sigkill_of_the_supervisor_ends_front_and_workers(folder: Path):
     with Workers(folder, *FRONT) as server:
         pids = [*server.pids().values(), *front_pids(server)]
