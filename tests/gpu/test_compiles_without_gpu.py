@@ -93,8 +93,8 @@ def test_decode_steps_in_fp8_fit_an_h100(tmp_path: Path, family: str) -> None:
     assert done.returncode == 0, done.stderr[-5000:]
     found = json.loads(done.stdout)
     products = [kernel for kernel in found if kernel[0] == "dot_kernel"]
-    # Two for qkv with and without fc1, one for what follows, for two widths of a tile; qkv with fc1 has another tile for
-    # one row.
+    # Two for qkv with and without fc1, one for what follows, for two widths of a tile. For one row, qkv with fc1 has
+    # another tile.
     assert len(products) == (5 if family == "moondream2" else 7)
     assert {"_decode", "_add_layer_norm_kernel"} < {name for name, *_ in found}
     for name, shared, registers, spilled in found:

@@ -192,7 +192,8 @@ def _route() -> dict[str, Any]:
             "retry_policy": {
                 "retry_on": "connect-failure,refused-stream,retriable-headers",
                 "retriable_headers": [{"name": NOT_BEGUN, "present_match": True}],
-                "num_retries": 2,
+                # The pauses between them last longer together than the time between two health checks.
+                "num_retries": 5,
                 "retry_host_predicate": [
                     _typed(
                         "envoy.retry_host_predicates.previous_hosts",
