@@ -11,6 +11,7 @@ import grpc
 from kestrel_engine import EngineOverloaded, RuntimeFailure
 
 from ...security.admission.refusal_pace import RefusalPace
+from ...security.identity.front_headers import NOT_BEGUN
 from ...security.identity.peers import address_of
 from ..calls.call import Call
 from ..calls.call_watcher import CallWatcher
@@ -20,10 +21,6 @@ from .statuses import row_of, status_of
 logger = logging.getLogger(__name__)
 
 Trailers = tuple[tuple[str, str | bytes], ...]
-
-NOT_BEGUN = "x-kestrel-not-begun"
-"""The trailer of a call that a server refused because it shuts down. Envoy tries such a call at another server, if the
-refusal is the whole response (workers/front/bootstrap.py)."""
 
 _LAST_WORD_S = 2.0
 """Seconds that a failed call waits until its status is sent."""

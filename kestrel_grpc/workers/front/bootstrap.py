@@ -17,8 +17,7 @@ from typing import Any
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from ...edge.failures.endings import NOT_BEGUN
-from ...security.identity.front_headers import PEER_HEADER
+from ...security.identity.front_headers import NOT_BEGUN, PEER_HEADER
 from ...settings.server import ServerConfig
 
 CLUSTER = "workers"
