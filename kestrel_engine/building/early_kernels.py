@@ -8,6 +8,7 @@ it was done, for the same code, libraries, card and settings.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import logging
@@ -57,10 +58,9 @@ start should wait."""
 class EarlyKernels:
     """A running compilation, of this process or of another one with the same cache. Made by `begin`."""
 
-    def __init__(self, lock: IO[bytes], mark: Path) -> None:
-        self._lock, self._mark = lock, mark
+    def __init__(self, lock: IO[bytes], errors: IO[bytes], mark: Path) -> None:
+        self._lock, self._errors, self._mark = lock, errors, mark
         self._process: subprocess.Popen[bytes] | None = None
-        self._errors: IO[bytes] = tempfile.TemporaryFile()
         self._began = time.monotonic()
 
     @classmethod
@@ -82,17 +82,18 @@ class EarlyKernels:
             return None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = mark.with_suffix(".lock").open("ab")
+            lock, errors = mark.with_suffix(".lock").open("ab"), tempfile.TemporaryFile()
         except OSError:
             return None
-        found = cls(lock, mark)
-        if found._takes_lock():
-            try:
+        found = cls(lock, errors, mark)
+        try:
+            # Another process may have done it since the first look.
+            if found._takes_lock() and not mark.exists():
                 found._start(config, card, folder)
-            except OSError as error:
-                logger.info("no process can be started to compile kernels: %s", error.strerror)
-                found.close()
-                return None
+        except OSError as error:
+            logger.info("no process can be started to compile kernels: %s", error.strerror)
+            found.close()
+            return None
         return found
 
     def wait(self, progress: Progress | None = None) -> None:
@@ -106,7 +107,8 @@ class EarlyKernels:
         if process is None:
             return
         if process.poll() == 0:
-            self._mark.touch()
+            with contextlib.suppress(OSError):  # The next start looks once more.
+                self._mark.touch()
             logger.info("kernels were compiled in %.1f s", time.monotonic() - self._began)
             return
         why = "it took too long"
@@ -122,7 +124,8 @@ class EarlyKernels:
             self._process.kill()
             self._process.wait()
             assert self._process.stdin is not None
-            self._process.stdin.close()
+            with contextlib.suppress(OSError):  # It may not have read all.
+                self._process.stdin.close()
         self._errors.close()
         self._lock.close()
 
@@ -137,10 +140,11 @@ class EarlyKernels:
         environment = {
             **os.environ,
             "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "PYTHONPATH": os.pathsep.join(filter(None, map(str, sys.path))),
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _START],
+            # Without -P, modules of the working directory would come first.
+            [sys.executable, "-P", "-c", _START],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=self._errors,

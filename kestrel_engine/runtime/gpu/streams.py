@@ -18,7 +18,7 @@ _owned: WeakValueDictionary[tuple[str, object], torch.cuda.Stream] = WeakValueDi
 """The streams in use, by device and handle."""
 _used: set[tuple[str, object]] = set()
 """Those that were in use at some time. cuBLAS keeps its workspaces by stream, so a new owner should get such a stream:
-else every model that is loaded and unloaded leaves 300 MB."""
+else every model that is loaded and unloaded leaves some 200 MB."""
 _DEALT = 32
 
 

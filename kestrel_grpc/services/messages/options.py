@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +11,6 @@ from kestrel_engine import InvalidRequest, checked_adapter_name
 from .values import known_value
 
 _MAX_MODEL_NAME = 512
-_WITH_ADAPTER = re.compile(
-    r"(?P<model>.{1,512})/(?P<adapter>[A-Za-z0-9][A-Za-z0-9._+-]{0,127}@[0-9]{1,18})"
-)
 _MAX_SALT_BYTES = 128
 _PRIORITIES = {
     common_pb2.PRIORITY_UNSPECIFIED: "normal",
@@ -40,7 +36,7 @@ NO_OPTIONS = CallOptions()
 def call_options(options: common_pb2.RequestOptions) -> CallOptions:
     """Raises InvalidRequest."""
     priority = known_value("priority", options.priority, common_pb2.Priority, _PRIORITIES)
-    model, adapter = _model_and_adapter(options)
+    model = options.model if options.HasField("model") else None
     if model is not None and not 1 <= len(model) <= _MAX_MODEL_NAME:
         raise InvalidRequest("model", f"must have 1 to {_MAX_MODEL_NAME} characters")
     salt = options.cache_salt
@@ -48,22 +44,8 @@ def call_options(options: common_pb2.RequestOptions) -> CallOptions:
         raise InvalidRequest(
             "cache_salt", f"has {size} UTF-8 bytes; the limit is {_MAX_SALT_BYTES}"
         )
-    return CallOptions(model=model, priority=priority, cache_salt=salt, adapter=adapter)
-
-
-def _model_and_adapter(options: common_pb2.RequestOptions) -> tuple[str | None, str | None]:
-    """The names in ``model`` and ``adapter``. ``model`` may have an adapter's name behind it: MODEL/ID@STEP."""
-    model = options.model if options.HasField("model") else None
     adapter = checked_adapter_name(options.adapter) if options.HasField("adapter") else None
-    found = _WITH_ADAPTER.fullmatch(model) if model is not None else None
-    if found is None:
-        return model, adapter
-    if adapter is not None:
-        text = (
-            f"{model!r} names an adapter, and the field adapter names {adapter!r}; name one adapter"
-        )
-        raise InvalidRequest("model", text)
-    return found["model"], checked_adapter_name(found["adapter"])
+    return CallOptions(model=model, priority=priority, cache_salt=salt, adapter=adapter)
 
 
 def sampling_settings(sampling: common_pb2.Sampling) -> dict[str, Any]:

@@ -76,38 +76,47 @@ def test_few_processors_or_a_read_only_cache_need_no_process(
     )
 
 
+@pytest.mark.parametrize(
+    ("program", "patience_s", "why"),
+    [
+        ("import sys; sys.exit('no luck')", 60.0, "status 1: no luck"),
+        ("import time; time.sleep(100)", 0.3, "it took too long"),
+    ],
+)
 def test_a_failure_costs_only_time(
     config: RuntimeConfig,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    program: str,
+    patience_s: float,
+    why: str,
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr(early_kernels, "_START", "import sys; sys.exit('no luck')")
-    running = EarlyKernels.begin(config, MODEL, CARD, tmp_path, processors=8)
-    assert running is not None
-    running.wait()
-    running.close()
-    assert "status 1: no luck" in caplog.text
-    assert not list(tmp_path.glob("*.compiled"))
-
-
-def test_one_that_takes_too_long_is_ended(
-    config: RuntimeConfig,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO")
-    monkeypatch.setattr(early_kernels, "_START", "import time; time.sleep(100)")
-    monkeypatch.setattr(early_kernels, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(early_kernels, "_START", program)
+    monkeypatch.setattr(early_kernels, "PATIENCE_S", patience_s)
     running = EarlyKernels.begin(config, MODEL, CARD, tmp_path, processors=8)
     assert running is not None
     running.wait()
     process = running._process
     running.close()
-    assert process is not None and process.returncode is not None
-    assert "it took too long" in caplog.text
+    assert process is not None and process.returncode is not None, "it is ended"
+    assert why in caplog.text
+    assert not list(tmp_path.glob("*.compiled"))
+
+
+def test_without_room_for_the_note_the_start_goes_on(
+    config: RuntimeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(early_kernels, "_START", "")
+    monkeypatch.setattr(Path, "touch", full)
+    running = EarlyKernels.begin(config, MODEL, CARD, tmp_path, processors=8)
+    assert running is not None
+    running.wait()
+    running.close()
 
 
 def test_only_one_of_several_processes_compiles(

@@ -718,7 +718,7 @@ class RequestOptions(_message.Message):
     model: _builtins.str
     """Name of the model that must answer (Model.name). 1 to 512 characters; a model that is not served gives NOT_FOUND.
     "moondream", "moondream2", "moondream3" and "moondream3-preview" stand for the default model, unless a model of that
-    name is served. MODEL/ID@STEP, such as "moondream3-preview/01J5Z3NDEKTSV4RRFFQ69G5FAV@1000", names the adapter too.
+    name is served.
     Default: the server's default model (GetServerInfoResponse.default_model).
     """
     adapter: _builtins.str
