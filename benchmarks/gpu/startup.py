@@ -51,6 +51,10 @@ def write_checkpoint(model: str, folder: Path, *, device: str, keep_fp8: bool) -
         ).tensors
         folder.mkdir(parents=True, exist_ok=True)
         save_file({_stored_name(n): t.cpu() for n, t in tensors.items()}, weights)
+        del tensors
+        if device != "cpu":
+            # The server plans with what is free.
+            torch.cuda.empty_cache()
         released = BUNDLED / "kestrel_tiny/config.json" if model == "kestrel-tiny" else None
         raw = (
             {"model_type": config.family} if released is None else json.loads(released.read_text())

@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
+import torch
 
 from ..building.factory import Built, build
 from ..checkpoint.catalog import KNOWN, resolve
@@ -25,14 +27,12 @@ from ..config.runtime import RuntimeConfig
 from ..errors import ConfigError, ModelLoadError
 from ..preprocess.crops import prepare
 from ..preprocess.decoding.decoded_image import DecodedImage
+from ..runtime.gpu import capture
 from ..runtime.gpu.device import library_version
 from ..types.progress import Progress
 from ..types.requests import ImageBlock, SamplingParams
 from ..types.step import PREVIOUS, EncodeSlice, Row, SampleSpec, StepPlan, TokenRule
 from .cards import Card
-
-LAYERS = 3
-"""Layers of each kind that are enough: a first one, one between, and a last one. More launch the same kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,9 @@ def compile_model(
 
     meter = watch_compiler()
     before = meter.counts
-    with tempfile.TemporaryDirectory() as empty, _triton_cache(folder), stand_in(card):
+    # What a capture launches was launched by its rehearsal.
+    empty_graph = patch.object(capture, "record_graph", lambda body, pool: torch.cuda.CUDAGraph())
+    with tempfile.TemporaryDirectory() as empty, _triton_cache(folder), stand_in(card), empty_graph:
         if config.has_adapters:
             settings = replace(settings, adapters_dir=empty, adapter_sources=AdapterSources())
         with compiled_launches(card.compute_capability):
@@ -126,15 +128,16 @@ def _has_fp8_experts(config: RuntimeConfig, opened: OpenedModel) -> bool:
 
 
 def _shortened(opened: OpenedModel) -> OpenedModel:
-    """Returns the model with LAYERS layers of each kind."""
+    """Returns the model with REHEARSED_LAYERS layers of each kind."""
     text, vision = opened.config.text, opened.config.vision
     dense = text.n_layers if text.moe is None else text.moe.start_layer
     experts = text.n_layers - dense
-    if dense > LAYERS:
-        dense = LAYERS
+    few = capture.REHEARSED_LAYERS
+    if dense > few:
+        dense = few
     moe = None if text.moe is None else replace(text.moe, start_layer=dense)
-    text = replace(text, n_layers=dense + min(experts, LAYERS), moe=moe)
-    vision = replace(vision, enc_n_layers=min(vision.enc_n_layers, LAYERS))
+    text = replace(text, n_layers=dense + min(experts, few), moe=moe)
+    vision = replace(vision, enc_n_layers=min(vision.enc_n_layers, few))
     return replace(opened, config=replace(opened.config, text=text, vision=vision))
 
 

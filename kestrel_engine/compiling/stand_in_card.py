@@ -8,7 +8,7 @@ nothing. Tensors on the host are real.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +16,17 @@ from unittest.mock import patch
 
 import torch
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .cards import Card
 
 _ATEN = torch.ops.aten
+_META, _DEVICE = torch.device("meta"), torch.device("cuda:0")
 _COPIES = ("aten::_to_copy", "aten::to")
 _ADDRESS_BITS = 9
 """Addresses of different tensors differ by multiples of 512 bytes at least, as those of torch's allocator do."""
@@ -60,6 +65,8 @@ class _Dispatch(TorchDispatchMode):
         written = _written(func)
         if written is not None:
             return written(args, kwargs)
+        if _is_plain(func) and not _has_host_tensor((*args, *kwargs.values())):
+            return self._computed(func, args, kwargs)
         with self._fake:
             if func._schema.name in _COPIES and not isinstance(args[0], FakeTensor):
                 source, dtype = args[0], kwargs.get("dtype") or args[0].dtype
@@ -67,6 +74,19 @@ class _Dispatch(TorchDispatchMode):
                     source.shape, source.stride(), dtype=dtype, device="cuda:0"
                 )
             return func(*args, **kwargs)
+
+    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What FakeTensorMode does for an operator whose tensors are all on the device, in a tenth of the time."""
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": _META}
+        with in_kernel_invocation_manager(self._fake):
+            found = func(*args, **kwargs)
+        if isinstance(found, (list, tuple)):
+            return type(found)(map(self._on_device, found))
+        return self._on_device(found)
+
+    def _on_device(self, found: Any) -> Any:
+        return FakeTensor(self._fake, found, _DEVICE) if isinstance(found, torch.Tensor) else found
 
 
 def _concerns_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -79,8 +99,23 @@ def _concerns_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _is_on_device(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
-        return any(_is_on_device(each) for each in value)
+        return any(map(_is_on_device, value))
     return isinstance(value, FakeTensor)
+
+
+def _has_host_tensor(values: Iterable[Any]) -> bool:
+    return any(
+        _has_host_tensor(value)
+        if isinstance(value, (list, tuple))
+        else isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+        for value in values
+    )
+
+
+@functools.cache
+def _is_plain(func: Any) -> bool:
+    """Whether an operator's results are on the device of its tensors, or on the device that ``device`` names."""
+    return func.namespace == "aten" and func._schema.name not in _COPIES
 
 
 _Written = Callable[[tuple[Any, ...], dict[str, Any]], Any]

@@ -10,11 +10,13 @@ import bisect
 import enum
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from ...types.progress import Progress
+from .capture import captured
 
 logger = logging.getLogger(__name__)
 
@@ -101,21 +103,10 @@ class PassGraphs:
 
     def capture(self, progress: Progress | None = None) -> None:
         """Runs and captures every variant, which compiles missing kernels. Requires a CUDA device."""
-        assert self._stream is not None, "graphs are captured on a stream of a CUDA device"
         variants = self.variants
         pool = torch.cuda.graph_pool_handle()
         for index, variant in enumerate(variants):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.stream(self._stream):
-                self._body(variant)
-                self._stream.synchronize()
-                # Other threads may use the device during startup, which must not break the capture.
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    self._body(variant)
-                finally:
-                    graph.capture_end()
-            self._graphs[variant] = graph
+            self._graphs[variant] = captured(partial(self._body, variant), self._stream, pool)
             if progress is not None:
                 progress(index + 1, len(variants), f"{self._name} graph of {variant.num_rows} rows")
 

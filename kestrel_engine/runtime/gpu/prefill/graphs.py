@@ -8,6 +8,7 @@ reads tiles and page tables on the device, so one graph works for every mix of s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from ...kv_cache import KvCache
 from ..adapters.pass_slabs import PassSlabs
 from ..attention.blocks import BlockAttention
 from ..attention.prompts import PagedPrompts
+from ..capture import captured
 from ..state.staging import Field, RowBuffers
 from ..text.decoder import FusedText
 from .batch import PrefillBatch
@@ -181,7 +183,6 @@ class PrefillGraphs:
 
     def capture(self, progress: Progress | None = None) -> None:
         """Runs and captures every pass, the largest first. Requires a CUDA device."""
-        assert self._stream is not None, "graphs are captured on a stream of a CUDA device"
         pool = torch.cuda.graph_pool_handle()
         shapes = [
             PassShape(n, rows, adapters)
@@ -196,17 +197,9 @@ class PrefillGraphs:
             if self._slabs is not None:
                 self._slabs.send((), len(self._x))
         for index, shape in enumerate(shapes):
-            graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(self._stream):
                 self._x.normal_()
-                self._body(shape)
-                self._stream.synchronize()
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    self._body(shape)
-                finally:
-                    graph.capture_end()
-            self._graphs[shape] = graph
+            self._graphs[shape] = captured(partial(self._body, shape), self._stream, pool)
             if progress is not None:
                 what = f"prefill graph of {shape.num_blocks} images, {shape.text_rows} tokens"
                 progress(index + 1, len(shapes), what)

@@ -34,6 +34,7 @@ from ..adapters.decode_changes import DecodeChanges
 from ..adapters.layout import SlabLayout
 from ..adapters.pass_slabs import PassAdapters
 from ..attention.decode import DecodeAttention, PagedDecode
+from ..capture import rehearsed
 from ..gemm import Fp8Linear, linear
 from ..streams import own_stream
 from .layers import Fp8Products, TextLayer
@@ -142,17 +143,18 @@ class DecodePass:
             fp8 = None
         buffers = self._buffers if fp8 is None else fp8.buffers
         u = _shaped(buffers.u, *x.shape)
-        first = self._layers[0].ln
+        layers = rehearsed(self._layers, TextLayer.has_experts)
+        first = layers[0].ln
         changes = self._changes
         assert adapters is None or changes is not None, "this runtime computes no adapters"
         if adapters is None or changes is None:
             layer_norm(x, first.weight, first.bias, pending=None, out=u)
         else:
-            shrunk = changes.before(self._layers[0], adapters)
+            shrunk = changes.before(layers[0], adapters)
             adapted_layer_norm(x, (), None, first.weight, first.bias, shrunk=shrunk, out=u)
-        norms = [*(layer.ln for layer in self._layers[1:]), self._post_ln]
-        followings = [*self._layers[1:], None]
-        for layer, norm, following in zip(self._layers, norms, followings, strict=True):
+        norms = [*(layer.ln for layer in layers[1:]), self._post_ln]
+        followings = [*layers[1:], None]
+        for layer, norm, following in zip(layers, norms, followings, strict=True):
             pool = keys[layer.index], values[layer.index]
             read = _shaped(buffers.read, len(x), layer.reads.weight.shape[0])
             narrow = None if fp8 is None else fp8.layers[layer.index]

@@ -27,6 +27,7 @@ from ..adapters.decode_changes import expert_changes
 from ..adapters.layout import BlockPlaces, SlabLayout
 from ..adapters.pass_slabs import PassAdapters
 from ..attention.decode import DecodeAttention
+from ..capture import rehearsed
 from ..gemm import add_linear, linear, linear_gelu, require_exact
 from .decode_step import DecodePass
 from .layers import Fp8Products, TextLayer, load_layers, rotary_angles
@@ -140,7 +141,8 @@ class FusedText:
         heads = self.config.n_heads
         # The output of a block in FP8 that is not yet added to the stream.
         owed: Tensor | None = None
-        for layer in self._layers:
+        layers = rehearsed(self._layers, TextLayer.has_experts)
+        for layer in layers:
             u8: Fp8Rows | None = None
             if fp8:
                 u8 = self._norm_fp8(layer, x, u, owed)
@@ -156,7 +158,7 @@ class FusedText:
             rope_store(qkv, positions, slots, *pool, *angles, tau=tau, scales=scales)
             q, k, v = qkv.view(len(x), 3, heads, -1).unbind(1)
             attention(layer.index, q, k, v, attended)
-            if rows is not None and layer is self._layers[-1]:
+            if rows is not None and layer is layers[-1]:
                 # All keys and values are stored. The rest of the last layer needs these rows only.
                 x, u, attended = x[rows], u[rows], attended[rows]
                 u8 = None if u8 is None else u8.at(rows)

@@ -41,6 +41,9 @@ class TextLayer:
     pending: Tensor | None
     kv_scales: Scales
 
+    def has_experts(self) -> bool:
+        return self.moe is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Fp8Products:

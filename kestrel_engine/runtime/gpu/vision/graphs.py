@@ -7,6 +7,7 @@ decoded images, the device waited for the host for a tenth of the time.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from ....types.adapter import Adapter
 from ....types.progress import Progress
 from ..attention.patches import BATCHES
+from ..capture import captured
 from .tower import MAX_CROPS, FusedVision, even_size
 
 
@@ -54,20 +56,15 @@ class VisionGraphs:
         return adapted + [PassShape(count) for count in range(self._max_crops, 0, -1)]
 
     def capture(self, progress: Progress | None = None) -> None:
-        """Warms up every size for which attention makes a separate plan, then captures all sizes, the largest first."""
+        """Rehearses and captures every shape, the largest first."""
         pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(self._stream), self._vision.attention.chosen():
-            self._vision.warm_up(self._max_crops)
-            self._stream.synchronize()
-            shapes = self.shapes
+        shapes = self.shapes
+        if self._vision.changes is not None:
+            with torch.cuda.stream(self._stream):
+                self._vision.changes.send_crops((), self._max_crops)
+        with self._vision.attention.chosen():
             for index, shape in enumerate(shapes):
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    self._body(shape)
-                finally:
-                    graph.capture_end()
-                self._graphs[shape] = graph
+                self._graphs[shape] = captured(partial(self._body, shape), self._stream, pool)
                 if progress is not None:
                     progress(index + 1, len(shapes), f"vision graph of {shape.crops} crops")
 

@@ -27,6 +27,7 @@ from ....types.adapter import Adapter
 from ....types.model_config import VisionConfig
 from ..adapters.layout import SlabLayout
 from ..attention.patches import BATCHES, CropAttention
+from ..capture import rehearsed
 from ..gemm import Fp8Gelu, Fp8Linear, add_linear, linear, linear_gelu, require_exact
 from ..weights import PADDED_PATCHES, running_sums
 from .changes import BlockChanges, VisionChanges, changing_projector, changing_tower
@@ -207,7 +208,7 @@ class FusedVision:
     def _blocks(self, x: Tensor, qkv: Tensor, patches: int) -> None:
         """Runs all blocks on the stream ``x`` [rows, enc_dim], in place. ``qkv`` has as many rows, or more."""
         u = torch.empty_like(x)
-        for block in self.blocks:
+        for block in rehearsed(self.blocks):
             layer_norm(x, block.ln1.weight, block.ln1.bias, pending=block.pending[0], out=u)
             linear(u, block.qkv, out=qkv[: len(x)])
             add_linear(x, self._attend(qkv, patches)[: len(x)], block.proj)
@@ -219,7 +220,7 @@ class FusedVision:
     ) -> None:
         """As `_blocks`, and adds the ``changes`` of each block. That of fc1 applies the GELU."""
         u = torch.empty_like(x)
-        for block, change in zip(self.blocks, changes, strict=True):
+        for block, change in zip(rehearsed(self.blocks), rehearsed(changes), strict=True):
             layer_norm(x, block.ln1.weight, block.ln1.bias, pending=block.pending[0], out=u)
             linear(u, block.qkv, out=qkv[: len(x)])
             change.qkv.add(u, qkv[: len(x)])
@@ -237,7 +238,8 @@ class FusedVision:
         from_mlp: Tensor | None = None
         wanted = self._fp8_blocks[0].fc1.wants_norms
         norms = self._post_pending.new_empty(len(x)) if wanted else None
-        for block, fp8 in zip(self.blocks, self._fp8_blocks, strict=True):
+        blocks, in_fp8 = rehearsed(self.blocks), rehearsed(self._fp8_blocks)
+        for block, fp8 in zip(blocks, in_fp8, strict=True):
             ln, pending = block.ln1, block.pending[0]
             u = layer_norm_fp8(x, ln.weight, ln.bias, pending=pending, add=from_mlp)
             fp8.qkv(u, out=qkv[: len(x)])
