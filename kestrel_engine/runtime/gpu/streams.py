@@ -13,9 +13,18 @@ from weakref import WeakValueDictionary
 
 import torch
 
+
+class _Use:
+    """An attribute of a stream that is in use, which ends with it.
+
+    A weak reference to the stream itself would outlive it: torch's streams don't clear those (pytorch/pytorch#183403),
+    and the next garbage collection would crash.
+    """
+
+
 _lock = threading.Lock()
-_owned: WeakValueDictionary[tuple[str, object], torch.cuda.Stream] = WeakValueDictionary()
-"""The streams in use, by device and handle."""
+_owned: WeakValueDictionary[tuple[str, object], _Use] = WeakValueDictionary()
+"""The uses of streams, by device and handle."""
 _used: set[tuple[str, object]] = set()
 """Those that were in use at some time. cuBLAS keeps its workspaces by stream, so a new owner should get such a stream:
 else every model that is loaded and unloaded leaves some 200 MB."""
@@ -33,7 +42,8 @@ def own_stream(device: torch.device, *, priority: int = 0) -> torch.cuda.Stream:
                 f"all {_DEALT} streams of priority {priority} of {device} are in use"
             )
         key = next((key for key in free if key in _used), next(iter(free)))
-        _owned[key] = stream = free[key]
+        stream, use = free[key], _Use()
+        vars(stream)["kestrel_use"] = _owned[key] = use
         _used.add(key)
         return stream
 
