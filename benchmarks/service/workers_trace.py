@@ -6,6 +6,9 @@ The ways: the front (--spread calls), the kernel (--spread connections), the wor
 each client process, and the SDK's ring of all workers. Each worker has --in-flight calls. Clients are processes of the
 same host. One worker is measured before and after the others, and the ratio is to the mean of both. --ways names some
 of them: front, own, ring, kernel.
+
+--at measures servers that run already, such as those of a cluster, instead of workers. Then --front is the address of
+the front before them. They need the skills of SKILLS in trace_grpc.py, and a max-deadline of 600 s.
 """
 
 from __future__ import annotations
@@ -98,9 +101,17 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     parser.add_argument(
         "--ways", nargs="+", default=list(WAYS), choices=WAYS, help="ways to measure [all]"
     )
+    parser.add_argument(
+        "--at", nargs="+", default=[], metavar="ADDRESS", help="servers that run already"
+    )
+    parser.add_argument("--front", metavar="ADDRESS", help="the front before them")
     add_trace_arguments(parser)
     args, of_model = parse(parser, arguments)
     settle(args)
+    if args.at:
+        args.workers = len(args.at)
+        args.ways = [way for way in args.ways if way in ("own", "ring")]
+        args.ways += ["front"] if args.front else []
     if args.quick:
         args.clients = 1
     config = model_arguments(of_model, quick=args.quick)
@@ -111,22 +122,30 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     trace, warm_up = trace_with_warm_up(args, config)
     report = Report("workers_trace", vars(args))
     many = args.workers
+
+    def measure(ways: Ways, own: Sequence[str], front: str) -> float:
+        """Returns the requests a second of one worker."""
+        ways.warm_up(own)
+        before = ways.run("one worker", own[0], 1)
+        by_way: dict[str, tuple[str, Target | list[Target]]] = {
+            "front": ("front", front),
+            "own": ("own addresses, a worker for each client", list(own)),
+            "ring": ("own addresses, the SDK's ring", tuple(own)),
+        }
+        for way, (what, targets) in by_way.items():
+            if way in args.ways:
+                ways.run(what, targets, many)
+        return (before + ways.run("one worker, again", own[0], 1)) / 2
+
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         ways = Ways(args, trace, warm_up, Path(name))
-        port = free_ports(many)
-        own = [f"127.0.0.1:{port + n}" for n in range(many)]
-        with start(flags, "calls", port, Path(name) / "calls") as server:
-            ways.warm_up(own)
-            before = ways.run("one worker", own[0], 1)
-            by_way: dict[str, tuple[str, Target | list[Target]]] = {
-                "front": ("front", server.address),
-                "own": ("own addresses, a worker for each client", list(own)),
-                "ring": ("own addresses, the SDK's ring", tuple(own)),
-            }
-            for way, (what, targets) in by_way.items():
-                if way in args.ways:
-                    ways.run(what, targets, many)
-            alone = (before + ways.run("one worker, again", own[0], 1)) / 2
+        if args.at:
+            alone = measure(ways, args.at, args.front)
+        else:
+            port = free_ports(many)
+            own = [f"127.0.0.1:{port + n}" for n in range(many)]
+            with start(flags, "calls", port, Path(name) / "calls") as server:
+                alone = measure(ways, own, server.address)
         if "kernel" in args.ways:
             with start(flags, "connections", port, Path(name) / "connections") as server:
                 ways.warm_up(own)
