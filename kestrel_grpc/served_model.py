@@ -23,11 +23,8 @@ from kestrel_engine import (
 
 from .edge.calls.current_call import find_call
 from .edge.failures.errors import ModelNotReady, ShuttingDown
+from .model_names import ALIASES
 from .security.identity.principal import ANONYMOUS, Scope
-
-ALIASES = frozenset({"moondream", "moondream2", "moondream3", "moondream3-preview"})
-"""Names that clients send by default. In a request they stand for the default model, unless a served model has such a
-name."""
 
 
 class State(enum.Enum):

@@ -21,6 +21,7 @@ from typing import Any, Protocol, cast
 
 import grpc
 
+from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_engine import EngineClosed, Quota
 
 from ..security.admission.admission import TooManyCalls
@@ -39,6 +40,7 @@ from .failures.errors import ShuttingDown, SlowReader, SlowSender
 from .failures.statuses import Complaint, complaint
 from .messages.bounded_context import BoundedContext
 from .messages.incoming import Incoming
+from .messages.inner_request import request_options
 
 _MOST_REQUESTS = 64
 _RETRY_S = 0.1
@@ -103,10 +105,12 @@ class RequestStreams:
         end_call: Callable[[Call], None],
         watcher: CallWatcher | None,
         kinds: Mapping[str, StreamKind],
+        named: Callable[[common_pb2.RequestOptions | None], None] = lambda options: None,
     ) -> None:
-        """``kinds``: by method. A method that is absent has the defaults of StreamKind."""
+        """``kinds``: by method. A method that is absent has the defaults of StreamKind. ``named``: as for
+        CallInterceptor."""
         self.guard, self.in_flight, self.end_call = guard, in_flight, end_call
-        self.watcher, self._kinds = watcher, kinds
+        self.watcher, self._kinds, self.named = watcher, kinds, named
         self._open: Counter[tuple[str, str]] = Counter()
         """The number of open streams by method and principal."""
         self.limit = CallLimit(guard.limits.deadline_s)
@@ -210,6 +214,7 @@ class _RequestStream:
                     hold.close()
                     break
                 try:
+                    self._edge.named(request_options(request))
                     is_request = self.state.take(request, call.principal)
                     # The next request has arrived by the time that it may begin.
                     while is_request and len(self._running) >= self.state.most_requests:

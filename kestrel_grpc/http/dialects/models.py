@@ -1,4 +1,4 @@
-"""The model names in HTTP requests. Owns the names that stand for the default model, and those of adapters."""
+"""The model names in HTTP requests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 
-from ...served_model import ALIASES
+from ...model_names import ALIASES, split_name
 
 _TAG = ":latest"
 """Clients of Ollama may add it to every name."""
@@ -24,23 +24,9 @@ def served_name(name: str, names: Sequence[str]) -> str:
 
 
 def set_model(options: common_pb2.RequestOptions, name: str, names: Sequence[str]) -> None:
-    """Sets model and adapter. ``name``: a model's, or with an adapter's behind it, MODEL/ADAPTER. Behind an alias, the
-    adapter's name must have a step (moondream3-preview/ID@STEP) or be a repository of the hub (moondream3/ORG/REPO),
-    because moondream/moondream2 is a repository. ``names``: as for ``served_name``."""
-    base, adapter = _split(name, names)
+    """Sets model and adapter. ``name``: a model's, or with an adapter's behind it, MODEL/ADAPTER (`split_name`).
+    ``names``: as for ``served_name``."""
+    base, adapter = split_name(name, names)
     if adapter:
         options.adapter = adapter.removesuffix(_TAG)
     options.model = served_name(base, names)
-
-
-def _split(name: str, names: Sequence[str]) -> tuple[str, str]:
-    """The name of a model, and that of an adapter or ""."""
-    if name in names:
-        return name, ""
-    for base in sorted(names, key=len, reverse=True):
-        if name.startswith(f"{base}/"):
-            return base, name.removeprefix(f"{base}/")
-    base, _, adapter = name.partition("/")
-    if base in ALIASES and ("@" in adapter or "/" in adapter):
-        return base, adapter
-    return name, ""

@@ -103,10 +103,46 @@ async def test_grpc_clients_send_a_default_name(serve, folder: Path) -> None:
     async with AsyncKestrelClient(served.server.addresses[0], timeout=20) as sdk:
         await sdk.query(None, "one?", model="moondream3-preview", adapter=NAME, max_tokens=2)
         assert applied(served) == [NAME]
-        # A name of the hub has a slash and may end with a revision of digits: the field adapter names adapters.
-        for other in ("gpt", "moondream3/mine", f"moondream3/{NAME}"):
+        # A name of the hub has a slash, too, and may end with a revision of digits.
+        for other in ("gpt", "moondream3/mine", "team/repository@123"):
             with pytest.raises(NotFoundError, match=f"'{other}' is not served"):
                 await sdk.query(None, "two?", model=other)
+
+
+async def test_a_model_s_name_may_have_that_of_an_adapter_behind_it(serve, folder: Path) -> None:
+    served = await serve()
+    add_adapters(served, folder)
+    async with AsyncKestrelClient(served.server.addresses[0], timeout=20) as sdk:
+        await sdk.query(None, "one?", model=f"fake/{NAME}", max_tokens=2)
+        await sdk.query(None, "two?", model=f"moondream3-preview/{NAME}", max_tokens=2)
+        async with sdk.stream_query(None, "three?", model=f"fake/{NAME}", max_tokens=2) as stream:
+            async for _ in stream:
+                pass
+        await sdk.run_skill(
+            "query", None, {"question": "four?"}, model=f"fake/{NAME}", max_tokens=2
+        )
+        await sdk.analyze(np.zeros((40, 60), np.uint8), [QueryTask("five?")], model=f"fake/{NAME}")
+        config = vision_service_pb2.FramesConfig(
+            tasks=[{"key": "what", "query": {"question": "six?", "sampling": {"max_tokens": 2}}}],
+            options={"model": f"fake/{NAME}"},
+        )
+        sent = [
+            vision_service_pb2.StreamFramesRequest(config=config),
+            vision_service_pb2.StreamFramesRequest(frame={"id": 1, "image": raw_image(40, 40)}),
+        ]
+        async for frame in served.vision.StreamFrames(sent):
+            assert frame.WhichOneof("outcome") == "results", frame
+        found = applied(served)
+        assert len(found) >= 6 and set(found) == {NAME}
+        with pytest.raises(
+            InvalidArgumentError, match="names an adapter, and the field adapter"
+        ) as error:
+            await sdk.query(None, "seven?", model=f"fake/{NAME}", adapter=NAME)
+        assert error.value.field_violations[0].field == "options.model"
+        with pytest.raises(InvalidArgumentError, match=r"options\.model"):
+            await sdk.query(None, "eight?", model="fake/../../etc/passwd")
+        with pytest.raises(NotFoundError, match="nobody"):
+            await sdk.query(None, "nine?", model="fake/nobody")
 
 
 @pytest.mark.parametrize(

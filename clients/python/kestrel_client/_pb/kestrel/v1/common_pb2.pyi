@@ -718,7 +718,8 @@ class RequestOptions(_message.Message):
     model: _builtins.str
     """Name of the model that must answer (Model.name). 1 to 512 characters; a model that is not served gives NOT_FOUND.
     "moondream", "moondream2", "moondream3" and "moondream3-preview" stand for the default model, unless a model of that
-    name is served.
+    name is served. MODEL/ADAPTER, such as "moondream3-preview/01J5Z3NDEKTSV4RRFFQ69G5FAV@1000", names an adapter too, as the
+    field adapter does. Behind one of these four names, ADAPTER must have a step or be a repository of the hub.
     Default: the server's default model (GetServerInfoResponse.default_model).
     """
     adapter: _builtins.str
