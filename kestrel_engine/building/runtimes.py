@@ -13,7 +13,7 @@ from ..runtime.protocol import Runtime
 from ..types.model_config import ModelConfig
 from ..types.progress import Progress
 from .claims import CLAIMS, claim_of
-from .kept_images import extra_bytes
+from .kept_images import IN_USE, extra_bytes, host_images, kept_images
 
 if TYPE_CHECKING:
     import torch
@@ -125,6 +125,8 @@ def _gpu_runtime(plan: Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime,
         decode_beside=_decodes_beside(plan.config, plan.model),
         max_crops=_most_crops(sizes),
         refiner=plan.refiner,
+        device_images=IN_USE + kept_images(plan.config, plan.model, plan.dtype.itemsize),
+        host_images=host_images(plan.config, plan.model, plan.dtype.itemsize),
         adapters=plan.slabs,
         adapt_vision=plan.config.has_adapters,
         progress=plan.progress,

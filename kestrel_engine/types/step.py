@@ -281,6 +281,8 @@ class RuntimeLimits:
     """The runtime has two lanes: it decodes while it encodes images and prefills prompts."""
     refines: bool = False
     """The runtime has a segmentation refiner."""
+    host_images: int = 0
+    """Places for embeddings of images in the host's memory. The runtime brings one back when it is used."""
 
 
 def uniform(seed: int, draw: int) -> float:

@@ -91,17 +91,20 @@ class GpuRuntime:
         kv_scales: Sequence[Scales] | None = None,
         decode_beside: bool = True,
         refiner: Refiner | None = None,
+        device_images: int = 64,
+        host_images: int = 0,
         adapters: SlabLayout | None = None,
         adapt_vision: bool = True,
         progress: Progress | None = None,
     ) -> None:
         """Captures the graphs on a CUDA device, unless ``cuda_graphs`` is False, and calls ``progress`` for each.
 
-        ``attention``, ``fp8_gemms`` and ``decode_beside``: as in RuntimeConfig. ``kv_scales``: the
-        scales of each layer for an FP8 KV cache; None for a KV cache in the model's dtype. ``adapters``: the layout of
-        adapters' slabs; None if rows have no adapters, which needs fewer graphs. ``adapt_vision``: adapters may change
-        the vision tower and the projector, which needs more graphs. Raises ConfigError for an attention library or an
-        FP8 setting that is not available, and torch's own errors.
+        ``attention``, ``fp8_gemms`` and ``decode_beside``: as in RuntimeConfig. ``kv_scales``: the scales of each layer
+        for an FP8 KV cache; None for a KV cache in the model's dtype. ``device_images``, ``host_images``: prefixes of
+        images that stay on the device, and places for more in the host's memory. ``adapters``: the layout of adapters'
+        slabs; None if rows have no adapters, which needs fewer graphs. ``adapt_vision``: adapters may change the vision
+        tower and the projector, which needs more graphs. Raises ConfigError for an attention library or an FP8 setting
+        that is not available, and torch's own errors.
         """
         assert max_seq_length <= config.text.max_context, (max_seq_length, config.text.max_context)
         pack_weights(config, tensors)
@@ -121,6 +124,7 @@ class GpuRuntime:
             vocab_size=config.text.vocab_size,
             decodes_beside=decode_beside and can_decode_beside,
             refines=refiner is not None,
+            host_images=host_images,
         )
         self._refinement = None if refiner is None else Refinement(model.vision, refiner)
         self._lanes = Lanes(device, two=limits.decodes_beside)
@@ -170,7 +174,14 @@ class GpuRuntime:
         if self._stream is not None and cuda_graphs:
             self._vision_graphs = VisionGraphs(self.vision, self._stream, max_crops=max_crops)
         bos = model.text.wte[config.ids.bos_id]
-        self._images = EncodedImages(self.vision, self._vision_graphs, bos, self._upload)
+        self._images = EncodedImages(
+            self.vision,
+            self._vision_graphs,
+            bos,
+            self._upload,
+            on_device=device_images,
+            on_host=host_images,
+        )
         self._prompts = Prefill(
             config,
             model,

@@ -15,16 +15,24 @@ from ...kept_crops import KeptCrops
 from ..state.staging import ImageUploader, Uploader
 from .device_crops import DeviceCrops
 from .graphs import VisionGraphs
+from .prefixes import ImagePrefixes
 from .tower import FusedVision
 
 
 class EncodedImages:
     """Owns the prefixes of images, the features of images with crops that are not encoded yet, or that keep them, and
     the features of crops that later images may reuse.
-    ``bos``: [dim], the embedding of BOS, which precedes an image."""
+    ``bos``: [dim], the embedding of BOS, which precedes an image. ``on_device``, ``on_host``: as for ImagePrefixes."""
 
     def __init__(
-        self, vision: FusedVision, graphs: VisionGraphs | None, bos: Tensor, upload: Uploader
+        self,
+        vision: FusedVision,
+        graphs: VisionGraphs | None,
+        bos: Tensor,
+        upload: Uploader,
+        *,
+        on_device: int,
+        on_host: int,
     ) -> None:
         self._vision, self._bos = vision, bos
         self.encode_crops = (vision if graphs is None else graphs).encode_crops
@@ -35,7 +43,10 @@ class EncodedImages:
         """The crops of images that arrived as pixels, until the last crop is encoded."""
         self._features: dict[str, list[Tensor]] = {}
         self._kept = KeptCrops()
-        self._prefixes: dict[str, Tensor] = {}
+        positions = 1 + vision.config.grid**2
+        self._prefixes = ImagePrefixes(
+            (positions, len(bos)), bos.dtype, bos.device, on_device=on_device, on_host=on_host
+        )
 
     def drop(self, keys: Iterable[str], crop_keys: Iterable[str] = ()) -> None:
         """Drops images and kept crops. An unknown key has no effect."""
@@ -43,7 +54,7 @@ class EncodedImages:
         for key in keys:
             self._crops.pop(key, None)
             self._features.pop(key, None)
-            self._prefixes.pop(key, None)
+            self._prefixes.drop(key)
 
     def clear(self) -> None:
         self._crops.clear()
@@ -53,8 +64,8 @@ class EncodedImages:
 
     def prefix(self, key: str) -> Tensor:
         """Returns the embeddings of BOS and the image: [image prefix, dim]."""
-        assert key in self._prefixes, f"image {key} was not encoded: {sorted(self._prefixes)}"
-        return self._prefixes[key]
+        assert key in self._prefixes, f"image {key} was not encoded"
+        return self._prefixes.on_device(key)
 
     def encode(self, pieces: Sequence[EncodeSlice]) -> None:
         """Encodes all crops of a step. Makes an image's prefix after its last crop."""
@@ -88,7 +99,7 @@ class EncodedImages:
             [image.adapter for image, _ in complete],
         )
         for (image, _), embedding in zip(complete, embedded, strict=True):
-            self._prefixes[image.key] = torch.cat([self._bos[None], embedding])
+            self._prefixes.add(image.key, torch.cat([self._bos[None], embedding]))
 
     def embedding(self, read: EmbedRead) -> FetchedEmbedding:
         """Enqueues the copies of embeddings. The image was encoded."""
