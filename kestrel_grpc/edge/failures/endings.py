@@ -15,7 +15,7 @@ from ...security.identity.front_headers import NOT_BEGUN
 from ...security.identity.peers import address_of
 from ..calls.call import Call
 from ..calls.call_watcher import CallWatcher
-from .errors import ShuttingDown
+from .errors import ModelNotReady
 from .statuses import row_of, status_of
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Endings:
         note(call, error)
         await delay_refusal(self._pace, call, error)
         _, message, trailers = status_of(error, call.request_id, prefix)
-        if isinstance(error, ShuttingDown):
+        if isinstance(error, ModelNotReady):
             trailers = (*trailers, (NOT_BEGUN, "1"))
         await self.abort(call, message, trailers)
 

@@ -11,8 +11,8 @@ PEER_HEADER = "x-kestrel-peer"
 CERTIFICATE_HEADER = "x-forwarded-client-cert"
 """The client's certificate and the chain to its authority, in Envoy's form: Hash=…;Chain="URL-encoded PEM"."""
 NOT_BEGUN = "x-kestrel-not-begun"
-"""The trailer of a call that a server refused because it shuts down. The front tries such a call at another worker, if
-the refusal is the whole response, and removes the trailer."""
+"""The trailer of a call that a server refused because its model is not ready, or because it shuts down. The front tries
+such a call at another worker, if the refusal is the whole response, and removes the trailer."""
 _PREFIXES = ("x-forwarded-", "x-envoy-")
 
 

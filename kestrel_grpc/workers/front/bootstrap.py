@@ -186,8 +186,8 @@ def _route() -> dict[str, Any]:
             # The worker keeps the deadline of a call.
             "timeout": "0s",
             "hash_policy": [{"header": {"header_name": _IMAGE_HEADER}}],
-            # Only calls that no worker has seen, or that one refused because it shuts down. Clients decide about all
-            # others.
+            # Only calls that no worker has seen, or that one refused because it loads or shuts down. Clients decide
+            # about all others.
             "retry_policy": {
                 "retry_on": "connect-failure,refused-stream,retriable-headers",
                 "retriable_headers": [{"name": NOT_BEGUN, "present_match": True}],

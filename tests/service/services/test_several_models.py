@@ -241,8 +241,12 @@ async def test_models_are_loaded_swapped_and_unloaded_while_others_serve() -> No
         states = {each.name: each.state for each in listed.models}
         assert list(states) == ["first", "second", "tmp"]
         assert states["tmp"] == model_service_pb2.MODEL_STATE_LOADING
-        with pytest.raises(grpc.aio.AioRpcError, match=r"tmp is still loading .*parts, 66 %"):
+        with pytest.raises(
+            grpc.aio.AioRpcError, match=r"tmp is still loading .*parts, 66 %"
+        ) as early:
             await two.answer("tmp", metadata=METADATA)
+        # A front tries another worker.
+        assert ("x-kestrel-not-begun", "1") in tuple(early.value.trailing_metadata() or ())
         for refused in (admin.unload_model("tmp"), admin.set_default_model("tmp")):
             with pytest.raises(FailedPreconditionError, match=r"tmp is (being loaded|not ready)"):
                 await refused
