@@ -83,7 +83,7 @@ bench: $(INSTALLED) ## Measure the step thread, the front end and serving on the
 	$(BIN)/python -m benchmarks.engine_host
 	$(BIN)/python -m benchmarks.serving_cpu
 	$(BIN)/python -m benchmarks.serving_cpu --grpc
-	$(BIN)/python -m benchmarks.grpc_overhead
+	$(BIN)/python -m benchmarks.overhead.through_grpc
 	$(BIN)/python -m benchmarks.preprocess
 
 BENCH_OUT ?= out/bench

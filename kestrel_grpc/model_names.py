@@ -7,13 +7,19 @@ slash too, so only the names of the served models tell what such a name means.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_engine import InvalidRequest, checked_adapter_name
+
+if TYPE_CHECKING:  # served_model.py, which has these names too, uses no protobuf.
+    from kestrel_client._pb.kestrel.v1 import common_pb2
 
 ALIASES = frozenset({"moondream", "moondream2", "moondream3", "moondream3-preview"})
 """Names that clients send by default. In a request they stand for the default model, unless a served model has such a
 name."""
+
+MOST_CHARACTERS = 512
+"""Limit on the name of a model in a request, with that of an adapter behind it."""
 
 
 def split_name(name: str, names: Sequence[str]) -> tuple[str, str]:
@@ -36,7 +42,7 @@ def split_name(name: str, names: Sequence[str]) -> tuple[str, str]:
 def split_model(options: common_pb2.RequestOptions | None, names: Sequence[str]) -> None:
     """Moves an adapter's name from the field model to the field adapter. ``names``: as for `split_name`. Raises
     InvalidRequest."""
-    if options is None or not options.HasField("model"):
+    if options is None or len(options.model) > MOST_CHARACTERS:  # The service refuses it.
         return
     base, adapter = split_name(options.model, names)
     if not adapter:
@@ -49,5 +55,5 @@ def split_model(options: common_pb2.RequestOptions | None, names: Sequence[str])
     try:
         options.adapter = checked_adapter_name(adapter)
     except InvalidRequest as error:
-        raise InvalidRequest("model", f"{options.model!r}: {adapter!r} {error.message}") from None
+        raise InvalidRequest("model", f"{options.model!r}: {error.message}") from None
     options.model = base

@@ -1,1 +1,1 @@
-"""The parts of benchmarks.grpc_overhead: servers, engines and callers whose difference is the cost of a layer."""
+"""What a layer costs: servers, engines and callers to compare. Its programs are through_grpc and through_http."""

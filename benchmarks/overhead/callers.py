@@ -1,4 +1,4 @@
-"""The callers of grpc_overhead.py, in separate processes, so that their cost is not measured."""
+"""The callers of through_grpc.py, in separate processes, so that their cost is not measured."""
 
 from __future__ import annotations
 

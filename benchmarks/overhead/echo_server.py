@@ -1,4 +1,4 @@
-"""The bare grpc.aio server that grpc_overhead.py compares with: no interceptors, no engine, prepared messages.
+"""The bare grpc.aio server that through_grpc.py compares with: no interceptors, no engine, prepared messages.
 
 It runs in a separate process with one end of a pipe. It sends its address, then replies to "streamed" with the CPU time
 of the latest round of streams and to "cpu" with a Snapshot. It ends when it receives None.

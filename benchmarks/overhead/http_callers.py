@@ -1,4 +1,4 @@
-"""The callers of http_overhead.py: streams read from the HTTP port, in processes of their own."""
+"""The callers of through_http.py: streams read from the HTTP port, in processes of their own."""
 
 from __future__ import annotations
 

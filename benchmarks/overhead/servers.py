@@ -1,4 +1,4 @@
-"""The measured processes of grpc_overhead.py, except its echo: a server with a real or a canned engine, and the
+"""The measured processes of through_grpc.py, except its echo: a server with a real or a canned engine, and the
 engine alone.
 
 Each runs in a separate process with one end of a pipe. It sends its address, if it has one, replies to "window" with a

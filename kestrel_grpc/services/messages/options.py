@@ -8,9 +8,9 @@ from typing import Any
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_engine import InvalidRequest, checked_adapter_name
 
+from ...model_names import MOST_CHARACTERS
 from .values import known_value
 
-_MAX_MODEL_NAME = 512
 _MAX_SALT_BYTES = 128
 _PRIORITIES = {
     common_pb2.PRIORITY_UNSPECIFIED: "normal",
@@ -37,8 +37,8 @@ def call_options(options: common_pb2.RequestOptions) -> CallOptions:
     """Raises InvalidRequest."""
     priority = known_value("priority", options.priority, common_pb2.Priority, _PRIORITIES)
     model = options.model if options.HasField("model") else None
-    if model is not None and not 1 <= len(model) <= _MAX_MODEL_NAME:
-        raise InvalidRequest("model", f"must have 1 to {_MAX_MODEL_NAME} characters")
+    if model is not None and not 1 <= len(model) <= MOST_CHARACTERS:
+        raise InvalidRequest("model", f"must have 1 to {MOST_CHARACTERS} characters")
     salt = options.cache_salt
     if (size := len(salt.encode())) > _MAX_SALT_BYTES:
         raise InvalidRequest(

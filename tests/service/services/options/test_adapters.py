@@ -141,6 +141,9 @@ async def test_a_model_s_name_may_have_that_of_an_adapter_behind_it(serve, folde
         assert error.value.field_violations[0].field == "options.model"
         with pytest.raises(InvalidArgumentError, match=r"options\.model"):
             await sdk.query(None, "eight?", model="fake/../../etc/passwd")
+        with pytest.raises(InvalidArgumentError, match="1 to 512 characters") as error:
+            await sdk.query(None, "eight?", model="fake/" + 100_000 * "x")
+        assert len(str(error.value)) < 200
         with pytest.raises(NotFoundError, match="nobody"):
             await sdk.query(None, "nine?", model="fake/nobody")
 

@@ -1,6 +1,6 @@
 """Measures the cost of gRPC: CPU time and steps a second, for 64 streams and for unary calls, against a bare gRPC echo.
 
-python -m benchmarks.grpc_overhead [--quick] [--json FILE] [--of service|engine|both] [--rounds N] [--seconds S]
+python -m benchmarks.overhead.through_grpc [--quick] [--json FILE] [--of service|engine|both] [--rounds N] [--seconds S]
     [--streams N] [--step-ms MS] [--staging-ms MS]
 
 The first part measures the service alone: the real server with an engine that returns canned words at a device's pace
@@ -11,14 +11,14 @@ Callers run in separate processes.
 
 from __future__ import annotations
 
-from .overhead import engine as overhead_engine
-from .overhead import service as overhead_service
-from .overhead.servers import Load, Pace
-from .reports.report import Report, benchmark_parser
+from ..reports.report import Report, benchmark_parser
+from . import engine as overhead_engine
+from . import service as overhead_service
+from .servers import Load, Pace
 
 
 def main(arguments: list[str] | None = None) -> Report:
-    parser = benchmark_parser("grpc_overhead", __doc__)
+    parser = benchmark_parser("overhead.through_grpc", __doc__)
     parser.add_argument("--streams", type=int, default=64, help="concurrent streams [64]")
     parser.add_argument(
         "--step-ms", type=float, default=3.6, help="milliseconds of a step of the device [3.6]"
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> Report:
     rate, seconds = (100.0, 0.2) if args.quick else (400.0, args.seconds)
     calls = max(1, round(rate * seconds / load.streams))
     pace = Pace(load.streams, calls, load.streams / rate)
-    report = Report("grpc_overhead", vars(args))
+    report = Report("overhead.through_grpc", vars(args))
     if args.of != "engine":
         rounds = 1 if args.quick else args.rounds
         settings = overhead_service.SETTINGS[: 1 if args.quick else None]

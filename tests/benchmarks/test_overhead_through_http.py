@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from benchmarks import http_overhead
+from benchmarks.overhead import through_http
 
 
 @pytest.mark.slow
 def test_every_way_reads_all_tokens(tmp_path):
     path = tmp_path / "report.json"
-    http_overhead.main(["--quick", "--json", str(path)])
+    through_http.main(["--quick", "--json", str(path)])
     report = json.loads(path.read_text())
     (rows,) = report["tables"].values()
     assert [row["way"] for row in rows] == [

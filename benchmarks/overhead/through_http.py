@@ -1,8 +1,8 @@
 """Compares HTTP with gRPC: tokens a second and the server's CPU time, for concurrent streams of a canned engine.
 
-python -m benchmarks.http_overhead [--quick] [--json FILE] [--streams N] [--step-ms MS] [--rounds N]
+python -m benchmarks.overhead.through_http [--quick] [--json FILE] [--streams N] [--step-ms MS] [--rounds N]
 
-The server has both ports and the engine of grpc_overhead.py, which returns canned words at a device's pace. The same
+The server has both ports and the engine of through_grpc.py, which returns canned words at a device's pace. The same
 streams are read by gRPC, by Moondream's REST interface and by OpenAI's, in turn. A second server has no HTTP port: it
 shows what an idle HTTP port costs gRPC. Callers run in separate processes.
 """
@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from .overhead.callers import Callers
-from .overhead.cpu_window import NAMES
-from .overhead.http_callers import HttpCallers, Span, caption_request, chat_request
-from .overhead.servers import Load, Setting, run_canned
-from .reports.report import Report, benchmark_parser, median
-from .traffic.processes import ChildProcess
+from ..reports.report import Report, benchmark_parser, median
+from ..traffic.processes import ChildProcess
+from .callers import Callers
+from .cpu_window import NAMES
+from .http_callers import HttpCallers, Span, caption_request, chat_request
+from .servers import Load, Setting, run_canned
 
 _ENGINE = NAMES["kestrel-canned"]
 HTTP_SHARE, IDLE_SHARE = 0.85, 0.97
@@ -47,7 +47,7 @@ class _Way:
 
 
 def main(arguments: list[str] | None = None) -> Report:
-    parser = benchmark_parser("http_overhead", __doc__)
+    parser = benchmark_parser("overhead.through_http", __doc__)
     parser.add_argument("--streams", type=int, default=64, help="concurrent streams [64]")
     parser.add_argument(
         "--step-ms", type=float, default=3.6, help="milliseconds of a step of the device [3.6]"
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> Report:
         step_s=args.step_ms / 1e3,
         staging_s=0.0,
     )
-    report = Report("http_overhead", vars(args))
+    report = Report("overhead.through_http", vars(args))
     _measure(report, load, 1 if args.quick else args.rounds)
     report.finish(args.json)
     return report

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from benchmarks import grpc_overhead
+from benchmarks.overhead import through_grpc
 
 
 @pytest.mark.slow
 def test_it_tells_service_engine_and_echo_apart(tmp_path):
     path = tmp_path / "report.json"
-    grpc_overhead.main(["--quick", "--json", str(path)])
+    through_grpc.main(["--quick", "--json", str(path)])
     report = json.loads(path.read_text())
     service, engine = list(report["tables"].values())[:5], list(report["tables"].values())[5:]
     for rows in service:
