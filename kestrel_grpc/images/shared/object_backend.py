@@ -7,6 +7,7 @@ objects, and a lifecycle rule of the bucket deletes the others.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -20,6 +21,21 @@ from .backend import owner_key
 
 _MOST_OBJECTS = 1000
 """Objects of one owner: one page of a listing."""
+
+
+def answer_of(error: Exception) -> tuple[int, str] | None:
+    """The HTTP status and S3's code, as in (404, "NoSuchBucket"), of the answer that an error of obstore tells; None if
+    the store gave none. The code may be empty.
+
+    Obstore's classes don't tell: a listing of a bucket that is not there raises GenericError. Its text also has random
+    parts (an address, a time, S3's own ids), so only the parts with these two are read.
+    """
+    text = str(error).partition("\n\nDebug source:")[0]
+    status = re.search(r" status code: ([0-9]{3})\b", text)
+    if status is None:
+        return None
+    code = re.search(r"<Code>([A-Za-z]{1,64})</Code>", text)
+    return int(status[1]), "" if code is None else code[1]
 
 
 class ObjectBackend:

@@ -20,6 +20,7 @@ from ..store import StoredImage
 from .backend import Backend, DamagedValue, OpenedValue
 from .breaker import Breaker
 from .flight_room import FlightRoom, RoomFull
+from .object_backend import answer_of
 from .records import OVERHEAD_BYTES, Deleted, Records, Unreadable
 
 logger = logging.getLogger(__name__)
@@ -286,4 +287,7 @@ def reason_of(error: Exception, timeout_s: float) -> str:
     """Why an operation on the store failed, in one line."""
     if isinstance(error, TimeoutError):
         return f"no answer in {timeout_s:g} s"
+    if (answer := answer_of(error)) is not None:
+        status, code = answer
+        return f"{type(error).__name__}: the store answered {status} {code}".rstrip()
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from ...settings.shared_images import SharedImagesConfig
 from ..store import StoredImage
+from .object_backend import answer_of
 from .opening import open_backend, open_records
 from .records import OVERHEAD_BYTES
 from .shared_images import reason_of
@@ -69,21 +70,29 @@ async def try_store(config: SharedImagesConfig) -> float:
 
 def _remedy(error: Exception, config: SharedImagesConfig) -> str:
     text = f"{type(error).__name__} {error}".lower()
-    if any(word in text for word in ("auth", "noperm", "wrongpass", "permission", "denied", "403")):
-        if config.is_redis:
+    if config.is_redis:
+        if any(word in text for word in ("auth", "noperm", "wrongpass", "permission")):
             return (
                 "give the password with KESTREL_SHARED_IMAGES_PASSWORD or --shared-images-password-file, and the user "
                 "the rights that docs/scaling.md lists (Secrets)"
             )
+        if "ssl" in text or "certificate" in text:
+            return "rediss:// needs a server with TLS; --shared-images-ca names its authority"
+        return _UNREACHABLE
+    status, _ = answer_of(error) or (None, "")
+    if status in (401, 403) or (status is None and _CREDENTIALS_HOST in text):
         return "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a role with the rights to get, put, list and delete"
-    if "nosuchbucket" in text or "not found" in text:
+    if status == 404:
         return (
             "create the bucket that --shared-images names, or set AWS_ENDPOINT_URL and AWS_REGION"
         )
-    if (
-        "builder err" in text and not config.is_redis
-    ):  # obstore's word for an address that it refuses.
+    if "builder err" in text:  # obstore's word for an address that it refuses.
         return "set AWS_ALLOW_HTTP=true, which an AWS_ENDPOINT_URL with http:// needs"
-    if "ssl" in text or "certificate" in text:
-        return "rediss:// needs a server with TLS; --shared-images-ca names its authority"
-    return "check the address of --shared-images, the network and whether the store runs; a server works without it too"
+    return _UNREACHABLE
+
+
+_UNREACHABLE = (
+    "check the address of --shared-images, the network and whether the store runs; a server works without it too"
+)
+_CREDENTIALS_HOST = "169.254.169.254"
+"""Where obstore asks for the credentials of a machine's role, if the variables have none."""

@@ -74,20 +74,25 @@ def call_of(server: Workers, request_id: str) -> dict:
     return found
 
 
-async def until_both_joined(server: Workers, stub: VisionServiceStub) -> None:
-    """Until each worker has answered: a thread of the front may know a worker later than others."""
-    joined: set[int] = set()
+async def images_of_both(
+    server: Workers, stub: VisionServiceStub, prefix: str, each: int = 1
+) -> tuple[list[str], list[str]]:
+    """``each`` images of each worker. Both have answered then: a thread of the front may know a worker later than
+    others."""
+    images: tuple[list[str], list[str]] = ([], [])
     for number in itertools.count():
-        await stub.Query(query(f"j{number}"), timeout=DEADLINE_S, metadata=about(f"j{number}"))
-        joined.add(await server.worker_of(f"j{number}"))
-        if joined == {0, 1}:
-            break
-        assert number < 200, "one worker answers all calls"
+        name = f"{prefix}{number}"
+        await stub.Query(query(name), timeout=DEADLINE_S, metadata=about(name))
+        images[await server.worker_of(name)].append(name)
+        if min(map(len, images)) >= each:
+            return images[0][:each], images[1][:each]
+        assert number < 200, f"one worker answers all calls: {images}"
+    raise AssertionError
 
 
 async def test_calls_of_one_connection_spread_and_an_image_stays(server: Workers, channel):
     stub = VisionServiceStub(channel)
-    await until_both_joined(server, stub)  # An image moves when a worker joins.
+    await images_of_both(server, stub, "j")  # An image moves when a worker joins.
     places: dict[int, set[int]] = {}
     for number in range(24):
         image = number % 12
@@ -178,11 +183,15 @@ async def test_hostile_callers_reach_limits_and_others_do_not_notice(server: Wor
 
 async def test_sigkill_of_a_worker_ends_its_calls_with_unavailable(server: Workers, channel):
     stub, first = VisionServiceStub(channel), server.pids()
-    streams = [await stream(stub, 300) for _ in range(4)]
-    await server.until(lambda: len(streams) == 4)
+    # Half of the calls are about images of the worker that will die, half about images of the other one.
+    of_both = await images_of_both(server, stub, "d", each=3)
+    images = [image for pair in zip(*of_both, strict=True) for image in pair]
+    streams = [await stream(stub, 300, about(image)) for image in images[:4]]
     unary = [
-        asyncio.ensure_future(_status(stub.Query(query(f"k{n}", 100), timeout=60)))
-        for n in range(6)
+        asyncio.ensure_future(
+            _status(stub.Query(query(f"k{image}", 100), timeout=60, metadata=about(image)))
+        )
+        for image in images
     ]
     await asyncio.sleep(0.2)
     async with AsyncKestrelClient(server.address, timeout=60) as client:
@@ -249,7 +258,7 @@ async def test_a_worker_that_drains_loses_no_call(folder: Path):
         async with grpc.aio.insecure_channel(server.address) as channel:
             stub, count = VisionServiceStub(channel), 0
             health = health_pb2_grpc.HealthStub(channel)
-            await until_both_joined(server, stub)
+            await images_of_both(server, stub, "j")
             watches = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(12)]
             for watch in watches:
                 assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
@@ -278,7 +287,7 @@ async def test_a_call_that_a_draining_worker_refuses_is_tried_at_another_one(fol
         first = server.pids()
         async with grpc.aio.insecure_channel(server.address) as channel:
             stub = VisionServiceStub(channel)
-            await until_both_joined(server, stub)
+            await images_of_both(server, stub, "j")
             running = [await stream(stub, 400) for _ in range(8)]
             os.kill(first[0], signal.SIGTERM)
             ends = time.monotonic() + 0.5

@@ -122,10 +122,12 @@ async def stubs(server: Workers, count: int) -> AsyncIterator[list[tuple[int, Vi
         yield found
 
 
-async def stream(stub: VisionServiceStub, max_tokens: int):
+async def stream(stub: VisionServiceStub, max_tokens: int, metadata: tuple[tuple[str, str], ...] = ()):
     """One that has begun to talk."""
     call = stub.StreamQuery(
-        pb.StreamQueryRequest(request=query(max_tokens=max_tokens)), timeout=DEADLINE_S
+        pb.StreamQueryRequest(request=query(max_tokens=max_tokens)),
+        timeout=DEADLINE_S,
+        metadata=metadata,
     )
     events = aiter(call)
     for _ in range(2):

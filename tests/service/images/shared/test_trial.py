@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import os
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -56,14 +59,52 @@ def s3() -> Iterator[str]:
 
 
 def test_a_bucket(s3: str, monkeypatch) -> None:
-    told = check_shared_images(SharedImagesConfig(url=f"s3://{BUCKET}/images"))
+    # The time limit is not what is tested, and beside other tests the stand-in is slow.
+    here = SharedImagesConfig(url=f"s3://{BUCKET}/images", timeout_s=60)
+    told = check_shared_images(here)
     assert told.status == "ok", told
-    told = check_shared_images(SharedImagesConfig(url="s3://no-such-bucket-here/images"))
+    told = check_shared_images(replace(here, url="s3://no-such-bucket-here/images"))
     assert told.status == "warn" and "create the bucket" in told.remedy, told
+    assert told.message.endswith("can't write: GenericError: the store answered 404 NoSuchBucket")
     with monkeypatch.context() as patched:
         patched.delenv("AWS_ALLOW_HTTP")
-        told = check_shared_images(SharedImagesConfig(url=f"s3://{BUCKET}/images"))
+        told = check_shared_images(here)
         assert told.status == "warn" and "set AWS_ALLOW_HTTP=true" in told.remedy, told
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    told = check_shared_images(SharedImagesConfig(url=f"s3://{BUCKET}/images", timeout_s=0.5))
-    assert told.status == "warn", told
+    told = check_shared_images(replace(here, timeout_s=0.5))
+    assert told.status == "warn" and "whether the store runs" in told.remedy, told
+
+
+IDS = "<RequestId>auth-403-denied</RequestId>"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "answer", "remedy"),
+    [
+        (403, f"<Error><Code>AccessDenied</Code>{IDS}</Error>", "403 AccessDenied", "AWS_ACCESS"),
+        (401, "", "401", "AWS_ACCESS"),
+        (404, "", "404", "create the bucket"),
+        (404, f"<Error><Code>NoSuchBucket</Code>{IDS}</Error>", "404 NoSuchBucket", "create the"),
+        (500, f"<Error><Code>InternalError</Code>{IDS}</Error>", "500 InternalError", "store runs"),
+    ],
+)
+def test_the_answer_of_a_store(status, body, answer, remedy, s3: str, monkeypatch) -> None:
+    """Ids that a store makes up do not decide what a user is told."""
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        told = check_shared_images(SharedImagesConfig(url="s3://images/here", timeout_s=60))
+        server.shutdown()
+    assert told.status == "warn" and remedy in told.remedy, told
+    assert told.message.endswith(f"the store answered {answer}"), told
