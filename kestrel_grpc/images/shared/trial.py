@@ -91,8 +91,6 @@ def _remedy(error: Exception, config: SharedImagesConfig) -> str:
     return _UNREACHABLE
 
 
-_UNREACHABLE = (
-    "check the address of --shared-images, the network and whether the store runs; a server works without it too"
-)
+_UNREACHABLE = "check the address of --shared-images, the network and whether the store runs; a server works without"
 _CREDENTIALS_HOST = "169.254.169.254"
 """Where obstore asks for the credentials of a machine's role, if the variables have none."""

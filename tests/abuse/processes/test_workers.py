@@ -122,7 +122,9 @@ async def stubs(server: Workers, count: int) -> AsyncIterator[list[tuple[int, Vi
         yield found
 
 
-async def stream(stub: VisionServiceStub, max_tokens: int, metadata: tuple[tuple[str, str], ...] = ()):
+async def stream(
+    stub: VisionServiceStub, max_tokens: int, metadata: tuple[tuple[str, str], ...] = ()
+):
     """One that has begun to talk."""
     call = stub.StreamQuery(
         pb.StreamQueryRequest(request=query(max_tokens=max_tokens)),
