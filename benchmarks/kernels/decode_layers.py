@@ -34,8 +34,9 @@ from kestrel_engine.kernels.linear.skinny_tiling import Tiling, default_splits
 from kestrel_engine.kernels.moe import decode as moe_decode
 from kestrel_engine.kernels.moe.decode import Tile, Tiles
 from kestrel_engine.runtime.gpu.attention import decode as decode_attention
+from kestrel_engine.runtime.gpu.capture import first_fork
 from kestrel_engine.runtime.gpu.text import decode_step as text_decode
-from kestrel_engine.runtime.gpu.text.decode_step import DecodePass
+from kestrel_engine.runtime.gpu.text.decode_step import AHEAD_ROWS, DecodePass
 from kestrel_engine.runtime.gpu.text.decoder import FusedText
 from kestrel_engine.runtime.gpu.weights import pack_weights
 from kestrel_engine.types.model_config import parse_model_config
@@ -63,13 +64,15 @@ SOME_ROWS = [D(16, 8, 4, 3, merge=16)]
 class Variant:
     """A field of None: as the server has it.
 
-    ``early``: attention begins before the GEMM in front of it has ended. ``prefetch``: the tiles that a program of a
-    block's first GEMM and of its output GEMM prefetches. ``first``, ``output``: the tilings of these GEMMs. ``parts``:
-    the output GEMM has as many parts of K for weights in FP8 as for others.
+    ``ahead``: experts begin beside the LayerNorm. ``early``: attention begins before the GEMM in front of it has ended.
+    ``prefetch``: the tiles that a program of a block's first GEMM and of its output GEMM prefetches. ``first``,
+    ``output``: the tilings of these GEMMs. ``parts``: the output GEMM has as many parts of K for weights in FP8 as for
+    others.
     """
 
     attention: DecodeConfig | None = None
     tiles: Tiles | None = None
+    ahead: bool | None = None
     early: bool | None = None
     prefetch: tuple[int, int] | None = None
     first: Tiling | None = None
@@ -88,6 +91,7 @@ class Variant:
             )
         if (t := self.tiles) is not None:
             said.append(f"up {tuple(t.up)} down {tuple(t.down)}")
+        said += [] if self.ahead is None else ["experts ahead" if self.ahead else "experts behind"]
         said += (
             [] if self.early is None else ["attention early" if self.early else "attention late"]
         )
@@ -109,6 +113,8 @@ class Variant:
                 patch(text_decode, "MAX_TOKENS", 0)
                 patch(text_decode, "INLINE_TAU_ROWS", 0)
                 patch(text_decode, "MAX_ROWS", 0)
+            if self.ahead is not None:
+                patch(text_decode, "AHEAD_ROWS", range(batch, batch + int(self.ahead)))
             if self.attention is not None:
                 chosen = self.attention
                 patch(paged_decode, "_config", lambda *_, **__: chosen)
@@ -174,16 +180,18 @@ def axes(
     """Returns the changes to try, by axis."""
     if not experts:
         return IN_FP8 if fp8 else DENSE
+    ahead = [[{"ahead": batch not in AHEAD_ROWS}]] if batch <= moe_decode.MAX_TOKENS else []
     if fp8:
-        return [axis[: 1 if quick else None] for axis in EXPERTS_IN_FP8]
+        return [*ahead, *(axis[: 1 if quick else None] for axis in EXPERTS_IN_FP8)]
     attention = FEW_ROWS if batch <= 2 else SOME_ROWS
     tiles = EXPERT_TILES[moe_decode.batch_class(batch)]
-    found: list[list[dict[str, Any]]] = [
+    return [
+        *ahead,
         [{"attention": config} for config in attention[: 1 if quick else None]],
         [{"tiles": each} for each in tiles[: 1 if quick else None]],
         [{"early": batch > decode_attention.EARLY_ROWS}],
+        [{"prefetch": (4, 4)}, {"prefetch": (8, 4)}, {"prefetch": (0, 0)}],
     ]
-    return found
 
 
 class Stack:
@@ -423,11 +431,13 @@ def main() -> None:
         compile_all(args.batches, args.quick)
         print(f"kernels compiled after {time.monotonic() - began:.0f} s", flush=True)
     stack = Stack(max(args.batches), args.model, fp8=args.fp8)
+    kept = first_fork(torch.cuda.Stream())
     torch.cuda.synchronize()
     print(f"weights made after {time.monotonic() - began:.0f} s", flush=True)
     for batch in args.batches:
         measure(stack, batch, args.quick, args.timeline and batch in (1, 4))
         print(f"  after {time.monotonic() - began:.0f} s", flush=True)
+    del kept
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ MAX_PARTS = 3
 
 
 @triton.jit
-def _normalised(v, mask, gain, shift, dim, eps):
+def normalised(v, mask, gain, shift, dim, eps):
     """Returns the LayerNorm of one row ``v`` [BLOCK] float32, which is zero where ``mask`` is false."""
     mean = tl.sum(v, axis=0) / dim
     centred = tl.where(mask, v - mean, 0.0)
@@ -76,8 +76,25 @@ def _sum_of(part, row, cols, mask, split_stride, row_stride, SPLITS: tl.constexp
 
 
 @triton.jit
+def summed_stream(
+    x, part0, part1, part2, added, row, cols, mask, x_stride, split_stride0, row_stride0,
+    split_stride1, row_stride1, split_stride2, row_stride2,
+    SPLITS0: tl.constexpr, SPLITS1: tl.constexpr, SPLITS2: tl.constexpr,
+):  # fmt: skip
+    """Returns row ``row`` of the stream ``x`` plus ``added`` [BLOCK] float32 and the parts, rounded to x's dtype."""
+    v = tl.load(x + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    if SPLITS0 > 0:
+        added += _sum_of(part0, row, cols, mask, split_stride0, row_stride0, SPLITS0)
+    if SPLITS1 > 0:
+        added += _sum_of(part1, row, cols, mask, split_stride1, row_stride1, SPLITS1)
+    if SPLITS2 > 0:
+        added += _sum_of(part2, row, cols, mask, split_stride2, row_stride2, SPLITS2)
+    return (v + added).to(x.dtype.element_ty)
+
+
+@triton.jit
 def _add_layer_norm_kernel(
-    x, part0, part1, part2, owed, weight, bias, out, x_stride, out_stride,
+    x, part0, part1, part2, owed, weight, bias, stream, out, x_stride, stream_stride, out_stride,
     split_stride0, row_stride0, split_stride1, row_stride1, split_stride2, row_stride2, dim, eps,
     SPLITS0: tl.constexpr, SPLITS1: tl.constexpr, SPLITS2: tl.constexpr,
     HAS_BIAS: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
@@ -95,18 +112,13 @@ def _add_layer_norm_kernel(
         added = tl.load(owed + cols, mask=mask, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    stream = x + row * x_stride + cols
-    v = tl.load(stream, mask=mask, other=0.0).to(tl.float32)
-    if SPLITS0 > 0:
-        added += _sum_of(part0, row, cols, mask, split_stride0, row_stride0, SPLITS0)
-    if SPLITS1 > 0:
-        added += _sum_of(part1, row, cols, mask, split_stride1, row_stride1, SPLITS1)
-    if SPLITS2 > 0:
-        added += _sum_of(part2, row, cols, mask, split_stride2, row_stride2, SPLITS2)
-    stored = (v + added).to(x.dtype.element_ty)
-    tl.store(stream, stored, mask=mask)
+    stored = summed_stream(
+        x, part0, part1, part2, added, row, cols, mask, x_stride, split_stride0, row_stride0,
+        split_stride1, row_stride1, split_stride2, row_stride2, SPLITS0, SPLITS1, SPLITS2,
+    )  # fmt: skip
+    tl.store(stream + row * stream_stride + cols, stored, mask=mask)
     # The LayerNorm of the stored, rounded stream, so that the result depends on the residual stream only.
-    u = _normalised(stored.to(tl.float32), mask, gain, shift, dim, eps)
+    u = normalised(stored.to(tl.float32), mask, gain, shift, dim, eps)
     tl.store(out + row * out_stride + cols, u.to(out.dtype.element_ty), mask=mask)
 
 
@@ -141,42 +153,52 @@ def add_layer_norm(
     ln_bias: Tensor,
     *,
     pdl: bool = False,
+    stream: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Adds a decode step's residual: ``x += bias + sum(parts)`` in place, rounded to x's dtype. Returns ``LN(x)`` [M,
-    D].
+    """Adds a decode step's residual: ``stream = x + bias + sum(parts)``, rounded to x's dtype. Returns ``LN(stream)``
+    [M, D].
 
     ``x``: [M, D]. ``parts``: up to three tensors, each [S, M, D] or [M, D], in float32 or x's dtype, with a contiguous
-    last dimension. ``bias``: [D] float32. ``weight``, ``ln_bias``: [D]. The parts are added in the given order, and the
-    splits of a part from first to last. ``pdl``: launch as a programmatic dependent (sm_90), which reads the parameters
-    while the preceding kernel still runs.
+    last dimension. ``bias``: [D] float32. ``weight``, ``ln_bias``: [D]. ``stream``: [M, D]; x itself if None. The parts
+    are added in the given order, and the splits of a part from first to last. ``pdl``: launch as a programmatic
+    dependent (sm_90), which reads the parameters while the preceding kernel still runs.
 
     Raises ValueError for more than three parts.
     """
     rows, dim = x.shape
-    if len(parts) > MAX_PARTS:
-        raise ValueError(f"{len(parts)} parts; at most {MAX_PARTS} can be added at once")
     out = torch.empty((rows, dim), dtype=x.dtype, device=x.device) if out is None else out
+    stream = x if stream is None else stream
     if not rows:
         return out
-    split = [p if p.dim() == 3 else p.unsqueeze(0) for p in parts]
-    absent = MAX_PARTS - len(split)
-    tensors = [*split, *[x] * absent]
-    strides = [s for p in split for s in (p.stride(0), p.stride(1))] + [0, 0] * absent
-    counts = [p.shape[0] for p in split] + [0] * absent
+    tensors, strides, counts = part_arguments(parts, x)
     block = triton.next_power_of_2(dim)
     pdl = pdl and x.is_cuda
     # Only CUDA supports the launch attribute.
     launch = {"launch_pdl": True} if pdl else {}
     _add_layer_norm_kernel[(rows,)](
-        x, *tensors, x if bias is None else bias, weight, ln_bias, out, x.stride(0), out.stride(0),
-        *strides, dim, EPS, SPLITS0=counts[0], SPLITS1=counts[1], SPLITS2=counts[2],
-        HAS_BIAS=bias is not None, PDL=pdl, BLOCK=block, num_warps=_warps(block), **launch,
+        x, *tensors, x if bias is None else bias, weight, ln_bias, stream, out,
+        x.stride(0), stream.stride(0), out.stride(0), *strides, dim, EPS,
+        SPLITS0=counts[0], SPLITS1=counts[1], SPLITS2=counts[2], HAS_BIAS=bias is not None,
+        PDL=pdl, BLOCK=block, num_warps=row_warps(block), **launch,
     )  # fmt: skip
     return out
 
 
-def _warps(block: int) -> int:
+def part_arguments(
+    parts: Sequence[Tensor], unused: Tensor
+) -> tuple[list[Tensor], list[int], list[int]]:
+    """Returns the tensors, strides and splits of up to three parts, each [S, M, D] or [M, D]. ``unused``: stands for
+    parts that are not there. Raises ValueError for more than three."""
+    if len(parts) > MAX_PARTS:
+        raise ValueError(f"{len(parts)} parts; at most {MAX_PARTS} can be added at once")
+    split = [p if p.dim() == 3 else p.unsqueeze(0) for p in parts]
+    absent = MAX_PARTS - len(split)
+    strides = [s for p in split for s in (p.stride(0), p.stride(1))] + [0, 0] * absent
+    return [*split, *[unused] * absent], strides, [p.shape[0] for p in split] + [0] * absent
+
+
+def row_warps(block: int) -> int:
     """Returns the warps for eight elements a thread, a 16-byte access in half precision. A row's latency matters more
     than occupancy."""
     return min(max(block // 256, 1), 16)

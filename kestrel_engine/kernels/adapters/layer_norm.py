@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..layer_norm import EPS, MAX_PARTS, _normalised, _sum_of
+from ..layer_norm import EPS, _sum_of, normalised, part_arguments
 from .slabs import MOST_SLABS, RANKS, RowSlabs, request
 
 _RANKS = tl.constexpr(RANKS)
@@ -229,7 +229,7 @@ def _adapted_layer_norm_kernel(
         )  # fmt: skip
     stored = (v + added).to(x.dtype.element_ty)
     tl.store(stream, stored, mask=mask)
-    u = _normalised(stored.to(tl.float32), mask, gain, shift, dim, eps)
+    u = normalised(stored.to(tl.float32), mask, gain, shift, dim, eps)
     u = u.to(out.dtype.element_ty)
     tl.store(out + row * out_stride + cols, u, mask=mask)
     wide = u.to(tl.float32)
@@ -266,14 +266,9 @@ def adapted_layer_norm(
     ``parts`` are [S, M, D] or [M, D]; there may be none.
     """
     num_rows, dim = x.shape
-    if len(parts) > MAX_PARTS:
-        raise ValueError(f"{len(parts)} parts; at most {MAX_PARTS} can be added at once")
+    tensors, strides, counts = part_arguments(parts, x)
     if not num_rows:
         return out
-    split = [p if p.dim() == 3 else p.unsqueeze(0) for p in parts]
-    absent = MAX_PARTS - len(split)
-    strides = [s for p in split for s in (p.stride(0), p.stride(1))] + [0, 0] * absent
-    counts = [p.shape[0] for p in split] + [0] * absent
     block = triton.next_power_of_2(dim)
     pdl = pdl and x.is_cuda
     launch: dict[str, Any] = {"launch_pdl": True} if pdl else {}
@@ -310,7 +305,7 @@ def adapted_layer_norm(
     offsets += [each.a_at if isinstance(each, Shrunk) else 0 for each in changes[3:]]
     num_parts = 0 if summed is None else len(summed.parts)
     _adapted_layer_norm_kernel[(num_rows,)](
-        x, *split, *[x] * absent, x if bias is None else bias, weight, ln_bias, out, anchor, slabs,
+        x, *tensors, x if bias is None else bias, weight, ln_bias, out, anchor, slabs,
         *pointers, x.stride(0), out.stride(0), *strides, *input_strides, *offsets, dim, EPS,
         SPLITS0=counts[0], SPLITS1=counts[1], SPLITS2=counts[2], HAS_BIAS=bias is not None,
         SUMMED=num_parts, SUMMED_PAD=triton.next_power_of_2(max(1, num_parts)),

@@ -3,15 +3,21 @@
 It does not depend on attention, so experts can run concurrently with attention. A program computes the logits of a few
 experts for one token. The program of a token that finishes last ranks all experts. Every sum has a fixed order, so
 results are deterministic.
+
+`add_norm_route` also computes the LayerNorm, once in each program. It is for so few tokens that this costs nothing: the
+experts then begin without waiting for the kernel of the LayerNorm. Both give the same bits.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..layer_norm import EPS, normalised, part_arguments, row_warps, summed_stream
 from .route import rank_token
 
 MAX_TOKENS = 64
@@ -63,6 +69,7 @@ def route_tokens(
     assert weight.stride(1) == u.stride(1) == 1 and len(workspace.arrived) >= tokens
     pdl = pdl and u.is_cuda
     launch = {"launch_pdl": True} if pdl else {}
+    block = triton.next_power_of_2(dim)
     _router[(triton.cdiv(num_experts, _ROWS), tokens)](
         u,
         weight,
@@ -74,17 +81,76 @@ def route_tokens(
         u.stride(0),
         weight.stride(0),
         DIM=dim,
-        BLOCK=triton.next_power_of_2(dim),
+        BLOCK=block,
         NUM_EXPERTS=num_experts,
         EXPERTS_PAD=triton.next_power_of_2(num_experts),
         K=k,
         ROWS=_ROWS,
         HAS_BIAS=bias is not None,
         PDL=pdl,
-        num_warps=4,
+        num_warps=row_warps(block),
         **launch,
     )
     return weights, experts
+
+
+def add_norm_route(
+    x: Tensor,
+    parts: Sequence[Tensor],
+    owed: Tensor | None,
+    ln_weight: Tensor,
+    ln_bias: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    k: int,
+    workspace: RouterWorkspace,
+    *,
+    u: Tensor,
+    out: tuple[Tensor, Tensor],
+) -> None:
+    """Writes ``u``, the LayerNorm of ``x + owed + sum(parts)``, and ``out``, the experts of its rows.
+
+    The first five arguments are those of `layer_norm.add_layer_norm`, but ``x`` is not changed. The others are those of
+    `route_tokens`. ``u``: [T, D]. ``out``: weights [T, k] float32 and experts [T, k] int32. A programmatic dependent
+    starts at the end: programs of the experts that wait would hold multiprocessors which the other stream needs.
+
+    Raises ValueError for more than three parts.
+    """
+    (tokens, dim), num_experts = x.shape, weight.shape[0]
+    tensors, strides, counts = part_arguments(parts, x)
+    assert 0 < tokens <= len(workspace.arrived) and 1 <= k <= num_experts, (tokens, k)
+    assert weight.stride(1) == x.stride(1) == u.stride(1) == 1
+    block = triton.next_power_of_2(dim)
+    _add_norm_route[(triton.cdiv(num_experts, _ROWS), tokens)](
+        x,
+        *tensors,
+        x if owed is None else owed,
+        ln_weight,
+        ln_bias,
+        u,
+        weight,
+        x if bias is None else bias,
+        workspace.logits,
+        workspace.arrived,
+        *out,
+        x.stride(0),
+        u.stride(0),
+        *strides,
+        weight.stride(0),
+        EPS,
+        DIM=dim,
+        BLOCK=block,
+        NUM_EXPERTS=num_experts,
+        EXPERTS_PAD=triton.next_power_of_2(num_experts),
+        K=k,
+        ROWS=_ROWS,
+        SPLITS0=counts[0],
+        SPLITS1=counts[1],
+        SPLITS2=counts[2],
+        HAS_OWED=owed is not None,
+        HAS_BIAS=bias is not None,
+        num_warps=row_warps(block),
+    )
 
 
 @triton.jit
@@ -112,6 +178,72 @@ def _router(
     if PDL:
         tl.extra.cuda.gdc_wait()
     v = tl.load(u + token.to(tl.int64) * u_stride + column, mask=inside, other=0.0)
+    _store_and_rank(
+        w,
+        v,
+        owed,
+        token,
+        mine,
+        known,
+        logits,
+        arrived,
+        weights,
+        experts,
+        NUM_EXPERTS,
+        EXPERTS_PAD,
+        K,
+    )
+
+
+@triton.jit
+def _add_norm_route(
+    x, part0, part1, part2, owed, ln_weight, ln_bias, u, weight, bias, logits, arrived, weights, experts,
+    x_stride, u_stride, split_stride0, row_stride0, split_stride1, row_stride1, split_stride2, row_stride2,
+    w_stride, eps, DIM: tl.constexpr, BLOCK: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    EXPERTS_PAD: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, SPLITS0: tl.constexpr,
+    SPLITS1: tl.constexpr, SPLITS2: tl.constexpr, HAS_OWED: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(1)
+    row = token.to(tl.int64)
+    mine = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < DIM
+    known = mine < NUM_EXPERTS
+    added = tl.zeros([BLOCK], tl.float32)
+    if HAS_OWED:
+        added = tl.load(owed + cols, mask=mask, other=0.0)
+    stored = summed_stream(
+        x, part0, part1, part2, added, row, cols, mask, x_stride, split_stride0, row_stride0,
+        split_stride1, row_stride1, split_stride2, row_stride2, SPLITS0, SPLITS1, SPLITS2,
+    )  # fmt: skip
+    # These loads do not wait for the sums of the LayerNorm.
+    gain = tl.load(ln_weight + cols, mask=mask, other=0.0).to(tl.float32)
+    shift = tl.load(ln_bias + cols, mask=mask, other=0.0).to(tl.float32)
+    w = tl.load(
+        weight + mine[:, None] * w_stride + cols[None, :],
+        mask=known[:, None] & mask[None, :],
+        other=0.0,
+    )
+    bias_of_mine = tl.zeros([ROWS], tl.float32)
+    if HAS_BIAS:
+        bias_of_mine = tl.load(bias + mine, mask=known, other=0.0).to(tl.float32)
+    v = normalised(stored.to(tl.float32), mask, gain, shift, DIM, eps).to(u.dtype.element_ty)
+    if tl.program_id(0) == 0:
+        tl.store(u + row * u_stride + cols, v, mask=mask)
+    v = tl.where(mask, v, 0.0)
+    _store_and_rank(
+        w, v, bias_of_mine, token, mine, known, logits, arrived, weights, experts, NUM_EXPERTS,
+        EXPERTS_PAD, K,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_and_rank(
+    w, v, owed, token, mine, known, logits, arrived, weights, experts, NUM_EXPERTS: tl.constexpr,
+    EXPERTS_PAD: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Stores the logits ``w`` [ROWS, BLOCK] times ``v`` [BLOCK] plus ``owed`` [ROWS]. The last program of the token
+    ranks all."""
     total = tl.sum(w.to(tl.float32) * v.to(tl.float32)[None, :], axis=1) + owed
     tl.store(logits + token * NUM_EXPERTS + mine, total.to(logits.dtype.element_ty), mask=known)
     # All threads have written their logits before one of them increments the counter.

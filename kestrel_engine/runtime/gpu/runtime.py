@@ -47,6 +47,7 @@ from .adapters.layout import SlabLayout
 from .adapters.pass_slabs import PassSlabs, new_anchor
 from .attention.decode import FlashInferRows
 from .attention.prefill import choose_attention
+from .capture import first_fork
 from .decode import Decode
 from .device import capabilities
 from .footprint import FP8_DECODE, FP8_PREFILL, FP8_VISION
@@ -217,6 +218,7 @@ class GpuRuntime:
         self._pending: dict[Lane, deque[PendingStep]] = {lane: deque() for lane in Lane}
         self._closed = self._warm = False
         self._captured = self._stream is not None and cuda_graphs
+        self._kept_graphs: list[torch.cuda.CUDAGraph] = []
         self.capture_s = 0.0
         """Seconds for capturing the graphs, including the compilation of missing kernels."""
         if self._stream is not None:
@@ -302,6 +304,7 @@ class GpuRuntime:
         self._prompts.close()
         self._prompt_sampler.close()
         self._images.clear()
+        self._kept_graphs.clear()
         # A caller may keep the engine, and with it this object, for long. What holds device memory goes now.
         del self.model, self.text, self.vision, self._cache, self._state, self._upload
         del self._images, self._prompts, self._prompt_sampler, self._decode, self._results
@@ -439,6 +442,8 @@ class GpuRuntime:
 
     @torch.inference_mode()
     def _capture(self, progress: Progress | None) -> None:
+        assert self._stream is not None
+        self._kept_graphs.append(first_fork(self._stream))
         phases = {
             "decode": self._decode.capture,
             "prefill": self._prompts.capture,

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+from kestrel_engine.kernels.layer_norm import add_layer_norm
 from kestrel_engine.kernels.moe.route import route
-from kestrel_engine.kernels.moe.router import RouterWorkspace, route_tokens
+from kestrel_engine.kernels.moe.router import RouterWorkspace, add_norm_route, route_tokens
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -37,6 +38,46 @@ def test_logits_and_their_ranking(dtype, tokens, num_experts, k, dim, bias):
     by_two_launches = route(logits, k)
     assert torch.equal(weights, by_two_launches[0])
     assert torch.equal(experts, by_two_launches[1])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "k", "dim", "dtype", "narrow"),
+    [
+        (1, 64, 8, 2048, torch.bfloat16, torch.bfloat16),
+        (4, 64, 8, 2048, torch.bfloat16, torch.float16),
+        (3, 6, 2, 72, torch.float32, torch.float32),
+    ],
+)
+def test_with_the_norm_in_front(tokens, num_experts, k, dim, dtype, narrow):
+    """The same bits as by a LayerNorm and a router. ``narrow``: the dtype of the norm."""
+    torch.manual_seed(tokens)
+
+    def random(*shape: int, of: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(*shape, device=DEVICE).to(of)
+
+    x, parts = random(tokens, dim, of=dtype), [random(3, tokens, dim), random(8, tokens, dim)]
+    owed, gain, shift = random(dim), random(dim, of=dtype), random(dim, of=dtype)
+    weight, bias = random(num_experts, dim, of=dtype), random(num_experts, of=dtype)
+    workspaces = [RouterWorkspace(tokens, num_experts, dtype, DEVICE) for _ in range(2)]
+    u, alone = (torch.full((tokens, dim), torch.nan, dtype=narrow, device=DEVICE) for _ in "12")
+    out = (
+        torch.full((tokens, k), torch.nan, device=DEVICE),
+        torch.full((tokens, k), -7, dtype=torch.int32, device=DEVICE),
+    )
+    before = x.clone()
+    for _ in range(2):
+        add_norm_route(
+            x, parts, owed, gain, shift, weight, bias, k, workspaces[0], u=u, out=out
+        )  # fmt: skip
+        assert not workspaces[0].arrived.any()
+    assert torch.equal(x, before), "the stream is somebody else's to change"
+    stream = torch.empty_like(x)
+    add_layer_norm(x, parts, owed, gain, shift, stream=stream, out=alone)
+    assert torch.equal(x, before) and not torch.equal(stream, before)
+    routed = route_tokens(alone, weight, bias, k, workspaces[1])
+    assert torch.equal(u, alone)
+    assert torch.equal(workspaces[0].logits, workspaces[1].logits)
+    assert torch.equal(out[0], routed[0]) and torch.equal(out[1], routed[1])
 
 
 def test_inputs_in_float16_beside_weights_of_the_model():

@@ -152,6 +152,33 @@ def test_a_prompt_and_steps_of_several_sequences(family, inline_tau, monkeypatch
     pair.check_pools()
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_experts_that_begin_ahead_change_no_bit(fp8, monkeypatch):
+    """Steps whose router computes the LayerNorm, and the same steps with a LayerNorm in front of the router."""
+    config = small_config("moondream3")
+    tensors = random_tensors(config)
+    tensors = with_fp8_experts(config, tensors) if fp8 else tensors
+    torch.manual_seed(2)
+    prompts = torch.randn(3, 4, 32)
+    tokens = [torch.randn(rows, 32) for rows in (1, 2, 3, 3, 1)]
+    found = []
+    for ahead in (range(0), range(1, 4)):
+        monkeypatch.setattr(text_decode, "AHEAD_ROWS", ahead)
+        pair = Pair.of(config, tensors)
+        for sequence, prompt in enumerate(prompts):
+            pair.prefill(sequence, prompt, 1)
+        streams, lengths = [], [len(prompt) for prompt in prompts]
+        for x in tokens:
+            normed = torch.empty(len(x), 32, device=DEVICE)
+            positions = dict(enumerate(lengths[: len(x)]))
+            streams += [pair.decode(positions, x, normed=normed)[0], normed.cpu()]
+            lengths = [length + (i < len(x)) for i, length in enumerate(lengths)]
+        found.append((streams, *pair.pool))
+    (plain, *plain_pool), (ahead, *ahead_pool) = found
+    for one, other in zip([*plain, *plain_pool], [*ahead, *ahead_pool], strict=True):
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_wanted_rows_come_back(family):
     pair = small_pair(family)
