@@ -4,8 +4,9 @@ python -m benchmarks.service.workers_trace --model moondream2 --random-weights -
 
 The ways: the front (--spread calls), the kernel (--spread connections), the workers' own addresses with a worker for
 each client process, and the SDK's ring of all workers. Each worker has --in-flight calls. Clients are processes of the
-same host. One worker is measured before and after the others, and the ratio is to the mean of both. --ways names some
-of them: front, own, ring, kernel.
+same host. One worker is measured before and after the others, and the ratio is to the mean of both. It is of the
+requests/s while all callers wait ("busy"), and of those of the whole run if it is short. --ways names some of the ways:
+front, own, ring, kernel.
 
 --at measures servers that run already, such as those of a cluster, instead of workers. Then --front is the address of
 the front before them. They need the skills of SKILLS in trace_grpc.py, and a max-deadline of 600 s.
@@ -14,6 +15,7 @@ the front before them. They need the skills of SKILLS in trace_grpc.py, and a ma
 from __future__ import annotations
 
 import argparse
+import math
 import socket
 import tempfile
 from collections.abc import Sequence
@@ -26,7 +28,7 @@ from ..trace_grpc import SKILLS, trace_with_warm_up
 from ..traffic.chart_trace import ChartTrace, add_trace_arguments
 from ..traffic.grpc_clients import ClientProcesses, Target
 from ..traffic.processes import START_PATIENCE_S, ServerProcess, serve
-from ..traffic.trace_run import RunPlan, summary
+from ..traffic.trace_run import RunPlan, busy_rate, summary
 
 WAYS = ("front", "own", "ring", "kernel")
 
@@ -40,7 +42,8 @@ class Ways:
         self._args, self._trace, self._warm_up, self._folder = args, trace, warm_up, folder
         self._count = len(trace.questions) - len(warm_up)
         self._runs = 0
-        self.rows: list[tuple[str, Row]] = []
+        self.rows: list[tuple[str, float, Row]] = []
+        """Of each run: its way, the requests/s that count, and the rest."""
 
     def warm_up(self, own: Sequence[str]) -> None:
         for address in own:
@@ -60,9 +63,12 @@ class Ways:
                 args.limit,
                 f"run-{self._runs}",
             )
-            found = summary(clients.run(plan, range(self._count)))
-        self.rows.append((way, found))
-        return float(found["requests/s"])
+            asked = clients.run(plan, range(self._count))
+        whole = summary(asked)
+        busy = busy_rate(asked, plan.in_flight)
+        rate = float(whole["requests/s"]) if math.isnan(busy) else busy
+        self.rows.append((way, rate, {"busy requests/s": busy, **whole}))
+        return rate
 
     def _clients(self, targets: Target | list[Target], workers: int) -> ClientProcesses:
         count = self._args.clients * workers
@@ -150,9 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> Report:
             with start(flags, "connections", port, Path(name) / "connections") as server:
                 ways.warm_up(own)
                 ways.run("shared port (SO_REUSEPORT)", server.address, many)
-    for way, row in ways.rows:
-        ratio = float(str(row["requests/s"])) / alone
-        key: Row = {"calls by": way, "x one": ratio}
+    for way, rate, row in ways.rows:
+        key: Row = {"calls by": way, "x one": rate / alone}
         title = f"Trace through {many} workers, {args.in_flight[0]} in flight for each"
         report.add(title, {**key, **row})
     report.finish(args.json)

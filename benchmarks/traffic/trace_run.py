@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -101,6 +102,20 @@ def summary(asked: Sequence[Asked]) -> Row:
         "itl p99": quantile(gaps, 0.99),
         "hit rate": sum(a.cached_tokens for a in answers) / sum(a.input_tokens for a in answers),
     }
+
+
+def busy_rate(asked: Sequence[Asked], in_flight: int) -> float:
+    """Returns the requests/s between the first ``in_flight`` answers and the last ones; nan if there are fewer than
+    three times as many.
+
+    In a closed loop, all callers wait for an answer in that time. At the end of a run they leave one after the other,
+    and the servers that end first have nothing to do.
+    """
+    ends = sorted(a.ended for a in asked)
+    if len(ends) < 3 * in_flight:
+        return math.nan
+    inner = ends[in_flight - 1 : -in_flight]
+    return (len(inner) - 1) / (inner[-1] - inner[0])
 
 
 def parts(asked: Sequence[Asked]) -> dict[str, list[Asked]]:

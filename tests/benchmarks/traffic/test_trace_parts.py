@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from benchmarks.models.profile_skill import DeviceProfile
 from benchmarks.service.telemetry_overhead import step
 from benchmarks.traffic.callers import Answer
 from benchmarks.traffic.step_log import StepLog
-from benchmarks.traffic.trace_run import steady
+from benchmarks.traffic.trace_run import Asked, busy_rate, steady
 from kestrel_engine.errors import InvalidRequest
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.types.model_config import Family, parse_model_config
@@ -37,6 +38,14 @@ def test_steady_rate_counts_only_while_all_decode():
 def test_streams_that_never_meet_have_no_steady_rate():
     with pytest.raises(AssertionError, match="longer answers"):
         steady([answer([(0.0, 1), (1.0, 5)]), answer([(2.0, 1), (3.0, 5)])])
+
+
+def test_the_rate_while_all_callers_wait():
+    """Two callers, of whom one leaves early: the answers of the other alone do not count."""
+    ends = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 9.0, 12.0]
+    asked = [Asked(False, end - 1, end, answer([(end, 1)])) for end in reversed(ends)]
+    assert busy_rate(asked, 2) == pytest.approx(4 / (3.5 - 1.5))
+    assert math.isnan(busy_rate(asked, 3))
 
 
 def test_kernels_that_overlap_count_once_and_copies_not_at_all():
