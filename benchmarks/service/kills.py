@@ -8,8 +8,8 @@ A worker, the front, a process that decodes images, or the template of workers g
 --paced, workers have a device that waits and computes nothing (paced_workers.py), so that many fit few cores.
 
 Every call must end within its deadline (30 s), and none may fail. A call is slow if it takes more than twice the p99
-before the first kill. The p99 of a second after a kill is that of the calls that began in that second after any kill, so
-it is of thousands of calls.
+before the first kill. The p99 of a second after a kill is that of the calls that began in that second after any kill,
+so it is of thousands of calls.
 
 Single seconds are looked at, too: time is divided into windows of a second, or of so many seconds that 100 calls begin.
 A window is slow if more than 1 % of its calls are. With 200 calls a second, three slow calls make a slow window. The
