@@ -192,8 +192,11 @@ def test_the_layer_norm_of_a_decode_step(adapters, users, mlp_only):
     near(u, F.layer_norm(wanted, (DIM,), weight.double(), shift.double()))
     plain = add_layer_norm(plain_stream, parts, owed, weight, shift)
     others = [m for m, user in enumerate(users) if user < 0]
-    assert torch.equal(u[others], plain[others])
     assert torch.equal(stream[others], plain_stream[others])
+    if others and DEVICE == "cuda":  # Its two kernels add up a row in different orders.
+        near(u[others], plain[others].double())
+    else:
+        assert torch.equal(u[others], plain[others])
     names = ("up",) if mlp_only else ("up", "first")
     for name, got in zip(names, shrunk, strict=False):
         known = slabs.shrunk(name, u)
