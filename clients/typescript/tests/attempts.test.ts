@@ -1,6 +1,6 @@
 // Which calls are repeated, and what becomes of the connection: against a gRPC server of connect-es.
 import assert from "node:assert/strict";
-import { createServer, type Http2Server } from "node:http2";
+import { constants, createServer, type Http2Server } from "node:http2";
 import type { AddressInfo } from "node:net";
 import { after, test } from "node:test";
 
@@ -43,8 +43,13 @@ after(() => {
   }
 });
 
-async function served(routes: (router: ConnectRouter) => void, options: NodeOptions = {}) {
-  const server = createServer(connectNodeAdapter({ routes, connect: false, grpcWeb: false }));
+/** `refused`: how many calls the server refuses, before it begins them. */
+async function served(routes: (router: ConnectRouter) => void, options: NodeOptions = {}, refused = 0) {
+  const adapter = connectNodeAdapter({ routes, connect: false, grpcWeb: false });
+  const server = createServer((request, response) => {
+    if (refused-- > 0) request.stream.close(constants.NGHTTP2_REFUSED_STREAM);
+    else adapter(request, response);
+  });
   const sessions = new Set<{ destroy: () => void }>();
   server.on("session", (session) => sessions.add(session));
   await new Promise<void>((resolve) => server.listen(0, "127.0.0.1", resolve));
@@ -77,6 +82,15 @@ test("a call is repeated after the pause that the server requests", async () => 
   assert.equal((await client.query(null, "Is it?")).answer, "yes");
   assert.equal(times.length, 3);
   assert.ok((times[1] as number) - (times[0] as number) >= 145);
+});
+
+test("a call that the server refuses by HTTP/2 is repeated", async () => {
+  const { times, routes } = failing([]);
+  const { client } = await served(routes, {}, 2);
+  assert.equal((await client.query(null, "Is it?")).answer, "yes");
+  assert.equal(times.length, 1);
+  const always = await served(routes, {}, 9);
+  await assert.rejects(always.client.query(null, "Is it?"), UnavailableError);
 });
 
 test("a call is repeated three times, and never against the server's word", async () => {

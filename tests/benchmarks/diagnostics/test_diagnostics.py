@@ -226,7 +226,8 @@ def test_help(tool, capsys):
 @pytest.mark.slow
 def test_two_types_of_the_bundled_model(tool, tmp_path: Path):
     path = tmp_path / "report.json"
-    flags = ["--device", "cpu", "--no-image", "--quick", "--json", str(path)]
+    # How far bfloat16 drifts on a CPU depends on the instructions that it has.
+    flags = ["--device", "cpu", "--no-image", "--quick", "--tolerance", "0.4", "--json", str(path)]
     with pytest.raises(SystemExit) as ended:
         tool.main([*flags, "--right=--no-compile --dtype bfloat16"])
     assert ended.value.code == 0

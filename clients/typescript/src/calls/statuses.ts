@@ -27,6 +27,7 @@ export function toKestrelError(reason: unknown): KestrelError {
   if (reason instanceof KestrelError) return reason;
   const error = ConnectError.from(reason);
   if (error.cause instanceof KestrelError) return error.cause;
+  if (isRefused(error)) return rpcError(Code.Unavailable, "the server refused the call", { cause: error });
   if (isLost(error)) {
     const message = "the connection ended before the answer did; the call may be sent again";
     const details = { reason: CONNECTION_LOST, retryAfterMs: LOST_RETRY_MS, cause: error };
@@ -47,6 +48,13 @@ export function fromTaskError(error: TaskError): RpcError {
     reason,
     fieldViolations: fieldViolations.map(({ field, description }) => ({ field, description })),
   });
+}
+
+/** Whether the server refused the stream, as one that drains may. HTTP/2 says that it has not begun then. */
+function isRefused(error: ConnectError): boolean {
+  if (isFromServer(error)) return false;
+  const cause = error.cause instanceof Error ? error.cause.message : "";
+  return /REFUSED_STREAM/.test(`${error.rawMessage} ${cause}`);
 }
 
 /** Whether the connection ended while the server answered. */
