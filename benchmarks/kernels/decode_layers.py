@@ -48,7 +48,7 @@ POSITIONS, PAGE = 800, 10
 D = DecodeConfig
 # By class of batch (`moe_decode.batch_class`): what comes within a tenth of the served tiles on an H200.
 EXPERT_TILES: dict[int, list[Tiles]] = {
-    1: [],
+    1: [Tiles(Tile(8, 512, 4, 3), Tile(16, 512, 4, 2))],
     16: [
         Tiles(Tile(32, 128, 4, 6, False), Tile(64, 128, 4, 4)),
         Tiles(Tile(32, 128, 4, 4, False), Tile(64, 128, 4, 4, False)),

@@ -76,6 +76,21 @@ def _sum_of(part, row, cols, mask, split_stride, row_stride, SPLITS: tl.constexp
 
 
 @triton.jit
+def with_parts(
+    added, part0, part1, part2, row, cols, mask, split_stride0, row_stride0, split_stride1, row_stride1,
+    split_stride2, row_stride2, SPLITS0: tl.constexpr, SPLITS1: tl.constexpr, SPLITS2: tl.constexpr,
+):  # fmt: skip
+    """Returns ``added`` [BLOCK] float32 plus row ``row`` of the parts, in order. A part without splits is not there."""
+    if SPLITS0 > 0:
+        added += _sum_of(part0, row, cols, mask, split_stride0, row_stride0, SPLITS0)
+    if SPLITS1 > 0:
+        added += _sum_of(part1, row, cols, mask, split_stride1, row_stride1, SPLITS1)
+    if SPLITS2 > 0:
+        added += _sum_of(part2, row, cols, mask, split_stride2, row_stride2, SPLITS2)
+    return added
+
+
+@triton.jit
 def summed_stream(
     x, part0, part1, part2, added, row, cols, mask, x_stride, split_stride0, row_stride0,
     split_stride1, row_stride1, split_stride2, row_stride2,
@@ -83,12 +98,10 @@ def summed_stream(
 ):  # fmt: skip
     """Returns row ``row`` of the stream ``x`` plus ``added`` [BLOCK] float32 and the parts, rounded to x's dtype."""
     v = tl.load(x + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    if SPLITS0 > 0:
-        added += _sum_of(part0, row, cols, mask, split_stride0, row_stride0, SPLITS0)
-    if SPLITS1 > 0:
-        added += _sum_of(part1, row, cols, mask, split_stride1, row_stride1, SPLITS1)
-    if SPLITS2 > 0:
-        added += _sum_of(part2, row, cols, mask, split_stride2, row_stride2, SPLITS2)
+    added = with_parts(
+        added, part0, part1, part2, row, cols, mask, split_stride0, row_stride0, split_stride1,
+        row_stride1, split_stride2, row_stride2, SPLITS0, SPLITS1, SPLITS2,
+    )  # fmt: skip
     return (v + added).to(x.dtype.element_ty)
 
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..layer_norm import EPS, _sum_of, normalised, part_arguments
+from ..layer_norm import EPS, normalised, part_arguments, with_parts
 from .slabs import MOST_SLABS, RANKS, RowSlabs, request
 
 _RANKS = tl.constexpr(RANKS)
@@ -195,12 +195,10 @@ def _adapted_layer_norm_kernel(
         tl.extra.cuda.gdc_wait()
     stream = x + row * x_stride + cols
     v = tl.load(stream, mask=mask, other=0.0).to(tl.float32)
-    if SPLITS0 > 0:
-        added += _sum_of(part0, row, cols, mask, split_stride0, row_stride0, SPLITS0)
-    if SPLITS1 > 0:
-        added += _sum_of(part1, row, cols, mask, split_stride1, row_stride1, SPLITS1)
-    if SPLITS2 > 0:
-        added += _sum_of(part2, row, cols, mask, split_stride2, row_stride2, SPLITS2)
+    added = with_parts(
+        added, part0, part1, part2, row, cols, mask, split_stride0, row_stride0, split_stride1,
+        row_stride1, split_stride2, row_stride2, SPLITS0, SPLITS1, SPLITS2,
+    )  # fmt: skip
     if SUMMED > 0:
         parts = summed + row * WIDTH
         if HELD:

@@ -167,14 +167,7 @@ def _router(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     # Load the weights before the wait, because no kernel writes them.
-    w = tl.load(
-        weight + mine[:, None] * w_stride + column[None, :],
-        mask=known[:, None] & inside[None, :],
-        other=0.0,
-    )
-    owed = tl.zeros([ROWS], tl.float32)
-    if HAS_BIAS:
-        owed = tl.load(bias + mine, mask=known, other=0.0).to(tl.float32)
+    w, owed = _experts(weight, bias, mine, known, column, inside, w_stride, ROWS, HAS_BIAS)
     if PDL:
         tl.extra.cuda.gdc_wait()
     v = tl.load(u + token.to(tl.int64) * u_stride + column, mask=inside, other=0.0)
@@ -219,14 +212,7 @@ def _add_norm_route(
     # These loads do not wait for the sums of the LayerNorm.
     gain = tl.load(ln_weight + cols, mask=mask, other=0.0).to(tl.float32)
     shift = tl.load(ln_bias + cols, mask=mask, other=0.0).to(tl.float32)
-    w = tl.load(
-        weight + mine[:, None] * w_stride + cols[None, :],
-        mask=known[:, None] & mask[None, :],
-        other=0.0,
-    )
-    bias_of_mine = tl.zeros([ROWS], tl.float32)
-    if HAS_BIAS:
-        bias_of_mine = tl.load(bias + mine, mask=known, other=0.0).to(tl.float32)
+    w, bias_of_mine = _experts(weight, bias, mine, known, cols, mask, w_stride, ROWS, HAS_BIAS)
     v = normalised(stored.to(tl.float32), mask, gain, shift, DIM, eps).to(u.dtype.element_ty)
     if tl.program_id(0) == 0:
         tl.store(u + row * u_stride + cols, v, mask=mask)
@@ -235,6 +221,22 @@ def _add_norm_route(
         w, v, bias_of_mine, token, mine, known, logits, arrived, weights, experts, NUM_EXPERTS,
         EXPERTS_PAD, K,
     )  # fmt: skip
+
+
+@triton.jit
+def _experts(
+    weight, bias, mine, known, cols, mask, w_stride, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr
+):
+    """Returns the weights [ROWS, BLOCK] and biases [ROWS] float32 of a program's experts ``mine``."""
+    w = tl.load(
+        weight + mine[:, None] * w_stride + cols[None, :],
+        mask=known[:, None] & mask[None, :],
+        other=0.0,
+    )
+    owed = tl.zeros([ROWS], tl.float32)
+    if HAS_BIAS:
+        owed = tl.load(bias + mine, mask=known, other=0.0).to(tl.float32)
+    return w, owed
 
 
 @triton.jit

@@ -70,7 +70,7 @@ def test_with_the_norm_in_front(tokens, num_experts, k, dim, dtype, narrow):
             x, parts, owed, gain, shift, weight, bias, k, workspaces[0], u=u, out=out
         )  # fmt: skip
         assert not workspaces[0].arrived.any()
-    assert torch.equal(x, before), "the stream is somebody else's to change"
+    assert torch.equal(x, before), "the router changed the stream"
     stream = torch.empty_like(x)
     add_layer_norm(x, parts, owed, gain, shift, stream=stream, out=alone)
     assert torch.equal(x, before) and not torch.equal(stream, before)

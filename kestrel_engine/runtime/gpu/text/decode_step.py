@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,6 +42,7 @@ from ..capture import rehearsed
 from ..gemm import Fp8Linear, linear
 from ..streams import own_stream
 from .layers import Fp8Products, TextLayer
+from .step_buffers import NarrowWeights, StepBuffers, shaped
 
 INLINE_TAU_ROWS = 64
 """The most rows for which the qkv GEMM also computes the tau content, as partial sums that attention adds up. This
@@ -51,7 +51,8 @@ saves a launch between the two. More rows were not measured."""
 
 AHEAD_ROWS = range(2, 17)
 """The rows of a step whose router also computes the LayerNorm, once in each of its programs. On an H200 this saves 2 to
-6 % of a step of Moondream 3. One row gains nothing, since its experts take no longer than the other stream."""
+7 % of the time of Moondream 3's layers. One row gains nothing, since its experts take no longer than the other stream.
+"""
 
 
 class DecodePass:
@@ -98,22 +99,23 @@ class DecodePass:
         def floats(*shape: int) -> Tensor:
             return torch.empty(math.prod(shape), dtype=torch.float32, device=device)
 
-        self._buffers = _Buffers.allocate(weight, max_rows, dim, widest)
-        self._fp8: _Narrow | None = None
+        ahead = _most_ahead(max_rows)
+        self._buffers = StepBuffers.allocate(weight, max_rows, dim, widest, ahead)
+        self._fp8: NarrowWeights | None = None
         if fp8:
             half = weight.new_empty(0, dtype=torch.float16)
             few = min(max_rows, MAX_ROWS if config.moe is None else MAX_TOKENS)
-            self._fp8 = _Narrow(fp8, few, _Buffers.allocate(half, few, dim, widest))
+            buffers = StepBuffers.allocate(half, few, dim, widest, _most_ahead(few))
+            self._fp8 = NarrowWeights(fp8, few, buffers)
         weights = [*_output_weights(layers), *(each.writes.weight for each in fp8 if each.writes)]
-        few = _most_ahead(max_rows)
         splits = max(map(splits_of, weights))
-        # Two buffers each, of which more rows than the few use the first.
-        self._partial_sums = floats(splits, max_rows, dim), floats(splits, few, dim)
+        # Two buffers each. A step whose experts do not begin ahead uses the first.
+        self._partial_sums = floats(splits, max_rows, dim), floats(splits, ahead, dim)
         self._expert_outputs = (
             floats(chosen, min(max_rows, MAX_TOKENS), dim),
-            floats(chosen, few, dim),
+            floats(chosen, ahead, dim),
         )
-        self._stream = weight.new_empty(few * dim)
+        self._stream = weight.new_empty(ahead * dim)
         # FlashInfer's attention does not add up partial tau content.
         self._inline_tau = INLINE_TAU_ROWS if attention is None else 0
         inputs = [
@@ -159,7 +161,7 @@ class DecodePass:
         if fp8 is not None and len(x) > fp8.max_rows:
             fp8 = None
         buffers = self._buffers if fp8 is None else fp8.buffers
-        u = _shaped(buffers.u, *x.shape)
+        u = shaped(buffers.u, *x.shape)
         layers = rehearsed(self._layers, TextLayer.has_experts)
         first = layers[0].ln
         changes = self._changes
@@ -179,7 +181,7 @@ class DecodePass:
         ):
             turn = number % 2 if ahead else 0
             pool = keys[layer.index], values[layer.index]
-            read = _shaped(buffers.read, len(x), layer.reads.weight.shape[0])
+            read = shaped(buffers.read, len(x), layer.reads.weight.shape[0])
             narrow = None if fp8 is None else fp8.layers[layer.index]
             parts = self._block(
                 layer, u, read, rows, pool, shared, adapters, narrow, turn, expert_output
@@ -193,7 +195,7 @@ class DecodePass:
             if adapters is None or changes is None:
                 expert_output = None
                 if ahead and following is not None and following.moe is not None:
-                    routed = _shaped(buffers.routed, *x.shape)
+                    routed = shaped(buffers.routed, *x.shape)
                     expert_output = self._experts_ahead(following.moe, summand, routed, 1 - turn)
                 after = x if expert_output is None else self._other_stream(x, stream)
                 add_layer_norm(*summand, pdl=early, stream=after, out=u)
@@ -221,7 +223,7 @@ class DecodePass:
     def _other_stream(self, x: Tensor, stream: Tensor) -> Tensor:
         """Returns the one of the two buffers of the residual stream, ``x`` and one of its shape, that is not
         ``stream``."""
-        return _shaped(self._stream, *x.shape) if stream is x else x
+        return shaped(self._stream, *x.shape) if stream is x else x
 
     def _experts_ahead(
         self,
@@ -343,7 +345,7 @@ class DecodePass:
         rows, columns = len(u), 2 * self._config.n_heads
         if rows <= self._inline_tau:
             count = content_parts(rows, reads.weight, layer.tau.weights.shape[1])
-            parts = _shaped(self._content, count, rows, columns)
+            parts = shaped(self._content, count, rows, columns)
             weights_and_parts = layer.tau.weights, parts
             skinny_linear(
                 u,
@@ -359,13 +361,13 @@ class DecodePass:
             return parts, layer.tau.alpha
         self._linear(layer, u, reads, out, adapters, gelu_from=gelu_from)
         assert self._tau is not None
-        content = _shaped(self._content, rows, columns)
+        content = shaped(self._content, rows, columns)
         tau_content(out, layer.tau.weights, self._tau, out=content)
         return content, layer.tau.alpha
 
     def _routing(self, rows: int, k: int) -> tuple[Tensor, Tensor]:
         """Returns the buffers of the experts' weights and numbers [M, k]."""
-        return _shaped(self._router_weights, rows, k), _shaped(self._chosen, rows, k)
+        return shaped(self._router_weights, rows, k), shaped(self._chosen, rows, k)
 
     def _experts_of_few(
         self, moe: Moe, u: Tensor, adapters: ExpertChanges | None, turn: int
@@ -392,7 +394,7 @@ class DecodePass:
             moe.fc2,
             moe.fc1_scale,
             moe.fc2_scale,
-            out=_shaped(self._expert_outputs[turn], moe.experts_per_token, *u.shape),
+            out=shaped(self._expert_outputs[turn], moe.experts_per_token, *u.shape),
             adapters=adapters,
             pdl=self._early,
         )
@@ -455,31 +457,8 @@ class DecodePass:
             weight = writes
         if len(x) > MAX_ROWS:
             return torch.mm(x, weight.T)
-        out = _shaped(self._partial_sums[turn], splits_of(weight), len(x), weight.shape[0])
+        out = shaped(self._partial_sums[turn], splits_of(weight), len(x), weight.shape[0])
         return skinny_partials(x, weight, scales=scales, pdl=self._early, out=out)
-
-
-@dataclass(frozen=True, slots=True)
-class _Buffers:
-    """The norm [M, dim], the result of a layer's first GEMM [M, N], and the norm of experts ahead, all flat."""
-
-    u: Tensor
-    read: Tensor
-    routed: Tensor
-
-    @classmethod
-    def allocate(cls, like: Tensor, rows: int, dim: int, widest: int) -> _Buffers:
-        sizes = rows * dim, rows * widest, _most_ahead(rows) * dim
-        return cls(*(like.new_empty(size) for size in sizes))
-
-
-@dataclass(frozen=True, slots=True)
-class _Narrow:
-    """What steps with weights in FP8 use: the layers' weights, and buffers in float16 for ``max_rows``."""
-
-    layers: Sequence[Fp8Products]
-    max_rows: int
-    buffers: _Buffers
 
 
 def _most_ahead(max_rows: int) -> int:
@@ -494,8 +473,3 @@ def _scales(reads: Linear | Fp8Linear) -> Tensor | None:
 def _output_weights(layers: list[TextLayer]) -> Iterator[Tensor]:
     for layer in layers:
         yield from (layer.proj, layer.writes)
-
-
-def _shaped(buffer: Tensor, *shape: int) -> Tensor:
-    """Returns the beginning of a flat buffer as a view of ``shape``."""
-    return buffer[: math.prod(shape)].view(shape)

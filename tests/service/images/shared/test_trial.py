@@ -89,7 +89,7 @@ IDS = "<RequestId>auth-403-denied</RequestId>"
     ],
 )
 def test_the_answer_of_a_store(status, body, answer, remedy, s3: str, monkeypatch) -> None:
-    """Ids that a store makes up do not decide what a user is told."""
+    """The status decides the remedy. Words in the ids of an answer have no effect."""
 
     class Answers(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
