@@ -11,16 +11,22 @@ import logging
 import torch
 import triton
 
+from .spared import spared
+
 logger = logging.getLogger(__name__)
 
 VERSIONS = ((3, 6), (3, 8))
 """The supported Triton versions, [first, second)."""
 
 
-@functools.cache
 def hopper_programs(device: torch.device) -> int:
-    """Returns one persistent program for each multiprocessor of a Hopper GPU. Returns 0 for other devices, and for a
-    version of Triton that is not supported."""
+    """Returns one persistent program for each multiprocessor of a Hopper GPU that is not spared. Returns 0 for other
+    devices, and for a version of Triton that is not supported."""
+    return max(_multiprocessors(device) - spared(), 0)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return 0
     first, beyond = VERSIONS

@@ -26,7 +26,7 @@ from ..types.submission import Submission
 from .batch import Batch, preemption_rank
 from .budget import Allowance, Pacer
 from .draft import Draft
-from .order.decode_lane import DecodeLane
+from .order.decode_lane import DecodeLane, Load
 from .order.prefill_order import PrefillOrder
 from .order.turns import Turns
 from .policy import SchedulerPolicy
@@ -159,12 +159,13 @@ class Scheduler:
             # next request and the delivery of the last one.
             images.give_back_dropped(dropped)
             return None
-        decoding = 0
+        load = Load(used)
         if lane is Lane.NEW_WORK:
             for item in draft.scheduled:
                 item.sequence.steps_out.append(self._next_step_id)
-            running = self._batch.running.values()
-            decoding = sum(not s.needs_prefill and not s.steps_out for s in running)
+            idle = [s.needs_prefill for s in self._batch.running.values() if not s.steps_out]
+            load = Load(used, idle.count(False), self._batch.num_waiting + idle.count(True))
+        is_spaced = lane is Lane.DECODE and after is None
         plan = StepPlan(
             step_id=self._next_step_id,
             drop_images=tuple(dropped),
@@ -177,6 +178,8 @@ class Scheduler:
             refine=tuple(refine),
             lane=lane,
             after=after,
+            leave_room=lane is Lane.NEW_WORK and self._decode_lane.leaves_room(load),
+            spacing_s=self._decode_lane.spacing_s if is_spaced else 0.0,
         )
         self._flushing = self._flushing and not flushing
         if plan.is_empty:
@@ -184,7 +187,7 @@ class Scheduler:
         self._next_step_id += 1
         self._out[lane].append((plan, draft.scheduled, turns.alone))
         if lane is Lane.NEW_WORK:
-            self._decode_lane.launched_new_work(plan.step_id, used, decoding)
+            self._decode_lane.launched_new_work(plan.step_id, load)
         elif lane is Lane.DECODE:
             self._decode_lane.launched(plan.after)
         turns.launched()

@@ -239,6 +239,10 @@ class StepPlan:
     lane: Lane = Lane.ALL
     after: int | None = None
     """For a step of ``DECODE``: the step of ``NEW_WORK`` that must have run before, because rows continue its rows."""
+    leave_room: bool = False
+    """For a step of ``NEW_WORK``: many rows decode beside it, so the runtime may leave them a part of the device."""
+    spacing_s: float = 0.0
+    """For a step of ``DECODE``: the seconds between its begin on the device and that of the step before, at least."""
 
     @property
     def is_empty(self) -> bool:

@@ -19,9 +19,9 @@ def asked_anew(monkeypatch):
         "get_device_properties",
         lambda _: SimpleNamespace(multi_processor_count=132),
     )
-    gluon_support.hopper_programs.cache_clear()
+    gluon_support._multiprocessors.cache_clear()
     yield
-    gluon_support.hopper_programs.cache_clear()
+    gluon_support._multiprocessors.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..spared import spared
 from .fp8_rows import FP8_MAX, LEAST_PEAK, Fp8Rows, gelu_tanh
 
 ROUNDED = 1.07
@@ -65,10 +66,14 @@ def _kernel(
         values.store([m0, n0], (hidden * (1.0 / scale)[:, None]).to(values.dtype))
 
 
-@functools.cache
 def programs(device: torch.device) -> int:
-    """Returns one program for each of Hopper's multiprocessors, or 0 on other devices, which are too small or
-    untested."""
+    """Returns one program for each of Hopper's multiprocessors that is not spared, or 0 on other devices, which are too
+    small or untested."""
+    return max(_multiprocessors(device) - spared(), 0)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return 0
     return torch.cuda.get_device_properties(device).multi_processor_count

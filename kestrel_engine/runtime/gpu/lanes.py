@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ...kernels.spacing import spaced
 from ...types.step import Lane, StepPlan
 from .streams import on_stream, own_stream
 
@@ -28,6 +29,8 @@ class Lanes:
             self.stream = self.decode_stream = own_stream(device)
             if two:
                 self.decode_stream = own_stream(device, priority=HIGH_PRIORITY)
+        self._began = torch.zeros(1, dtype=torch.int64, device=device)
+        """When the last spaced step of DECODE began, by the device's clock."""
         self._decoded: torch.cuda.Event | None = None
         """The end of the last step of DECODE."""
         self._ends: dict[int, torch.cuda.Event] = {}
@@ -35,7 +38,8 @@ class Lanes:
 
     @contextmanager
     def of(self, plan: StepPlan) -> Iterator[None]:
-        """Makes the stream of the plan's lane the current one, after it waits for the steps that it depends on."""
+        """Makes the stream of the plan's lane the current one, after it waits for the steps that it depends on, and
+        until ``spacing_s`` after the begin of the spaced step before."""
         if self.stream is None or self.decode_stream is None:
             yield
             return
@@ -47,6 +51,8 @@ class Lanes:
         elif self._decoded is not None:
             stream.wait_event(self._decoded)
         with on_stream(stream):
+            if plan.spacing_s:
+                spaced(self._began, plan.spacing_s)
             yield
 
     def enqueued(self, plan: StepPlan, end: torch.cuda.Event | float) -> None:
@@ -61,6 +67,12 @@ class Lanes:
                 i for i, each in self._ends.items() if i != plan.step_id and each.query()
             ]:
                 del self._ends[step_id]
+
+    def warm_up(self) -> None:
+        """Compiles the kernel that spaces steps, if there are two lanes."""
+        if self.decode_stream is not self.stream:
+            with torch.cuda.stream(self.decode_stream):
+                spaced(self._began, 1e-6)
 
     def synchronize(self) -> None:
         """Waits for all steps."""

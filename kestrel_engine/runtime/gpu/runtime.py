@@ -173,7 +173,9 @@ class GpuRuntime:
         )
         self._vision_graphs = None
         if self._stream is not None and cuda_graphs:
-            self._vision_graphs = VisionGraphs(self.vision, self._stream, max_crops=max_crops)
+            self._vision_graphs = VisionGraphs(
+                self.vision, self._stream, max_crops=max_crops, with_room=limits.decodes_beside
+            )
         bos = model.text.wte[config.ids.bos_id]
         self._images = EncodedImages(
             self.vision,
@@ -244,6 +246,7 @@ class GpuRuntime:
             blocks=self.attention.own_blocks,
             stream=self._stream,
             anchor=self._anchor,
+            with_room=limits.decodes_beside,
         )
 
     @property
@@ -366,7 +369,7 @@ class GpuRuntime:
             groups = self._decode.shared_groups
         # A part without work ends where the part before it does.
         marks.append(self._mark() if plan.decode else marks[-1])
-        self._images.encode(plan.encode)
+        self._images.encode(plan.encode, leave_room=plan.leave_room)
         embeddings = {read.sequence_id: self._images.embedding(read) for read in plan.embed}
         refined = self._refine(plan.refine) if plan.refine else None
         looks = plan.encode or plan.embed or plan.refine
@@ -400,7 +403,7 @@ class GpuRuntime:
         for row in rows:
             self._state.check(row)
         seqs = self._state.assign(rows, plan.step_id, hold=plan.lane is Lane.NEW_WORK)
-        hidden = self._prompts.run(rows, seqs)
+        hidden = self._prompts.run(rows, seqs, leave_room=plan.leave_room)
         wanted = [i for i, row in enumerate(rows) if row.sample is not None]
         if len(wanted) < len(rows):
             flags.append((rows, self._results.flags(hidden)))
@@ -444,6 +447,7 @@ class GpuRuntime:
     def _capture(self, progress: Progress | None) -> None:
         assert self._stream is not None
         self._kept_graphs.append(first_fork(self._stream))
+        self._lanes.warm_up()
         phases = {
             "decode": self._decode.capture,
             "prefill": self._prompts.capture,

@@ -4,20 +4,42 @@ Beside new work, decode steps hold fewer rows than after it, and take nearly as 
 batch both together take longer than one after the other (H100, 4 requests of 30 tokens in flight: 29 instead of 41 a
 second). Therefore decoding waits for a step of NEW_WORK that takes less time than the target for the gap between
 tokens, or three times as long while few rows decode, and runs beside a longer one.
+
+Under load, the longer one leaves a part of the device to the decode steps. These then take less time beside it, and
+would follow one another with fewer rows each. So they are spaced: fewer of them leave more of the device to new work.
+docs/measurements.md (Decoding beside images) has the figures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..sequence import Sequence
 
 _FEW_ROWS = 5
 _MORE_FOR_FEW = 3.0
 """While fewer than _FEW_ROWS rows decode, they wait for steps that take so many times the target."""
+MANY_DECODING = 12
+MANY_WAITING = 12
+"""The fewest sequences that decode, and the fewest that wait for further new work, when a step leaves room. If fewer
+wait, answers that take longer to decode leave the device idle."""
+SPACING = 0.55
+"""The share of the target between the begins of two decode steps beside new work that leaves room. A token also waits
+for the step, and for the host."""
 _NEW_SAMPLE = 0.2
 """The weight of a new measurement in the mean of the seconds that new work takes."""
+
+
+class Load(NamedTuple):
+    """A step of NEW_WORK, and what there is besides. ``used``: the share of a step's allowance."""
+
+    used: float
+    num_decoding: int = 0
+    """Sequences that decode meanwhile."""
+    num_waiting: int = 0
+    """Sequences that need new work and are in no step."""
 
 
 @dataclass(slots=True)
@@ -27,6 +49,7 @@ class _NewWork:
     used: float
     """The share of a step's allowance."""
     is_short: bool
+    leaves_room: bool
     beside: bool = False
     """A decode step may have run at the same time, so that the device took longer."""
 
@@ -45,10 +68,26 @@ class DecodeLane:
         self._s_per_allowance = 0.0
         """The mean of the seconds of a step that uses its whole allowance; 0 until a step was measured."""
 
-    def launched_new_work(self, step_id: int, used: float, num_decoding: int) -> None:
-        """Notes a step of NEW_WORK that uses the share ``used`` of its allowance while ``num_decoding`` rows decode."""
-        limit_s = self._target_s * (_MORE_FOR_FEW if num_decoding < _FEW_ROWS else 1.0)
-        self._out[step_id] = _NewWork(used, self._s_per_allowance * used <= limit_s)
+    def is_short(self, load: Load) -> bool:
+        """Returns whether decoding waits for a step of NEW_WORK."""
+        limit_s = self._target_s * (_MORE_FOR_FEW if load.num_decoding < _FEW_ROWS else 1.0)
+        return self._s_per_allowance * load.used <= limit_s
+
+    def leaves_room(self, load: Load) -> bool:
+        """Returns whether a step of NEW_WORK leaves room for decode steps."""
+        many = load.num_decoding >= MANY_DECODING and load.num_waiting >= MANY_WAITING
+        return many and not self.is_short(load)
+
+    def launched_new_work(self, step_id: int, load: Load) -> None:
+        """Notes a step of NEW_WORK."""
+        self._out[step_id] = _NewWork(load.used, self.is_short(load), self.leaves_room(load))
+
+    @property
+    def spacing_s(self) -> float:
+        """The least seconds between the begins of the last decode step and of the next one, if that does not wait for
+        new work."""
+        _, work = self._oldest()
+        return SPACING * self._target_s if work is not None and work.leaves_room else 0.0
 
     def launched(self, after: int | None) -> None:
         """Notes a decode step that waits for the step ``after``."""

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from kestrel_engine.scheduler.order.decode_lane import DecodeLane
+from kestrel_engine.scheduler.budget import StepBudget
+from kestrel_engine.scheduler.order import decode_lane
+from kestrel_engine.scheduler.order.decode_lane import SPACING, DecodeLane, Load
 from kestrel_engine.scheduler.policy import SchedulerPolicy
 from kestrel_engine.scheduler.sequence import Sequence
 from kestrel_engine.types.step import Lane
@@ -127,36 +129,76 @@ def is_waited_for(lane: DecodeLane) -> bool:
 
 def test_the_time_of_new_work_is_learnt_from_steps_that_ran_alone():
     lane = DecodeLane(itl_target_s=0.015)
-    lane.launched_new_work(0, 1.0, 20)
+    lane.launched_new_work(0, Load(1.0, 20))
     assert is_waited_for(lane), "nothing is known yet"
     lane.launched(0)
     lane.ended(0, 0.060)
-    lane.launched_new_work(1, 1.0, 20)
+    lane.launched_new_work(1, Load(1.0, 20))
     assert not is_waited_for(lane)
     lane.launched(None)
     lane.ended(1, 5.0)  # It ran beside decode steps, so its time says nothing.
-    lane.launched_new_work(2, 0.2, 20)
+    lane.launched_new_work(2, Load(0.2, 20))
     assert is_waited_for(lane)
     lane.launched(2)
     lane.ended(2, None)
-    lane.launched_new_work(3, 0.5, 20)
+    lane.launched_new_work(3, Load(0.5, 20))
     assert not is_waited_for(lane)
     lane.ended(3, None)
-    lane.launched_new_work(4, 0.5, 4)
+    lane.launched_new_work(4, Load(0.5, 4))
     assert is_waited_for(lane), "few rows wait longer"
 
 
 def test_decoding_does_not_wait_for_a_short_step_behind_a_long_one():
     """It would wait for both."""
     lane = DecodeLane(itl_target_s=0.015)
-    lane.launched_new_work(0, 1.0, 20)
+    lane.launched_new_work(0, Load(1.0, 20))
     lane.launched(0)
     lane.ended(0, 0.060)
-    lane.launched_new_work(1, 1.0, 20)
-    lane.launched_new_work(2, 0.2, 20)
+    lane.launched_new_work(1, Load(1.0, 20))
+    lane.launched_new_work(2, Load(0.2, 20))
     assert not is_waited_for(lane) and lane.is_beside
     lane.launched(None)
     lane.ended(1, 0.060)
     assert is_waited_for(lane) and not lane.is_beside
     lane.launched(2)
     assert not is_waited_for(lane) and not lane.is_beside
+
+
+def test_long_steps_leave_room_while_many_sequences_wait():
+    lane = DecodeLane(itl_target_s=0.015)
+    lane.launched_new_work(0, Load(1.0, 20, 50))
+    assert lane.spacing_s == 0, "nothing is known yet"
+    lane.launched(0)
+    lane.ended(0, 0.060)
+    short, long = Load(0.2, 20, 50), Load(1.0, 20, 50)
+    assert lane.leaves_room(long) and not lane.leaves_room(short)
+    assert not lane.leaves_room(long._replace(num_waiting=3)), "the device would be idle"
+    assert not lane.leaves_room(long._replace(num_decoding=2)), "they take little of the device"
+    lane.launched_new_work(1, long)
+    assert lane.spacing_s == pytest.approx(SPACING * 0.015)
+    lane.launched(None)
+    lane.launched_new_work(2, long._replace(num_waiting=3))
+    assert lane.spacing_s == pytest.approx(SPACING * 0.015), "the older one runs"
+    lane.ended(1, 0.060)
+    assert lane.spacing_s == 0
+
+
+def test_a_long_step_is_told_to_leave_room_and_the_decode_steps_beside_it_are_spaced(monkeypatch):
+    monkeypatch.setattr(decode_lane, "MANY_DECODING", 1)
+    monkeypatch.setattr(decode_lane, "MANY_WAITING", 1)
+    monkeypatch.setattr(DecodeLane, "is_short", lambda self, load: False)
+    policy = SchedulerPolicy(budget=StepBudget(prefill_positions=4))
+    simulation = Simulation(BESIDE, policy, depth=3)
+    decoding(simulation, text(1, 4, max_tokens=20))
+    assert launch(simulation, Lane.DECODE).spacing_s == 0
+    simulation.collect(False, Lane.DECODE)
+    for number in (2, 3):
+        simulation.add(text(number, 4, max_tokens=3))
+    assert launch(simulation, Lane.NEW_WORK).leave_room, "one more waits"
+    step = launch(simulation, Lane.DECODE)
+    assert step.after is None and step.spacing_s == pytest.approx(SPACING * policy.itl_target_s)
+    simulation.collect(False, Lane.NEW_WORK)
+    assert not launch(simulation, Lane.NEW_WORK).leave_room, "none waits"
+    assert launch(simulation, Lane.DECODE).spacing_s == 0
+    tokens = simulation.drain()
+    assert all(tokens[number] == alone(simulation.specs[number]) for number in (1, 2, 3))

@@ -8,6 +8,7 @@ reads tiles and page tables on the device, so one graph works for every mix of s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from ..adapters.pass_slabs import PassSlabs
 from ..attention.blocks import BlockAttention
 from ..attention.prompts import PagedPrompts
 from ..capture import captured
+from ..room import can_leave_room, leaving_room
 from ..state.staging import Field, RowBuffers
 from ..text.decoder import FusedText
 from .batch import PrefillBatch
@@ -34,6 +36,8 @@ for one image, 405 for four)."""
 TEXT_ROWS = (32, 64, 96, 128, 192, 256)
 """The numbers of text tokens that are captured."""
 MAX_BLOCKS, MAX_TEXT = BLOCKS[-1], TEXT_ROWS[-1]
+LEAST_WITH_ROOM = 2
+"""The fewest image blocks of a pass that may leave room. The kernels of a smaller one end soon."""
 FEW_TOKENS = 64
 """The most text tokens without images that take the launches of a decode step. So few are bound by reading the weights,
 which its kernels do faster than cuBLAS."""
@@ -46,6 +50,8 @@ class PassShape(NamedTuple):
     text_rows: int
     adapters: bool = False
     """A row has an adapter."""
+    with_room: bool = False
+    """The pass leaves room for decode steps."""
 
 
 def tiles_of(batch: PrefillBatch, seqs: Sequence[int]) -> list[tuple[int, int, int, int]]:
@@ -69,7 +75,8 @@ def num_tiles(text_rows: int) -> int:
 
 class PrefillGraphs:
     """Owns the fixed buffers of captured passes. ``max_rows``: the most rows of a pass. Padding writes its keys and
-    values to ``spare_slot``. ``anchor``: of the slabs of adapters; None if rows have none."""
+    values to ``spare_slot``. ``anchor``: of the slabs of adapters; None if rows have none. ``with_room``: capture
+    passes that leave room, too, if the device has such kernels."""
 
     def __init__(
         self,
@@ -83,11 +90,13 @@ class PrefillGraphs:
         blocks: BlockAttention,
         stream: torch.cuda.Stream | None,
         anchor: Tensor | None = None,
+        with_room: bool = False,
     ) -> None:
         self._text, self._cache, self._page_table = text, cache, page_table
         self._length, self._max_rows, self._spare_slot = block_length, max_rows, spare_slot
         self._stream = stream
         pool = cache.keys
+        self._with_room = with_room and can_leave_room(pool.device, text.dtype)
         longest = MAX_BLOCKS * block_length + MAX_TEXT
         dim = text.config.dim
         self._x = torch.zeros(longest, dim, dtype=text.dtype, device=pool.device)
@@ -169,12 +178,13 @@ class PrefillGraphs:
             self._slabs.send([adapters[row] for row in rows_of_runs], total, sizes)
         return self._x[:count], self._inputs.device["ids"][: count - begin]
 
-    def run(self, shape: PassShape, num_rows: int) -> Tensor:
-        """Runs a captured pass and returns [num_rows, dim], the beginning of `hidden`.
+    def run(self, shape: PassShape, num_rows: int, *, leave_room: bool = False) -> Tensor:
+        """Runs a captured pass and returns [num_rows, dim], the beginning of `hidden`. ``leave_room``: the pass that
+        leaves room, where that exists.
 
         The result is valid until the next pass.
         """
-        graph = self._graphs.get(shape)
+        graph = self._graphs.get(shape._replace(with_room=leave_room)) or self._graphs.get(shape)
         if graph is None:
             self._body(shape)
         else:
@@ -185,10 +195,11 @@ class PrefillGraphs:
         """Runs and captures every pass, the largest first. Requires a CUDA device."""
         pool = torch.cuda.graph_pool_handle()
         shapes = [
-            PassShape(n, rows, adapters)
+            PassShape(n, rows, adapters, with_room)
             for n in reversed(BLOCKS)
             for rows in reversed(TEXT_ROWS)
-            for adapters in ((False,) if self._slabs is None else (False, True))
+            for adapters in (False, True)[: 1 if self._slabs is None else 2]
+            for with_room in (False, True)[: 2 if self._with_room and n >= LEAST_WITH_ROOM else 1]
         ]
         with torch.cuda.stream(self._stream):
             for name, array in self._inputs.host().items():
@@ -199,7 +210,8 @@ class PrefillGraphs:
         for index, shape in enumerate(shapes):
             with torch.cuda.stream(self._stream):
                 self._x.normal_()
-            self._graphs[shape] = captured(partial(self._body, shape), self._stream, pool)
+            with leaving_room() if shape.with_room else nullcontext():
+                self._graphs[shape] = captured(partial(self._body, shape), self._stream, pool)
             if progress is not None:
                 what = f"prefill graph of {shape.num_blocks} images, {shape.text_rows} tokens"
                 progress(index + 1, len(shapes), what)

@@ -63,11 +63,13 @@ class Prefill:
             rows, self._config.image_prefix, max_blocks=MAX_BLOCKS, max_text=MAX_TEXT
         )
 
-    def run(self, rows: Sequence[Row], seqs: Sequence[int] | None) -> Tensor:
+    def run(
+        self, rows: Sequence[Row], seqs: Sequence[int] | None, *, leave_room: bool = False
+    ) -> Tensor:
         """Runs one pass and returns [num_rows, dim], the residual stream at each row's last position.
 
         ``seqs``: the rows' indices in the device's page table, which holds their pages; None for a pass without a
-        graph. The result is valid until the next pass.
+        graph. ``leave_room``: as in StepPlan. The result is valid until the next pass.
         """
         batch = prefill_batch(rows, self._cache.page_size, self._config.image_prefix)
         adapters = [row.adapter for row in rows]
@@ -78,7 +80,7 @@ class Prefill:
             if shape is not None:
                 embeddings, ids = self._graphs.send(shape, batch, tiles, adapters)
                 self._embed(batch, embeddings, ids, self._arrays(batch))
-                return self._graphs.run(shape, len(rows))
+                return self._graphs.run(shape, len(rows), leave_room=leave_room)
         arrays = self._arrays(batch, "ids", "positions", "slots", "last")
         x = torch.empty(
             batch.num_tokens,

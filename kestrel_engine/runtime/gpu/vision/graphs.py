@@ -7,6 +7,7 @@ decoded images, the device waited for the host for a tenth of the time.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -17,14 +18,20 @@ from ....types.adapter import Adapter
 from ....types.progress import Progress
 from ..attention.patches import BATCHES
 from ..capture import captured
+from ..room import can_leave_room, leaving_room
 from .tower import MAX_CROPS, FusedVision, even_size
+
+LEAST_WITH_ROOM = 20
+"""The fewest crops of a pass that may leave room. The kernels of a smaller one end soon."""
 
 
 class PassShape(NamedTuple):
-    """The shape of a captured pass. ``adapted``: an adapter of one of its crops changes the tower."""
+    """The shape of a captured pass. ``adapted``: an adapter of one of its crops changes the tower. ``with_room``: it
+    leaves room for decode steps."""
 
     crops: int
     adapted: bool = False
+    with_room: bool = False
 
 
 class VisionGraphs:
@@ -32,11 +39,18 @@ class VisionGraphs:
     memory."""
 
     def __init__(
-        self, vision: FusedVision, stream: torch.cuda.Stream, *, max_crops: int = MAX_CROPS
+        self,
+        vision: FusedVision,
+        stream: torch.cuda.Stream,
+        *,
+        max_crops: int = MAX_CROPS,
+        with_room: bool = False,
     ) -> None:
+        """``with_room``: capture passes that leave room, too, if the device has such kernels."""
         assert 1 <= max_crops <= MAX_CROPS, max_crops
         self._vision, self._stream, self._max_crops = vision, stream, max_crops
         config, weight = vision.config, vision.weight
+        self._with_room = with_room and can_leave_room(weight.device, weight.dtype)
         side = config.crop_size
         self._crops = torch.zeros(
             (max_crops, side, side, config.in_channels), dtype=torch.uint8, device=weight.device
@@ -53,7 +67,11 @@ class VisionGraphs:
     def shapes(self) -> list[PassShape]:
         """All shapes, the largest first, so that smaller graphs reuse the memory of larger ones."""
         adapted = [PassShape(count, True) for count in reversed(self._adapted_rungs)]
-        return adapted + [PassShape(count) for count in range(self._max_crops, 0, -1)]
+        plain = [PassShape(count) for count in range(self._max_crops, 0, -1)]
+        if not self._with_room:
+            return adapted + plain
+        large = range(self._max_crops, LEAST_WITH_ROOM - 1, -1)
+        return adapted + [PassShape(count, with_room=True) for count in large] + plain
 
     def capture(self, progress: Progress | None = None) -> None:
         """Rehearses and captures every shape, the largest first."""
@@ -64,12 +82,19 @@ class VisionGraphs:
                 self._vision.changes.send_crops((), self._max_crops)
         with self._vision.attention.chosen():
             for index, shape in enumerate(shapes):
-                self._graphs[shape] = captured(partial(self._body, shape), self._stream, pool)
+                with leaving_room() if shape.with_room else nullcontext():
+                    self._graphs[shape] = captured(partial(self._body, shape), self._stream, pool)
                 if progress is not None:
                     progress(index + 1, len(shapes), f"vision graph of {shape.crops} crops")
 
-    def encode_crops(self, crops: Tensor, adapters: Sequence[Adapter | None] = ()) -> Tensor:
-        """As `FusedVision.encode_crops`."""
+    def encode_crops(
+        self,
+        crops: Tensor,
+        adapters: Sequence[Adapter | None] = (),
+        *,
+        leave_room: bool = False,
+    ) -> Tensor:
+        """As `FusedVision.encode_crops`. ``leave_room``: with the passes that leave room, where these exist."""
         config = self._vision.config
         out = self._features.new_empty(len(crops), config.grid**2, config.enc_dim)
         size = even_size(len(crops), self._max_crops)
@@ -77,7 +102,9 @@ class VisionGraphs:
             part = crops[first : first + size]
             self._crops[: len(part)].copy_(part)
             own = adapters[first : first + size]
-            self._graphs[self._sent(own, len(part))].replay()
+            shape = self._sent(own, len(part))
+            roomy = shape._replace(with_room=leave_room)
+            self._graphs[roomy if roomy in self._graphs else shape].replay()
             out[first : first + len(part)].copy_(self._features[: len(part)])
         return out
 

@@ -67,15 +67,15 @@ class EncodedImages:
         assert key in self._prefixes, f"image {key} was not encoded"
         return self._prefixes.on_device(key)
 
-    def encode(self, pieces: Sequence[EncodeSlice]) -> None:
-        """Encodes all crops of a step. Makes an image's prefix after its last crop."""
+    def encode(self, pieces: Sequence[EncodeSlice], *, leave_room: bool = False) -> None:
+        """Encodes all crops of a step. Makes an image's prefix after its last crop. ``leave_room``: as in StepPlan."""
         if not pieces:
             return
         crops = self._crops_of(pieces)
         features = None
         if sum(map(len, crops)):
             together = crops[0] if len(crops) == 1 else torch.cat(crops)
-            features = self.encode_crops(together, _of_crops(pieces))
+            features = self.encode_crops(together, _of_crops(pieces), leave_room=leave_room)
         begin = 0
         complete: list[tuple[PreparedImage, Tensor]] = []
         for piece in pieces:

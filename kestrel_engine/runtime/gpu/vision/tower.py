@@ -137,9 +137,15 @@ class FusedVision:
         """A weight of the tower, which has the dtype and the device of the computation."""
         return self._patch_weight
 
-    def encode_crops(self, crops: Tensor, adapters: Sequence[Adapter | None] = ()) -> Tensor:
+    def encode_crops(
+        self,
+        crops: Tensor,
+        adapters: Sequence[Adapter | None] = (),
+        *,
+        leave_room: bool = False,
+    ) -> Tensor:
         """Encodes ``crops`` [n, crop_size, crop_size, channels] uint8 on the model's device, n > 0. ``adapters``: those
-        of the crops; empty if no crop has one.
+        of the crops; empty if no crop has one. ``leave_room`` has no effect without graphs.
 
         Returns [n, patches, enc_dim], the output of the last LayerNorm.
         """

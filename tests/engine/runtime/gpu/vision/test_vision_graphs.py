@@ -47,3 +47,37 @@ def test_crops_beyond_the_largest_pass_go_in_passes_of_one_size():
     kept = graphs.encode_crops(crops[:1])
     graphs.encode_crops(crops[1:2])
     assert torch.allclose(kept, vision.encode_crops(crops[:1]), atol=1e-5), "the next pass took it"
+
+
+@torch.inference_mode()
+def test_a_pass_leaves_room_where_such_a_graph_exists():
+    config, tensors = small_model("moondream2")
+    tensors = {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
+    vision = FusedVision(config.vision, pack_weights(config, tensors))
+    graphs = VisionGraphs(vision, None, max_crops=3)
+    ran = []
+
+    class Noted(Replayed):
+        def __init__(self, shape):
+            super().__init__(graphs, vision, shape.crops)
+            self.shape = shape
+
+        def replay(self):
+            ran.append(self.shape)
+            super().replay()
+
+    roomy = PassShape(3, with_room=True)
+    graphs._graphs = {s: Noted(s) for s in (roomy, PassShape(3), PassShape(2))}
+    side = config.vision.crop_size
+    crops = torch.randint(0, 255, (3, side, side, 3), dtype=torch.uint8, device=DEVICE)
+    for count, leave_room in ((3, True), (2, True), (3, False)):
+        found = graphs.encode_crops(crops[:count], leave_room=leave_room)
+        assert torch.allclose(found, vision.encode_crops(crops[:count]), atol=1e-5)
+    assert ran == [roomy, PassShape(2), PassShape(3)]
+
+
+def test_on_a_cpu_no_pass_leaves_room():
+    config, tensors = small_model("moondream2")
+    vision = FusedVision(config.vision, pack_weights(config, tensors))
+    graphs = VisionGraphs(vision, None, max_crops=40, with_room=True)
+    assert graphs.shapes == [PassShape(count) for count in range(40, 0, -1)]

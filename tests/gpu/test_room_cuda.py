@@ -1,0 +1,100 @@
+"""Passes that leave room for decode steps, and decode steps at intervals (docs/architecture.md, Two lanes on a GPU)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kestrel_engine import RuntimeConfig
+from kestrel_engine.building.factory import build
+from kestrel_engine.kernels.spacing import spaced
+from kestrel_engine.runtime.gpu.room import ROOM, can_leave_room
+from kestrel_engine.runtime.gpu.runtime import GpuRuntime
+from kestrel_engine.runtime.gpu.vision.graphs import LEAST_WITH_ROOM, PassShape
+from tests.kernels.attention.attention_cases import relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_a_spaced_step_begins_some_time_after_the_one_before():
+    last = torch.zeros(1, dtype=torch.int64, device="cuda")
+    spaced(last, 0.004)
+    begins = []
+    for _ in range(3):
+        spaced(last, 0.004)
+        begins.append(int(last))
+    gaps = [later - earlier for earlier, later in itertools.pairwise(begins)]
+    assert all(4_000_000 <= gap < 12_000_000 for gap in gaps), gaps
+
+
+def test_a_clock_that_was_set_back_delays_a_step_by_little():
+    last = torch.full((1,), 2**62, dtype=torch.int64, device="cuda")
+    spaced(last, 0.004)
+    torch.cuda.synchronize()
+    last.fill_(2**62)
+    began = time.perf_counter()
+    spaced(last, 0.004)
+    torch.cuda.synchronize()
+    assert time.perf_counter() - began < 0.5
+    assert int(last) < 2**62
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
+def test_passes_that_leave_room_compute_the_same(precision: str):
+    if not can_leave_room(torch.device("cuda"), torch.bfloat16):
+        pytest.skip("needs a Hopper GPU")
+    config = RuntimeConfig(
+        model="moondream2",
+        random_weights=True,
+        device="cuda",
+        precision=precision,
+        kv_cache_pages=400,
+        max_batch_size=2,
+    )
+    runtime = build(config).runtime
+    assert isinstance(runtime, GpuRuntime)
+    try:
+        graphs = runtime._vision_graphs
+        assert graphs is not None
+        for count in (LEAST_WITH_ROOM - 1, LEAST_WITH_ROOM, 48):
+            assert (PassShape(count, with_room=True) in graphs._graphs) == (
+                count >= LEAST_WITH_ROOM
+            )
+        side = runtime._config.vision.crop_size
+        crops = torch.randint(0, 255, (48, side, side, 3), dtype=torch.uint8, device="cuda")
+        with torch.inference_mode():
+            plain = graphs.encode_crops(crops)
+            roomy = graphs.encode_crops(crops, leave_room=True)
+        assert torch.isfinite(roomy.float()).all()
+        assert relative_error(roomy, plain) < 0.03
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            graphs.encode_crops(crops, leave_room=True)
+            torch.cuda.synchronize()
+        grids = {
+            event["args"]["grid"][0] * event["args"]["grid"][1]
+            for event in _kernels(seen)
+            if "nvjet" in event["name"]
+        }
+        most = torch.cuda.get_device_properties(0).multi_processor_count - ROOM
+        assert grids and max(grids) <= most, grids
+        assert torch._C._get_sm_carveout_experimental() is None, "other GEMMs have the whole device"
+    finally:
+        runtime.close()
+
+
+def _kernels(seen: Any) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "trace.json")
+        seen.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    return [event for event in events if event.get("cat") == "kernel"]
