@@ -54,7 +54,9 @@ class Card:
 
     ``beside_crop``, ``beside_image``: what a decode step takes longer for each crop and each image prefix of the pass
     beside it, whose kernels hold the multiprocessors. ``beside_row``: for each of its rows. ``stolen``: how much longer
-    the new work takes then, as a share of the decode step's time alone.
+    the new work takes then, as a share of the decode step's time alone. ``with_room``, ``with_room_row``,
+    ``room_stolen``: a decode step beside new work that leaves room, each of its rows, and what ``stolen`` is then. Such
+    work takes ``room`` longer in any case, as a share.
     ``launch_image``, ``launch_pass``: of a launch, for each image and for each pass of the tower or over prefixes.
     ``host_wait``: the mean of what a launch takes longer while other threads have the interpreter. ``prepare``: from a
     request until the step thread has it, for a new image and for a known one; ``jitter``: the mean of what this takes
@@ -75,6 +77,10 @@ class Card:
     beside_image: float = 0.78
     beside_row: float = 0.055
     stolen: float = 0.85
+    with_room: float = 1.6
+    with_room_row: float = 0.27
+    room_stolen: float = 0.5
+    room: float = 0.06
     launch_decode: float = 0.5
     launch_new: float = 1.0
     launch_image: float = 0.9
@@ -110,6 +116,8 @@ class Card:
 
     def beside_ms(self, decode: StepPlan, new: StepPlan, *, vision: bool) -> float:
         """Of a decode step beside the vision or the prefill of ``new``."""
+        if new.leave_room:
+            return self.with_room + self.with_room_row * len(decode.decode)
         ms = self.decode + self.beside_row * len(decode.decode)
         if vision:
             return ms + self.beside_vision + self.beside_crop * _largest(_crops(new), MAX_CROPS)
@@ -157,6 +165,8 @@ class Device:
         self.ended: dict[int, tuple[float, float]] = {}
         """The end of each step, and the time for which it ran, by step id."""
         self._last_decode: int | None = None
+        self._spaced_from = float("-inf")
+        """When the last spaced decode step began."""
 
     def launch(self, now: float, plan: StepPlan) -> None:
         self.run_to(now)
@@ -186,17 +196,29 @@ class Device:
             for lane, queue in self._queues.items()
             if queue and (queue[0].after is None or queue[0].after in self.ended)
         }
+        decoding = active.get(Lane.DECODE)
+        if decoding is not None and decoding.begun_at is None and decoding.plan.spacing_s:
+            begin = self._spaced_from + 1e3 * decoding.plan.spacing_s
+            if begin > self._now:
+                until = min(until, begin)
+                del active[Lane.DECODE]
+            else:
+                self._spaced_from = self._now
         if not active:
             assert until < float("inf"), "steps wait for one another"
             self._now = max(self._now, until)
             return
-        speed = dict.fromkeys(Lane, 1.0)
+        speed, card = dict.fromkeys(Lane, 1.0), self._card
+        roomy = Lane.NEW_WORK in active and active[Lane.NEW_WORK].plan.leave_room
+        if roomy:
+            speed[Lane.NEW_WORK] = 1 - card.room
         if len(active) > 1:
-            decode, new, card = active[Lane.DECODE].plan, active[Lane.NEW_WORK], self._card
+            decode, new = active[Lane.DECODE].plan, active[Lane.NEW_WORK]
             vision = new.left_ms > new.prefill_ms + 1e-9
             beside = card.beside_ms(decode, new.plan, vision=vision)
             speed[Lane.DECODE] = card.decode_ms(decode) / beside
-            speed[Lane.NEW_WORK] = 1 - card.stolen * speed[Lane.DECODE]
+            stolen = card.room_stolen if roomy else card.stolen
+            speed[Lane.NEW_WORK] -= stolen * speed[Lane.DECODE]
         for step in active.values():
             step.begun_at = self._now if step.begun_at is None else step.begun_at
         ms = min(step.until_change_ms / speed[lane] for lane, step in active.items())

@@ -43,12 +43,16 @@ class StepLog:
     def clear(self) -> None:
         self._events = []
 
+    def events(self, begin: float, end: float) -> list[StepEvent]:
+        """Returns the steps that were collected between two times of the monotonic clock."""
+        return [e for e in self._events if begin <= e.collected_at <= end]
+
     def between(self, begin: float, end: float) -> Phases:
         """Returns the phases of steps that were collected between two times of the monotonic clock.
 
         With two lanes, phases of two steps overlap, so that their sum may exceed 1.
         """
-        events = [e for e in self._events if begin <= e.collected_at <= end]
+        events = self.events(begin, end)
         wall = max(end - begin, 1e-9)
         decoding = [e.num_decode for e in events if e.num_decode]
         return Phases(
