@@ -32,9 +32,9 @@ TOKENS = (3, 30)
 """Tokens of an answer in the runs of the trace."""
 IN_FLIGHT_S = {64: 7.0, 16: 5.0, 4: 4.0, 1: 4.0}
 """The requests in flight in the runs of the trace, and the seconds after which no question is asked."""
-PARTS = ("trace", "decode", "one_request", "prefill", "vision", "saturate", "quality")
+PARTS = ("trace", "decode", "one_request", "boxes", "prefill", "vision", "saturate", "quality")
 """The parts of a model, in this order. Both models have the same vision tower, so only the first one's is measured."""
-FP8_PARTS = ("trace", "decode", "one_request")
+FP8_PARTS = ("trace", "decode", "one_request", "boxes")
 FP8_FLAGS = ("--fp8-gemms", "all", "--kv-cache-dtype", "fp8")
 ROOT = Path(__file__).parents[1]
 
@@ -224,6 +224,13 @@ def _one_request(opened: Any, args: argparse.Namespace, report: GpuReport) -> No
     asyncio.run(measure(opened, requests, min(TOKENS), report, quick=args.quick))
 
 
+def _boxes(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
+    from .boxes import measure, read_arguments
+
+    of_boxes, _ = read_arguments(["--quick"] if args.quick else ["--limit", "2"])
+    asyncio.run(measure(of_boxes, opened, report))
+
+
 def _vision(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
     from .gpu.vision import measure
 
@@ -250,6 +257,7 @@ MEASURES: dict[str, Callable[[Any, argparse.Namespace, GpuReport], None]] = {
     "saturate": _saturate,
     "decode": _decode,
     "one_request": _one_request,
+    "boxes": _boxes,
     "vision": _vision,
     "prefill": _prefill,
     "quality": _quality,

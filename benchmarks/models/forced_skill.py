@@ -1,4 +1,4 @@
-"""Skills that generate exactly max_tokens tokens, so that the model's choice to end does not affect a measurement.
+"""Skills whose answers have a forced length, so that the model's choice to end does not affect a measurement.
 
 A server loads one with ``--skill benchmarks.models.forced_skill:ForcedQuery``, and RunSkill calls it.
 """
@@ -11,6 +11,8 @@ from typing import Any
 
 from kestrel_engine.errors import InvalidRequest
 from kestrel_engine.skills.base import SkillContext, SkillControl, SkillOutput, SkillRequest
+from kestrel_engine.skills.detect import DetectSkill
+from kestrel_engine.skills.objects.locate import LocateControl
 from kestrel_engine.skills.query import QuerySkill
 from kestrel_engine.skills.text.answer import AnswerOutput
 from kestrel_engine.types.events import FinishReason
@@ -65,6 +67,38 @@ class ForcedQuery:
 
     def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
         return AnswerOutput("answer", context, logprobs=request.options["logprobs"])
+
+
+class ForcedDetect:
+    """A detection that finds exactly ``max_objects`` boxes. Arguments: object. Settings: max_objects. Output: as
+    DetectSkill's."""
+
+    name = "forced_detect"
+    _detect = DetectSkill()
+
+    def build(
+        self, arguments: Mapping[str, Any], settings: Mapping[str, Any], context: SkillContext
+    ) -> SkillRequest:
+        return replace(self._detect.build(arguments, settings, context), skill=self.name)
+
+    def new_control(
+        self, request: SkillRequest, max_tokens: int, context: SkillContext
+    ) -> SkillControl:
+        return _AlwaysAnother(context, request.options["max_objects"])
+
+    def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
+        return self._detect.new_output(request, context)
+
+
+class _AlwaysAnother(LocateControl):
+    """The rules of a detection, so that they cost the same, but without the end token."""
+
+    def __init__(self, context: SkillContext, max_objects: int) -> None:
+        super().__init__(boxes=True, max_objects=max_objects, model=context.model)
+
+    def rule(self, index: int) -> TokenRule:
+        rule = super().rule(index)
+        return rule if rule.forced is not None else replace(rule, suppressed=(self._eos,))
 
 
 class _NeverEnds:

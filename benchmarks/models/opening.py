@@ -25,7 +25,7 @@ from kestrel_grpc.settings.flags import Parser
 from kestrel_grpc.settings.model import add_model_flags, runtime_config
 
 from ..traffic.callers import EngineTarget
-from .forced_skill import ForcedCaption, ForcedQuery
+from .forced_skill import ForcedCaption, ForcedDetect, ForcedQuery
 from .made_up_tokenizer import tokenizer_file
 
 if TYPE_CHECKING:
@@ -223,7 +223,8 @@ async def engine_on(
     opened: Opened, observer: Observer | None = None
 ) -> AsyncIterator[RunningEngine]:
     """Runs an engine on a loaded model, with the skills of forced length. The model stays loaded afterwards."""
-    skills = SkillRegistry([*SkillRegistry.default(), ForcedCaption(), ForcedQuery()])
+    forced = ForcedCaption(), ForcedDetect(), ForcedQuery()
+    skills = SkillRegistry([*SkillRegistry.default(), *forced])
     built = replace(opened.built, runtime=KeptRuntime(opened.built.runtime))
     async with InferenceEngine(opened.config, built, skills, observer=observer) as engine:
         yield RunningEngine(engine, EngineTarget(engine))

@@ -77,6 +77,10 @@ class EngineTarget:
         settings = {**sampling, "max_tokens": max_tokens}
         return await self._run("forced_query", image, {"question": question}, settings)
 
+    async def forced_detect(self, image: bytes, what: str, boxes: int) -> Answer:
+        """Finds exactly ``boxes`` boxes."""
+        return await self._run("forced_detect", image, {"object": what}, {"max_objects": boxes})
+
     async def _run(
         self, skill: str, image: bytes, arguments: dict[str, Any], settings: dict[str, Any]
     ) -> Answer:

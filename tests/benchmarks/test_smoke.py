@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import compare, engine_host, features, frames, ramp, serving_cpu
+from benchmarks import boxes, compare, engine_host, features, frames, ramp, serving_cpu
 from benchmarks.service import adapter_loading, front, kills, workers, workers_trace
 
 
@@ -56,6 +56,14 @@ def test_serving_cpu(tmp_path: Path) -> None:
     assert repeated[0]["first"] > repeated[0]["second"] > 0
     assert mixed[0]["requests/s"] > 0
     assert len(report["bars"]) == 3
+
+
+@pytest.mark.slow
+def test_boxes(tmp_path: Path) -> None:
+    rows = run(boxes, tmp_path)["tables"]["Boxes"]
+    assert len(rows) == 6
+    for row in rows:
+        assert row["boxes/s"] == pytest.approx(row["boxes a class"] * row["classes/s"])
 
 
 @pytest.mark.slow

@@ -1,0 +1,150 @@
+"""Measures boxes a second: one class of a picture, eighty classes of one picture, and many callers.
+
+python -m benchmarks.boxes --model moondream2 --random-weights --device cuda --json F
+
+A box takes three steps: x, y and size. The skill ``forced_detect`` is a detection whose rules forbid the end token, so
+each call finds exactly as many boxes as asked for, whatever the weights are. Pictures are JPEGs of the trace, 850x600
+and smaller, and a call begins with their bytes. "New": the server has not seen the picture. "Known": it has its keys
+and values. A caller sends its next call after the answer to the one before. With eighty classes, one caller asks about
+all classes of a picture at once, as calls of their own, which share the picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from .models.opening import (
+    Opened,
+    RunningEngine,
+    engine_on,
+    model_arguments,
+    open_model,
+    parse,
+    server_gc,
+)
+from .reports.gpu_report import GpuReport, command_line
+from .reports.report import Row, benchmark_parser, median
+from .traffic.chart_trace import draw_images
+
+IMAGES_FROM = 5_000_000
+"""The pictures, which are not in the trace."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Calls of ``callers`` callers, each about ``classes`` classes of a picture, with ``boxes`` boxes a class."""
+
+    name: str
+    callers: int
+    classes: int
+    boxes: int
+    known: bool = False
+
+
+def kinds(args: argparse.Namespace) -> list[Kind]:
+    one, few = args.boxes, args.boxes_a_class
+    return [
+        Kind("one caller, one class, known picture", 1, 1, one, known=True),
+        Kind("one caller, one class, new pictures", 1, 1, one),
+        Kind(f"one caller, {args.classes} classes, new pictures", 1, args.classes, few),
+        Kind(
+            f"one caller, {args.classes} classes, known picture", 1, args.classes, few, known=True
+        ),
+        Kind(f"{args.callers} callers, one class, new pictures", args.callers, 1, one),
+        Kind(f"{args.callers} callers, one class, known picture", args.callers, 1, one, known=True),
+    ]
+
+
+async def run(
+    running: RunningEngine, kind: Kind, images: Iterator[bytes], known: bytes, limit_s: float
+) -> Row:
+    """Runs calls for ``limit_s`` seconds, and returns what they found."""
+    took: list[float] = []
+    boxes = 0
+    began = time.monotonic()
+
+    async def caller() -> None:
+        nonlocal boxes
+        while not took or time.monotonic() - began < limit_s:
+            image = known if kind.known else next(images)
+            start = time.monotonic()
+            answers = await asyncio.gather(
+                *(
+                    running.target.forced_detect(image, f"class {number}", kind.boxes)
+                    for number in range(kind.classes)
+                )
+            )
+            took.append(time.monotonic() - start)
+            boxes += sum(answer.output_tokens for answer in answers) // 3
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(kind.callers):
+            group.create_task(caller())
+    seconds = time.monotonic() - began
+    return {
+        "boxes/s": boxes / seconds,
+        "classes/s": len(took) * kind.classes / seconds,
+        "pictures": len(took),
+        "ms a picture, p50": 1e3 * median(took),
+        "boxes a class": kind.boxes,
+    }
+
+
+async def measure(args: argparse.Namespace, opened: Opened, report: GpuReport) -> None:
+    pictures = draw_images(args.images, first=IMAGES_FROM)
+    async with engine_on(opened) as running:
+        images = itertools.cycle(pictures[1:])
+        for kind in kinds(args):
+            # Every path once, so that nothing is compiled during the measurement.
+            await run(running, kind, images, pictures[0], 0.0)
+        with server_gc():
+            for kind in kinds(args):
+                await running.engine.flush_caches()
+                if kind.known:
+                    await running.target.forced_detect(pictures[0], "class", 1)
+                row = await run(running, kind, images, pictures[0], args.limit)
+                report.add("Boxes", {"model": opened.name, "calls": kind.name, **row})
+                found = float(row["boxes/s"])
+                report.figure(f"{opened.name}: {kind.name}: boxes/s", found, "1/s")
+
+
+def read_arguments(
+    arguments: Sequence[str] | None = None,
+) -> tuple[argparse.Namespace, list[str]]:
+    """Returns the benchmark's own flags, and those of the model."""
+    made = benchmark_parser("boxes", __doc__)
+    made.add_argument("--boxes", type=int, default=20, metavar="N", help="of one class [20]")
+    made.add_argument(
+        "--boxes-a-class", type=int, default=4, metavar="N", help="of each of many classes [4]"
+    )
+    made.add_argument("--classes", type=int, default=80, metavar="N", help="[80]")
+    made.add_argument("--callers", type=int, default=64, metavar="N", help="[64]")
+    made.add_argument("--limit", type=float, default=3.0, metavar="S", help="of a kind [3]")
+    made.add_argument("--images", type=int, default=400, metavar="N", help="[400]")
+    args, of_model = parse(made, arguments)
+    if args.quick:
+        args.boxes = args.boxes_a_class = args.classes = args.callers = 2
+        args.images, args.limit = 4, 0.0
+    return args, of_model
+
+
+def main(arguments: Sequence[str] | None = None) -> GpuReport:
+    args, of_model = read_arguments(arguments)
+    config = model_arguments(of_model, quick=args.quick)
+    report = GpuReport("boxes", vars(args), command=command_line("benchmarks.boxes", arguments))
+    opened = open_model(config)
+    try:
+        asyncio.run(measure(args, opened, report))
+    finally:
+        opened.runtime.close()
+    report.finish(args.json)
+    return report
+
+
+if __name__ == "__main__":
+    main()
