@@ -271,11 +271,8 @@ class PreprocessPool:
                 source = new_segment()
                 stack.callback(os.close, source)
                 write_segment(source, job.payload)
-                decoder = (
-                    self._idle.pop()
-                    if self._idle and not expensive
-                    else self._new_decoder(expensive)
-                )
+                decoder = None if expensive else self._idle_decoder()
+                decoder = decoder or self._new_decoder(expensive)
             except OSError as error:
                 text = f"no process can be started to decode images: {error.strerror}"
                 self._fail(job, EngineOverloaded(text))
@@ -289,6 +286,14 @@ class PreprocessPool:
                 OSError
             ):  # The decoder has just ended. Its end is reported next.
                 decoder.send(message, source)
+
+    def _idle_decoder(self) -> DecoderProcess | None:
+        """Returns a decoder that accepts an image, no longer idle; None if there is none."""
+        while self._idle:
+            decoder = self._idle.pop()
+            if decoder.is_ready():
+                return decoder
+        return None
 
     def _new_decoder(self, expensive: bool) -> DecoderProcess:
         return DecoderProcess(
@@ -318,23 +323,16 @@ class PreprocessPool:
         if isinstance(outcome, Cost):
             self._learn_cost(run.job, outcome)
         elif isinstance(outcome, Preprocessed):
-            num_bytes = sum(look.num_bytes for look in outcome.looks)
-            self._renew_crops(decoder, num_bytes)
+            if decoder.is_open:
+                # The image keeps the old segment. A larger one would be prepared for an image that may not come.
+                num_bytes = sum(look.num_bytes for look in outcome.looks)
+                decoder.renew_crops(num_bytes if num_bytes <= MOST_SPARE_BYTES else 0)
             self._finish(run.job, outcome)
         else:
             self._fail(run.job, outcome)
         if decoder.is_open:
             self._idle.append(decoder)
         self._dispatch()
-
-    def _renew_crops(self, decoder: DecoderProcess, num_bytes: int) -> None:
-        """Gives the decoder a new segment, because the finished image keeps the old one. The new segment is prepared
-        for an image of the same size, unless that is too large."""
-        if decoder.is_open:
-            try:
-                decoder.renew_crops(num_bytes if num_bytes <= MOST_SPARE_BYTES else 0)
-            except OSError:
-                decoder.close()
 
     def _learn_cost(self, job: Job, cost: Cost) -> None:
         """Queues ``job`` by the cost that its decoder found in the header, if the limits allow it."""

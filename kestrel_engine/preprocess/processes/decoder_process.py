@@ -38,6 +38,11 @@ main(0)
 working directory have no effect: modules come from the search path of this process."""
 
 
+_RENEWAL_S = 0.001
+"""Seconds after an answer until the decoder gets the segment for its next image, unless that comes first. What waits
+for the answer goes before: to wake the decoder takes the kernel 0.2 ms."""
+
+
 class _Template:
     """The process that forks decoders. It starts at its first use, and again if it has been killed. Thread-safe."""
 
@@ -139,12 +144,14 @@ class DecoderProcess:
         self._loop = asyncio.get_running_loop()
         self._link, theirs = socket.socketpair()
         self._crops = -1
+        self._renewal: asyncio.TimerHandle | None = None
+        self._renewed_bytes = 0
         try:
             with theirs:
                 self._number = template.fork(theirs, nice)
             self._link.setblocking(False)
             send_message(self._link, {"limits": asdict(limits), "vision": asdict(vision)}, ())
-            self.renew_crops(0)
+            self._renew_crops(0)
         except OSError:
             self._release()
             raise
@@ -156,8 +163,24 @@ class DecoderProcess:
         return self._crops
 
     def renew_crops(self, num_bytes: int) -> None:
-        """Gives the decoder an empty segment for the crops of the next image. The decoder prepares ``num_bytes`` of it
-        before that image arrives. Raises OSError if there is no segment, or if the decoder has ended."""
+        """Gives the decoder an empty segment for the crops of the next image, soon or in `is_ready`. The decoder
+        prepares ``num_bytes`` of it before that image arrives. If this fails, the decoder is closed."""
+        self._renewed_bytes = num_bytes
+        self._renewal = self._loop.call_later(_RENEWAL_S, self.is_ready)
+
+    def is_ready(self) -> bool:
+        """Whether the decoder accepts an image. Renews its segment if that is due."""
+        if self._renewal is not None and self.is_open:
+            self._renewal.cancel()
+            self._renewal = None
+            try:
+                self._renew_crops(self._renewed_bytes)
+            except OSError:
+                self.close()
+        return self.is_open
+
+    def _renew_crops(self, num_bytes: int) -> None:
+        """Raises OSError if there is no segment, or if the decoder has ended."""
         segment = new_segment()
         if self._crops >= 0:
             os.close(self._crops)
@@ -165,8 +188,8 @@ class DecoderProcess:
         send_message(self._link, {"crops": num_bytes}, (segment,))
 
     def send(self, message: dict[str, Any], source: int) -> None:
-        """Sends an image. Send the next one only after the answer. ``source``: the segment with the bytes. Raises
-        OSError if the decoder has ended."""
+        """Sends an image to a decoder that `is_ready`. Send the next one only after the answer. ``source``: the segment
+        with the bytes. Raises OSError if the decoder has ended."""
         send_message(self._link, message, (source,))
 
     def kill(self) -> None:
@@ -185,6 +208,8 @@ class DecoderProcess:
             self._release()
 
     def _release(self) -> None:
+        if self._renewal is not None:
+            self._renewal.cancel()
         self._link.close()
         if self._crops >= 0:
             os.close(self._crops)

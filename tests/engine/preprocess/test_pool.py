@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import functools
 import gc
 import io
@@ -33,6 +34,7 @@ from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.decoding.images import open_image
 from kestrel_engine.preprocess.fair_queue import FairQueue
 from kestrel_engine.preprocess.pool import EXPENSIVE_NICE, PreprocessPool
+from kestrel_engine.preprocess.processes import decoder_process
 from kestrel_engine.preprocess.processes.decoder_process import template
 from kestrel_engine.types.model_config import VisionConfig
 from tests.engine.preprocess.decoders import decoders, held_up, nice_of, state, until
@@ -100,6 +102,37 @@ async def test_gives_what_the_functions_give(make_pool, tmp_path):
         assert np.array_equal(found.image.crops, expected.crops)
         assert found.image.tiling == expected.tiling
         assert (found.image.width, found.image.height) == (120, 90)
+
+
+@pytest.mark.parametrize("soon", [False, True], ids=["before the next image", "by the timer"])
+async def test_without_a_segment_for_the_next_image_a_decoder_is_replaced(
+    make_pool, monkeypatch, soon
+):
+    pool = make_pool()
+    (first,) = await decoders_of(pool)
+    with monkeypatch.context() as patched:
+        patched.setattr(decoder_process, "new_segment", no_segment)
+        if soon:
+            await asyncio.sleep(10 * decoder_process._RENEWAL_S)
+        else:
+            with pytest.raises(EngineOverloaded, match="Too many open files"):
+                await pool.prepare(pixels(1))
+    found = await pool.prepare(pixels(2))
+    assert found.image.key == prepare(open_image(pixels(2), LIMITS), VISION).key
+    assert first not in decoders()
+
+
+def no_segment() -> int:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+async def test_an_image_right_after_another_has_its_own_crops(make_pool):
+    """The decoder gets the segment for the second one before its timer ends."""
+    pool = make_pool()
+    found = [await pool.prepare(pixels(seed)) for seed in range(3)]
+    for seed, each in enumerate(found):
+        expected = prepare(open_image(pixels(seed), LIMITS), VISION)
+        assert np.array_equal(each.image.crops, expected.crops)
 
 
 async def test_a_split_image_has_the_same_crops(make_pool):
@@ -475,6 +508,7 @@ import asyncio, sys
 import numpy as np
 from kestrel_engine.config.images import ImageLimits
 from kestrel_engine.types.model_config import VisionConfig
+from kestrel_engine.preprocess.processes import decoder_process
 from kestrel_engine.preprocess.processes.decoder_process import template
 from kestrel_engine.preprocess.pool import EXPENSIVE_NICE, PreprocessPool
 
