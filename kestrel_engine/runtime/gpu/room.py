@@ -21,9 +21,11 @@ enough for a p95 gap between tokens of 15 ms; with 24, the crops take 68 ms."""
 
 
 def can_leave_room(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether passes leave room. Float32 has no such kernels. Other GPUs than Hopper's were not measured."""
+    """Returns whether passes leave room. Float32 has no such kernels. Other GPUs than Hopper's were not measured. A
+    torch without CUDA, which only compiles kernels for a card, has no cuBLAS to set."""
     return (
         device.type == "cuda"
+        and torch.backends.cuda.is_built()
         and dtype != torch.float32
         and capabilities(device).compute_capability == (9, 0)
         and hasattr(torch._C, "_set_sm_carveout_experimental")

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from kestrel_engine import ConfigError
 from kestrel_engine.compiling.cards import CARDS, card_of
 from kestrel_engine.compiling.stand_in_card import stand_in
+from kestrel_engine.runtime.gpu.room import can_leave_room
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
 
@@ -82,6 +83,12 @@ def test_streams_and_graphs_do_nothing() -> None:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     assert event.query() and event.elapsed_time(event) == 0
+
+
+@pytest.mark.usefixtures("on_card")
+def test_without_cublas_no_pass_leaves_room() -> None:
+    """Such passes launch the same kernels as others."""
+    assert can_leave_room(CUDA, torch.bfloat16) == torch.backends.cuda.is_built()
 
 
 def test_unknown_cards_are_refused() -> None:
