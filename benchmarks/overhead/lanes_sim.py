@@ -375,6 +375,7 @@ def simulate(
         max_seq_length=2048,
         vocab_size=51_200,
         decodes_beside=beside,
+        leaves_room=beside,
     )
     runtime = VirtualRuntime(limits, card)
     callers = Callers(runtime, card, tokens, requests)

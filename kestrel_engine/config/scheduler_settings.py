@@ -121,8 +121,8 @@ class SchedulerSettings:
         15.0,
         SCHEDULER,
         "on CUDA: ms that new images and prompts may delay a token. Longer steps run beside decoding with "
-        "--decode-beside. Below 15, steps hold less new work (--step-crops, --step-prefill-positions): smoother "
-        "tokens, fewer requests a second",
+        "--decode-beside. Under load on Hopper, decode steps beside them begin at intervals of half of this. Below 15, "
+        "steps hold less new work (--step-crops, --step-prefill-positions): smoother tokens, fewer requests a second",
         kind="number",
         metavar="MS",
         low=0,

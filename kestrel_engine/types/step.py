@@ -240,7 +240,7 @@ class StepPlan:
     after: int | None = None
     """For a step of ``DECODE``: the step of ``NEW_WORK`` that must have run before, because rows continue its rows."""
     leave_room: bool = False
-    """For a step of ``NEW_WORK``: many rows decode beside it, so the runtime may leave them a part of the device."""
+    """For a step of ``NEW_WORK``: many rows decode beside it, so the runtime leaves them a part of the device."""
     spacing_s: float = 0.0
     """For a step of ``DECODE``: the seconds between its begin on the device and that of the step before, at least."""
 
@@ -283,6 +283,8 @@ class RuntimeLimits:
     vocab_size: int
     decodes_beside: bool = False
     """The runtime has two lanes: it decodes while it encodes images and prefills prompts."""
+    leaves_room: bool = False
+    """It can leave a part of the device to decode steps (StepPlan.leave_room)."""
     refines: bool = False
     """The runtime has a segmentation refiner."""
     host_images: int = 0

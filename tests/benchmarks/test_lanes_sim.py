@@ -24,7 +24,7 @@ def test_smaller_steps_shorten_the_gaps_and_cost_requests():
     run = {"in_flight": 64, "tokens": 20, "requests": 200, "beside": True}
     whole = summary(*simulate(Card(), POLICY, **run), "", 64)
     small = summary(*simulate(Card(), policy_for(7.5), **run), "", 64)
-    assert small["gap p95"] < 0.7 * whole["gap p95"]
+    assert small["gap p95"] < 0.8 * whole["gap p95"]
     assert 0.85 * whole["requests/s"] < small["requests/s"] < 0.97 * whole["requests/s"]
 
 

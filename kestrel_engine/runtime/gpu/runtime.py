@@ -54,6 +54,7 @@ from .footprint import FP8_DECODE, FP8_PREFILL, FP8_VISION
 from .lanes import Lanes
 from .prefill.graphs import PrefillGraphs
 from .prefill.prefill import Prefill
+from .room import can_leave_room
 from .sampling.prompts import PromptSampler
 from .sampling.rows import RowSampler
 from .state.sequence_state import SequenceState
@@ -117,13 +118,15 @@ class GpuRuntime:
         )
         # FlashInfer's prefill and decode share a workspace. Without graphs, the host launches too slowly for two lanes.
         can_decode_beside = device.type == "cuda" and cuda_graphs and self.attention.decode is None
+        decode_beside = decode_beside and can_decode_beside
         self._limits = limits = RuntimeLimits(
             num_pages=num_pages,
             page_size=page_size,
             max_batch_size=max_batch_size,
             max_seq_length=max_seq_length,
             vocab_size=config.text.vocab_size,
-            decodes_beside=decode_beside and can_decode_beside,
+            decodes_beside=decode_beside,
+            leaves_room=decode_beside and can_leave_room(device, model.dtype),
             refines=refiner is not None,
             host_images=host_images,
         )
@@ -174,7 +177,7 @@ class GpuRuntime:
         self._vision_graphs = None
         if self._stream is not None and cuda_graphs:
             self._vision_graphs = VisionGraphs(
-                self.vision, self._stream, max_crops=max_crops, with_room=limits.decodes_beside
+                self.vision, self._stream, max_crops=max_crops, with_room=limits.leaves_room
             )
         bos = model.text.wte[config.ids.bos_id]
         self._images = EncodedImages(
@@ -246,7 +249,7 @@ class GpuRuntime:
             blocks=self.attention.own_blocks,
             stream=self._stream,
             anchor=self._anchor,
-            with_room=limits.decodes_beside,
+            with_room=limits.leaves_room,
         )
 
     @property

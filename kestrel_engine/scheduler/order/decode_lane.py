@@ -57,11 +57,11 @@ class _NewWork:
 class DecodeLane:
     """Owns the steps of NEW_WORK that are out, as decode steps see them. Steps of NEW_WORK end in order.
 
-    ``itl_target_s``: seconds between two tokens that new work may cause.
+    ``itl_target_s``: seconds between two tokens that new work may cause. ``room``: new work can leave room.
     """
 
-    def __init__(self, itl_target_s: float) -> None:
-        self._target_s = itl_target_s
+    def __init__(self, itl_target_s: float, *, room: bool = False) -> None:
+        self._target_s, self._room = itl_target_s, room
         self._out: dict[int, _NewWork] = {}
         self._waited_for = -1
         """The last step of NEW_WORK for which a decode step waits. Later decode steps run after it, too."""
@@ -76,7 +76,7 @@ class DecodeLane:
     def leaves_room(self, load: Load) -> bool:
         """Returns whether a step of NEW_WORK leaves room for decode steps."""
         many = load.num_decoding >= MANY_DECODING and load.num_waiting >= MANY_WAITING
-        return many and not self.is_short(load)
+        return self._room and many and not self.is_short(load)
 
     def launched_new_work(self, step_id: int, load: Load) -> None:
         """Notes a step of NEW_WORK."""

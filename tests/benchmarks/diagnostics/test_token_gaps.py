@@ -23,7 +23,7 @@ def test_both_forms_are_measured_in_turns(tmp_path: Path) -> None:
 
 
 def test_without_room_no_step_leaves_any() -> None:
-    lane = DecodeLane(itl_target_s=0.0)
+    lane = DecodeLane(itl_target_s=0.0, room=True)
     lane.launched_new_work(0, Load(1.0))
     lane.ended(0, 0.1)
     assert lane.leaves_room(Load(1.0, 60, 60))

@@ -165,7 +165,7 @@ def test_decoding_does_not_wait_for_a_short_step_behind_a_long_one():
 
 
 def test_long_steps_leave_room_while_many_sequences_wait():
-    lane = DecodeLane(itl_target_s=0.015)
+    lane = DecodeLane(itl_target_s=0.015, room=True)
     lane.launched_new_work(0, Load(1.0, 20, 50))
     assert lane.spacing_s == 0, "nothing is known yet"
     lane.launched(0)
@@ -181,6 +181,10 @@ def test_long_steps_leave_room_while_many_sequences_wait():
     assert lane.spacing_s == pytest.approx(SPACING * 0.015), "the older one runs"
     lane.ended(1, 0.060)
     assert lane.spacing_s == 0
+    other = DecodeLane(itl_target_s=0.015)
+    other.launched_new_work(0, long)
+    other.ended(0, 0.060)
+    assert not other.is_short(long) and not other.leaves_room(long), "this device can't"
 
 
 def test_a_long_step_is_told_to_leave_room_and_the_decode_steps_beside_it_are_spaced(monkeypatch):
@@ -188,7 +192,7 @@ def test_a_long_step_is_told_to_leave_room_and_the_decode_steps_beside_it_are_sp
     monkeypatch.setattr(decode_lane, "MANY_WAITING", 1)
     monkeypatch.setattr(DecodeLane, "is_short", lambda self, load: False)
     policy = SchedulerPolicy(budget=StepBudget(prefill_positions=4))
-    simulation = Simulation(BESIDE, policy, depth=3)
+    simulation = Simulation(replace(BESIDE, leaves_room=True), policy, depth=3)
     decoding(simulation, text(1, 4, max_tokens=20))
     assert launch(simulation, Lane.DECODE).spacing_s == 0
     simulation.collect(False, Lane.DECODE)

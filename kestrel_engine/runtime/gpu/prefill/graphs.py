@@ -24,7 +24,7 @@ from ..adapters.pass_slabs import PassSlabs
 from ..attention.blocks import BlockAttention
 from ..attention.prompts import PagedPrompts
 from ..capture import captured
-from ..room import can_leave_room, leaving_room
+from ..room import leaving_room
 from ..state.staging import Field, RowBuffers
 from ..text.decoder import FusedText
 from .batch import PrefillBatch
@@ -76,7 +76,7 @@ def num_tiles(text_rows: int) -> int:
 class PrefillGraphs:
     """Owns the fixed buffers of captured passes. ``max_rows``: the most rows of a pass. Padding writes its keys and
     values to ``spare_slot``. ``anchor``: of the slabs of adapters; None if rows have none. ``with_room``: capture
-    passes that leave room, too, if the device has such kernels."""
+    passes that leave room, too, which needs a device that can."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class PrefillGraphs:
         self._length, self._max_rows, self._spare_slot = block_length, max_rows, spare_slot
         self._stream = stream
         pool = cache.keys
-        self._with_room = with_room and can_leave_room(pool.device, text.dtype)
+        self._with_room = with_room
         longest = MAX_BLOCKS * block_length + MAX_TEXT
         dim = text.config.dim
         self._x = torch.zeros(longest, dim, dtype=text.dtype, device=pool.device)

@@ -18,7 +18,7 @@ from ....types.adapter import Adapter
 from ....types.progress import Progress
 from ..attention.patches import BATCHES
 from ..capture import captured
-from ..room import can_leave_room, leaving_room
+from ..room import leaving_room
 from .tower import MAX_CROPS, FusedVision, even_size
 
 LEAST_WITH_ROOM = 20
@@ -46,11 +46,11 @@ class VisionGraphs:
         max_crops: int = MAX_CROPS,
         with_room: bool = False,
     ) -> None:
-        """``with_room``: capture passes that leave room, too, if the device has such kernels."""
+        """``with_room``: capture passes that leave room, too, which needs a device that can."""
         assert 1 <= max_crops <= MAX_CROPS, max_crops
         self._vision, self._stream, self._max_crops = vision, stream, max_crops
         config, weight = vision.config, vision.weight
-        self._with_room = with_room and can_leave_room(weight.device, weight.dtype)
+        self._with_room = with_room
         side = config.crop_size
         self._crops = torch.zeros(
             (max_crops, side, side, config.in_channels), dtype=torch.uint8, device=weight.device

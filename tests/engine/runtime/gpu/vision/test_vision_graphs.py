@@ -76,8 +76,10 @@ def test_a_pass_leaves_room_where_such_a_graph_exists():
     assert ran == [roomy, PassShape(2), PassShape(3)]
 
 
-def test_on_a_cpu_no_pass_leaves_room():
+def test_large_passes_are_captured_with_room_too():
     config, tensors = small_model("moondream2")
     vision = FusedVision(config.vision, pack_weights(config, tensors))
-    graphs = VisionGraphs(vision, None, max_crops=40, with_room=True)
-    assert graphs.shapes == [PassShape(count) for count in range(40, 0, -1)]
+    plain = [PassShape(count) for count in range(22, 0, -1)]
+    assert VisionGraphs(vision, None, max_crops=22).shapes == plain
+    roomy = [PassShape(count, with_room=True) for count in (22, 21, 20)]
+    assert VisionGraphs(vision, None, max_crops=22, with_room=True).shapes == roomy + plain
