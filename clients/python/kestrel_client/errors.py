@@ -87,6 +87,11 @@ class QuotaViolation:
     description: str
 
 
+STATUS_DROPPED = "Internal error from Core"
+"""The message of gRPC itself, on an asyncio channel, if it could not send a message of a stream because the server had
+just ended the call. It drops the server's status, so only another attempt shows it."""
+
+
 class RpcError(KestrelError):
     """A call ended with a status other than OK.
 

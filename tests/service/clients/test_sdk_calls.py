@@ -33,6 +33,7 @@ from kestrel_client import (
     TaskEvent,
     TextDelta,
 )
+from kestrel_client.calls.prepared import Prepared
 from kestrel_client.images import stored
 from tests.service.conftest import LIMITS
 
@@ -154,6 +155,33 @@ async def test_large_files_go_in_pieces(serve, picture, monkeypatch):
     small = AsyncKestrelClient(served.server.addresses[0], max_message_bytes=6000, timeout=20)
     async with small as client:
         assert await client.put_image(picture) == whole, "larger than a message"
+
+
+async def test_an_upload_whose_status_grpc_drops_is_sent_again(serve, picture, monkeypatch):
+    """On an asyncio channel, where the server refuses an upload while its pieces are sent."""
+    served = await serve()
+    monkeypatch.setattr(stored, "UPLOAD_THRESHOLD_BYTES", 1000)
+    monkeypatch.setattr(stored, "CHUNK_BYTES", 900)
+    sent = []
+
+    def send(self, stub):
+        sent.append(self)
+        if len(sent) % 2:
+            raise grpc.aio.AioRpcError(
+                grpc.StatusCode.INTERNAL,
+                grpc.aio.Metadata(),
+                grpc.aio.Metadata(),
+                details="Internal error from Core",
+            )
+        return whole_call(self, stub)
+
+    whole_call = Prepared.send
+    monkeypatch.setattr(Prepared, "send", send)
+    async with AsyncKestrelClient(served.server.addresses[0], timeout=20) as client:
+        assert (await client.put_image(picture)).size == (60, 40)
+        with pytest.raises(InvalidArgumentError) as caught:
+            await client.put_image(picture.read_bytes()[:-900])
+    assert caught.value.reason == "IMAGE_BROKEN" and len(sent) == 4
 
 
 TASKS = {

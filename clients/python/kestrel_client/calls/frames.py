@@ -18,7 +18,7 @@ import grpc
 
 from .._pb.kestrel.v1 import common_pb2
 from .._pb.kestrel.v1 import vision_service_pb2 as pb
-from ..errors import RpcError, UnavailableError, from_rpc_error
+from ..errors import STATUS_DROPPED, RpcError, UnavailableError, from_rpc_error
 from ..images.images import ImageInput
 from ..values.frames import FrameResult, frame_result
 from ..values.tasks import Task
@@ -29,10 +29,6 @@ AsyncFrameSource: TypeAlias = Iterable[ImageInput] | AsyncIterable[ImageInput]
 _MOST_ATTEMPTS = 6
 """Attempts to connect again, of which none gave a result, before the error is raised."""
 _FIRST_PAUSE_S = 0.2
-_NOT_SENT = "Internal error from Core"
-"""The message of gRPC itself if it could not send a frame because the stream had just ended. It drops the server's
-status, so only another attempt shows it."""
-
 
 _END: Any = object()
 
@@ -99,7 +95,7 @@ class _Frames:
     def _may_reconnect(self, error: RpcError) -> bool:
         return (
             self._frame_call.reconnect
-            and (isinstance(error, UnavailableError) or error.message == _NOT_SENT)
+            and (isinstance(error, UnavailableError) or error.message == STATUS_DROPPED)
             and self._failures <= _MOST_ATTEMPTS
         )
 

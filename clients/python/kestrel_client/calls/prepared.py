@@ -19,6 +19,9 @@ R = TypeVar("R")
 Stub: TypeAlias = Callable[[Any], Any]
 """A class of stubs: called with a channel, it gives an object with one callable for each method."""
 
+Sent: TypeAlias = Message | Callable[[], Iterator[Message]]
+"""The request of a call. For a stream of requests, a function that gives its messages, for each attempt."""
+
 _STREAM_WRAPPER_BYTES = 16
 """The request of a streaming method adds a tag and a length to the request of the unary one."""
 
@@ -52,7 +55,7 @@ class Prepared(Generic[R_co]):
     """A request, the method that takes it, and the function that reads its response."""
 
     method: Method
-    request: Message | Iterator[Message]
+    request: Sent
     reading: Reading[R_co]
     handling: dict[str, Any]
     """Keyword arguments for gRPC: ``timeout`` and ``metadata``, and ``wait_for_ready`` where it is wanted."""
@@ -63,8 +66,8 @@ class Prepared(Generic[R_co]):
 
     @property
     def may_be_repeated(self) -> bool:
-        """Whether the call can be sent again: its method is idempotent, and its request is one message."""
-        return self.method.repeatable and isinstance(self.request, Message)
+        """Whether the call can be sent again: its method is idempotent."""
+        return self.method.repeatable
 
     @property
     def left(self) -> float | None:
@@ -74,15 +77,19 @@ class Prepared(Generic[R_co]):
             return None
         return max(timeout - (time.monotonic() - self.started_at), 0.001)
 
+    @property
+    def _sent(self) -> Message | Iterator[Message]:
+        return self.request if isinstance(self.request, Message) else self.request()
+
     def send(self, stub: Any) -> Any:
         """Calls the unary method. Returns the response, or on an asyncio channel an awaitable of it."""
         handling = {**self.handling, "timeout": self.left}
-        return getattr(stub, self.method.unary)(self.request, **handling)
+        return getattr(stub, self.method.unary)(self._sent, **handling)
 
     def begin(self, stub: Any) -> Any:
         """Calls the unary method of a synchronous channel without waiting. Returns gRPC's future."""
         handling = {**self.handling, "timeout": self.left}
-        return getattr(stub, self.method.unary).future(self.request, **handling)
+        return getattr(stub, self.method.unary).future(self._sent, **handling)
 
     def open_stream(self, stub: Any) -> Any:
         """Calls the streaming method. Returns gRPC's call object."""
@@ -96,7 +103,7 @@ class Prepared(Generic[R_co]):
 def prepare(
     connection: Connection,
     method: Method,
-    request: Message | Iterator[Message],
+    request: Sent,
     read: Reading[R] | Callable[[Any], R],
     *,
     timeout: float | None = None,

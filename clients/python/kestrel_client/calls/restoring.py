@@ -8,7 +8,13 @@ from typing import Any
 from google.protobuf.message import Message
 
 from .._pb.kestrel.v1 import common_pb2
-from ..errors import ConnectionLostError, InvalidImageError, NotFoundError, RpcError
+from ..errors import (
+    STATUS_DROPPED,
+    ConnectionLostError,
+    InvalidImageError,
+    NotFoundError,
+    RpcError,
+)
 from ..images.images import ImageHandle, ImageInput
 from ..images.known import KnownImages, images_of
 from .prepared import Prepared
@@ -24,7 +30,7 @@ _FIRST_PAUSE_S = 0.05
 
 
 class Repeats:
-    """Counts the repeats of one unary call whose connection was lost while its server answered.
+    """Counts the repeats of one call whose connection was lost while its server answered, or whose status was dropped.
 
     gRPC itself repeats a call only until its server begins to answer, and the server answers with metadata at once.
     """
@@ -34,7 +40,8 @@ class Repeats:
 
     def pause_s(self, prepared: Prepared[Any], error: RpcError) -> float | None:
         """Seconds until the call is sent again; None if it is not to be repeated."""
-        if not isinstance(error, ConnectionLostError) or not prepared.may_be_repeated:
+        unknown = isinstance(error, ConnectionLostError) or error.message == STATUS_DROPPED
+        if not unknown or not prepared.may_be_repeated:
             return None
         self._count += 1
         if self._count > _MOST_REPEATS:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,11 +40,14 @@ class Counting(ModelBucket):
     def __init__(self, store):
         super().__init__(ADDRESS, store)
         self.num_bytes, self.sent = 0, []
+        self._lock = threading.Lock()
 
     def download(self, name, part, count=lambda num_bytes: None):
         before = part.stat().st_size if part.exists() else 0
         digest = super().download(name, part, count)
-        self.num_bytes += part.stat().st_size - before
+        # Several files are downloaded at once.
+        with self._lock:
+            self.num_bytes += part.stat().st_size - before
         return digest
 
     def upload(self, name, *rest):

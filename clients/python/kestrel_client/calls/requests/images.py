@@ -77,7 +77,7 @@ class ImageRequests:
         return prepare(
             self._connection,
             Method(ImageServiceStub, "UploadImage" if put.data else "PutImage", repeatable=True),
-            put.pieces() if put.data else put.request,
+            put.pieces if put.data else put.request,
             read,
             timeout=timeout,
             metadata=metadata,
