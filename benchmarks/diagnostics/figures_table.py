@@ -14,6 +14,7 @@ from typing import Any
 HEADS = {
     "trace": "The trace through the engine",
     "decode": "Decode against its memory floor",
+    "boxes": "Boxes a second",
     "vision": "Vision tower",
     "prefill": "Prefill",
     "saturate": "Saturated decode, engine alone",
