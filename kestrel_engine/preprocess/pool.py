@@ -324,7 +324,7 @@ class PreprocessPool:
             self._learn_cost(run.job, outcome)
         elif isinstance(outcome, Preprocessed):
             if decoder.is_open:
-                # The image keeps the old segment. A larger one would be prepared for an image that may not come.
+                # The image keeps its segment. A large new one is not prepared: the next image may be small.
                 num_bytes = sum(look.num_bytes for look in outcome.looks)
                 decoder.renew_crops(num_bytes if num_bytes <= MOST_SPARE_BYTES else 0)
             self._finish(run.job, outcome)

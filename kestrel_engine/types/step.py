@@ -242,7 +242,7 @@ class StepPlan:
     leave_room: bool = False
     """For a step of ``NEW_WORK``: many rows decode beside it, so the runtime leaves them a part of the device."""
     spacing_s: float = 0.0
-    """For a step of ``DECODE``: the seconds between its begin on the device and that of the step before, at least."""
+    """For a step of ``DECODE``: the fewest seconds on the device from the start of the last spaced step to its own."""
 
     @property
     def is_empty(self) -> bool:

@@ -39,8 +39,8 @@ working directory have no effect: modules come from the search path of this proc
 
 
 _RENEWAL_S = 0.001
-"""Seconds after an answer until the decoder gets the segment for its next image, unless that comes first. What waits
-for the answer goes before: to wake the decoder takes the kernel 0.2 ms."""
+"""Seconds after an answer until the decoder gets the segment for its next image, unless that image comes first. Sending
+it takes 0.2 ms, so callers that wait for the answer go first."""
 
 
 class _Template:

@@ -39,7 +39,7 @@ class Lanes:
     @contextmanager
     def of(self, plan: StepPlan) -> Iterator[None]:
         """Makes the stream of the plan's lane the current one, after it waits for the steps that it depends on, and
-        until ``spacing_s`` after the begin of the spaced step before."""
+        until ``spacing_s`` after the spaced step before began."""
         if self.stream is None or self.decode_stream is None:
             yield
             return

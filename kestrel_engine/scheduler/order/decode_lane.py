@@ -26,8 +26,8 @@ MANY_WAITING = 12
 """The fewest sequences that decode, and the fewest that wait for further new work, when a step leaves room. If fewer
 wait, answers that take longer to decode leave the device idle."""
 SPACING = 0.55
-"""The share of the target between the begins of two decode steps beside new work that leaves room. A token also waits
-for the step, and for the host."""
+"""The time from the start of a decode step to that of the next one, beside new work that leaves room, as a share of the
+target. A token also waits for the step, and for the host."""
 _NEW_SAMPLE = 0.2
 """The weight of a new measurement in the mean of the seconds that new work takes."""
 
@@ -84,7 +84,7 @@ class DecodeLane:
 
     @property
     def spacing_s(self) -> float:
-        """The least seconds between the begins of the last decode step and of the next one, if that does not wait for
+        """The fewest seconds from the start of the last decode step to that of the next one, if that does not wait for
         new work."""
         _, work = self._oldest()
         return SPACING * self._target_s if work is not None and work.leaves_room else 0.0
