@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -85,10 +86,24 @@ def test_streams_and_graphs_do_nothing() -> None:
     assert event.query() and event.elapsed_time(event) == 0
 
 
-@pytest.mark.usefixtures("on_card")
-def test_without_cublas_no_pass_leaves_room() -> None:
-    """Such passes launch the same kernels as others."""
-    assert can_leave_room(CUDA, torch.bfloat16) == torch.backends.cuda.is_built()
+@pytest.mark.parametrize(
+    ("arch", "multiprocessors", "dtype", "leaves"),
+    [
+        ("sm_90", 132, torch.bfloat16, True),
+        ("sm_90", 114, torch.float16, True),
+        ("sm_90", 16, torch.bfloat16, False),  # a seventh of a card
+        ("sm_90", 132, torch.float32, False),
+        ("sm_80", 108, torch.bfloat16, False),
+    ],
+)
+def test_which_cards_leave_room(
+    arch: str, multiprocessors: int, dtype: torch.dtype, leaves: bool, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    with stand_in(card_of(arch, multiprocessors)):
+        assert can_leave_room(CUDA, dtype) is leaves
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+        assert not can_leave_room(CUDA, dtype), "there is no cuBLAS"
 
 
 def test_unknown_cards_are_refused() -> None:
