@@ -36,7 +36,7 @@ for one image, 405 for four)."""
 TEXT_ROWS = (32, 64, 96, 128, 192, 256)
 """The numbers of text tokens that are captured."""
 MAX_BLOCKS, MAX_TEXT = BLOCKS[-1], TEXT_ROWS[-1]
-LEAST_WITH_ROOM = 2
+LEAST_WITH_ROOM = 3
 """The fewest image blocks of a pass that may leave room. The kernels of a smaller one end soon."""
 FEW_TOKENS = 64
 """The most text tokens without images that take the launches of a decode step. So few are bound by reading the weights,

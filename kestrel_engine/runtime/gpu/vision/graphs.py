@@ -21,8 +21,9 @@ from ..capture import captured
 from ..room import leaving_room
 from .tower import MAX_CROPS, FusedVision, even_size
 
-LEAST_WITH_ROOM = 20
-"""The fewest crops of a pass that may leave room. The kernels of a smaller one end soon."""
+WITH_ROOM = range(28, 49)
+"""The numbers of crops of passes that may leave room. The kernels of a smaller one end soon, and a step beside decoding
+has no more crops by default. Each number takes another graph at the start."""
 
 
 class PassShape(NamedTuple):
@@ -70,8 +71,8 @@ class VisionGraphs:
         plain = [PassShape(count) for count in range(self._max_crops, 0, -1)]
         if not self._with_room:
             return adapted + plain
-        large = range(self._max_crops, LEAST_WITH_ROOM - 1, -1)
-        return adapted + [PassShape(count, with_room=True) for count in large] + plain
+        roomy = [each._replace(with_room=True) for each in plain if each.crops in WITH_ROOM]
+        return adapted + plain + roomy
 
     def capture(self, progress: Progress | None = None) -> None:
         """Rehearses and captures every shape, the largest first."""

@@ -79,7 +79,7 @@ def test_a_pass_leaves_room_where_such_a_graph_exists():
 def test_large_passes_are_captured_with_room_too():
     config, tensors = small_model("moondream2")
     vision = FusedVision(config.vision, pack_weights(config, tensors))
-    plain = [PassShape(count) for count in range(22, 0, -1)]
-    assert VisionGraphs(vision, None, max_crops=22).shapes == plain
-    roomy = [PassShape(count, with_room=True) for count in (22, 21, 20)]
-    assert VisionGraphs(vision, None, max_crops=22, with_room=True).shapes == roomy + plain
+    plain = [PassShape(count) for count in range(30, 0, -1)]
+    assert VisionGraphs(vision, None, max_crops=30).shapes == plain
+    roomy = [PassShape(count, with_room=True) for count in (30, 29, 28)]
+    assert VisionGraphs(vision, None, max_crops=30, with_room=True).shapes == plain + roomy
