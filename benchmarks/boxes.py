@@ -23,7 +23,7 @@ from .models.opening import (
     RunningEngine,
     engine_on,
     model_arguments,
-    open_model,
+    opened_model,
     parse,
     server_gc,
 )
@@ -137,11 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
     args, of_model = read_arguments(arguments)
     config = model_arguments(of_model, quick=args.quick)
     report = GpuReport("boxes", vars(args), command=command_line("benchmarks.boxes", arguments))
-    opened = open_model(config)
-    try:
+    with opened_model(config) as opened:
         asyncio.run(measure(args, opened, report))
-    finally:
-        opened.runtime.close()
     report.finish(args.json)
     return report
 

@@ -33,7 +33,7 @@ from kestrel_engine.types.step import PREVIOUS, Row, SampleSpec, StepPlan, Token
 
 from .decode import prefill_contexts, run_pipelined
 from .models.hand_made_steps import HandMadeSteps
-from .models.opening import Opened, engine_on, model_arguments, open_model, parse, server_gc
+from .models.opening import Opened, engine_on, model_arguments, opened_model, parse, server_gc
 from .reports.report import Report, benchmark_parser, median
 
 CONTEXT = 400
@@ -233,12 +233,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.quick:
         args.rows, args.tokens, args.rounds = 8, 6, 1
     given = ("--device", "cpu", "--max-batch-size", str(args.rows), *model_flags)
-    opened = open_model(model_arguments(given, quick=args.quick))
-    report = Report("features", {"model": opened.name, **vars(args)})
-    try:
+    with opened_model(model_arguments(given, quick=args.quick)) as opened:
+        report = Report("features", {"model": opened.name, **vars(args)})
         asyncio.run(measure(opened, report, args.rows, args.tokens, args.rounds))
-    finally:
-        opened.runtime.close()
     report.finish(args.json)
 
 

@@ -22,7 +22,7 @@ from .models.opening import (
     RunningEngine,
     engine_on,
     model_arguments,
-    open_model,
+    opened_model,
     parse,
     server_gc,
 )
@@ -306,11 +306,8 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
     settle(args)
     config = model_arguments(of_model, quick=args.quick)
     report = GpuReport("trace", vars(args), command=command_line("benchmarks.trace", arguments))
-    opened = open_model(config)
-    try:
+    with opened_model(config) as opened:
         asyncio.run(measure(args, opened, report))
-    finally:
-        opened.runtime.close()
     report.finish(args.json)
     return report
 

@@ -19,7 +19,7 @@ from kestrel_engine import ImageEvent, RequestEvent, StepEvent
 from kestrel_engine.runtime.protocol import Runtime, StepHandle
 from kestrel_engine.types.step import RuntimeLimits, StepPlan, StepResult
 
-from ..models.opening import Opened, engine_on, model_arguments, open_model, parse, server_gc
+from ..models.opening import Opened, engine_on, model_arguments, opened_model, parse, server_gc
 from ..reports.gpu_report import GpuReport, command_line
 from ..reports.report import Row, benchmark_parser, median
 from ..trace import warm_up
@@ -154,11 +154,8 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
         vars(args),
         command=command_line("benchmarks.diagnostics.one_request", arguments),
     )
-    opened = open_model(config)
-    try:
+    with opened_model(config) as opened:
         asyncio.run(measure(opened, args.requests, args.tokens, report, quick=args.quick))
-    finally:
-        opened.runtime.close()
     report.finish(args.json)
     return report
 

@@ -22,7 +22,7 @@ from unittest.mock import patch
 from kestrel_engine import StepEvent
 from kestrel_engine.scheduler.order import decode_lane
 
-from ..models.opening import Opened, engine_on, model_arguments, open_model, parse, server_gc
+from ..models.opening import Opened, engine_on, model_arguments, opened_model, parse, server_gc
 from ..reports.gpu_report import GpuReport, command_line
 from ..reports.report import Row, benchmark_parser, median, quantile
 from ..trace import warm_up
@@ -129,11 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
         vars(args),
         command=command_line("benchmarks.diagnostics.token_gaps", arguments),
     )
-    opened = open_model(config)
-    try:
+    with opened_model(config) as opened:
         asyncio.run(measure(args, opened, report))
-    finally:
-        opened.runtime.close()
     report.finish(args.json)
     return report
 

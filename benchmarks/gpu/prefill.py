@@ -23,7 +23,7 @@ from ..decode import FIRST_TEXT_ID
 from ..device.model_work import moe_flop, prefix_flop
 from ..device.rates import gemm_rate, seconds_of
 from ..models.hand_made_steps import HandMadeSteps
-from ..models.opening import Opened, model_arguments, open_model, parse
+from ..models.opening import Opened, model_arguments, opened_model, parse
 from ..reports import bars
 from ..reports.gpu_report import GpuReport, command_line
 from ..reports.report import benchmark_parser, median
@@ -165,11 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
     report = GpuReport(
         "prefill", vars(args), command=command_line("benchmarks.gpu.prefill", arguments)
     )
-    opened = open_model(model_arguments(of_model, quick=args.quick))
-    try:
+    with opened_model(model_arguments(of_model, quick=args.quick)) as opened:
         measure(opened, report, image_counts=args.images, repeats=args.repeats)
-    finally:
-        opened.runtime.close()
     report.finish(args.json)
     return report
 

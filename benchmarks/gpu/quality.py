@@ -32,7 +32,7 @@ from kestrel_engine.types.step import Row
 from ..decode import FIRST_TEXT_ID
 from ..device.rates import synchronize
 from ..models.hand_made_steps import HandMadeSteps, Held
-from ..models.opening import ModelRuntime, Opened, engine_on, model_arguments, open_model, parse
+from ..models.opening import ModelRuntime, Opened, engine_on, model_arguments, opened_model, parse
 from ..reports.gpu_report import GpuReport, command_line
 from ..reports.report import benchmark_parser
 from .vision import prepared_images
@@ -291,11 +291,8 @@ def score_on(
     flags += ["--fp8-gemms", fp8_gemms, "--kv-cache-dtype", kv_cache_dtype]
     if threads:
         flags += ["--threads", str(threads)]
-    opened = open_model(model_arguments(flags))
-    try:
+    with opened_model(model_arguments(flags)) as opened:
         asyncio.run(measure_score(opened, report, scenes=scenes, fp8_gemms=fp8_gemms))
-    finally:
-        opened.runtime.close()
 
 
 def passed(report: GpuReport) -> bool:
@@ -321,8 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
     )
     config = model_arguments(of_model, quick=args.quick)
     if not args.score_only:
-        opened = open_model(config)
-        try:
+        with opened_model(config) as opened:
             measure_drift(
                 opened,
                 report,
@@ -330,8 +326,6 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
                 steps=args.steps,
                 fp8_gemms=config.fp8_gemms,
             )
-        finally:
-            opened.runtime.close()
     if not args.drift_only:
         score_on(
             config.device,

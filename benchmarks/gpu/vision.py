@@ -25,7 +25,7 @@ from kestrel_engine.types.model_config import VisionConfig
 from ..device.model_work import vision_flop
 from ..device.rates import gemm_rate, seconds_of
 from ..models.hand_made_steps import HandMadeSteps
-from ..models.opening import Opened, model_arguments, open_model, parse
+from ..models.opening import Opened, model_arguments, opened_model, parse
 from ..reports import bars
 from ..reports.gpu_report import GpuReport, command_line
 from ..reports.report import benchmark_parser, median
@@ -131,11 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
     report = GpuReport(
         "vision", vars(args), command=command_line("benchmarks.gpu.vision", arguments)
     )
-    opened = open_model(model_arguments(of_model, quick=args.quick))
-    try:
+    with opened_model(model_arguments(of_model, quick=args.quick)) as opened:
         measure(opened, report, crop_counts=args.crops, repeats=args.repeats)
-    finally:
-        opened.runtime.close()
     report.finish(args.json)
     return report
 

@@ -151,6 +151,16 @@ def open_model(config: RuntimeConfig) -> Opened:
 
 
 @contextmanager
+def opened_model(config: RuntimeConfig) -> Iterator[Opened]:
+    """As `open_model`, and closes the model at the end of the context."""
+    opened = open_model(config)
+    try:
+        yield opened
+    finally:
+        opened.runtime.close()
+
+
+@contextmanager
 def server_gc() -> Iterator[None]:
     """Sets the garbage collector and the switch interval as the server does after startup."""
     before, interval = gc.get_threshold(), sys.getswitchinterval()

@@ -11,7 +11,7 @@ import logging
 import torch
 import triton
 
-from .spared import spared
+from .spared import hopper_multiprocessors
 
 logger = logging.getLogger(__name__)
 
@@ -22,18 +22,17 @@ VERSIONS = ((3, 6), (3, 8))
 def hopper_programs(device: torch.device) -> int:
     """Returns one persistent program for each multiprocessor of a Hopper GPU that is not spared. Returns 0 for other
     devices, and for a version of Triton that is not supported."""
-    return max(_multiprocessors(device) - spared(), 0)
+    programs = hopper_multiprocessors(device)
+    return programs if programs and _is_supported() else 0
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return 0
+def _is_supported() -> bool:
     first, beyond = VERSIONS
-    if not first <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < beyond:
-        logger.warning(
-            "the kernels for Hopper do not support Triton %s; prefill with experts and the vision tower are slower",
-            triton.__version__,
-        )
-        return 0
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    if first <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < beyond:
+        return True
+    logger.warning(
+        "the kernels for Hopper do not support Triton %s; prefill with experts and the vision tower are slower",
+        triton.__version__,
+    )
+    return False

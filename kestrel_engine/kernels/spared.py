@@ -1,4 +1,4 @@
-"""Multiprocessors that persistent kernels leave to other work on the GPU.
+"""How many multiprocessors persistent kernels take, and how many they leave to other work on the GPU.
 
 A persistent kernel has one program for each multiprocessor, and runs as long as all its tiles take. Kernels of another
 stream wait until then, whatever their priority is.
@@ -6,9 +6,12 @@ stream wait until then, whatever their priority is.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import torch
 
 _thread = threading.local()
 
@@ -27,3 +30,16 @@ def sparing(count: int) -> Iterator[None]:
         yield
     finally:
         _thread.count = before
+
+
+def hopper_multiprocessors(device: torch.device) -> int:
+    """Returns the multiprocessors of a Hopper GPU that are not spared; 0 for other devices, which are too small or
+    untested."""
+    return max(_of_hopper(device) - spared(), 0)
+
+
+@functools.cache
+def _of_hopper(device: torch.device) -> int:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return 0
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

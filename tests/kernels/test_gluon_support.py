@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kestrel_engine.kernels import spared
+
 gluon_support = pytest.importorskip("kestrel_engine.kernels.gluon_support")
 moe_prefill = pytest.importorskip("kestrel_engine.kernels.moe.prefill")
 moe_hopper = pytest.importorskip("kestrel_engine.kernels.moe.hopper")
@@ -19,9 +21,11 @@ def asked_anew(monkeypatch):
         "get_device_properties",
         lambda _: SimpleNamespace(multi_processor_count=132),
     )
-    gluon_support._multiprocessors.cache_clear()
+    gluon_support._is_supported.cache_clear()
+    spared._of_hopper.cache_clear()
     yield
-    gluon_support._multiprocessors.cache_clear()
+    gluon_support._is_supported.cache_clear()
+    spared._of_hopper.cache_clear()
 
 
 @pytest.mark.parametrize(

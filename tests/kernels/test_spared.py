@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kestrel_engine.kernels.spared import spared, sparing
+from kestrel_engine.kernels import spared as spared_module
+from kestrel_engine.kernels.spared import hopper_multiprocessors, spared, sparing
 
 gluon_support = pytest.importorskip("kestrel_engine.kernels.gluon_support")
-fp8_gelu = pytest.importorskip("kestrel_engine.kernels.linear.fp8_gelu")
 
 CARD = torch.device("cuda:0")
 
@@ -32,16 +32,16 @@ def test_persistent_kernels_have_fewer_programs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(gluon_support.triton, "__version__", "3.6.0")
-    modules = gluon_support, fp8_gelu
+    caches = gluon_support._is_supported, spared_module._of_hopper
+    for cached in caches:
+        cached.cache_clear()
     try:
-        for programs, left in ((16, 116), (0, 132)):
-            for module in modules:
-                module._multiprocessors.cache_clear()
-            with sparing(programs):
+        for count, left in ((16, 116), (0, 132)):
+            with sparing(count):
+                assert hopper_multiprocessors(CARD) == left
                 assert gluon_support.hopper_programs(CARD) == left
-                assert fp8_gelu.programs(CARD) == left
     finally:
-        for module in modules:
-            module._multiprocessors.cache_clear()
+        for cached in caches:
+            cached.cache_clear()
     with sparing(16):
         assert gluon_support.hopper_programs(torch.device("cpu")) == 0

@@ -10,16 +10,14 @@ takes 363 us; cuBLAS and a GELU pass take 332 and 140 us.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..spared import spared
+from ..spared import hopper_multiprocessors
 from .fp8_rows import FP8_MAX, LEAST_PEAK, Fp8Rows, gelu_tanh
 
 ROUNDED = 1.07
@@ -66,19 +64,6 @@ def _kernel(
         values.store([m0, n0], (hidden * (1.0 / scale)[:, None]).to(values.dtype))
 
 
-def programs(device: torch.device) -> int:
-    """Returns one program for each of Hopper's multiprocessors that is not spared, or 0 on other devices, which are too
-    small or untested."""
-    return max(_multiprocessors(device) - spared(), 0)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return 0
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def bounds(weight: Tensor, bias: Tensor) -> tuple[float, float]:
     """Returns ``spread`` and ``least`` of `fp8_gelu` for ``weight`` [N, K] and ``bias`` [N] before rounding."""
     spread = ROUNDED**2 * float(weight.float().norm(dim=1).max()) / FP8_MAX
@@ -106,7 +91,7 @@ def fp8_gelu(
     (num_rows, num_inputs), num_outputs = rows.values.shape, weight.shape[0]
     result = Fp8Rows.empty(num_rows, num_outputs, weight.device)
     if num_rows:
-        launched = programs(weight.device) or 2
+        launched = hopper_multiprocessors(weight.device) or 2
         _kernel[(launched,)](
             TensorDescriptor.from_tensor(rows.values, [tile.rows, tile.inputs]),
             TensorDescriptor.from_tensor(weight, [tile.outputs, tile.inputs]),

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import ConfigError
-from ...kernels.linear.fp8_gelu import bounds, fp8_gelu, programs
+from ...kernels.linear.fp8_gelu import bounds, fp8_gelu
 from ...kernels.linear.fp8_rows import FP8, FP8_MAX, LEAST_PEAK, Fp8Rows, quantise_rows
+from ...kernels.spared import hopper_multiprocessors
 from ...models.layers import Linear
 
 FP8_ALIGNMENT = 16
@@ -145,7 +146,7 @@ class Fp8Gelu:
     @property
     def wants_norms(self) -> bool:
         """Whether calls need the norms of the rows of ``x``."""
-        return programs(self.layer.weight.device) > 0
+        return hopper_multiprocessors(self.layer.weight.device) > 0
 
     def __call__(self, x: Fp8Rows, norms: Tensor | None) -> Fp8Rows:
         """Returns [T, N] in FP8. ``norms``: [T] float32, the Euclidean norms of the rows of ``x``, if `wants_norms`."""

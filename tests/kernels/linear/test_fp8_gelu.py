@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from kestrel_engine.kernels.linear.fp8_gelu import Tile, bounds, fp8_gelu, programs
+from kestrel_engine.kernels.linear.fp8_gelu import Tile, bounds, fp8_gelu
 from kestrel_engine.kernels.linear.fp8_rows import (
     FP8,
     FP8_MAX,
@@ -14,13 +14,15 @@ from kestrel_engine.kernels.linear.fp8_rows import (
     layer_norm_fp8,
     quantise_rows,
 )
+from kestrel_engine.kernels.spared import hopper_multiprocessors
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
 TILE = Tile(16, 32, 32, 4, 1) if DEVICE.type == "cpu" else None
 
 pytestmark = pytest.mark.skipif(
-    DEVICE.type == "cuda" and not programs(DEVICE), reason="needs Hopper, or no GPU at all"
+    DEVICE.type == "cuda" and not hopper_multiprocessors(DEVICE),
+    reason="needs Hopper, or no GPU at all",
 )
 
 

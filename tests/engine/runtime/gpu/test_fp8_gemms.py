@@ -105,7 +105,7 @@ def test_shapes_that_tensor_cores_do_not_take_are_named():
 def test_a_tower_of_golden_weights(golden_folder, monkeypatch, one_kernel):
     """Crops of 25 patches: interpreted, each row takes milliseconds. ``one_kernel``: fc1 as on Hopper."""
     if DEVICE.type == "cpu" or not one_kernel:
-        monkeypatch.setattr(gemm, "programs", lambda _: int(one_kernel))
+        monkeypatch.setattr(gemm, "hopper_multiprocessors", lambda _: int(one_kernel))
     loaded = load_checkpoint(golden_folder("md2"))
     config = replace(loaded.config.vision, crop_size=70)
     tensors = loaded.tensors

@@ -10,14 +10,35 @@ from tests.engine.runtime.gpu.small_models import small_model
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def tower():
+    config, tensors = small_model("moondream2")
+    tensors = {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
+    return FusedVision(config.vision, pack_weights(config, tensors))
+
+
 class Replayed:
-    def __init__(self, graphs, vision, count):
-        self.graphs, self.vision, self.count = graphs, vision, count
+    """Runs a pass of ``shape`` in place of its graph, and adds the shape to ``ran``."""
+
+    def __init__(self, graphs, vision, shape, ran):
+        self.graphs, self.vision, self.shape, self.ran = graphs, vision, shape, ran
 
     def replay(self):
+        self.ran.append(self.shape)
         with self.vision.attention.chosen():
-            graphs, n = self.graphs, self.count
+            graphs, n = self.graphs, self.shape.crops
             self.vision.encode_pass(graphs._crops[:n], graphs._features[:n])
+
+
+def graphs_of(vision, shapes):
+    """Graphs of ``shapes``, and the list of those that were replayed."""
+    graphs, ran = VisionGraphs(vision, None, max_crops=3), []
+    graphs._graphs = {shape: Replayed(graphs, vision, shape, ran) for shape in shapes}
+    return graphs, ran
+
+
+def random_crops(vision, count):
+    side = vision.config.crop_size
+    return torch.randint(0, 255, (count, side, side, 3), dtype=torch.uint8, device=DEVICE)
 
 
 def test_passes_have_about_one_size():
@@ -28,22 +49,11 @@ def test_passes_have_about_one_size():
 
 @torch.inference_mode()
 def test_crops_beyond_the_largest_pass_go_in_passes_of_one_size():
-    config, tensors = small_model("moondream2")
-    tensors = {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
-    vision = FusedVision(config.vision, pack_weights(config, tensors))
-    graphs = VisionGraphs(vision, None, max_crops=3)
-    ran = []
-
-    class Noted(Replayed):
-        def replay(self):
-            ran.append(self.count)
-            super().replay()
-
-    graphs._graphs = {PassShape(count): Noted(graphs, vision, count) for count in (1, 2, 3)}
-    side = config.vision.crop_size
-    crops = torch.randint(0, 255, (4, side, side, 3), dtype=torch.uint8, device=DEVICE)
+    vision = tower()
+    graphs, ran = graphs_of(vision, [PassShape(count) for count in (1, 2, 3)])
+    crops = random_crops(vision, 4)
     assert torch.allclose(graphs.encode_crops(crops), vision.encode_crops(crops), atol=1e-5)
-    assert ran == [2, 2]
+    assert ran == [PassShape(2), PassShape(2)]
     kept = graphs.encode_crops(crops[:1])
     graphs.encode_crops(crops[1:2])
     assert torch.allclose(kept, vision.encode_crops(crops[:1]), atol=1e-5), "the next pass took it"
@@ -51,25 +61,10 @@ def test_crops_beyond_the_largest_pass_go_in_passes_of_one_size():
 
 @torch.inference_mode()
 def test_a_pass_leaves_room_where_such_a_graph_exists():
-    config, tensors = small_model("moondream2")
-    tensors = {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
-    vision = FusedVision(config.vision, pack_weights(config, tensors))
-    graphs = VisionGraphs(vision, None, max_crops=3)
-    ran = []
-
-    class Noted(Replayed):
-        def __init__(self, shape):
-            super().__init__(graphs, vision, shape.crops)
-            self.shape = shape
-
-        def replay(self):
-            ran.append(self.shape)
-            super().replay()
-
+    vision = tower()
     roomy = PassShape(3, with_room=True)
-    graphs._graphs = {s: Noted(s) for s in (roomy, PassShape(3), PassShape(2))}
-    side = config.vision.crop_size
-    crops = torch.randint(0, 255, (3, side, side, 3), dtype=torch.uint8, device=DEVICE)
+    graphs, ran = graphs_of(vision, [roomy, PassShape(3), PassShape(2)])
+    crops = random_crops(vision, 3)
     for count, leave_room in ((3, True), (2, True), (3, False)):
         found = graphs.encode_crops(crops[:count], leave_room=leave_room)
         assert torch.allclose(found, vision.encode_crops(crops[:count]), atol=1e-5)
@@ -77,8 +72,7 @@ def test_a_pass_leaves_room_where_such_a_graph_exists():
 
 
 def test_large_passes_are_captured_with_room_too():
-    config, tensors = small_model("moondream2")
-    vision = FusedVision(config.vision, pack_weights(config, tensors))
+    vision = tower()
     plain = [PassShape(count) for count in range(30, 0, -1)]
     assert VisionGraphs(vision, None, max_crops=30).shapes == plain
     roomy = [PassShape(count, with_room=True) for count in (30, 29, 28)]
