@@ -127,6 +127,12 @@ def read_arguments(
     made.add_argument("--limit", type=float, default=3.0, metavar="S", help="of a kind [3]")
     made.add_argument("--images", type=int, default=400, metavar="N", help="[400]")
     args, of_model = parse(made, arguments)
+    # One picture is the known one.
+    fewest = {"boxes": 1, "boxes_a_class": 1, "classes": 1, "callers": 1, "images": 2}
+    for name, least in fewest.items():
+        given = getattr(args, name)
+        if given < least:
+            made.error(f"--{name.replace('_', '-')}={given}: must be at least {least}")
     if args.quick:
         args.boxes = args.boxes_a_class = args.classes = args.callers = 2
         args.images, args.limit = 4, 0.0

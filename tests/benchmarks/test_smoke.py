@@ -58,6 +58,13 @@ def test_serving_cpu(tmp_path: Path) -> None:
     assert len(report["bars"]) == 3
 
 
+@pytest.mark.parametrize("flag", ["--boxes=0", "--classes=0", "--callers=-1", "--images=1"])
+def test_boxes_of_nothing_are_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        boxes.main([flag])
+    assert f"{flag}: must be at least" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_boxes(tmp_path: Path) -> None:
     rows = run(boxes, tmp_path)["tables"]["Boxes"]
