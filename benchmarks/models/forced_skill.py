@@ -95,10 +95,9 @@ class _AlwaysAnother(LocateControl):
 
     def __init__(self, context: SkillContext, max_objects: int) -> None:
         super().__init__(boxes=True, max_objects=max_objects, model=context.model)
-
-    def rule(self, index: int) -> TokenRule:
-        rule = super().rule(index)
-        return rule if rule.forced is not None else replace(rule, suppressed=(self._eos,))
+        end = (context.model.ids.eos_id,)
+        self._first = replace(self._first, suppressed=end)
+        self._next = replace(self._next, suppressed=end)
 
 
 class _NeverEnds:

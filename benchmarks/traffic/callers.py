@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from kestrel_client import AsyncKestrelClient
 from kestrel_client.calls.streams import AsyncStream
-from kestrel_engine import InferenceEngine, RuntimeConfig, SkillRegistry
+from kestrel_engine import InferenceEngine, PreparedImage, RuntimeConfig, SkillRegistry
 
 from ..models.forced_skill import ForcedCaption, ForcedQuery
 from .processes import serve
@@ -77,12 +77,16 @@ class EngineTarget:
         settings = {**sampling, "max_tokens": max_tokens}
         return await self._run("forced_query", image, {"question": question}, settings)
 
-    async def forced_detect(self, image: bytes, what: str, boxes: int) -> Answer:
+    async def forced_detect(self, image: bytes | PreparedImage, what: str, boxes: int) -> Answer:
         """Finds exactly ``boxes`` boxes."""
         return await self._run("forced_detect", image, {"object": what}, {"max_objects": boxes})
 
     async def _run(
-        self, skill: str, image: bytes, arguments: dict[str, Any], settings: dict[str, Any]
+        self,
+        skill: str,
+        image: bytes | PreparedImage,
+        arguments: dict[str, Any],
+        settings: dict[str, Any],
     ) -> Answer:
         began = time.perf_counter()
         gaps = _Gaps()

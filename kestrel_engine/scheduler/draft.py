@@ -27,8 +27,21 @@ class Draft:
         return not (self.encode or self.embed or self.prefill or self.decode)
 
     def add_decode(self, sequence: Sequence) -> None:
-        """Schedules the next token of a sequence."""
-        self.decode.append(self._row(sequence, 1, is_prefill=False))
+        """Schedules the last token of a sequence that can decode. It runs for every token of every row."""
+        assert sequence.account is not None and sequence.rule is not None
+        account, submission = sequence.account, sequence.submission
+        account.used += account.token_cost
+        token, start = sequence.tokens[-1], sequence.num_scheduled
+        sequence.cursor += 1
+        sequence.num_scheduled = end = start + 1
+        sample = self._sample(sequence)
+        self.scheduled.append(
+            Scheduled(sequence, sequence.epoch, end, samples=True, is_prefill=False, images=())
+        )
+        page_table = sequence.page_table(start // self._page_size + 1)
+        self.decode.append(
+            Row(sequence.sequence_id, (token,), start, page_table, sample, submission.adapter)
+        )
 
     def add_new_work(self, sequence: Sequence, allowance: Allowance) -> None:
         """Schedules as much of a sequence's images and prompt as the allowance permits."""
@@ -85,7 +98,7 @@ class Draft:
             if text < end - begin:
                 break
         if count:
-            self.prefill.append(self._row(sequence, count, tuple(computed), is_prefill=True))
+            self.prefill.append(self._row(sequence, count, tuple(computed)))
 
     def _encode(
         self,
@@ -103,38 +116,35 @@ class Draft:
             self.encode.append(part)
         return self._images.is_encoded(key)
 
-    def _row(
-        self,
-        sequence: Sequence,
-        count: int,
-        images: tuple[ImagePiece, ...] = (),
-        *,
-        is_prefill: bool,
-    ) -> Row:
-        """Schedules the next ``count`` tokens, with ``images`` among them; samples if they are the last ones."""
+    def _row(self, sequence: Sequence, count: int, images: tuple[ImagePiece, ...]) -> Row:
+        """Schedules the next ``count`` tokens of a prompt, with ``images`` among them; samples if they are the last
+        ones."""
         start = sequence.num_scheduled
         tokens = tuple(sequence.tokens[sequence.cursor : sequence.cursor + count])
         sequence.cursor += count
-        if not is_prefill:
-            account = sequence.account
-            assert account is not None
-            account.used += account.token_cost
-        sequence.num_scheduled += count
-        for piece in images:
-            sequence.num_scheduled += piece.num_hidden
+        end = start + count + sum(piece.num_hidden for piece in images)
+        sequence.num_scheduled = end
         sample: SampleSpec | None = None
         if sequence.cursor == len(sequence.tokens):
-            assert sequence.rule is not None and not (is_prefill and sequence.in_flight)
-            sampling = sequence.submission.sampling
-            sample = SampleSpec(sequence.rule, sampling, draw=sequence.num_planned)
-            sequence.rule = None
-            sequence.in_flight += 1
-            sequence.tokens.append(PREVIOUS)
-        end = sequence.num_scheduled
-        keys = tuple([piece.image.key for piece in images]) if images else ()
+            assert not sequence.in_flight
+            sample = self._sample(sequence)
+        keys = tuple(piece.image.key for piece in images)
         self.scheduled.append(
-            Scheduled(sequence, sequence.epoch, end, sample is not None, is_prefill, keys)
+            Scheduled(
+                sequence, sequence.epoch, end, sample is not None, is_prefill=True, images=keys
+            )
         )
         page_table = sequence.page_table(-(-end // self._page_size))
         adapter = sequence.submission.adapter
         return Row(sequence.sequence_id, tokens, start, page_table, sample, adapter)
+
+    @staticmethod
+    def _sample(sequence: Sequence) -> SampleSpec:
+        """Asks for the token after the last one, under the rule of the sequence, which it uses up."""
+        rule = sequence.rule
+        assert rule is not None
+        spec = SampleSpec(rule, sequence.submission.sampling, draw=sequence.num_planned)
+        sequence.rule = None
+        sequence.in_flight += 1
+        sequence.tokens.append(PREVIOUS)
+        return spec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from ..errors import InvalidRequest
@@ -249,8 +250,7 @@ class ReasoningControl:
         self._answer_id = ids.answer_id
         self._max_reasoning, self._max_answer = max_reasoning, max_answer
         self._has_own_limit = has_own_limit
-        self._first = TokenRule(read_coord=True)
-        self._rest = TokenRule(suppressed=(ids.eos_id, ids.size_id), read_coord=True)
+        self._first, self._rest = _reasoning_rules(ids.eos_id, ids.size_id)
         self._answer = answer
         self._num_accepted = 0
         self._answer_from: int | None = None
@@ -279,6 +279,12 @@ class ReasoningControl:
         if finish is None and self._num_accepted - self._answer_from == self._max_answer:
             return "length"
         return "length" if finish and self._was_cut else finish
+
+
+@lru_cache(maxsize=64)
+def _reasoning_rules(eos_id: int, size_id: int) -> tuple[TokenRule, TokenRule]:
+    """The rules of the first token, and of the rest. All requests share them, as those of objects (locate.py)."""
+    return TokenRule(read_coord=True), TokenRule(suppressed=(eos_id, size_id), read_coord=True)
 
 
 class ReasoningOutput:

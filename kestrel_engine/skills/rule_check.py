@@ -117,6 +117,8 @@ def check_prompt(tokens: Sequence[Token | ImagePlace], model: ModelConfig) -> No
         )
     vocab_size = model.text.vocab_size
     for token in tokens:
+        if type(token) is int and 0 <= token < vocab_size:  # Nearly all of a prompt.
+            continue
         match token:
             case Coord(value):
                 good = math.isfinite(value)

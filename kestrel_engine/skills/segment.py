@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from ..errors import InvalidRequest, SkillUnavailable
@@ -75,13 +76,19 @@ class SegmentControl:
 
     def __init__(self, context: SkillContext) -> None:
         self._eos = context.model.ids.eos_id
-        self._rule = TokenRule(stop=self._eos, read_coord=True, read_size=True)
+        self._rule = _rule(self._eos)
 
     def rule(self, index: int) -> TokenRule:
         return self._rule
 
     def accept(self, token: StepToken) -> FinishReason | None:
         return "stop" if token.id == self._eos else None
+
+
+@lru_cache(maxsize=64)
+def _rule(eos_id: int) -> TokenRule:
+    """The rule of every token. All requests share it, as those of objects (locate.py)."""
+    return TokenRule(stop=eos_id, read_coord=True, read_size=True)
 
 
 class SegmentOutput:

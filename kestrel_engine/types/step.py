@@ -72,9 +72,10 @@ NEAR_BINS = 16
 for a size."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class StepToken:
-    """One sampled token: its id, and its value if a region head was read.
+    """One sampled token: its id, and its value if a region head was read. Never changed; not frozen, because one is
+    made for every token, and that would take four times as long. So it is with SampleSpec and Row.
 
     ``logprob``: the natural logarithm of the id's probability under its rule, at temperature 1; 0 for a forced id; None
     if unknown. ``near``: for a value, the probability in [0, 1] that the region head gives to the bins within NEAR_BINS
@@ -95,7 +96,7 @@ class StepToken:
         return self.id if self.value is None else self.value
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class SampleSpec:
     """Asks for one token after a row's last position. ``draw`` counts this request's tokens: (seed, draw) names the
     random number, so a seeded request gives the same samples whatever its neighbours."""
@@ -165,7 +166,7 @@ class EmbedRead:
     spec: EmbeddingSpec
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Row:
     """One sequence's share of a step: ``tokens`` at positions start.., written to the pages of ``page_table``.
 

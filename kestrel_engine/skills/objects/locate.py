@@ -8,11 +8,12 @@ so every rule is known in advance.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 from ...types.calibration import ABSENCE, UNCALIBRATED, Calibration
 from ...types.events import FinishReason, StreamUpdate
-from ...types.model_config import ModelConfig
+from ...types.model_config import Family, ModelConfig, SpecialIds
 from ...types.requests import Coord, Size
 from ...types.step import StepToken, TokenRule
 from .scores import raw_score, rounded
@@ -23,20 +24,11 @@ class LocateControl:
     that is not complete by then is left out."""
 
     def __init__(self, *, boxes: bool, max_objects: int, model: ModelConfig) -> None:
-        ids = model.ids
-        self._eos = ids.eos_id
+        self._eos = model.ids.eos_id
         self._cycle = 3 if boxes else 2
         self._max_tokens = self._cycle * max_objects
         self._num_accepted = 0
-        self._first = TokenRule(otherwise=ids.coord_id, stop=ids.eos_id, read_coord=True)
-        # Moondream 2 decides over the whole vocabulary every time, Moondream 3 between these two after the first.
-        self._next = (
-            self._first
-            if model.family == "moondream2"
-            else TokenRule(allowed=(ids.coord_id, ids.eos_id), stop=ids.eos_id, read_coord=True)
-        )
-        self._y = TokenRule(forced=ids.coord_id, read_coord=True)
-        self._size = TokenRule(forced=ids.size_id, read_size=True)
+        self._first, self._next, self._y, self._size = _rules(model.family, model.ids)
 
     def rule(self, index: int) -> TokenRule:
         place = index % self._cycle
@@ -49,6 +41,21 @@ class LocateControl:
             return "stop"
         self._num_accepted += 1
         return "length" if self._num_accepted == self._max_tokens else None
+
+
+@lru_cache(maxsize=64)
+def _rules(family: Family, ids: SpecialIds) -> tuple[TokenRule, TokenRule, TokenRule, TokenRule]:
+    """The rules of the first decision, the later ones, y, and the size. All requests share them: what knows a rule by
+    its identity (rule_check.py, and the runtime) then has not to read it again."""
+    first = TokenRule(otherwise=ids.coord_id, stop=ids.eos_id, read_coord=True)
+    # Moondream 2 decides over the whole vocabulary every time, Moondream 3 between these two after the first.
+    both = TokenRule(allowed=(ids.coord_id, ids.eos_id), stop=ids.eos_id, read_coord=True)
+    return (
+        first,
+        first if family == "moondream2" else both,
+        TokenRule(forced=ids.coord_id, read_coord=True),
+        TokenRule(forced=ids.size_id, read_size=True),
+    )
 
 
 class LocateOutput:

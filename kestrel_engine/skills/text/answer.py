@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from ...types.events import FinishReason, StreamUpdate, TokenLogprob, alternatives
@@ -21,14 +22,19 @@ class AnswerControl:
         """``top``: how many alternatives each token has (TokenRule.top)."""
         ids = context.model.ids
         self._eos = ids.eos_id
-        self._first = TokenRule(stop=ids.eos_id, top=top)
-        self._rest = TokenRule(stop=ids.eos_id, suppressed=(ids.answer_id,), top=top)
+        self._first, self._rest = _rules(ids.eos_id, ids.answer_id, top)
 
     def rule(self, index: int) -> TokenRule:
         return self._rest if index else self._first
 
     def accept(self, token: StepToken) -> FinishReason | None:
         return "stop" if token.id == self._eos else None
+
+
+@lru_cache(maxsize=64)
+def _rules(eos_id: int, answer_id: int, top: int) -> tuple[TokenRule, TokenRule]:
+    """The rules of the first token, and of the rest. All requests share them, as those of objects (locate.py)."""
+    return TokenRule(stop=eos_id, top=top), TokenRule(stop=eos_id, suppressed=(answer_id,), top=top)
 
 
 class ConstrainedAnswerControl:

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from kestrel_engine.errors import SkillFault
+from kestrel_engine.skills.registry import SkillRegistry
 from kestrel_engine.skills.rule_check import RuleCheck, check_prompt
 from kestrel_engine.types.requests import Coord, ImageBlock, Size
-from kestrel_engine.types.step import TokenRule
+from kestrel_engine.types.step import StepToken, TokenRule
 
 GOOD = [
     TokenRule(),
@@ -85,3 +86,31 @@ def test_a_prompt_of_what_the_model_can_not_embed(token, model):
     check_prompt((0, 299, Coord(0.5), Size(0.1, 0.2)), model)
     with pytest.raises(SkillFault, match="prompt holds"):
         check_prompt((0, token), model)
+
+
+@pytest.mark.parametrize(
+    ("skill", "arguments", "settings"),
+    [
+        ("query", {"question": "why?"}, {}),
+        ("query", {"question": "why?", "reasoning": True}, {}),
+        ("caption", {}, {}),
+        ("point", {"object": "cat"}, {}),
+        ("detect", {"object": "cat"}, {"max_objects": 3}),
+        ("segment", {"object": "cat"}, {}),
+    ],
+)
+def test_requests_share_their_rules(skill, arguments, settings, moondream3):
+    """What knows a rule by its identity reads the rules of a skill once, not for every request."""
+    spec = SkillRegistry.default().get(skill)
+
+    def rules():
+        request = spec.build(arguments, settings, moondream3)
+        control = spec.new_control(replace(request, token_limit=9), 9, moondream3)
+        found = []
+        for index in range(4):
+            found.append(control.rule(index))
+            control.accept(StepToken(moondream3.model.ids.coord_id, Coord(0.5)))
+        return found
+
+    first = rules()
+    assert all(rule is other for rule, other in zip(first, rules(), strict=True)), first
