@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,10 @@ async def test_a_model_is_loaded_while_another_serves(
         await ask_all(first, "md2")
 
 
+@pytest.mark.skipif(
+    "PYTEST_XDIST_WORKER" in os.environ,
+    reason="measures the free memory of the card, which tests beside it change",
+)
 async def test_memory_is_planned_beside_a_running_model_and_comes_back(
     golden_folder: Callable[[str], Path], golden_images: Path
 ) -> None:
