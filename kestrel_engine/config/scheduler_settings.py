@@ -71,7 +71,8 @@ class SchedulerSettings:
     image_cache_bytes: int = setting(
         256 * 1024 * 1024,
         SCHEDULER,
-        "bytes of decoded images to keep in memory for repeated images; 0 keeps none",
+        "bytes of decoded images to keep in memory for repeated images, a tenth of them for encoded bytes; 0 keeps "
+        "none",
         kind="bytes",
         metavar="SIZE",
         low=0,

@@ -38,6 +38,7 @@ from .decoding.costs import FIELD, Cost
 from .decoding.images import ImageSource, OnBackground, read_source
 from .fair_queue import FairQueue
 from .jobs import Job, Preprocessed
+from .known_bytes import KnownBytes
 from .looks import WHOLE, selection_of, selection_values
 from .prepared_cache import PreparedCache, source_digest, source_key
 from .processes.answers import Answers
@@ -48,6 +49,9 @@ from .raw_images import RawImages
 HASHED_AT_ONCE_BYTES = 256 * 1024
 """Encoded bytes of up to this size are hashed on the event loop, so that a repeated image does not wait for a thread.
 This takes 0.1 ms on a processor with instructions for SHA-256, and 0.8 ms on others."""
+
+ENCODED_SHARE = 10
+"""A tenth of the cache holds encoded bytes (known_bytes.py). Those of a JPEG take about a tenth of its pixels."""
 
 MOST_THREADS_AN_IMAGE = 16
 """Resizing to the crops takes three quarters of an image's time, and about thirty bands can be resized in parallel.
@@ -83,8 +87,8 @@ class PreprocessPool:
     """Prepares ``processes`` cheap images at the same time, and a quarter as many expensive ones, at least one.
 
     Memory is limited to ``decode_bytes``, the memory of the processes themselves, and ``cache_bytes`` of prepared
-    images that are kept for repeats. If an image is the only one in the pool, as many threads as there are processes
-    resize it.
+    images and their encoded bytes that are kept for repeats. If an image is the only one in the pool, as many threads
+    as there are processes resize it.
     """
 
     def __init__(
@@ -117,7 +121,8 @@ class PreprocessPool:
         self._expensive_bytes = self._free_bytes = decode_bytes - processes * self._cheap.num_bytes
         self._max_waiting, self._waiting_pixels = max_waiting_pixels, 0
         self._answers = Answers(limits.max_pixels, vision, device_pixels)
-        self._cache = PreparedCache(cache_bytes)
+        self._known_bytes = KnownBytes(cache_bytes // ENCODED_SHARE)
+        self._cache = PreparedCache(cache_bytes - cache_bytes // ENCODED_SHARE)
         self._raw = RawImages(
             limits,
             vision,
@@ -156,8 +161,8 @@ class PreprocessPool:
             if selection == WHOLE:
                 return await self._raw.prepare(source, namespace)
             digest: bytes | None = await self._raw.digest(source)
-        elif isinstance(source, bytes) and len(source) <= HASHED_AT_ONCE_BYTES:
-            digest = source_digest(source)
+        elif isinstance(source, bytes):
+            digest = await self._bytes_digest(source, namespace)
         else:
             digest = await asyncio.to_thread(source_digest, source)
         key = None if digest is None else source_key(digest, namespace, background, selection)
@@ -190,9 +195,22 @@ class PreprocessPool:
             if not job.waiters:
                 self._give_up(job)
 
+    async def _bytes_digest(self, source: bytes, namespace: str) -> bytes:
+        """The source digest of encoded bytes. Those that came before are not hashed."""
+        digest = self._known_bytes.find(source, namespace)
+        if digest is None:
+            if len(source) <= HASHED_AT_ONCE_BYTES:
+                digest = source_digest(source)
+            else:
+                digest = await asyncio.to_thread(source_digest, source)
+            assert digest is not None, "bytes have one"
+            self._known_bytes.keep(source, namespace, digest)
+        return digest
+
     def flush(self) -> None:
         """Drops the prepared images that are kept for repeats."""
         self._cache.flush()
+        self._known_bytes.flush()
 
     def close(self) -> None:
         """Refuses further images, fails the present ones with EngineClosed, and ends all decoders. Idempotent."""

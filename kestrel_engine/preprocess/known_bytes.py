@@ -1,0 +1,67 @@
+"""KnownBytes: encoded images that came before, with their digests, so that a repeated one need not be hashed.
+
+Whoever asks about an image again mostly sends it again. To compare two megabytes takes 0.1 ms, and SHA-256 of them 1.3
+ms on a processor with instructions for it (one core of an AMD EPYC); 150 kB take 0.004 and 0.1 ms.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TypeAlias
+
+_PART = 32
+"""Bytes of each part of an image by which it is found: the middle and the end. Formats begin alike."""
+
+_LARGEST_SHARE = 4
+"""An image may take a quarter of the limit, so that no single one drops all others."""
+
+_Mark: TypeAlias = tuple[str, int, bytes, bytes]
+
+
+class KnownBytes:
+    """``max_bytes``: limit on the encoded bytes; with 0 nothing is kept. The least recently used image is dropped
+    first. Namespaces share nothing: the time of an answer must not tell what another namespace has sent. Belongs to
+    one thread."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._size = 0
+        self._kept: OrderedDict[_Mark, tuple[bytes, bytes]] = OrderedDict()
+        """Encoded bytes with their digest. Of images with one mark, the last one is kept."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size
+
+    def find(self, source: bytes, namespace: str) -> bytes | None:
+        """Returns the digest of ``source`` if all of its bytes came before in the namespace. This counts as a use."""
+        mark = _mark(source, namespace)
+        kept = self._kept.get(mark)
+        if kept is None or kept[0] != source:
+            return None
+        self._kept.move_to_end(mark)
+        return kept[1]
+
+    def keep(self, source: bytes, namespace: str, digest: bytes) -> None:
+        """Stores an image with its digest, and drops the least recently used ones beyond the limit."""
+        if len(source) * _LARGEST_SHARE > self._max_bytes:
+            return
+        mark = _mark(source, namespace)
+        before = self._kept.pop(mark, None)
+        if before is not None:
+            self._size -= len(before[0])
+        self._kept[mark] = source, digest
+        self._size += len(source)
+        while self._size > self._max_bytes:
+            _, (dropped, _) = self._kept.popitem(last=False)
+            self._size -= len(dropped)
+
+    def flush(self) -> None:
+        """Drops all images."""
+        self._kept.clear()
+        self._size = 0
+
+
+def _mark(source: bytes, namespace: str) -> _Mark:
+    middle = len(source) // 2
+    return namespace, len(source), source[middle : middle + _PART], source[-_PART:]
