@@ -264,3 +264,16 @@ def session(target, folder):
         stub = admin_service_pb2_grpc.AdminServiceStub(channel)
         pairs = {**metadata, "authorization": f"Bearer {SECRETS['key']}", "x-request-id": "r-flush"}
         stub.FlushCaches(admin_service_pb2.FlushCachesRequest(), metadata=tuple(pairs.items()))
+
+
+def test_torch_does_not_warn_of_settings_that_we_use_on_purpose():
+    warn = "import torch; torch._C._set_sm_carveout_experimental(3)"
+    loud, quiet = (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+        )
+        for code in (warn, f"import kestrel_grpc.cli; {warn}")
+    )
+    if "experimental" not in loud.stderr:
+        pytest.skip("this torch does not warn")
+    assert quiet.stderr == ""
