@@ -1,7 +1,7 @@
 """PreparedCache: holds images that were decoded and tiled, by the bytes of their sources.
 
-An image with the same bytes is not decoded and resized again. The cache bounds the bytes of its crops and pixels, and
-drops the least recently used images first.
+An image with the same bytes is not decoded and resized again. The cache bounds the bytes that it takes, and drops the
+least recently used images first.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ from ..types.requests import PreparedImage
 from .decoding.images import Colour, OnBackground
 from .looks import WHOLE, InRegion, Selection, Tiled
 
+RECORD_BYTES = 4096
+"""What the cache takes for an image beside its crops or pixels: some 2,000 measured. Without it, a caller could fill
+the memory with images of one pixel."""
+
 Looks: TypeAlias = tuple[PreparedImage, ...]
 """What is prepared from one source: the image, a region of it, or an image and its tiles. They share their memory."""
 
 
 class PreparedCache:
-    """``max_bytes``: limit on the crops and pixels; with 0 the cache stays empty. Belongs to one thread."""
+    """``max_bytes``: limit on the crops and pixels, with RECORD_BYTES for each look; with 0 the cache stays empty.
+    Belongs to one thread."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -59,7 +64,7 @@ class PreparedCache:
 
 
 def _num_bytes(looks: Looks) -> int:
-    return sum(look.num_bytes for look in looks)
+    return sum(look.num_bytes + RECORD_BYTES for look in looks)
 
 
 def in_namespace(image: PreparedImage, namespace: str) -> PreparedImage:

@@ -75,7 +75,7 @@ for a size."""
 @dataclass(slots=True, unsafe_hash=True)
 class StepToken:
     """One sampled token: its id, and its value if a region head was read. Never changed; not frozen, because one is
-    made for every token, and that would take four times as long. So it is with SampleSpec and Row.
+    made for every token, and that would take four times as long. The same holds for SampleSpec and Row.
 
     ``logprob``: the natural logarithm of the id's probability under its rule, at temperature 1; 0 for a forced id; None
     if unknown. ``near``: for a value, the probability in [0, 1] that the region head gives to the bins within NEAR_BINS

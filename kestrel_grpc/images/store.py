@@ -3,9 +3,10 @@
 The store does no I/O and belongs to one event loop. An image belongs to the owner that put it; no other owner can use
 it. An id holds 128 random bits, so it cannot be guessed. An owner's image is stored once, however often it is put.
 
-The store limits the bytes of all images together. Each owner has a share of the limit according to its weight. If the
-store is full and an owner above its share puts an image, the store drops that owner's least recently used images. If
-the owner is within its share, the store drops images of the owner that exceeds its share most.
+The store limits the bytes of all images together, with their records. Each owner has a share of the limit according to
+its weight. If the store is full and an owner above its share puts an image, the store drops that owner's least
+recently used images. If the owner is within its share, the store drops images of the owner that exceeds its share
+most.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ _PREFIX = "img_"
 _ID_BYTES = 16
 _MAX_SHOWN = 64
 """Number of characters of an unknown id that an error shows."""
+RECORD_BYTES = 1024
+"""What the store takes for an image beside its bytes: some 520 measured, with id and digest. Without it, a caller could
+store millions of images of a few bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +54,10 @@ class StoredImage:
 
 class _Owner:
     """The images of one owner. ``images``: by id, least recently used first. ``ids``: by digest, of those that were put
-    here."""
+    here. ``num_bytes``: with ``record_bytes`` for each image."""
 
-    def __init__(self) -> None:
+    def __init__(self, record_bytes: int) -> None:
+        self._record_bytes = record_bytes
         self.weight = 1.0
         self.num_bytes = 0
         self.images: OrderedDict[str, StoredImage] = OrderedDict()
@@ -63,11 +68,11 @@ class _Owner:
         self.images[image.image_id] = image
         if digest is not None:
             self.ids[digest], self.digests[image.image_id] = image.image_id, digest
-        self.num_bytes += image.num_bytes
+        self.num_bytes += image.num_bytes + self._record_bytes
 
     def drop(self, image_id: str) -> int:
         """Drops an image. Returns the number of bytes that become free."""
-        num_bytes = self.images.pop(image_id).num_bytes
+        num_bytes = self.images.pop(image_id).num_bytes + self._record_bytes
         digest = self.digests.pop(image_id, None)
         if digest is not None:
             del self.ids[digest]
@@ -76,10 +81,12 @@ class _Owner:
 
 
 class ImageStore:
-    """Images by owner and id. With ``max_bytes`` 0 the store holds no image."""
+    """Images by owner and id. With ``max_bytes`` 0 the store holds no image. ``record_bytes``: what an image counts
+    beside its bytes."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, record_bytes: int = RECORD_BYTES) -> None:
         self.max_bytes = max_bytes
+        self._record_bytes = record_bytes
         self._size = 0
         self._owners: dict[str, _Owner] = {}
         """The owners that have images, by name."""
@@ -112,8 +119,7 @@ class ImageStore:
         present = self.find(owner, digest)
         if present is not None:
             return present
-        num_bytes = size_of(source)
-        if num_bytes > self.max_bytes or self.max_bytes == 0:
+        if size_of(source) + self._record_bytes > self.max_bytes or self.max_bytes == 0:
             return None
         image = StoredImage(_PREFIX + secrets.token_hex(_ID_BYTES), source, *size)
         self._add(owner, image, digest, weight)
@@ -124,7 +130,8 @@ class ImageStore:
 
         Only its id finds it, because this server has not compared it with a digest.
         """
-        if image.num_bytes > self.max_bytes or self.has(owner, image.image_id):
+        num_bytes = image.num_bytes + self._record_bytes
+        if num_bytes > self.max_bytes or self.has(owner, image.image_id):
             return
         self._add(owner, image, None, weight)
 
@@ -134,12 +141,13 @@ class ImageStore:
         return own is not None and image_id in own.images
 
     def _add(self, owner: str, image: StoredImage, digest: bytes | None, weight: float) -> None:
-        own = self._owners.get(owner) or _Owner()
+        own = self._owners.get(owner) or _Owner(self._record_bytes)
         own.weight = weight
-        self._make_room(owner, own, image.num_bytes)
+        num_bytes = image.num_bytes + self._record_bytes
+        self._make_room(owner, own, num_bytes)
         self._owners[owner] = own
         own.add(image, digest)
-        self._size += image.num_bytes
+        self._size += num_bytes
 
     def find(self, owner: str, digest: bytes) -> StoredImage | None:
         """The owner's image with this digest, or None. Counts as a use of the image."""
@@ -176,7 +184,8 @@ class ImageStore:
         assert self._size <= self.max_bytes
         for own in self._owners.values():
             assert own.images
-            assert own.num_bytes == sum(image.num_bytes for image in own.images.values())
+            sizes = [image.num_bytes + self._record_bytes for image in own.images.values()]
+            assert own.num_bytes == sum(sizes)
             assert own.images.keys() >= own.digests.keys()
             assert {digest: image_id for image_id, digest in own.digests.items()} == own.ids
 
@@ -192,7 +201,7 @@ class ImageStore:
         if num_bytes > unit * own.weight and num_bytes + protected > self.max_bytes:
             share = int(unit * own.weight)
             raise ImagesFull(
-                f"the image has {num_bytes} bytes; the share of {owner or 'callers without credentials'} is {share} "
+                f"the image takes {num_bytes} bytes; the share of {owner or 'callers without credentials'} is {share} "
                 f"bytes while other callers use their shares",
                 quota=Quota(owner, "bytes of stored images", own.num_bytes, share),
             )

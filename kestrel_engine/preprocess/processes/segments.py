@@ -26,6 +26,10 @@ MOST_MESSAGE_BYTES = 64 * 1024
 
 _LENGTH_BYTES = 4
 
+_MAPPED_BYTES = 128 * 1024
+"""Less is copied, which takes no longer. A process may have 65,530 mappings (vm.max_map_count), and small images that
+are kept for repeats would take them all."""
+
 if sys.platform == "linux":
     _LIBC = ctypes.CDLL(None, use_errno=True)
     _LIBC.mmap.restype = ctypes.c_void_p
@@ -64,17 +68,17 @@ def read_segment(descriptor: int, into: np.ndarray) -> bool:
 
 
 def map_segment(descriptor: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns the first bytes of a segment as a uint8 array. On Linux the array is the segment's own memory, without a
-    copy. The memory stays until the array is dropped, even if the descriptor is closed. Raises ValueError if the
-    segment has fewer bytes, and OSError if it can't be mapped."""
-    if sys.platform != "linux":
+    """Returns the first bytes of a segment as a uint8 array. On Linux, a large array is the segment's own memory,
+    without a copy. The memory stays until the array is dropped, even if the descriptor is closed. Raises ValueError if
+    the segment has fewer bytes, and OSError if it can't be mapped."""
+    size = math.prod(shape)
+    if sys.platform != "linux" or size < _MAPPED_BYTES:
         array = np.empty(shape, np.uint8)
         if not read_segment(descriptor, array):
             raise ValueError(f"a segment of less than {shape}")
         return array
     # If the decoder shrank the segment later, SIGBUS would end this process.
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-    size = math.prod(shape)
     if os.fstat(descriptor).st_size < size:
         raise ValueError(f"a segment of less than {shape}")
     # mmap.mmap would keep a descriptor for each array. The pages are mapped when they are read: the kernel then maps

@@ -45,8 +45,8 @@ class LocateControl:
 
 @lru_cache(maxsize=64)
 def _rules(family: Family, ids: SpecialIds) -> tuple[TokenRule, TokenRule, TokenRule, TokenRule]:
-    """The rules of the first decision, the later ones, y, and the size. All requests share them: what knows a rule by
-    its identity (rule_check.py, and the runtime) then has not to read it again."""
+    """The rules of the first decision, the later ones, y, and the size. All requests share them, because
+    rule_check.py and the runtime read a rule once and then know it by its identity."""
     first = TokenRule(otherwise=ids.coord_id, stop=ids.eos_id, read_coord=True)
     # Moondream 2 decides over the whole vocabulary every time, Moondream 3 between these two after the first.
     both = TokenRule(allowed=(ids.coord_id, ids.eos_id), stop=ids.eos_id, read_coord=True)

@@ -6,7 +6,7 @@ import os
 import pyvips
 
 from kestrel_engine.config.images import ImageLimits
-from kestrel_engine.preprocess.known_bytes import KnownBytes
+from kestrel_engine.preprocess.known_bytes import RECORD_BYTES, KnownBytes
 from kestrel_engine.preprocess.pool import HASHED_AT_ONCE_BYTES, PreprocessPool
 from kestrel_engine.preprocess.prepared_cache import source_digest
 from kestrel_engine.types.model_config import VisionConfig
@@ -33,15 +33,17 @@ def test_namespaces_share_nothing():
 
 
 def test_the_least_recently_used_goes():
-    known = KnownBytes(8 * 100 + 50)
+    size = 100 + RECORD_BYTES
+    known = KnownBytes(8 * size + 50)
     images = [bytes([i]) * 100 for i in range(9)]
     for index, image in enumerate(images):
         known.keep(image, "", bytes([index]))
         assert known.find(images[0], "") == b"\0"
-    assert known.size_bytes == 800
+    assert known.size_bytes == 8 * size
     assert [known.find(image, "") is not None for image in images] == [True, False, *[True] * 7]
-    known.keep(bytes(213), "", b"too large")
-    assert known.find(bytes(213), "") is None and known.size_bytes == 800
+    large = bytes(2 * size + 13 - RECORD_BYTES)
+    known.keep(large, "", b"too large")
+    assert known.find(large, "") is None and known.size_bytes == 8 * size
     known.flush()
     assert known.size_bytes == 0 and known.find(images[0], "") is None
 
@@ -54,8 +56,17 @@ def test_images_with_one_mark_replace_one_another():
         for image, digest in ((first, b"1"), (second, b"2")):
             known.keep(image, "", digest)
             assert known.find(image, "") == digest
-            assert known.size_bytes == 1000
+            assert known.size_bytes == 1000 + RECORD_BYTES
     assert known.find(first, "") is None
+
+
+def test_images_of_a_few_bytes_count_with_their_records():
+    known = KnownBytes(100_000)
+    for number in range(1000):
+        known.keep(number.to_bytes(2, "big"), "", b"digest")
+        assert known.size_bytes <= 100_000
+    found = [known.find(n.to_bytes(2, "big"), "") is not None for n in range(1000)]
+    assert sum(found) == 100_000 // (RECORD_BYTES + 2)
 
 
 def test_nothing_is_kept_without_a_limit():

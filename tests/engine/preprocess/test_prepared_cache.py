@@ -4,6 +4,7 @@ import numpy as np
 
 from kestrel_engine.preprocess.looks import InRegion, Selection, Tiled, Tiles
 from kestrel_engine.preprocess.prepared_cache import (
+    RECORD_BYTES,
     PreparedCache,
     in_namespace,
     source_digest,
@@ -58,15 +59,16 @@ def test_what_differs_has_another_digest(tmp_path):
 
 
 def test_memory_is_bounded_and_the_least_recently_used_goes():
-    cache, made = PreparedCache(25), []
+    image, huge = 10 + RECORD_BYTES, 13 + RECORD_BYTES
+    cache, made = PreparedCache(2 * huge - 1), []
     for name in (b"a", b"b", b"a", b"c", b"a", b"b"):
         if cache.find(name) is None:
             made.append(name)
             cache.keep(name, (picture(),))
     assert made == [b"a", b"b", b"c", b"b"]
-    assert cache.size_bytes == 20
+    assert cache.size_bytes == 2 * image
     cache.keep(b"huge", (picture(size=13), picture(size=13)))
     cache.keep(b"b", (picture(),))
-    assert cache.size_bytes == 20
+    assert cache.size_bytes == 2 * image
     cache.flush()
     assert (cache.size_bytes, cache.find(b"b")) == (0, None)

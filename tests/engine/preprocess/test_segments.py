@@ -45,9 +45,9 @@ def test_a_segment_of_fewer_bytes_is_refused(segment):
 @pytest.mark.skipif(sys.platform != "linux", reason="segments are mapped on Linux")
 def test_a_mapped_segment_stays_as_large_as_it_is(segment):
     """To read memory that the other side has taken away would end the process."""
-    os.ftruncate(segment, 10_000)
-    array = map_segment(segment, (10_000,))
-    for size in (0, 9_999):
+    os.ftruncate(segment, 200_000)
+    array = map_segment(segment, (200_000,))
+    for size in (0, 199_999):
         with pytest.raises(PermissionError):
             os.ftruncate(segment, size)
     assert not array.any()
@@ -56,12 +56,23 @@ def test_a_mapped_segment_stays_as_large_as_it_is(segment):
 @pytest.mark.skipif(sys.platform != "linux", reason="segments are mapped on Linux")
 def test_the_memory_lives_as_long_as_its_arrays():
     before, descriptor = mappings(), new_segment()
-    write_segment(descriptor, bytes(range(200)))
-    array = map_segment(descriptor, (200,))
+    write_segment(descriptor, bytes(range(200)) * 1000)
+    array = map_segment(descriptor, (200_000,))
     os.close(descriptor)
-    part = array[100:].reshape(10, 10)
+    part = array[100:200].reshape(10, 10)
     del array
     assert mappings() == before + 1
     assert part[0].tolist() == list(range(100, 110))
     del part
     assert mappings() == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="segments are mapped on Linux")
+def test_small_images_are_copied_because_a_process_has_few_mappings(segment):
+    write_segment(segment, bytes(range(200)))
+    before = mappings()
+    array = map_segment(segment, (10, 20))
+    assert mappings() == before
+    assert array.reshape(-1).tolist() == list(range(200))
+    write_segment(segment, bytes(200))
+    assert array[0, 1] == 1, "the decoder cannot change it any more"

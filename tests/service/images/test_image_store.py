@@ -7,9 +7,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kestrel_engine.preprocess.prepared_cache import source_digest
 from kestrel_grpc.edge.failures.errors import ImageNotFound, ImagesFull
-from kestrel_grpc.images.store import ImageStore
+from kestrel_grpc.images.store import RECORD_BYTES, ImageStore
 
 SIZE = (4, 3)
+
+
+def store_of(max_bytes):
+    return ImageStore(max_bytes, record_bytes=0)
 
 
 def put(store, source, owner="", weight=1.0):
@@ -17,7 +21,7 @@ def put(store, source, owner="", weight=1.0):
 
 
 def test_the_same_image_of_one_owner_is_kept_once():
-    store = ImageStore(100)
+    store = store_of(100)
     first, again = put(store, b"a" * 30), put(store, b"a" * 30)
     assert first is again
     assert (first.width, first.height, first.num_bytes) == (4, 3, 30)
@@ -25,7 +29,7 @@ def test_the_same_image_of_one_owner_is_kept_once():
 
 
 def test_the_least_recently_used_goes_first():
-    store = ImageStore(100)
+    store = store_of(100)
     a, b, c = (put(store, letter * 40) for letter in (b"a", b"b", b"c"))
     with pytest.raises(ImageNotFound):
         store.get("", a.image_id)
@@ -37,7 +41,7 @@ def test_the_least_recently_used_goes_first():
 
 
 def test_an_id_is_there_for_its_owner_alone():
-    store = ImageStore(100)
+    store = store_of(100)
     mine, theirs = put(store, b"same", "me"), put(store, b"same", "you")
     assert mine.image_id != theirs.image_id
     with pytest.raises(ImageNotFound):
@@ -48,8 +52,19 @@ def test_an_id_is_there_for_its_owner_alone():
     assert store.get("you", theirs.image_id) is theirs
 
 
+def test_images_of_a_few_bytes_count_with_their_records():
+    """What is kept of a thousand of them takes far more memory than their bytes."""
+    store = ImageStore(100_000)
+    for number in range(1000):
+        assert put(store, number.to_bytes(2, "big")) is not None
+        store.check()
+    assert len(store) == 100_000 // (RECORD_BYTES + 2) and store.size_bytes <= 100_000
+    assert put(ImageStore(RECORD_BYTES), b"a") is None
+    assert put(ImageStore(RECORD_BYTES + 1), b"a") is not None
+
+
 def test_ids_cannot_be_guessed():
-    store = ImageStore(10_000)
+    store = store_of(10_000)
     ids = [put(store, bytes([n])).image_id for n in range(200)]
     assert len(set(ids)) == 200
     for image_id in ids:
@@ -58,7 +73,7 @@ def test_ids_cannot_be_guessed():
 
 
 def test_gone_says_what_to_do():
-    store = ImageStore(1000)
+    store = store_of(1000)
     with pytest.raises(ImageNotFound) as caught:
         store.get("", "img_gone")
     assert caught.value.field == "image.image_id"
@@ -68,12 +83,12 @@ def test_gone_says_what_to_do():
         store.get("", "x" * 10_000)
     assert len(caught.value.message) < 400
     with pytest.raises(ImageNotFound, match="stores no images"):
-        ImageStore(0).get("", "img_gone")
+        store_of(0).get("", "img_gone")
 
 
 def test_a_store_of_nothing_and_a_image_beyond_the_store():
-    assert put(ImageStore(0), b"") is None
-    store = ImageStore(10)
+    assert put(store_of(0), b"") is None
+    store = store_of(10)
     kept = put(store, b"1234")
     assert put(store, b"12345678901") is None
     assert store.get("", kept.image_id) is kept, "what can't be kept pushes nothing out"
@@ -91,7 +106,7 @@ def held(store, owner, images):
 
 
 def test_an_owner_above_its_share_drops_its_own_images():
-    store = ImageStore(100)
+    store = store_of(100)
     mine = put(store, b"m" * 40, "me")
     theirs = [put(store, bytes([n]) * 20, "you") for n in range(10)]
     assert held(store, "me", [mine]) == [mine.image_id]
@@ -99,7 +114,7 @@ def test_an_owner_above_its_share_drops_its_own_images():
 
 
 def test_an_owner_within_its_share_makes_the_one_furthest_above_drop_images():
-    store = ImageStore(120)
+    store = store_of(120)
     many = [put(store, bytes([n]) * 10, "many") for n in range(8)]
     some = [put(store, bytes([n]) * 10, "some") for n in range(4)]
     mine = [put(store, bytes([n]) * 10, "me") for n in range(4)]
@@ -113,14 +128,14 @@ def test_an_owner_within_its_share_makes_the_one_furthest_above_drop_images():
 
 
 def test_one_owner_may_use_all_while_no_other_keeps_images():
-    store = ImageStore(100)
+    store = store_of(100)
     for number in range(20):
         put(store, bytes([number]) * 20, "me")
     assert store.size_bytes == 100
 
 
 def test_weights_set_the_shares():
-    store = ImageStore(100)
+    store = store_of(100)
     for number in range(10):
         put(store, bytes([number]) * 10, "light")
     heavy = [put(store, bytes([number]) * 10, "heavy", weight=4.0) for number in range(10)]
@@ -128,7 +143,7 @@ def test_weights_set_the_shares():
 
 
 def test_an_image_beyond_the_share_is_refused_and_drops_nothing():
-    store = ImageStore(100)
+    store = store_of(100)
     mine, theirs = put(store, b"m" * 45, "me"), put(store, b"t" * 30, "you")
     with pytest.raises(ImagesFull, match="60 bytes; the share of you is 50") as caught:
         put(store, b"T" * 60, "you")
@@ -147,7 +162,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.store = ImageStore(120)
+        self.store = store_of(120)
         self.model = []
         self.gone = []
 

@@ -14,6 +14,7 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client.errors import STATUS_DROPPED
 from kestrel_engine import ImageLimits
 from kestrel_grpc.edge import interceptors
+from kestrel_grpc.images.store import RECORD_BYTES
 from tests.service.conftest import raw_image
 from tests.service.statuses import failure
 
@@ -112,7 +113,9 @@ async def test_an_unknown_id_says_what_to_do(serve):
 
 async def test_the_least_recently_used_is_pushed_out(serve):
     pictures = [picture(seed) for seed in range(3)]
-    served = await serve(server_config={"image_store_bytes": 5 + 2 * max(map(len, pictures))})
+    served = await serve(
+        server_config={"image_store_bytes": 5 + 2 * (RECORD_BYTES + max(map(len, pictures)))}
+    )
     first, second = [await put(served, data) for data in pictures[:2]]
     await served.vision.Query(query(by_id(first.image_id)))
     third = await put(served, pictures[2])
@@ -179,7 +182,7 @@ async def test_an_upload_in_pieces_gives_what_a_put_gives(serve):
     stored = (await upload(served, size_bytes=len(PNG), sha256=hashlib.sha256(PNG).digest())).image
     assert stored == await put(served)
     assert (await upload(served, chunk=7)).image == stored
-    assert served.server.images.size_bytes == len(PNG)
+    assert served.server.images.size_bytes == len(PNG) + RECORD_BYTES
 
 
 async def test_an_upload_is_stopped_as_soon_as_it_is_too_large(serve):
