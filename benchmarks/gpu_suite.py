@@ -34,7 +34,7 @@ IN_FLIGHT_S = {64: 7.0, 16: 5.0, 4: 4.0, 1: 4.0}
 """The requests in flight in the runs of the trace, and the seconds after which no question is asked."""
 PARTS = ("trace", "decode", "one_request", "boxes", "prefill", "vision", "saturate", "quality")
 """The parts of a model, in this order. Both models have the same vision tower, so only the first one's is measured."""
-FP8_PARTS = ("trace", "decode", "one_request", "boxes")
+FP8_PARTS = ("trace", "decode", "one_request", "boxes", "quality")
 FP8_FLAGS = ("--fp8-gemms", "all", "--kv-cache-dtype", "fp8")
 ROOT = Path(__file__).parents[1]
 
@@ -249,7 +249,8 @@ def _quality(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
     from .gpu.quality import measure_drift
 
     images, steps = (1, 1) if args.quick else (4, 16)
-    measure_drift(opened, report, images=images, steps=steps)
+    fp8_gemms = "all" if args.fp8 else "off"
+    measure_drift(opened, report, images=images, steps=steps, fp8_gemms=fp8_gemms)
 
 
 MEASURES: dict[str, Callable[[Any, argparse.Namespace, GpuReport], None]] = {
