@@ -6,7 +6,8 @@ A box takes three steps: x, y and size. The skill ``forced_detect`` is a detecti
 each call finds exactly as many boxes as asked for, whatever the weights are. Pictures are JPEGs of the trace, 850x600
 and smaller, and a call begins with their bytes. "New": the server has not seen the picture. "Known": it has its keys
 and values. A caller sends its next call after the answer to the one before. With eighty classes, a caller prepares the
-picture once and asks about all classes at once, as the server does for a Detect with several names.
+picture once, as the server does for a Detect with several names, and asks about all of them at once. (The server asks
+about 32 names of a call at a time, so that a call leaves room for others.)
 """
 
 from __future__ import annotations
