@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from ..errors import InvalidRequest
+from ..errors import ContextLengthError, InvalidRequest
 from ..types.events import FinishReason, StreamUpdate, TokenLogprob
 from ..types.requests import (
     IMAGE_PLACE,
@@ -80,7 +81,7 @@ class QuerySkill:
         templates = context.model.templates
         suffix = templates.query_reasoning_suffix if reasoning else templates.query_suffix
         before = _system_text(arguments.get("system"), context)
-        turns = _earlier_turns(arguments.get("history"), context, before)
+        turns = _earlier_turns(arguments.get("history"), context, before, question)
         shown = _image_turns(arguments.get("image_turns"), len(turns))
         prompt = (
             *_rendered(turns, shown),
@@ -170,15 +171,15 @@ def _system_text(system: Any, context: SkillContext) -> str:
     return f"{text}\n\n" if text else ""
 
 
-def _earlier_turns(history: Any, context: SkillContext, before: str) -> list[list[int]]:
-    """The ids of each turn of ``history``. ``before``: precedes the first question. Raises InvalidRequest."""
+def _earlier_turns(history: Any, context: SkillContext, before: str, last: str) -> list[list[int]]:
+    """The ids of each turn of ``history``. ``before``: precedes the first question. ``last``: the question that
+    follows. Raises InvalidRequest, ContextLengthError."""
     turns = () if history is None else history
     if isinstance(turns, (str, bytes)) or not isinstance(turns, Sequence):
         raise InvalidRequest("history", "must be a list of pairs of question and answer")
     if len(turns) > MAX_TURNS:
         raise InvalidRequest("history", f"has {len(turns)} turns, the limit is {MAX_TURNS}")
-    templates = context.model.templates
-    found: list[list[int]] = []
+    pairs: list[tuple[str, str]] = []
     for index, turn in enumerate(turns):
         if isinstance(turn, str) or not isinstance(turn, Sequence) or len(turn) != 2:
             raise InvalidRequest(f"history[{index}]", "must be a pair of question and answer")
@@ -187,15 +188,25 @@ def _earlier_turns(history: Any, context: SkillContext, before: str) -> list[lis
         if not isinstance(answer, str):
             raise InvalidRequest(f"history[{index}].answer", "must be text")
         check_size(f"history[{index}].answer", answer, context)
-        found.append(
-            [
-                *templates.query_prefix,
-                *context.codec.encode(question if index else before + question),
-                *templates.query_suffix,
-                *context.codec.encode(answer),
-            ]
+        pairs.append((question, answer))
+    # Checked before anything is encoded: that would take seconds for texts that no context holds.
+    size = sum(len(text.encode()) for text in (before, last, *itertools.chain(*pairs)))
+    limit = context.defaults.max_text_bytes
+    if pairs and size > limit:
+        raise ContextLengthError(
+            "history",
+            f"has {size} UTF-8 bytes with the question and the system text, the limit is {limit}",
         )
-    return found
+    templates = context.model.templates
+    return [
+        [
+            *templates.query_prefix,
+            *context.codec.encode(question if index else before + question),
+            *templates.query_suffix,
+            *context.codec.encode(answer),
+        ]
+        for index, (question, answer) in enumerate(pairs)
+    ]
 
 
 def _image_turns(image_turns: Any, num_turns: int) -> list[int] | None:

@@ -24,9 +24,9 @@ ANY_OBJECT = '{"type": "object"}'
 """The JSON Schema of all JSON objects."""
 
 
-_MOST_VALUES = 200_000
-"""Limit on the commas and opening brackets in a body. A value takes up to 20 times the bytes of its JSON in memory. An
-image is one value."""
+_MOST_VALUES = 20_000
+"""Limit on the commas and opening brackets in a body. A value takes up to 20 times the bytes of its JSON in memory, and
+a message of a conversation 3 us of the event loop. An image is one value."""
 
 
 _MOST = 2**31 - 1

@@ -12,6 +12,7 @@ from ...building.factory import Built
 from ...config.runtime import RuntimeConfig
 from ...errors import InvalidRequest
 from ...preprocess.looks import Tiled
+from ...preprocess.tokenizer import LONG_TEXT
 from ...skills.base import SkillContext, SkillDefaults, SkillRequest, SkillSpec
 from ...skills.embed import EMBED, EmbedSkill
 from ...skills.prompts import check_context, check_images
@@ -45,6 +46,24 @@ class CheckedRequest:
     max_tokens: int
     adapter: str | None
     """The name of the adapter, if the request names one."""
+
+
+def has_long_text(asked: Asked) -> bool:
+    """Whether the check of a request may take milliseconds, because it encodes a long text."""
+    return _num_characters(list(asked.arguments.values())) >= LONG_TEXT
+
+
+def _num_characters(values: Sequence[Any]) -> int:
+    """The characters of all texts in ``values`` and in the lists in it, up to more than those of a long text."""
+    total = 0
+    for value in values:
+        if isinstance(value, str):
+            total += len(value)
+        elif isinstance(value, (list, tuple)):
+            total += _num_characters(value)
+        if total >= LONG_TEXT:
+            break
+    return total
 
 
 class RequestCheck:

@@ -5,6 +5,7 @@ Owns what a request needs first: the preparation of images, the compiler of cons
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from ...types.requests import PreparedImage
 from ...types.stream import EngineStream
 from ...types.timings import FrontTimings
 from ..lifetime import Lifetime
-from .checked import Asked, RequestCheck
+from .checked import Asked, RequestCheck, has_long_text
 from .constraints import ConstraintCompiler
 from .images import ImagePreparation
 from .preparing import Preparing
@@ -83,7 +84,15 @@ class Submitter:
         """The request with all that it needs. ``held``: what the request gives back at its end."""
         now = time.monotonic()
         timings = FrontTimings(accepted_at=now)
-        checked = self._check.check(asked)
+        if has_long_text(asked):
+            checked = await self._preparing.run(
+                asyncio.to_thread(self._check.check, asked),
+                place,
+                asked.timeout_s,
+                "before its text was encoded",
+            )
+        else:
+            checked = self._check.check(asked)
         request, images = checked.request, checked.images
         if len(images) * checked.num_looks > 1:
             self._places.take_more(place, len(images) * checked.num_looks - 1)

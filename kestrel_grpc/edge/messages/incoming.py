@@ -22,6 +22,7 @@ from ...security.admission.message_room import Hold
 from ...security.connections.connection_guard import ConnectionUse
 from ..calls.call_limit import CallLimit
 from ..failures.errors import NoMessage
+from .field_limit import check_fields
 from .inflating import inflated, is_compressed
 
 _EOF: Any = cast(Any, grpc.aio).EOF
@@ -45,6 +46,8 @@ class Incoming:
     ) -> None:
         self._copies = copies
         self._context, self._decode, self._use = context, decode, use
+        # Generated code decodes with a method of the message's class.
+        self._descriptor = getattr(getattr(decode, "__self__", None), "DESCRIPTOR", None)
         self._hold, self._limits, self._pulls = hold, limits, pulls
 
     async def only(self) -> Any:
@@ -92,6 +95,8 @@ class Incoming:
             data = await inflated(data, self._limits.largest)
             self._check_size(len(data))
         self._hold.settle(self._copies * len(data))
+        if self._descriptor is not None:
+            check_fields(data, self._descriptor)
         try:
             return self._decode(data)
         except DecodeError:

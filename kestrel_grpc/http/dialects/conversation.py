@@ -67,6 +67,8 @@ def conversation(messages: Iterable[Message]) -> Conversation:
     system: list[str] = []
     turns: list[tuple[Asked, str]] = []
     asked: Asked | None = None
+    texts: list[str] = []
+    """Those of ``asked``. They are joined once: a body may hold many thousands."""
     for message in messages:
         name, has_begun = message.name, bool(turns) or asked is not None
         if message.images and message.role != "user":
@@ -77,13 +79,13 @@ def conversation(messages: Iterable[Message]) -> Conversation:
             system.append(message.text)
         elif message.role == "user":
             if asked is None:
-                asked = Asked(message.text, list(message.images))
-            else:
-                asked.question += f"\n\n{message.text}"
-                asked.images += message.images
+                asked, texts = Asked("", []), []
+            texts.append(message.text)
+            asked.images += message.images
         elif message.role == "assistant":
             if asked is None:
                 raise InvalidRequest(f"{name}.role", "an answer must follow a user message")
+            asked.question = "\n\n".join(texts)
             turns.append((asked, message.text))
             asked = None
         else:
@@ -92,6 +94,7 @@ def conversation(messages: Iterable[Message]) -> Conversation:
             )
     if asked is None:
         raise InvalidRequest("messages", "must end with a user message")
+    asked.question = "\n\n".join(texts)
     before, first = "\n\n".join(system), turns[0][0] if turns else asked
     if not first.question.strip():  # A question needs text.
         before, first.question = "", before

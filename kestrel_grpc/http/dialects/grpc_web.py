@@ -25,6 +25,7 @@ from kestrel_engine import InvalidRequest
 
 from ...edge.calls.call import Call
 from ...edge.failures.statuses import status_of
+from ...edge.messages.field_limit import check_fields
 from ...security.admission.admission import MessageTooLarge
 from ...services.image import ImageService
 from ...services.model import ModelService
@@ -109,6 +110,7 @@ class _Message(Fields):
         self.message = kind()
         try:
             with memoryview(body) as view:
+                check_fields(view[_HEAD_BYTES:], self.message.DESCRIPTOR)
                 self.message.ParseFromString(view[_HEAD_BYTES:])
         except DecodeError:
             raise InvalidRequest("", "the request is not a valid message of its type") from None

@@ -1,5 +1,7 @@
 """The engine's front on the fake runtime: results, streams, refusals, and its reports about itself."""
 
+import threading
+
 import pytest
 
 import kestrel_engine
@@ -15,6 +17,8 @@ from kestrel_engine import (
     RuntimeFailure,
     SkillUnavailable,
 )
+from kestrel_engine.front.submitting.checked import RequestCheck
+from kestrel_engine.preprocess.tokenizer import LONG_TEXT
 from kestrel_engine.runtime.fake import FakeRuntime
 from tests.engine.fakes import GREEDY, IMAGE, Listener, fake_build
 
@@ -36,6 +40,30 @@ async def test_query_gives_the_whole_result(make_engine):
     assert metrics.processing_time_ms == pytest.approx(
         metrics.total_time_ms - metrics.queue_time_ms
     )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"question": "x" * LONG_TEXT},
+        {"question": "x", "history": [("y" * (LONG_TEXT // 2), "z" * (LONG_TEXT // 2))]},
+    ],
+)
+async def test_a_long_text_is_encoded_beside_the_event_loop(make_engine, monkeypatch, arguments):
+    threads = []
+    check = RequestCheck.check
+
+    def noted(self, asked):
+        threads.append(threading.current_thread() is threading.main_thread())
+        return check(self, asked)
+
+    monkeypatch.setattr(RequestCheck, "check", noted)
+    engine = make_engine()
+    await engine.query(IMAGE, "short?", settings=GREEDY)
+    with pytest.raises(ContextLengthError):
+        await engine.submit("query", IMAGE, arguments, GREEDY)
+    assert threads == [True, False]
+    await engine.query(IMAGE, "short?", settings=GREEDY)
 
 
 async def test_all_skills_share_a_batch_and_give_what_each_gives_alone(make_engine, fake_limits):

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 
 from kestrel_engine.errors import CheckpointError
-from kestrel_engine.preprocess.tokenizer import Tokenizer
+from kestrel_engine.preprocess.tokenizer import LONG_TEXT, Tokenizer
 from kestrel_engine.skills.base import TextCodec
 
 GOLDENS = Path(__file__).parents[2] / "data" / "goldens"
@@ -96,6 +96,17 @@ def test_missing_files(tmp_path):
         Tokenizer.from_file(tmp_path / "none.json")
     with pytest.raises(CheckpointError, match="directory"):
         Tokenizer.from_file(tmp_path)
+
+
+def test_a_long_text_has_the_ids_of_the_library(tokenizer):
+    for text in (
+        "a " * LONG_TEXT,
+        "Wörter, 12345 \u4e2d\n" * 999,
+        "<|endoftext|>" * 999,
+        "x" * LONG_TEXT,
+    ):
+        assert len(text) >= LONG_TEXT
+        assert tokenizer.encode(text) == tokenizer._inner.encode(text).ids
 
 
 def test_threads_share_one_tokenizer(tokenizer):

@@ -1,5 +1,7 @@
 """The skills' state machines, token by token: rules asked for, events given, results."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -405,6 +407,27 @@ def test_a_wrong_history_names_its_place(moondream3, history, field):
     with pytest.raises(InvalidRequest) as caught:
         start(QuerySkill(), moondream3, question="What?", history=history)
     assert caught.value.field == field
+
+
+def test_the_texts_of_a_conversation_have_one_limit(moondream3):
+    """They are checked before any is encoded, which takes 25 ms for the longest."""
+    encoded: list[str] = []
+
+    class Codec:
+        def encode(self, text: str) -> list[int]:
+            encoded.append(text)
+            return [1]
+
+    defaults = replace(moondream3.defaults, max_text_bytes=20)
+    context = replace(moondream3, codec=Codec(), defaults=defaults)
+    # 3 and 3 bytes, and 4 of the system text with its blank line.
+    given = {"history": [("aé", "bcd")], "system": "ss"}
+    start(QuerySkill(), context, question="q" * 10, **given)
+    assert encoded == ["ss\n\naé", "bcd", "q" * 10]
+    encoded.clear()
+    with pytest.raises(ContextLengthError, match="has 21 UTF-8 bytes with the question") as caught:
+        start(QuerySkill(), context, question="q" * 11, **given)
+    assert caught.value.field == "history" and not encoded
 
 
 def test_images_of_later_turns_have_places(moondream3, codec):

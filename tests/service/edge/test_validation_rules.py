@@ -70,6 +70,7 @@ STRICTER = [
         # Only white space.
         r"(question|object|abstention\.objects\[\d+\]): must not be empty",
         # It depends on another field, or on another message.
+        r"history: has \d+ UTF-8 bytes with the question",
         r"config\.late: needs latency_budget_ms",
         r"^(config|frame): ",
         r"^frame\.image: ",

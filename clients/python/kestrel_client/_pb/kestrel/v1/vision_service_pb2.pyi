@@ -249,7 +249,8 @@ class QueryRequest(_message.Message):
     @_builtins.property
     def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___Turn]:
         """Earlier turns of the conversation, oldest first: at most 64. `image` belongs to the first of them. The models were
-        trained on single questions, so an answer may depend less on earlier turns than expected. Default: none.
+        trained on single questions, so an answer may depend less on earlier turns than expected. All texts of the
+        conversation, with the question and `system`, have at most ServerLimits.max_text_bytes. Default: none.
         """
 
     @_builtins.property
@@ -2032,7 +2033,8 @@ class QueryTask(_message.Message):
     @_builtins.property
     def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___Turn]:
         """Earlier turns of the conversation, oldest first: at most 64. The image belongs to the first of them. The models were
-        trained on single questions, so an answer may depend less on earlier turns than expected. Default: none.
+        trained on single questions, so an answer may depend less on earlier turns than expected. All texts of the
+        conversation, with the question and `system`, have at most ServerLimits.max_text_bytes. Default: none.
         """
 
     @_builtins.property
