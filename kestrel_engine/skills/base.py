@@ -248,7 +248,8 @@ class SkillSpec(Protocol):
     def build(
         self, arguments: Mapping[str, Any], settings: Mapping[str, Any], context: SkillContext
     ) -> SkillRequest:
-        """Checks the caller's arguments and settings and builds the prompt; raises RequestError naming the field."""
+        """Checks the caller's arguments and settings and builds the prompt; raises RequestError naming the field. Runs
+        on the event loop, or in a thread if a text is long."""
         ...
 
     def new_control(

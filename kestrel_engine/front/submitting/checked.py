@@ -50,17 +50,20 @@ class CheckedRequest:
 
 def has_long_text(asked: Asked) -> bool:
     """Whether the check of a request may take milliseconds, because it encodes a long text."""
-    return _num_characters(list(asked.arguments.values())) >= LONG_TEXT
+    arguments = asked.arguments
+    return (
+        isinstance(arguments, Mapping) and _num_characters(list(arguments.values()), 3) >= LONG_TEXT
+    )
 
 
-def _num_characters(values: Sequence[Any]) -> int:
-    """The characters of all texts in ``values`` and in the lists in it, up to more than those of a long text."""
+def _num_characters(values: Sequence[Any], depth: int) -> int:
+    """The characters of the texts in ``values`` and in its lists down to ``depth``, as far as a long text needs."""
     total = 0
     for value in values:
         if isinstance(value, str):
             total += len(value)
-        elif isinstance(value, (list, tuple)):
-            total += _num_characters(value)
+        elif isinstance(value, (list, tuple)) and depth > 1:
+            total += _num_characters(value, depth - 1)
         if total >= LONG_TEXT:
             break
     return total

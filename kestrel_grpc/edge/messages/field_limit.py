@@ -19,9 +19,6 @@ MOST_FIELDS = 20_000
 """The fields of a message and of all messages in it, unknown ones included. Each number of a list counts as one. A
 prompt of 4,096 positions has 2,048 points, of four fields each."""
 
-_FEWEST_BYTES = 2
-"""Of a field: its key, and a value or a length."""
-
 _EIGHT_BYTES = frozenset(
     {FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_SFIXED64}
 )
@@ -36,7 +33,7 @@ _VARINT, _FIXED_64, _LENGTH, _START_GROUP, _END_GROUP, _FIXED_32 = range(6)
 def check_fields(data: bytes | memoryview, descriptor: Any) -> None:
     """Checks an encoded message of the type of ``descriptor``. Raises MessageTooLarge for too many fields, and
     InvalidRequest for data that is no message."""
-    if len(data) <= _FEWEST_BYTES * MOST_FIELDS:
+    if len(data) <= MOST_FIELDS:  # Each takes a byte or more.
         return
     try:
         count = _num_fields(data, descriptor)
