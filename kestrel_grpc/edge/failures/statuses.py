@@ -135,6 +135,9 @@ _UNFORESEEN = _Row(_Code.INTERNAL, "INTERNAL", public=False)
 _MAX_MESSAGE_BYTES = 500
 """Limit on a message. The trailers hold it three times, escaped, and clients accept 8 KiB of trailers."""
 
+_MAX_PATH_BYTES = 200
+"""Limit on the path of a field. Only a name that the caller made up is longer, in the arguments of RunSkill."""
+
 _SAMPLING_FIELDS = frozenset(
     {
         "temperature",
@@ -212,6 +215,7 @@ def complaint(error: BaseException, request_id: str, prefix: str = "") -> Compla
         return Complaint(row.code, _bounded(str(error)), row.reason)
     if not path:
         return Complaint(row.code, text, row.reason)
+    path = _bounded(path, _MAX_PATH_BYTES)
     return Complaint(row.code, f"{path}: {text}", row.reason, ((path, text),))
 
 
@@ -237,13 +241,9 @@ def status_of(
     return code, message, (*_packed(code, message, details), *trailers)
 
 
-def _bounded(text: str) -> str:
+def _bounded(text: str, most: int = _MAX_MESSAGE_BYTES) -> str:
     data = text.encode(errors="replace")
-    return (
-        text
-        if len(data) <= _MAX_MESSAGE_BYTES
-        else f"{data[:_MAX_MESSAGE_BYTES].decode(errors='ignore')}…"
-    )
+    return text if len(data) <= most else f"{data[:most].decode(errors='ignore')}…"
 
 
 def _bad_request(path: str, description: str, reason: str) -> error_details_pb2.BadRequest:

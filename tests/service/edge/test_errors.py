@@ -249,6 +249,18 @@ async def test_a_long_complaint_is_cut_to_what_every_client_takes(serve):
     assert len(told.message) < 600
 
 
+async def test_a_long_name_of_the_callers_own_is_cut(serve):
+    """Clients refuse trailers of more than 8 KiB, and would not see the status."""
+    served = await serve()
+    request = pb.RunSkillRequest(skill="query")
+    request.arguments.update({"question": "what?", "x" * 1_000_000: 1})
+    told = await failure(served.vision.RunSkill(request))
+    assert (told.code, told.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
+    (field,) = told.fields
+    assert field.startswith("arguments.xxx") and len(field) < 210
+    assert told.message.startswith(field) and "is not an argument" in told.message
+
+
 async def test_segment_on_moondream_2_is_a_failed_precondition(serve):
     served = await serve(family="moondream2")
     told = await failure(served.vision.Segment(segment()))
