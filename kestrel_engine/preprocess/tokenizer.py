@@ -13,8 +13,8 @@ from ..errors import CheckpointError
 _APPEND_ONLY_DECODERS = frozenset({"ByteLevel", "Metaspace", "WordPiece", "BPEDecoder", "Fuse"})
 """Decoders under which more ids never change earlier text, a trailing incomplete UTF-8 sequence aside."""
 _REPLACEMENT = "\ufffd"
-LONG_TEXT = 4096
-"""Characters from which a text takes milliseconds to encode, so that the event loop leaves it to a thread."""
+LONG_TEXT = 1024
+"""Characters from which a text may take a millisecond to encode, so that the event loop leaves it to a thread."""
 
 
 class Tokenizer:

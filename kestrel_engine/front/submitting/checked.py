@@ -49,7 +49,7 @@ class CheckedRequest:
 
 
 def has_long_text(asked: Asked) -> bool:
-    """Whether the check of a request may take milliseconds, because it encodes a long text."""
+    """Whether the check of a request may take a millisecond or more, because it encodes a long text."""
     arguments = asked.arguments
     return (
         isinstance(arguments, Mapping) and _num_characters(list(arguments.values()), 3) >= LONG_TEXT
