@@ -74,17 +74,29 @@ def best_boxes(edges: Sequence[Edges], scores: Sequence[float], max_overlap: flo
     """Returns which boxes stay in a non-maximum suppression.
 
     As long as two boxes overlap by more than ``max_overlap`` (intersection over union), the one with the lower score
-    goes; with equal scores, the later one. The time is quadratic in the number of boxes.
+    goes; with equal scores, the later one. A box is compared with those that share a column with it, or might by their
+    left edges, so the time is quadratic only for boxes that are as wide as the image.
     """
     boxes = np.array(edges, dtype=np.float64).reshape(-1, 4)
-    stays = np.ones(len(boxes), dtype=bool)
-    undecided = np.argsort(-np.array(scores, dtype=np.float64), kind="stable")
-    while len(undecided):
-        best, rest = undecided[0], undecided[1:]
-        goes = overlaps(boxes[best], boxes[rest]) > max_overlap
-        stays[rest[goes]] = False
-        undecided = rest[~goes]
-    return stays.tolist()  # type: ignore[no-any-return]
+    by_score = np.argsort(-np.array(scores, dtype=np.float64), kind="stable")
+    # From here on, boxes are named by their places from left to right.
+    by_edge = np.argsort(boxes[:, 0], kind="stable")
+    boxes, place = boxes[by_edge], np.empty(len(boxes), dtype=np.intp)
+    place[by_edge] = np.arange(len(boxes))
+    left, right = boxes[:, 0].copy(), boxes[:, 2]
+    widest = (right - left).max(initial=0.0)
+    first = np.searchsorted(left, left - widest).tolist()
+    last = np.searchsorted(left, right).tolist()
+    undecided = np.ones(len(boxes), dtype=bool)
+    goes = np.zeros(len(boxes), dtype=bool)
+    for best in place[by_score].tolist():
+        if not undecided[best]:
+            continue
+        undecided[best] = False
+        near = first[best] + np.flatnonzero(undecided[first[best] : last[best]])
+        near = near[overlaps(boxes[best], boxes[near]) > max_overlap]
+        undecided[near], goes[near] = False, True
+    return (~goes[place]).tolist()  # type: ignore[no-any-return]
 
 
 def suppressed(found: Sequence[Found], max_overlap: float | None) -> list[Found]:
