@@ -40,7 +40,7 @@ def merge(looks: Sequence[tuple[Sequence[Found], Edges]]) -> list[Found]:
     Objects of different looks are compared. Each object of the result stands for at most one object of each look, so
     that two objects that one look tells apart both stay. Pieces of larger objects are left out. Of the boxes of an
     object, one that no tile cuts is preferred, and then the one with the highest score. The time is quadratic in the
-    number of objects.
+    number of objects that share a column.
     """
     every = [(one, index) for index, (found, _) in enumerate(looks) for one in found]
     if not every:
@@ -51,19 +51,23 @@ def merge(looks: Sequence[tuple[Sequence[Found], Edges]]) -> list[Found]:
     are_boxes = "x_min" in every[0][0]
     same = _SameBoxes(places, every) if are_boxes else _SamePoints(places, every)
     kept: list[int] = []
+    kept_at = np.full(len(every), -1)
+    """The places of the kept objects in ``kept``; -1 for others."""
     seen_by = np.zeros((len(every), len(looks)), dtype=bool)
     """Which looks have an object that a kept object stands for."""
     for one in np.lexsort((-scores, same.is_cut)).tolist():
-        whole = np.flatnonzero(~same.is_cut & (scores >= PIECE_SCORE * scores[one]))
+        near = same.columns.near(one)
+        whole = near[~same.is_cut[near] & (scores[near] >= PIECE_SCORE * scores[one])]
         if same.is_piece(one, whole).any():
             continue
         index = of_look[one]
-        others = np.array(kept, dtype=np.intp)
-        others = others[~seen_by[others, index]]
+        others = near[(kept_at[near] >= 0) & ~seen_by[near, index]]
+        others = others[kept_at[others].argsort()]
         likeness = same.likeness(one, others)
         if likeness.size and likeness.max() > 0:
             seen_by[others[likeness.argmax()], index] = True
         else:
+            kept_at[one] = len(kept)
             kept.append(one)
             seen_by[one, index] = True
     kept.sort(key=lambda one: -scores[one])
@@ -74,29 +78,20 @@ def best_boxes(edges: Sequence[Edges], scores: Sequence[float], max_overlap: flo
     """Returns which boxes stay in a non-maximum suppression.
 
     As long as two boxes overlap by more than ``max_overlap`` (intersection over union), the one with the lower score
-    goes; with equal scores, the later one. A box is compared with those that share a column with it, or might by their
-    left edges, so the time is quadratic only for boxes that are as wide as the image.
+    goes; with equal scores, the later one. The time is quadratic in the number of boxes that share a column.
     """
     boxes = np.array(edges, dtype=np.float64).reshape(-1, 4)
-    by_score = np.argsort(-np.array(scores, dtype=np.float64), kind="stable")
-    # From here on, boxes are named by their places from left to right.
-    by_edge = np.argsort(boxes[:, 0], kind="stable")
-    boxes, place = boxes[by_edge], np.empty(len(boxes), dtype=np.intp)
-    place[by_edge] = np.arange(len(boxes))
-    left, right = boxes[:, 0].copy(), boxes[:, 2]
-    widest = (right - left).max(initial=0.0)
-    first = np.searchsorted(left, left - widest).tolist()
-    last = np.searchsorted(left, right).tolist()
-    undecided = np.ones(len(boxes), dtype=bool)
-    goes = np.zeros(len(boxes), dtype=bool)
-    for best in place[by_score].tolist():
+    columns = _Columns(boxes[:, 0], boxes[:, 2])
+    stays, undecided = np.ones(len(boxes), dtype=bool), np.ones(len(boxes), dtype=bool)
+    for best in np.argsort(-np.array(scores, dtype=np.float64), kind="stable").tolist():
         if not undecided[best]:
             continue
         undecided[best] = False
-        near = first[best] + np.flatnonzero(undecided[first[best] : last[best]])
-        near = near[overlaps(boxes[best], boxes[near]) > max_overlap]
-        undecided[near], goes[near] = False, True
-    return (~goes[place]).tolist()  # type: ignore[no-any-return]
+        near = columns.near(best)
+        near = near[undecided[near]]
+        goes = near[overlaps(boxes[best], boxes[near]) > max_overlap]
+        undecided[goes] = stays[goes] = False
+    return stays.tolist()  # type: ignore[no-any-return]
 
 
 def suppressed(found: Sequence[Found], max_overlap: float | None) -> list[Found]:
@@ -135,6 +130,22 @@ def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
     return ratio
 
 
+class _Columns:
+    """Which objects share a column of the image. ``left``, ``right``: their ends, [n]."""
+
+    def __init__(self, left: np.ndarray, right: np.ndarray) -> None:
+        self._order = np.argsort(left, kind="stable")
+        sorted_left = left[self._order]
+        widest = (right - left).max(initial=0.0)
+        self._first = np.searchsorted(sorted_left, left - widest).tolist()
+        self._last = np.searchsorted(sorted_left, right).tolist()
+
+    def near(self, one: int) -> np.ndarray:
+        """The objects that share a column with ``one``, and perhaps others."""
+        found: np.ndarray = self._order[self._first[one] : self._last[one]]
+        return found
+
+
 class _SameBoxes:
     """Which boxes of different looks are one object."""
 
@@ -147,6 +158,7 @@ class _SameBoxes:
         first = (own[:, :2] > low) & (boxes[:, :2] - own[:, :2] < margin)
         last = (own[:, 2:] < high) & (own[:, 2:] - boxes[:, 2:] < margin)
         self.is_cut = (first | last).any(axis=1)
+        self.columns = _Columns(boxes[:, 0], boxes[:, 2])
         self._boxes, self._looks = boxes, own
 
     def is_piece(self, one: int, others: np.ndarray) -> np.ndarray:
@@ -169,6 +181,8 @@ class _SamePoints:
     def __init__(self, places: np.ndarray, every: Sequence[tuple[Found, int]]) -> None:
         self._sizes = (places[:, 2:] - places[:, :2])[[index for _, index in every]]
         self._points = np.array([(found["x"], found["y"]) for found, _ in every])
+        half = SAME_DISTANCE / 2 * self._sizes.max(initial=0.0)
+        self.columns = _Columns(self._points[:, 0] - half, self._points[:, 0] + half)
         self.is_cut = np.zeros(len(every), dtype=bool)
 
     def is_piece(self, one: int, others: np.ndarray) -> np.ndarray:
