@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ import grpc
 import numpy as np
 import psutil
 import pyvips
+from google.protobuf.internal import encoder
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
 
@@ -240,6 +241,54 @@ async def unfinished_messages_of_strangers(target: Target) -> Counter[str]:
 async def large_messages(target: Target) -> Counter[str]:
     """60 whole messages of 30 MiB that are no image."""
     return await _by_hand(target, 12, 5, Body(30 * MIB, 30 * MIB), "rude", 20, True)
+
+
+async def _raw_calls(target: Target, calls: Sequence[tuple[str, bytes]]) -> Counter[str]:
+    """Unary calls of VisionService, by the method's name and the encoded message."""
+
+    async def one(number: int) -> str:
+        method, data = calls[number]
+        async with grpc.aio.insecure_channel(target.address, options=OWN) as channel:
+            call = channel.unary_unary(f"/kestrel.v1.VisionService/{method}")
+            try:
+                await call(data, metadata=target.metadata("rude"), timeout=60)
+            except grpc.aio.AioRpcError as error:
+                return _code(error)
+        return "OK"
+
+    return await _many(len(calls), one)
+
+
+def _repeated(kind: Any, name: str, value: bytes, num_bytes: int) -> bytes:
+    """A field with the same value again and again."""
+    number = kind.DESCRIPTOR.fields_by_name[name].number
+    one = encoder.TagBytes(number, 2) + bytes([len(value)]) + value
+    return one * (num_bytes // len(one))
+
+
+@attack
+async def small_fields(target: Target) -> Counter[str]:
+    """24 messages of 32 MiB with millions of small fields, and 200 with almost as many as a message may have."""
+    calls = []
+    for size, count in ((32 * MIB, 8), (38_000, 67)):
+        for method, kind, name, value in (
+            ("Query", pb.QueryRequest, "spatial_refs", b"\x0a\x00"),
+            ("Query", pb.QueryRequest, "history", b""),
+            ("Detect", pb.DetectRequest, "objects", b""),
+        ):
+            calls += [(method, _repeated(kind, name, value, size))] * count
+    return await _raw_calls(target, calls)
+
+
+@attack
+async def long_texts(target: Target) -> Counter[str]:
+    """16 calls with 256 names of 32 kB each, and 64 with 64 long turns."""
+    text = "a " * 16_000
+    names = pb.DetectRequest(objects=[f"{n} {text}"[:32_000] for n in range(256)])
+    names.image.encoded = jpeg(5)
+    turns = pb.QueryRequest(question="what?", history=[pb.Turn(question=text, answer=text)] * 64)
+    calls = [("Detect", names.SerializeToString())] * 16
+    return await _raw_calls(target, [*calls, *[("Query", turns.SerializeToString())] * 64])
 
 
 @attack

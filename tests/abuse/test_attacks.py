@@ -25,6 +25,8 @@ MOST_MIB = {
     "unfinished_messages": HELD,
     "unfinished_messages_of_strangers": STRANGERS,
     "large_messages": HELD,
+    "small_fields": HELD,
+    "long_texts": HELD,
     "many_streams": 512,
     "pings_and_settings": STRANGERS,
     "resets": STRANGERS,
