@@ -10,19 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
+from ..byte_cache import ByteCache
 from ..checkpoint.weights.expected import Shapes
 from ..errors import AdaptersFull, AdapterUnavailable, AdapterUnfit, EngineClosed
 from ..types.adapter import Adapter, AdapterCounts
 from ..types.model_config import ModelConfig
 from .files import Checked, Found, Packer, check, have_changed, read
-from .host_memory import HostMemory
 from .origins.origins import Origins, Version
 from .targets import targets
 
@@ -78,7 +78,7 @@ class AdapterLibrary:
         self._shapes = targets(model)
         self._dtype, self._packer = dtype, packer
         self._max_bytes = max_bytes
-        self._host = HostMemory(host_bytes)
+        self._host: ByteCache[Hashable, Adapter] = ByteCache(host_bytes)
         self._upload = upload
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         """By name, the most recently used last."""
@@ -159,7 +159,7 @@ class AdapterLibrary:
     async def _load(self, entry: _Entry) -> Adapter:
         loop, name = asyncio.get_running_loop(), entry.version.name
         try:
-            host = self._host.get(entry.version.token)
+            host = self._host.find(entry.version.token)
             if host is None:
                 host = await self._read(entry)
             else:
@@ -167,7 +167,7 @@ class AdapterLibrary:
             adapter = host
             if self._upload is not None:
                 adapter = await loop.run_in_executor(self._thread, self._upload, host)
-                self._host.keep(entry.version.token, host)
+                self._host.keep(entry.version.token, host, host.num_bytes)
         except BaseException as error:
             self._drop(entry)
             if isinstance(error, Exception):

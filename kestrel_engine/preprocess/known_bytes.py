@@ -6,8 +6,9 @@ compute their SHA-256 on a processor with instructions for it (one core of an AM
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import TypeAlias
+
+from ..byte_cache import ByteCache
 
 _PART = 32
 """Bytes of each part of an image by which it is found: the middle and the end. Formats begin alike."""
@@ -23,51 +24,31 @@ _Mark: TypeAlias = tuple[str, int, bytes, bytes]
 
 
 class KnownBytes:
-    """``max_bytes``: limit on the encoded bytes, with RECORD_BYTES for each image; with 0 nothing is kept. The least
-    recently used image is dropped first. Namespaces share nothing: the time of an answer must not tell what another
-    namespace has sent. Belongs to one thread."""
+    """``max_bytes``: limit on the encoded bytes, with RECORD_BYTES for each image; with 0 nothing is kept. Namespaces
+    share nothing: the time of an answer must not tell what another namespace has sent. Belongs to one thread."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._size = 0
-        self._kept: OrderedDict[_Mark, tuple[bytes, bytes]] = OrderedDict()
+        self._kept: ByteCache[_Mark, tuple[bytes, bytes]] = ByteCache(max_bytes)
         """Encoded bytes with their digest. Of images with one mark, the last one is kept."""
 
     @property
-    def size_bytes(self) -> int:
-        return self._size
+    def num_bytes(self) -> int:
+        return self._kept.num_bytes
 
     def find(self, source: bytes, namespace: str) -> bytes | None:
-        """Returns the digest of ``source`` if all of its bytes came before in the namespace. This counts as a use."""
-        mark = _mark(source, namespace)
-        kept = self._kept.get(mark)
-        if kept is None or kept[0] != source:
-            return None
-        self._kept.move_to_end(mark)
-        return kept[1]
+        """Returns the digest of ``source`` if all of its bytes came before in the namespace."""
+        kept = self._kept.find(_mark(source, namespace))
+        return None if kept is None or kept[0] != source else kept[1]
 
     def keep(self, source: bytes, namespace: str, digest: bytes) -> None:
-        """Stores an image with its digest, and drops the least recently used ones beyond the limit."""
-        if _size(source) * _LARGEST_SHARE > self._max_bytes:
-            return
-        mark = _mark(source, namespace)
-        before = self._kept.pop(mark, None)
-        if before is not None:
-            self._size -= _size(before[0])
-        self._kept[mark] = source, digest
-        self._size += _size(source)
-        while self._size > self._max_bytes:
-            _, (dropped, _) = self._kept.popitem(last=False)
-            self._size -= _size(dropped)
+        """Stores an image with its digest."""
+        num_bytes = len(source) + RECORD_BYTES
+        if num_bytes * _LARGEST_SHARE <= self._kept.max_bytes:
+            self._kept.keep(_mark(source, namespace), (source, digest), num_bytes)
 
     def flush(self) -> None:
         """Drops all images."""
-        self._kept.clear()
-        self._size = 0
-
-
-def _size(source: bytes) -> int:
-    return len(source) + RECORD_BYTES
+        self._kept.flush()
 
 
 def _mark(source: bytes, namespace: str) -> _Mark:

@@ -412,7 +412,7 @@ class PreprocessPool:
 
     def _finish(self, job: Job, done: Preprocessed) -> None:
         if job.key is not None:
-            self._cache.keep(job.key, done.looks)
+            self._cache.keep_looks(job.key, done.looks)
         self._forget(job)
         if not job.result.done():
             job.result.set_result(done)

@@ -1,7 +1,6 @@
 """PreparedCache: holds images that were decoded and tiled, by the bytes of their sources.
 
-An image with the same bytes is not decoded and resized again. The cache bounds the bytes that it takes, and drops the
-least recently used images first.
+An image with the same bytes is not decoded and resized again.
 """
 
 from __future__ import annotations
@@ -9,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections import OrderedDict
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from ..byte_cache import ByteCache
 from ..types.requests import PreparedImage
 from .decoding.images import Colour, OnBackground
 from .looks import WHOLE, InRegion, Selection, Tiled
@@ -26,45 +25,11 @@ Looks: TypeAlias = tuple[PreparedImage, ...]
 """What is prepared from one source: the image, a region of it, or an image and its tiles. They share their memory."""
 
 
-class PreparedCache:
-    """``max_bytes``: limit on the crops and pixels, with RECORD_BYTES for each look; with 0 the cache stays empty.
-    Belongs to one thread."""
+class PreparedCache(ByteCache[bytes, Looks]):
+    """The looks by their ``source_key``. ``max_bytes``: limit on their crops and pixels, with RECORD_BYTES for each."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._size = 0
-        self._kept: OrderedDict[bytes, Looks] = OrderedDict()
-
-    @property
-    def size_bytes(self) -> int:
-        return self._size
-
-    def find(self, key: bytes) -> Looks | None:
-        """Returns the looks with a ``source_key``, or None. This counts as a use."""
-        kept = self._kept.get(key)
-        if kept is not None:
-            self._kept.move_to_end(key)
-        return kept
-
-    def keep(self, key: bytes, looks: Looks) -> None:
-        """Stores looks by their ``source_key``, and drops the least recently used ones beyond the limit."""
-        size = _num_bytes(looks)
-        if size > self._max_bytes or key in self._kept:
-            return
-        self._kept[key] = looks
-        self._size += size
-        while self._size > self._max_bytes:
-            _, dropped = self._kept.popitem(last=False)
-            self._size -= _num_bytes(dropped)
-
-    def flush(self) -> None:
-        """Drops all images."""
-        self._kept.clear()
-        self._size = 0
-
-
-def _num_bytes(looks: Looks) -> int:
-    return sum(look.num_bytes + RECORD_BYTES for look in looks)
+    def keep_looks(self, key: bytes, looks: Looks) -> None:
+        self.keep(key, looks, sum(look.num_bytes + RECORD_BYTES for look in looks))
 
 
 def in_namespace(image: PreparedImage, namespace: str) -> PreparedImage:

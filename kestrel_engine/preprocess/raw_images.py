@@ -108,7 +108,7 @@ class RawImages:
         looks = self._cache.find(key)
         if looks is None:
             looks = (in_namespace(image, namespace),)
-            self._cache.keep(key, looks)
+            self._cache.keep_looks(key, looks)
         self._last[namespace, source.shape] = _Seen(key, digests)
         self._last.move_to_end((namespace, source.shape))
         if len(self._last) > _MOST_SIZES:

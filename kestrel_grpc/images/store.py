@@ -51,13 +51,17 @@ class StoredImage:
     def num_bytes(self) -> int:
         return size_of(self.source)
 
+    @property
+    def held_bytes(self) -> int:
+        """What counts for the store's limit."""
+        return self.num_bytes + RECORD_BYTES
+
 
 class _Owner:
     """The images of one owner. ``images``: by id, least recently used first. ``ids``: by digest, of those that were put
-    here. ``num_bytes``: with ``record_bytes`` for each image."""
+    here."""
 
-    def __init__(self, record_bytes: int) -> None:
-        self._record_bytes = record_bytes
+    def __init__(self) -> None:
         self.weight = 1.0
         self.num_bytes = 0
         self.images: OrderedDict[str, StoredImage] = OrderedDict()
@@ -68,11 +72,11 @@ class _Owner:
         self.images[image.image_id] = image
         if digest is not None:
             self.ids[digest], self.digests[image.image_id] = image.image_id, digest
-        self.num_bytes += image.num_bytes + self._record_bytes
+        self.num_bytes += image.held_bytes
 
     def drop(self, image_id: str) -> int:
         """Drops an image. Returns the number of bytes that become free."""
-        num_bytes = self.images.pop(image_id).num_bytes + self._record_bytes
+        num_bytes = self.images.pop(image_id).held_bytes
         digest = self.digests.pop(image_id, None)
         if digest is not None:
             del self.ids[digest]
@@ -81,12 +85,10 @@ class _Owner:
 
 
 class ImageStore:
-    """Images by owner and id. With ``max_bytes`` 0 the store holds no image. ``record_bytes``: what an image counts
-    beside its bytes."""
+    """Images by owner and id. With ``max_bytes`` 0 the store holds no image."""
 
-    def __init__(self, max_bytes: int, record_bytes: int = RECORD_BYTES) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._record_bytes = record_bytes
         self._size = 0
         self._owners: dict[str, _Owner] = {}
         """The owners that have images, by name."""
@@ -119,9 +121,9 @@ class ImageStore:
         present = self.find(owner, digest)
         if present is not None:
             return present
-        if size_of(source) + self._record_bytes > self.max_bytes or self.max_bytes == 0:
-            return None
         image = StoredImage(_PREFIX + secrets.token_hex(_ID_BYTES), source, *size)
+        if image.held_bytes > self.max_bytes or self.max_bytes == 0:
+            return None
         self._add(owner, image, digest, weight)
         return image
 
@@ -130,8 +132,7 @@ class ImageStore:
 
         Only its id finds it, because this server has not compared it with a digest.
         """
-        num_bytes = image.num_bytes + self._record_bytes
-        if num_bytes > self.max_bytes or self.has(owner, image.image_id):
+        if image.held_bytes > self.max_bytes or self.has(owner, image.image_id):
             return
         self._add(owner, image, None, weight)
 
@@ -141,13 +142,12 @@ class ImageStore:
         return own is not None and image_id in own.images
 
     def _add(self, owner: str, image: StoredImage, digest: bytes | None, weight: float) -> None:
-        own = self._owners.get(owner) or _Owner(self._record_bytes)
+        own = self._owners.get(owner) or _Owner()
         own.weight = weight
-        num_bytes = image.num_bytes + self._record_bytes
-        self._make_room(owner, own, num_bytes)
+        self._make_room(owner, own, image.held_bytes)
         self._owners[owner] = own
         own.add(image, digest)
-        self._size += num_bytes
+        self._size += image.held_bytes
 
     def find(self, owner: str, digest: bytes) -> StoredImage | None:
         """The owner's image with this digest, or None. Counts as a use of the image."""
@@ -184,8 +184,7 @@ class ImageStore:
         assert self._size <= self.max_bytes
         for own in self._owners.values():
             assert own.images
-            sizes = [image.num_bytes + self._record_bytes for image in own.images.values()]
-            assert own.num_bytes == sum(sizes)
+            assert own.num_bytes == sum(image.held_bytes for image in own.images.values())
             assert own.images.keys() >= own.digests.keys()
             assert {digest: image_id for image_id, digest in own.digests.items()} == own.ids
 

@@ -39,13 +39,13 @@ def test_the_least_recently_used_goes():
     for index, image in enumerate(images):
         known.keep(image, "", bytes([index]))
         assert known.find(images[0], "") == b"\0"
-    assert known.size_bytes == 8 * size
+    assert known.num_bytes == 8 * size
     assert [known.find(image, "") is not None for image in images] == [True, False, *[True] * 7]
     large = bytes(2 * size + 13 - RECORD_BYTES)
     known.keep(large, "", b"too large")
-    assert known.find(large, "") is None and known.size_bytes == 8 * size
+    assert known.find(large, "") is None and known.num_bytes == 8 * size
     known.flush()
-    assert known.size_bytes == 0 and known.find(images[0], "") is None
+    assert known.num_bytes == 0 and known.find(images[0], "") is None
 
 
 def test_images_with_one_mark_replace_one_another():
@@ -56,7 +56,7 @@ def test_images_with_one_mark_replace_one_another():
         for image, digest in ((first, b"1"), (second, b"2")):
             known.keep(image, "", digest)
             assert known.find(image, "") == digest
-            assert known.size_bytes == 1000 + RECORD_BYTES
+            assert known.num_bytes == 1000 + RECORD_BYTES
     assert known.find(first, "") is None
 
 
@@ -64,7 +64,7 @@ def test_images_of_a_few_bytes_count_with_their_records():
     known = KnownBytes(100_000)
     for number in range(1000):
         known.keep(number.to_bytes(2, "big"), "", b"digest")
-        assert known.size_bytes <= 100_000
+        assert known.num_bytes <= 100_000
     found = [known.find(n.to_bytes(2, "big"), "") is not None for n in range(1000)]
     assert sum(found) == 100_000 // (RECORD_BYTES + 2)
 
@@ -74,7 +74,7 @@ def test_nothing_is_kept_without_a_limit():
     known.keep(b"image", "", b"digest")
     assert known.find(b"image", "") is None
     known.keep(b"", "", b"digest of nothing")
-    assert known.size_bytes == 0
+    assert known.num_bytes == 0
 
 
 async def test_a_repeat_is_not_hashed_again(monkeypatch):

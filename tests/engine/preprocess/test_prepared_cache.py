@@ -64,11 +64,11 @@ def test_memory_is_bounded_and_the_least_recently_used_goes():
     for name in (b"a", b"b", b"a", b"c", b"a", b"b"):
         if cache.find(name) is None:
             made.append(name)
-            cache.keep(name, (picture(),))
+            cache.keep_looks(name, (picture(),))
     assert made == [b"a", b"b", b"c", b"b"]
-    assert cache.size_bytes == 2 * image
-    cache.keep(b"huge", (picture(size=13), picture(size=13)))
-    cache.keep(b"b", (picture(),))
-    assert cache.size_bytes == 2 * image
+    assert cache.num_bytes == 2 * image
+    cache.keep_looks(b"huge", (picture(size=13), picture(size=13)))
+    cache.keep_looks(b"b", (picture(),))
+    assert cache.num_bytes == 2 * image
     cache.flush()
-    assert (cache.size_bytes, cache.find(b"b")) == (0, None)
+    assert (cache.num_bytes, cache.find(b"b")) == (0, None)

@@ -6,16 +6,25 @@ import grpc
 import pytest
 from google.protobuf.internal import encoder
 from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kestrel_client._pb.inference import grpc_service_pb2 as kserve
-from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import (
+    admin_service_pb2,
+    common_pb2,
+    image_service_pb2,
+    model_service_pb2,
+    vision_service_pb2,
+)
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import InvalidRequest
 from kestrel_grpc.edge.messages import field_limit
 from kestrel_grpc.edge.messages.field_limit import MOST_FIELDS, check_fields
 from kestrel_grpc.security.admission.admission import MessageTooLarge
+from kestrel_grpc.settings.security import SecurityConfig
 from tests.service.statuses import failure
 
 
@@ -136,3 +145,42 @@ async def test_a_server_refuses_such_a_message(serve, method):
     told = await failure(call(f"/kestrel.v1.VisionService/{method}")(many))
     assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE")
     assert "20000 fields" in told.message
+
+
+SERVICES = (
+    vision_service_pb2,
+    image_service_pb2,
+    model_service_pb2,
+    admin_service_pb2,
+    kserve,
+    health_pb2,
+    reflection_pb2,
+)
+METHODS = [
+    (service.full_name, method)
+    for file in SERVICES
+    for service in file.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+    if method.input_type.fields
+]
+
+
+async def test_every_method_counts(serve):
+    """Of a method whose decoder has no type, the fields would not be counted."""
+    served = await serve(
+        server_config={"security": SecurityConfig(api_key="the-key-of-an-administrator")}
+    )
+    metadata = (("authorization", "Bearer the-key-of-an-administrator"),)
+    many = b"\xf8\x7f\x00" * (MOST_FIELDS + 1)
+    for service, method in METHODS:
+        path = f"/{service}/{method.name}"
+        channel = served.channel
+        if method.client_streaming:
+            made = channel.stream_stream if method.server_streaming else channel.stream_unary
+            call = made(path)(iter([many]), metadata=metadata)
+        else:
+            made = channel.unary_stream if method.server_streaming else channel.unary_unary
+            call = made(path)(many, metadata=metadata)
+        told = await failure(call)
+        assert told.code is grpc.StatusCode.RESOURCE_EXHAUSTED, (path, told)
+        assert "20000 fields" in told.message, (path, told)

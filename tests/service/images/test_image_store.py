@@ -7,13 +7,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kestrel_engine.preprocess.prepared_cache import source_digest
 from kestrel_grpc.edge.failures.errors import ImageNotFound, ImagesFull
+from kestrel_grpc.images import store as store_module
 from kestrel_grpc.images.store import RECORD_BYTES, ImageStore
 
 SIZE = (4, 3)
 
 
-def store_of(max_bytes):
-    return ImageStore(max_bytes, record_bytes=0)
+@pytest.fixture(autouse=True)
+def no_records(request, monkeypatch):
+    """Most tests are about bytes alone."""
+    if "records" not in request.node.name:
+        monkeypatch.setattr(store_module, "RECORD_BYTES", 0)
 
 
 def put(store, source, owner="", weight=1.0):
@@ -21,7 +25,7 @@ def put(store, source, owner="", weight=1.0):
 
 
 def test_the_same_image_of_one_owner_is_kept_once():
-    store = store_of(100)
+    store = ImageStore(100)
     first, again = put(store, b"a" * 30), put(store, b"a" * 30)
     assert first is again
     assert (first.width, first.height, first.num_bytes) == (4, 3, 30)
@@ -29,7 +33,7 @@ def test_the_same_image_of_one_owner_is_kept_once():
 
 
 def test_the_least_recently_used_goes_first():
-    store = store_of(100)
+    store = ImageStore(100)
     a, b, c = (put(store, letter * 40) for letter in (b"a", b"b", b"c"))
     with pytest.raises(ImageNotFound):
         store.get("", a.image_id)
@@ -41,7 +45,7 @@ def test_the_least_recently_used_goes_first():
 
 
 def test_an_id_is_there_for_its_owner_alone():
-    store = store_of(100)
+    store = ImageStore(100)
     mine, theirs = put(store, b"same", "me"), put(store, b"same", "you")
     assert mine.image_id != theirs.image_id
     with pytest.raises(ImageNotFound):
@@ -64,7 +68,7 @@ def test_images_of_a_few_bytes_count_with_their_records():
 
 
 def test_ids_cannot_be_guessed():
-    store = store_of(10_000)
+    store = ImageStore(10_000)
     ids = [put(store, bytes([n])).image_id for n in range(200)]
     assert len(set(ids)) == 200
     for image_id in ids:
@@ -73,7 +77,7 @@ def test_ids_cannot_be_guessed():
 
 
 def test_gone_says_what_to_do():
-    store = store_of(1000)
+    store = ImageStore(1000)
     with pytest.raises(ImageNotFound) as caught:
         store.get("", "img_gone")
     assert caught.value.field == "image.image_id"
@@ -83,12 +87,12 @@ def test_gone_says_what_to_do():
         store.get("", "x" * 10_000)
     assert len(caught.value.message) < 400
     with pytest.raises(ImageNotFound, match="stores no images"):
-        store_of(0).get("", "img_gone")
+        ImageStore(0).get("", "img_gone")
 
 
 def test_a_store_of_nothing_and_a_image_beyond_the_store():
-    assert put(store_of(0), b"") is None
-    store = store_of(10)
+    assert put(ImageStore(0), b"") is None
+    store = ImageStore(10)
     kept = put(store, b"1234")
     assert put(store, b"12345678901") is None
     assert store.get("", kept.image_id) is kept, "what can't be kept pushes nothing out"
@@ -106,7 +110,7 @@ def held(store, owner, images):
 
 
 def test_an_owner_above_its_share_drops_its_own_images():
-    store = store_of(100)
+    store = ImageStore(100)
     mine = put(store, b"m" * 40, "me")
     theirs = [put(store, bytes([n]) * 20, "you") for n in range(10)]
     assert held(store, "me", [mine]) == [mine.image_id]
@@ -114,7 +118,7 @@ def test_an_owner_above_its_share_drops_its_own_images():
 
 
 def test_an_owner_within_its_share_makes_the_one_furthest_above_drop_images():
-    store = store_of(120)
+    store = ImageStore(120)
     many = [put(store, bytes([n]) * 10, "many") for n in range(8)]
     some = [put(store, bytes([n]) * 10, "some") for n in range(4)]
     mine = [put(store, bytes([n]) * 10, "me") for n in range(4)]
@@ -128,14 +132,14 @@ def test_an_owner_within_its_share_makes_the_one_furthest_above_drop_images():
 
 
 def test_one_owner_may_use_all_while_no_other_keeps_images():
-    store = store_of(100)
+    store = ImageStore(100)
     for number in range(20):
         put(store, bytes([number]) * 20, "me")
     assert store.size_bytes == 100
 
 
 def test_weights_set_the_shares():
-    store = store_of(100)
+    store = ImageStore(100)
     for number in range(10):
         put(store, bytes([number]) * 10, "light")
     heavy = [put(store, bytes([number]) * 10, "heavy", weight=4.0) for number in range(10)]
@@ -143,7 +147,7 @@ def test_weights_set_the_shares():
 
 
 def test_an_image_beyond_the_share_is_refused_and_drops_nothing():
-    store = store_of(100)
+    store = ImageStore(100)
     mine, theirs = put(store, b"m" * 45, "me"), put(store, b"t" * 30, "you")
     with pytest.raises(ImagesFull, match="60 bytes; the share of you is 50") as caught:
         put(store, b"T" * 60, "you")
@@ -162,7 +166,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.store = store_of(120)
+        self.store = ImageStore(120)
         self.model = []
         self.gone = []
 
