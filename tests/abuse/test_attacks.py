@@ -5,7 +5,8 @@ All are slow. test_flood.py and test_connections.py try those of strangers on a 
 
 import pytest
 
-from tests.abuse.attacks import ATTACKS, Target, run
+from tests.abuse.attacks import ATTACKS, run
+from tests.abuse.target import Target
 from tests.forking.process import ForkedProcess
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
