@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import time
+import warnings
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ class StepProfile:
 
         if cuda:
             _keep_cupti()
+        # Some releases of torch warn at every first start that events of earlier cycles are lost. There is one cycle.
+        warnings.filterwarnings("ignore", message=".*Profiler clears events", category=UserWarning)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
         self._profiler: Any = profile(activities=activities, with_stack=python_functions)
         self._max_steps, self._cuda = max_steps, cuda

@@ -11,8 +11,8 @@ _ROWS = 8
 _COLUMNS = 128
 
 
-# The number of rows is that of the crops of a pass: one kernel serves all.
-@triton.jit(do_not_specialize=["num_rows"])
+# The number of rows is that of the crops of a pass, which may begin at any crop of an image: one kernel serves all.
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["crops"])
 def _patchify(
     crops,
     out,

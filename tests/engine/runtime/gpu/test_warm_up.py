@@ -96,9 +96,14 @@ def test_one_kernel_serves_all_tilings_and_all_numbers_of_crops(launches: Launch
         count = 1 if (down, across) == (1, 1) else 1 + down * across
         pool_tiles(torch.zeros(count, 25, 64), (down, across), 5, 1, out=torch.empty(25, 128))
     assert len(launches.kinds) == 1
-    launches.start()
-    for count in (1, 2, 16):
-        patchify(torch.zeros(count, 14, 14, 3, dtype=torch.uint8), 14, 592, torch.float32)
+
+
+def test_one_kernel_makes_patches_of_any_number_of_crops_from_any_crop_on(
+    launches: Launches,
+) -> None:
+    crops = torch.zeros(17, 14, 14, 3, dtype=torch.uint8)  # A crop has 588 bytes: 12 more than a multiple of 16.
+    for first, count in ((0, 1), (0, 16), (1, 1), (1, 16), (3, 2)):
+        patchify(crops[first : first + count], 14, 592, torch.float32)
     assert len(launches.kinds) == 1
 
 
