@@ -1,14 +1,14 @@
 """DeviceCrops: makes the crops of images on the device, byte for byte equal to those that libvips makes on the CPU.
 
-A group of images needs one copy of pixels for each image, one copy of tables, and at most four launches. Nothing waits
-for the device.
+A group of images needs one copy of pixels for each image, one copy of tables, and at most four launches. These launches
+are captured for an image that is alone and of a size that has come before. Nothing waits for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from ....types.model_config import VisionConfig
 from ....types.requests import PreparedImage
 from ..footprint import ARENA_BYTES
 from ..state.staging import ImageUploader, Uploader
+from .crop_graphs import CropGraphs
 
 KINDS = ((True, False, False), (False, False, False), (False, False, True), (True, True, False))
 """The kinds of passes as (vertical, wide_in, wide_out), in the order of their execution: shrink rows, shrink columns,
@@ -43,7 +44,8 @@ class _Layout:
 
 
 class DeviceCrops:
-    """Makes crops. ``block``: the block size of `resample`."""
+    """Makes crops. ``graphs``: for images that are alone; None captures nothing. ``block``: the block size of
+    `resample`."""
 
     def __init__(
         self,
@@ -52,9 +54,11 @@ class DeviceCrops:
         upload_pixels: ImageUploader,
         device: torch.device,
         *,
+        graphs: CropGraphs | None = None,
         block: tuple[int, int] = BLOCK,
     ) -> None:
         self._vision, self._device, self._block = vision, device, block
+        self._graphs = graphs
         self._upload, self._upload_pixels = upload, upload_pixels
         self._on_device = lru_cache(LAYOUTS_KEPT)(self._sent)
         """The tables and jobs of images that are alone in their group, which are the same for every image of a size."""
@@ -91,34 +95,75 @@ class DeviceCrops:
         if group:
             yield group
 
+    def capture(self) -> None:
+        """Captures launches that later images will need, if there are any. Call it when the device has work."""
+        if self._graphs is not None:
+            self._graphs.capture()
+
+    def clear(self) -> None:
+        """Drops what was captured."""
+        if self._graphs is not None:
+            self._graphs.clear()
+
     def _make(self, group: Sequence[tuple[PreparedImage, _Layout]]) -> list[Tensor]:
+        if len(group) == 1:
+            return [self._make_alone(*group[0])]
         side = self._vision.crop_size
         counts = [image.num_distinct for image, _ in group]
         size = sum(layout.num_bytes for _, layout in group)
-        alone = len(group) == 1
-        arena = torch.empty(size, dtype=torch.uint8, device=self._device)
-        crops = torch.empty((sum(counts), side, side, 3), dtype=torch.uint8, device=self._device)
+        arena = self._new_arena(size)
+        crops = self._new_crops(sum(counts))
         by_kind: list[list[Job]] = [[] for _ in KINDS]
         begin = first_crop = first_entry = 0
         for (image, layout), count in zip(group, counts, strict=True):
-            assert image.pixels is not None, image
-            end = begin + image.pixels.nbytes
-            self._upload_pixels(image.pixels, arena[begin:end])
+            self._send_pixels(image, arena[begin:])
             for kind, job in layout.jobs:
-                moved = (
-                    job
-                    if alone
-                    else _moved(kind, job, begin, first_crop * side**2 * 3, first_entry)
+                by_kind[kind].append(
+                    _moved(kind, job, begin, first_crop * side**2 * 3, first_entry)
                 )
-                by_kind[kind].append(moved)
             begin += layout.num_bytes
             first_crop += count
             first_entry += len(layout.tables)
-        if alone:
-            on_device = self._on_device(group[0][1])
-        else:
-            tables = np.concatenate([layout.tables for _, layout in group])
-            on_device = self._upload({"tables": tables, "jobs": _job_rows(by_kind)})
+        tables = np.concatenate([layout.tables for _, layout in group])
+        on_device = self._upload({"tables": tables, "jobs": _job_rows(by_kind)})
+        self._launch(by_kind, on_device, arena, crops)
+        return list(crops.split(counts))
+
+    def _make_alone(self, image: PreparedImage, layout: _Layout) -> Tensor:
+        graph = None if self._graphs is None else self._graphs.find(layout)
+        if graph is not None:
+            self._send_pixels(image, graph.arena)
+            graph.replay()
+            return graph.crops.clone()
+        arena = self._new_arena(layout.num_bytes)
+        crops = self._new_crops(image.num_distinct)
+        self._send_pixels(image, arena)
+        launch = partial(self._launch, _by_kind(layout), self._on_device(layout))
+        launch(arena, crops)
+        if self._graphs is not None:
+            self._graphs.note(layout, layout.num_bytes, len(crops), launch)
+        return crops
+
+    def _new_arena(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def _new_crops(self, count: int) -> Tensor:
+        side = self._vision.crop_size
+        return torch.empty((count, side, side, 3), dtype=torch.uint8, device=self._device)
+
+    def _send_pixels(self, image: PreparedImage, arena: Tensor) -> None:
+        """Enqueues the copy of the image's pixels to the beginning of ``arena``."""
+        assert image.pixels is not None, image
+        self._upload_pixels(image.pixels, arena[: image.pixels.nbytes])
+
+    def _launch(
+        self,
+        by_kind: Sequence[Sequence[Job]],
+        on_device: Mapping[str, Tensor],
+        arena: Tensor,
+        crops: Tensor,
+    ) -> None:
+        """Enqueues the jobs of each kind, in this order."""
         first = 0
         for (vertical, wide_in, wide_out), same in zip(KINDS, by_kind, strict=True):
             last = first + len(same)
@@ -135,13 +180,14 @@ class DeviceCrops:
                     block=self._block,
                 )
             first = last
-        return list(crops.split(counts))
 
     def _sent(self, layout: _Layout) -> dict[str, Tensor]:
-        by_kind = [
-            [job for kind, job in layout.jobs if kind == wanted] for wanted in range(len(KINDS))
-        ]
-        return self._upload({"tables": layout.tables, "jobs": _job_rows(by_kind)})
+        return self._upload({"tables": layout.tables, "jobs": _job_rows(_by_kind(layout))})
+
+
+def _by_kind(layout: _Layout) -> list[list[Job]]:
+    """Returns the jobs of an image that is alone, by kind."""
+    return [[job for kind, job in layout.jobs if kind == wanted] for wanted in range(len(KINDS))]
 
 
 def _job_rows(by_kind: Sequence[Sequence[Job]]) -> np.ndarray:

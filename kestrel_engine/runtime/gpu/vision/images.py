@@ -38,7 +38,13 @@ class EncodedImages:
         self.encode_crops = (vision if graphs is None else graphs).encode_crops
         """Runs the tower's passes as steps do, with graphs if there are any."""
         self._upload = ImageUploader(bos.device)
-        self._make_crops = DeviceCrops(vision.config, upload, self._upload, bos.device)
+        self._make_crops = DeviceCrops(
+            vision.config,
+            upload,
+            self._upload,
+            bos.device,
+            graphs=None if graphs is None else graphs.of_crops(),
+        )
         self._crops: dict[str, Tensor] = {}
         """The crops of images that arrived as pixels, until the last crop is encoded."""
         self._features: dict[str, list[Tensor]] = {}
@@ -57,6 +63,7 @@ class EncodedImages:
             self._prefixes.drop(key)
 
     def clear(self) -> None:
+        self._make_crops.clear()
         self._crops.clear()
         self._kept.clear()
         self._features.clear()
@@ -100,6 +107,8 @@ class EncodedImages:
         )
         for (image, _), embedding in zip(complete, embedded, strict=True):
             self._prefixes.add(image.key, torch.cat([self._bos[None], embedding]))
+        # The device works on the images.
+        self._make_crops.capture()
 
     def embedding(self, read: EmbedRead) -> FetchedEmbedding:
         """Enqueues the copies of embeddings. The image was encoded."""

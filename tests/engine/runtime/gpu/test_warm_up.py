@@ -101,7 +101,8 @@ def test_one_kernel_serves_all_tilings_and_all_numbers_of_crops(launches: Launch
 def test_one_kernel_makes_patches_of_any_number_of_crops_from_any_crop_on(
     launches: Launches,
 ) -> None:
-    crops = torch.zeros(17, 14, 14, 3, dtype=torch.uint8)  # A crop has 588 bytes: 12 more than a multiple of 16.
+    # A crop has 588 bytes, 12 more than a multiple of 16.
+    crops = torch.zeros(17, 14, 14, 3, dtype=torch.uint8)
     for first, count in ((0, 1), (0, 16), (1, 1), (1, 16), (3, 2)):
         patchify(crops[first : first + count], 14, 592, torch.float32)
     assert len(launches.kinds) == 1

@@ -1,6 +1,7 @@
 """Crops made on the device against those of the CPU path, which libvips resizes: every byte."""
 
 import json
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,10 @@ from kestrel_engine.models.vision import num_distinct
 from kestrel_engine.preprocess.crops import prepare, select_tiling
 from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
 from kestrel_engine.preprocess.decoding.images import open_image
+from kestrel_engine.runtime.gpu.capture import record_graph
 from kestrel_engine.runtime.gpu.state.staging import ImageUploader, Uploader
-from kestrel_engine.runtime.gpu.vision import device_crops
+from kestrel_engine.runtime.gpu.vision import crop_graphs, device_crops
+from kestrel_engine.runtime.gpu.vision.crop_graphs import CropGraphs
 from kestrel_engine.runtime.gpu.vision.device_crops import DeviceCrops
 from kestrel_engine.types.model_config import VisionConfig
 from kestrel_engine.types.requests import PreparedImage
@@ -35,8 +38,11 @@ def noise(width: int, height: int) -> DecodedImage:
     return DecodedImage(rng.integers(0, 256, (height, width, 3), np.uint8))
 
 
-def maker(vision: VisionConfig, block: tuple[int, int] = BLOCK) -> DeviceCrops:
-    return DeviceCrops(vision, Uploader(DEVICE), ImageUploader(DEVICE), DEVICE, block=block)
+def maker(
+    vision: VisionConfig, block: tuple[int, int] = BLOCK, graphs: CropGraphs | None = None
+) -> DeviceCrops:
+    upload, upload_pixels = Uploader(DEVICE), ImageUploader(DEVICE)
+    return DeviceCrops(vision, upload, upload_pixels, DEVICE, graphs=graphs, block=block)
 
 
 def as_pixels(image: DecodedImage, vision: VisionConfig) -> PreparedImage:
@@ -145,6 +151,77 @@ def test_blocks_give_the_same_crops():
     (wanted,) = maker(SMALL)([image])
     (found,) = maker(SMALL, (16, 128))([image])
     assert torch.equal(wanted, found)
+
+
+class Recorder:
+    """Captures as a runtime does. On a CPU, it calls the launches again. ``replays``: how often."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def __call__(self, body):
+        again = body
+        if DEVICE.type == "cuda":
+            again = record_graph(body, torch.cuda.graph_pool_handle()).replay
+
+        def replay():
+            self.replays += 1
+            again()
+
+        return replay
+
+
+def shifted(image: DecodedImage, by: int) -> DecodedImage:
+    """Another image of the same size."""
+    return DecodedImage(np.roll(image.pixels, by, axis=0))
+
+
+@contextmanager
+def own_stream():
+    with nullcontext() if DEVICE.type == "cpu" else torch.cuda.stream(torch.cuda.Stream()):
+        yield
+
+
+def test_images_that_come_alone_are_made_by_graphs(monkeypatch):
+    """From the third one of a size on; sizes take turns, and the crops of an image stay when the next one comes."""
+    monkeypatch.setattr(crop_graphs, "GRAPHS_KEPT", 2)
+    record = Recorder()
+    with own_stream():
+        make = maker(SMALL, graphs=CropGraphs(7, SMALL.crop_size, DEVICE, record))
+        found = []
+        for size in [(100, 60), (100, 60), (40, 90), (100, 60), (40, 90), (100, 60), (40, 90)]:
+            image = shifted(noise(*size), len(found))
+            found.append((image, make([as_pixels(image, SMALL)])[0]))
+            make.capture()
+        assert record.replays == 3
+        # A third size takes the place of the one that was used the longest time ago.
+        for size in [(70, 70), (70, 70), (40, 90), (70, 70), (100, 60)]:
+            image = shifted(noise(*size), len(found))
+            found.append((image, make([as_pixels(image, SMALL)])[0]))
+            make.capture()
+        assert record.replays == 5
+        for image, crops in found:
+            wanted = prepare(image, SMALL)
+            assert np.array_equal(crops.cpu().numpy(), wanted.crops[: len(crops)])
+
+
+def test_images_that_no_graph_makes(monkeypatch):
+    """Large ones, ones with many crops, and ones that come together."""
+    monkeypatch.setattr(crop_graphs, "ARENA_BYTES", 60_000)
+    record = Recorder()
+    with own_stream():
+        make = maker(SMALL, graphs=CropGraphs(3, SMALL.crop_size, DEVICE, record))
+        for size in ((200, 200), (30, 30), (100, 60)):
+            for count in (2, 1, 1, 1):
+                images = [noise(*size)] * count
+                for crops in make([as_pixels(image, SMALL) for image in images]):
+                    wanted = prepare(images[0], SMALL)
+                    assert np.array_equal(crops.cpu().numpy(), wanted.crops[: len(crops)])
+                make.capture()
+        assert record.replays == 1
+        make.clear()
+        make([as_pixels(noise(30, 30), SMALL)])
+        assert record.replays == 1
 
 
 def test_no_images():
