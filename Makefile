@@ -87,7 +87,7 @@ bench: $(INSTALLED) ## Measure the step thread, the front end and serving on the
 	$(BIN)/python -m benchmarks.preprocess
 
 BENCH_OUT ?= out/bench
-bench-gpu: ## Measure all that docs/performance.md holds on one GPU, in 11 minutes, with the Python at hand
+bench-gpu: ## Measure all that docs/performance.md holds on one GPU, in 12 minutes, with the Python at hand
 	PYTHONPATH=$(CURDIR):$(CURDIR)/clients/python:$$PYTHONPATH \
 	  python3 -u -m benchmarks.gpu_suite --out $(BENCH_OUT)
 
