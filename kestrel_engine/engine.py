@@ -185,7 +185,7 @@ class InferenceEngine(SkillCalls):
             await engine.shutdown(grace_s=0)
             raise
         if built.compiling is not None:
-            built.compiling.serving = True
+            built.compiling.note_serving(engine._loop.thread)
             if config.kernel_cache_dir is not None and built.compiling.counts.compiled:
                 logger.warning(
                     "%d kernels were not in %s, or were made there by another installation or for other settings; they "

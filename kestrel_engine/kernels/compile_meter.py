@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from typing import Any
+from weakref import WeakSet
 
 from ..types.info import CompileCounts
 
@@ -16,19 +17,24 @@ logger = logging.getLogger(__name__)
 
 
 class CompileMeter:
-    """Thread-safe counters of compilations. While ``serving`` is True, every compilation logs a warning."""
+    """Thread-safe counters of compilations. A compilation in a thread that serves logs a warning, because requests wait
+    for it. One in another thread does not: a model may be loaded while another one serves."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts = CompileCounts()
-        self.serving = False
+        self._serving: WeakSet[threading.Thread] = WeakSet()
+
+    def note_serving(self, thread: threading.Thread) -> None:
+        """Notes that requests wait for what ``thread`` does from now on."""
+        self._serving.add(thread)
 
     @property
     def counts(self) -> CompileCounts:
         return self._counts
 
     def note(self, name: str, seconds: float, *, cached: bool) -> None:
-        """Counts a compilation. ``cached``: the kernel came from the cache of an earlier process."""
+        """Counts a compilation in this thread. ``cached``: the kernel came from the cache of an earlier process."""
         with self._lock:
             before = self._counts
             self._counts = CompileCounts(
@@ -36,7 +42,7 @@ class CompileMeter:
                 cached=before.cached + cached,
                 seconds=before.seconds + seconds,
             )
-        if self.serving and not cached:
+        if not cached and threading.current_thread() in self._serving:
             logger.warning("kernel %s was compiled while serving, in %.2f s", name, seconds)
 
 

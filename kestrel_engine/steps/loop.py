@@ -87,16 +87,17 @@ class EngineLoop:
         """The steps that are out, in the order of their launch."""
         self._profile: StepProfile | None = None
         self._beat_at = clock()
-        self._thread = threading.Thread(target=self._run, name="kestrel-steps", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="kestrel-steps", daemon=True)
+        """The thread that steps. Only this object starts it."""
 
     def start(self) -> None:
-        self._thread.start()
+        self.thread.start()
         # An interpreter that ends while a thread is inside torch aborts the whole process.
         atexit.register(self.stop, EXIT_PATIENCE_S)
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        return self.thread.is_alive()
 
     @property
     def stats(self) -> SchedulerStats:
@@ -153,9 +154,9 @@ class EngineLoop:
         thread hangs."""
         atexit.unregister(self.stop)
         self._commands.put(None)
-        if self._thread.is_alive():
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        if self.thread.is_alive():
+            self.thread.join(timeout_s)
+        return not self.thread.is_alive()
 
     def _run(self) -> None:
         try:
