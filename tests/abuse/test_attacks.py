@@ -1,4 +1,4 @@
-"""Attacks of attacks.py on ``kestrel-grpc serve`` with default flags: memory stays within what the flags promise, the
+"""The attacks on ``kestrel-grpc serve`` with default flags: memory stays within what the flags promise, the
 polite caller is answered, and the server lives. ``python -m tests.abuse.attacks`` measures how long he waits.
 
 All are slow. test_flood.py and test_connections.py try those of strangers on a server with the fake runtime."""
