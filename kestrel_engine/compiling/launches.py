@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -62,7 +63,8 @@ def compiled_launches(capability: tuple[int, int]) -> Iterator[None]:
     Triton must not interpret its kernels. Raises what the compiler raised.
     """
     compiling: list[Future[None]] = []
-    run, compile_one = JITFunction.run, JITFunction._do_compile
+    run, compile_one, parse = JITFunction.run, JITFunction._do_compile, JITFunction.parse
+    parsing = threading.Lock()
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         run(self, *args, grid=grid, warmup=True, **kwargs)
@@ -72,6 +74,12 @@ def compiled_launches(capability: tuple[int, int]) -> Iterator[None]:
         self.device_caches[0][0][key] = pending = object()
         compiling.append(pool.submit(finish, self, key, *args))
         return pending
+
+    def parse_alone(self: Any) -> Any:
+        # In Python 3.11, ast.parse may fail if a finalizer runs meanwhile and another thread parses (python/cpython
+        # issue 106905).
+        with parsing:
+            return parse(self)
 
     def finish(self: Any, key: Any, *args: Any) -> None:
         kernel = compile_one(self, key, *args)
@@ -83,6 +91,7 @@ def compiled_launches(capability: tuple[int, int]) -> Iterator[None]:
         launchers = stack.enter_context(_c_modules())
         pool = ThreadPoolExecutor(os.cpu_count() or 1, "kestrel-compile")
         stack.callback(pool.shutdown, cancel_futures=True)
+        stack.enter_context(patch.object(JITFunction, "parse", parse_alone))
         stack.enter_context(patch.object(JITFunction, "run", launch))
         stack.enter_context(patch.object(JITFunction, "_do_compile", submit))
         yield
