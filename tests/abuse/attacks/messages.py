@@ -11,7 +11,7 @@ import grpc
 from google.protobuf.internal import encoder
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from tests.abuse.attacks.registry import MIB, QUERY, attack, code_of, many
+from tests.abuse.attacks.registry import MIB, QUERY, attack, ending_of, many
 from tests.abuse.connections.hand_made_calls import Body, HandMadeCalls, bomb
 from tests.abuse.target import OWN, Target, jpeg
 
@@ -89,11 +89,7 @@ async def _raw_calls(target: Target, calls: Sequence[tuple[str, bytes]]) -> Coun
         method, data = calls[number]
         async with grpc.aio.insecure_channel(target.address, options=OWN) as channel:
             call = channel.unary_unary(f"/kestrel.v1.VisionService/{method}")
-            try:
-                await call(data, metadata=target.metadata("rude"), timeout=60)
-            except grpc.aio.AioRpcError as error:
-                return code_of(error)
-        return "OK"
+            return await ending_of(call(data, metadata=target.metadata("rude"), timeout=60))
 
     return await many(len(calls), one)
 

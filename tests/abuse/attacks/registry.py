@@ -35,5 +35,10 @@ async def open_stub(target: Target) -> AsyncIterator[VisionServiceStub]:
         yield VisionServiceStub(channel)
 
 
-def code_of(error: grpc.aio.AioRpcError) -> str:
-    return error.code().name
+async def ending_of(call: Awaitable[object]) -> str:
+    """The name of the status with which a call ends."""
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return error.code().name
+    return "OK"

@@ -1,4 +1,4 @@
-"""The command line: a served checkpoint, exit statuses, nothing left behind.
+"""The command line: commands against a served checkpoint, what they print, and their exit statuses.
 
 A command of each kind is started as users start it, and so are servers in slow tests. Other servers and commands are
 forks, which start within milliseconds, or run in this process.
@@ -6,66 +6,20 @@ forks, which start within milliseconds, or run in this process.
 
 import ast
 import json
-import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import time
-import types
 from pathlib import Path
 
-import psutil
 import pytest
 from PIL import Image
 
 from kestrel_grpc import __version__
-from kestrel_grpc.cli import own_server
-from tests.forking.process import ForkedProcess
+from tests.service.cli.serve_process import READY, Process
 from tests.service.command_line import PROGRAM, ROOT, environment, executed, here, kestrel
 
 IMAGE = ROOT / "kestrel_grpc/cli/demo.jpg"
-READY = re.compile(
-    r"^kestrel-grpc ready: (\S+) on cpu \(float32\), listening on (.+), loaded in [\d.]+ s$"
-)
-
-
-class Process:
-    """A ``serve`` process; ``started`` waits for its ready line. ``start``: ForkedProcess or subprocess.Popen."""
-
-    def __init__(self, log, *arguments, start=ForkedProcess):
-        self.log = log
-        with log.open("wb") as errors:
-            self.popen = start(
-                [*PROGRAM, "serve", *map(str, arguments)],
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                cwd=ROOT,
-                env=environment(),
-            )
-
-    def started(self):
-        self.ready = self.popen.stdout.readline().strip()
-        assert self.ready, self.log.read_text()
-        return self
-
-    def signal(self, number):
-        self.popen.send_signal(number)
-
-    def wait(self, timeout=30):
-        try:
-            return self.popen.wait(timeout)
-        finally:
-            self.popen.stdout.close()
-
-    def kill(self):
-        if self.popen.poll() is None:
-            self.popen.kill()
-            self.wait()
-        self.popen.stdout.close()
 
 
 @pytest.fixture(scope="module")
@@ -403,37 +357,6 @@ def test_a_full_disk_is_told_in_one_line():
     assert done.stderr == "kestrel-grpc token: error: cannot write: No space left on device\n"
 
 
-WITHOUT_STREAMS = """
-import os, sys
-from kestrel_grpc.__main__ import main
-os.closerange(0, 3)
-for name in ("stdin", "stdout", "stderr"):  # As the interpreter has it that starts without these files.
-    setattr(sys, name, None)
-    setattr(sys, f"__{name}__", None)
-sys.exit(main())
-"""
-
-
-@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_server_needs_no_standard_streams(tmp_path, forked):
-    address = f"unix:{tmp_path}/s.sock"
-    flags = ["serve", "--listen", address]
-    if forked:
-        command = [sys.executable, "-c", WITHOUT_STREAMS, *flags]
-        popen = ForkedProcess(command, cwd=ROOT, env=environment())
-    else:
-        command = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *PROGRAM, *flags]
-        popen = subprocess.Popen(command, cwd=ROOT, env=environment())
-    try:
-        done = kestrel("health", "--wait", 60, "--server", address)
-        assert (done.returncode, done.stdout) == (0, "SERVING\n")
-        popen.send_signal(signal.SIGTERM)
-        assert popen.wait(30) == 0
-    finally:
-        popen.kill()
-        popen.wait()
-
-
 def test_help_and_version():
     done = executed("--version")
     assert done.stdout == f"kestrel-grpc {__version__}\n"
@@ -454,261 +377,7 @@ def test_client_commands_load_neither_torch_nor_the_engine():
     assert done.stdout.strip() == "", done.stderr
 
 
-def test_schedule_answers_in_this_process():
-    done = here(
-        "schedule", "How many green crescents are there?", "What colour is the star?",
-        "--image", IMAGE, "--temperature", 0, "--regex", "[a-z]+|[0-9]", "--logprobs", "--top-logprobs", 1,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "green crescents are there?\n  2\n" in done.stdout
-    assert "the star?\n  pink\n" in done.stdout
-    assert re.search(r"-0\.\d{4}  '2'  '2' -0\.\d{4}\n", done.stdout)
-    assert re.search(r"positions, [1-9]\d* of them cached, 0 crops encoded", done.stdout)
-    assert re.search(
-        r"first token \d+ ms .*prefill \d+ of \d+ positions.*decode \d+ tokens", done.stdout
-    )
-    assert "decode 0 tokens, total" in done.stdout
-    assert re.search(r"2 prompts in [\d.]+ s: \d+ tokens", done.stdout)
-
-
-def test_schedule_streams_and_prints_json():
-    asked = ["schedule", "What do you see?", "--image", IMAGE, "--temperature", 0, "--logprobs"]
-    streamed, whole = here(*asked, "--stream"), here(*asked, "--json")
-    assert streamed.returncode == 0, streamed.stderr
-    (line,) = whole.stdout.splitlines()
-    result = json.loads(line)
-    assert result["output"]["answer"] in streamed.stdout
-    assert result["metrics"]["output_tokens"] == len(result["token_ids"])
-    assert "".join(token["utf8"] for token in result["logprobs"]) == result["output"]["answer"]
-
-
-def test_schedule_fails_on_an_empty_answer(golden_folder):
-    # With this seed the golden model ends at once.
-    done = here(
-        "schedule", "hi", "--weights", golden_folder("md3"), "--seed", 505, "--temperature", 100, "--top-p", 1,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "the answer to 'hi' is empty" in done.stderr
-
-
-def test_schedule_names_what_it_cannot_take():
-    done = here("schedule", "hi", "--image", __file__)
-    assert done.returncode == 1
-    assert "prompt 1: image" in done.stderr
-    done = here("schedule", "a", "b", "c", "--image", "x", "--image", "y")
-    assert done.returncode == 2
-    assert "2 images for 3 prompts" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("flags", "status", "words"),
-    [
-        (["--weights", "/absent"], 2, "--weights=/absent"),
-        (["--max-batch-size", "-3"], 2, "--max-batch-size=-3"),
-        (["--listen", "unix:/absent/k.sock"], 1, "cannot listen on unix:/absent/k.sock"),
-    ],
-)
-def test_a_server_that_cannot_start_says_why(flags, status, words):
-    done = kestrel("serve", "--listen", "127.0.0.1:0", *flags)
-    assert done.returncode == status
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("kestrel-grpc serve: error: ")
-    assert words in last
-    assert "Traceback" not in done.stderr
-    assert "ready" not in done.stdout
-
-
-def test_a_misspelt_model_ends_the_server_before_it_listens():
-    for flags in (
-        ["--model", "nope"],
-        ["--weights", "/absent"],
-        ["--workers", 2, "--model", "nope"],
-    ):
-        done = here("serve", "--listen", "127.0.0.1:0", *flags)
-        assert done.returncode == 2
-        (error,) = done.stderr.splitlines()
-        assert error.startswith(f"kestrel-grpc serve: error: {flags[-2]}={flags[-1]}: ")
-
-
 def test_a_port_in_use_is_named(server):
     done = kestrel("serve", "--listen", server[0])
     assert done.returncode == 1
     assert f"cannot listen on {server[0]}: address already in use" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("number", "start"),
-    [
-        (signal.SIGTERM, ForkedProcess),
-        (signal.SIGINT, ForkedProcess),
-        pytest.param(signal.SIGTERM, subprocess.Popen, marks=pytest.mark.slow),
-    ],
-)
-def test_a_signal_while_the_model_loads_ends_the_server(tmp_path, number, start):
-    """A new process imports torch when the signal comes, a fork reads weights."""
-    process = Process(tmp_path / "log", "--listen", f"unix:{tmp_path}/k.sock", start=start)
-    try:
-        while "listening" not in process.log.read_text():
-            assert process.popen.poll() is None, process.log.read_text()
-            time.sleep(0.01)
-        process.signal(number)
-        assert process.wait() == 0
-    finally:
-        process.kill()
-    assert not (tmp_path / "k.sock").exists()
-
-
-def test_ctrl_c_leaves_out_the_delay_before_draining(tmp_path):
-    process = Process(
-        tmp_path / "log", "--listen", f"unix:{tmp_path}/k.sock", "--drain-delay", "60"
-    ).started()
-    try:
-        process.signal(signal.SIGINT)
-        assert process.wait() == 0
-    finally:
-        process.kill()
-    log = process.log.read_text()
-    assert "draining" in log and "leaving" not in log
-
-
-def test_a_second_signal_ends_the_server_at_once(golden_folder, tmp_path):
-    socket = f"unix:{tmp_path}/k.sock"
-    process = Process(
-        tmp_path / "log", "--weights", golden_folder("md3"), "--listen", socket
-    ).started()
-    # Seed 7 makes the golden model say 1641 tokens, some six seconds of them.
-    client = ForkedProcess(
-        [*PROGRAM, "query", "hi", "--server", socket, "--max-tokens", "1900", "--temperature", "100",
-         "--top-p", "1", "--seed", "7", "--stream"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment(),
-    )  # fmt: skip
-    try:
-        assert client.stdout.read(1), client.stderr.read()
-        process.signal(signal.SIGTERM)
-        while "SIGTERM" not in process.log.read_text():
-            time.sleep(0.01)
-        process.signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 128 + signal.SIGTERM
-        assert client.wait(timeout=60) == 1
-        assert "unavailable" in client.stderr.read()
-    finally:
-        process.kill()
-        client.kill()
-        client.communicate()
-    assert not (tmp_path / "k.sock").exists()
-
-
-@pytest.mark.slow
-def test_a_demo_that_is_told_to_stop_takes_its_server_along(tmp_path):
-    # The path of a socket has 103 bytes at most, and this test's folder has a long path.
-    short = Path(tempfile.mkdtemp(dir="/tmp"))
-    popen = ForkedProcess(
-        [*PROGRAM, "demo", "--output", str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        cwd=ROOT,
-        env=environment(TMPDIR=str(short)),
-    )
-    with popen:
-        popen.stdout.readline()
-        assert READY.match(popen.stdout.readline().strip())
-        popen.send_signal(signal.SIGTERM)
-        # The folder of the socket is removed only after the server has ended.
-        assert popen.wait(60) == 130
-    assert not list(short.glob("kestrel-own-*"))
-    shutil.rmtree(short)
-
-
-def test_the_server_of_a_demo_ends_when_nobody_holds_its_pipe(tmp_path):
-    watched, held = os.pipe()
-    command = [sys.executable, "-m", "kestrel_grpc.cli.own_server_process"]
-    server = ForkedProcess(
-        [*command, str(watched), "--listen", f"unix:{tmp_path}/s.sock"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        cwd=ROOT,
-        env=environment(),
-        pass_fds=(watched,),
-    )  # fmt: skip
-    os.close(watched)
-    with server:
-        assert READY.match(server.stdout.readline().strip())
-        os.close(held)
-        assert server.wait(60) == -signal.SIGKILL
-
-
-@pytest.mark.slow
-def test_a_demo_that_is_killed_leaves_no_server(tmp_path):
-    # A socket has a path of 103 bytes at most, and this test's folder a long one.
-    short = tempfile.mkdtemp(dir="/tmp")
-    popen = ForkedProcess(
-        [*PROGRAM, "demo", "--output", str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        cwd=ROOT,
-        env=environment(TMPDIR=short),
-    )
-    with popen:
-        popen.stdout.readline()
-        assert READY.match(popen.stdout.readline().strip())
-        (server,) = psutil.Process(popen.pid).children()
-        assert "server.sock" in _command_line(server)
-        popen.send_signal(signal.SIGKILL)
-        assert popen.wait(60) == -signal.SIGKILL
-    try:
-        server.wait(60)
-    except psutil.TimeoutExpired:  # Its new parent may not wait for it; then it is a zombie.
-        assert _command_line(server) == ""
-    shutil.rmtree(short)
-
-
-@pytest.fixture
-def demo_servers(monkeypatch):
-    """Makes the servers of demos that run in this process forks, and lists them."""
-    servers = []
-
-    def start(*arguments, **options):
-        servers.append(ForkedProcess(*arguments, **options))
-        return servers[-1]
-
-    monkeypatch.setattr(
-        own_server, "subprocess", types.SimpleNamespace(**{**vars(subprocess), "Popen": start})
-    )
-    handler = signal.getsignal(signal.SIGTERM)
-    yield servers
-    signal.signal(signal.SIGTERM, handler)
-
-
-def assert_complete(demo, folder):
-    assert demo.returncode == 0, demo.stderr
-    for skill in ("query", "caption", "point", "detect", "segment"):
-        assert f"\n{skill}: " in demo.stdout, demo.stderr
-    assert "ANOTHER" not in demo.stdout
-    assert (folder / "detect.png").exists()
-
-
-@pytest.mark.slow
-def test_the_demo_calls_everything_and_ends_its_server(tmp_path, demo_servers):
-    assert_complete(here("demo", "--output", tmp_path / "out"), tmp_path / "out")
-    (server,) = demo_servers
-    assert server.returncode == 0
-
-
-@pytest.mark.slow
-def test_the_demo_as_users_start_it_leaves_no_process(tmp_path):
-    assert_complete(executed("demo", "--output", tmp_path / "out"), tmp_path / "out")
-    ours = [
-        p for p in psutil.Process().children(recursive=True) if "server.sock" in _command_line(p)
-    ]
-    assert ours == []
-
-
-def _command_line(process):
-    """Empty for one that ends at this moment, or has and was not waited for yet: other tests' processes may."""
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:  # A zombie is one as well.
-        return ""

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ....types.model_config import VisionConfig
+from ..capture import record_graph
+
 ARENA_BYTES = 16 << 20
 """An image that needs more for pixels and intermediate results has no graph. One of 1920x1080 pixels needs 12 MB."""
 
@@ -82,8 +85,8 @@ class CropGraphs:
             self._seen.popitem(last=False)
 
     def capture(self) -> None:
-        """Captures the last size that came for the second time, if there is one. Takes the host about a millisecond, so
-        call it when the device has work."""
+        """Captures the last size that came for the second time, if there is one. The host needs time for it, so call it
+        when the device has work."""
         if self._wanted is None:
             return
         (size, num_crops, launch), self._wanted = self._wanted, None
@@ -98,3 +101,14 @@ class CropGraphs:
         self._graphs.clear()
         self._seen.clear()
         self._wanted = None
+
+
+def captured_crops(vision: VisionConfig, device: torch.device) -> CropGraphs:
+    """Returns graphs for a CUDA device, none of which is captured yet. They are captured and replayed on the current
+    stream, which must be the same each time, and not the default one."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def record(body: Callable[[], object]) -> Replay:
+        return record_graph(body, pool).replay
+
+    return CropGraphs(1 + vision.max_crops, vision.crop_size, device, record)

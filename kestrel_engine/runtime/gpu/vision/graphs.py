@@ -6,7 +6,7 @@ decoded images, the device waited for the host for a tenth of the time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -17,9 +17,8 @@ from torch import Tensor
 from ....types.adapter import Adapter
 from ....types.progress import Progress
 from ..attention.patches import BATCHES
-from ..capture import captured, record_graph
+from ..capture import captured
 from ..room import leaving_room
-from .crop_graphs import CropGraphs, Replay
 from .tower import MAX_CROPS, FusedVision, even_size
 
 WITH_ROOM = range(28, 49)
@@ -109,16 +108,6 @@ class VisionGraphs:
             self._graphs[roomy if roomy in self._graphs else shape].replay()
             out[first : first + len(part)].copy_(self._features[: len(part)])
         return out
-
-    def of_crops(self) -> CropGraphs:
-        """Returns the graphs that make crops, none of which is captured yet. To capture one, call it inside a step."""
-        pool = torch.cuda.graph_pool_handle()
-
-        def record(body: Callable[[], object]) -> Replay:
-            return record_graph(body, pool).replay
-
-        config = self._vision.config
-        return CropGraphs(1 + config.max_crops, config.crop_size, self._crops.device, record)
 
     def _sent(self, adapters: Sequence[Adapter | None], count: int) -> PassShape:
         """Returns the shape of a pass over ``count`` crops, and enqueues the copy of where their adapters are."""

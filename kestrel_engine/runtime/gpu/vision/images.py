@@ -13,6 +13,7 @@ from ....types.step import EmbedRead, EncodeSlice
 from ...embedding import FetchedEmbedding, fetch
 from ...kept_crops import KeptCrops
 from ..state.staging import ImageUploader, Uploader
+from .crop_graphs import captured_crops
 from .device_crops import DeviceCrops
 from .graphs import VisionGraphs
 from .prefixes import ImagePrefixes
@@ -43,7 +44,7 @@ class EncodedImages:
             upload,
             self._upload,
             bos.device,
-            graphs=None if graphs is None else graphs.of_crops(),
+            graphs=None if graphs is None else captured_crops(vision.config, bos.device),
         )
         self._crops: dict[str, Tensor] = {}
         """The crops of images that arrived as pixels, until the last crop is encoded."""
