@@ -18,26 +18,36 @@ from tests.service.cli.serve_process import READY
 from tests.service.command_line import PROGRAM, ROOT, environment, executed, here
 
 
-@pytest.mark.slow
-def test_a_demo_that_is_told_to_stop_takes_its_server_along(tmp_path):
-    # The path of a socket has 103 bytes at most, and this test's folder has a long path.
-    short = Path(tempfile.mkdtemp(dir="/tmp"))
+@pytest.fixture
+def short_folder():
+    """A folder for the demo's socket, whose path has 103 bytes at most. A test's own folder has a long path."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def ready_demo(output, temporary):
+    """A demo whose server is ready. It writes into ``output``."""
     popen = ForkedProcess(
-        [*PROGRAM, "demo", "--output", str(tmp_path)],
+        [*PROGRAM, "demo", "--output", str(output)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
         cwd=ROOT,
-        env=environment(TMPDIR=str(short)),
+        env=environment(TMPDIR=str(temporary)),
     )
-    with popen:
-        popen.stdout.readline()
-        assert READY.match(popen.stdout.readline().strip())
+    popen.stdout.readline()
+    assert READY.match(popen.stdout.readline().strip())
+    return popen
+
+
+@pytest.mark.slow
+def test_a_demo_that_is_told_to_stop_takes_its_server_along(tmp_path, short_folder):
+    with ready_demo(tmp_path, short_folder) as popen:
         popen.send_signal(signal.SIGTERM)
         # The folder of the socket is removed only after the server has ended.
         assert popen.wait(60) == 130
-    assert not list(short.glob("kestrel-own-*"))
-    shutil.rmtree(short)
+    assert not list(short_folder.glob("kestrel-own-*"))
 
 
 def test_the_server_of_a_demo_ends_when_nobody_holds_its_pipe(tmp_path):
@@ -60,20 +70,8 @@ def test_the_server_of_a_demo_ends_when_nobody_holds_its_pipe(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_demo_that_is_killed_leaves_no_server(tmp_path):
-    # A socket has a path of 103 bytes at most, and this test's folder a long one.
-    short = tempfile.mkdtemp(dir="/tmp")
-    popen = ForkedProcess(
-        [*PROGRAM, "demo", "--output", str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        cwd=ROOT,
-        env=environment(TMPDIR=short),
-    )
-    with popen:
-        popen.stdout.readline()
-        assert READY.match(popen.stdout.readline().strip())
+def test_a_demo_that_is_killed_leaves_no_server(tmp_path, short_folder):
+    with ready_demo(tmp_path, short_folder) as popen:
         (server,) = psutil.Process(popen.pid).children()
         assert "server.sock" in _command_line(server)
         popen.send_signal(signal.SIGKILL)
@@ -82,7 +80,6 @@ def test_a_demo_that_is_killed_leaves_no_server(tmp_path):
         server.wait(60)
     except psutil.TimeoutExpired:  # Its new parent may not wait for it; then it is a zombie.
         assert _command_line(server) == ""
-    shutil.rmtree(short)
 
 
 @pytest.fixture
