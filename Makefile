@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 SOURCES := kestrel_engine kestrel_grpc clients/python clients/tools deploy tests training benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-slow test-again test-all test-unit test-ray test-ray-again test-gpu bench bench-gpu check fmt lint types imports unused buf ray protos baseline docs check-stubs wheels release-files toolchains sdk-typescript clean
+.PHONY: help install demo serve test test-slow test-all test-unit test-ray test-gpu bench bench-gpu check fmt lint types imports unused buf ray protos baseline docs check-stubs wheels release-files toolchains sdk-typescript clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,10 +43,6 @@ test-slow: $(INSTALLED) ## Run the slow tests only
 	@status=0; $(PYTEST) -m slow --ignore=tests/abuse/test_soak.py || status=$$?; \
 	$(BIN)/python -m pytest -n 0 -m slow tests/abuse/test_soak.py || status=$$?; exit $$status
 
-FAILED_LAST = --last-failed --last-failed-no-failures none
-test-again: $(INSTALLED) ## Run the tests that failed last, alone
-	$(BIN)/python -m pytest -n 0 $(FAILED_LAST)
-
 test-all: test test-slow ## Run all tests that need no GPU
 
 test-unit: $(INSTALLED) ## Run the tests that take seconds
@@ -66,12 +62,8 @@ $(RAY_INSTALLED): $(INSTALLED)
 
 ray: $(RAY_INSTALLED) ## Make .venv-ray, which adds Ray to .venv
 
-TEST_RAY = $(RAY)/bin/python -m pytest -n 0 tests/cluster/test_on_ray.py
 test-ray: $(RAY_INSTALLED) ## Run the tests that need Ray, on a Ray cluster of several nodes
-	$(TEST_RAY)
-
-test-ray-again: $(RAY_INSTALLED) ## Run those of them that failed last
-	$(TEST_RAY) $(FAILED_LAST)
+	$(RAY)/bin/python -m pytest -n 0 tests/cluster/test_on_ray.py
 
 test-gpu: ## Run the tests that need a CUDA device, and kernels and fast runtime compiled, with the Python at hand
 	@export PYTHONPATH=$(CURDIR):$(CURDIR)/clients/python:$$PYTHONPATH; status=0; \

@@ -7,6 +7,7 @@ import logging
 import os
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from pathlib import Path
@@ -84,6 +85,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     # By path within a rank: every process must have the same order, whichever way it collected.
     items.sort(key=lambda item: (rank(item), item.path.parts))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What was skipped: a line for each reason."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason}")
 
 
 @pytest.hookimpl(wrapper=True)
