@@ -6,6 +6,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 SHELL := bash
 VENV ?= .venv
 BIN := $(VENV)/bin
+# One environment, two stamps: what the bundled model's demo and server need, and with it all that developers need.
+SERVING := $(VENV)/.serving
 INSTALLED := $(VENV)/.installed
 SOURCES := kestrel_engine kestrel_grpc clients/python clients/tools deploy tests training benchmarks
 
@@ -15,19 +17,21 @@ SOURCES := kestrel_engine kestrel_grpc clients/python clients/tools deploy tests
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(INSTALLED): pyproject.toml clients/python/pyproject.toml constraints.txt
+$(SERVING): EXTRAS := http
+$(INSTALLED): EXTRAS := dev,http,telemetry
+$(SERVING) $(INSTALLED): pyproject.toml clients/python/pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it with make PYTHON=..."; exit 1; }
-	@echo "Setting up $(VENV) with some 150 packages, torch among them. This takes minutes, and happens once."
+	@echo "Setting up $(VENV) with $(if $(findstring dev,$(EXTRAS)),all that developers need,the server): torch and other packages. This happens once."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e 'clients/python[images,numpy]' -e '.[dev,telemetry]'
-	@touch $@
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e 'clients/python[images,numpy]' -e '.[$(EXTRAS)]'
+	@touch $(SERVING) $@
 
 install: $(INSTALLED) ## Make .venv with everything in it
 
-demo: $(INSTALLED) ## Serve the bundled model on the CPU, call every RPC, paint the answers into out/
+demo: $(SERVING) ## Serve the bundled model on the CPU, call every RPC, paint the answers into out/
 	$(BIN)/kestrel-grpc demo --output out
 
-serve: $(INSTALLED) ## Serve the bundled model on 127.0.0.1:50051
+serve: $(SERVING) ## Serve the bundled model on 127.0.0.1:50051
 	$(BIN)/kestrel-grpc serve
 
 # How many processes share the tests: make test WORKERS=8. With 0, one process runs them, and a debugger works. There are
@@ -141,10 +145,9 @@ TOOLCHAINS := golang-go protoc-gen-go protoc-gen-go-grpc golang-google-grpc-dev 
 toolchains: ## Install compilers for examples/, a browser, Redis, HAProxy and nginx from Debian's packages; as root
 	apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $(TOOLCHAINS)
 
-sdk-typescript: $(INSTALLED) ## Build the TypeScript SDK and pack it into dist/; needs Node and npm
+sdk-typescript: ## Build the TypeScript SDK and pack it into dist/; needs Node and npm
 	mkdir -p dist
-	cd clients/typescript && export PATH="$(abspath $(BIN)):$$PATH" && npm ci && npm run build && \
-	  npm pack --pack-destination ../../dist
+	cd clients/typescript && npm ci && npm run build && npm pack --pack-destination ../../dist
 
 clean: ## Remove what the other targets made
 	rm -rf $(VENV) .venv-* build dist out *.egg-info clients/python/*.egg-info \
