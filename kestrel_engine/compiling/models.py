@@ -94,7 +94,7 @@ def _check(config: RuntimeConfig) -> None:
             "compiles its own kernels on a GPU; use auto, triton or torch",
         )
     if library_version("triton") is None:
-        raise ModelLoadError("Triton is not installed; install kestrel-grpc[gpu]")
+        raise ModelLoadError("Triton is not installed; pip install ./clients/python '.[gpu]'")
     from triton import knobs
 
     if knobs.runtime.interpret:

@@ -177,7 +177,7 @@ def _compiled_for(capability: tuple[int, int], built_for: list[str]) -> bool:
 def _libraries(config: RuntimeConfig, device: torch.device) -> Iterator[Finding]:
     from ..runtime.gpu.device import library_version
 
-    extra = "pip install '.[gpu]' in the repository"
+    extra = "pip install ./clients/python '.[gpu]' in the repository"
     if not config.compile:
         yield Finding("triton", "warn", "not used because of --no-compile", "omit --no-compile")
         return

@@ -20,7 +20,8 @@ from .context import HttpContext
 from .edge import metadata_of
 
 _ABSENT = (
-    "there are no metrics at this port; they need --http-metrics on and pip install '.[telemetry]'"
+    "there are no metrics at this port; they need --http-metrics on and "
+    "pip install ./clients/python '.[telemetry]'"
 )
 
 

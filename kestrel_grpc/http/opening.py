@@ -52,7 +52,7 @@ def open_http(
     except ModuleNotFoundError as error:
         raise AddressError(
             f"cannot listen for HTTP: the package {error.name} is not installed; --http-listen needs {_PACKAGES}, "
-            "pip install '.[http]'"
+            "pip install ./clients/python '.[http]'"
         ) from None
     connections = HttpConnections(config.http_max_connections)
     limits = dataclasses.replace(security.connections, connections=config.http_max_connections)

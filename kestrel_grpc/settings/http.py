@@ -52,7 +52,7 @@ class HttpConfig:
         (),
         HTTP,
         "address to listen on for HTTP: HOST:PORT, [IPV6]:PORT or unix:PATH; repeat the flag or separate addresses "
-        "with commas; needs the packages of pip install '.[http]'",
+        "with commas; needs the extra http",
         parse=_addresses,
         repeated=True,
         distinct=True,
@@ -100,7 +100,7 @@ class HttpConfig:
     http_metrics: bool = setting(
         True,
         HTTP,
-        "serve the metrics of --metrics-listen at /metrics too; needs the packages of pip install '.[telemetry]'",
+        "serve the metrics of --metrics-listen at /metrics too; needs the extra telemetry",
     )
     is_shared: bool = False
     """Whether other processes listen on the same TCP addresses, each on its own socket (SO_REUSEPORT). Not a setting: a

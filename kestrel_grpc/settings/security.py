@@ -54,7 +54,7 @@ class TlsFiles:
         None,
         SECURITY,
         "certificates that these authorities have revoked (PEM); the server reads the file again when it changes; "
-        "needs the package of pip install '.[crl]'",
+        "needs the extra crl",
         flag="--tls-client-crl",
         metavar="FILE",
         shown="none",

@@ -27,8 +27,8 @@ class SharedImagesConfig:
         None,
         SHARED_IMAGES,
         "store that several servers share for images that clients put, so that each of them knows the ids: "
-        "redis://HOST:PORT/DATABASE, rediss://… (TLS) or s3://BUCKET/PREFIX; needs the package of "
-        "pip install '.[redis]' or '.[s3]'",
+        "redis://HOST:PORT/DATABASE, rediss://… (TLS) or s3://BUCKET/PREFIX; needs the extra "
+        "redis or s3",
         flag="--shared-images",
         metavar="URL",
         shown="none: each server has its own images",

@@ -39,7 +39,7 @@ class TelemetryConfig:
     prometheus: str | None = setting(
         None,
         TELEMETRY,
-        "address at which Prometheus scrapes metrics: HOST:PORT; needs the packages of pip install '.[telemetry]'",
+        "address at which Prometheus scrapes metrics: HOST:PORT; needs the extra telemetry",
         flag="--metrics-listen",
         parse=parse_address,
         metavar="ADDRESS",
@@ -105,7 +105,7 @@ def _check_prometheus(address: str) -> None:
     if missing:
         raise ValueError(
             f"--metrics-listen={address}: {', '.join(missing)} is not installed; "
-            "install it with pip install '.[telemetry]'"
+            "install it with pip install ./clients/python '.[telemetry]'"
         )
 
 

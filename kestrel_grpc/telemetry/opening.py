@@ -232,7 +232,7 @@ def open_telemetry(
     missing = missing_packages(config)
     if missing:
         logger.warning(
-            "telemetry is off: %s is not installed; install it with pip install '.[telemetry]'",
+            "telemetry is off: %s is not installed; install it with pip install ./clients/python '.[telemetry]'",
             ", ".join(missing),
         )
         return None

@@ -50,7 +50,10 @@ def test_importing_is_light() -> None:
 
 def test_drawing_without_pillow_says_what_is_missing() -> None:
     told = run(WITHOUT_PILLOW)
-    assert told.startswith("MissingDependencyError") and "kestrel-client[images]" in told
+    assert (
+        told.startswith("MissingDependencyError")
+        and "pip install './clients/python[images]'" in told
+    )
 
 
 def test_no_clash_in_the_descriptor_pool() -> None:

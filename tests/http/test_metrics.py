@@ -72,4 +72,4 @@ async def test_without_metrics_the_path_says_what_it_needs(http, monkeypatch):
     monkeypatch.setattr(telemetry, "_installed", lambda name: name != "prometheus_client")
     served, client = await http()
     assert served.server.telemetry is None, "no package, no warning, no cost"
-    assert "pip install '.[telemetry]'" in (await client.get("/metrics")).text
+    assert "pip install ./clients/python '.[telemetry]'" in (await client.get("/metrics")).text

@@ -47,7 +47,7 @@ class ModelBucket:
             from obstore.exceptions import BaseError
         except ImportError:
             raise DownloadError(
-                f"{address} needs the package obstore: pip install 'kestrel-grpc[s3]'"
+                f"{address} needs the package obstore: pip install ./clients/python '.[s3]'"
             ) from None
         self._obstore, self._error = obstore, BaseError
         with self._explained(""):

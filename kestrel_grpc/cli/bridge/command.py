@@ -28,7 +28,7 @@ _CONNECTIONS = 32
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
         f"The variable {TOKEN} holds the token or the password that callers must give, and {LABEL_STUDIO_TOKEN} the\n"
-        "access token for images on --label-studio. Needs the packages of pip install '.[http]'. docs/tools.md has\n"
+        "access token for images on --label-studio. Needs the extra http. docs/tools.md has\n"
         "the set-up."
     )
     parser.add_argument("tool", choices=("label-studio",), help="the tool that is answered")
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
             asyncio.run(_serve(args, token))
         except ModuleNotFoundError as error:
             raise CommandError(
-                f"the package {error.name} is missing; install it with pip install '.[http]'"
+                f"the package {error.name} is missing; install it with pip install ./clients/python '.[http]'"
             ) from None
         except AddressError as error:
             raise SettingsError(f"--listen: {error}") from None

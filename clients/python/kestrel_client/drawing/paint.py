@@ -18,7 +18,7 @@ try:
     from .rasterise import fill
 except ImportError as error:
     raise MissingDependencyError(
-        "drawing needs Pillow and numpy: pip install 'kestrel-client[images]'"
+        "drawing needs Pillow and numpy: pip install './clients/python[images]'"
     ) from error
 
 if TYPE_CHECKING:

@@ -180,7 +180,7 @@ def _pillow() -> tuple[Any, Any]:
         from PIL import Image, ImageOps
     except ImportError as error:
         raise MissingDependencyError(
-            "this needs Pillow: pip install 'kestrel-client[images]'"
+            "this needs Pillow: pip install './clients/python[images]'"
         ) from error
     return Image, ImageOps
 

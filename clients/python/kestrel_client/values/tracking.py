@@ -9,7 +9,7 @@ from .results.objects import DetectResult
 
 
 class ObjectTracker:
-    """Gives the objects of one task ids that stay the same from frame to frame. Needs ``kestrel-client[tracking]``.
+    """Gives the objects of one task ids that stay the same from frame to frame. Needs the extra ``tracking``.
 
     ``tracker``: a tracker of the package trackers; default: its ByteTrackTracker. Use one tracker for each task of a
     stream. Raises MissingDependencyError.

@@ -81,7 +81,7 @@ class FlashInfer:
             raise ConfigError(
                 "attention",
                 "flashinfer",
-                f"{error}; install flashinfer-python (pip install '.[flashinfer]' in the repository)",
+                f"{error}; install flashinfer-python (pip install ./clients/python '.[flashinfer]' in the repository)",
             ) from error
         self.device, self.dtype = device, dtype
         self.backend = "fa3" if capabilities(device).fa3 else "fa2"
