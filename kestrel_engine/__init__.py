@@ -7,7 +7,7 @@
 Importing this package loads no torch; creating an engine does.
 """
 
-from . import errors, maintenance, teaching
+from . import clock, errors, maintenance, teaching
 from .adapters.lora import LoRA, TextLoRAConfig
 from .adapters.references import checked_adapter_name
 from .config.adapters import AdapterSources
@@ -138,6 +138,7 @@ __all__ = [
     "best_boxes",
     "check_settings",
     "checked_adapter_name",
+    "clock",
     "default_of",
     "end_with_parent",
     "errors",

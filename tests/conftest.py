@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
+from tests import clock
 from tests.forking.process import start_fork_server
 
 FORKING = Path(__file__).parent / "forking"
@@ -130,6 +131,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return golden if nodeid.startswith(f"{golden}/") else nodeid.partition("::")[0]
 
     return Files(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.fixture
+async def still_clock() -> AsyncIterator[clock.StillClock]:
+    """Time stands still until the test or the event loop moves it."""
+    with clock.still() as still:
+        yield still
+
+
+@pytest.fixture
+async def moved_clock() -> AsyncIterator[clock.MovedClock]:
+    """Time runs, and the test moves it forward."""
+    with clock.moved() as moved:
+        yield moved
 
 
 @pytest.fixture
