@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import time
 from collections.abc import Mapping
 from typing import Any, overload
 
 import numpy as np
 
+from . import clock
 from .adapters.lora import LoRA
 from .adapters.references import checked_adapter_name
 from .building.factory import Built, build_off_loop
@@ -172,7 +172,7 @@ class InferenceEngine(SkillCalls):
     ) -> InferenceEngine:
         """An engine on parts that are there, warmed up. Raises ConfigError and RuntimeFailure."""
         engine = cls(config, built, skills, observer=observer)
-        began = time.monotonic()
+        began = clock.now()
         try:
             await engine._warm_up()
         except RuntimeFailure as error:
@@ -193,7 +193,7 @@ class InferenceEngine(SkillCalls):
                     built.compiling.counts.compiled,
                     config.kernel_cache_dir,
                 )
-        load = dataclasses.replace(engine.info.load, warm_up_s=time.monotonic() - began)
+        load = dataclasses.replace(engine.info.load, warm_up_s=clock.now() - began)
         engine.info = dataclasses.replace(engine.info, load=load)
         return engine
 

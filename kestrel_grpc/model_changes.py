@@ -6,11 +6,10 @@ import asyncio
 import gc
 import logging
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NamedTuple, TypeAlias
 
-from kestrel_engine import ConfigError, InferenceEngine, Observer, RuntimeConfig, maintenance
+from kestrel_engine import ConfigError, InferenceEngine, Observer, RuntimeConfig, clock, maintenance
 
 from .edge.failures.errors import ModelUnavailable
 from .logs.records import log_lifecycle
@@ -172,7 +171,7 @@ class ModelChanges:
         """Loads the engine of a listed model."""
         assert self._load is not None, "checked by the caller"
         self._check_distinct(model, model.name)
-        began = time.monotonic()
+        began = clock.now()
         observer = None if self.telemetry is None else ModelObserver(self.telemetry)
         engine = await self._load(model.config, observer, progress)
         info = engine.info
@@ -184,10 +183,10 @@ class ModelChanges:
             await engine.shutdown()
             raise
         if observer is not None:
-            observer.ready(engine, time.monotonic() - began)
+            observer.ready(engine, clock.now() - began)
         model.ready(engine)
         self._changed()
-        seconds = round(time.monotonic() - began, 3)
+        seconds = round(clock.now() - began, 3)
         log_lifecycle("loaded", model=info.model, device=info.device, load_s=seconds)
         return Loaded(info.model, info.device, seconds)
 

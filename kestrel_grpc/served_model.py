@@ -8,7 +8,6 @@ the others as they are.
 from __future__ import annotations
 
 import enum
-import time
 from collections.abc import Iterator
 
 from kestrel_engine import (
@@ -18,6 +17,7 @@ from kestrel_engine import (
     InvalidRequest,
     ModelNotFoundError,
     RuntimeConfig,
+    clock,
     maintenance,
 )
 
@@ -42,7 +42,7 @@ class ServedModel:
         self._configured = _configured_name(config)
         self._engine: InferenceEngine | None = None
         self._state = State.LOADING
-        self._started_at = time.monotonic()
+        self._started_at = clock.now()
         self._step = ""
 
     def note_progress(self, done: int, total: int, step: str) -> None:
@@ -86,7 +86,7 @@ class ServedModel:
                 f"{self.name} has failed; an administrator must unload and load it again, or restart the server"
             )
         if self._engine is None:
-            seconds = time.monotonic() - self._started_at
+            seconds = clock.now() - self._started_at
             raise ModelNotReady(
                 f"{self.name} is still loading ({seconds:.0f} s so far{self._step})"
             )

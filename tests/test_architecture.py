@@ -104,6 +104,32 @@ def test_importing_loads_no_more_than_it_must():
     assert loaded == {module: [] for module in wanted}
 
 
+OF_THE_SYSTEM = (
+    "kestrel_engine/clock.py",
+    "kestrel_engine/parent_death.py",
+    "kestrel_engine/preprocess/processes/decoder.py",
+    "kestrel_engine/skills/constraints/grammar_text.py",
+    "kestrel_grpc/cli/",
+)
+"""The clock itself, modules that run in child processes, and programs, which measure servers."""
+
+
+def test_there_is_one_clock():
+    """Engine and service go by kestrel_engine.clock, so that tests can move it. Stamps in nanoseconds (``time_ns``) are
+    for files and exports."""
+    own = re.compile(
+        r"\btime\.(monotonic|perf_counter|time|sleep)\b|\bfrom time import|\bdatetime\.(utc)?now\("
+    )
+    found = [
+        name(path)
+        for path in SOURCES
+        if name(path).startswith(("kestrel_engine", "kestrel_grpc"))
+        and not name(path).startswith(OF_THE_SYSTEM)
+        and own.search(path.read_text())
+    ]
+    assert found == []
+
+
 def test_unfinished_work_is_not_committed():
     marker = re.compile(r"\b(TODO|FIXME|XXX|HACK|NotImplementedError)\b")
     found = [name(p) for p in SOURCES if marker.search(p.read_text())]

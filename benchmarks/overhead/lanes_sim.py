@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from kestrel_engine import clock
 from kestrel_engine.config.sizes import default_sizes
 from kestrel_engine.runtime.gpu.prefill.graphs import MAX_BLOCKS
 from kestrel_engine.runtime.gpu.vision.tower import MAX_CROPS, even_size
@@ -380,23 +381,20 @@ def simulate(
     runtime = VirtualRuntime(limits, card)
     callers = Callers(runtime, card, tokens, requests)
     delivery: Any = callers
-    engine = loop.EngineLoop(
-        runtime,
-        delivery,
-        policy=policy,
-        depth=default_sizes(cuda=True).steps_out,
-        clock=runtime.clock,
-    )
-    for _ in range(in_flight):
-        callers.ask()
-    # What the loop's thread does, in virtual time: it sleeps until the next request comes.
-    while callers.arriving or engine._scheduler.has_work:
-        if not engine._scheduler.has_work:
-            runtime.now = max(runtime.now, callers.arriving[0][0])
-        callers.send_due(engine)
-        engine._take_commands()
-        engine._advance()
-        engine._flush()
+    with clock.installed(now=runtime.clock):
+        engine = loop.EngineLoop(
+            runtime, delivery, policy=policy, depth=default_sizes(cuda=True).steps_out
+        )
+        for _ in range(in_flight):
+            callers.ask()
+        # What the loop's thread does, in virtual time: it sleeps until the next request comes.
+        while callers.arriving or engine._scheduler.has_work:
+            if not engine._scheduler.has_work:
+                runtime.now = max(runtime.now, callers.arriving[0][0])
+            callers.send_due(engine)
+            engine._take_commands()
+            engine._advance()
+            engine._flush()
     return callers.found, runtime
 
 

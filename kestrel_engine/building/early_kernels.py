@@ -17,11 +17,11 @@ import pickle
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from .. import clock
 from ..config.runtime import RuntimeConfig
 from ..runtime.gpu.device import Capabilities
 from ..types.model_config import ModelConfig
@@ -61,7 +61,7 @@ class EarlyKernels:
     def __init__(self, lock: IO[bytes], errors: IO[bytes], mark: Path) -> None:
         self._lock, self._errors, self._mark = lock, errors, mark
         self._process: subprocess.Popen[bytes] | None = None
-        self._began = time.monotonic()
+        self._began = clock.now()
 
     @classmethod
     def begin(
@@ -101,15 +101,15 @@ class EarlyKernels:
         until = self._began + PATIENCE_S
         if progress is not None:
             progress(0, 0, "kernels, which are compiled once")
-        while time.monotonic() < until and not self._has_ended():
-            time.sleep(_LOOK_S)
+        while clock.now() < until and not self._has_ended():
+            clock.sleep(_LOOK_S)
         process = self._process
         if process is None:
             return
         if process.poll() == 0:
             with contextlib.suppress(OSError):  # The next start looks once more.
                 self._mark.touch()
-            logger.info("kernels were compiled in %.1f s", time.monotonic() - self._began)
+            logger.info("kernels were compiled in %.1f s", clock.now() - self._began)
             return
         why = "it took too long"
         if process.poll() is not None:

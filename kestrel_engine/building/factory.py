@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from contextvars import copy_context
@@ -17,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import clock
 from ..adapters.library import AdapterLibrary
 from ..adapters.lora import LoRA
 from ..config.runtime import RuntimeConfig
@@ -180,7 +180,7 @@ def _build(
     try:
         with CLAIMS.turn(device):
             check_room(plan, opened.weight_bytes(dtype, keep_fp8=keep_fp8))
-            began = time.monotonic()
+            began = clock.now()
             loaded = load_weights(
                 opened, dtype=dtype, device=device, keep_fp8=keep_fp8, progress=progress
             )
@@ -190,14 +190,14 @@ def _build(
                 t.numel() for n, t in loaded.tensors.items() if not n.endswith(".scale")
             )
             weights_bytes = sum(t.nbytes for t in loaded.tensors.values())
-            read = time.monotonic()
+            read = clock.now()
             logger.info("weights: %.2f GB in %.2f s", weights_bytes / 1e9, read - began)
             plan = replace(plan, refiner=_refiner(opened, plan))
             if early is not None:
                 early.wait(progress)
             runtime, capture_s = runtime_of(plan, loaded.tensors, opened.name)
             upload = None if origins is None else _adapter_upload(config, device, layout)
-            built = time.monotonic()
+            built = clock.now()
     except torch.OutOfMemoryError as error:
         reason = str(error).partition(". ")[0]
         raise out_of_memory(config, sizes.max_batch_size, reason) from error

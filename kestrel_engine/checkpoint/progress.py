@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
 
+from .. import clock
 from ..types.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -15,11 +15,11 @@ def log_progress(action: str, *, interval_s: float = 2.0) -> Progress:
 
     It logs nothing if the work ends within the first interval.
     """
-    started_at = last_at = time.monotonic()
+    started_at = last_at = clock.now()
 
     def report(done_bytes: int, total_bytes: int, name: str) -> None:
         nonlocal started_at, last_at
-        now = time.monotonic()
+        now = clock.now()
         finished = total_bytes > 0 and done_bytes >= total_bytes
         if now - last_at < interval_s and not (finished and last_at > started_at):
             return

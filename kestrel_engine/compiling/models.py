@@ -8,7 +8,6 @@ should compute nothing: some modules remember what the stand-in told them.
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from .. import clock
 from ..building.factory import Built, build
 from ..checkpoint.catalog import KNOWN, resolve
 from ..checkpoint.open import OpenedModel, open_model
@@ -52,7 +52,7 @@ def compile_model(
     Reads no weights and no network: a named model has its released shape. Raises ConfigError and ModelLoadError.
     """
     _check(config)
-    began, opened = time.monotonic(), _opened(config)
+    began, opened = clock.now(), _opened(config)
     settings = replace(
         config,
         device="cuda:0",
@@ -80,7 +80,7 @@ def compile_model(
                 built.runtime.close()
     after = meter.counts
     return CompiledKernels(
-        after.compiled - before.compiled, after.cached - before.cached, time.monotonic() - began
+        after.compiled - before.compiled, after.cached - before.cached, clock.now() - began
     )
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Sequence
 
+from .. import clock
 from ..errors import EngineClosed, KestrelError, RuntimeFailure
 from ..steps.delivery import Delivery, Finished, RequestEnd
 from ..types.events import EngineMetrics, EngineResult, SeenImage, StreamUpdate
@@ -79,7 +79,7 @@ class OpenRequests:
 
     def end_at_once(self, request: OpenRequest, outcome: Finished) -> None:
         """Ends a request that was not added, because nothing is computed for it."""
-        ended = StepTimings(finished_at=time.monotonic())
+        ended = StepTimings(finished_at=clock.now())
         self._conclude(request, [], RequestEnd(outcome, ended))
         self._on_end()
 
@@ -103,7 +103,7 @@ class OpenRequests:
 
     def fail_all(self, error: KestrelError) -> None:
         """Ends all open requests without the step thread."""
-        now = time.monotonic()
+        now = clock.now()
         for sequence_id, request in list(self._open.items()):
             timings = StepTimings(scheduled_at=request.admitted_at, finished_at=now)
             self._end(sequence_id, RequestEnd(error, timings))
@@ -135,7 +135,7 @@ class OpenRequests:
             logger.exception("the objects of request %s can't be merged", request.stream.request_id)
             outcome = RuntimeFailure("the objects of all looks could not be merged")
         finally:
-            timings = dataclasses.replace(group.timings, finished_at=time.monotonic())
+            timings = dataclasses.replace(group.timings, finished_at=clock.now())
             self._conclude(request, group.submissions, RequestEnd(outcome, timings))
             self._on_end()
 

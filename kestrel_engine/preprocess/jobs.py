@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from .. import clock
 from ..types.requests import PreparedImage
 from .decoding.costs import Cost
 from .decoding.images import Colour
@@ -52,7 +52,7 @@ class Job:
     background: Colour | None = None
     selection: Selection = WHOLE
     source_digest: bytes | None = None
-    arrived: float = field(default_factory=time.monotonic)
+    arrived: float = field(default_factory=lambda: clock.now())
     cost: Cost | None = None
     expensive: bool = False
     is_high: bool = False

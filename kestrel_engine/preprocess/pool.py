@@ -18,12 +18,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from .. import clock
 from ..config.images import ImageLimits
 from ..errors import (
     EngineClosed,
@@ -154,7 +154,7 @@ class PreprocessPool:
         be started), RuntimeFailure, and EngineClosed after ``close``.
         """
         self._check_open()
-        began = time.perf_counter()
+        began = clock.now()
         source, selection = selection_of(source)
         background = source.colour if isinstance(source, OnBackground) else None
         if self._raw.takes(source):
@@ -167,7 +167,7 @@ class PreprocessPool:
             digest = await asyncio.to_thread(source_digest, source)
         key = None if digest is None else source_key(digest, namespace, background, selection)
         if key is not None and (kept := self._cache.find(key)) is not None:
-            return Preprocessed(kept, time.perf_counter() - began)
+            return Preprocessed(kept, clock.now() - began)
         if isinstance(source, bytes):
             payload = read_source(source, self._limits)
         else:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
+from .. import clock
 from ..config.images import ImageLimits
 from ..errors import EngineClosed
 from ..types.model_config import VisionConfig
@@ -93,7 +93,7 @@ class RawImages:
     async def prepare(self, source: np.ndarray, namespace: str) -> Preprocessed:
         """Prepares an image that ``takes`` accepts. The result keeps pixels that cannot change, and a copy of
         others. Raises ImageTooLargeError, and EngineClosed after ``close``."""
-        began = time.perf_counter()
+        began = clock.now()
         seen = self._last.get((namespace, source.shape))
         kept = None if seen is None else self._cache.find(seen.key)
         known: Known | None = None
@@ -102,7 +102,7 @@ class RawImages:
         image, digests = await self._in_thread(self._prepare, source, known)
         if image is None:
             assert kept is not None, "it equals this one"
-            return Preprocessed(kept, time.perf_counter() - began)
+            return Preprocessed(kept, clock.now() - began)
         assert image.source_digest is not None, image
         key = source_key(image.source_digest, namespace)
         looks = self._cache.find(key)
@@ -113,7 +113,7 @@ class RawImages:
         self._last.move_to_end((namespace, source.shape))
         if len(self._last) > _MOST_SIZES:
             self._last.popitem(last=False)
-        return Preprocessed(looks, time.perf_counter() - began)
+        return Preprocessed(looks, clock.now() - began)
 
     def close(self) -> None:
         """Ends the threads once they are idle."""

@@ -9,7 +9,6 @@ collected earlier.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from hashlib import blake2b
@@ -18,6 +17,7 @@ from typing import cast
 
 import numpy as np
 
+from .. import clock
 from ..types.embedding import Embedding
 from ..types.requests import Coord, ImageBlock, Size, Token, num_positions
 from ..types.step import (
@@ -49,8 +49,7 @@ def hashed(fed: tuple[Token, ...], vocab_size: int = 1000) -> int:
 
 
 class FakeRuntime:
-    """Implements ``protocol.Runtime``. ``cost`` returns the seconds of a step, and ``sleep`` waits for them, in real or
-    simulated time."""
+    """Implements ``protocol.Runtime``. ``cost`` returns the seconds that a step takes."""
 
     def __init__(
         self,
@@ -58,11 +57,10 @@ class FakeRuntime:
         script: Script | None = None,
         *,
         cost: Callable[[StepPlan], float] | None = None,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._limits = limits
         self._script = script or (lambda fed: hashed(fed, limits.vocab_size))
-        self._cost, self._sleep = cost, sleep
+        self._cost = cost
         self._pages: dict[int, list[Token | None]] = {}
         """The tokens in the slots of each page that was written; None in slots that were not."""
         self._adapters: dict[int, str | None] = {}
@@ -115,7 +113,7 @@ class FakeRuntime:
         )
         self.plans.append(handle)
         if self._cost is not None:
-            self._sleep(self._cost(handle))
+            clock.sleep(self._cost(handle))
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             self._lost.note(handle)

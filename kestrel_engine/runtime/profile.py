@@ -11,12 +11,13 @@ import gzip
 import logging
 import os
 import shutil
-import time
 import warnings
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+from .. import clock
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class StepProfile:
             self.begun.set_exception(error)
             self.ended.set_result(None)
             return
-        self._began_at = time.monotonic()
+        self._began_at = clock.now()
         self.begun.set_result(None)
 
     def step(self) -> None:
@@ -79,7 +80,7 @@ class StepProfile:
         """Stops to record. Has no effect on an ended profile."""
         if self.ended.done():
             return
-        self.seconds = time.monotonic() - self._began_at
+        self.seconds = clock.now() - self._began_at
         try:
             if self._cuda:
                 import torch

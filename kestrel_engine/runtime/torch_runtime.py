@@ -7,7 +7,6 @@ plan says what to compute, where to store it and which ids may be sampled.
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import clock
 from ..models.kv_format import Scales
 from ..models.low_rank import OneAdapter
 from ..models.moondream import Moondream
@@ -174,7 +174,7 @@ class TorchRuntime:
         self._crops.drop(plan.drop_crops)
         for sequence_id in plan.ended:
             self._sampled.pop(sequence_id, None)
-        began = time.perf_counter()
+        began = clock.now()
         self._encode(plan.encode)
         embeddings = {read.sequence_id: self._embedding(read) for read in plan.embed}
         refined = self._refine(plan.refine)
@@ -205,7 +205,7 @@ class TorchRuntime:
     def _now(self) -> float:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
-        return time.perf_counter()
+        return clock.now()
 
     def _encode(self, pieces: Sequence[EncodeSlice]) -> None:
         """Encodes all crops of the step, those with the same adapter in one pass."""

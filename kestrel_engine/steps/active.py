@@ -6,10 +6,11 @@ Owns them with their skill's controls, and the reports of their tokens and ends.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .. import clock
 from ..errors import (
     DeadlineExceeded,
     KestrelError,
@@ -81,11 +82,8 @@ class _Active:
 class ActiveRequests:
     """``check_rule``: None trusts all skills."""
 
-    def __init__(
-        self, scheduler: Scheduler, clock: Callable[[], float], check_rule: RuleCheck | None
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, check_rule: RuleCheck | None) -> None:
         self._scheduler = scheduler
-        self._clock = clock
         self._check_rule = check_rule
         self._active: dict[int, _Active] = {}
         self._reports: list[StepReport] = []
@@ -126,7 +124,7 @@ class ActiveRequests:
     def expire(self, sequence_id: int) -> None:
         """Ends a request whose deadline passed while it waited."""
         work = self._active[sequence_id].work
-        waited = self._clock() - work.submission.arrived_at
+        waited = clock.now() - work.submission.arrived_at
         error: KestrelError
         if work.queue_limited:
             error = QueueTimeout(
@@ -336,7 +334,7 @@ class ActiveRequests:
                 active.work.output,
                 active.num_sampled,
                 token,
-                SequenceEnd(reason, active.timings(self._clock()), refined, stop),
+                SequenceEnd(reason, active.timings(clock.now()), refined, stop),
                 embedding=embedding,
             )
         )

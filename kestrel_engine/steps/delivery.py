@@ -14,11 +14,11 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .. import clock
 from ..errors import KestrelError, RuntimeFailure
 from ..skills.base import (
     SkillOutput,
@@ -159,15 +159,15 @@ class DeliveryThread:
         due = 0.0
         while True:
             try:
-                timeout = max(0.0, due - time.monotonic()) if pending else None
-                batch = self._batches.get(timeout=timeout)
+                timeout = max(0.0, due - clock.now()) if pending else None
+                batch = clock.get(self._batches, timeout)
             except queue.Empty:
                 batch = []
             urgent: dict[int, None] = {}
             for report in batch or ():
                 if self._advance(report, pending):
                     urgent[report.sequence_id] = None
-            now = time.monotonic()
+            now = clock.now()
             if pending and (now >= due or batch is None):
                 due = now + min(LONGEST_PAUSE_S, PAUSE_PER_STREAM_S * len(pending))
                 self._deliver(list(pending.values()))

@@ -13,12 +13,12 @@ import atexit
 import logging
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from .. import clock
 from ..errors import EngineClosed, KestrelError, RuntimeFailure
 from ..runtime.profile import StepProfile
 from ..runtime.protocol import Runtime, StepHandle
@@ -64,7 +64,6 @@ class EngineLoop:
         policy: SchedulerPolicy | None = None,
         observer: Observer | None = None,
         depth: int = PIPELINE_DEPTH,
-        clock: Callable[[], float] = time.monotonic,
         check_rule: RuleCheck | None = None,
     ) -> None:
         """``check_rule``: None trusts all skills."""
@@ -74,10 +73,9 @@ class EngineLoop:
         self._depths = (
             {Lane.NEW_WORK: NEW_WORK_DEPTH, Lane.DECODE: depth} if two else {Lane.ALL: depth}
         )
-        self._clock = clock
         self._scheduler = Scheduler(runtime.limits, policy)
         self._stats = self._scheduler.stats
-        self._requests = ActiveRequests(self._scheduler, clock, check_rule)
+        self._requests = ActiveRequests(self._scheduler, check_rule)
         self._events = (
             None if observer is None else StepEvents(observer, self._scheduler, self._requests)
         )
@@ -86,7 +84,7 @@ class EngineLoop:
         self._out: dict[Lane, deque[_Out]] = {lane: deque() for lane in self._depths}
         """The steps that are out, in the order of their launch."""
         self._profile: StepProfile | None = None
-        self._beat_at = clock()
+        self._beat_at = clock.now()
         self.thread = threading.Thread(target=self._run, name="kestrel-steps", daemon=True)
         """The thread that steps. Only this object starts it."""
 
@@ -109,7 +107,7 @@ class EngineLoop:
         """Any thread. Seconds since the last command or collected step, while there is work; else 0."""
         stats = self._stats
         has_work = stats.running or stats.waiting or self._requests.is_refining
-        return self._clock() - self._beat_at if has_work else 0.0
+        return clock.now() - self._beat_at if has_work else 0.0
 
     def submit(self, work: Work) -> None:
         """Any thread. The delivery thread reports the request's outcome."""
@@ -180,7 +178,7 @@ class EngineLoop:
                 command = self._commands.get(block=not self._scheduler.has_work)
             except queue.Empty:
                 return True
-            self._beat_at = self._clock()
+            self._beat_at = clock.now()
             if command is None:
                 return False
             command()
@@ -189,7 +187,7 @@ class EngineLoop:
     def _advance(self) -> None:
         """Launches a step if the pipeline has room, then collects the oldest if the pipeline is full or stuck."""
         self._collect_new_work()
-        now = self._clock()
+        now = clock.now()
         for sequence_id in self._scheduler.expired(now):
             self._requests.expire(sequence_id)
         plan = self._schedule(now)
@@ -265,7 +263,7 @@ class EngineLoop:
             logger.exception("step %d failed", out.plan.step_id)
             self._fail_step(out, error)
             return
-        self._beat_at = self._clock()
+        self._beat_at = clock.now()
         if self._profile is not None:
             self._profile.step()
             if self._profile.ended.done():
@@ -286,7 +284,7 @@ class EngineLoop:
                 out.plan,
                 StepResult(),
                 launched_at=out.launched_at,
-                collected_at=self._clock(),
+                collected_at=clock.now(),
                 failed=True,
             )
         self._requests.failed(out.plan, error)
@@ -296,7 +294,7 @@ class EngineLoop:
         self._profile = profile
         profile.begin()
         self._beat_at = (
-            self._clock()
+            clock.now()
         )  # A profiler's first start takes seconds in which nothing hangs.
 
     def _end_profile(self) -> None:

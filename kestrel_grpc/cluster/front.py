@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import tempfile
-import time
 from collections.abc import Awaitable
 from contextlib import ExitStack
 from pathlib import Path
+
+from kestrel_engine import clock
 
 from ..process.ready_line import print_ready
 from ..security.listening import check_exposure
@@ -45,7 +46,7 @@ async def run_front(config: ServerConfig, follower: Follower, stopping: asyncio.
 
     Raises SettingsError, AddressError, WorkersError.
     """
-    addresses, began = check_front(config), time.monotonic()
+    addresses, began = check_front(config), clock.now()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kestrel-")))
         ports = stack.enter_context(HeldPorts(addresses))
@@ -68,7 +69,7 @@ async def run_front(config: ServerConfig, follower: Follower, stopping: asyncio.
         try:
             await _first(asyncio.shield(running), front.until_sees(1), stopping.wait())
             if not running.done() and not stopping.is_set():
-                print_ready("a cluster", ports.addresses, time.monotonic() - began)
+                print_ready("a cluster", ports.addresses, clock.now() - began)
             await _first(asyncio.shield(running), stopping.wait())
         finally:
             await front.stop()

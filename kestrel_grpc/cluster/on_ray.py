@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from kestrel_client import KestrelError
+from kestrel_engine import clock
 
 from .. import __version__
 from ..settings.cluster import ClusterConfig
@@ -55,7 +55,7 @@ class Replica:
         self._directory = serve.get_deployment_handle(DIRECTORY, app_name=context.app_name)
         self._server = await ServerProcess.start(task, ray.util.get_node_ip_address(), self._name)
         self._load: dict[str, float] = {}
-        self._well_at = time.monotonic()
+        self._well_at = clock.now()
         self._beating = asyncio.create_task(self._beat())
 
     async def check_health(self) -> None:
@@ -63,7 +63,7 @@ class Replica:
         how = self._server.has_ended()
         if how is not None:
             raise ServerError(f"the server at {self._server.address} has ended: {how}")
-        unwell_s = time.monotonic() - self._well_at
+        unwell_s = clock.now() - self._well_at
         if unwell_s > _UNWELL_S:
             raise ServerError(
                 f"the server at {self._server.address} has not served for {unwell_s:.0f} s"
@@ -87,7 +87,7 @@ class Replica:
         while self._server.has_ended() is None:
             serving = await self._server.is_serving()
             if serving:
-                self._well_at = time.monotonic()
+                self._well_at = clock.now()
                 with contextlib.suppress(KestrelError):
                     self._load = await self._server.load()
             try:
@@ -119,16 +119,16 @@ class DirectoryReplica:
 
     def __init__(self, _: Any) -> None:
         """The servers are an argument only so that Serve deploys them too."""
-        self._directory = Directory(time.monotonic())
+        self._directory = Directory(clock.now())
 
     async def beat(self, server: Server) -> None:
-        self._directory.beat(server, time.monotonic())
+        self._directory.beat(server, clock.now())
 
     async def leave(self, replica: str) -> None:
         self._directory.leave(replica)
 
     async def __call__(self, request: Request) -> Response:
-        now = time.monotonic()
+        now = clock.now()
         if request.method not in ("GET", "HEAD"):
             return PlainTextResponse(
                 "the directory answers GET only\n", 405, {"allow": "GET, HEAD"}
@@ -214,7 +214,7 @@ def deploy(plan: ClusterPlan, say: Callable[[str], None]) -> None:
         counts = ", ".join(f"{count} {str(state).lower()}" for state, count in states.items())
         if (news := f"servers: {counts or 'none'}. {why.partition(chr(10))[0]}".strip()) != said:
             say(said := news)
-        time.sleep(_LOOK_S)
+        clock.sleep(_LOOK_S)
 
 
 def remove(config: ClusterConfig) -> None:

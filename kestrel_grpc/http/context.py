@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
+
+from kestrel_engine import clock
 
 from ..security.identity.callers import AuthContext
 
@@ -25,7 +26,7 @@ class HttpContext:
         self._peer = peer_of(scope.get("client"))
         self._certificate: AuthContext = scope.get("state", {}).get(CERTIFICATE, {})
         self._write = write
-        self._ends_at = None if timeout_s is None else time.monotonic() + timeout_s
+        self._ends_at = None if timeout_s is None else clock.now() + timeout_s
 
     def peer(self) -> str:
         return self._peer
@@ -35,7 +36,7 @@ class HttpContext:
 
     def time_remaining(self) -> float | None:
         """Seconds until the client's deadline; None if it has none, and only the server's own limit applies."""
-        return None if self._ends_at is None else max(0.0, self._ends_at - time.monotonic())
+        return None if self._ends_at is None else max(0.0, self._ends_at - clock.now())
 
     async def send_initial_metadata(self, metadata: Any) -> None:
         """The response's headers carry the ids."""

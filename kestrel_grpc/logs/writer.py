@@ -15,11 +15,12 @@ import logging
 import os
 import select
 import threading
-import time
 import traceback
 from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
+
+from kestrel_engine import clock
 
 FLUSH_S = 1.5
 """Seconds that a process waits at its end for its last lines to be written."""
@@ -74,7 +75,7 @@ class LogWriter(logging.Handler):
         """Waits until all lines are written, at most FLUSH_S seconds. After a timeout, does not wait again until a line
         is written."""
         if not self._stuck:
-            self._stuck = not self._idle.wait(FLUSH_S)
+            self._stuck = not clock.wait(self._idle, FLUSH_S)
 
     def close(self) -> None:
         """Ends the thread. Lines that cannot be written within FLUSH_S seconds are lost. Idempotent."""
@@ -102,7 +103,7 @@ class LogWriter(logging.Handler):
         while True:
             self._arrived.wait()
             if not self._closing:
-                time.sleep(_TOGETHER_S)
+                clock.sleep(_TOGETHER_S)
             with self._lock:
                 lines, self._lines = self._lines, []
                 dropped, self._dropped = self._dropped, 0

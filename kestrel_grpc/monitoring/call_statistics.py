@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import grpc
+
+from kestrel_engine import clock
 
 from ..edge.calls.call import Call
 from ..service_names import INFERENCE_METHODS
@@ -67,7 +68,7 @@ class CallStatistics:
 
     def on_call(self, call: Call) -> None:
         if call.method.startswith(INFERENCE_METHODS):
-            self.last_at = time.time()
+            self.last_at = clock.wall()
             name = call.method.rpartition("/")[2]
             counts = self.methods.get(name)
             if counts is None:

@@ -30,7 +30,7 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2, vision_service_pb2
-from kestrel_engine import EngineInfo
+from kestrel_engine import EngineInfo, clock
 
 from .. import __version__
 from ..edge.calls.call import Call
@@ -152,7 +152,7 @@ class Capture:
             raise OSError("the folder has reached its limit on files (--capture-max-files)")
         if sum(sizes) + len(data) > self._config.capture_max_bytes:
             raise OSError("the folder has reached its limit on bytes (--capture-max-bytes)")
-        now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+        now = datetime.fromtimestamp(clock.wall(), UTC).strftime("%Y%m%dT%H%M%SZ")
         path = self._folder / f"kestrel-{now}-{secrets.token_hex(3)}{SUFFIX}"
         part = path.with_suffix(".part")
         try:
@@ -229,7 +229,7 @@ def _facts(call: Call, info: EngineInfo | None) -> dict[str, Any]:
     """The facts about a call that do not depend on the request's contents."""
     error = call.error
     return {
-        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "time": datetime.fromtimestamp(clock.wall(), UTC).isoformat(timespec="milliseconds"),
         "version": __version__,
         "model": None if info is None else info.model,
         "weights": None if info is None else info.weights_fingerprint,

@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from kestrel_engine import SchedulerStats
+from kestrel_engine import SchedulerStats, clock
 
 from ..edge.calls.call import Call
 from ..served_model import ServedModels, State
@@ -71,19 +71,19 @@ class _Second:
 class LoadMeter:
     """Measures the load. The server passes every finished call to ``on_call``."""
 
-    def __init__(self, served: ServedModels, clock: Callable[[], float] = time.monotonic) -> None:
-        self._served, self._clock = served, clock
+    def __init__(self, served: ServedModels) -> None:
+        self._served = served
         self._seconds: deque[_Second] = deque(maxlen=WINDOW_S)
-        self._started_at = clock()
+        self._started_at = clock.now()
         self._processors = _num_processors()
         self._memory_bytes = _usable_memory()
         self._cpu = 0.0
-        self._cpu_seen = (clock(), time.process_time())
+        self._cpu_seen = (clock.now(), time.process_time())
 
     def on_call(self, call: Call) -> None:
         if not call.method.startswith(INFERENCE_METHODS):
             return
-        number = int(self._clock())
+        number = int(clock.now())
         if not self._seconds or self._seconds[-1].number != number:
             self._seconds.append(_Second(number))
         second = self._seconds[-1]
@@ -92,7 +92,7 @@ class LoadMeter:
         second.tokens += call.result.metrics.output_tokens if call.result is not None else 0
 
     def read(self) -> Load:
-        now, engines = self._clock(), self._served.engines
+        now, engines = clock.now(), self._served.engines
         # A model that is loaded while others serve takes no requests yet.
         models = [each for each in self._served if each.loaded] or list(self._served)
         stats = _sum([engine.stats for engine in engines])

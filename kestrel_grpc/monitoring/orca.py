@@ -8,8 +8,9 @@ This module encodes the message itself. It has seven fields of two types, which 
 from __future__ import annotations
 
 import struct
-import time
 from collections.abc import Callable, Mapping
+
+from kestrel_engine import clock
 
 from ..service_names import VISION_METHODS
 from .load import Load
@@ -27,15 +28,13 @@ _CPU, _MEMORY, _UTILIZATION, _RPS, _EPS, _NAMED, _APPLICATION = 1, 2, 5, 6, 7, 8
 class LoadReports:
     """Makes the encoded reports of this server. A report is at most FRESH_S old. Runs on the event loop."""
 
-    def __init__(
-        self, read: Callable[[], Load], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._read, self._clock = read, clock
+    def __init__(self, read: Callable[[], Load]) -> None:
+        self._read = read
         self._report = b""
-        self._stale_at = clock()
+        self._stale_at = clock.now()
 
     def current(self) -> bytes:
-        now = self._clock()
+        now = clock.now()
         if now >= self._stale_at:
             self._report = load_report(self._read())
             self._stale_at = now + FRESH_S

@@ -9,7 +9,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from kestrel_engine import InferenceEngine, Profile, ProfileError, ProfileRequest
+from kestrel_engine import InferenceEngine, Profile, ProfileError, ProfileRequest, clock
 
 from ..settings.debug import DebugConfig
 
@@ -43,7 +43,7 @@ class Profiles:
         room = self._max_bytes - sum(_size(p) for p in self._folder.glob(f"*{SUFFIX}"))
         if room <= 0:
             raise ProfileError("the folder of profiles is full (--profile-max-bytes)")
-        now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+        now = datetime.fromtimestamp(clock.wall(), UTC).strftime("%Y%m%dT%H%M%SZ")
         name = f"kestrel-{now}-{secrets.token_hex(3)}{SUFFIX}"
         request = ProfileRequest(
             path=str(self._folder / name),

@@ -6,8 +6,9 @@ At the limit, a process cannot accept connections or read a renewed certificate.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
+
+from kestrel_engine import clock
 
 from ..telemetry.open_files import file_limit, open_files
 
@@ -27,9 +28,8 @@ class FileWatch:
         self,
         count: Callable[[], int | None] = open_files,
         limit: Callable[[], int | None] = file_limit,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._count, self._limit, self._clock = count, limit, clock
+        self._count, self._limit = count, limit
         self._logged_at = -float("inf")
         self.is_crowded = False
         """Whether the process is about to reach its limit on open files."""
@@ -41,8 +41,8 @@ class FileWatch:
             return False
         before = self.is_crowded
         self.is_crowded = opened >= (_RELIEVED if before else _CROWDED) * limit
-        if self.is_crowded and self._clock() - self._logged_at >= _LOG_EVERY_S:
-            self._logged_at = self._clock()
+        if self.is_crowded and clock.now() - self._logged_at >= _LOG_EVERY_S:
+            self._logged_at = clock.now()
             logger.error(
                 "%d of at most %d files are open, including connections: health reports NOT_SERVING, and the server "
                 "may soon accept no connection; raise the limit (ulimit -n, systemd's LimitNOFILE=) or limit "

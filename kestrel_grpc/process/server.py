@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
@@ -39,7 +38,7 @@ from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import (
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import (
     add_VisionServiceServicer_to_server,
 )
-from kestrel_engine import InferenceEngine, RuntimeConfig
+from kestrel_engine import InferenceEngine, RuntimeConfig, clock
 
 from ..edge.calls.call import Call
 from ..edge.calls.in_flight import InFlight
@@ -266,7 +265,7 @@ class KestrelServer:
         self._watching = asyncio.create_task(self._watch_files())
         self._trimming = asyncio.create_task(follow_heap(self.guard.take_freed_bytes))
         self._guarding = asyncio.create_task(self.guard.connections.run())
-        self._started_at = time.monotonic()
+        self._started_at = clock.now()
 
     async def _open(
         self, addresses: tuple[str, ...], *, shared: bool = False, front: bool = False
@@ -365,7 +364,7 @@ class KestrelServer:
 
         Raises ConfigError, ModelLoadError, AddressError.
         """
-        started = time.monotonic()
+        started = clock.now()
         try:
             engine = await self._load_engine()
             try:
@@ -378,7 +377,7 @@ class KestrelServer:
             as_json = self._config.log_format == "json"
             log_lifecycle("failed", **({"error": str(error)} if as_json else {}))
             raise
-        self.load_seconds = time.monotonic() - started
+        self.load_seconds = clock.now() - started
         if self.telemetry is not None:
             self.telemetry.ready(engine, self.load_seconds)
         self.served.default.ready(engine)
@@ -443,7 +442,7 @@ class KestrelServer:
         if self.telemetry is not None:
             await self.telemetry.close()
         if self._started_at is not None:
-            log_lifecycle("stopped", served_s=round(time.monotonic() - self._started_at, 3))
+            log_lifecycle("stopped", served_s=round(clock.now() - self._started_at, 3))
             self._started_at = None
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Callable
 from types import TracebackType
+
+from kestrel_engine import clock
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +26,11 @@ class LoadingProgress:
 
     def __init__(self, *, draws: bool = True) -> None:
         self._terminal = draws and sys.stderr.isatty()
-        self._last = time.monotonic()
+        self._last = clock.now()
         self._drawn = False
 
     def __call__(self, done: int, total: int, what: str) -> None:
-        now = time.monotonic()
+        now = clock.now()
         if now - self._last < (_DRAW_INTERVAL_S if self._terminal else _LOG_INTERVAL_S):
             return
         self._last = now

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from kestrel_client._pb.kestrel.v1 import admin_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceServicer
-from kestrel_engine import InferenceEngine, InvalidRequest, RequestError
+from kestrel_engine import InferenceEngine, InvalidRequest, RequestError, clock
 
 from ..edge.calls.call import Context
 from ..edge.calls.current_call import current_call
@@ -67,7 +66,7 @@ class AdminService(AdminServiceServicer):
         self._models, self._grace_s = models, grace_s
         self._drain = drain
         self._profiles, self._capture, self._calls = profiles, capture, calls
-        self._started_at = time.monotonic()
+        self._started_at = clock.now()
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         _log_action("drain")
@@ -228,7 +227,7 @@ class AdminService(AdminServiceServicer):
         self, request: pb.GetStatisticsRequest, context: Context
     ) -> pb.GetStatisticsResponse:
         response = pb.GetStatisticsResponse(
-            uptime_seconds=rounded_s(time.monotonic() - self._started_at),
+            uptime_seconds=rounded_s(clock.now() - self._started_at),
             calls=self._guard.admission.calls,
             held_bytes=self._guard.held_bytes,
             refused_calls=self._guard.refused,

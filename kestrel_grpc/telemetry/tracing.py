@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import time
 from dataclasses import dataclass, field
 
 import grpc
@@ -29,7 +28,7 @@ from opentelemetry.trace import Span, SpanContext, SpanKind, Tracer, format_trac
 from opentelemetry.trace.propagation import set_span_in_context
 from opentelemetry.trace.status import Status, StatusCode
 
-from kestrel_engine import EngineInfo, ImageEvent, RequestEvent, StepEvent
+from kestrel_engine import EngineInfo, ImageEvent, RequestEvent, StepEvent, clock
 
 from ..edge.calls.call import Call
 from . import attributes, names
@@ -125,7 +124,7 @@ class CallTracing:
         context = span.get_span_context()
         call.trace_id = format_trace_id(context.trace_id)
         if span.is_recording():
-            clock_ns = time.time_ns() - time.monotonic_ns()
+            clock_ns = round(1e9 * (clock.wall() - clock.now()))
             call.trace = CallTrace(span, context, call.started_at, clock_ns)
 
     def on_message(self, call: Call) -> None:
@@ -172,7 +171,7 @@ class CallTracing:
         if not isinstance(trace, CallTrace):
             return
         self._forget(trace)
-        span, ended_at = trace.span, time.monotonic()
+        span, ended_at = trace.span, clock.now()
         span.set_attributes(attributes.of_call(call))
         if self._content:
             span.set_attributes(attributes.content(call))

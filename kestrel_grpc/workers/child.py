@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections.abc import Callable
+
+from kestrel_engine import clock
 
 from .forks import Fork, Template, ending
 from .line import Alive, Failed, Message, Ready, SupervisorEnd, new_line
@@ -25,7 +26,7 @@ class Child:
         self.task, self.pid = task, process.pid
         self.ready: Ready | None = None
         self.failure: Failed | None = None
-        self.started_at = time.monotonic()
+        self.started_at = clock.now()
         self.silent_for = 0
         """Beats of the supervisor since the worker's last message. Counted only after the worker is ready."""
         self._process, self._line, self._on_ready = process, line, on_ready

@@ -11,13 +11,12 @@ import logging
 import os
 import signal
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from kestrel_engine import ConfigError, RuntimeConfig
+from kestrel_engine import ConfigError, RuntimeConfig, clock
 
 from ..logs.records import log_lifecycle
 from ..process.ready_line import print_ready
@@ -117,7 +116,7 @@ class Supervisor:
         """Set once all workers have been ready at the same time."""
         self._orderly = True
         """Whether all workers have ended with a status in _DRAINED."""
-        self._began = time.monotonic()
+        self._began = clock.now()
         self._systemd = Notifier(os.environ)
 
     async def run(self) -> int:
@@ -127,7 +126,7 @@ class Supervisor:
             loop.add_signal_handler(number, self._on_signal, number)
         logger.info("starting %d workers on %s", len(self._tasks), ", ".join(self._addresses))
         keepers = [asyncio.create_task(self._keep(task)) for task in self._tasks]
-        clocks = [
+        timers = [
             asyncio.create_task(self._keep_template()),
             asyncio.create_task(self._watch()),
             asyncio.create_task(self._systemd.keep_alive(lambda: False)),
@@ -141,8 +140,8 @@ class Supervisor:
         finally:
             if self._front is not None:
                 await self._front.stop()
-            for clock in clocks if self._announcing is None else (*clocks, self._announcing):
-                clock.cancel()
+            for timer in timers if self._announcing is None else (*timers, self._announcing):
+                timer.cancel()
             await self._template.close()
             self._remove_sockets()
         return 0 if self._orderly else 1
@@ -185,7 +184,7 @@ class Supervisor:
                 log_lifecycle("worker_ended", worker=task.index, pid=child.pid)
                 continue
             how = child.how_it_ended(status)
-            delay_s = restarts.next_delay(time.monotonic())
+            delay_s = restarts.next_delay(clock.now())
             log_lifecycle("worker_ended", worker=task.index, pid=child.pid, error=how)
             if delay_s is None:
                 raise WorkersError(gave_up(child.name, restarts, how))
@@ -227,7 +226,7 @@ class Supervisor:
         restarts = Restarts(self._config.workers.restarts)
         while True:
             log_lifecycle("template_ended", error=await self._template.ended())
-            delay_s = restarts.next_delay(time.monotonic())
+            delay_s = restarts.next_delay(clock.now())
             if delay_s is None:  # The next worker that starts tries it again.
                 return
             await asyncio.sleep(delay_s)
@@ -253,7 +252,7 @@ class Supervisor:
         if self._front is not None:
             await self._front.until_sees(len(self._tasks))
         served = f"{ready.model} on {_device_names(self._tasks)} ({ready.dtype})"
-        print_ready(served, self._addresses, time.monotonic() - self._began)
+        print_ready(served, self._addresses, clock.now() - self._began)
         self._systemd.send("READY=1", f"STATUS={served}")
 
     @property

@@ -27,6 +27,7 @@ from pathlib import Path
 from threading import Event
 from typing import IO, Any
 
+from ... import clock
 from ...errors import AdaptersFull, AdapterUnavailable, ConfigError, EngineClosed
 from .staging import NO_SPACE, Staging
 
@@ -233,7 +234,7 @@ class AdapterDisk:
                     fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    if self._closing.wait(_POLL_S):
+                    if clock.wait(self._closing, _POLL_S):
                         raise EngineClosed("the engine was shut down") from None
             yield
 

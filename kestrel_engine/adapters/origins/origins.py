@@ -7,7 +7,6 @@ and what failed, is remembered for some time, so that requests cannot make this 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ... import clock
 from ...config.adapters import AdapterSources
 from ...errors import (
     AdapterNotFound,
@@ -94,7 +94,7 @@ class Origins:
                 return local
         self._check_served(name)
         known = self._known.get(name)
-        if known is not None and time.monotonic() >= known.until:
+        if known is not None and clock.now() >= known.until:
             if known.version is None or known.error is not None:
                 known = None
             elif name not in self._looking and len(self._looking) < MAX_WAITING:
@@ -127,7 +127,7 @@ class Origins:
     def note_failure(self, version: Version, error: Exception) -> None:
         """What failed is not tried again for some seconds, if it came from elsewhere."""
         if version.is_remote and isinstance(error, _Lasting):
-            self._remember(version.name, _Known(None, time.monotonic() + FAILURE_S, error))
+            self._remember(version.name, _Known(None, clock.now() + FAILURE_S, error))
 
     async def close(self) -> None:
         """Ends look-ups and downloads."""
@@ -157,10 +157,10 @@ class Origins:
         return task
 
     async def _looked_up(self, name: str) -> Version:
-        loop, now = asyncio.get_running_loop(), time.monotonic
+        loop = asyncio.get_running_loop()
         try:
             version, lasts_s = await loop.run_in_executor(self._asking, self._remote, name)
-            self._remember(name, _Known(version, now() + lasts_s))
+            self._remember(name, _Known(version, clock.now() + lasts_s))
             return version
         except _Lasting as error:
             known = self._known.get(name)
@@ -169,9 +169,9 @@ class Origins:
                 and known.version is not None
                 and isinstance(error, AdapterUnavailable)
             ):
-                known.until = now() + FAILURE_S  # What was known still holds.
+                known.until = clock.now() + FAILURE_S  # What was known still holds.
                 return known.version
-            self._remember(name, _Known(None, now() + FAILURE_S, error))
+            self._remember(name, _Known(None, clock.now() + FAILURE_S, error))
             raise
         finally:
             del self._looking[name]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
-import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 
+from ... import clock
 from ...errors import AdapterUnavailable, AdapterUnfit, EngineClosed
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -31,7 +31,7 @@ class Staging:
         self._closing, self._make_room = closing, make_room
         self.max_bytes = max_bytes
         self._reserved = 0
-        self._ends_at = time.monotonic() + DOWNLOAD_S
+        self._ends_at = clock.now() + DOWNLOAD_S
 
     def reserve(self, num_bytes: int) -> None:
         """Makes room on the disk. Raises AdapterUnfit if the adapter never fits, and AdaptersFull."""
@@ -49,7 +49,7 @@ class Staging:
             raise EngineClosed("the engine was shut down")
         if done_bytes > self._reserved:
             raise AdapterUnavailable(f"{self.name!r} sent more bytes than it announced")
-        if time.monotonic() > self._ends_at:
+        if clock.now() > self._ends_at:
             raise AdapterUnavailable(
                 f"{self.name!r} could not be downloaded within {DOWNLOAD_S:g} s; try again later"
             )

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
+from ... import clock
 from ...errors import DownloadError
 from ...types.progress import Progress
 from .. import checksums
@@ -147,18 +148,18 @@ class NodeCache:
         # Reading is enough for a lock: another user's process may have made the file.
         opened = os.open(locks / name, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            said_at = time.monotonic()
+            said_at = clock.now()
             while True:
                 try:
                     fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    if time.monotonic() - said_at >= _SAY_S:
-                        said_at = time.monotonic()
+                    if clock.now() - said_at >= _SAY_S:
+                        said_at = clock.now()
                         logger.info(
                             "waiting for another process of this node, which downloads the model"
                         )
-                    time.sleep(_POLL_S)
+                    clock.sleep(_POLL_S)
             yield
         finally:
             os.close(opened)

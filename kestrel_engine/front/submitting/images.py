@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 from typing import Any
 
+from ... import clock
 from ...errors import RequestError
 from ...preprocess.jobs import Preprocessed
 from ...preprocess.looks import Tiled
@@ -49,7 +49,7 @@ class ImagePreparation:
             self._prepare_each(images, cache_salt, place), place, timeout_s, "in preprocessing"
         )
         # Images of one request are prepared at the same time if decoders are free.
-        now = time.monotonic()
+        now = clock.now()
         timings = FrontTimings(
             accepted_at=accepted_at,
             preprocess_s=min(sum(each.seconds for each in prepared), now - accepted_at),
@@ -66,7 +66,7 @@ class ImagePreparation:
         request_id: str,
     ) -> PreparedImage | PreparedTiles:
         """An image ahead of the requests that will be about it. Tells the observer. Raises as ``prepare``."""
-        now = time.monotonic()
+        now = clock.now()
         timings = FrontTimings(accepted_at=now)
         looks: Looks = ()
         error = ""
@@ -129,7 +129,7 @@ class ImagePreparation:
             num_crops=sum(look.num_crops for look in looks),
             seconds=timings.preprocess_s,
             accepted_at=timings.accepted_at,
-            ended_at=time.monotonic(),
+            ended_at=clock.now(),
         )
         try:
             self._observer.on_image(event)

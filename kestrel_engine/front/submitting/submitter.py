@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from ... import clock
 from ...adapters.library import AdapterLibrary, Lease
 from ...errors import AdapterNotFound
 from ...preprocess.prepared_cache import Looks
@@ -82,7 +82,7 @@ class Submitter:
 
     async def _prepare(self, asked: Asked, place: Place, held: ExitStack) -> Ready:
         """The request with all that it needs. ``held``: what the request gives back at its end."""
-        now = time.monotonic()
+        now = clock.now()
         timings = FrontTimings(accepted_at=now)
         if has_long_text(asked):
             checked = await self._preparing.run(
@@ -111,7 +111,7 @@ class Submitter:
             )
         presence = None
         if request.presupposed is not None:
-            began = time.monotonic()
+            began = clock.now()
             left_s = None if asked.timeout_s is None else asked.timeout_s - (began - now)
             look = dataclasses.replace(
                 asked,
@@ -120,7 +120,7 @@ class Submitter:
                 timeout_s=left_s,
             )
             presence = await self._look(look, request.presupposed.objects, prepared, place)
-            timings = dataclasses.replace(timings, looking_s=time.monotonic() - began)
+            timings = dataclasses.replace(timings, looking_s=clock.now() - began)
         return Ready(
             asked=asked,
             checked=checked,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ... import clock
 from ...kernels.decode_io import flag_rows
 from ...models.kv_format import Scales
 from ...models.moondream import Moondream
@@ -230,9 +230,9 @@ class GpuRuntime:
             # Other streams loaded the weights.
             torch.cuda.synchronize(device)
             if self._captured:
-                began = time.monotonic()
+                began = clock.now()
                 self._capture(progress)
-                self.capture_s = time.monotonic() - began
+                self.capture_s = clock.now() - began
 
     def _prefill_graphs(self, *, captured: bool) -> PrefillGraphs | None:
         """Returns the captured passes, if they are used. On a CPU, the same passes run without capture, for tests."""
@@ -352,7 +352,7 @@ class GpuRuntime:
 
     def _mark(self) -> torch.cuda.Event | float:
         if self._stream is None:
-            return time.perf_counter()
+            return clock.now()
         event = torch.cuda.Event(enable_timing=True)
         record(event, self._stream.device)
         return event
@@ -459,6 +459,6 @@ class GpuRuntime:
         if self._vision_graphs is not None:
             phases["vision"] = self._vision_graphs.capture
         for name, capture in phases.items():
-            began = time.monotonic()
+            began = clock.now()
             capture(progress)
-            logger.info("graphs of %s: captured in %.2f s", name, time.monotonic() - began)
+            logger.info("graphs of %s: captured in %.2f s", name, clock.now() - began)

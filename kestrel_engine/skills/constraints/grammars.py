@@ -6,10 +6,10 @@ vocabulary.
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Protocol
 
+from ... import clock
 from ...errors import InvalidRequest, SkillUnavailable
 from ...types.constraint import Constraint
 from ...types.info import MaskCounts
@@ -46,9 +46,9 @@ class Matcher:
         self._counts.masks += 1
         if self._first is not None:
             return self._first
-        began = time.perf_counter()
+        began = clock.now()
         mask = self._inner.compute_bitmask()
-        self._counts.seconds += time.perf_counter() - began
+        self._counts.seconds += clock.now() - began
         if self._inner.is_error():
             self._fail()
         return mask[: self._size]  # The library may add a word.
@@ -56,9 +56,9 @@ class Matcher:
     def take(self, token_id: int) -> None:
         """Takes a token that the last mask allows. Raises InvalidRequest as ``mask``."""
         self._first = None
-        began = time.perf_counter()
+        began = clock.now()
         taken = self._inner.consume_token(token_id)
-        self._counts.seconds += time.perf_counter() - began
+        self._counts.seconds += clock.now() - began
         if not taken:
             self._fail()
 

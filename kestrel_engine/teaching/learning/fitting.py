@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from statistics import fmean, stdev
 
 import torch
 
+from ... import clock
 from ...errors import RuntimeFailure
 from ...models.moondream import Moondream
 from ..data.lessons import Lesson
@@ -115,16 +115,16 @@ class Fitting:
         first = fmean(best)
         state, stale, step, epoch = self._parameters.state(), 0, 0, 0
         validation: float | None = first if held_out else None
-        began, in_steps = time.monotonic(), 0.0
+        began, in_steps = clock.now(), 0.0
         ended, progress = "epochs", 0.0
         while ended == "epochs" and epoch < settings.epochs:
             epoch += 1
             for rows in self._batches(training):
-                step_began = time.monotonic()
+                step_began = clock.now()
                 rate = _rate(step, progress)
                 leave_out = settings.leave_out if progress < WHOLE_FROM else 0.0
                 loss = self._step(rows, rate, leave_out)
-                now = time.monotonic()
+                now = clock.now()
                 in_steps, step = in_steps + now - step_began, step + 1
                 progress = step / total
                 if settings.minutes is not None:
@@ -152,7 +152,7 @@ class Fitting:
             self._parameters.load(state)
             last = best
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-        seconds = time.monotonic() - began
+        seconds = clock.now() - began
         return Fitted(
             step, epoch, seconds, in_steps / max(step, 1), peak, first, fmean(last), ended
         )

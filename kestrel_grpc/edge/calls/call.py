@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -11,7 +10,7 @@ from typing import Any, cast
 import grpc
 import numpy as np
 
-from kestrel_engine import EngineResult
+from kestrel_engine import EngineResult, clock
 
 from ...security.identity.principal import ANONYMOUS, Principal
 from .request_ids import valid_request_id
@@ -47,7 +46,7 @@ class Call:
     principal: Principal = ANONYMOUS
     longest_s: float | None = None
     """The server's limit on the duration of the call, in seconds."""
-    started_at: float = field(default_factory=time.monotonic)
+    started_at: float = field(default_factory=lambda: clock.now())
     asked: str = ""
     """The beginning of the requested method's name, if ``method`` is UNKNOWN_METHOD."""
     code: grpc.StatusCode = grpc.StatusCode.OK
@@ -109,12 +108,12 @@ class Call:
         own = None if left is None or left > _FOREVER_S else left
         if self.longest_s is None:
             return own
-        most = max(0.0, self.longest_s - (time.monotonic() - self.started_at))
+        most = max(0.0, self.longest_s - (clock.now() - self.started_at))
         return most if own is None else min(own, most)
 
     @property
     def duration_ms(self) -> float:
-        return 1e3 * (time.monotonic() - self.started_at)
+        return 1e3 * (clock.now() - self.started_at)
 
 
 def new_id() -> str:

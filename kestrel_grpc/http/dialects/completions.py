@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,7 @@ import orjson
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import EngineResult, InvalidRequest
+from kestrel_engine import EngineResult, InvalidRequest, clock
 
 from ...edge.calls.call import Context
 from ...edge.calls.current_call import current, current_call
@@ -185,7 +184,7 @@ def _head(source: Any) -> dict[str, Any]:
     return {
         "id": f"cmpl-{source.request_id}",
         "object": "text_completion",
-        "created": int(time.time()),
+        "created": int(clock.wall()),
         "model": source.model,
     }
 

@@ -13,7 +13,7 @@ import orjson
 
 from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import InvalidRequest
+from kestrel_engine import InvalidRequest, clock
 
 from ...service_names import MODEL_METHODS, VISION_METHODS
 from ...services.model import ModelService
@@ -239,7 +239,7 @@ def _begin(model: str) -> dict[str, Any]:
 
 
 def _now() -> str:
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    return datetime.fromtimestamp(clock.wall(), UTC).isoformat().replace("+00:00", "Z")
 
 
 def _tags(models: Iterable[model_service_pb2.Model]) -> list[dict[str, Any]]:

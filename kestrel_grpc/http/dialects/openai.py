@@ -8,7 +8,6 @@ or Point.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import orjson
 
 from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import InvalidRequest
+from kestrel_engine import InvalidRequest, clock
 
 from ...service_names import MODEL_METHODS, VISION_METHODS
 from ...services.model import ModelService
@@ -278,7 +277,7 @@ def _completion(response: Any, content: str | None = None) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{response.request_id}",
         "object": "chat.completion",
-        "created": int(time.time()),
+        "created": int(clock.wall()),
         "model": response.model,
         "choices": [_choice(index, each, content) for index, each in enumerate(given)],
         "usage": usage_json(response),
@@ -370,7 +369,7 @@ def _chunk(
     body = {
         "id": f"chatcmpl-{source.request_id}",
         "object": "chat.completion.chunk",
-        "created": int(time.time()),
+        "created": int(clock.wall()),
         "model": source.model,
         "choices": [] if delta is None else [choice],
         **({} if usage is None else {"usage": usage}),

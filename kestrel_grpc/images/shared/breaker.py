@@ -5,8 +5,7 @@ Then one operation tries the store. If it fails, the pause is twice as long.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from kestrel_engine import clock
 
 FAILURES = 3
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
@@ -16,8 +15,7 @@ class Breaker:
     """Belongs to one event loop. Every ``enter`` that returns True is followed by ``succeeded``, ``failed`` or
     ``left``."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._num_failures = 0
         self._pause_s = _FIRST_PAUSE_S
         self._open_until: float | None = None
@@ -32,7 +30,7 @@ class Breaker:
         """Whether an operation may use the store now."""
         if self._open_until is None:
             return True
-        if self._tries or self._clock() < self._open_until:
+        if self._tries or clock.now() < self._open_until:
             return False
         self._tries = True
         return True
@@ -47,7 +45,7 @@ class Breaker:
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         elif self._open_until is not None or self._num_failures < FAILURES:
             return
-        self._open_until, self._tries = self._clock() + self._pause_s, False
+        self._open_until, self._tries = clock.now() + self._pause_s, False
 
     def left(self) -> None:
         """The operation ended without showing whether the store works."""

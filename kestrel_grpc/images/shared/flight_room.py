@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+
+from kestrel_engine import clock
 
 MOST_WAITING = 64
 
@@ -27,14 +28,14 @@ class FlightRoom:
     @asynccontextmanager
     async def reserved(self, owner: str, num_bytes: int) -> AsyncIterator[None]:
         """Holds room for ``num_bytes``, at most ``max_bytes``. Raises RoomFull."""
-        until = time.monotonic() + self._wait_s
+        until = clock.now() + self._wait_s
         while not self._fits(owner, num_bytes):
-            if len(self._waiting) >= MOST_WAITING or time.monotonic() >= until:
+            if len(self._waiting) >= MOST_WAITING or clock.now() >= until:
                 raise RoomFull
             waiter = asyncio.get_running_loop().create_future()
             self._waiting.add(waiter)
             try:
-                await asyncio.wait({waiter}, timeout=until - time.monotonic())
+                await asyncio.wait({waiter}, timeout=until - clock.now())
             finally:
                 self._waiting.discard(waiter)
         self._add(owner, num_bytes)

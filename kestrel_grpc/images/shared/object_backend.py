@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
-from kestrel_engine import ConfigError
+from kestrel_engine import ConfigError, clock
 
 from ...settings.shared_images import SharedImagesConfig
 from .backend import owner_key
@@ -111,7 +111,7 @@ class ObjectBackend:
         that put at the same time may exceed this by what they put."""
         pages = self._obstore.list(self._store, prefix=owner_key(owner), chunk_size=_MOST_OBJECTS)
         found = [each async for page in _first(pages) for each in page]
-        oldest = datetime.now(UTC) - timedelta(seconds=ttl_s)
+        oldest = datetime.fromtimestamp(clock.wall(), UTC) - timedelta(seconds=ttl_s)
         doomed, used, count = [], 0, 0
         for each in sorted(found, key=lambda each: each["last_modified"], reverse=True):
             if each["path"] == _path(owner, image_id):

@@ -14,13 +14,11 @@ import hashlib
 import os
 import re
 import struct
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from kestrel_engine import ConfigError
+from kestrel_engine import ConfigError, clock
 
 from ..store import StoredImage
 
@@ -115,12 +113,10 @@ class Keys:
 
 
 class Records:
-    """Packs and unpacks values. ``keys``: None without encryption. ``now``: seconds since 1970."""
+    """Packs and unpacks values. ``keys``: None without encryption."""
 
-    def __init__(
-        self, ttl_s: float, keys: Keys | None = None, now: Callable[[], float] = time.time
-    ) -> None:
-        self._ttl_s, self._keys, self._now = ttl_s, keys, now
+    def __init__(self, ttl_s: float, keys: Keys | None = None) -> None:
+        self._ttl_s, self._keys = ttl_s, keys
 
     def pack(self, owner: str, image: StoredImage) -> bytes:
         source = image.source
@@ -138,7 +134,7 @@ class Records:
 
     def _packed(self, owner: str, image_id: str, body: bytes) -> bytes:
         key_id = b"" if self._keys is None else self._keys.first.encode()
-        expires_ms = int(1000 * (self._now() + self._ttl_s))
+        expires_ms = int(1000 * (clock.wall() + self._ttl_s))
         header = _HEADER.pack(_MAGIC, expires_ms, len(key_id)) + key_id
         context = _context(header, owner, image_id)
         if self._keys is not None:
@@ -152,7 +148,7 @@ class Records:
         magic, expires_ms, id_bytes = _HEADER.unpack_from(value)
         if magic != _MAGIC:
             raise Unreadable("it is no image, or of another version")
-        if expires_ms <= 1000 * self._now():
+        if expires_ms <= 1000 * clock.wall():
             raise Unreadable("it has expired")
         end = _HEADER.size + id_bytes
         header, rest = value[:end], memoryview(value)[end:]

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
+
+from kestrel_engine import clock
 
 from ...settings.shared_images import SharedImagesConfig
 from ..store import StoredImage
@@ -120,7 +121,7 @@ class SharedImages:
         ``drop``. Does nothing if the image is not known to be shared, or was checked less than a minute ago."""
         key = owner, image_id
         last = self._checked_at.get(key)
-        if last is None or time.monotonic() - last < _CHECK_INTERVAL_S:
+        if last is None or clock.now() - last < _CHECK_INTERVAL_S:
             return
         self._saw(key)
         task = asyncio.create_task(self._check(owner, image_id, drop))
@@ -229,7 +230,7 @@ class SharedImages:
         return False
 
     def _saw(self, key: tuple[str, str]) -> None:
-        self._checked_at[key] = time.monotonic()
+        self._checked_at[key] = clock.now()
         self._checked_at.move_to_end(key)
         if len(self._checked_at) > _MOST_CHECKED:
             self._checked_at.popitem(last=False)
@@ -239,7 +240,7 @@ class SharedImages:
         operation: Operation,
         work: Callable[[], Awaitable[tuple[Outcome, int, StoredImage | None]]],
     ) -> tuple[Outcome, StoredImage | None]:
-        started = time.monotonic()
+        started = clock.now()
         outcome: Outcome
         num_bytes, image = 0, None
         if not self.breaker.enter():
@@ -270,14 +271,14 @@ class SharedImages:
                     operation,
                     reason_of(error, self._config.timeout_s),
                 )
-        self._on_event(SharedImageEvent(operation, outcome, time.monotonic() - started, num_bytes))
+        self._on_event(SharedImageEvent(operation, outcome, clock.now() - started, num_bytes))
         return outcome, image
 
     async def _computed(self, num_bytes: int, work: Callable[[], _T]) -> _T:
         return await asyncio.to_thread(work) if num_bytes > _LARGE_BYTES else work()
 
     def _log(self, message: str, *values: object) -> None:
-        now = time.monotonic()
+        now = clock.now()
         if self._logged_at is None or now - self._logged_at >= _LOG_INTERVAL_S:
             self._logged_at = now
             logger.warning(message, *values)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from contextlib import suppress
+
+from kestrel_engine import clock
 
 from ...settings.shared_images import SharedImagesConfig
 from ..store import StoredImage
@@ -33,7 +34,7 @@ async def try_store(config: SharedImagesConfig) -> float:
     backend, records = open_backend(config), open_records(config)
     image = StoredImage(f"img_{secrets.token_hex(16)}", _SOURCE, 1, 1)
     owner = f"doctor\0{secrets.token_hex(16)}"
-    began, doing = time.monotonic(), "write"
+    began, doing = clock.now(), "write"
     try:
         async with asyncio.timeout(config.timeout_s):
             await backend.put(
@@ -47,7 +48,7 @@ async def try_store(config: SharedImagesConfig) -> float:
         async with asyncio.timeout(config.timeout_s):
             async with backend.opened(owner, image.image_id) as value:
                 data = None if value is None else await value.read()
-        took_ms = 1e3 * (time.monotonic() - began)
+        took_ms = 1e3 * (clock.now() - began)
         if data is None or records.unpack(owner, image.image_id, data).source != _SOURCE:
             raise TrialError(
                 "what was written is not there",

@@ -5,13 +5,11 @@ A data structure without I/O, for one event loop.
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from kestrel_engine import EngineOverloaded, Quota, RequestError
+from kestrel_engine import EngineOverloaded, Quota, RequestError, clock
 
 from ...settings.security import CallLimits
 
@@ -41,8 +39,8 @@ class _Account:
 class Admission:
     """Counts and limits calls. Use ``admit`` as a context manager around every call."""
 
-    def __init__(self, limits: CallLimits, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limits, self._clock = limits, clock
+    def __init__(self, limits: CallLimits) -> None:
+        self._limits = limits
         self._accounts: OrderedDict[str, _Account] = OrderedDict()
         """By principal, the least recently seen first."""
         self.calls = 0
@@ -79,7 +77,7 @@ class Admission:
         self._take_token(principal, account)
 
     def _take_token(self, principal: str, account: _Account) -> None:
-        limits, now = self._limits, self._clock()
+        limits, now = self._limits, clock.now()
         if limits.rate is None:
             return
         grown = account.tokens + limits.rate * (now - account.filled_at)
@@ -95,7 +93,7 @@ class Admission:
     def _account(self, principal: str) -> _Account:
         account = self._accounts.get(principal)
         if account is None:
-            account = _Account(tokens=self._limits.burst, filled_at=self._clock())
+            account = _Account(tokens=self._limits.burst, filled_at=clock.now())
             self._accounts[principal] = account
             if len(self._accounts) > _MAX_REMEMBERED:
                 self._drop_idle_account()

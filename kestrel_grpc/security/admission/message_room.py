@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
 
-from kestrel_engine import EngineOverloaded
+from kestrel_engine import EngineOverloaded, clock
 
 SHARE = 0.75
 """The share of the room that one caller may hold. The rest stays free for other callers."""
@@ -50,9 +49,9 @@ def copy_s_per_byte() -> float:
     This is mostly the system's time to provide memory, which differs between machines by a factor of 30. The first call
     takes a few milliseconds.
     """
-    began = time.perf_counter()
+    began = clock.now()
     bytes(bytearray(_TRIED_BYTES))
-    return (time.perf_counter() - began) / 2 * _NUM_COPIES / _TRIED_BYTES
+    return (clock.now() - began) / 2 * _NUM_COPIES / _TRIED_BYTES
 
 
 class MessageRoom:
@@ -129,7 +128,7 @@ class MessageRoom:
         self._reading[who] -= 1
         if not self._reading[who]:
             del self._reading[who]
-        now = time.monotonic()
+        now = clock.now()
         self._paid_at[who] = paid_at = (
             max(now, self._paid_at.get(who, now)) + 2 * num_bytes * copy_s_per_byte()
         )
@@ -155,7 +154,7 @@ class MessageRoom:
 
     def _schedule(self, who: str) -> None:
         """Sets a timer for the end of the pauses of ``who``, which waits."""
-        now, loop = time.monotonic(), asyncio.get_running_loop()
+        now, loop = clock.now(), asyncio.get_running_loop()
         times = (self._paid_at.get(who, now) - _AHEAD_S, self._heavy_until.get(who, now))
         later = [at - now for at in times if at > now]
         if later and who not in self._timed:
@@ -196,13 +195,13 @@ class MessageRoom:
 
     def _ahead_s(self, who: str) -> float:
         """Seconds until another message of ``who`` may be read; 0 or less if it may be read now."""
-        return self._paid_at.get(who, 0.0) - _AHEAD_S - time.monotonic()
+        return self._paid_at.get(who, 0.0) - _AHEAD_S - clock.now()
 
     def _fits(self, who: str, num_bytes: int) -> bool:
         if who in self._paid_at and self._ahead_s(who) > 0:
             return False
         if who in self._heavy_until and self._reading.get(who):
-            if self._heavy_until[who] > time.monotonic():
+            if self._heavy_until[who] > clock.now():
                 return False
             del self._heavy_until[who]
         if self.max_bytes is None:

@@ -11,9 +11,9 @@ A data structure for one event loop. It does not use gRPC.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
-from collections.abc import Callable
+
+from kestrel_engine import clock
 
 RATE = 20.0
 """Refusals a second that a caller gets without a delay."""
@@ -30,10 +30,9 @@ _MOST_REMEMBERED = 1000
 
 
 class RefusalPace:
-    """Await ``delay`` before each refusal. ``clock``: returns the time in seconds."""
+    """Await ``delay`` before each refusal."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._next_at: dict[str, float] = {}
         """By caller, the time of its next refusal if its refusals had always come at ``RATE``."""
         self._delayed: Counter[str] = Counter()
@@ -67,7 +66,7 @@ class RefusalPace:
 
     def _delay_s(self, who: str) -> float:
         """The delay of a refusal in seconds, 0 or less for none. Counts the refusal."""
-        now, free_s = self._clock(), AT_ONCE / RATE
+        now, free_s = clock.now(), AT_ONCE / RATE
         at = max(now, self._next_at.get(who, now))
         # Bounded, so that a caller is not delayed for long after it has stopped to repeat its calls.
         self._next_at[who] = min(at + 1 / RATE, now + free_s + LONGEST_S)

@@ -21,11 +21,12 @@ import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import itemgetter
 from typing import Protocol
+
+from kestrel_engine import clock
 
 from ...settings.security import ConnectionLimits
 from ..admission.admission import MessageTooLarge
@@ -139,10 +140,9 @@ class ConnectionGuard:
         limits: ConnectionLimits,
         received_bytes: int,
         sockets: Sockets | None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits, self._received_bytes = limits, received_bytes
-        self._sockets, self._clock = sockets, clock
+        self._sockets = sockets
         self._most_bytes = FREE_BYTES + limits.streams * (WINDOW_BYTES + limits.metadata_bytes)
         """Limit on unexplained bytes. A busy server may not know yet of as many calls as a connection may have."""
         self._uses: dict[str, ConnectionUse] = {}
@@ -210,7 +210,7 @@ class ConnectionGuard:
     def look(self) -> bool:
         """Looks at all connections and ends some. Returns whether it has ended any."""
         assert self._sockets is not None, "run() checks it"
-        now = self._clock()
+        now = clock.now()
         try:
             sockets = self._sockets.look()
         except OSError:  # No descriptor is free. FileWatch reports it.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+
+from kestrel_engine import clock
 
 _Stamp = tuple[tuple[int, int, int] | None, ...]
 
@@ -17,15 +18,14 @@ class WatchedFiles:
         paths: Sequence[str],
         *,
         interval_s: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._paths, self._interval_s, self._clock = tuple(paths), interval_s, clock
+        self._paths, self._interval_s = tuple(paths), interval_s
         self._checked_at = -float("inf")
         self._seen: _Stamp | None = None
 
     def changed(self) -> bool:
         """Whether a file has changed or disappeared since the last call. True for the first call."""
-        now = self._clock()
+        now = clock.now()
         if now - self._checked_at < self._interval_s:
             return False
         self._checked_at = now

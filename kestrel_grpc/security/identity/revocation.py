@@ -19,6 +19,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kestrel_engine import clock
+
 from ..files.watched_files import WatchedFiles
 from .principal import CertificateRevoked
 from .tls_files import TlsError
@@ -97,7 +99,11 @@ class RevocationLists:
         """Logs the expired lists, each once."""
         for each in self._lists:
             until = each.next_update_utc
-            if until is not None and until < datetime.now(UTC) and each.issuer not in self._old:
+            if (
+                until is not None
+                and until < datetime.fromtimestamp(clock.wall(), UTC)
+                and each.issuer not in self._old
+            ):
                 self._old.add(each.issuer)
                 logger.error(
                     "the revocation list of %r in %s expired at %s; the certificates on it are still refused",

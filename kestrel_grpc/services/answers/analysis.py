@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from kestrel_engine import (
     SkillUnavailable,
     StreamUpdate,
     Tiles,
+    clock,
 )
 
 from ...edge.calls.current_call import current_call
@@ -191,7 +191,7 @@ async def run_tasks(
     """
     if prefix is None:
         prefix = "" if send is None else "request."
-    began = time.monotonic()
+    began = clock.now()
     call = current_call()
     engine = starter.served.engine(options.model)
     if image is None:
@@ -213,7 +213,7 @@ async def run_tasks(
         results=[each.result for each in done],
         usage=usage_message(used, engine.info.image_positions * len(metrics) * image.num_looks),
         metrics=used,
-        total_time_ms=rounded_ms(1e3 * (time.monotonic() - began)),
+        total_time_ms=rounded_ms(1e3 * (clock.now() - began)),
         model=engine.info.model,
         request_id=call.request_id,
         image_size=common_pb2.ImageSize(width=image.size[0], height=image.size[1]),

@@ -7,7 +7,6 @@ stream share: the config, the frames that are computed, and the one that waits.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ import grpc
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import InvalidRequest, PreparedImage, RequestError
+from kestrel_engine import InvalidRequest, PreparedImage, RequestError, clock
 
 from ...edge.calls.call import Metadata
 from ...edge.calls.current_call import current_call
@@ -183,7 +182,7 @@ async def answer_frame(starter: Starter, request: pb.StreamFramesRequest, contex
         return
     took_s: float | None = None
     is_whole, encoded, reused = True, 0, 0
-    began = time.monotonic()
+    began = clock.now()
     try:
         with _located():
             source = required_image(request.frame)
@@ -211,7 +210,7 @@ async def answer_frame(starter: Starter, request: pb.StreamFramesRequest, contex
                     )
                     encoded, reused = done.metrics.encoded_crops, done.metrics.reused_crops
                     repeat.keep(results)
-                    took_s = time.monotonic() - began
+                    took_s = clock.now() - began
     finally:
         stream.end(took_s, is_whole=is_whole)
     call.frame = "repeated" if is_repeated else "answered" if is_whole else "overview"

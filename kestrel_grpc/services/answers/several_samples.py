@@ -7,12 +7,11 @@ fall together: the first that fails ends the others and is the error of the call
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
 from typing import TypeVar
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import EngineStream, InvalidRequest
+from kestrel_engine import EngineStream, InvalidRequest, clock
 
 from ...edge.calls.current_call import current_call
 from ..messages.calls import SkillCall
@@ -48,7 +47,7 @@ async def draw_samples(
     starter: Starter, call: SkillCall, count: int, respond: Respond[TextResponse]
 ) -> TextResponse:
     """The response that holds ``count`` samples. Raises the error of the first sample that fails."""
-    began = time.monotonic()
+    began = clock.now()
     edge, engine = current_call(), starter.served.engine(call.options.model)
     images: list[SharedImage] = []
     for path, source in call.images:
@@ -85,7 +84,7 @@ async def draw_samples(
     response = type(samples[0])()
     response.CopyFrom(samples[0])
     response.samples.extend(samples)
-    used, total_time_ms = edge.result.metrics, 1e3 * (time.monotonic() - began)
+    used, total_time_ms = edge.result.metrics, 1e3 * (clock.now() - began)
     response.usage.CopyFrom(usage_message(used, image_tokens))
     response.timings.CopyFrom(timings_of_several(used, total_time_ms))
     return response

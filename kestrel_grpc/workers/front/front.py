@@ -14,9 +14,10 @@ import logging
 import re
 import signal
 import sys
-import time
 from asyncio.subprocess import Process
 from collections.abc import Sequence
+
+from kestrel_engine import clock
 
 from ...logs.records import log_lifecycle
 from ...settings.sources import SettingsError
@@ -126,7 +127,7 @@ class Front:
             log_lifecycle("front_ended", pid=process.pid, error=how)
             if not self._has_served:
                 raise WorkersError(f"the front ended while it started: {how}")
-            delay_s = restarts.next_delay(time.monotonic())
+            delay_s = restarts.next_delay(clock.now())
             if delay_s is None:
                 raise WorkersError(gave_up("the front", restarts, how))
             with contextlib.suppress(TimeoutError):

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -52,19 +53,16 @@ class Timed(Simulation):
 
     limits: RuntimeLimits = LIMITS
     checked: bool = False
+    cost: Callable[[StepPlan], float] = cost
     times: dict[int, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.runtime = FakeRuntime(
-            self.limits, lambda fed: 21 + len(fed) % 900, cost=cost, sleep=self._pass
-        )
-
-    def _pass(self, seconds: float) -> None:
-        self.now += seconds
+        self.runtime = FakeRuntime(self.limits, lambda fed: 21 + len(fed) % 900)
 
     def collect(self, fail: bool, lane: Lane | None = None) -> StepPlan:
         plan = super().collect(fail, lane)
+        self.now += self.cost(plan)
         for row in (*plan.prefill, *plan.decode):
             times = self.times.setdefault(row.sequence_id, [])
             num_tokens = len(self.tokens.get(row.sequence_id, ()))

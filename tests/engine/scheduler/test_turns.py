@@ -1,30 +1,28 @@
 """Steps for favoured sequences alone, on a device whose steps take as long as they have rows: 2 ms and 1 ms a row."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
 
-from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_engine.types.step import RuntimeLimits, StepPlan
 from tests.engine.scheduler.simulation import Spec
 from tests.engine.scheduler.test_latency import LIMITS, Timed, p95
 
 ROWS = replace(LIMITS, max_batch_size=16)
 
 
+def by_rows(plan: StepPlan) -> float:
+    return 2e-3 + 1e-3 * (len(plan.decode) + len(plan.prefill))
+
+
 @dataclass
 class ByRows(Timed):
     """A simulation on that device."""
 
-    def __post_init__(self) -> None:
-        self.limits = ROWS
-        super().__post_init__()
-        self.runtime = FakeRuntime(
-            self.limits,
-            lambda fed: 21 + len(fed) % 900,
-            cost=lambda plan: 2e-3 + 1e-3 * (len(plan.decode) + len(plan.prefill)),
-            sleep=self._pass,
-        )
+    limits: RuntimeLimits = ROWS
+    cost: Callable[[StepPlan], float] = by_rows
 
 
 def flood(count, **options):

@@ -183,23 +183,23 @@ async def test_no_report_unless_asked(serve):
     assert await ask(await serve(), "VisionService/Query", SHORT) == (0, None)
 
 
-def test_a_report_is_read_again_once_it_is_old():
-    now, reads = 5.0, []
+def test_a_report_is_read_again_once_it_is_old(still_clock):
+    began, reads = still_clock.now(), []
 
     def read():
-        reads.append(now)
+        reads.append(still_clock.now() - began)
         return meter.read()
 
     meter = LoadMeter(ServedModels(ServedModel(RuntimeConfig())))
-    reports = LoadReports(read, lambda: now)
+    reports = LoadReports(read)
     first = reports.trailer("/kestrel.v1.VisionService/Query")
     assert first == ((TRAILER, reports.current()),) and reports.current()
-    now += 0.9 * FRESH_S
+    still_clock.advance(0.9 * FRESH_S)
     assert reports.trailer("/kestrel.v1.VisionService/Point") == first
     assert reports.trailer("/kestrel.v1.ModelService/GetLoad") == ()
-    now += 0.2 * FRESH_S
+    still_clock.advance(0.2 * FRESH_S)
     reports.current()
-    assert reads == [5.0, now]
+    assert reads == pytest.approx([0, 1.1 * FRESH_S])
 
 
 STREAM = "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics"
@@ -277,20 +277,20 @@ async def test_grpcs_own_balancer_reads_the_stream(serve):
                 await asyncio.sleep(0.01)
 
 
-def test_rates_are_of_the_last_seconds():
-    now = 100.0
-    meter = LoadMeter(ServedModels(ServedModel(RuntimeConfig())), clock=lambda: now)
+def test_rates_are_of_the_last_seconds(still_clock):
+    meter = LoadMeter(ServedModels(ServedModel(RuntimeConfig())))
     call = Call(method="/kestrel.v1.VisionService/Query", peer="", context=None)
-    for second in (200.0, 201.5, 208.0):
-        now = second
+    still_clock.advance(100.0)
+    for seconds in (0, 1.5, 6.5):
+        still_clock.advance(seconds)
         meter.on_call(call)
     call.error = ValueError()
     meter.on_call(call)
     meter.on_call(Call(method="/kestrel.v1.ModelService/GetLoad", peer="", context=None))
-    now = 210.0
+    still_clock.advance(2.0)
     load = meter.read()
-    # From 201.0 on: three calls in nine seconds and the present one.
+    # From the second second on: three calls in nine seconds and the present one.
     assert load.requests_per_s == pytest.approx(3 / (WINDOW_S - 1))
     assert load.errors_per_s == pytest.approx(1 / (WINDOW_S - 1))
-    now = 1000.0
+    still_clock.advance(790.0)
     assert meter.read().requests_per_s == 0

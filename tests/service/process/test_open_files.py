@@ -34,16 +34,17 @@ def test_files_are_counted(tmp_path):
     assert file_limit() == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def test_the_watch_complains_once_a_minute_until_there_is_room(caplog):
-    opened, now = 80, 0.0
-    watch = FileWatch(lambda: opened, lambda: 100, lambda: now)
+def test_the_watch_complains_once_a_minute_until_there_is_room(caplog, still_clock):
+    opened = 80
+    watch = FileWatch(lambda: opened, lambda: 100)
     assert not watch.check() and not watch.is_crowded
     opened = 90
     assert watch.check() and watch.is_crowded
-    now = 59.0
+    still_clock.advance(59.0)
     assert not watch.check()
     assert caplog.text.count("90 of at most 100 files are open") == 1
-    opened, now = 85, 61.0
+    still_clock.advance(2.0)
+    opened = 85
     assert not watch.check() and watch.is_crowded, "not relieved yet"
     assert caplog.text.count("85 of at most 100 files are open") == 1
     assert all(record.levelno == logging.ERROR for record in caplog.records)

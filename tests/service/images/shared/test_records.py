@@ -77,13 +77,12 @@ def test_a_deletion_is_as_safe_as_an_image(records):
             records.unpack(owner, image_id, value)
 
 
-def test_a_value_expires(tmp_path):
-    now = 1000.0
-    records = Records(60, now=lambda: now)
+def test_a_value_expires(still_clock):
+    records = Records(60)
     value = records.pack("", ENCODED)
-    now = 1059.9
+    still_clock.advance(59.9)
     records.unpack("", ID, value)
-    now = 1060.0
+    still_clock.advance(0.1)
     with pytest.raises(Unreadable, match="expired"):
         records.unpack("", ID, value)
 

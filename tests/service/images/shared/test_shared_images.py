@@ -211,23 +211,22 @@ async def test_tls(redis_server, tmp_path, monkeypatch, caplog):
     assert "certificate" in caplog.text.lower()
 
 
-def test_the_breaker_pauses_longer_each_time():
-    now = 0.0
-    breaker = Breaker(clock=lambda: now)
+def test_the_breaker_pauses_longer_each_time(still_clock):
+    breaker = Breaker()
     for _ in range(FAILURES):
         assert breaker.enter()
         breaker.failed()
     pauses = []
     for _ in range(7):
-        began = now
+        began = still_clock.now()
         while not breaker.enter():
-            now += 0.5
+            still_clock.advance(0.5)
         assert not breaker.enter(), "one operation tries it"
-        pauses.append(now - began)
+        pauses.append(still_clock.now() - began)
         breaker.failed()
         breaker.failed()  # One that had begun earlier.
     assert pauses == [1, 2, 4, 8, 16, 30, 30]
-    now += 30
+    still_clock.advance(30)
     assert breaker.enter()
     breaker.left()
     assert breaker.enter()

@@ -25,13 +25,6 @@ from tests.service.conftest import LIMITS
 from tests.service.statuses import failure
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
 def query(text="what?", max_tokens=2):
     sampling = common_pb2.Sampling(max_tokens=max_tokens, temperature=0)
     return pb.QueryRequest(question=text, sampling=sampling)
@@ -54,9 +47,8 @@ def slow(step_s=0.005):
     return FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: step_s)
 
 
-def test_a_bucket_fills_at_its_rate_up_to_its_burst():
-    clock = Clock()
-    admission = Admission(CallLimits(rate=2, burst=3), clock)
+def test_a_bucket_fills_at_its_rate_up_to_its_burst(still_clock):
+    admission = Admission(CallLimits(rate=2, burst=3))
 
     def calls():
         for count in range(10):
@@ -68,11 +60,11 @@ def test_a_bucket_fills_at_its_rate_up_to_its_burst():
         raise AssertionError("there is no limit")
 
     assert calls() == (3, 0.5)
-    clock.now += 0.25
+    still_clock.advance(0.25)
     assert calls() == (0, 0.25)
-    clock.now += 0.25
+    still_clock.advance(0.25)
     assert calls() == (1, 0.5)
-    clock.now += 1000
+    still_clock.advance(1000)
     assert calls() == (3, 0.5)
     with admission.admit("b"):
         pass

@@ -15,10 +15,10 @@ from kestrel_grpc.security.admission.refusal_pace import (
 
 
 class Waits:
-    """Takes the place of the clock and of asyncio. ``delays``: the seconds of each sleep."""
+    """Takes the place of asyncio. ``delays``: the seconds of each sleep, none of which passes."""
 
-    def __init__(self, monkeypatch):
-        self.now, self.delays = 100.0, []
+    def __init__(self, monkeypatch, clock):
+        self.advance, self.delays = clock.advance, []
         monkeypatch.setattr(refusal_pace, "asyncio", self)
 
     async def sleep(self, seconds):
@@ -26,8 +26,8 @@ class Waits:
 
 
 @pytest.fixture
-def waits(monkeypatch):
-    return Waits(monkeypatch)
+def waits(monkeypatch, still_clock):
+    return Waits(monkeypatch, still_clock)
 
 
 async def refuse(pace, count, who="a", left_s=None):
@@ -36,16 +36,16 @@ async def refuse(pace, count, who="a", left_s=None):
 
 
 async def test_a_few_refusals_are_answered_at_once(waits):
-    pace = RefusalPace(lambda: waits.now)
+    pace = RefusalPace()
     await refuse(pace, AT_ONCE)
     for _ in range(100):
-        waits.now += 1 / RATE
+        waits.advance(1 / RATE)
         await refuse(pace, 1)
     assert not waits.delays
 
 
 async def test_further_ones_come_at_the_rate_and_at_most_so_late(waits):
-    pace = RefusalPace(lambda: waits.now)
+    pace = RefusalPace()
     await refuse(pace, AT_ONCE + 1000)
     assert waits.delays[-1] == max(waits.delays) == pytest.approx(LONGEST_S)
     spaced = [delay for delay in waits.delays if 0.01 < delay < 0.99 * LONGEST_S]
@@ -54,13 +54,13 @@ async def test_further_ones_come_at_the_rate_and_at_most_so_late(waits):
     waits.delays.clear()
     await refuse(pace, 1, who="b")
     assert not waits.delays, "another caller"
-    waits.now += LONGEST_S + AT_ONCE / RATE
+    waits.advance(LONGEST_S + AT_ONCE / RATE)
     await refuse(pace, AT_ONCE)
     assert not waits.delays, "the caller has waited"
 
 
 async def test_a_delay_takes_at_most_half_of_the_time_that_is_left(waits):
-    pace = RefusalPace(lambda: waits.now)
+    pace = RefusalPace()
     await refuse(pace, AT_ONCE + 1000, left_s=0.4)
     assert max(waits.delays) == pytest.approx(0.2)
     waits.delays.clear()

@@ -29,10 +29,9 @@ linux = pytest.mark.skipif(not AcceptedSockets.can_look(), reason="needs /proc")
 class Table:
     """Sockets that a test opens and closes."""
 
-    def __init__(self):
-        self.open = []
+    def __init__(self, clock):
+        self.clock, self.open = clock, []
         self._inodes = itertools.count(1)
-        self.now = 0.0
 
     def add(self, host="10.0.0.1", count=1):
         inodes = itertools.islice(self._inodes, count)
@@ -47,19 +46,23 @@ class Table:
         self.open.remove(connection)
 
 
-def guarded(**limits):
-    table = Table()
-    return table, ConnectionGuard(ConnectionLimits(**limits), MESSAGE, table, lambda: table.now)
+@pytest.fixture
+def guarded(still_clock):
+    def make(**limits):
+        table = Table(still_clock)
+        return table, ConnectionGuard(ConnectionLimits(**limits), MESSAGE, table)
+
+    return make
 
 
 def look_later(table, guard):
     """Looks once now and once when connections have had time to show what they are."""
     guard.look()
-    table.now += PATIENCE_S + 0.1
+    table.clock.advance(PATIENCE_S + 0.1)
     return guard.look()
 
 
-def test_a_connection_with_an_admitted_caller_does_not_count_for_its_address():
+def test_a_connection_with_an_admitted_caller_does_not_count_for_its_address(guarded):
     table, guard = guarded(connections=8)
     callers = table.add("10.0.0.1", 6)
     for each in callers:
@@ -69,7 +72,7 @@ def test_a_connection_with_an_admitted_caller_does_not_count_for_its_address():
     assert table.open == callers + strangers[:4]
 
 
-def test_the_newest_connections_of_an_address_are_ended():
+def test_the_newest_connections_of_an_address_are_ended(guarded):
     table, guard = guarded(connections=8)
     first = table.add("10.0.0.1", 3)
     other = table.add("10.0.0.2", 2)
@@ -84,14 +87,14 @@ def test_the_newest_connections_of_an_address_are_ended():
 
 @pytest.mark.parametrize("limits, most", [({"address_connections": 0}, 40), ({"connections": 10}, 5),
                                           ({"connections": None}, 40), ({"address_connections": 7}, 7)])  # fmt: skip
-def test_the_limit_of_an_address(limits, most):
+def test_the_limit_of_an_address(limits, most, guarded):
     table, guard = guarded(**limits)
     table.add(count=40)
     look_later(table, guard)
     assert len(table.open) == most
 
 
-def test_networks_of_ipv6_are_one_address():
+def test_networks_of_ipv6_are_one_address(guarded):
     table, guard = guarded(address_connections=1)
     for number, host in enumerate(("2001:db8::1", "2001:db8::2", "2001:db8:0:1::1")):
         table.open.append(Accepted(0, number, f"ipv6:%5B{host}%5D:{number}"))
@@ -99,7 +102,7 @@ def test_networks_of_ipv6_are_one_address():
     assert [each.inode for each in table.open] == [0, 2]
 
 
-def test_bytes_that_no_call_explains_end_a_connection():
+def test_bytes_that_no_call_explains_end_a_connection(guarded):
     table, guard = guarded(streams=10)
     quiet, caller = table.add(count=2)
     guard.look()
@@ -115,7 +118,7 @@ def test_bytes_that_no_call_explains_end_a_connection():
     assert guard.take_freed_bytes() > most and guard.take_freed_bytes() == 0
 
 
-def test_a_message_that_is_waited_for_explains_as_much_as_one_may_have():
+def test_a_message_that_is_waited_for_explains_as_much_as_one_may_have(guarded):
     table, guard = guarded(streams=1)
     (caller,) = table.add()
     use = guard.use(caller.peer)
@@ -128,7 +131,7 @@ def test_a_message_that_is_waited_for_explains_as_much_as_one_may_have():
         assert guard.look()
 
 
-def test_if_all_received_too_much_the_largest_are_ended():
+def test_if_all_received_too_much_the_largest_are_ended(guarded):
     table, guard = guarded()
     attackers = table.add("10.0.0.9", 20)
     table.add("10.0.0.1", 5)
@@ -144,7 +147,7 @@ def test_if_all_received_too_much_the_largest_are_ended():
     assert attackers[-1] not in table.open and len(table.open) == 24
 
 
-def test_headers_beyond_the_limit_are_refused_and_far_beyond_it_end_the_connection():
+def test_headers_beyond_the_limit_are_refused_and_far_beyond_it_end_the_connection(guarded):
     table, guard = guarded(metadata_bytes=16 * 1024)
     (one,) = table.add()
     error = guard.refuse_headers(one.peer, 20_000)
@@ -159,7 +162,7 @@ def test_headers_beyond_the_limit_are_refused_and_far_beyond_it_end_the_connecti
     assert not guard.look() and table.open == [again], "another client of the same address and port"
 
 
-def test_idle_connections_give_way_if_few_are_left():
+def test_idle_connections_give_way_if_few_are_left(guarded):
     table, guard = guarded(connections=8, address_connections=0)
     _silent, called, busy = table.add(count=3)
     guard.look()
@@ -167,7 +170,7 @@ def test_idle_connections_give_way_if_few_are_left():
         pass
     with guard.use(busy.peer):
         guard.look()
-        table.now = IDLE_S + 1
+        table.clock.advance(IDLE_S + 1)
         new = table.add("10.0.0.2", 4)
         assert not guard.look(), "7 of 8"
         new += table.add("10.0.0.2", 1)
@@ -179,13 +182,13 @@ def test_idle_connections_give_way_if_few_are_left():
     assert guard.ended[Reason.IDLE] == 2
 
 
-def test_it_logs_once_a_minute(caplog):
+def test_it_logs_once_a_minute(caplog, guarded):
     table, guard = guarded(address_connections=1)
-    for second in (0, 1, 59, 61):
+    for seconds in (0, 10, 40, 11):
+        table.clock.advance(max(0, seconds - PATIENCE_S))
         table.add("10.0.0.7", 2)
-        table.now = second
         guard.look()
-        table.now = second + PATIENCE_S
+        table.clock.advance(PATIENCE_S)
         guard.look()
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2, lines
@@ -193,7 +196,7 @@ def test_it_logs_once_a_minute(caplog):
     assert "ended 6 connections (address_limit 6)" in lines[1]
 
 
-def test_connections_that_have_gone_are_forgotten():
+def test_connections_that_have_gone_are_forgotten(guarded):
     _, guard = guarded()
     for number in range(1000):
         with guard.use(f"ipv4:10.0.0.1:{number}"):
