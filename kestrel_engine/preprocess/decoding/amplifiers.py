@@ -8,8 +8,10 @@ five seconds. Encoders write about ten scans, and optimisers up to 64. libtiff a
 
 from __future__ import annotations
 
+import itertools
 import re
 import struct
+from collections.abc import Iterator
 
 MOST_SCANS = 100
 MOST_PAGES = 10_000
@@ -34,16 +36,20 @@ def excess(data: bytes, name: str) -> str | None:
 def num_scans(data: bytes) -> int:
     """Counts the scans of a JPEG, up to its end or its first invalid marker, and at most to MOST_SCANS + 1. Thumbnails
     in other segments and data after the image do not count."""
-    count, at = 0, 0
-    while count <= MOST_SCANS and (found := _MARKER.search(data, at)) is not None:
+    scans = (marker for marker, _ in jpeg_markers(data) if marker == 0xDA)
+    return sum(1 for _ in itertools.islice(scans, MOST_SCANS + 1))
+
+
+def jpeg_markers(data: bytes) -> Iterator[tuple[int, int]]:
+    """Yields (marker, position after it) up to the end of a JPEG, without those inside of segments."""
+    at = 0
+    while (found := _MARKER.search(data, at)) is not None:
         (marker,), at = found[1], found.end()
         if marker == 0xD9:
             break
-        if marker == 0xDA:
-            count += 1
+        yield marker, at
         if marker not in _ALONE:
             at += max(2, int.from_bytes(data[at : at + 2], "big"))
-    return count
 
 
 def num_pages(data: bytes) -> int:

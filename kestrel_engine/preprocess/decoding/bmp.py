@@ -22,6 +22,8 @@ MAGIC = b"BM"
 _ROWS_AT_ONCE = 64
 _ERRORS = (OSError, SyntaxError, ValueError, OverflowError, IndexError, KeyError)
 """What Pillow's reader raises for malformed files."""
+_UNSUPPORTED = ("Unsupported BMP compression", "Unsupported BMP bitfields")
+"""What Pillow's reader says of valid files, such as JPEG or PNG inside of a BMP."""
 
 
 class BmpImage:
@@ -35,7 +37,11 @@ class BmpImage:
 
         try:
             self._image = BmpImageFile(io.BytesIO(data))
-        except _ERRORS:
+        except _ERRORS as error:
+            if str(error).startswith(_UNSUPPORTED):
+                raise UnsupportedImageError(
+                    FIELD, f"can't be decoded ({error}); save it as PNG"
+                ) from None
             raise _broken() from None
         check_size(self._image.width, self._image.height, limits, KINDS["BMP"])
         codec, _, offset, arguments = self._image.tile[0]

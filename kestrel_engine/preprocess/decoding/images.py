@@ -33,7 +33,7 @@ from pyvips import ffi, vips_lib
 
 from ...config.images import ImageLimits
 from ...errors import ImageDecodeError, ImageTooLargeError, InvalidRequest, UnsupportedImageError
-from . import amplifiers, bmp, plain_jpeg
+from . import amplifiers, bmp, plain_jpeg, tiff, unsupported
 from .bmp import BmpImage, on_background
 from .costs import FIELD, KINDS, PIXELS, Cost, Kind, check_size, cost_of
 from .decoded_image import Allocate, DecodedImage, new_bytes
@@ -83,8 +83,8 @@ _MAGIC = (
     ("TIFF", b"MM\0*"),
     ("GIF", b"GIF8"),
 )
-"""Beginnings of files that libvips may not recognise if they are damaged. Such files are reported as broken, not as
-unsupported."""
+"""Beginnings of files that libvips may not recognise if they are damaged. Such files are reported as broken, unless
+unsupported.py knows them."""
 
 _CONVERTED_SPACES = frozenset(
     {"cmyk", "lab", "labs", "labq", "lch", "cmc", "oklab", "oklch", "xyz", "yxy", "scrgb", "hsv"}
@@ -267,6 +267,11 @@ class EncodedImage:
         name = _sniff(data)
         if (too_much := amplifiers.excess(data, name)) is not None:
             raise ImageTooLargeError(FIELD, f"is a {name} that has {too_much}")
+        if (form := unsupported.what(data, name)) is not None:
+            raise UnsupportedImageError(
+                FIELD,
+                f"is {form}, which can't be decoded; save it as 8-bit RGB, for example as PNG",
+            )
         try:
             # fail_on="error" refuses truncated and damaged data, but not harmless oddities such as unknown TIFF tags.
             # The WebP loader can't read sequentially. Without memory=True it would write large images to a temporary
@@ -280,7 +285,8 @@ class EncodedImage:
                 if name not in FORMATS:
                     raise _unsupported(f"is {name}, which this installation can't decode")
             kind = _kind(image, name)
-            self._image = _checked(image, limits, kind)
+            image = _checked(image, limits, kind)
+            self._image = tiff.with_colours(image, data) if name == "TIFF" else image
         except (pyvips.Error, UnicodeDecodeError):
             raise _broken(name) from None
         self._name, self._background, self._data = name, background, data
@@ -334,7 +340,7 @@ def _kind(image: pyvips.Image, name: str) -> Kind:
 
 
 def _sniff(data: bytes) -> str:
-    """Returns the key of _LOADERS for the content of ``data``. Raises UnsupportedImageError or ImageDecodeError."""
+    """Returns the key of _LOADERS for the content of ``data``. Raises UnsupportedImageError."""
     loader = vips_lib.vips_foreign_find_load_buffer(ffi.from_buffer(data), len(data))
     if loader != ffi.NULL:
         found = ffi.string(loader).decode()
@@ -344,7 +350,7 @@ def _sniff(data: bytes) -> str:
     vips_lib.vips_error_clear()
     for name, magic in _MAGIC:
         if data.startswith(magic):
-            raise _broken(name)
+            return name
     raise _unsupported("is not in a supported format")
 
 

@@ -76,3 +76,6 @@ def test_compression_is_refused() -> None:
     struct.pack_into("<I", data, 30, 1)  # RLE8
     with pytest.raises(UnsupportedImageError, match="compressed BMP"):
         BmpImage(bytes(data), LIMITS)
+    struct.pack_into("<I", data, 30, 4)  # a JPEG inside
+    with pytest.raises(UnsupportedImageError, match=r"Unsupported BMP compression \(4\)"):
+        BmpImage(bytes(data), LIMITS)

@@ -1,6 +1,8 @@
 """Which images are taken, and what pixels they give. Broken and hostile ones: test_hostile_images.py."""
 
 import io
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -211,14 +213,13 @@ def test_sixteen_bits_keep_the_upper_eight():
     assert np.array_equal(decode(image.write_to_buffer(".png")), smooth())
 
 
-def test_other_number_types_are_clipped_to_bytes():
+def test_other_number_types_of_vips_images_are_clipped_to_bytes():
     values = np.array([[-5.0, 0.0, 17.6, 255.0, 300.0, np.nan]] * 6, np.float32)
-    data = encoded(Image.fromarray(values), "TIFF")
-    assert decode(data)[0, :, 1].tolist()[:5] == [0, 0, 17, 255, 255]
-    whole = np.array([[-5, 0, 17, 255, 70000]] * 5, np.int32)
-    assert decode(encoded(Image.fromarray(whole), "TIFF"))[0, :, 2].tolist() == [0, 0, 17, 255, 255]
+    assert decode(pyvips.Image.new_from_array(values))[0, :, 1].tolist()[:5] == [0, 0, 17, 255, 255]
+    whole = pyvips.Image.new_from_array(np.array([[-5, 0, 17, 255, 70000]] * 5, np.int32))
+    assert decode(whole)[0, :, 2].tolist() == [0, 0, 17, 255, 255]
     linear = pyvips.Image.new_from_array(np.array([[[0.0, 1.0, 0.2140]] * 4] * 4, np.float32))
-    red, green, blue = decode(linear.copy(interpretation="scrgb").write_to_buffer(".tif"))[0, 0]
+    red, green, blue = decode(linear.copy(interpretation="scrgb"))[0, 0]
     assert (red, green) == (0, 255) and abs(int(blue) - 127) <= 1
 
 
@@ -233,6 +234,56 @@ def test_cmyk_becomes_rgb():
         for fmt, options in (("JPEG", {"quality": 95}), ("TIFF", {})):
             got = decode(encoded(picture, fmt, **options))[16, 16].astype(int)
             assert np.abs(got - rgb).max() <= 16, (cmyk, fmt, got)
+
+
+def test_each_coding_of_colours_in_a_jpeg():
+    """libjpeg learns from Adobe's marker, or from the components' names, that they are not YCbCr."""
+    image = Image.new("RGB", (32, 32), (200, 30, 40))
+    rgb = encoded(image, "JPEG", keep_rgb=True)
+    at = rgb.index(b"\xff\xee")
+    for data in (encoded(image, "JPEG"), rgb, rgb[:at] + rgb[at + 16 :]):
+        assert np.abs(decode(data)[16, 16].astype(int) - (200, 30, 40)).max() <= 2
+    cmyk = encoded(Image.new("CMYK", (32, 32), (55, 225, 215, 0)), "JPEG", quality=95)
+    luma, blue, red = Image.new("RGB", (1, 1), (55, 225, 215)).convert("YCbCr").getpixel((0, 0))
+    ycc = Image.new("CMYK", (32, 32), (255 - luma, 255 - blue, 255 - red, 0))
+    ycck = bytearray(encoded(ycc, "JPEG", quality=95))
+    ycck[ycck.index(b"\xff\xee") + 15] = 2
+    for data in (cmyk, bytes(ycck)):
+        assert np.abs(decode(data)[16, 16].astype(int) - (190, 64, 64)).max() <= 4
+
+
+def test_png_values_are_used_as_stored():
+    data = encoded(Image.new("RGB", (16, 16), (200, 30, 40)), "PNG")
+    for kind, body in (
+        (b"gAMA", struct.pack(">I", 100_000)),
+        (b"cICP", bytes([9, 16, 0, 1])),  # BT.2020, PQ
+        (b"cHRM", struct.pack(">8I", 31270, 32900, 70800, 29200, 17000, 79700, 13100, 4600)),
+    ):
+        checksum = struct.pack(">I", zlib.crc32(kind + body))
+        chunk = struct.pack(">I", len(body)) + kind + body + checksum
+        assert decode(data[:33] + chunk + data[33:])[8, 8].tolist() == [200, 30, 40]
+
+
+@pytest.mark.parametrize("bits", [8, 10, 12])
+def test_avif_of_each_depth(bits):
+    red = np.full((64, 64, 3), (200, 30, 40), np.uint8)
+    image = pyvips.Image.new_from_array(red)
+    if bits > 8:
+        image = (image.cast("ushort") * 257).cast("ushort").copy(interpretation="rgb16")
+    data = image.heifsave_buffer(compression="av1", bitdepth=bits, lossless=True)
+    assert np.abs(decode(data).astype(int) - red).max() <= 1
+
+
+@pytest.mark.parametrize("full_range", [True, False])
+@pytest.mark.parametrize("matrix", [0, 1, 2, 5, 6, 9])
+def test_avif_of_each_matrix_and_range(matrix, full_range):
+    """Pillow's libavif reads the same values from the container: GBR, BT.709, unspecified, BT.601, BT.2020."""
+    image = Image.new("RGB", (64, 64), (200, 30, 40))
+    data = bytearray(encoded(image, "AVIF", range="full", subsampling="4:4:4"))
+    at = data.index(b"colrnclx")
+    data[at + 12 : at + 15] = struct.pack(">HB", matrix, 0x80 * full_range)
+    expected = Image.open(io.BytesIO(data)).convert("RGB").getpixel((32, 32))
+    assert np.abs(decode(bytes(data))[32, 32].astype(int) - expected).max() <= 4
 
 
 def test_lab_becomes_rgb():
