@@ -25,6 +25,7 @@ from kestrel_grpc.security.identity.tokens import line_of, new_token
 from tests.abuse.connections.hand_made_calls import head
 from tests.abuse.process import ServerProcess
 from tests.service.certificates import make_authority
+from tests.waiting import wait_until
 
 CONFIGURATION = Path(__file__).parents[2] / "deploy/haproxy/haproxy.cfg"
 HAPROXY = shutil.which("haproxy") or "/usr/sbin/haproxy"
@@ -98,10 +99,7 @@ class Front:
         self.told("clear table strangers")
 
     def until(self, state):
-        end = time.monotonic() + 15
-        while self.told("show stat") != state:
-            assert time.monotonic() < end, self.told("show stat")
-            time.sleep(0.05)
+        wait_until(lambda: self.told("show stat") == state, lambda: self.told("show stat"))
 
     def client(self, token=True, **options):
         return AsyncKestrelClient(

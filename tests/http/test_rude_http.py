@@ -16,6 +16,7 @@ from kestrel_grpc.settings.http import HttpConfig
 from kestrel_grpc.settings.security import CallLimits, ConnectionLimits, SecurityConfig
 from tests.engine.fakes import never_ends
 from tests.service.conftest import LIMITS
+from tests.waiting import until
 
 HEAD = b"POST /v1/query HTTP/1.1\r\nhost: x\r\n"
 
@@ -95,11 +96,7 @@ async def test_an_endless_body_is_cut_at_the_limit(http):
             writer.write(b"10000\r\n" + b"x" * 65536 + b"\r\n")
             await writer.drain()
     writer.close()
-    for _ in range(100):
-        if served.server.guard.held_bytes == 0:
-            break
-        await asyncio.sleep(0.05)
-    assert served.server.guard.held_bytes == 0
+    await until(lambda: served.server.guard.held_bytes == 0)
 
 
 async def test_a_body_that_stalls_is_given_up(http):
@@ -235,10 +232,7 @@ async def test_a_reader_who_reads_nothing_is_cut_off(http):
     writer.transport.set_write_buffer_limits(high=2**30)
     reader._transport.pause_reading()  # type: ignore[attr-defined]
     writer.write(request * 400)
-    for _ in range(600):
-        if served.engine.num_requests == 0 and not served.server._in_flight.count:
-            break
-        await asyncio.sleep(0.05)
+    await until(lambda: served.engine.num_requests == 0 and (not served.server._in_flight.count))
     assert served.engine.num_requests == 0
     writer.transport.abort()
 

@@ -19,6 +19,7 @@ from tests.engine.fakes import never_ends
 from tests.kserve.conftest import infer, jpeg, output
 from tests.service.conftest import LIMITS
 from tests.service.statuses import failure, read
+from tests.waiting import until
 
 ACCESS_LOG = "kestrel_grpc.access"
 SHORT = {"SKILL": "query", "QUESTION": "What?", "TEMPERATURE": 0.0, "MAX_TOKENS": 4}
@@ -40,12 +41,6 @@ async def all_of(call: Any) -> list[pb.ModelStreamInferResponse]:
 
 def is_final(response: pb.ModelStreamInferResponse) -> bool:
     return response.infer_response.parameters["triton_final_response"].bool_param
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("asks_for_empty", [False, True])

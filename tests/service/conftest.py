@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -19,12 +19,23 @@ from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.step import RuntimeLimits
 from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.settings.server import ServerConfig
-from tests.engine.fakes import fake_build
+from tests.engine.fakes import fake_build, never_ends
 from tests.service.certificates import authority, server_pair  # noqa: F401  # Fixtures of all rooms.
+from tests.service.statuses import Failure, failure
+from tests.waiting import outlived
 
 LIMITS = RuntimeLimits(
     num_pages=200, page_size=2, max_batch_size=3, max_seq_length=300, vocab_size=400
 )
+
+ENDLESS = replace(LIMITS, num_pages=40_000, max_seq_length=20_000)
+NO_END = 18_000
+"""So many tokens of ``endless`` take minutes, which is longer than any test waits."""
+
+
+def endless(limits: RuntimeLimits = ENDLESS, **options: Any) -> FakeRuntime:
+    """Writes one letter after another, each in 5 ms, until its caller or the server ends the request."""
+    return FakeRuntime(limits, never_ends, cost=lambda plan: 0.005, **options)
 
 
 @dataclass
@@ -48,6 +59,16 @@ class Served:
         engine = self.server.served.loaded
         assert engine is not None
         return engine
+
+    async def overdue(self, ask: Callable[[float], Any]) -> Failure:
+        """How the call ``ask(timeout)`` fails whose deadline passes after a step has run meanwhile."""
+
+        async def asked(timeout_s: float) -> tuple[Failure, bool]:
+            steps = len(self.runtime.plans)
+            return await failure(ask(timeout_s)), len(self.runtime.plans) > steps
+
+        told, _ = await outlived(asked, lambda ended: ended[1])
+        return told
 
 
 Serve = Callable[..., Awaitable[Served]]

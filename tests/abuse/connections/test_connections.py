@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import grpc
@@ -25,6 +25,7 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from tests.abuse.connections.hand_made_calls import head
 from tests.abuse.process import ServerProcess
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="the guard needs /proc, the test 127.0.0.2"
@@ -93,13 +94,6 @@ class Polite:
         return f"{grown:.0f} MiB more; {len(self.seconds)} polite calls, {self.failed} failed, p99 {self.p99:.2f} s"
 
 
-def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.1)
-
-
 def connect(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     return socket.create_connection((host, int(port)), 5, (STRANGER, 0))
@@ -125,7 +119,7 @@ def test_a_thousand_silent_connections_of_one_address_leave_another_served(
         with contextlib.suppress(OSError):
             silent.append(connect(server.address))
             silent[-1].sendall(PREFACE + frame(4, 0, 0))
-    until(lambda: sum(map(is_open, silent)) <= 500)
+    wait_until(lambda: sum(map(is_open, silent)) <= 500)
     with Polite(server) as polite:
         time.sleep(2)
     print(polite)
@@ -134,7 +128,7 @@ def test_a_thousand_silent_connections_of_one_address_leave_another_served(
         each.close()
     assert held == 500, "half of --max-connections"
     assert not polite.failed and len(polite.seconds) > 10, str(polite)
-    until(lambda: "(address_limit " in server.log.read_text())
+    wait_until(lambda: "(address_limit " in server.log.read_text())
     text = server.log.read_text()
     assert text.count("(address_limit ") == 1 and f"of them from {STRANGER};" in text, "one line"
 
@@ -192,9 +186,9 @@ def test_headers_of_a_client_that_acknowledges_no_settings_are_not_kept(
                 block = head(WATCH) + b"\xbe" * 4000
                 connection.sendall(frame(HEADERS, END_HEADERS, stream, block))
                 connection.sendall(frame(0, 0, stream, bytes(5)))
-            until(lambda: not is_open(connection))
+            wait_until(lambda: not is_open(connection))
     print(polite)
     assert not polite.failed, str(polite)
     process = psutil.Process(server.popen.pid)
-    until(lambda: process.memory_info().rss - polite.rest < 64 * MIB)
-    until(lambda: "large_headers 1" in server.log.read_text())
+    wait_until(lambda: process.memory_info().rss - polite.rest < 64 * MIB)
+    wait_until(lambda: "large_headers 1" in server.log.read_text())

@@ -25,6 +25,7 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_engine import ImageLimits, RuntimeConfig
 from tests.abuse.process import ServerProcess
+from tests.waiting import wait_until
 
 LIMITS, CONFIG = ImageLimits(), RuntimeConfig()
 PROCESSES, EXPENSIVE_PROCESSES = 2, 1
@@ -224,10 +225,7 @@ def test_a_killed_server_leaves_no_decoder_behind(server):
         asking = threading.Thread(target=ask, args=(stub, data))
         asking.start()
         process = psutil.Process(server.popen.pid)
-        until = time.monotonic() + 20
-        while len(process.children(recursive=True)) < 3:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until(lambda: len(process.children(recursive=True)) >= 3)
         family = process.children(recursive=True)
         server.popen.kill()
         server.popen.wait()

@@ -26,6 +26,7 @@ from tests.abuse.fake_server import FAIL
 from tests.abuse.process import ROOT, ServerProcess
 from tests.forking.process import run_forked
 from tests.service.statuses import failure
+from tests.waiting import until, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="SO_REUSEPORT spreads on Linux")
 
@@ -53,8 +54,7 @@ class Workers(ServerProcess):
             listen=listen,
             **variables,
         )
-        while len(self.pids()) < 2:  # Lines of the log come a little later.
-            time.sleep(0.01)
+        wait_until(lambda: len(self.pids()) >= 2)
 
     def events(self, event: str) -> list[dict]:
         whole, _, _ = self.log.read_text().rpartition("\n")
@@ -62,10 +62,7 @@ class Workers(ServerProcess):
         return [record for record in records if record.get("event") == event]
 
     async def until(self, what: Callable[[], bool]) -> None:
-        until = time.monotonic() + DEADLINE_S
-        while not what():
-            assert time.monotonic() < until, self.log.read_text()[-4000:]
-            await asyncio.sleep(0.05)
+        await until(what, lambda: self.log.read_text()[-4000:])
 
     def pids(self) -> dict[int, int]:
         """Of the latest worker of each index."""

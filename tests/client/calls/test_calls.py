@@ -36,6 +36,7 @@ from kestrel_client import (
 )
 from kestrel_client.connection import Connection, is_local
 from kestrel_client.errors import from_status
+from tests.waiting import until
 
 IMAGE = b"picture"
 VIOLATIONS = (
@@ -235,8 +236,7 @@ async def test_cancelling_the_task_cancels_the_call(
         await async_client.stream_query(None, words).result()
 
     task = asyncio.create_task(work())
-    while not peer.vision.attempts:
-        await asyncio.sleep(0.01)
+    await until(lambda: peer.vision.attempts)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -250,8 +250,7 @@ async def test_another_task_may_close_a_stream(async_client: AsyncKestrelClient,
         return len([event async for event in stream])
 
     reader = asyncio.create_task(read())
-    while stream.request_id is None:
-        await asyncio.sleep(0.01)
+    await until(lambda: stream.request_id is not None)
     await stream.aclose()
     assert await asyncio.wait_for(reader, 5) >= 0
     assert await asyncio.to_thread(peer.vision.cancelled.wait, 5)

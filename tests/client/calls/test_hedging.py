@@ -21,6 +21,7 @@ from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import (
     add_VisionServiceServicer_to_server,
 )
 from kestrel_client.calls.hedging import SHARE
+from tests.waiting import until
 
 Code = grpc.StatusCode
 
@@ -82,8 +83,7 @@ async def test_the_first_answer_counts_and_the_other_call_is_cancelled(late, ask
     assert (await ask()).answer == "a+"
     assert time.monotonic() - began < 10
     assert late.begun == ["a", "a+"]
-    while late.cancelled != ["a"]:
-        await asyncio.sleep(0.01)
+    await until(lambda: late.cancelled == ["a"])
 
 
 async def test_an_early_answer_is_not_asked_for_twice(late, ask):
@@ -126,10 +126,8 @@ async def test_a_cancelled_caller_cancels_both(late):
     async with AsyncKestrelClient(late.address, hedge_after=0.05, timeout=20) as client:
         late.fails["c+"] = late.fails["c"] = Code.INTERNAL
         task = asyncio.create_task(client.query(None, "?", session="a"))
-        while len(late.begun) < 1:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(late.begun) >= 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        while "a" not in late.cancelled:
-            await asyncio.sleep(0.01)
+        await until(lambda: "a" in late.cancelled)

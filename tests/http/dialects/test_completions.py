@@ -10,6 +10,7 @@ from tests.engine.fakes import never_ends
 from tests.engine.options.test_stop_strings import says
 from tests.http.dialects.test_openai import chunks
 from tests.service.conftest import LIMITS
+from tests.waiting import until
 
 ASKED: dict[str, Any] = {"model": "moondream2", "temperature": 0, "max_tokens": 12}
 
@@ -147,9 +148,5 @@ async def test_a_client_that_disconnects_cancels_all_prompts(http):
     asked = {**ASKED, "max_tokens": 200, "prompt": ["Why?"] * 8}
     sending = asyncio.create_task(client.post("/v1/completions", json=asked))
     for wanted in (8, 0):
-        for _ in range(200):
-            if served.engine.num_requests == wanted:
-                break
-            await asyncio.sleep(0.02)
-        assert served.engine.num_requests == wanted
+        await until(lambda wanted=wanted: served.engine.num_requests == wanted)
         sending.cancel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import dataclasses
 import json
@@ -18,6 +17,7 @@ from tests.engine.fakes import never_ends
 from tests.http.conftest import data_url, question_with_stop
 from tests.service.conftest import LIMITS
 from tests.service.services.test_skills import segment_script
+from tests.waiting import until
 
 SETTINGS = {"temperature": 0, "max_tokens": 12}
 
@@ -262,11 +262,7 @@ async def test_a_client_that_disconnects_cancels_its_request(http):
         async for _ in response.aiter_lines():
             break
         assert served.engine.num_requests == 1
-    for _ in range(200):
-        if served.engine.num_requests == 0:
-            break
-        await asyncio.sleep(0.05)
-    assert served.engine.num_requests == 0
+    await until(lambda: served.engine.num_requests == 0)
 
 
 async def test_too_large_a_body_is_refused_before_it_is_read(http):

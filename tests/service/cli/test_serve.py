@@ -10,6 +10,7 @@ import pytest
 from tests.forking.process import ForkedProcess
 from tests.service.cli.serve_process import Process
 from tests.service.command_line import PROGRAM, ROOT, environment, here, kestrel
+from tests.waiting import wait_until
 
 WITHOUT_STREAMS = """
 import os, sys
@@ -121,8 +122,7 @@ def test_a_second_signal_ends_the_server_at_once(golden_folder, tmp_path):
     try:
         assert client.stdout.read(1), client.stderr.read()
         process.signal(signal.SIGTERM)
-        while "SIGTERM" not in process.log.read_text():
-            time.sleep(0.01)
+        wait_until(lambda: "SIGTERM" in process.log.read_text())
         process.signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 128 + signal.SIGTERM
         assert client.wait(timeout=60) == 1

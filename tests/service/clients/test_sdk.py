@@ -19,6 +19,7 @@ from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.settings.server import ServerConfig
 from tests.golden.checkpoint import DATA
 from tests.service.conftest import LIMITS
+from tests.waiting import until
 
 
 def arguments(case, images):
@@ -145,8 +146,4 @@ async def test_leaving_a_stream_early_frees_the_engine(serve):
             next(iter(stream))
 
     await asyncio.to_thread(leave_early)
-    for _ in range(200):
-        if served.engine.num_requests == 0:
-            break
-        await asyncio.sleep(0.01)
-    assert served.engine.num_requests == 0
+    await until(lambda: served.engine.num_requests == 0)

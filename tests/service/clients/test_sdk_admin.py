@@ -29,6 +29,7 @@ from tests.service.certificates import make_authority
 from tests.service.conftest import raw_image
 from tests.service.security.test_admin import CONFIG, KEY, METADATA, query, slow
 from tests.service.statuses import failure
+from tests.waiting import until
 
 
 class InThreads:
@@ -84,8 +85,7 @@ async def test_statistics_cancel_and_drain(serve, kind):
             )
             for name in ("one", "two")
         ]
-        while served.engine.stats.running < 2:
-            await asyncio.sleep(0.005)
+        await until(lambda: served.engine.stats.running >= 2)
         found = await admin.statistics()
         assert (found.running_requests, found.calls) == (2, 3)
         assert found.pages > 0 and found.to_dict()["uptime_seconds"] > 0

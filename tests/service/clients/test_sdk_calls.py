@@ -36,6 +36,7 @@ from kestrel_client import (
 from kestrel_client.calls.prepared import Prepared
 from kestrel_client.images import stored
 from tests.service.conftest import LIMITS
+from tests.waiting import until
 
 GREEDY = {"temperature": 0.0, "max_tokens": 4}
 
@@ -337,10 +338,6 @@ async def test_leaving_a_stream_of_tasks_frees_the_engine(serve, picture):
         tasks = [QueryTask(f"{n}?", max_tokens=150) for n in range(5)]
         async with client.stream_analyze(picture, tasks) as stream:
             await anext(stream)
-        for _ in range(200):
-            if served.engine.num_requests == 0:
-                break
-            await asyncio.sleep(0.005)
-        assert served.engine.num_requests == 0
+        await until(lambda: served.engine.num_requests == 0)
         with pytest.raises(RpcError):
             await stream.result()

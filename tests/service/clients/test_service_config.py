@@ -14,6 +14,7 @@ from kestrel_client.connection import SERVICE_CONFIG
 from kestrel_grpc.service_names import IMAGE_SERVICE, MODEL_SERVICE, VISION_SERVICE
 from kestrel_grpc.settings.security import CallLimits, SecurityConfig
 from tests.service.statuses import failure
+from tests.waiting import until
 
 TEXT = (Path(__file__).parents[3] / "clients/service_config.json").read_text()
 QUERY = pb.QueryRequest(question="?")
@@ -53,8 +54,7 @@ def test_it_is_the_sdks():
 async def test_a_call_is_repeated_until_the_server_is_ready(plain):
     served, stub, codes = await plain(load=False)
     call = asyncio.ensure_future(stub.Query(QUERY))
-    while not codes():
-        await asyncio.sleep(0.002)
+    await until(lambda: codes())
     await served.server.load()
     assert (await call).model == "fake"
     *before, last = codes()
@@ -64,9 +64,7 @@ async def test_a_call_is_repeated_until_the_server_is_ready(plain):
 async def test_four_times_at_most(plain):
     _, stub, codes = await plain(load=False)
     assert (await failure(stub.Query(QUERY))).reason == "MODEL_NOT_READY"
-    async with asyncio.timeout(10):  # A call is logged after its caller has its status.
-        while len(codes()) < 4:
-            await asyncio.sleep(0.01)
+    await until(lambda: len(codes()) >= 4)
     assert codes() == ["UNAVAILABLE"] * 4
 
 
@@ -85,7 +83,5 @@ async def test_what_would_fail_again_is_not_repeated(plain):
     told = await failure(stub.Query(pb.QueryRequest(question="?" * 1100)))
     assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE")
     await failure(stub.Query(pb.QueryRequest()))
-    async with asyncio.timeout(10):  # A call is logged after its caller has its status.
-        while len(codes()) < 2:
-            await asyncio.sleep(0.01)
+    await until(lambda: len(codes()) >= 2)
     assert codes() == ["RESOURCE_EXHAUSTED", "INVALID_ARGUMENT"]

@@ -9,33 +9,25 @@ import pytest
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
-from tests.service.conftest import LIMITS, raw_image
+from tests.service.conftest import LIMITS, NO_END, endless, raw_image
 from tests.service.statuses import failure
+from tests.waiting import until
 
 LONG = pb.QueryRequest(
-    image=raw_image(), question="what?", sampling=common_pb2.Sampling(max_tokens=200)
+    image=raw_image(), question="what?", sampling=common_pb2.Sampling(max_tokens=NO_END)
 )
-
-
-def slow(**kwargs):
-    """Never says the end, a letter every 5 ms."""
-    return FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.005, **kwargs)
 
 
 async def all_freed(served):
     """The engine forgets the requests, and then takes as much as ever: no page is lost."""
-    for _ in range(400):
-        if served.engine.num_requests == 0:
-            break
-        await asyncio.sleep(0.005)
-    assert served.engine.num_requests == 0
+    await until(lambda: served.engine.num_requests == 0)
     short = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=2))
     full = await asyncio.gather(*(served.vision.Query(short) for _ in range(6)))
     assert all(response.usage.output_tokens == 2 for response in full)
 
 
 async def test_cancelling_a_stream_frees_the_engine(serve, caplog):
-    served = await serve(slow())
+    served = await serve(endless())
     call = served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG))
     for _ in range(3):
         await call.read()
@@ -46,10 +38,9 @@ async def test_cancelling_a_stream_frees_the_engine(serve, caplog):
 
 
 async def test_cancelling_a_unary_call_frees_the_engine(serve):
-    served = await serve(slow())
+    served = await serve(endless())
     call = served.vision.Query(LONG)
-    while served.engine.num_requests == 0:
-        await asyncio.sleep(0.005)
+    await until(lambda: served.engine.num_requests != 0)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
@@ -58,46 +49,38 @@ async def test_cancelling_a_unary_call_frees_the_engine(serve):
 
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_a_deadline_frees_the_engine(serve, streaming):
-    served = await serve(slow())
-    if streaming:
-        call = served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG), timeout=0.15)
-    else:
-        call = served.vision.Query(LONG, timeout=0.15)
-    told = await failure(call)
+    served = await serve(endless())
+
+    def ask(timeout):
+        if streaming:
+            return served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG), timeout=timeout)
+        return served.vision.Query(LONG, timeout=timeout)
+
+    told = await served.overdue(ask)
     assert told.code is grpc.StatusCode.DEADLINE_EXCEEDED
     await all_freed(served)
 
 
 async def test_a_request_that_waits_in_the_queue_is_dropped_at_its_deadline(serve):
-    served = await serve(slow())
+    served = await serve(endless())
     running = [
         asyncio.ensure_future(served.vision.Query(LONG)) for _ in range(LIMITS.max_batch_size)
     ]
-    while served.engine.stats.running < len(
-        running
-    ):  # Not one still prepares or waits for a prefix.
-        await asyncio.sleep(0.005)
+    await until(lambda: served.engine.stats.running >= len(running))
     told = await failure(served.vision.Query(LONG, timeout=0.1))
     assert told.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    for _ in range(100):
-        if served.engine.num_requests == len(running):
-            break
-        await asyncio.sleep(0.005)
-    assert served.engine.num_requests == len(running)
+    await until(lambda: served.engine.num_requests == len(running))
     for call in running:
         call.cancel()
     await all_freed(served)
 
 
 async def test_urgent_requests_are_taken_up_first(serve):
-    served = await serve(slow())
+    served = await serve(endless())
     running = [
         asyncio.ensure_future(served.vision.Query(LONG)) for _ in range(LIMITS.max_batch_size)
     ]
-    while served.engine.stats.running < len(
-        running
-    ):  # Not one still prepares or waits for a prefix.
-        await asyncio.sleep(0.005)
+    await until(lambda: served.engine.stats.running >= len(running))
     order = []
 
     async def ask(name, priority):
@@ -113,8 +96,7 @@ async def test_urgent_requests_are_taken_up_first(serve):
         ("high", common_pb2.PRIORITY_HIGH),
     ):
         waiting.append(asyncio.ensure_future(ask(name, priority)))
-        while served.engine.num_requests < len(running) + len(waiting):
-            await asyncio.sleep(0.005)
+        await until(lambda: served.engine.stats.waiting == len(waiting))
     running[0].cancel()
     await asyncio.gather(*waiting)
     assert order == ["high", "normal", "low"]
@@ -124,14 +106,11 @@ async def test_urgent_requests_are_taken_up_first(serve):
 
 
 async def test_a_request_that_waits_too_long_is_refused_with_a_hint(serve):
-    served = await serve(slow(), max_queue_wait_s=0.4)
+    served = await serve(endless(), max_queue_wait_s=0.4)
     running = [
         asyncio.ensure_future(served.vision.Query(LONG)) for _ in range(LIMITS.max_batch_size)
     ]
-    while served.engine.stats.running < len(
-        running
-    ):  # Not one still prepares or waits for a prefix.
-        await asyncio.sleep(0.005)
+    await until(lambda: served.engine.stats.running >= len(running))
     told = await failure(served.vision.Query(LONG))
     assert told.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert told.reason == "QUEUE_TIMEOUT"
@@ -142,7 +121,7 @@ async def test_a_request_that_waits_too_long_is_refused_with_a_hint(serve):
 
 
 async def test_a_client_that_vanishes_frees_the_engine(serve):
-    served = await serve(slow())
+    served = await serve(endless())
     async with grpc.aio.insecure_channel(
         served.server.addresses[0], options=[("grpc.use_local_subchannel_pool", 1)]
     ) as channel:
@@ -156,14 +135,13 @@ async def test_a_client_that_vanishes_frees_the_engine(serve):
 
 async def test_a_slow_reader_gets_everything_and_holds_nobody_up(serve):
     served = await serve(FakeRuntime(LIMITS, lambda fed: 197))
-    call = aiter(served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG)))
+    request = pb.QueryRequest()
+    request.CopyFrom(LONG)
+    request.sampling.max_tokens = 200
+    call = aiter(served.vision.StreamQuery(pb.StreamQueryRequest(request=request)))
     first = await anext(call)
     assert first.WhichOneof("event") == "started"
-    for _ in range(200):
-        if served.engine.num_requests == 0:
-            break
-        await asyncio.sleep(0.01)
-    assert served.engine.num_requests == 0, "the engine did not wait for the reader"
+    await until(lambda: served.engine.num_requests == 0)  # The engine does not wait for the reader.
     events = [event async for event in call]
     assert events[-1].final.answer == "".join(e.text_delta.text for e in events[:-1]) == "a" * 200
 
@@ -193,20 +171,30 @@ async def test_the_request_id_is_echoed_field_before_metadata_before_our_own(ser
 
 async def test_the_access_log_has_a_line_for_every_call(serve, caplog):
     caplog.set_level(logging.INFO, "kestrel_grpc.access")
-    served = await serve(slow(), server_config={"access_log": "text"})
+    served = await serve(endless(), server_config={"access_log": "text"})
     request = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=2))
     request.options.request_id = "good"
+    lines = []
+
+    async def logged():
+        """Of the call that ended last. It is logged after its caller has its status."""
+        await until(lambda: not served.server._in_flight.count)
+        lines.append(dict(part.split("=", 1) for part in access_log()[-1].split()))
+
+    def access_log():
+        return [r.getMessage() for r in caplog.records if r.name == "kestrel_grpc.access"]
+
     await served.vision.Query(request)
+    await logged()
     await failure(served.vision.Query(pb.QueryRequest(question="")))
-    await failure(served.vision.Query(LONG, timeout=0.05))
+    await logged()
+    await served.overdue(lambda timeout: served.vision.Query(LONG, timeout=timeout))
+    await logged()
     call = served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG))
     await call.read()
     call.cancel()
-    await all_freed(served)
-    lines = [r.getMessage() for r in caplog.records if r.name == "kestrel_grpc.access"][:4]
-    good, invalid, late, gone = (
-        dict(part.split("=", 1) for part in line.split()) for line in lines
-    )
+    await logged()
+    good, invalid, late, gone = lines
     assert good["method"] == "kestrel.v1.VisionService/Query"
     assert (good["code"], good["request_id"]) == ("OK", "good")
     assert good["output_tokens"] == "2"

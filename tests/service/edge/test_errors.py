@@ -19,6 +19,7 @@ from kestrel_grpc.security.admission.admission import RateExceeded, TooManyCalls
 from kestrel_grpc.security.admission.message_room import MessagesFull
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure
+from tests.waiting import until
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -284,8 +285,7 @@ async def test_a_full_queue_says_when_to_come_back(serve):
         for _ in range(1 + LIMITS.max_batch_size)
     ]
     try:
-        while served.engine.num_requests < len(held):
-            await asyncio.sleep(0.01)
+        await until(lambda: served.engine.num_requests >= len(held))
         told = await failure(served.vision.Query(query()))
     finally:
         release.set()

@@ -17,6 +17,7 @@ from kestrel_grpc.edge import interceptors
 from kestrel_grpc.images.store import RECORD_BYTES
 from tests.service.conftest import raw_image
 from tests.service.statuses import failure
+from tests.waiting import until
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 SHORT = common_pb2.Sampling(max_tokens=2, temperature=0)
@@ -311,9 +312,6 @@ async def test_an_upload_that_is_given_up_is_no_bad_upload(serve, monkeypatch, h
         await call.write(message)
     if how == "cancel":
         call.cancel()
-    for _ in range(400):
-        if codes:
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: codes)
     ends = {"deadline": grpc.StatusCode.DEADLINE_EXCEEDED, "cancel": grpc.StatusCode.CANCELLED}
     assert codes == [ends[how]]

@@ -13,6 +13,7 @@ import pytest
 
 from kestrel_grpc.logs import writer as log_writer
 from kestrel_grpc.logs.writer import LogWriter
+from tests.waiting import wait_until
 
 MIB = 1024 * 1024
 
@@ -39,13 +40,6 @@ def writer_of(logger, fd, most_bytes=MIB):
     writer.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     logger.addHandler(writer)
     return writer
-
-
-def until(condition, within_s=60.0):
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < within_s
-        time.sleep(0.005)
 
 
 def read_all(fd):
@@ -95,7 +89,7 @@ def test_a_pipe_that_nobody_reads_holds_nobody_up_and_what_is_lost_is_told(logge
     lines = []
     reader = threading.Thread(target=lambda: lines.extend(read_all(pipe[0])))
     reader.start()
-    until(lambda: writer._idle.is_set())
+    wait_until(lambda: writer._idle.is_set())
     logger.info("afterwards")
     writer.close()
     os.close(pipe[1])
@@ -123,9 +117,9 @@ def test_a_full_disk_is_told_of_once_there_is_room(logger, tmp_path):
         writer = writer_of(logger, fd)
         for _ in range(3):
             logger.info("not told")
-        until(lambda: writer.lost == 3)
+        wait_until(lambda: writer.lost == 3)
         logger.info("not told")
-        until(lambda: writer.lost == 4)
+        wait_until(lambda: writer.lost == 4)
         os.dup2(file.fileno(), fd)
         logger.info("told")
         writer.close()
@@ -144,7 +138,7 @@ def test_half_a_line_stays_one_and_counts_as_lost(logger, pipe, tmp_path):
     time.sleep(0.1)  # The pipe takes the first bytes of it.
     os.close(pipe[0])
     pipe[0] = None
-    until(lambda: writer.lost == 1)
+    wait_until(lambda: writer.lost == 1)
     path = tmp_path / "log"
     with path.open("wb") as file:
         os.write(file.fileno(), b"y")

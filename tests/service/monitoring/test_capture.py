@@ -25,6 +25,7 @@ from tests.kserve.conftest import infer
 from tests.service.conftest import raw_image
 from tests.service.security.test_admin import CONFIG, METADATA, Admin, query, slow
 from tests.service.statuses import failure
+from tests.waiting import until
 
 SECRET = "a-salt-of-the-caller"
 
@@ -34,9 +35,7 @@ def config(tmp_path, **bounds):
 
 
 async def fail(served, request=None):
-    async with asyncio.timeout(10):  # A step that is still out would take the error.
-        while any(served.runtime._launched.values()):
-            await asyncio.sleep(0.001)
+    await until(lambda: not any(served.runtime._launched.values()))
     served.runtime.fail_next = RuntimeError("x")
     request = request or query(raw_image(), request_id="the-id", cache_salt=SECRET)
     call = served.vision.Query
@@ -144,13 +143,11 @@ async def test_a_image_by_id_is_there_though_it_was_deleted_meanwhile(serve, tmp
     by_id = common_pb2.Image(image_id=kept.image_id)
     image_id = image_pb2.DeleteImageRequest(image_id=kept.image_id)
     call = served.vision.Query(query(by_id, max_tokens=200), metadata=METADATA, timeout=0.9)
-    while not served.server.guard.admission.calls:
-        await asyncio.sleep(0.01)
+    await until(lambda: served.server.guard.admission.calls)
     await asyncio.sleep(0.1)
     assert (await served.images.DeleteImage(image_id, metadata=METADATA)).existed
     assert (await failure(call)).code is grpc.StatusCode.DEADLINE_EXCEEDED
-    while served.server.guard.admission.calls:
-        await asyncio.sleep(0.01)
+    await until(lambda: not served.server.guard.admission.calls)
     await files(admin)
     [told] = read(tmp_path)
     assert told["request"]["image"]["raw"]["width"] == 60 and told["picture_left_out"] is None
@@ -267,8 +264,7 @@ async def test_an_upload_that_stalls_is_captured_with_what_came(serve, tmp_path)
 
     call = served.images.UploadImage(stalls(), metadata=METADATA, timeout=0.5)
     assert (await failure(call)).code is grpc.StatusCode.DEADLINE_EXCEEDED
-    while served.server.guard.admission.calls:
-        await asyncio.sleep(0.01)
+    await until(lambda: not served.server.guard.admission.calls)
     await files(admin)
     [told] = read(tmp_path)
     assert len(base64.b64decode(told["request"][1]["chunk"])) == 2000
@@ -280,8 +276,7 @@ async def test_deadlines_count(serve, tmp_path):
     await admin.StartCapture()
     told = await failure(served.vision.Query(query(max_tokens=250), metadata=METADATA, timeout=0.2))
     assert told.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    while served.server.guard.admission.calls:
-        await asyncio.sleep(0.01)
+    await until(lambda: not served.server.guard.admission.calls)
     await files(admin)
     assert [captured["code"] for captured in read(tmp_path)] == ["DEADLINE_EXCEEDED"]
 

@@ -30,6 +30,7 @@ from kestrel_grpc.services import load_reports
 from kestrel_grpc.settings.security import SecurityConfig
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure
+from tests.waiting import until
 
 TRAILER = "endpoint-load-metrics-bin"
 BUF = Path(sys.executable).parent / "buf"
@@ -272,9 +273,7 @@ async def test_grpcs_own_balancer_reads_the_stream(serve):
     address = served.server.addresses[0]
     async with grpc.aio.insecure_channel(address, options=options) as channel:
         await VisionServiceStub(channel).Query(query())
-        async with asyncio.timeout(20):
-            while served.server.guard.visits.streams != 1:
-                await asyncio.sleep(0.01)
+        await until(lambda: served.server.guard.visits.streams == 1)
 
 
 def test_rates_are_of_the_last_seconds(still_clock):

@@ -19,6 +19,7 @@ from kestrel_grpc.process.file_watch import FileWatch
 from kestrel_grpc.settings.telemetry import TelemetryConfig
 from kestrel_grpc.telemetry.open_files import file_limit, open_files
 from tests.forking.process import ForkedProcess
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="connections are counted from /proc")
@@ -128,10 +129,7 @@ def test_a_server_that_runs_out_of_files_says_so_before_and_serves_again_after(t
 
     def until_logged(text):
         """The log has a thread of its own."""
-        end = time.monotonic() + 15
-        while text not in log.read_text():
-            assert time.monotonic() < end, log.read_text()
-            time.sleep(0.02)
+        wait_until(lambda: text in log.read_text(), log.read_text)
 
     try:
         line = server.stdout.readline()
@@ -146,10 +144,7 @@ def test_a_server_that_runs_out_of_files_says_so_before_and_serves_again_after(t
                 return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 
             def until(wanted):
-                end = time.monotonic() + 15
-                while status() != wanted:
-                    assert time.monotonic() < end, log.read_text()
-                    time.sleep(0.1)
+                wait_until(lambda: status() == wanted, log.read_text)
 
             until("SERVING")
             opened = len(os.listdir(f"/proc/{server.pid}/fd"))

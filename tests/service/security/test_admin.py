@@ -16,6 +16,7 @@ from kestrel_grpc.security.identity.tokens import line_of, new_token
 from kestrel_grpc.settings.security import SecurityConfig
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure
+from tests.waiting import until
 
 KEY = "the-key-of-an-administrator"
 METADATA = (("authorization", f"Bearer {KEY}"),)
@@ -116,8 +117,7 @@ async def test_drain_lets_running_requests_end_and_takes_no_more(serve):
     served = await serve(slow(), server_config=CONFIG)
     admin = Admin(served)
     running = asyncio.ensure_future(served.vision.Query(query(max_tokens=60), metadata=METADATA))
-    while not served.engine.num_requests:
-        await asyncio.sleep(0.005)
+    await until(lambda: served.engine.num_requests)
     assert (await admin.Drain()).remaining_requests == 1
     told = await failure(served.vision.Query(query(), metadata=METADATA))
     assert (told.code, told.reason) == (grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
@@ -139,11 +139,9 @@ async def test_cancel_ends_requests_by_their_id_with_what_there_is(serve):
         )
         for name in ("one", "two", "two")
     ]
-    while served.engine.stats.running < 3:
-        await asyncio.sleep(0.005)
+    await until(lambda: served.engine.stats.running >= 3)
     steps = len(served.runtime.plans)
-    while len(served.runtime.plans) < steps + 5:  # Each has some tokens by now.
-        await asyncio.sleep(0.005)
+    await until(lambda: len(served.runtime.plans) >= steps + 5)
     assert (await admin.CancelRequest(request_id="two")).cancelled_requests == 2
     for call in calls[1:]:
         result = await call
@@ -185,8 +183,7 @@ async def test_a_flush_leaves_running_requests_alone(serve):
     served = await serve(slow(), server_config=CONFIG)
     request = query(raw_image(), max_tokens=60)
     running = asyncio.ensure_future(served.vision.Query(request, metadata=METADATA))
-    while len(served.runtime.plans) < 10:
-        await asyncio.sleep(0.005)
+    await until(lambda: len(served.runtime.plans) >= 10)
     await Admin(served).FlushCaches()
     assert (await running).usage.output_tokens == 60
 
@@ -254,8 +251,7 @@ async def test_statistics_follow_what_happens(serve):
         )
         for _ in range(LIMITS.max_batch_size)
     ]
-    while len(served.runtime.plans) < 20:
-        await asyncio.sleep(0.005)
+    await until(lambda: len(served.runtime.plans) >= 20)
     during = await admin.GetStatistics()
     assert during.running_requests + during.waiting_requests == LIMITS.max_batch_size
     assert during.calls == LIMITS.max_batch_size + 1
@@ -264,8 +260,7 @@ async def test_statistics_follow_what_happens(serve):
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
-    while served.server.guard.admission.calls:
-        await asyncio.sleep(0.005)
+    await until(lambda: not served.server.guard.admission.calls)
     after = await admin.GetStatistics()
     assert (after.calls, after.held_bytes) == (1, 0)
     [query_calls] = after.methods
@@ -282,8 +277,7 @@ async def test_statistics_count_calls_by_their_end(serve):
     await failure(served.vision.Query(vision_service_pb2.QueryRequest(), metadata=METADATA))
     await failure(served.vision.Query(query(max_tokens=200), metadata=METADATA, timeout=0.1))
     await failure(served.vision.Query(query()))
-    while served.server.guard.admission.calls:
-        await asyncio.sleep(0.005)
+    await until(lambda: not served.server.guard.admission.calls)
     [told] = (await Admin(served).GetStatistics()).methods
     assert (told.ok_calls, told.failed_calls, told.cancelled_calls, told.refused_calls) == (
         2,

@@ -27,6 +27,7 @@ from tests.service.cli.test_stored_images import IMAGE
 from tests.service.cli.test_stored_images import kestrel as kestrel
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure
+from tests.waiting import until
 
 WIDE = np.full((200, 300, 3), 200, np.uint8)
 OTHER = np.full((200, 300, 3), 90, np.uint8)
@@ -148,8 +149,7 @@ async def test_a_full_queue_and_a_deadline(serve):
     assert {each.code() for each in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
     call = served.vision.Embed(pb.EmbedRequest(image=raw_image(90)), timeout=1e-3)
     assert (await failure(call)).code is grpc.StatusCode.DEADLINE_EXCEEDED
-    while served.engine.num_requests:
-        await asyncio.sleep(0.01)
+    await until(lambda: not served.engine.num_requests)
 
 
 async def test_a_failed_step_fails_the_call_and_the_next_one_works(serve):

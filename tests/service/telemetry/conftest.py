@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import subprocess
 import sys
@@ -77,16 +76,6 @@ class Collector:
 
     def metric_names(self) -> set[str]:
         return {metric.name for metrics in self.metrics() for metric in metrics}
-
-    async def until(self, done, seconds: float = 5.0) -> None:
-        """Waits until ``done()``."""
-        for _ in range(round(seconds / 0.02)):
-            if done():
-                return
-            await asyncio.sleep(0.02)
-        raise AssertionError(
-            f"not received in {seconds} s; spans: {[s.name for s in self.spans()]}"
-        )
 
 
 @pytest.fixture(autouse=True)

@@ -28,15 +28,16 @@ from kestrel_grpc.telemetry.dense import DenseHistogram
 from kestrel_grpc.telemetry.metrics import MOST_PRINCIPALS, ServiceMetrics
 from kestrel_grpc.telemetry.names import METRICS, PRINCIPAL_CALLS, SCOPE, Metric
 from kestrel_grpc.telemetry.readers import PushReader
-from tests.service.conftest import LIMITS, raw_image
+from tests.service.conftest import ENDLESS, NO_END, raw_image
 from tests.service.statuses import failure
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
 QUERY = pb.QueryRequest(
     image=raw_image(), question="what?", sampling=common_pb2.Sampling(max_tokens=4)
 )
 LONG = pb.QueryRequest(
-    image=raw_image(), question="what?", sampling=common_pb2.Sampling(max_tokens=200)
+    image=raw_image(), question="what?", sampling=common_pb2.Sampling(max_tokens=NO_END)
 )
 
 
@@ -77,7 +78,7 @@ async def scrape(served):
     url = f"http://{served.server.telemetry.metrics_address}/metrics"
 
     def read():
-        with urllib.request.urlopen(url, timeout=5) as response:
+        with urllib.request.urlopen(url, timeout=60) as response:
             return response.read().decode()
 
     return Scrape(await asyncio.to_thread(read))
@@ -86,7 +87,7 @@ async def scrape(served):
 @pytest.fixture
 def measured(serve):
     async def start(**options):
-        runtime = TimedRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.003)
+        runtime = TimedRuntime(ENDLESS, lambda fed: 197, cost=lambda plan: 0.003)
         telemetry = TelemetryConfig(prometheus="127.0.0.1:0")
         return await serve(runtime, server_config={"telemetry": telemetry}, **options)
 
@@ -121,9 +122,12 @@ async def all_kinds_of_calls(served):
     call.cancel()
     await failure(served.channel.unary_unary("/kestrel.v1.AdminService/Drain")(b""))
     await failure(served.channel.unary_unary("/kestrel.v1.AdminService/Nope")(b""))
-    while (found := await scrape(served)).value("kestrel_calls_active"):
-        await asyncio.sleep(0.01)
-    return found
+
+    async def at_rest():
+        found = await scrape(served)
+        return None if found.value("kestrel_calls_active") else found
+
+    return await until(at_rest)
 
 
 async def test_what_is_counted(measured):
@@ -173,7 +177,7 @@ async def test_what_is_counted(measured):
     assert found.value("kestrel_requests_running") == found.value("kestrel_requests_waiting") == 0
     assert found.value("kestrel_calls_active") == 0
     pages = {s.labels["kestrel_kv_state"]: s.value for s in found.samples["kestrel_kv_pages"]}
-    assert sum(pages.values()) == LIMITS.num_pages
+    assert sum(pages.values()) == ENDLESS.num_pages
     assert pages["private"] == 0 and pages["cached"] > 0
 
 
@@ -232,7 +236,7 @@ async def test_they_are_told_as_differences_where_that_is_wanted(collector, pref
         counter.add(times)
         dense.record(0.15, times)
         await asyncio.to_thread(reader.collect)
-    await collector.until(lambda: len(collector.exports) == 3)
+    await until(lambda: len(collector.exports) == 3)
     provider.shutdown()
     told = [dict(zip("cm", metrics, strict=True)) for metrics in collector.metrics()[:3]]
     counted = [each["c"].sum.data_points[0].as_int for each in told]
@@ -251,10 +255,9 @@ async def test_they_are_told_as_differences_where_that_is_wanted(collector, pref
 async def test_load_shows_while_it_lasts(measured):
     served = await measured()
     calls = [served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG)) for _ in range(5)]
-    while (served.engine.stats.running, served.engine.num_requests) != (3, 5):
-        await asyncio.sleep(0.01)
+    await until(lambda: (served.engine.stats.running, served.engine.num_requests) == (3, 5))
     found = await scrape(served)
-    assert found.value("kestrel_requests_running") == LIMITS.max_batch_size == 3
+    assert found.value("kestrel_requests_running") == ENDLESS.max_batch_size == 3
     assert found.value("kestrel_requests_waiting") == 2
     assert found.value("kestrel_calls_active") == 5
     assert found.value("kestrel_kv_pages", kestrel_kv_state="private") > 0

@@ -46,7 +46,7 @@ def get(url, token=None, context=None):
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     try:
         request = urllib.request.Request(url, headers=headers)
-        with urllib.request.urlopen(request, timeout=5, context=context) as response:
+        with urllib.request.urlopen(request, timeout=60, context=context) as response:
             return response.status, response.read().decode(), ""
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode(), error.headers.get("WWW-Authenticate", "")
@@ -76,7 +76,7 @@ def ask(url, method):
     """(status, body, Allow)"""
     request = urllib.request.Request(url, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=5) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             return response.status, response.read(), response.headers.get("Allow", "")
     except urllib.error.HTTPError as error:
         return error.code, error.read(), error.headers.get("Allow", "")

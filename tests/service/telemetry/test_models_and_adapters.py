@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,20 +27,21 @@ from kestrel_grpc.telemetry.names import (
     WAITING_LORA,
 )
 from kestrel_grpc.telemetry.readers import PullReader
-from tests.service.conftest import LIMITS, raw_image
+from tests.service.conftest import LIMITS, NO_END, endless, raw_image
 from tests.service.services.options.test_adapters import NAME, add_adapters, folder, query
 from tests.service.services.test_several_models import Two
 from tests.service.statuses import failure
 from tests.service.telemetry.test_metrics import scrape
 from tests.service.telemetry.test_traces import QUERY as TRACED
 from tests.service.telemetry.test_traces import SAMPLED, attributes, trace
+from tests.waiting import until
 
 __all__ = ["folder"]
 
 PROMETHEUS = TelemetryConfig(prometheus="127.0.0.1:0")
 MODEL = "gen_ai_request_model"
 LONG = pb.QueryRequest(
-    image=raw_image(), question="what?", sampling=common_pb2.Sampling(max_tokens=200)
+    image=raw_image(), question="what?", sampling=common_pb2.Sampling(max_tokens=NO_END)
 )
 
 
@@ -78,16 +78,14 @@ async def test_what_an_adapter_counts(serve, folder: Path) -> None:
 
 
 async def test_use_of_the_kv_cache_is_from_0_to_1(serve) -> None:
-    served = await serve(server_config={"telemetry": PROMETHEUS})
+    served = await serve(endless(), server_config={"telemetry": PROMETHEUS})
     calls = [served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG)) for _ in range(3)]
-    while served.engine.stats.running != LIMITS.max_batch_size:
-        await asyncio.sleep(0.01)
+    await until(lambda: served.engine.stats.running == LIMITS.max_batch_size)
     found = await scrape(served)
     assert 0 < found.value("kestrel_kv_usage") <= 1
     for call in calls:
         call.cancel()
-    while served.engine.num_requests or served.engine.stats.running:
-        await asyncio.sleep(0.01)
+    await until(lambda: not served.engine.num_requests and (not served.engine.stats.running))
     found = await scrape(served)
     # Cached pages that no request uses are not in use.
     assert found.value("kestrel_kv_usage") == 0

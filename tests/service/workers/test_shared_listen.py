@@ -19,6 +19,7 @@ from kestrel_grpc.settings.server import ServerConfig
 from kestrel_grpc.workers.port import HeldPorts
 from tests.engine.fakes import fake_build
 from tests.service.conftest import LIMITS
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="SO_REUSEPORT spreads on Linux")
 
@@ -69,11 +70,9 @@ async def test_it_is_at_the_shared_address_only_while_it_answers(shared):
         sampling = common_pb2.Sampling(max_tokens=40, temperature=0)
         asked = pb.QueryRequest(question="?", sampling=sampling)
         running = asyncio.create_task(_answer(stub, asked))
-        while not server.served.loaded.num_requests:
-            await asyncio.sleep(0.005)
+        await until(lambda: server.served.loaded.num_requests)
         await server.drain()
-        while listens(shared):
-            await asyncio.sleep(0.005)
+        await until(lambda: not listens(shared))
         assert await health(own) == "NOT_SERVING", "there it can still be asked"
         assert (await running).usage.output_tokens == 40
         with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):

@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import sys
-import time
 
 import pytest
 
@@ -19,6 +18,7 @@ from kestrel_grpc.workers import forks, restarts, supervisor
 from kestrel_grpc.workers.supervisor import WorkersError, supervise
 from tests.forking.process import create_forked_process
 from tests.service.workers import puppet
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="SO_REUSEPORT spreads on Linux")
 
@@ -61,11 +61,10 @@ def started(tmp_path, index):
     return [line.split() for line in file.read_text().splitlines()] if file.exists() else []
 
 
-async def until(what, task):
-    end = time.monotonic() + 20
-    while not what():
-        assert time.monotonic() < end and not task.done(), task
-        await asyncio.sleep(0.02)
+async def so_far(what, task):
+    """Waits until ``what()`` is true, while the supervisor runs."""
+    await until(lambda: what() or task.done(), lambda: task)
+    assert not task.done(), task
 
 
 def terminate():
@@ -81,7 +80,7 @@ async def test_it_says_when_all_are_ready_and_ends_with_them(puppets, tmp_path, 
         return said.endswith("\n")
 
     task = puppets("lives")
-    await until(ready, task)
+    await so_far(ready, task)
     assert said.startswith(
         "kestrel-grpc ready: puppet on cpu, cuda:1 (none), listening on 127.0.0.1:"
     )
@@ -99,10 +98,10 @@ async def test_one_that_ends_or_is_silent_is_started_anew(puppets, tmp_path, cap
     caplog.set_level(logging.INFO)
     # One that was drained is not counted: 0 restarts are allowed, and it comes back.
     task = puppets(how, restarts=0 if how == "ends_once" else 5)
-    await until(lambda: caplog.text.count("worker_ready") == 2, task)
+    await so_far(lambda: caplog.text.count("worker_ready") == 2, task)
     (tmp_path / "go").touch()
-    await until(lambda: len(started(tmp_path, 0)) == 2, task)
-    await until(lambda: caplog.text.count("worker_ready worker=0") == 2, task)
+    await so_far(lambda: len(started(tmp_path, 0)) == 2, task)
+    await so_far(lambda: caplog.text.count("worker_ready worker=0") == 2, task)
     assert len(started(tmp_path, 1)) == 1, "the other goes on"
     assert ("error=killed by SIGKILL" in caplog.text) == (how != "ends_once")
     assert ("has sent nothing for" in caplog.text) == (how == "silent_once")
@@ -115,14 +114,14 @@ async def test_a_template_that_is_killed_is_started_anew_and_its_workers_go_on(
 ):
     caplog.set_level(logging.INFO)
     task = puppets("dies_once")
-    await until(lambda: caplog.text.count("worker_ready") == 2, task)
+    await so_far(lambda: caplog.text.count("worker_ready") == 2, task)
     (template,) = templates(caplog)
     os.kill(template, signal.SIGKILL)
-    await until(lambda: len(templates(caplog)) == 2, task)
+    await so_far(lambda: len(templates(caplog)) == 2, task)
     assert "template_ended error=killed by SIGKILL" in caplog.text
     assert "worker_ended" not in caplog.text
     (tmp_path / "go").touch()
-    await until(lambda: caplog.text.count("worker_ready worker=0") == 2, task)
+    await so_far(lambda: caplog.text.count("worker_ready worker=0") == 2, task)
     assert "error=ended with an unknown status" in caplog.text
     assert len(started(tmp_path, 1)) == 1, "the other goes on"
     terminate()
@@ -145,7 +144,7 @@ async def test_a_stop_does_not_wait_for_a_template_that_imports(puppets, monkeyp
     caplog.set_level(logging.INFO)
     task = puppets("lives")
     monkeypatch.setattr(forks, "COMMAND", (sys.executable, "-c", "import time; time.sleep(300)"))
-    await until(lambda: templates(caplog), task)
+    await so_far(lambda: templates(caplog), task)
     terminate()
     assert await task == 0
     with pytest.raises(ProcessLookupError):
@@ -155,7 +154,7 @@ async def test_a_stop_does_not_wait_for_a_template_that_imports(puppets, monkeyp
 async def test_one_that_ends_too_often_ends_the_server(puppets, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     task = puppets("dies", restarts=2)
-    await until(lambda: caplog.text.count("worker_ready") == 2, task)
+    await so_far(lambda: caplog.text.count("worker_ready") == 2, task)
     (tmp_path / "go").touch()
     with pytest.raises(WorkersError, match=r"worker 0 ended 3 times .* killed by SIGKILL"):
         await task
@@ -183,7 +182,7 @@ async def test_one_that_cant_start_ends_the_start(puppets):
 async def test_workers_that_dont_end_in_order_cost_the_status(puppets, tmp_path, caplog, how):
     caplog.set_level(logging.INFO)
     task = puppets(how)
-    await until(lambda: caplog.text.count("worker_ready") == 2, task)
+    await so_far(lambda: caplog.text.count("worker_ready") == 2, task)
     terminate()
     assert await task == 1
     assert ("killed by SIGKILL" if how == "stays" else "exit status 3") in caplog.text

@@ -13,6 +13,7 @@ from kestrel_grpc.cli.bench.sending.mix import Mix
 from kestrel_grpc.cli.bench.sending.sender import UNFINISHED, Connections, Sender, Stage
 from kestrel_grpc.cli.bench.stages import Slo
 from kestrel_grpc.cli.parser import CommandError
+from tests.waiting import until
 
 RESULT = SimpleNamespace(
     usage=SimpleNamespace(input_tokens=10, output_tokens=3, cached_tokens=5),
@@ -186,8 +187,7 @@ async def test_an_image_that_cannot_be_read_ends_the_run_with_its_reason():
 async def test_an_interrupt_ends_a_stage_at_once():
     server = Server(lambda _: asyncio.Event().wait())
     running = asyncio.create_task(measure(server, "closed", 2, window=1e6, drain_s=1e6))
-    while server.calls < 2:
-        await asyncio.sleep(0.01)
+    await until(lambda: server.calls >= 2)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

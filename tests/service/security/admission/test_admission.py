@@ -23,6 +23,7 @@ from kestrel_grpc.settings.security import CallLimits, SecurityConfig
 from kestrel_grpc.settings.server import MIB
 from tests.service.conftest import LIMITS
 from tests.service.statuses import failure
+from tests.waiting import until
 
 
 def query(text="what?", max_tokens=2):
@@ -112,8 +113,7 @@ async def test_a_caller_that_is_refused_again_and_again_is_refused_later(serve, 
     served = await serve(slow(0.03), server_config=limited(calls=1))
     guard = served.server.guard
     running = asyncio.ensure_future(served.vision.Query(query(max_tokens=150)))
-    while not guard.admission.calls:
-        await asyncio.sleep(0.005)
+    await until(lambda: guard.admission.calls)
     began = time.monotonic()
 
     async def refused(**options):
@@ -122,21 +122,18 @@ async def test_a_caller_that_is_refused_again_and_again_is_refused_later(serve, 
         return time.monotonic() - began
 
     calls = [asyncio.ensure_future(refused()) for _ in range(12)]
-    while guard.refusals.num_delayed < 8:
-        await asyncio.sleep(0.005)
+    await until(lambda: guard.refusals.num_delayed >= 8)
     assert guard.admission.calls == 1, "they count no more"
     took = await asyncio.gather(*calls)
     assert max(took) >= 0.4
     assert guard.refusals.num_delayed == 0
     await asyncio.gather(*(refused(timeout=1) for _ in range(3)))  # Before the deadline.
     left = [asyncio.ensure_future(refused()) for _ in range(3)]
-    while not guard.refusals.num_delayed:
-        await asyncio.sleep(0.005)
+    await until(lambda: guard.refusals.num_delayed)
     for call in left:
         call.cancel()
     await asyncio.gather(*left, return_exceptions=True)
-    while guard.refusals.num_delayed:
-        await asyncio.sleep(0.005)
+    await until(lambda: not guard.refusals.num_delayed)
     running.cancel()
 
 
@@ -153,16 +150,14 @@ async def test_the_sdk_comes_back_when_told(serve):
 async def test_calls_in_progress_are_bounded(serve):
     served = await serve(slow(0.03), server_config=limited(calls=2))
     running = [asyncio.ensure_future(served.vision.Query(query(max_tokens=150))) for _ in range(2)]
-    while served.server.guard.admission.calls < 2:
-        await asyncio.sleep(0.005)
+    await until(lambda: served.server.guard.admission.calls >= 2)
     told = await failure(served.vision.Query(query()))
     assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_CALLS")
     assert told.retry_after_s == 1
     for call in running:
         call.cancel()
     await asyncio.gather(*running, return_exceptions=True)
-    while served.server.guard.admission.calls:
-        await asyncio.sleep(0.005)
+    await until(lambda: not served.server.guard.admission.calls)
     assert (await served.vision.Query(query())).usage.output_tokens == 2
 
 
@@ -173,8 +168,7 @@ async def test_messages_in_memory_are_bounded(serve, monkeypatch):
         slow(0.03), server_config={**limited(held_bytes=10_000), "max_message_bytes": 4000}
     )
     running = asyncio.ensure_future(served.vision.Query(large(200)))
-    while served.engine.num_requests < 1:
-        await asyncio.sleep(0.005)
+    await until(lambda: served.engine.num_requests >= 1)
     assert 3000 < served.server.guard.held_bytes < 3200
     began = time.monotonic()
     told = await failure(served.vision.Query(query("a" * 40)))
@@ -183,8 +177,7 @@ async def test_messages_in_memory_are_bounded(serve, monkeypatch):
     assert 0.25 < time.monotonic() - began < 20
     assert served.server.guard.refused == 1
     running.cancel()
-    while served.server.guard.held_bytes:
-        await asyncio.sleep(0.005)
+    await until(lambda: not served.server.guard.held_bytes)
     assert (await served.vision.Query(query())).usage.output_tokens == 2
 
 
@@ -289,8 +282,7 @@ async def test_no_call_takes_longer_than_the_server_lets_it(serve, timeout):
     stream = pb.StreamQueryRequest(request=query(max_tokens=200))
     told = await failure(served.vision.StreamQuery(stream, timeout=timeout))
     assert "0.3 s" in told.message
-    while served.engine.num_requests:
-        await asyncio.sleep(0.005)
+    await until(lambda: not served.engine.num_requests)
     assert (await served.vision.Query(query())).usage.output_tokens == 2
 
 
@@ -305,8 +297,7 @@ async def test_a_full_queue_refuses_before_a_message_is_decoded(serve, tmp_path)
         asyncio.ensure_future(served.vision.Query(query(max_tokens=200), metadata=caller))
         for _ in range(1 + LIMITS.max_batch_size)
     ]
-    while served.engine.num_requests < len(held):
-        await asyncio.sleep(0.005)
+    await until(lambda: served.engine.num_requests >= len(held))
     garbage = served.channel.unary_unary("/kestrel.v1.VisionService/Query")
     told = await failure(garbage(b"\xff" * 1000, metadata=caller))
     assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
@@ -315,7 +306,6 @@ async def test_a_full_queue_refuses_before_a_message_is_decoded(serve, tmp_path)
     for call in held:
         call.cancel()
     await asyncio.gather(*held, return_exceptions=True)
-    while served.engine.num_requests:
-        await asyncio.sleep(0.005)
+    await until(lambda: not served.engine.num_requests)
     told = await failure(garbage(b"\xff" * 1000, metadata=caller))
     assert told.code is grpc.StatusCode.INVALID_ARGUMENT

@@ -3,9 +3,7 @@ caller."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
 
 import grpc
 import pytest
@@ -18,6 +16,7 @@ from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of
 from kestrel_grpc.settings.security import SecurityConfig
 from tests.service.statuses import failure
+from tests.waiting import until
 
 KEY = "the-key-of-an-administrator"
 TOKEN = (("authorization", f"Bearer {KEY}"),)
@@ -29,10 +28,7 @@ CLOSED = {
 
 async def logged(caplog, *texts):
     """A call's line is written just after its status is sent."""
-    until = time.monotonic() + 5
-    while not all(text in caplog.text for text in texts):
-        assert time.monotonic() < until, (texts, caplog.text)
-        await asyncio.sleep(0.005)
+    await until(lambda: all(text in caplog.text for text in texts), lambda: caplog.text)
 
 
 def test_one_caller_holds_so_many_and_all_together_so_many_streams():
@@ -110,8 +106,7 @@ async def test_watched_streams_are_bounded(serve):
     answer = await health.Check(health_pb2.HealthCheckRequest())
     assert answer.status == health_pb2.HealthCheckResponse.SERVING, "probes go on"
     streams[0].cancel()
-    while served.server.guard.visits.streams == 3:
-        await asyncio.sleep(0.005)
+    await until(lambda: served.server.guard.visits.streams != 3)
     assert await anext(aiter(health.Watch(health_pb2.HealthCheckRequest())))
 
 

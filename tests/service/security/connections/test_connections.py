@@ -21,6 +21,7 @@ from kestrel_grpc.services.vision import VisionService
 from kestrel_grpc.settings.security import CallLimits, ConnectionLimits, SecurityConfig
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure
+from tests.waiting import until
 
 
 def query(max_tokens=2):
@@ -74,8 +75,7 @@ async def test_a_stream_beyond_age_and_grace_is_cut_and_its_request_freed(serve)
     stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(250)))
     told = await failure(stream)
     assert told.code is grpc.StatusCode.UNAVAILABLE
-    while served.engine.num_requests:
-        await asyncio.sleep(0.005)
+    await until(lambda: not served.engine.num_requests)
 
 
 class Wire:
@@ -124,10 +124,7 @@ async def test_a_client_that_vanished_is_noticed_and_its_request_freed(serve):
             events = [await anext(aiter(stream)) for _ in range(3)]
             assert len(events) == 3 and served.engine.num_requests == 1
             wire.cut()
-            began = time.monotonic()
-            while served.engine.num_requests:
-                assert time.monotonic() - began < 5
-                await asyncio.sleep(0.01)
+            await until(lambda: not served.engine.num_requests)
             assert len(served.runtime.plans) < 190, "before its end of itself, after 6 s"
 
 
@@ -186,12 +183,10 @@ async def test_a_reader_who_does_not_read_is_cut_off(serve, large_events):
     stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(250)))
     await anext(aiter(stream))
     began = time.monotonic()
-    while served.server.guard.admission.calls:
-        await asyncio.sleep(0.01)
+    await until(lambda: not served.server.guard.admission.calls)
     assert 0.3 < time.monotonic() - began < 20
     assert served.engine.num_requests == 0, "what it held is free"
-    while served.server._in_flight.count:
-        await asyncio.sleep(0.01)
+    await until(lambda: not served.server._in_flight.count)
     assert time.monotonic() - began < 30, "nothing waits for it any more"
     told = await failure(stream)
     assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER")
@@ -211,9 +206,7 @@ async def test_a_reader_of_several_tasks_who_does_not_read_is_cut_off(serve, mon
     request = pb.AnalyzeRequest(image=raw_image(), tasks=[task, task])
     stream = served.vision.StreamAnalyze(pb.StreamAnalyzeRequest(request=request))
     await anext(aiter(stream))
-    async with asyncio.timeout(60):
-        while served.server.guard.admission.calls:
-            await asyncio.sleep(0.01)
+    await until(lambda: not served.server.guard.admission.calls)
     assert served.engine.num_requests == 0
     async with asyncio.timeout(60):
         told = await failure(stream)
@@ -246,9 +239,13 @@ async def test_a_storm_of_cancellations_leaves_nothing_behind(serve):
     assert (await served.vision.Query(query())).usage.output_tokens == 2
     admission = served.server.guard.admission
     until = time.monotonic() + 10
-    while admission.calls or served.engine.num_requests or served.server._in_flight.count:
-        assert time.monotonic() < until
-        await asyncio.sleep(0.01)
+    await until(
+        lambda: (
+            not admission.calls
+            and (not served.engine.num_requests)
+            and (not served.server._in_flight.count)
+        )
+    )
     assert (served.server.guard.held_bytes, admission.refused) == (0, 0)
 
 
@@ -265,9 +262,5 @@ async def test_a_connection_that_goes_while_a_stream_is_written_is_no_fault_of_o
     monkeypatch.setattr(VisionService, "_stream", fails)
     told = await failure(served.vision.StreamQuery(pb.StreamQueryRequest(request=query())))
     assert told.code is grpc.StatusCode.CANCELLED
-    for _ in range(200):  # The line is written after the caller has its status.
-        if "code=CANCELLED" in caplog.text:
-            break
-        await asyncio.sleep(0.01)
-    assert "code=CANCELLED" in caplog.text
+    await until(lambda: "code=CANCELLED" in caplog.text)
     assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []

@@ -11,6 +11,7 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure
+from tests.waiting import until
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 GREEDY = common_pb2.Sampling(max_tokens=6, temperature=0)
@@ -264,11 +265,7 @@ async def test_giving_up_frees_everything(serve, caplog, streaming, end):
         call = served.vision.StreamAnalyze(wrapped, timeout=timeout)
     else:
         call = served.vision.Analyze(tasks, timeout=timeout)
-    for _ in range(200):
-        if served.engine.num_requests == 6:
-            break
-        await asyncio.sleep(0.005)
-    assert served.engine.num_requests == 6
+    await until(lambda: served.engine.num_requests == 6)
     if end == "cancel":
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -279,11 +276,7 @@ async def test_giving_up_frees_everything(serve, caplog, streaming, end):
                 await call
     else:
         assert (await failure(call)).code is grpc.StatusCode.DEADLINE_EXCEEDED
-    for _ in range(200):
-        if served.engine.num_requests == 0:
-            break
-        await asyncio.sleep(0.005)
-    assert served.engine.num_requests == 0
+    await until(lambda: served.engine.num_requests == 0)
     assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
     reply = await served.vision.Analyze(request(*(question(f"{n}?") for n in range(6))))
     assert all(result.query.usage.output_tokens == 2 for result in reply.results)

@@ -20,6 +20,7 @@ from kestrel_grpc.settings.security import CallLimits, SecurityConfig
 from tests.engine.fakes import never_ends
 from tests.service.conftest import LIMITS, Serve, raw_image
 from tests.service.statuses import failure, read
+from tests.waiting import until
 
 TASKS = [
     pb.AnalyzeTask(key="what", query=pb.QueryTask(question="what?", sampling={"max_tokens": 2})),
@@ -50,12 +51,6 @@ def slow(step_s: float = 0.05) -> FakeRuntime:
 
 def limits(**limits: Any) -> dict[str, Any]:
     return {"security": SecurityConfig(calls=CallLimits(**limits))}
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def outcomes(responses: list[pb.StreamFramesResponse]) -> dict[int, str]:

@@ -18,6 +18,7 @@ from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.services.answers.analysis import MAX_TASKS
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure
+from tests.waiting import until
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 NAMES = ["cat", "red dot", "house", "größer"]
@@ -207,6 +208,4 @@ async def test_giving_up_frees_everything(serve):
         if event.WhichOneof("event") == "object":
             break
     call.cancel()
-    async with asyncio.timeout(60):
-        while served.engine.num_requests:
-            await asyncio.sleep(0.01)
+    await until(lambda: not served.engine.num_requests)

@@ -1,7 +1,5 @@
 """Query and Caption with several samples: as single calls with seeds in a row, the image computed once, all or none."""
 
-import asyncio
-
 import grpc
 import pytest
 
@@ -13,6 +11,7 @@ from kestrel_grpc.services.answers.several_samples import MAX_SAMPLES
 from tests.engine.fakes import IMAGE, never_ends
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure
+from tests.waiting import until
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 SKILLS = ["Query", "Caption"]
@@ -159,11 +158,9 @@ async def test_a_sample_that_fails_fails_the_call(serve):
 async def test_a_cancelled_call_ends_all(serve):
     served = await serve(FakeRuntime(LIMITS, never_ends, cost=lambda plan: 0.01))
     call = served.vision.Query(request("Query", num_samples=6, max_tokens=200))
-    while served.engine.num_requests < 6:
-        await asyncio.sleep(0.01)
+    await until(lambda: served.engine.num_requests >= 6)
     call.cancel()
-    while served.engine.num_requests:
-        await asyncio.sleep(0.01)
+    await until(lambda: not served.engine.num_requests)
     assert served.engine.stats.running == served.engine.stats.waiting == 0
 
 
@@ -173,8 +170,7 @@ async def test_a_deadline_ends_all(serve):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await served.vision.Query(asked, timeout=0.3)
     assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-    while served.engine.num_requests:
-        await asyncio.sleep(0.01)
+    await until(lambda: not served.engine.num_requests)
 
 
 async def test_each_sample_takes_a_place(serve):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import grpc
@@ -31,6 +30,7 @@ from tests.kserve.conftest import infer
 from tests.service.conftest import Served, raw_image
 from tests.service.security.test_admin import CONFIG, KEY, METADATA, slow
 from tests.service.statuses import failure
+from tests.waiting import until
 
 NAME = "mine@3"
 
@@ -244,8 +244,7 @@ async def test_an_administrator_loads_and_drops_one(serve, folder: Path) -> None
         assert counts.loaded == () and counts.num_bytes > 0
         assert not running.done()
         running.cancel()
-        while served.engine.num_requests:
-            await asyncio.sleep(0.01)
+        await until(lambda: not served.engine.num_requests)
         assert served.engine.adapter_counts.num_bytes == 0
         for name, kind, words in (
             ("unfit", InvalidArgumentError, r"name: 'unfit' can't be loaded: .*has the shape"),

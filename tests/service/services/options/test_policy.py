@@ -10,6 +10,7 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure
+from tests.waiting import until
 
 
 def query(text="what?", *, max_tokens=2, image=None, **options):
@@ -33,8 +34,7 @@ async def fill(served):
         for _ in range(LIMITS.max_batch_size)
     ]
     # Not before the last has its place: one may still wait for the prefix that another computes.
-    while served.engine.stats.running < len(running):
-        await asyncio.sleep(0.005)
+    await until(lambda: served.engine.stats.running >= len(running))
     return running
 
 
@@ -51,8 +51,7 @@ async def test_high_goes_before_normal_before_low(serve):
     for priority in (common_pb2.PRIORITY_LOW, 0, common_pb2.PRIORITY_HIGH):
         for _ in range(LIMITS.max_batch_size):
             waiting.append(asyncio.ensure_future(ask(priority)))
-    while served.engine.num_requests < len(running) + len(waiting):
-        await asyncio.sleep(0.005)
+    await until(lambda: served.engine.num_requests >= len(running) + len(waiting))
     for call in running:
         call.cancel()
     await asyncio.gather(*waiting)
@@ -64,11 +63,7 @@ async def test_a_deadline_drops_what_waits_before_any_computation(serve):
     running = await fill(served)
     told = await failure(served.vision.Query(query("late" * 20, image=raw_image()), timeout=0.1))
     assert told.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    for _ in range(100):
-        if served.engine.num_requests == len(running):
-            break
-        await asyncio.sleep(0.005)
-    assert served.engine.num_requests == len(running)
+    await until(lambda: served.engine.num_requests == len(running))
     assert not any(plan.encode for plan in served.runtime.plans), "its picture was not encoded"
     for call in running:
         call.cancel()
