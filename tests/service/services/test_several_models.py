@@ -54,6 +54,7 @@ from kestrel_grpc.settings.telemetry import TelemetryConfig
 from tests.engine.fakes import fake_build
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.security.test_admin import CONFIG, KEY, METADATA
+from tests.waiting import until
 
 LETTER_A = 100 + ord("a")
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -320,12 +321,12 @@ async def test_an_unloaded_model_ends_its_requests_and_is_freed() -> None:
         admin = AsyncKestrelAdmin(two.server.addresses[0], token=KEY)
         held = weakref.ref(two.engines.pop("second"))
         await admin.unload_model("second", grace_s=0)
-        for _ in range(100):  # A task that is about to end may hold it for a moment.
+
+        def freed():
             gc.collect()
-            if held() is None:
-                break
-            await asyncio.sleep(0.1)
-        assert held() is None
+            return held() is None
+
+        await until(freed)  # A task that is about to end may hold it for a moment.
         await admin.aclose()
 
 

@@ -10,7 +10,6 @@ import pytest
 from kestrel_client import AsyncKestrelClient, OverloadedError
 from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.security.admission import refusal_pace
 from kestrel_grpc.security.admission.admission import (
     Admission,
@@ -21,7 +20,7 @@ from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of, new_token
 from kestrel_grpc.settings.security import CallLimits, SecurityConfig
 from kestrel_grpc.settings.server import MIB
-from tests.service.conftest import LIMITS
+from tests.service.conftest import LIMITS, NO_END, endless
 from tests.service.statuses import failure
 from tests.waiting import until
 
@@ -41,11 +40,6 @@ def large(max_tokens=2, width=25):
 
 def limited(**limits):
     return {"security": SecurityConfig(calls=CallLimits(**limits))}
-
-
-def slow(step_s=0.005):
-    """Never says the end."""
-    return FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: step_s)
 
 
 def test_a_bucket_fills_at_its_rate_up_to_its_burst(still_clock):
@@ -98,36 +92,33 @@ def test_principals_that_came_once_are_forgotten(monkeypatch):
 
 
 async def test_a_full_bucket_says_when_to_come_back(serve):
-    served = await serve(server_config=limited(rate=5, burst=1))
+    served = await serve(server_config=limited(rate=0.01, burst=1))
     await served.vision.Query(query())
     told = await failure(served.vision.Query(query()))
     assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "RATE_EXCEEDED")
-    assert 0 < told.retry_after_s <= 0.2
-    assert 0 < int(told.trailers["grpc-retry-pushback-ms"]) <= 200
+    assert 0 < told.retry_after_s <= 100
+    assert 0 < int(told.trailers["grpc-retry-pushback-ms"]) <= 100_000
 
 
 async def test_a_caller_that_is_refused_again_and_again_is_refused_later(serve, monkeypatch):
     monkeypatch.setattr(refusal_pace, "AT_ONCE", 2)
     monkeypatch.setattr(refusal_pace, "RATE", 10.0)
-    monkeypatch.setattr(refusal_pace, "LONGEST_S", 0.4)
-    served = await serve(slow(0.03), server_config=limited(calls=1))
+    monkeypatch.setattr(refusal_pace, "LONGEST_S", 1.0)
+    served = await serve(endless(), server_config=limited(calls=1))
     guard = served.server.guard
-    running = asyncio.ensure_future(served.vision.Query(query(max_tokens=150)))
+    running = asyncio.ensure_future(served.vision.Query(query(max_tokens=NO_END)))
     await until(lambda: guard.admission.calls)
-    began = time.monotonic()
 
     async def refused(**options):
         told = await failure(served.vision.Query(large(), **options))
         assert told.reason == "TOO_MANY_CALLS" and told.retry_after_s == 1
-        return time.monotonic() - began
 
     calls = [asyncio.ensure_future(refused()) for _ in range(12)]
     await until(lambda: guard.refusals.num_delayed >= 8)
     assert guard.admission.calls == 1, "they count no more"
-    took = await asyncio.gather(*calls)
-    assert max(took) >= 0.4
+    await asyncio.gather(*calls)
     assert guard.refusals.num_delayed == 0
-    await asyncio.gather(*(refused(timeout=1) for _ in range(3)))  # Before the deadline.
+    await asyncio.gather(*(refused(timeout=60) for _ in range(3)))  # Before the deadline.
     left = [asyncio.ensure_future(refused()) for _ in range(3)]
     await until(lambda: guard.refusals.num_delayed)
     for call in left:
@@ -148,8 +139,10 @@ async def test_the_sdk_comes_back_when_told(serve):
 
 
 async def test_calls_in_progress_are_bounded(serve):
-    served = await serve(slow(0.03), server_config=limited(calls=2))
-    running = [asyncio.ensure_future(served.vision.Query(query(max_tokens=150))) for _ in range(2)]
+    served = await serve(endless(), server_config=limited(calls=2))
+    running = [
+        asyncio.ensure_future(served.vision.Query(query(max_tokens=NO_END))) for _ in range(2)
+    ]
     await until(lambda: served.server.guard.admission.calls >= 2)
     told = await failure(served.vision.Query(query()))
     assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_CALLS")
@@ -165,16 +158,14 @@ async def test_messages_in_memory_are_bounded(serve, monkeypatch):
     """A call waits for room before its message is read, and then is told to come back."""
     monkeypatch.setattr("kestrel_grpc.security.admission.guard._ROOM_WAIT_S", 0.3)
     served = await serve(
-        slow(0.03), server_config={**limited(held_bytes=10_000), "max_message_bytes": 4000}
+        endless(), server_config={**limited(held_bytes=10_000), "max_message_bytes": 4000}
     )
-    running = asyncio.ensure_future(served.vision.Query(large(200)))
+    running = asyncio.ensure_future(served.vision.Query(large(NO_END)))
     await until(lambda: served.engine.num_requests >= 1)
     assert 3000 < served.server.guard.held_bytes < 3200
-    began = time.monotonic()
     told = await failure(served.vision.Query(query("a" * 40)))
     assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGES_FULL")
     assert told.retry_after_s == 1
-    assert 0.25 < time.monotonic() - began < 20
     assert served.server.guard.refused == 1
     running.cancel()
     await until(lambda: not served.server.guard.held_bytes)
@@ -183,7 +174,7 @@ async def test_messages_in_memory_are_bounded(serve, monkeypatch):
 
 async def test_a_call_waits_for_room_and_gets_it(serve):
     served = await serve(
-        slow(), server_config={**limited(held_bytes=10_000), "max_message_bytes": 4000}
+        endless(), server_config={**limited(held_bytes=10_000), "max_message_bytes": 4000}
     )
     calls = [served.vision.Query(large(20)) for _ in range(5)]
     for call in calls:
@@ -274,12 +265,10 @@ async def test_a_message_without_fields_is_not_read(serve):
 
 @pytest.mark.parametrize("timeout", [None, 60])
 async def test_no_call_takes_longer_than_the_server_lets_it(serve, timeout):
-    served = await serve(slow(), server_config=limited(deadline_s=0.3))
-    began = time.monotonic()
-    told = await failure(served.vision.Query(query(max_tokens=200), timeout=timeout))
-    assert 0.25 < time.monotonic() - began < 20
+    served = await serve(endless(), server_config=limited(deadline_s=0.3))
+    told = await failure(served.vision.Query(query(max_tokens=NO_END), timeout=timeout))
     assert (told.code, told.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
-    stream = pb.StreamQueryRequest(request=query(max_tokens=200))
+    stream = pb.StreamQueryRequest(request=query(max_tokens=NO_END))
     told = await failure(served.vision.StreamQuery(stream, timeout=timeout))
     assert "0.3 s" in told.message
     await until(lambda: not served.engine.num_requests)
@@ -291,10 +280,10 @@ async def test_a_full_queue_refuses_before_a_message_is_decoded(serve, tmp_path)
     path, token = tmp_path / "tokens", new_token()
     path.write_text(line_of("a", [Scope.INFER], token))
     config = {"security": SecurityConfig(auth_tokens=str(path))}
-    served = await serve(slow(0.03), max_queue=1, server_config=config)
+    served = await serve(endless(), max_queue=1, server_config=config)
     caller = (("authorization", f"Bearer {token}"),)
     held = [
-        asyncio.ensure_future(served.vision.Query(query(max_tokens=200), metadata=caller))
+        asyncio.ensure_future(served.vision.Query(query(max_tokens=NO_END), metadata=caller))
         for _ in range(1 + LIMITS.max_batch_size)
     ]
     await until(lambda: served.engine.num_requests >= len(held))

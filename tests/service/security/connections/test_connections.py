@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import re
-import time
+import threading
 
 import grpc
 import pytest
@@ -19,7 +19,8 @@ from kestrel_grpc.services.answers import analysis
 from kestrel_grpc.services.messages.responses import event_fields
 from kestrel_grpc.services.vision import VisionService
 from kestrel_grpc.settings.security import CallLimits, ConnectionLimits, SecurityConfig
-from tests.service.conftest import LIMITS, raw_image
+from tests.engine.fakes import never_ends
+from tests.service.conftest import LIMITS, NO_END, endless, raw_image
 from tests.service.statuses import failure
 from tests.waiting import until
 
@@ -33,24 +34,20 @@ def connections(**limits):
     return {"security": SecurityConfig(connections=ConnectionLimits(**limits))}
 
 
-def slow(step_s=0.005):
-    """Never says the end."""
-    return FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: step_s)
-
-
 async def test_a_connection_ages_and_no_call_notices(serve, caplog):
     caplog.set_level(logging.INFO, "kestrel_grpc.access")
-    config = {**connections(age_s=0.3, age_grace_s=10), "access_log": "text"}
-    served = await serve(slow(), server_config=config)
+    config = {**connections(age_s=0.3, age_grace_s=600), "access_log": "text"}
+    served = await serve(endless(), server_config=config)
     stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(200)))
     await anext(aiter(stream))
-    until = time.monotonic() + 1.2
-    while time.monotonic() < until:
+
+    async def replaced():
         assert (await served.vision.Query(query())).usage.output_tokens == 2
+        return len(set(re.findall(r"peer=(\S+)", caplog.text))) >= 3
+
+    await until(replaced)
     events = [event async for event in stream]
     assert events[-1].HasField("final"), "it outlived its connection's age"
-    peers = set(re.findall(r"peer=(\S+)", caplog.text))
-    assert len(peers) >= 3, "connections were replaced"
 
 
 async def test_connections_may_be_unlimited(serve):
@@ -63,7 +60,7 @@ async def test_a_connection_that_says_nothing_is_closed(serve, monkeypatch):
     served = await serve()
     host, _, port = served.server.addresses[0].rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while await reader.read(1000):  # The server's settings, then the end.
             pass
     writer.close()
@@ -71,19 +68,25 @@ async def test_a_connection_that_says_nothing_is_closed(serve, monkeypatch):
 
 
 async def test_a_stream_beyond_age_and_grace_is_cut_and_its_request_freed(serve):
-    served = await serve(slow(), server_config=connections(age_s=0.2, age_grace_s=0.2))
-    stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(250)))
+    served = await serve(endless(), server_config=connections(age_s=0.2, age_grace_s=0.2))
+    stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(NO_END)))
     told = await failure(stream)
     assert told.code is grpc.StatusCode.UNAVAILABLE
     await until(lambda: not served.engine.num_requests)
 
 
+PING = b"\0\0\x08\x06\0" + bytes(4)
+"""The head of HTTP/2's frame that asks for a sign of life."""
+
+
 class Wire:
-    """A TCP proxy that can be cut: from then on nothing comes through, and nobody is told."""
+    """A TCP proxy that can be cut: from then on nothing comes through, and nobody is told. Counts pings of the
+    server."""
 
     def __init__(self, address):
         self._to, self._cut = address, asyncio.Event()
         self._copies, self._ends = set(), []
+        self.pings = 0
 
     async def __aenter__(self):
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
@@ -106,54 +109,69 @@ class Wire:
         there = await asyncio.open_connection(host, int(port))
         self._ends += [writer, there[1]]
         for pair in ((reader, there[1]), (there[0], writer)):
-            self._copies.add(asyncio.ensure_future(self._copy(*pair)))
+            self._copies.add(asyncio.ensure_future(self._copy(*pair, pair[1] is writer)))
 
-    async def _copy(self, reader, writer):
+    async def _copy(self, reader, writer, is_from_server):
         while data := await reader.read(65536):
+            if is_from_server:
+                self.pings += data.count(PING)
             if not self._cut.is_set():
                 writer.write(data)
 
 
 async def test_a_client_that_vanished_is_noticed_and_its_request_freed(serve):
     limits = {"keepalive_s": 0.5, "keepalive_timeout_s": 0.5}
-    served = await serve(slow(0.03), server_config=connections(**limits))
+    served = await serve(endless(), server_config=connections(**limits))
     async with Wire(served.server.addresses[0]) as wire:
         async with grpc.aio.insecure_channel(wire.address) as channel:
-            request = pb.StreamQueryRequest(request=query(200))
+            request = pb.StreamQueryRequest(request=query(NO_END))
             stream = VisionServiceStub(channel).StreamQuery(request)
             events = [await anext(aiter(stream)) for _ in range(3)]
             assert len(events) == 3 and served.engine.num_requests == 1
             wire.cut()
             await until(lambda: not served.engine.num_requests)
-            assert len(served.runtime.plans) < 190, "before its end of itself, after 6 s"
 
 
 async def test_a_quiet_client_that_is_there_stays_connected(serve, caplog):
     caplog.set_level(logging.INFO, "kestrel_grpc.access")
-    limits = {"keepalive_s": 0.2, "keepalive_timeout_s": 0.5}
+    limits = {"keepalive_s": 0.2, "keepalive_timeout_s": 60}
     config = {**connections(**limits), "access_log": "text"}
     served = await serve(server_config=config)
-    for _ in range(2):
-        await served.vision.Query(query())
-        await asyncio.sleep(1.0)
+    async with (
+        Wire(served.server.addresses[0]) as wire,
+        grpc.aio.insecure_channel(wire.address) as channel,
+    ):
+        for _ in range(2):
+            await VisionServiceStub(channel).Query(query())
+            pings = wire.pings
+            await until(lambda pings=pings: wire.pings >= pings + 3)
     assert len(set(re.findall(r"peer=(\S+)", caplog.text))) == 1
 
 
 async def test_a_connection_has_so_many_calls_in_progress_and_no_more(serve):
     """With the SDK: a call that starts just as another ends may be refused, and is made again."""
-    served = await serve(slow(), server_config=connections(streams=2))
-    async with AsyncKestrelClient(served.server.addresses[0], timeout=20) as client:
+    gate, most = threading.Event(), 0
+
+    def watch(plan):
+        nonlocal most
+        gate.wait(60)
+        most = max(most, served.server.guard.admission.calls)
+        return 0.0
+
+    runtime = FakeRuntime(LIMITS, never_ends, cost=watch)
+    served = await serve(runtime, server_config=connections(streams=2))
+    gate.set()
+    async with AsyncKestrelClient(served.server.addresses[0], timeout=60) as client:
         await client.query(None, "?", max_tokens=2)
+        gate.clear()
         calls = [
             asyncio.ensure_future(client.query(None, "?", max_tokens=40, temperature=0.0))
             for _ in range(5)
         ]
-        most = 0
-        while not all(call.done() for call in calls):
-            most = max(most, served.server.guard.admission.calls)
-            await asyncio.sleep(0.002)
+        await until(lambda: served.server.guard.admission.calls == 2)
+        gate.set()
+        assert [each.usage.output_tokens for each in await asyncio.gather(*calls)] == [40] * 5
         assert most == 2, "the rest waits at the client"
-        assert all(call.result().usage.output_tokens == 40 for call in calls)
 
 
 async def test_metadata_is_bounded(serve):
@@ -179,15 +197,12 @@ def large_events(monkeypatch):
 
 async def test_a_reader_who_does_not_read_is_cut_off(serve, large_events):
     config = {"security": SecurityConfig(calls=CallLimits(write_s=0.4))}
-    served = await serve(slow(), server_config=config)
-    stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(250)))
+    served = await serve(endless(), server_config=config)
+    stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(NO_END)))
     await anext(aiter(stream))
-    began = time.monotonic()
     await until(lambda: not served.server.guard.admission.calls)
-    assert 0.3 < time.monotonic() - began < 20
-    assert served.engine.num_requests == 0, "what it held is free"
+    await until(lambda: not served.engine.num_requests)  # What it held is free.
     await until(lambda: not served.server._in_flight.count)
-    assert time.monotonic() - began < 30, "nothing waits for it any more"
     told = await failure(stream)
     assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER")
     assert told.trailers["grpc-retry-pushback-ms"] == "-1"
@@ -200,22 +215,21 @@ async def test_a_reader_of_several_tasks_who_does_not_read_is_cut_off(serve, mon
 
     monkeypatch.setattr(analysis, "skill_event", event)
     config = {"security": SecurityConfig(calls=CallLimits(write_s=0.4))}
-    served = await serve(slow(), server_config=config)
-    inner = query(180)
+    served = await serve(endless(), server_config=config)
+    inner = query(NO_END)
     task = pb.AnalyzeTask(query=pb.QueryTask(question=inner.question, sampling=inner.sampling))
     request = pb.AnalyzeRequest(image=raw_image(), tasks=[task, task])
     stream = served.vision.StreamAnalyze(pb.StreamAnalyzeRequest(request=request))
     await anext(aiter(stream))
     await until(lambda: not served.server.guard.admission.calls)
-    assert served.engine.num_requests == 0
-    async with asyncio.timeout(60):
-        told = await failure(stream)
+    await until(lambda: not served.engine.num_requests)
+    told = await failure(stream)
     assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER")
 
 
 async def test_a_reader_who_is_only_slow_gets_everything(serve, large_events):
     config = {"security": SecurityConfig(calls=CallLimits(write_s=0.4))}
-    served = await serve(slow(), server_config=config)
+    served = await serve(endless(), server_config=config)
     stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(60)))
     events = []
     async for event in stream:
@@ -227,18 +241,16 @@ async def test_a_reader_who_is_only_slow_gets_everything(serve, large_events):
 
 async def test_a_storm_of_cancellations_leaves_nothing_behind(serve):
     """As by HTTP/2's rapid reset: calls that are given up as soon as they are made."""
-    served = await serve(slow(), max_queue=600, server_config=connections(streams=1000))
+    served = await serve(endless(), max_queue=600, server_config=connections(streams=1000))
     for _ in range(3):
-        calls = [served.vision.Query(query(200)) for _ in range(200)]
-        streams = [
-            served.vision.StreamQuery(pb.StreamQueryRequest(request=query(200))) for _ in range(100)
-        ]
-        await asyncio.sleep(0.02)
+        calls = [served.vision.Query(query(NO_END)) for _ in range(200)]
+        request = pb.StreamQueryRequest(request=query(NO_END))
+        streams = [served.vision.StreamQuery(request) for _ in range(100)]
+        await until(lambda: served.engine.num_requests)
         for call in (*calls, *streams):
             call.cancel()
     assert (await served.vision.Query(query())).usage.output_tokens == 2
     admission = served.server.guard.admission
-    until = time.monotonic() + 10
     await until(
         lambda: (
             not admission.calls
@@ -254,7 +266,7 @@ async def test_a_connection_that_goes_while_a_stream_is_written_is_no_fault_of_o
 ):
     """What gRPC says of a batch that failed, before it tells the call that its caller has gone."""
     caplog.set_level(logging.INFO, "kestrel_grpc.access")
-    served = await serve(slow(), server_config={"access_log": "text"})
+    served = await serve(endless(), server_config={"access_log": "text"})
 
     async def fails(self, *args, **kwargs):
         raise ExecuteBatchError('Failed "execute_batch"')
