@@ -131,9 +131,7 @@ class CommandParser(Parser):
             flags = [flag for action in self._actions for flag in action.option_strings]
             flag = wrong[1].partition("=")[0]
             message = (
-                f"the flag {flag} must come before the action"
-                if flag in flags
-                else f"unknown flag {wrong[1]}{suggestion(flag, flags)}"
+                f"unknown flag {wrong[1]}{_address_flag(flag, flags) or suggestion(flag, flags)}"
             )
         elif (wrong := _INVALID_CHOICE.match(message)) is not None:
             choices = re.findall(r"[^\s,']+", wrong[3])
@@ -167,6 +165,12 @@ class _ShortHelp(argparse.Action):
         assert isinstance(parser, CommandParser)
         print(parser.short_help(), end="")
         parser.exit()
+
+
+def _address_flag(flag: str, flags: Iterable[str]) -> str:
+    """Names the flag of the address for --host or --port, which other programs have."""
+    named = next((each for each in ("--listen", "--server") if each in flags), None)
+    return f"; give {named} HOST:PORT" if flag in ("--host", "--port") and named else ""
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

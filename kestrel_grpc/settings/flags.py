@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from .sources import UNSET, Sources, in_list, name_of, variable_of
@@ -47,10 +49,27 @@ class Parser(argparse.ArgumentParser):
         self, args: Any = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Overrides argparse's method, which argparse calls for a subcommand's parser too. Raises SettingsError."""
-        parsed, rest = super().parse_known_args(args, namespace)
+        words = sys.argv[1:] if args is None else list(args)
+        parsed, rest = super().parse_known_args(self._with_bare_flags(words), namespace)
         if self.sources.settings:
             self.sources.settle(parsed)
         return cast(argparse.Namespace, parsed), rest
+
+    def _with_bare_flags(self, words: list[str]) -> list[str]:
+        """The words, with ``--tls=on`` for a bare ``--tls``: argparse would take any next word for its value."""
+        flags: dict[str, Any] = {
+            flag: action
+            for action in self._actions
+            if action.nargs == "?" and action.choices is not None
+            for flag in action.option_strings
+        }
+        end = words.index("--") if "--" in words else len(words)
+        return [
+            f"{word}={flags[word].const}"
+            if word in flags and at < end and following not in flags[word].choices
+            else word
+            for at, (word, following) in enumerate(zip_longest(words, words[1:]))
+        ]
 
 
 class _Collect(argparse.Action):
@@ -75,13 +94,16 @@ class Flags:
         section: str | None = None,
         environ: Mapping[str, str] | None = None,
         description: str | None = None,
+        again: bool = False,
     ) -> None:
-        """``parser`` must be a Parser."""
+        """``parser`` must be a Parser. ``again``: it is that of an action of a command with the same flags. The command
+        fills in flags that are not given."""
         assert isinstance(parser, Parser), "only a Parser fills in flags that are not given"
         if section is not None and description is None:
             description = f"in a configuration file: [{section}]"
         self._group = parser.add_argument_group(title, description)
-        self._settings = parser.sources.settings
+        self._settings = [] if again else parser.sources.settings
+        self._absent = argparse.SUPPRESS if again else UNSET
         self._section = section
         self._environ = os.environ if environ is None else environ
         parser.sources.environ = self._environ
@@ -110,7 +132,7 @@ class Flags:
         action = self._group.add_argument(
             flag,
             *aliases,
-            default=UNSET,
+            default=self._absent,
             type=reported(type),
             help=f"{help} [{shown}; {variable_of(flag)}]".replace("%", "%%"),
             **options,
@@ -132,7 +154,10 @@ class Flags:
     def switch(self, flag: str, *, help: str) -> None:
         """Adds a flag without a value. Its variable accepts on or off, its key true or false."""
         action = self._group.add_argument(
-            flag, action="store_true", default=UNSET, help=f"{help} [off; {variable_of(flag)}]"
+            flag,
+            action="store_true",
+            default=self._absent,
+            help=f"{help} [off; {variable_of(flag)}]",
         )
         self._settings.append(
             FlagSetting(

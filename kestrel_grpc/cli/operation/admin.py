@@ -69,18 +69,22 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         )
 
 
-def _add_action(actions: Any, name: str, help: str) -> argparse.ArgumentParser:
+def _add_action(
+    actions: Any, name: str, help: str, description: str | None = None
+) -> argparse.ArgumentParser:
     added: argparse.ArgumentParser = actions.add_parser(
-        name, help=help, description=f"{help[0].upper()}{help[1:]}."
+        name, help=help, description=description or f"{help[0].upper()}{help[1:]}."
     )
+    add_server_flags(added, again=True)
     return added
 
 
 def _add_profile(actions: Any) -> None:
-    profile = actions.add_parser(
+    profile = _add_action(
+        actions,
         "profile",
-        help="record a profile of the step thread and the device in the server's --profile-dir",
-        description="Record a profile of the step thread and the device. The recording ends at the first of its "
+        "record a profile of the step thread and the device in the server's --profile-dir",
+        "Record a profile of the step thread and the device. The recording ends at the first of its "
         "limits, or with Ctrl-C. Open the file with Perfetto or chrome://tracing.",
     )
     profile.add_argument(
@@ -110,10 +114,11 @@ def _add_profile(actions: Any) -> None:
 
 
 def _add_capture(actions: Any) -> None:
-    capture = actions.add_parser(
+    capture = _add_action(
+        actions,
         "capture",
-        help="write failing requests to the server's --capture-dir, for 'kestrel-grpc replay'",
-        description="Write requests that fail by the server's fault to files. Such requests end with UNKNOWN, "
+        "write failing requests to the server's --capture-dir, for 'kestrel-grpc replay'",
+        "Write requests that fail by the server's fault to files. Such requests end with UNKNOWN, "
         "INTERNAL, DATA_LOSS or DEADLINE_EXCEEDED.",
     )
     capture.add_argument(

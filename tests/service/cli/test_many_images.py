@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_grpc.cli.parser import COMMANDS, main
+from kestrel_grpc.cli.parser import COMMANDS, main, whole_parser
 from kestrel_grpc.cli.requests import inputs
 from kestrel_grpc.cli.terminal import styled
 from tests.client.images.test_fetching import web as web
@@ -109,6 +109,10 @@ async def test_words_may_stand_behind_flags(kestrel):
         (["qurey", "x"], "unknown command 'qurey'; did you mean query?"),
         (["zzz"], "the commands are serve, cluster, query"),
         (["query", "x", "--modle", "y"], "unknown flag --modle; did you mean --model?"),
+        (["serve", "--host", "0.0.0.0"], "unknown flag --host; give --listen HOST:PORT"),
+        (["serve", "--port=80"], "unknown flag --port=80; give --listen HOST:PORT"),
+        (["query", "x", "--port", "80"], "unknown flag --port; give --server HOST:PORT"),
+        (["admin", "drain", "--sever", "a:1"], "unknown flag --sever; did you mean --server?"),
         (["query", "x", "--priority", "hihg"], "invalid choice: 'hihg'; did you mean high?"),
         (["query", "x", "--server", "http://127.0.0.1:1"], "gRPC takes HOST:PORT: 127.0.0.1:1"),
         (["models", "remove"], "name the model to remove"),
@@ -125,11 +129,47 @@ def test_wrong_usage_is_one_line_with_what_to_write(capsys, arguments, words):
     assert status == 2 and words in line
 
 
-def test_a_flag_behind_the_action(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["admin", "drain", "--server", "127.0.0.1:1"])
-    assert ended.value.code == 2
-    assert "the flag --server must come before the action" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--server", "here:1", "--tls", "drain"],
+        ["drain", "--server", "here:1", "--tls"],
+        ["--server", "here:1", "drain", "--tls"],
+        ["--server", "there:1", "drain", "--server", "here:1", "--tls"],
+        ["drain", "--tls", "--server=here:1"],
+    ],
+)
+def test_flags_of_the_server_before_and_behind_the_action(words, monkeypatch):
+    monkeypatch.setenv("KESTREL_SERVER", "elsewhere:1")
+    args = whole_parser(["admin"])[0].parse_args(["admin", *words])
+    assert (args.action, args.server, args.tls, args.ca) == ("drain", "here:1", "on", None)
+    args = whole_parser(["admin"])[0].parse_args(["admin", "profile", "--steps", "3"])
+    assert (args.server, args.tls, args.steps) == ("elsewhere:1", "off", 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "tls", "image"),
+    [
+        (["--tls", "a.jpg", "cat"], "on", "a.jpg"),
+        (["--tls", "off", "a.jpg", "cat"], "off", "a.jpg"),
+        (["--tls=on", "a.jpg", "cat"], "on", "a.jpg"),
+        (["a.jpg", "cat", "--tls"], "on", "a.jpg"),
+        (["--ca", "x", "--", "--tls", "cat"], "off", "--tls"),
+    ],
+)
+def test_a_bare_flag_does_not_take_the_image(words, tls, image):
+    args = whole_parser(["detect"])[0].parse_args(["detect", *words])
+    assert (args.tls, args.words) == (tls, [image, "cat"])
+
+
+def test_a_bare_task_does_not_take_the_image():
+    args = whole_parser(["analyze"])[0].parse_args(["analyze", "--caption", "a.jpg"])
+    assert (args.words, args.tasks) == (["a.jpg"], [("caption", "normal")])
+
+
+def test_a_bare_setting_of_the_server():
+    args = whole_parser(["serve"])[0].parse_args(["serve", "--insecure-listen", "--listen", "a:1"])
+    assert (args.insecure_listen, args.listen) == ("on", ["a:1"])
 
 
 async def test_a_model_that_is_nearly_named(kestrel):
