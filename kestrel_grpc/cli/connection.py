@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,11 +57,12 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_server_flags(parser: argparse.ArgumentParser) -> Flags:
-    """Adds the flags of the server's address and of TLS. Returns their group."""
+def add_server_flags(parser: argparse.ArgumentParser, *, again: bool = False) -> Flags:
+    """Adds the flags of the server's address and of TLS. Returns their group. ``again``: as for Flags."""
     flags = Flags(
         parser,
         "connection",
+        again=again,
         description="The variable KESTREL_TOKEN, or else KESTREL_API_KEY, may hold a token.",
     )
     flags.add(
@@ -152,8 +154,14 @@ def _check_single(args: argparse.Namespace) -> None:
         raise SettingsError(f"--server {args.server}: this command takes one server")
 
 
+def token_variable() -> str | None:
+    """The variable that holds the token, if one does."""
+    return next((name for name in _TOKENS if os.environ.get(name)), None)
+
+
 def _token() -> str | None:
-    return next((value for name in _TOKENS if (value := os.environ.get(name))), None)
+    name = token_variable()
+    return None if name is None else os.environ[name]
 
 
 def _tls(args: argparse.Namespace) -> Tls | bool:
@@ -187,7 +195,7 @@ def sdk_errors(args: argparse.Namespace) -> Iterator[None]:
             raise SettingsError(
                 f"the token would be sent to {args.server} unencrypted; set --tls, or --ca with the authority's file"
             ) from None
-        raise CommandError(str(error)) from None
+        raise CommandError(_with_flags(str(error))) from None
     except KestrelError as error:
         raise CommandError(
             failure_text(error, args.server, getattr(args, "timeout", None))
@@ -212,9 +220,33 @@ def failure_text(error: KestrelError, server: str, timeout_s: float | None) -> s
             return f"{error.message}{_near_model(error.message)} [{error.code.name}]"
         case RpcError(reason=reason) if reason == "SKILL_NOT_FOUND":
             return f"{error.message}{_near_skill(error.message)} [{error.code.name}]"
+        case UnauthenticatedError():
+            return f"{error.message}; {_about_token()} [UNAUTHENTICATED]"
         case RpcError():
             return f"{error.message} [{error.code.name}]"
     return str(error)
+
+
+def _about_token() -> str:
+    variable = token_variable()
+    if variable is None:
+        return "set KESTREL_TOKEN"
+    return f"{variable} held the token; ask the operator for another ('kestrel-grpc token')"
+
+
+_FLAGS_OF_TLS = {
+    "root_certificates": "--ca",
+    "private_key": "--client-key",
+    "certificate": "--client-cert",
+}
+
+
+def _with_flags(message: str) -> str:
+    """The SDK's message about TLS, with the flags instead of the SDK's arguments."""
+    if message.startswith("tls: "):
+        for name, flag in _FLAGS_OF_TLS.items():
+            message = re.sub(rf"\b{name}\b(?! chain)", flag, message)
+    return message
 
 
 def _near_model(message: str) -> str:
@@ -255,9 +287,24 @@ def reported_failures(name: str, *, alone: bool) -> Iterator[Attempt]:
         print(f"{styled('failed', 'red', sys.stderr)}: {name}: {text}", file=sys.stderr, flush=True)
 
 
+_CAUSES = {
+    "wrong_version_number": "the server does not use TLS there; omit --tls, --ca and the other flags of TLS",
+    "hostname verification": "the server's certificate does not contain the address's host; "
+    "set --server-name to a name in it",
+    "certificate has expired": "the server's certificate has expired; its operator must renew it",
+    "certificate_verify_failed": "no trusted authority signed the server's certificate; "
+    "set --ca to the file of the authority that did",
+    "handshake": "no TLS connection; do both sides use TLS and trust each other?",
+    "socket closed": "the server closed the connection. If it uses TLS, set --ca FILE or --tls; if it asks for a "
+    "client's certificate, set --client-cert and --client-key",
+    "resolving": "the host's name is not known; check --server",
+}
+"""What gRPC's messages about failed connections contain, and what that means. The first that fits counts."""
+
+
 def _unreached(message: str) -> str:
     """Describes a failed connection: the part of gRPC's message that names the cause, with a hint."""
     cause = message.rpartition("last error: ")[2]
-    if any(sign in cause.lower() for sign in ("handshake", "verification", "socket closed")):
-        return f"no connection; do both sides use TLS and trust each other? ({cause})"
-    return f"no server answers there; is 'kestrel-grpc serve' running? ({cause})"
+    hints = (hint for sign, hint in _CAUSES.items() if sign in cause.lower())
+    hint = next(hints, "no server answers there; is 'kestrel-grpc serve' running?")
+    return f"{hint} ({cause})"

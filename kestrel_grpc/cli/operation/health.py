@@ -1,20 +1,38 @@
-"""``health``: reports whether a server is ready, for users, probes and scripts that wait."""
+"""``health``: reports whether a server is ready, for users, probes and scripts that wait. If it is not, says why."""
 
 from __future__ import annotations
 
 import argparse
 
-from kestrel_client import DeadlineExceededError, KestrelError, NotFoundError
+from kestrel_client import (
+    DeadlineExceededError,
+    KestrelClient,
+    KestrelError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
 
-from ..connection import add_server_flags, open_client
-from ..parser import EXIT_FAILED, CommandError
+from ..connection import add_server_flags, open_client, sdk_errors, token_variable
+from ..parser import CommandError
 from ..values import seconds
 
 _WAIT_S = 2.0
+_ANSWER_S = 5.0
+"""Limit on the time of a call that finds out why a server is not ready."""
+_STATES = {
+    "loading": "its model is being loaded; wait for it with --wait SECONDS",
+    "draining": "it drains, so it takes no new requests; only a restart ends that",
+    "failed": "its engine has failed; its log says why; restart it",
+    "ready": "it has nearly as many connections or open files as it may have; its log says which",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
-    parser.epilog = "Exits with 0 if the server accepts requests, otherwise with 1."
+    parser.epilog = (
+        "Prints SERVING and exits with 0 if the server accepts requests, and this caller's token if it has one. "
+        "Otherwise exits with 1 and says why."
+    )
     add_server_flags(parser)
     parser.add_argument(
         "--wait",
@@ -31,15 +49,41 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        with open_client(args, None) as client:
+    with sdk_errors(args), open_client(args, None) as client:
+        try:
             client.wait_ready(args.wait, service=args.service)
-    except DeadlineExceededError:
-        print("NOT_SERVING")
-        return EXIT_FAILED
-    except NotFoundError:
-        raise CommandError(f"server {args.server} has no service {args.service!r}") from None
-    except KestrelError as error:
-        raise CommandError(f"server {args.server}: {error}") from None
+        except DeadlineExceededError:
+            why = _why_not_ready(client, args)
+            print("NOT_SERVING")
+            raise CommandError(f"server {args.server} answers, but {why}") from None
+        except NotFoundError:
+            raise CommandError(f"server {args.server} has no service {args.service!r}") from None
+        if token_variable() is not None:
+            _check_token(client)
     print("SERVING")
     return 0
+
+
+def _why_not_ready(client: KestrelClient, args: argparse.Namespace) -> str:
+    """Why the server that this client reaches is not ready. Raises the SDK's error if it does not reach one."""
+    try:
+        models = client.list_models(timeout=_ANSWER_S)
+    except (UnauthenticatedError, PermissionDeniedError):
+        return "it starts, drains or has failed; its log says which"
+    except DeadlineExceededError:
+        raise CommandError(
+            f"server {args.server}: no answer within {_ANSWER_S:g} s; does the server hang, or does a firewall "
+            "drop the connection?"
+        ) from None
+    state = next((m.state for m in models if m.name == args.service), models[0].state)
+    return _STATES.get(state, f"its model is {state}")
+
+
+def _check_token(client: KestrelClient) -> None:
+    """Raises UnauthenticatedError if the server refuses the token. Health alone answers every caller."""
+    try:
+        client.server_info(timeout=_ANSWER_S)
+    except UnauthenticatedError:
+        raise
+    except KestrelError:  # The token is known, and has another scope.
+        pass
