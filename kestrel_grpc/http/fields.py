@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +9,7 @@ import orjson
 
 from kestrel_engine import InvalidRequest, UnsupportedImageError
 
+from ..images.base64_images import decoded_image
 from .fetching import FetchedImage, is_address
 
 _KINDS: dict[type, str] = {
@@ -87,6 +86,8 @@ class Fields:
         value = self.values.get(key)
         if value is None:
             return None
+        if isinstance(value, float) and value.is_integer():
+            return int(value)  # JSON has one kind of number: 5.0 is 5.
         if isinstance(value, bool) or not isinstance(value, int):
             given = value if isinstance(value, float) else _kind_of(value)
             raise InvalidRequest(self.name(key), f"must be a whole number, got {given}")
@@ -140,17 +141,10 @@ def image_bytes(text: str, field: str) -> bytes:
         raise UnsupportedImageError(
             field, "is an address, and this server fetches none; send the image as a data URL"
         )
-    data = text
-    if text[:5].lower() == "data:":
-        header, comma, data = text.partition(",")
-        if not comma or not header.lower().endswith(";base64"):
-            raise InvalidRequest(field, "must be a data URL like data:image/jpeg;base64,…")
     try:
-        return base64.b64decode(data, validate=True)
-    except (binascii.Error, ValueError):
-        raise InvalidRequest(
-            field, "is not valid base64; send a data URL like data:image/jpeg;base64,…"
-        ) from None
+        return decoded_image(text)
+    except ValueError as error:
+        raise InvalidRequest(field, str(error)) from None
 
 
 def numbers(value: Any, field: str) -> Sequence[float]:

@@ -6,8 +6,6 @@ The address of an image comes from users who may import tasks, so it can name wh
 
 from __future__ import annotations
 
-import base64
-import binascii
 import re
 from collections.abc import Sequence
 from urllib.parse import unquote, urlsplit
@@ -15,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 from kestrel_engine import RequestError
 
 from ...http.fetching import ImageFetcher, Place, TrustedOrigin, is_address, origin_of
+from ...images.base64_images import decoded_image, is_data_url
 from .labelling import RequestRefused
 
 MAX_BYTES = 32 * 1024 * 1024
@@ -53,7 +52,7 @@ class TaskImages:
         """Returns the image's bytes. ``name``: of its field, for errors. Raises RequestRefused."""
         if not isinstance(value, str) or not value:
             raise RequestRefused(f"{name}: must be the address of an image")
-        if value[:5].lower() == "data:":
+        if is_data_url(value):
             return self._decoded(value, name)
         if self._origin is not None and value.startswith(self._origin + "/"):
             value = value.removeprefix(self._origin)
@@ -84,13 +83,10 @@ class TaskImages:
             raise RequestRefused(
                 f"{name}: is a data URL; start the bridge with --allow-data-urls to take them"
             )
-        header, _, data = url.partition(",")
-        if not header.lower().endswith(";base64"):
-            raise RequestRefused(f"{name}: a data URL must look like data:image/jpeg;base64,…")
         try:
-            return base64.b64decode(data, validate=True)
-        except (binascii.Error, ValueError):
-            raise RequestRefused(f"{name}: the data URL holds no valid base64") from None
+            return decoded_image(url)
+        except ValueError as error:
+            raise RequestRefused(f"{name}: {error}") from None
 
 
 async def _fetched(fetcher: ImageFetcher, url: str, name: str) -> bytes:

@@ -7,8 +7,6 @@ return the image with the places drawn on it.
 from __future__ import annotations
 
 import argparse
-import base64
-import binascii
 import io
 import json
 import os
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kestrel_client import AsyncKestrelClient, ImageHandle, KestrelError
 
+from ...images.base64_images import decoded_image, is_data_url
 from ..connection import add_connection_flags, failure_text, open_async_client, sdk_errors
 from ..parser import CommandError
 from ..values import whole
@@ -168,14 +167,11 @@ def _source(image: str, root: Path | None) -> bytes | ImageHandle:
     """The image for the client. Raises _ImageRefused."""
     if image.startswith(_ID_PREFIX):
         return ImageHandle(image)
-    if image[:5].lower() == "data:":
-        header, comma, data = image.partition(",")
-        if not comma or not header.lower().endswith(";base64"):
-            raise _ImageRefused("the data URL must look like data:image/jpeg;base64,…")
+    if is_data_url(image):
         try:
-            return base64.b64decode(data, validate=True)
-        except (binascii.Error, ValueError):
-            raise _ImageRefused("the data URL holds no valid base64") from None
+            return decoded_image(image)
+        except ValueError as error:
+            raise _ImageRefused(f"the data URL {error}") from None
     if image[:8].lower().startswith(("http://", "https://")):
         raise _ImageRefused("an address is not fetched; give a path, a data URL or an image id")
     if root is None:
