@@ -36,13 +36,16 @@ MAX_TURNS = 64
 MAX_PRESUPPOSED = 8
 _SETTINGS = TEXT_KEYS | {"max_reasoning_tokens", "max_absence"}
 _ARGUMENTS = frozenset(
-    {"question", "reasoning", "spatial_refs", "history", "image_turns", "system", "presupposes"}
+    {
+        *("question", "reasoning", "spatial_refs", "history", "image_turns", "system"),
+        *("presupposes", "answer_start"),
+    }
 )
 
 
 class QuerySkill:
-    """Arguments: question, reasoning (default False), spatial_refs, history, image_turns, system, presupposes. Output:
-    {"answer", "reasoning"?}.
+    """Arguments: question, reasoning (default False), spatial_refs, history, image_turns, system, presupposes,
+    answer_start. Output: {"answer", "reasoning"?}.
 
     ``presupposes``: names of objects that the question is about. If an image has no such object, the answer is empty
     (SkillRequest.presupposed).
@@ -55,6 +58,8 @@ class QuerySkill:
 
     ``image_turns``: for each image of the request, in order, the turn that shows it: 0 is the first turn, and
     ``len(history)`` the question. The images of a turn precede its text. Without it, the first turn shows all images.
+
+    ``answer_start``: the beginning of the answer, which the model continues. The output has only what follows.
 
     max_tokens bounds the reasoning and the answer separately, as in the reference, unless max_reasoning_tokens bounds
     the reasoning. Stop strings and a constraint apply to the answer only; in the reasoning stop strings are ordinary
@@ -89,6 +94,7 @@ class QuerySkill:
             *spatial_tokens(refs),
             *context.codec.encode(question if turns else before + question),
             *suffix,
+            *context.codec.encode(_answer_start(arguments.get("answer_start"), reasoning, context)),
         )
         objects = _presupposed(arguments.get("presupposes"), context)
         # A reasoning phase, the answer id after it, and an answer.
@@ -169,6 +175,18 @@ def _system_text(system: Any, context: SkillContext) -> str:
     check_size("system", system, context)
     text = system.strip()
     return f"{text}\n\n" if text else ""
+
+
+def _answer_start(start: Any, reasoning: bool, context: SkillContext) -> str:
+    """Empty for none. Raises InvalidRequest."""
+    if start is None:
+        return ""
+    if not isinstance(start, str):
+        raise InvalidRequest("answer_start", "must be text")
+    check_size("answer_start", start, context)
+    if start and reasoning:
+        raise InvalidRequest("answer_start", "is set with reasoning, which comes before the answer")
+    return start
 
 
 def _earlier_turns(history: Any, context: SkillContext, before: str, last: str) -> list[list[int]]:

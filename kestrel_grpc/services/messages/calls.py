@@ -111,6 +111,7 @@ def query_arguments(
         "question": fields.question,
         "reasoning": fields.reasoning,
         **({"system": fields.system} if fields.system else {}),
+        **({"answer_start": fields.answer_start} if fields.answer_start else {}),
         "spatial_refs": read_spatial_refs(fields.spatial_refs),
         **(
             {"history": [(turn.question, turn.answer) for turn in fields.history]}

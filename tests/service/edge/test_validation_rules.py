@@ -65,6 +65,7 @@ STRICTER = [
         # One field needs another.
         r"top_logprobs: is \d+ without logprobs",
         r"max_reasoning_tokens: is set without reasoning",
+        r"answer_start: is set with reasoning",
         # A stream has one sample.
         r"num_samples: must be 1 in a stream",
         # Only white space.
@@ -115,7 +116,7 @@ THINKING = common_pb2.Sampling(max_reasoning_tokens=5)
 THINKING.MergeFrom(TEXT_SAMPLING)
 QUERY = {
     "question": "what?", "spatial_refs": REFS, "history": TURNS, "reasoning": True, "system": "Be brief.",
-    "sampling": THINKING, "abstention": pb.Abstention(objects=["cat"], max_absence=0.5),
+    "sampling": THINKING, "answer_start": "", "abstention": pb.Abstention(objects=["cat"], max_absence=0.5),
 }  # fmt: skip
 POINT = {"object": "cat", "spatial_refs": REFS, "max_objects": 1, "sampling": SAMPLING}
 DETECT = {"object": "cat", "max_objects": 1, "sampling": SAMPLING}

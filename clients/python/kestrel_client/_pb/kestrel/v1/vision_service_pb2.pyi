@@ -218,6 +218,7 @@ class QueryRequest(_message.Message):
     ABSTENTION_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
+    ANSWER_START_FIELD_NUMBER: _builtins.int
     question: _builtins.str
     """The question, in any words: 1 byte to 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes), not only white space. White
     space before and after it is removed. Required.
@@ -235,6 +236,11 @@ class QueryRequest(_message.Message):
     """Instructions for the whole conversation: at most 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes). They precede the
     first question, with a blank line between; white space before and after them is removed. The models were not trained
     on instructions, so they may not follow them. Default: none.
+    """
+    answer_start: _builtins.str
+    """The beginning of the answer, which the model continues: at most 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes).
+    The response holds only what follows it. A constraint and stop strings apply to that alone. Not with reasoning.
+    Default: none.
     """
     @_builtins.property
     def image(self) -> _common_pb2.Image:
@@ -289,17 +295,22 @@ class QueryRequest(_message.Message):
         abstention: Global___Abstention | None = ...,
         sampling: _common_pb2.Sampling | None = ...,
         options: _common_pb2.RequestOptions | None = ...,
+        answer_start: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples", "_reasoning", b"_reasoning", "_system", b"_system", "abstention", b"abstention", "image", b"image", "num_samples", b"num_samples", "options", b"options", "reasoning", b"reasoning", "sampling", b"sampling", "system", b"system"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer_start", b"_answer_start", "_num_samples", b"_num_samples", "_reasoning", b"_reasoning", "_system", b"_system", "abstention", b"abstention", "answer_start", b"answer_start", "image", b"image", "num_samples", b"num_samples", "options", b"options", "reasoning", b"reasoning", "sampling", b"sampling", "system", b"system"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples", "_reasoning", b"_reasoning", "_system", b"_system", "abstention", b"abstention", "history", b"history", "image", b"image", "images", b"images", "num_samples", b"num_samples", "options", b"options", "question", b"question", "reasoning", b"reasoning", "sampling", b"sampling", "spatial_refs", b"spatial_refs", "system", b"system"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer_start", b"_answer_start", "_num_samples", b"_num_samples", "_reasoning", b"_reasoning", "_system", b"_system", "abstention", b"abstention", "answer_start", b"answer_start", "history", b"history", "image", b"image", "images", b"images", "num_samples", b"num_samples", "options", b"options", "question", b"question", "reasoning", b"reasoning", "sampling", b"sampling", "spatial_refs", b"spatial_refs", "system", b"system"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__answer_start: _TypeAlias = _typing.Literal["answer_start"]  # noqa: Y015
+    _WhichOneofArgType__answer_start: _TypeAlias = _typing.Literal["_answer_start", b"_answer_start"]  # noqa: Y015
     _WhichOneofReturnType__num_samples: _TypeAlias = _typing.Literal["num_samples"]  # noqa: Y015
     _WhichOneofArgType__num_samples: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples"]  # noqa: Y015
     _WhichOneofReturnType__reasoning: _TypeAlias = _typing.Literal["reasoning"]  # noqa: Y015
     _WhichOneofArgType__reasoning: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning"]  # noqa: Y015
     _WhichOneofReturnType__system: _TypeAlias = _typing.Literal["system"]  # noqa: Y015
     _WhichOneofArgType__system: _TypeAlias = _typing.Literal["_system", b"_system"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__answer_start) -> _WhichOneofReturnType__answer_start | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_samples) -> _WhichOneofReturnType__num_samples | None: ...
     @_typing.overload
@@ -2015,6 +2026,7 @@ class QueryTask(_message.Message):
     SYSTEM_FIELD_NUMBER: _builtins.int
     ABSTENTION_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    ANSWER_START_FIELD_NUMBER: _builtins.int
     question: _builtins.str
     """The question, in any words: 1 byte to 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes), not only white space. White
     space before and after it is removed. Required.
@@ -2025,6 +2037,11 @@ class QueryTask(_message.Message):
     """Instructions for the whole conversation: at most 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes). They precede the
     first question, with a blank line between; white space before and after them is removed. The models were not trained
     on instructions, so they may not follow them. Default: none.
+    """
+    answer_start: _builtins.str
+    """The beginning of the answer, which the model continues: at most 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes).
+    The response holds only what follows it. A constraint and stop strings apply to that alone. Not with reasoning.
+    Default: none.
     """
     @_builtins.property
     def spatial_refs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SpatialRef]:
@@ -2057,15 +2074,20 @@ class QueryTask(_message.Message):
         system: _builtins.str | None = ...,
         abstention: Global___Abstention | None = ...,
         sampling: _common_pb2.Sampling | None = ...,
+        answer_start: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "_system", b"_system", "abstention", b"abstention", "reasoning", b"reasoning", "sampling", b"sampling", "system", b"system"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer_start", b"_answer_start", "_reasoning", b"_reasoning", "_system", b"_system", "abstention", b"abstention", "answer_start", b"answer_start", "reasoning", b"reasoning", "sampling", b"sampling", "system", b"system"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "_system", b"_system", "abstention", b"abstention", "history", b"history", "question", b"question", "reasoning", b"reasoning", "sampling", b"sampling", "spatial_refs", b"spatial_refs", "system", b"system"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer_start", b"_answer_start", "_reasoning", b"_reasoning", "_system", b"_system", "abstention", b"abstention", "answer_start", b"answer_start", "history", b"history", "question", b"question", "reasoning", b"reasoning", "sampling", b"sampling", "spatial_refs", b"spatial_refs", "system", b"system"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__answer_start: _TypeAlias = _typing.Literal["answer_start"]  # noqa: Y015
+    _WhichOneofArgType__answer_start: _TypeAlias = _typing.Literal["_answer_start", b"_answer_start"]  # noqa: Y015
     _WhichOneofReturnType__reasoning: _TypeAlias = _typing.Literal["reasoning"]  # noqa: Y015
     _WhichOneofArgType__reasoning: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning"]  # noqa: Y015
     _WhichOneofReturnType__system: _TypeAlias = _typing.Literal["system"]  # noqa: Y015
     _WhichOneofArgType__system: _TypeAlias = _typing.Literal["_system", b"_system"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__answer_start) -> _WhichOneofReturnType__answer_start | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning) -> _WhichOneofReturnType__reasoning | None: ...
     @_typing.overload
