@@ -216,12 +216,15 @@ class _Inputs:
         return value
 
     def _fill_image(self, image: common_pb2.Image) -> None:
-        """An encoded image as one BYTES element or as UINT8 [n], or pixels as UINT8 [height, width, 1, 3 or 4]."""
+        """An encoded image as one BYTES element or as UINT8 [n], or pixels as UINT8 [height, width, 1, 3 or 4]. Both
+        shapes may begin with a batch of 1."""
         tensor = self._found["IMAGE"]
         if tensor.datatype != "UINT8":
             image.encoded = tensor.only()
             return
         data, shape = tensor.octets(), tensor.shape
+        if len(shape) in (2, 4) and shape[0] == 1:
+            shape = shape[1:]
         if len(shape) == 1:
             image.encoded = data
         elif (
@@ -236,7 +239,7 @@ class _Inputs:
         else:
             raise InvalidRequest(
                 "IMAGE",
-                f"UINT8 must have shape [n] or [height, width, 1, 3 or 4], got {list(shape)}",
+                f"UINT8 must have shape [n] or [height, width, 1, 3 or 4], got {list(tensor.shape)}",
             )
 
 

@@ -15,6 +15,8 @@ from typing import Any
 from kestrel_client._pb.inference import grpc_service_pb2 as pb
 from kestrel_engine import InvalidRequest
 
+from ..images.base64_images import decoded_image
+
 FORMATS = {
     "BOOL": "?",
     "INT8": "b",
@@ -49,16 +51,20 @@ _CONTENTS = {
 _LENGTH = struct.Struct("<I")
 _MOST_DIMENSIONS = 8
 _SHARED_MEMORY = "shared_memory_region"
+CONTENT_TYPE = "content_type"
+"""MLServer's parameter of an input."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One input. ``content``: all elements in the raw form, or a sequence of them. They are decoded on demand."""
+    """One input. ``content``: all elements in the raw form, or a sequence of them. They are decoded on demand.
+    ``is_base64``: whether its bytes are text in base64, as MLServer's content type says."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     content: bytes | Sequence[Any]
+    is_base64: bool = False
 
     def only(self) -> Any:
         """The element of a tensor with one: bytes, bool, int or float. Raises InvalidRequest."""
@@ -67,15 +73,23 @@ class Tensor:
         content = self.content
         if not isinstance(content, bytes):
             self._check(len(content), 1, "elements")
-            return content[0]
+            return self._decoded(content[0])
         if self.datatype == BYTES:
             self._check(len(content), _LENGTH.size, "bytes", at_least=True)
             (length,) = _LENGTH.unpack_from(content)
             self._check(len(content), _LENGTH.size + length, "bytes")
-            return content[_LENGTH.size :]
+            return self._decoded(content[_LENGTH.size :])
         format = struct.Struct(f"<{FORMATS[self.datatype]}")
         self._check(len(content), format.size, "bytes")
         return format.unpack(content)[0]
+
+    def _decoded(self, element: Any) -> Any:
+        if not self.is_base64 or not isinstance(element, bytes):
+            return element
+        try:
+            return decoded_image(element.decode("latin-1"))
+        except ValueError as error:
+            raise InvalidRequest(self.name, str(error)) from None
 
     def octets(self) -> bytes:
         """The elements of a UINT8 tensor. Raises InvalidRequest."""
@@ -111,7 +125,11 @@ def tensors(request: pb.ModelInferRequest) -> dict[str, Tensor]:
         if raws and given.HasField("contents"):
             raise InvalidRequest(name, "has contents beside raw_input_contents; send only one")
         content = raws[index] if raws else _typed(given)
-        found[name] = Tensor(name, given.datatype, _shape(given.shape, name), content)
+        form = (
+            given.parameters[CONTENT_TYPE].string_param if CONTENT_TYPE in given.parameters else ""
+        )
+        shape = _shape(given.shape, name)
+        found[name] = Tensor(name, given.datatype, shape, content, form == "base64")
     return found
 
 

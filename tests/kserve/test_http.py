@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import struct
 from typing import Any
@@ -158,3 +159,24 @@ async def test_broken_bodies_are_refused(http, headers, body: bytes, words: str)
     response = await client.post(URL, content=body, headers=headers)
     assert response.status_code == 400
     assert response.json()["error"].startswith(words), response.text
+
+
+async def test_an_image_in_base64_and_whole_numbers_as_floats(http):
+    """As MLServer's clients send them."""
+    served, client = await http()
+    stub = GRPCInferenceServiceStub(served.channel)
+    asked = {"SKILL": "query", "QUESTION": "What?", "TEMPERATURE": 0.0, "MAX_TOKENS": 4}
+    answer = output(await stub.ModelInfer(infer(IMAGE=jpeg(), **asked)))["answer"]
+    text = base64.b64encode(jpeg()).decode()
+    limit = tensor("MAX_TOKENS", "INT32", 4.0, shape=[1.0])
+    settings = [SETTINGS[0], limit, tensor("REASONING", "BOOL", False)]
+    for form in (text, text.rstrip("="), f"data:image/jpeg;base64,{text}"):
+        image = tensor("IMAGE", "BYTES", form, parameters={"content_type": "base64"})
+        body = {"inputs": [*QUESTION, image, *settings]}
+        got = (await client.post(URL, json=body)).json()
+        assert json.loads(got["outputs"][0]["data"][0])["answer"] == answer
+    image["data"] = ["*"]
+    refused = await client.post(URL, json=body)
+    assert refused.status_code == 400 and refused.json()["error"].startswith("IMAGE: is not valid")
+    limit["data"] = [4.5]
+    assert (await client.post(URL, json={"inputs": [*QUESTION, limit]})).status_code == 400

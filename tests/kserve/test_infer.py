@@ -127,6 +127,13 @@ async def test_pixels_and_typed_contents(serve):
         vision_service_pb2.CaptionRequest(image=raw, sampling=sampling)
     )
     assert got["caption"] == caption.caption
+    request.inputs[-1].shape[:] = [1, 40, 60, 3]
+    assert output(await stub.ModelInfer(request))["caption"] == caption.caption
+    encoded = output(await stub.ModelInfer(infer(SKILL="caption", IMAGE=jpeg(), **SETTINGS)))
+    for shape in ([len(jpeg())], [1, len(jpeg())]):
+        request.inputs[-1].shape[:] = shape
+        request.raw_input_contents[-1] = jpeg()
+        assert output(await stub.ModelInfer(request))["caption"] == encoded["caption"]
 
     typed = pb.ModelInferRequest(model_name="moondream")
     for name, datatype, field, value in (

@@ -17,7 +17,7 @@ from kestrel_engine import InvalidRequest
 from ...edge.failures.errors import ModelNotReady
 from ...kserve.model import OUTPUT
 from ...kserve.service import InferenceService
-from ...kserve.tensors import BYTES, FORMATS, raw_bytes
+from ...kserve.tensors import BYTES, CONTENT_TYPE, FORMATS, raw_bytes
 from ...security.admission.message_limits import ADAPTED_COPIES
 from ...service_names import KSERVE_METHODS
 from ..edge import Asked, Endpoint, Scope
@@ -186,6 +186,8 @@ def _request(scope: Scope, body: bytes | bytearray) -> tuple[pb.ModelInferReques
         parameters = given.inner("parameters")
         if "shared_memory_region" in parameters.values:
             tensor.parameters["shared_memory_region"].bool_param = True  # The service refuses it.
+        if form := parameters.text(CONTENT_TYPE, ""):
+            tensor.parameters[CONTENT_TYPE].string_param = form
         size = parameters.whole("binary_data_size")
         if size is None:
             request.raw_input_contents.append(_packed(name, tensor.datatype, given))
@@ -209,7 +211,7 @@ def _object(item: Any, name: str) -> Fields:
 
 
 def _shape(given: Fields, name: str) -> list[int]:
-    shape = given.items("shape")
+    shape = [_whole(side) for side in given.items("shape")]
     for side in shape:
         if not isinstance(side, int) or isinstance(side, bool) or not 0 <= side <= _MOST_SIDE:
             raise InvalidRequest(name, "shape must be a list of whole numbers of at least 0")
@@ -225,10 +227,17 @@ def _packed(name: str, datatype: str, given: Fields) -> bytes:
         return raw_bytes([each.encode() for each in elements])
     if datatype not in FORMATS:
         return b""  # The service refuses the datatype.
+    if not datatype.startswith("FP"):
+        elements = [_whole(each) for each in elements]
     try:
         return struct.pack(f"<{len(elements)}{FORMATS[datatype]}", *elements)
     except (struct.error, OverflowError):
         raise InvalidRequest(name, f"data must be numbers that {datatype} can hold") from None
+
+
+def _whole(value: Any) -> Any:
+    """5 for 5.0: JSON has one kind of number."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _flat(items: Iterable[Any], name: str, depth: int) -> Iterator[Any]:
