@@ -14,9 +14,21 @@ from kestrel_engine import InvalidRequest, checked_adapter_name
 if TYPE_CHECKING:  # served_model.py, which has these names too, uses no protobuf.
     from kestrel_client._pb.kestrel.v1 import common_pb2
 
-ALIASES = frozenset({"moondream", "moondream2", "moondream3", "moondream3-preview"})
-"""Names that clients send by default. In a request they stand for the default model, unless a served model has such a
-name."""
+ALIASES = frozenset(
+    {
+        *("moondream", "moondream2", "moondream3", "moondream3-preview", "moondream-2b"),
+        *("vikhyatk/moondream2", "moondream/moondream2", "moondream/moondream3-preview"),
+    }
+)
+"""Names that clients send by default, in lower case: those of Moondream's, Ollama's and the hub's models. In a request
+they stand for the default model, unless a served model has such a name."""
+
+
+def is_alias(name: str) -> bool:
+    return name.lower() in ALIASES
+
+
+_LONGEST_FIRST = sorted(ALIASES, key=len, reverse=True)
 
 MOST_CHARACTERS = 512
 """Limit on the name of a model in a request, with that of an adapter behind it."""
@@ -26,16 +38,17 @@ def split_name(name: str, names: Sequence[str]) -> tuple[str, str]:
     """Returns the name of a model, and that of an adapter or "". ``names``: those of the served models.
 
     Behind an alias, the adapter's name must have a step (moondream3-preview/ID@STEP) or be a repository of the hub
-    (moondream3/ORG/REPO), because moondream/moondream2 is a repository.
+    (moondream3/ORG/REPO), because moondream/NAME may be a repository.
     """
     if name in names:
         return name, ""
     for base in sorted(names, key=len, reverse=True):
         if name.startswith(f"{base}/"):
             return base, name.removeprefix(f"{base}/")
-    base, _, adapter = name.partition("/")
-    if base in ALIASES and ("@" in adapter or "/" in adapter):
-        return base, adapter
+    for base in _LONGEST_FIRST:
+        adapter = name[len(base) + 1 :]
+        if name.lower().startswith(f"{base}/") and ("@" in adapter or "/" in adapter):
+            return base, adapter
     return name, ""
 
 

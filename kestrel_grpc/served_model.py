@@ -23,7 +23,7 @@ from kestrel_engine import (
 
 from .edge.calls.current_call import find_call
 from .edge.failures.errors import ModelNotReady, ShuttingDown
-from .model_names import ALIASES
+from .model_names import is_alias
 from .security.identity.principal import ANONYMOUS, Scope
 
 
@@ -205,7 +205,7 @@ class ServedModels:
         ShuttingDown, ModelNotFoundError."""
         if name is None or name not in self.names:
             engine = self.default.engine  # While the server cannot answer, that is the reason.
-            if name not in ALIASES:
+            if name is not None and not is_alias(name):
                 self.model(name)
             return engine
         return self.model(name).engine

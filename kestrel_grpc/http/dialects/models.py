@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 
-from ...model_names import ALIASES, split_name
+from ...model_names import is_alias, split_name
 
 _TAG = ":latest"
 """Clients of Ollama may add it to every name."""
@@ -20,7 +20,7 @@ def served_name(name: str, names: Sequence[str]) -> str:
     untagged = name.removesuffix(_TAG)
     if untagged in names:
         return untagged
-    return names[0] if name.partition(":")[0] in ALIASES else name
+    return names[0] if is_alias(name.partition(":")[0]) else name
 
 
 def set_model(options: common_pb2.RequestOptions, name: str, names: Sequence[str]) -> None:

@@ -94,7 +94,7 @@ async def test_every_client_can_name_one(http, folder: Path) -> None:  # noqa: F
     assert applied(served) == [NAME, NAME, None, NAME, NAME]
     both = {"question": "nine?", "model": f"fake/{NAME}", "settings": {"adapter": "other"}}
     refused = await client.post("/v1/query", json=both)
-    assert refused.status_code == 400 and f"model names '{NAME}'" in refused.text, refused.text
+    assert refused.status_code == 400 and f"beside '{NAME}'" in refused.text, refused.text
 
 
 async def test_grpc_clients_send_a_default_name(serve, folder: Path) -> None:
@@ -160,7 +160,14 @@ async def test_a_model_s_name_may_have_that_of_an_adapter_behind_it(serve, folde
         ("org/model/team/mine", "org/model", "team/mine"),
         ("moondream/team/mine", "fake", "team/mine"),
         ("moondream3-preview/01J5@7", "fake", "01J5@7"),
-        ("moondream/moondream2", "moondream/moondream2", ""),
+        ("moondream/moondream2", "fake", ""),
+        ("vikhyatk/moondream2", "fake", ""),
+        ("vikhyatk/moondream2:latest", "fake", ""),
+        ("moondream-2B", "fake", ""),
+        ("moondream:1.8b", "fake", ""),
+        ("vikhyatk/moondream2/01J5@7", "fake", "01J5@7"),
+        ("moondream/moondream3-preview/team/mine", "fake", "team/mine"),
+        ("vikhyatk/moondream9", "vikhyatk/moondream9", ""),
     ],
 )
 def test_names_of_models_with_adapters(name: str, model: str, adapter: str) -> None:
