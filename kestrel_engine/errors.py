@@ -57,7 +57,12 @@ class ConfigError(KestrelError, ValueError):
 
 
 class RequestError(KestrelError, ValueError):
-    """The request can't be served as given. ``field`` names the invalid part, ``message`` describes the problem."""
+    """The request can't be served as given. ``field`` names the invalid part, ``message`` describes the problem.
+
+    ``most_tokens``: the largest max_tokens with which the request could be served, if only that is too large.
+    """
+
+    most_tokens: int | None = None
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")

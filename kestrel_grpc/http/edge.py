@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import orjson
 
-from kestrel_engine import DeadlineExceeded, InvalidRequest
+from kestrel_engine import DeadlineExceeded, InvalidRequest, RequestError
 
 from ..edge.calls.call import (
     REQUEST_ID_KEY,
@@ -31,7 +31,7 @@ from ..edge.calls.call_watcher import CallWatcher
 from ..edge.calls.current_call import current
 from ..edge.calls.in_flight import InFlight
 from ..edge.failures.endings import delay_refusal, finish, note
-from ..edge.failures.errors import SlowReader, SlowSender
+from ..edge.failures.errors import LocatedError, SlowReader, SlowSender
 from ..edge.messages.request_options import check_priority, options_of, take_id
 from ..security.admission.admission import MessageTooLarge
 from ..security.admission.guard import Guard
@@ -70,6 +70,8 @@ class Asked:
     """Converts the service's answer to values for JSON, or to a Whole. Not called if ``events`` is given."""
     events: Callable[[Any], Iterable[bytes]] | None = None
     """For a stream: converts each message that ``behaviour`` writes to server-sent events."""
+    rename: Callable[[str], str] | None = None
+    """As Endpoint.rename, if the names depend on the fields that were sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,8 @@ class Endpoint:
     """Number of copies of the message in memory during the request."""
     parse: Callable[[Scope, bytes | bytearray], Fields] | None = None
     """Makes the fields from the request's scope and body, if the body is not a JSON object alone."""
+    caps_max_tokens: bool = False
+    """Whether the imitated service lowers a limit on the tokens that exceeds the room."""
     timeout_s: Callable[[Scope], float | None] = lambda scope: None
     """Returns the seconds that the client waits for the response; None if it does not say."""
 
@@ -134,6 +138,7 @@ class HttpEdge:
             metadata=metadata,
             request_id=id_from_metadata(metadata) or new_id(),
             longest_s=self._guard.limits.deadline_s,
+            caps_max_tokens=endpoint.caps_max_tokens,
         )
         writer.call = call
         current.set(call)
@@ -154,7 +159,7 @@ class HttpEdge:
             except Exception as error:  # The edge: the one place where errors become responses.
                 failed = error
                 note(call, error)
-                told = endpoint.form.told(error, call, endpoint.rename)
+                told = endpoint.form.told(error, call, writer.rename)
                 with contextlib.suppress(SlowReader, asyncio.CancelledError):
                     await delay_refusal(self._guard.refusals, call, error)
                     await writer.refuse(told)
@@ -175,20 +180,22 @@ class HttpEdge:
                 _check_encoding(scope["headers"])
                 body = await self._body(scope, receive, hold)
                 writer.has_read_all = True
-                asked = await self._asked(endpoint, scope, body, hold)
+                with _named_by_client():
+                    asked = await self._asked(endpoint, scope, body, hold)
                 del body
                 held = endpoint.copies * _bytes_of(asked.message)
                 hold.settle(min(hold.num_bytes, held))
             else:
                 writer.has_read_all = not _content_length(scope["headers"])
-                asked = endpoint.asked(scope, b"")
+                with _named_by_client():
+                    asked = endpoint.asked(scope, b"")
             call.message = asked.message
             options = options_of(asked.message)
             take_id(call, options)
             if watcher is not None:
                 watcher.on_message(call)
             check_priority(options, principal)
-            writer.events = asked.events
+            writer.events, writer.rename = asked.events, asked.rename or endpoint.rename
             async with _cancelled_with(receive), _deadline(call.context.time_remaining()):
                 response = await self._limit.within(asked.behaviour(asked.message, call.context))
                 if asked.events is None:
@@ -249,6 +256,8 @@ class _Writer:
         self._send, self._limit_s, self._form = send, limit_s, form
         self.call: Call = cast(Call, None)
         self.events: Callable[[Any], Iterable[bytes]] | None = None
+        self.rename: Callable[[str], str] = str
+        """Until the request is read, errors have the client's names of fields."""
         self.has_read_all = False
         """Whether the request's body was read to its end. Otherwise the connection can't be used again."""
         self._has_begun = False
@@ -323,6 +332,15 @@ async def _parsed(body: bytearray, parse: Callable[[], _Parsed]) -> _Parsed:
 def _bytes_of(message: Any) -> int:
     messages = message if isinstance(message, list) else [message]
     return sum(each.ByteSize() for each in messages)
+
+
+@contextlib.contextmanager
+def _named_by_client() -> Iterator[None]:
+    """Raises the RequestError of a reader as a LocatedError, because it has the client's name of the field."""
+    try:
+        yield
+    except RequestError as error:
+        raise LocatedError(error, error.field) from error
 
 
 @contextlib.asynccontextmanager

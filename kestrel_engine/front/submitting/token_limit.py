@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...errors import ContextLengthError, InvalidRequest
+from ...errors import ContextLengthError, InvalidRequest, RequestError
 from ...skills.base import SkillRequest
 
 
@@ -15,17 +15,26 @@ def token_limit(
     request. ``default``: the default of max_tokens. Raises ContextLengthError, InvalidRequest.
     """
     room = context - positions
+    reasoning = 0 if request.max_reasoning_tokens is None else request.max_reasoning_tokens + 1
+    fitting = min(room, most or room) - reasoning
     asked = [("max_tokens", request.max_tokens or 0, f"{request.max_tokens}")]
     if request.max_reasoning_tokens is not None:
         # The rest: the token that separates the reasoning from the answer, and an answer.
-        wanted, rest = request.max_reasoning_tokens, 1 + (request.max_tokens or 1)
-        asked.append(("max_reasoning_tokens", wanted + rest, f"{wanted} + {rest} for the answer"))
+        rest = 1 + (request.max_tokens or 1)
+        shown = f"{request.max_reasoning_tokens} + {rest} for the answer"
+        asked.append(("max_reasoning_tokens", request.max_reasoning_tokens + rest, shown))
     for field, needed, shown in asked:
+        error: RequestError
         if needed > room:
-            raise ContextLengthError(
+            error = ContextLengthError(
                 field,
                 f"{shown} exceeds the {room} positions left after a prompt of {positions} in a context of {context}",
             )
-        if most is not None and needed > most:
-            raise InvalidRequest(field, f"{shown} exceeds this engine's limit of {most}")
+        elif most is not None and needed > most:
+            error = InvalidRequest(field, f"{shown} exceeds this engine's limit of {most}")
+        else:
+            continue
+        if request.max_tokens is not None and fitting >= 1:
+            error.most_tokens = fitting
+        raise error
     return min(request.token_budget or request.max_tokens or default, room, most or room)

@@ -24,12 +24,11 @@ from ...services.answers.total_result import total_result
 from ...services.vision import VisionService
 from ..edge import Asked, Endpoint
 from ..fields import Fields
+from .known_fields import COMPLETIONS
 from .openai import (
     fill,
     fill_top_logprobs,
     finish_reason,
-    json_name,
-    refuse_unsupported,
     samples,
     usage_json,
 )
@@ -37,7 +36,6 @@ from .openai import (
 MOST_PROMPTS = 256
 _AT_ONCE = 16
 """Prompts of one request that the engine has at a time."""
-_KNOWN = frozenset({"prompt", "echo", "suffix", "best_of"})
 _Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
 
@@ -49,12 +47,11 @@ def endpoints(
     def complete(fields: Fields) -> Asked:
         return _complete(fields, vision, names())
 
-    return {("POST", "/v1/completions"): Endpoint(f"{VISION_METHODS}Query", complete, _json_name)}
-
-
-def _json_name(path: str) -> str:
-    name = json_name(path)
-    return "prompt" if name == "messages" else name
+    return {
+        ("POST", "/v1/completions"): Endpoint(
+            f"{VISION_METHODS}Query", complete, caps_max_tokens=True
+        )
+    }
 
 
 def _complete(fields: Fields, service: VisionService, names: Sequence[str]) -> Asked:
@@ -68,15 +65,19 @@ def _complete(fields: Fields, service: VisionService, names: Sequence[str]) -> A
     requests = []
     for prompt in prompts:
         request = pb.QueryRequest(question=prompt, num_samples=samples(fields))
-        fill(request, fields, names)
+        rename = fill(request, fields, names)
         if fields.values.get("logprobs") is not None and fields.values["logprobs"] is not False:
             fill_top_logprobs(request.sampling, fields, "logprobs")
             request.sampling.logprobs = True
         requests.append(request)
+
+    def name(path: str) -> str:
+        return "prompt" if (named := rename(path)) == "messages" else named
+
     if streams:
         stream = pb.StreamQueryRequest(request=requests[0])
-        return Asked(stream, service.StreamQuery, _completion, _chunks(usage))
-    return Asked(requests, _answer_all(service.Query), _completion)
+        return Asked(stream, service.StreamQuery, _completion, _chunks(usage), name)
+    return Asked(requests, _answer_all(service.Query), _completion, rename=name)
 
 
 def _prompts(fields: Fields) -> Sequence[str]:
@@ -98,15 +99,9 @@ def _prompts(fields: Fields) -> Sequence[str]:
 
 def _refuse(fields: Fields) -> None:
     """Raises InvalidRequest for what would change the answer and is not supported."""
-    values = fields.values
-    refuse_unsupported(fields, _KNOWN)
-    if fields.flag("echo"):
-        raise InvalidRequest("echo", "must be false: the model scores and repeats no prompts")
-    for key in ("suffix", "response_format"):
-        if values.get(key):
-            raise InvalidRequest(key, "is not supported here; leave it out")
+    COMPLETIONS.check(fields)
     if fields.whole("best_of") not in (None, samples(fields)):
-        raise InvalidRequest("best_of", f"must be equal to n, got {values['best_of']}")
+        raise InvalidRequest("best_of", f"must be equal to n, got {fields.values['best_of']}")
 
 
 def _answer_all(answer: _Behaviour) -> _Behaviour:

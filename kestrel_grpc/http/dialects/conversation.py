@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import InvalidRequest
+
+IMAGE_ALONE = "Describe this image."
+"""The question that an image without text asks. The model needs one."""
+_ROLES = frozenset({"system", "developer", "user", "assistant"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +34,12 @@ class Asked:
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """``last``: the question to answer. ``history``: earlier questions with their answers, oldest first. ``system``:
-    all system texts."""
+    all texts before the first question. ``begun``: the beginning of the answer, which the model continues."""
 
     last: Asked
     history: list[tuple[Asked, str]]
     system: str
+    begun: str = ""
 
     @property
     def images(self) -> list[bytes]:
@@ -45,59 +50,92 @@ class Conversation:
     def request(self, *, reasoning: bool) -> pb.QueryRequest:
         """The request that asks the question. Its ``image`` is that of the first turn, if this has one image."""
         request = pb.QueryRequest(
-            question=self.last.question, reasoning=reasoning, system=self.system
+            question=self.last.question,
+            reasoning=reasoning,
+            system=self.system,
+            answer_start=self.begun or None,
         )
         fields = [
             (asked.images, request.history.add(question=asked.question, answer=answer).images)
             for asked, answer in self.history
         ]
         fields.append((self.last.images, request.images))
-        for turn, (images, field) in enumerate(fields):
+        for turn, (images, images_field) in enumerate(fields):
             if turn == 0 and len(images) == 1:
                 request.image.encoded = images[0]
                 continue
             for image in images:
-                field.add(encoded=image)
+                images_field.add(encoded=image)
         return request
 
 
 def conversation(messages: Iterable[Message]) -> Conversation:
-    """Converts messages. System texts are joined, and so are consecutive user messages, with a blank line between them.
-    Raises InvalidRequest."""
-    system: list[str] = []
-    turns: list[tuple[Asked, str]] = []
-    asked: Asked | None = None
-    texts: list[str] = []
-    """Those of ``asked``. They are joined once: a body may hold many thousands."""
+    """Converts messages. Raises InvalidRequest.
+
+    Texts in a row are joined with a blank line between them: system texts, user texts, answers. What comes before the
+    first question precedes it, as system text does, and a later system text belongs to the question at its place. User
+    messages without text and images are left out. An answer at the end is the beginning of the answer.
+    """
+    before: list[str] = []
+    turns: list[_Turn] = []
+    has_system = has_greeting = ends_empty = False
     for message in messages:
-        name, has_begun = message.name, bool(turns) or asked is not None
-        if message.images and message.role != "user":
-            raise InvalidRequest(f"{name}.content", "only user messages may hold images")
-        if message.role in ("system", "developer"):
-            if has_begun:
-                raise InvalidRequest(f"{name}.role", "system messages must come first")
-            system.append(message.text)
-        elif message.role == "user":
-            if asked is None:
-                asked, texts = Asked("", []), []
-            texts.append(message.text)
-            asked.images += message.images
-        elif message.role == "assistant":
-            if asked is None:
-                raise InvalidRequest(f"{name}.role", "an answer must follow a user message")
-            asked.question = "\n\n".join(texts)
-            turns.append((asked, message.text))
-            asked = None
+        _check(message)
+        ends_empty = False
+        if message.role == "assistant":
+            if turns:
+                turns[-1].answers.append(message.text)
+            else:
+                has_greeting = True
+                before.append(message.text)
+        elif message.role != "user" and not turns:
+            has_system = True
+            before.append(message.text)
+        elif message.text.strip() or message.images:
+            if not turns or turns[-1].answers:
+                turns.append(_Turn())
+            turns[-1].texts.append(message.text)
+            turns[-1].images += message.images
         else:
-            raise InvalidRequest(
-                f"{name}.role", f"must be system, user or assistant, got {message.role!r}"
-            )
-    if asked is None:
-        raise InvalidRequest("messages", "must end with a user message")
-    asked.question = "\n\n".join(texts)
-    before, first = "\n\n".join(system), turns[0][0] if turns else asked
-    if not first.question.strip():  # A question needs text.
-        before, first.question = "", before
-    if not asked.question.strip():
-        raise InvalidRequest("messages", "must end with a user message that has text")
-    return Conversation(asked, turns, before)
+            ends_empty = True
+    if not turns and has_system:
+        turns.append(_Turn())
+    if not turns or (ends_empty and turns[-1].answers):
+        raise InvalidRequest("messages", "must hold a user message that has text or an image")
+    system, asked = "\n\n".join(before), [turn.asked() for turn in turns]
+    if has_system and not has_greeting and not asked[0].question.strip():
+        system, asked[0].question = (
+            "",
+            system,
+        )  # Instructions for the image are the question about it.
+    for each in asked:
+        if not each.question.strip():
+            if not each.images:
+                raise InvalidRequest("messages", "must hold text or an image")
+            each.question = IMAGE_ALONE
+    answers = ["\n\n".join(turn.answers) for turn in turns]
+    history = list(zip(asked[:-1], answers[:-1], strict=True))
+    return Conversation(asked[-1], history, system, answers[-1])
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What a user asked, and what was answered. The texts are joined once: a body may hold many thousands."""
+
+    texts: list[str] = field(default_factory=list)
+    images: list[bytes] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
+
+    def asked(self) -> Asked:
+        return Asked("\n\n".join(self.texts), self.images)
+
+
+def _check(message: Message) -> None:
+    """Raises InvalidRequest."""
+    if message.role not in _ROLES:
+        raise InvalidRequest(
+            f"{message.name}.role",
+            f"must be system, user or assistant, got {message.role[:50]!r}",
+        )
+    if message.images and message.role != "user":
+        raise InvalidRequest(f"{message.name}.content", "only user messages may hold images")

@@ -6,7 +6,8 @@ an object of their own, coordinates in [0, 1], a stream as server-sent events th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -31,6 +32,7 @@ from ...services.messages.json_values import (
 from ...services.vision import VisionService
 from ..edge import Asked, Endpoint
 from ..fields import Fields, image_bytes, numbers, positive
+from .known_fields import MOONDREAM, MOONDREAM_SAMPLING, MOONDREAM_SETTINGS, MOONDREAM_TILES
 from .models import set_model
 
 _NAMES = {
@@ -42,7 +44,6 @@ _NAMES = {
     "max_overlap": "settings.max_overlap",
     "image.region": "settings.region",
     "options.model": "model",
-    "options.adapter": "settings.adapter",
 }
 
 
@@ -100,13 +101,27 @@ def endpoints(
         stream = pb.StreamSegmentRequest(request=request)
         return Asked(stream, service.StreamSegment, segment_json, _segment_events)
 
-    return {
-        ("POST", "/v1/query"): Endpoint(f"{VISION_METHODS}Query", query, json_name),
-        ("POST", "/v1/caption"): Endpoint(f"{VISION_METHODS}Caption", caption, json_name),
-        ("POST", "/v1/point"): Endpoint(f"{VISION_METHODS}Point", point, json_name),
-        ("POST", "/v1/detect"): Endpoint(f"{VISION_METHODS}Detect", detect, json_name),
-        ("POST", "/v1/segment"): Endpoint(f"{VISION_METHODS}Segment", segment, json_name),
+    skills = {
+        "query": query,
+        "caption": caption,
+        "point": point,
+        "detect": detect,
+        "segment": segment,
     }
+    return {("POST", f"/v1/{skill}"): _endpoint(skill, read) for skill, read in skills.items()}
+
+
+def _endpoint(skill: str, read: Callable[[Fields], Asked]) -> Endpoint:
+    def checked(fields: Fields) -> Asked:
+        MOONDREAM[skill].check(fields)
+        adapter = next((name for name, _ in _adapters(fields)), "model")
+        return replace(
+            read(fields),
+            rename=lambda path: adapter if path.endswith("options.adapter") else json_name(path),
+        )
+
+    method = f"{VISION_METHODS}{skill.title()}"
+    return Endpoint(method, checked, caps_max_tokens=True)
 
 
 def json_name(path: str) -> str:
@@ -126,14 +141,8 @@ def _fill(request: Any, fields: Fields, names: Sequence[str], *, needs_image: bo
     if needs_image or fields.values.get("image_url") is not None:
         request.image.encoded = image_bytes(fields.text("image_url"), "image_url")
     settings = fields.inner("settings")
-    for key in ("temperature", "top_p"):
-        number = settings.number(key)
-        if number is not None:
-            setattr(request.sampling, key, number)
-    for key in ("max_tokens", "max_reasoning_tokens"):
-        most = positive(settings, key)
-        if most is not None:
-            setattr(request.sampling, key, most)
+    MOONDREAM_SETTINGS.check(settings)
+    MOONDREAM_SAMPLING.fill(request.sampling, settings)
     max_objects = positive(settings, "max_objects")
     if max_objects is not None and "max_objects" in request.DESCRIPTOR.fields_by_name:
         request.max_objects = max_objects
@@ -144,17 +153,22 @@ def _fill(request: Any, fields: Fields, names: Sequence[str], *, needs_image: bo
     if max_overlap is not None and "max_overlap" in request.DESCRIPTOR.fields_by_name:
         request.max_overlap = max_overlap
     _fill_looks(request, settings, fields)
-    request.sampling.stop.extend(settings.texts("stop"))
     model = fields.values.get("model")
     if model is not None:
         set_model(request.options, fields.text("model"), names)
-    if settings.values.get("adapter") is not None:
-        adapter, named = settings.text("adapter"), request.options.adapter
+    for name, adapter in _adapters(fields):
+        named = request.options.adapter
         if named and named != adapter:
-            raise InvalidRequest(
-                "settings.adapter", f"is {adapter!r}, and model names {named!r}; name only one"
-            )
+            raise InvalidRequest(name, f"is {adapter!r}, beside {named!r}; name only one adapter")
         request.options.adapter = adapter
+
+
+def _adapters(fields: Fields) -> Iterator[tuple[str, str]]:
+    """The adapters that fields other than ``model`` name, each with the field's name. Raises InvalidRequest."""
+    for given in (fields, fields.inner("settings")):
+        for key in ("adapter", "variant"):
+            if given.values.get(key) is not None:
+                yield given.name(key), given.text(key)
 
 
 def _fill_abstention(request: pb.QueryRequest, fields: Fields) -> None:
@@ -182,6 +196,7 @@ def _fill_looks(request: Any, settings: Fields, fields: Fields) -> None:
     tiles = settings.inner("tiles")
     if not tiles.values or "tiles" not in request.DESCRIPTOR.fields_by_name:
         return
+    MOONDREAM_TILES.check(tiles)
     for key in ("rows", "columns"):
         setattr(request.tiles, key, positive(tiles, key) or 1)
     overlap = tiles.number("overlap")

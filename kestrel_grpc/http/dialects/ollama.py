@@ -22,6 +22,13 @@ from ..edge import Asked, Endpoint
 from ..fields import ANY_OBJECT, Fields, image_bytes, json_text
 from ..forms import JsonForm
 from .conversation import Message, conversation
+from .known_fields import (
+    GENERATE,
+    OLLAMA_CHAT,
+    OLLAMA_MESSAGE,
+    OLLAMA_OPTIONS,
+    OLLAMA_SAMPLING,
+)
 from .models import served_name, set_model
 
 _QUERY = f"{VISION_METHODS}Query"
@@ -29,11 +36,11 @@ _LIST = f"{MODEL_METHODS}ListModels"
 _VERSION = "0.12.0"
 """The version of Ollama whose interface this is. Clients query it to learn which fields they may send."""
 _NS_PER_MS = 1_000_000
+_LEVELS = ("low", "medium", "high")
 _NAMES = {
     "image": "images",
     "image.encoded": "images",
     "question": "prompt",
-    "sampling.max_tokens": "options.num_predict",
     "sampling.constraint.json_schema": "format",
     "options.model": "model",
     "options.adapter": "model",
@@ -58,6 +65,7 @@ def endpoints(
     first."""
 
     def generate(fields: Fields) -> Asked:
+        GENERATE.check(fields)
         prompt, system = fields.text("prompt", ""), fields.text("system", "")
         images = _images(fields)
         if not prompt.strip() and not images:
@@ -65,11 +73,18 @@ def endpoints(
         messages = [Message("user", prompt, images, "prompt")]
         if system:
             messages.insert(0, Message("system", system, (), "system"))
-        return _ask(fields, vision, names(), messages, lambda text: {"response": text})
+
+        def answer(text: str, thinking: str) -> dict[str, Any]:
+            return {"response": text, **({"thinking": thinking} if thinking else {})}
+
+        return _ask(fields, vision, names(), messages, answer)
 
     def chat(fields: Fields) -> Asked:
-        def part(text: str) -> dict[str, Any]:
-            return {"message": {"role": "assistant", "content": text}}
+        OLLAMA_CHAT.check(fields)
+
+        def part(text: str, thinking: str = "") -> dict[str, Any]:
+            message = {"role": "assistant", "content": text}
+            return {"message": {**message, **({"thinking": thinking} if thinking else {})}}
 
         messages = [
             _message(item, f"messages[{index}]")
@@ -99,8 +114,10 @@ def endpoints(
         return Asked(request, models.GetModel, lambda response: _shown(response.model))
 
     return {
-        ("POST", "/api/generate"): Endpoint(_QUERY, generate, json_name, form=FORM),
-        ("POST", "/api/chat"): Endpoint(_QUERY, chat, json_name, form=FORM),
+        ("POST", "/api/generate"): Endpoint(
+            _QUERY, generate, json_name, form=FORM, caps_max_tokens=True
+        ),
+        ("POST", "/api/chat"): Endpoint(_QUERY, chat, _chat_name, form=FORM, caps_max_tokens=True),
         ("GET", "/api/tags"): Endpoint(_LIST, tags, takes_body=False, form=FORM),
         ("GET", "/api/ps"): Endpoint(_LIST, loaded, takes_body=False, form=FORM),
         ("POST", "/api/show"): Endpoint(f"{MODEL_METHODS}GetModel", show, _show_name, form=FORM),
@@ -115,11 +132,16 @@ def version() -> dict[str, str]:
 def json_name(path: str) -> str:
     """Returns the field of Ollama's JSON for a field of kestrel.v1."""
     path = path.removeprefix("request.")
-    if path.startswith("history"):
+    if path.startswith(("history", "answer_start")):
         return "messages"
     if path.startswith("sampling.") and path not in _NAMES:
-        return f"options.{path.removeprefix('sampling.')}"
+        return f"options.{OLLAMA_SAMPLING.name(path.removeprefix('sampling.'), {})}"
     return _NAMES.get(path, path)
+
+
+def _chat_name(path: str) -> str:
+    name = json_name(path)
+    return "messages" if name in ("prompt", "system") or name.startswith("images") else name
 
 
 def _show_name(path: str) -> str:
@@ -130,6 +152,7 @@ def _message(item: Any, name: str) -> Message:
     if not isinstance(item, dict):
         raise InvalidRequest(name, "must be an object with role and content")
     fields = Fields(item, f"{name}.")
+    OLLAMA_MESSAGE.check(fields)
     return Message(fields.text("role"), fields.text("content", ""), _images(fields), name)
 
 
@@ -161,26 +184,26 @@ def _ask(
     vision: VisionService,
     names: Sequence[str],
     messages: list[Message],
-    part: Callable[[str], dict[str, Any]],
+    part: Callable[[str, str], dict[str, Any]],
 ) -> Asked:
-    """``part`` converts text to the form of the path. Raises InvalidRequest."""
-    if fields.values.get("tools"):
-        raise InvalidRequest("tools", "the models call no tools; leave it out")
+    """``part`` converts text and thinking to the form of the path. Raises InvalidRequest."""
     talk = conversation(messages)
-    request = talk.request(reasoning=fields.values.get("think") is True)
-    _sample(request.sampling, fields.inner("options"))
+    request = talk.request(reasoning=_thinks(fields))
+    options = fields.inner("options")
+    OLLAMA_OPTIONS.check(options)
+    OLLAMA_SAMPLING.fill(request.sampling, options)
     schema = _schema(fields)
     if schema is not None:
         request.sampling.constraint.json_schema = schema
     if fields.values.get("model") is not None:
         set_model(request.options, fields.text("model"), names)
 
-    def final(response: pb.QueryResponse, text: str) -> dict[str, Any]:
+    def final(response: pb.QueryResponse, text: str, thinking: str) -> dict[str, Any]:
         timings, usage = response.timings, response.usage
         is_cut = response.finish_reason == common_pb2.FINISH_REASON_LENGTH
         return {
             **_begin(response.model),
-            **part(text),
+            **part(text, thinking),
             "done": True,
             "done_reason": "length" if is_cut else "stop",
             "total_duration": round(timings.total_time_ms * _NS_PER_MS),
@@ -193,19 +216,15 @@ def _ask(
 
     def events(message: Any) -> Iterable[bytes]:
         kind = message.WhichOneof("event")
-        if kind == "text_delta":
-            yield _line(
-                {
-                    **_begin(request.options.model or names[0]),
-                    **part(message.text_delta.text),
-                    "done": False,
-                }
-            )
+        if kind in ("text_delta", "reasoning_delta"):
+            text, thinking = message.text_delta.text, message.reasoning_delta.text
+            model = request.options.model or names[0]
+            yield _line({**_begin(model), **part(text, thinking), "done": False})
         elif kind == "final":
-            yield _line(final(message.final, ""))
+            yield _line(final(message.final, "", ""))
 
     def whole(response: pb.QueryResponse) -> dict[str, Any]:
-        return final(response, response.answer)
+        return final(response, response.answer, response.reasoning.text)
 
     if fields.values.get("stream") is False:
         return Asked(request, vision.Query, whole)
@@ -213,18 +232,14 @@ def _ask(
     return Asked(stream, vision.StreamQuery, whole, events)
 
 
-def _sample(sampling: common_pb2.Sampling, options: Fields) -> None:
-    for key in ("temperature", "top_p"):
-        number = options.number(key)
-        if number is not None:
-            setattr(sampling, key, number)
-    max_tokens = options.whole("num_predict")
-    if max_tokens is not None and max_tokens > 0:  # -1 and -2 ask for no limit.
-        sampling.max_tokens = min(max_tokens, 2**31 - 1)
-    seed = options.whole("seed")
-    if seed is not None:
-        sampling.seed = seed % 2**64
-    sampling.stop.extend(options.texts("stop"))
+def _thinks(fields: Fields) -> bool:
+    """Whether the model reasons before it answers. It does so in one way only. Raises InvalidRequest."""
+    think = fields.values.get("think")
+    if think is None or isinstance(think, bool):
+        return bool(think)
+    if think not in _LEVELS:
+        raise InvalidRequest("think", f"must be true, false or one of {', '.join(_LEVELS)}")
+    return True
 
 
 def _loaded(models: ModelService, names: Sequence[str], part: dict[str, Any]) -> Asked:
@@ -269,7 +284,7 @@ def _shown(model: model_service_pb2.Model) -> dict[str, Any]:
         "template": "",
         "details": _details(model),
         "model_info": {"general.architecture": "moondream"},
-        "capabilities": ["completion", "vision"],
+        "capabilities": ["completion", "vision", "thinking"],
         "modified_at": "1970-01-01T00:00:00Z",
     }
 

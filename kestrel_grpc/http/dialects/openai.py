@@ -7,8 +7,8 @@ or Point.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -24,23 +24,15 @@ from ..edge import Asked, Endpoint
 from ..fields import ANY_OBJECT, Fields, image_bytes, json_text, positive
 from .conversation import Conversation, Message, conversation
 from .grounding import Wanted, wanted_places
+from .known_fields import CHAT, CHAT_MESSAGE, CHAT_PARTS, OPENAI_SAMPLING
 from .models import served_name, set_model
 
-logger = logging.getLogger(__name__)
-
-_KNOWN = frozenset(
-    {
-        "model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens",
-        "temperature", "top_p", "seed", "n", "stop", "logprobs", "top_logprobs", "user",
-        "frequency_penalty", "presence_penalty", "logit_bias", "response_format", "reasoning",
-        "max_reasoning_tokens", "tools", "tool_choice", "functions", "modalities", "store", "metadata",
-    }
-)  # fmt: skip
 _NAMES = {
     "image": "messages",
     "image.encoded": "messages",
     "question": "messages",
     "system": "messages",
+    "answer_start": "messages",
     "object": "messages",
     "num_samples": "n",
     "options.model": "model",
@@ -52,8 +44,13 @@ UNSUPPORTED_PATHS = {
     "/v1/embeddings": "the models make no embeddings of texts",
 }
 """Paths of OpenAI's interface that this one does not have, and what to do instead."""
-_unknown_logged: set[str] = set()
 _MOST_TOP = 20
+_EFFORTS = {
+    "none": False,
+    "minimal": False,
+    **dict.fromkeys(("low", "medium", "high", "xhigh"), True),
+}
+"""The values of ``reasoning_effort``, and whether the model then reasons: it does so in one way only."""
 
 
 def endpoints(
@@ -72,7 +69,9 @@ def endpoints(
         return Asked(request, models.GetModel, lambda response: _model_json(response.model))
 
     return {
-        ("POST", "/v1/chat/completions"): Endpoint(f"{VISION_METHODS}Query", chat, json_name),
+        ("POST", "/v1/chat/completions"): Endpoint(
+            f"{VISION_METHODS}Query", chat, caps_max_tokens=True
+        ),
         ("GET", "/v1/models"): Endpoint(f"{MODEL_METHODS}ListModels", listed, takes_body=False),
         ("GET", "/v1/models/{model:path}"): Endpoint(
             f"{MODEL_METHODS}GetModel",
@@ -84,15 +83,18 @@ def endpoints(
     }
 
 
-def json_name(path: str) -> str:
-    """The field of OpenAI's JSON that stands for a field of kestrel.v1."""
-    path = path.removeprefix("request.").removeprefix("sampling.")
-    return "messages" if path.startswith(("history", "images")) else _NAMES.get(path, path)
+def json_name(path: str, sent: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The field of OpenAI's JSON that stands for a field of kestrel.v1. ``sent``: as SamplingFields.fill returns it."""
+    path = path.removeprefix("request.")
+    setting = path.removeprefix("sampling.")
+    if setting != path and setting not in _NAMES:
+        return OPENAI_SAMPLING.name(setting, sent)
+    return "messages" if path.startswith(("history", "images")) else _NAMES.get(setting, setting)
 
 
 def _chat(fields: Fields, service: VisionService, names: Sequence[str]) -> Asked:
     """Raises InvalidRequest, UnsupportedImageError."""
-    refuse_unsupported(fields)
+    CHAT.check(fields)
     talk = conversation(_messages(fields))
     form = fields.inner("response_format")
     wanted = wanted_places(talk.last.question, form) if talk.images else None
@@ -100,20 +102,17 @@ def _chat(fields: Fields, service: VisionService, names: Sequence[str]) -> Asked
     usage = fields.inner("stream_options").flag("include_usage")
     if wanted is not None:
         return _grounded(fields, service, names, talk, wanted, usage if streams else None)
-    request = talk.request(reasoning=fields.flag("reasoning"))
-    fill(request, fields, names)
-    most = positive(fields, "max_reasoning_tokens")
-    if most is not None:
-        request.sampling.max_reasoning_tokens = most
+    request = talk.request(reasoning=_reasons(fields))
+    rename = fill(request, fields, names)
     _fill_logprobs(request.sampling, fields)
     schema = _schema(fields)
     if schema is not None:
         request.sampling.constraint.json_schema = schema
     request.num_samples = samples(fields)
     if not streams:
-        return Asked(request, service.Query, _completion)
+        return Asked(request, service.Query, _completion, rename=rename)
     stream = pb.StreamQueryRequest(request=request)
-    return Asked(stream, service.StreamQuery, _completion, _chunks(usage))
+    return Asked(stream, service.StreamQuery, _completion, _chunks(usage), rename)
 
 
 def _grounded(
@@ -129,19 +128,21 @@ def _grounded(
         raise InvalidRequest(
             "messages", f"hold {len(talk.images)} images; boxes and points are found in one"
         )
+    if talk.begun:
+        raise InvalidRequest("messages", "must end with a user message for boxes and points")
     if fields.whole("n") not in (None, 1):
         raise InvalidRequest("n", f"must be 1 for boxes and points, got {fields.values['n']}")
     request = wanted.request()
     behaviour = service.Detect if wanted.skill == "detect" else service.Point
     request.image.encoded = talk.images[0]
-    fill(request, fields, names)
+    rename = fill(request, fields, names)
     _fill_logprobs(request.sampling, fields)
 
     def answer(response: Any) -> dict[str, Any]:
         return _completion(response, wanted.text(response))
 
     if usage is None:
-        return Asked(request, behaviour, answer)
+        return Asked(request, behaviour, answer, rename=rename)
 
     async def stream(message: Any, context: Any) -> None:
         await context.write(await behaviour(message, context))
@@ -151,20 +152,17 @@ def _grounded(
         yield _chunk(response, {"content": wanted.text(response)})
         yield from _last(response, usage)
 
-    return Asked(request, stream, answer, events)
+    return Asked(request, stream, answer, events, rename)
 
 
-def refuse_unsupported(fields: Fields, known: frozenset[str] = frozenset()) -> None:
-    """Raises InvalidRequest for what would change the answer and is not supported. Logs each other unknown field once.
-    ``known``: fields of this path in addition to those of chat completions."""
-    values = fields.values
-    for key in ("tools", "functions"):
-        if values.get(key):
-            raise InvalidRequest(key, "the models call no tools; leave it out")
-    for key in values.keys() - _KNOWN - known - _unknown_logged:
-        if len(_unknown_logged) < 100:
-            _unknown_logged.add(key)
-            logger.info("the field %r of completions is ignored", key[:50])
+def _reasons(fields: Fields) -> bool:
+    """Whether the model reasons before it answers. Raises InvalidRequest."""
+    effort = fields.text("reasoning_effort", "")
+    if effort and effort not in _EFFORTS:
+        raise InvalidRequest("reasoning_effort", f"must be one of {', '.join(_EFFORTS)}")
+    if fields.values.get("reasoning") is not None:
+        return fields.flag("reasoning")
+    return _EFFORTS.get(effort, False)
 
 
 def samples(fields: Fields) -> int:
@@ -195,6 +193,7 @@ def _messages(fields: Fields) -> Iterator[Message]:
         name = f"messages[{index}]"
         if not isinstance(item, dict):
             raise InvalidRequest(name, "must be an object with role and content")
+        CHAT_MESSAGE.check(Fields(item, f"{name}."))
         text, images = _content(item.get("content"), f"{name}.content")
         yield Message(str(item.get("role")), text, images, name)
 
@@ -213,46 +212,25 @@ def _content(content: Any, name: str) -> tuple[str, list[bytes]]:
             raise InvalidRequest(where, "must be an object with a type")
         part = Fields(item, f"{where}.")
         kind = part.text("type")
-        if kind == "text":
+        if kind not in CHAT_PARTS:
+            raise InvalidRequest(f"{where}.type", f"must be text or image_url, got {kind[:50]!r}")
+        CHAT_PARTS[kind].check(part)
+        if kind in ("text", "input_text"):
             texts.append(part.text("text"))
-        elif kind == "image_url":
+        else:
             given = item.get("image_url")
             url = given if isinstance(given, str) else part.inner("image_url").text("url")
             images.append(image_bytes(url, f"{where}.image_url"))
-        else:
-            raise InvalidRequest(f"{where}.type", f"must be text or image_url, got {kind!r}")
     return "\n".join(texts), images
 
 
-def fill(request: Any, fields: Fields, names: Sequence[str]) -> None:
-    """Fills in what all requests share. Raises InvalidRequest."""
-    sampling = request.sampling
-    for key in ("temperature", "top_p"):
-        number = fields.number(key)
-        if number is not None:
-            setattr(sampling, key, number)
-    for key in ("frequency_penalty", "presence_penalty"):
-        number = fields.number(key)
-        if number:
-            setattr(sampling, key, number)
-    biases = fields.inner("logit_bias")
-    for token in biases.values:
-        bias = biases.number(token)
-        if not (token.isascii() and token.isdigit() and len(token) < 10) or bias is None:
-            raise InvalidRequest(biases.name(token), "must be a number for the id of a token")
-        sampling.logit_bias.add(id=int(token), bias=bias)
-    key = "max_completion_tokens"
-    if fields.values.get(key) is None:
-        key = "max_tokens"
-    max_tokens = positive(fields, key)
-    if max_tokens is not None:
-        sampling.max_tokens = max_tokens
-    seed = fields.whole("seed")
-    if seed is not None:
-        sampling.seed = seed % 2**64
-    sampling.stop.extend(fields.texts("stop"))
+def fill(request: Any, fields: Fields, names: Sequence[str]) -> Callable[[str], str]:
+    """Fills in what all requests share. Returns the names of fields of kestrel.v1 (Asked.rename). Raises
+    InvalidRequest."""
+    sent = OPENAI_SAMPLING.fill(request.sampling, fields)
     if fields.values.get("model") is not None:
         set_model(request.options, fields.text("model"), names)
+    return lambda path: json_name(path, sent)
 
 
 def _fill_logprobs(sampling: common_pb2.Sampling, fields: Fields) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
@@ -159,6 +159,10 @@ async def submit(engine: InferenceEngine, call: SkillCall, images: Sequence[Any]
             weight=edge.principal.weight,
         )
     except RequestError as error:
+        most = error.most_tokens
+        if edge.caps_max_tokens and most is not None:
+            capped = replace(call, settings={**call.settings, "max_tokens": most})
+            return await submit(engine, capped, images)
         place = _IMAGE.match(error.field)
         if place is None or not call.more_images:
             raise

@@ -43,7 +43,7 @@ async def test_each_prompt_of_a_list_has_its_answer_in_order(http):
 async def test_log_probabilities_are_lists(http):
     _, client = await http(runtime=FakeRuntime(LIMITS, says("größer 🐞. ")))
     asked = {"max_tokens": 24, "prompt": "What?"}
-    chat = {**ASKED, **asked, "messages": [{"role": "user", "content": "What?"}]}
+    chat = {**ASKED, "max_tokens": 24, "messages": [{"role": "user", "content": "What?"}]}
     chat |= {"logprobs": True, "top_logprobs": 2}
     found = (await client.post("/v1/chat/completions", json=chat)).json()
     expected = found["choices"][0]["logprobs"]["content"]
@@ -119,7 +119,9 @@ async def test_errors_name_the_field(http):
         ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format", "not"),
         ({"prompt": "a", "best_of": 3}, "best_of", "equal to n"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens", "must be in [1,"),
-        ({"prompt": "a", "stop": [""]}, "stop[0]", "must not be empty"),
+        ({"prompt": "a", "stop": ["", 3]}, "stop[1]", "must be a string"),
+        ({"prompt": "a", "reasoning": True}, "reasoning", "/v1/chat/completions"),
+        ({"prompt": "a", "images": ["x"]}, "images", "/v1/chat/completions"),
         ({"prompt": "x " * 3000}, "prompt", ""),
     ]
     for fields, param, part in cases:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any
 
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from tests.http.conftest import data_url, question_with_stop
 
 IMAGE = data_url().partition(",")[2]
@@ -57,7 +59,8 @@ async def test_chat_is_generate_with_messages(http):
     _, client = await http()
     whole = (await client.post("/api/generate", json={**ASKED, "stream": False})).json()
     message = {"role": "user", "content": "What?", "images": [IMAGE]}
-    asked = {**ASKED, "messages": [message], "stream": False}
+    asked = {"model": ASKED["model"], "options": ASKED["options"]}
+    asked |= {"messages": [message], "stream": False}
     chat = (await client.post("/api/chat", json=asked)).json()
     assert chat["message"] == {"role": "assistant", "content": whole["response"]}
     asked["messages"] = [{"role": "system", "content": "Be brief."}, message]
@@ -81,9 +84,9 @@ async def test_errors_have_ollamas_form(http):
         ("generate", {**ASKED, "images": [IMAGE, "!!"]}, 400, "images[1]"),
         ("generate", {**ASKED, "format": "xml"}, 400, "format"),
         ("generate", {**ASKED, "format": {"type": "x"}}, 400, "format: Invalid type: x"),
-        ("generate", {**ASKED, "options": {"stop": ["x", ""]}}, 400, "options.stop[1]"),
+        ("generate", {**ASKED, "options": {"stop": ["x", 3]}}, 400, "options.stop[1]"),
         ("generate", {**ASKED, "options": {"temperature": -1}}, 400, "options.temperature"),
-        ("chat", {"messages": [{"role": "assistant", "content": "x"}]}, 400, "messages[0].role"),
+        ("chat", {"messages": [{"role": "assistant", "content": "x"}]}, 400, "messages: must hold"),
         ("show", {"model": "llava"}, 404, "llava"),
         ("pull", {"model": "llava"}, 404, "there is no path '/api/pull'"),
     ]
@@ -103,3 +106,33 @@ async def test_models_and_version(http):
     assert (await client.get("/api/version")).json()["version"]
     loaded = (await client.post("/api/generate", json={"model": name})).json()
     assert loaded["done_reason"] == "load"
+
+
+async def test_thinking_is_the_reasoning(http):
+    served, client = await http()
+    options = {"temperature": 0, "num_predict": 8}
+    message = {"role": "user", "content": "What?", "images": [IMAGE]}
+    request = pb.QueryRequest(question="What?", reasoning=True)
+    request.image.encoded = base64.b64decode(IMAGE)
+    request.sampling.temperature, request.sampling.max_tokens = 0, 8
+    expected = await served.vision.Query(request)
+    assert expected.reasoning.text
+    for think in (True, "low", "medium", "high"):
+        asked = {"messages": [message], "options": options, "think": think, "stream": False}
+        chat = (await client.post("/api/chat", json=asked)).json()
+        assert chat["message"] == {
+            "role": "assistant",
+            "content": expected.answer,
+            "thinking": expected.reasoning.text,
+        }
+    asked = {**ASKED, "options": options, "think": "high"}
+    lines = (await client.post("/api/generate", json=asked)).text.splitlines()
+    pieces = [json.loads(line) for line in lines]
+    assert "".join(each.get("thinking", "") for each in pieces) == expected.reasoning.text
+    assert "".join(each["response"] for each in pieces) == expected.answer
+    for think in (False, None):
+        asked = {"messages": [message], "options": options, "think": think, "stream": False}
+        chat = (await client.post("/api/chat", json=asked)).json()
+        assert "thinking" not in chat["message"]
+    shown = (await client.post("/api/show", json={"model": "moondream"})).json()
+    assert "thinking" in shown["capabilities"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import logging
 from typing import Any
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
@@ -237,14 +236,13 @@ async def test_detect_and_point_answer_with_pixels(http):
         assert streamed[1]["choices"][0]["delta"]["content"] == content
 
 
-async def test_errors_name_the_message(http, caplog):
+async def test_errors_name_the_message(http):
     _, client = await http()
     url = data_url()
     assistant = {"role": "assistant", "content": "Yes."}
     cases: list[tuple[dict[str, Any], str, str]] = [
-        ({"messages": []}, "messages", "end with a user message"),
-        ({"messages": [user("a"), assistant]}, "messages", "end with a user message"),
-        ({"messages": [assistant]}, "messages[0].role", "must follow"),
+        ({"messages": []}, "messages", "must hold a user message"),
+        ({"messages": [assistant]}, "messages", "must hold a user message"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "got 'tool'"),
         (
             {"messages": [user("a"), {**user("b", url), "role": "assistant"}, user("c")]},
@@ -266,7 +264,11 @@ async def test_errors_name_the_message(http, caplog):
         ({"messages": [user("Point: a", url)], "n": 2}, "n", "must be 1 for boxes and points"),
         ({"messages": [user("a")], "stop": ["x", 3]}, "stop[1]", "must be a string"),
         ({"messages": [user("a")], "stop": {"x": 1}}, "stop", "must be a string or a list"),
-        ({"messages": [user("a")], "stop": ["x", ""]}, "stop[1]", "must not be empty"),
+        (
+            {"messages": [user("a")], "temperature": 2.1},
+            "temperature",
+            "must be in [0, 2], got 2.1",
+        ),
         ({"messages": [user("Detect: a", url)], "stop": ["x"]}, "stop", "not a setting"),
         ({"messages": [user("a")], "logprobs": 3}, "logprobs", "must be true or false"),
         (
@@ -282,7 +284,7 @@ async def test_errors_name_the_message(http, caplog):
         ({"messages": [user("a")], "logit_bias": {"x": 1}}, "logit_bias.x", "id of a token"),
         ({"messages": [user("a")], "logit_bias": {"7": -101}}, "logit_bias[0]", "-101.0 is not in"),
         ({"messages": [user("a")], "max_tokens": 0}, "max_tokens", "must be in [1,"),
-        ({"messages": [user(" ")]}, "messages", "must end with a user message that has text"),
+        ({"messages": [user(" ")]}, "messages", "must hold a user message that has text"),
         (
             {"messages": [user("a")], "response_format": {"type": "xml"}},
             "response_format.type",
@@ -305,11 +307,6 @@ async def test_errors_name_the_message(http, caplog):
         assert response.status_code == 400, error
         assert error["param"] == param and part in error["message"], error
         assert error["type"] == "invalid_request_error"
-    with caplog.at_level(logging.INFO, "kestrel_grpc.http.dialects.openai"):
-        for _ in range(2):
-            asked = {**ASKED, "messages": [user("a")], "made_up_field": 1}
-            assert (await client.post("/v1/chat/completions", json=asked)).status_code == 200
-    assert caplog.text.count("made_up_field") == 1
 
 
 async def test_paths_that_are_not_supported_say_what_to_do(http):

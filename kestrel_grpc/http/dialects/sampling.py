@@ -1,0 +1,122 @@
+"""The settings of sampling in HTTP requests: one table for each dialect, and how a value of each setting is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_engine import InvalidRequest
+
+from ..fields import Fields, positive
+
+_MOST = 2**31 - 1
+_MOST_TOP_K = 2**32 - 1
+_NO_LIMIT = range(0)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingFields:
+    """``names``: for each field of a dialect, the field of kestrel.v1.Sampling; of two for the same field the first
+    counts. ``hottest``: the highest temperature. ``unlimited``: limits on the tokens that mean none."""
+
+    names: Mapping[str, str]
+    hottest: float | None = None
+    unlimited: range = _NO_LIMIT
+
+    def fill(self, sampling: common_pb2.Sampling, fields: Fields) -> dict[str, str]:
+        """Returns the field that was sent for each field of Sampling that was set. Raises InvalidRequest."""
+        sent: dict[str, str] = {}
+        for key, name in self.names.items():
+            if fields.values.get(key) is None or name in sent:
+                continue
+            sent[name] = key
+            value = _READERS[name](fields, key, self)
+            if name == "logit_bias":
+                sampling.logit_bias.extend(value)
+            elif name == "stop":
+                sampling.stop.extend(value)
+            elif value != _NEUTRAL.get(name):
+                setattr(sampling, name, value)
+        if sampling.HasField("top_p") and sampling.top_p == 0:
+            # The likeliest token alone. kestrel.v1 has one way to say that.
+            sampling.ClearField("top_p")
+            sampling.temperature = 0
+        return sent
+
+    def name(self, path: str, sent: Mapping[str, str]) -> str:
+        """The dialect's name of a field of Sampling, such as "stop[1]". ``sent``: as `fill` returns it."""
+        root = path.partition("[")[0].partition(".")[0]
+        named = sent.get(root) or next((k for k, v in self.names.items() if v == root), root)
+        return named + path.removeprefix(root)
+
+
+_NEUTRAL = {
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_p": 0.0,
+    "top_k": 0,
+}
+"""Values that change nothing. Clients send them for all requests, and skills that find objects refuse the penalties."""
+
+_Reader = Callable[[Fields, str, SamplingFields], Any]
+
+
+def _number(fields: Fields, key: str, dialect: SamplingFields) -> float | None:
+    return fields.number(key)
+
+
+def _temperature(fields: Fields, key: str, dialect: SamplingFields) -> float | None:
+    value, most = fields.number(key), dialect.hottest
+    if value is not None and most is not None and not 0 <= value <= most:
+        raise InvalidRequest(fields.name(key), f"must be in [0, {most:g}], got {value:g}")
+    return value
+
+
+def _top_k(fields: Fields, key: str, dialect: SamplingFields) -> int:
+    return min(max(fields.whole(key) or 0, 0), _MOST_TOP_K)  # Below 0 keeps all, too.
+
+
+def _seed(fields: Fields, key: str, dialect: SamplingFields) -> int:
+    return (fields.whole(key) or 0) % 2**64
+
+
+def _max_tokens(fields: Fields, key: str, dialect: SamplingFields) -> int:
+    value = fields.whole(key) or 0
+    if value in dialect.unlimited:
+        return _MOST
+    if value < 1:
+        raise InvalidRequest(fields.name(key), f"must be in [1, {_MOST}], got {value}")
+    return min(value, _MOST)
+
+
+def _stop(fields: Fields, key: str, dialect: SamplingFields) -> list[str]:
+    return [text for text in fields.texts(key) if text]  # Forms send "" where the user wrote none.
+
+
+def _logit_bias(fields: Fields, key: str, dialect: SamplingFields) -> list[common_pb2.LogitBias]:
+    biases, found = fields.inner(key), []
+    for token in biases.values:
+        bias = biases.number(token)
+        if not (token.isascii() and token.isdigit() and len(token) < 10) or bias is None:
+            raise InvalidRequest(biases.name(token), "must be a number for the id of a token")
+        found.append(common_pb2.LogitBias(id=int(token), bias=bias))
+    return found
+
+
+_READERS: Mapping[str, _Reader] = {
+    "temperature": _temperature,
+    "top_p": _number,
+    "min_p": _number,
+    "top_k": _top_k,
+    "seed": _seed,
+    "stop": _stop,
+    "logit_bias": _logit_bias,
+    "max_tokens": _max_tokens,
+    "max_reasoning_tokens": lambda fields, key, dialect: positive(fields, key),
+    "repetition_penalty": _number,
+    "presence_penalty": _number,
+    "frequency_penalty": _number,
+}

@@ -1,0 +1,106 @@
+"""KnownFields: what becomes of each field of a JSON object: honoured, refused, or ignored. Owns how unknown fields are
+treated.
+
+A field that holds the image, or chooses the fine-tune, and is not read gives a wrong answer that looks right. So a
+field is refused if its name says that it is one of these, or if it is a typing error of a field that is honoured.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cached_property
+
+from kestrel_engine import InvalidRequest
+
+from .fields import Fields
+
+logger = logging.getLogger(__name__)
+
+_MATTERS = re.compile(
+    r"image|picture|photo|adapter|variant|fine_?tun|(?:^|_)(?:img|file|attachment|video|audio|lora)"
+)
+_HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_SHORTEST, _LONGEST = 6, 32
+"""Of names in which a typing error is looked for."""
+_SHOWN = 50
+_MOST_LOGGED = 100
+_logged: set[tuple[str, str]] = set()
+
+
+@dataclass(frozen=True)
+class KnownFields:
+    """The fields of one kind of object in a dialect.
+
+    ``where``: the object, for the log. ``refused``: fields that would change the answer, each with what to do instead;
+    they may be sent without a value, as null, false, 0, "" or an empty list or object. ``ignored``: fields that change
+    no answer. ``remedy``: where images and fine-tunes belong. ``is_strict``: whether all unknown fields are refused.
+    """
+
+    where: str
+    honoured: frozenset[str]
+    refused: Mapping[str, str] = field(default_factory=dict)
+    ignored: frozenset[str] = frozenset()
+    remedy: str = ""
+    is_strict: bool = False
+
+    @cached_property
+    def _near(self) -> dict[str, str]:
+        """Each honoured name with at most one character left out, and the name."""
+        near: dict[str, str] = {}
+        for name in sorted(self.honoured):
+            if len(name) >= _SHORTEST:
+                near |= dict.fromkeys(_shortened(name), name)
+        return near
+
+    def check(self, fields: Fields) -> None:
+        """Logs each unknown field once. Raises InvalidRequest."""
+        for key, value in fields.values.items():
+            if key in self.honoured or key in self.ignored:
+                continue
+            if key in self.refused:
+                if value:
+                    raise InvalidRequest(fields.name(key), self.refused[key])
+            elif self.is_strict:
+                raise InvalidRequest(_named(fields, key), self._unknown(key))
+            elif value:
+                self._check_unknown(fields, key)
+
+    def _check_unknown(self, fields: Fields, key: str) -> None:
+        if (self.where, key[:_SHOWN]) in _logged:
+            return
+        if _MATTERS.search(_HUMP.sub("_", key[:_LONGEST]).lower()):
+            raise InvalidRequest(_named(fields, key), f"is not read here; {self.remedy}")
+        meant = self._meant(key)
+        if meant is not None:
+            raise InvalidRequest(_named(fields, key), f"is unknown; did you mean {meant}?")
+        if len(_logged) < _MOST_LOGGED:
+            _logged.add((self.where, key[:_SHOWN]))
+            logger.info("the field %r of %s is ignored", key[:_SHOWN], self.where)
+
+    def _meant(self, key: str) -> str | None:
+        """The honoured field of which ``key`` is a typing error: one character more, less, other or moved."""
+        if not _SHORTEST - 1 <= len(key) <= _LONGEST:
+            return None
+        near = self._near
+        return next((near[each] for each in _shortened(key) if each in near), None)
+
+    def _unknown(self, key: str) -> str:
+        names = sorted(self.honoured)
+        close = get_close_matches(key[:_LONGEST], names, n=1)
+        return (
+            f"is unknown; {f'did you mean {close[0]}?' if close else 'known: ' + ', '.join(names)}"
+        )
+
+
+def _shortened(name: str) -> Iterable[str]:
+    yield name
+    for index in range(len(name)):
+        yield name[:index] + name[index + 1 :]
+
+
+def _named(fields: Fields, key: str) -> str:
+    return fields.name(key[:_SHOWN])
