@@ -48,7 +48,7 @@ def handler_for(stand: TuningStand) -> type[BaseHTTPRequestHandler]:
             )
             if route is None:
                 content = stand.files.get(self.path.removeprefix("/files/").partition("?")[0])
-                assert stand.go.wait(30)
+                assert stand.go.wait(60)
                 return self._answer(403 if content is None else 200, content or b"")
             if self.headers.get("X-Moondream-Auth") != KEY:
                 return self._answer(401, b"")

@@ -118,6 +118,6 @@ class ServedInThread:
     ) -> None:
         asyncio.run_coroutine_threadsafe(self._server.stop(0), self._loop).result(30)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
         self._loop.close()
         logging.getLogger().removeHandler(self._complaints)

@@ -82,7 +82,7 @@ class Target:
         if self.popen.poll() is None:
             self.popen.send_signal(signal.SIGINT)
             try:
-                self.popen.wait(20)
+                self.popen.wait(60)
             except subprocess.TimeoutExpired:
                 self.popen.kill()
                 self.popen.wait()
@@ -125,7 +125,7 @@ class Polite(threading.Thread):
                 began = time.monotonic()
                 try:
                     asked = query(images[number % len(images)])
-                    stub.Query(asked, metadata=self._target.metadata("polite"), timeout=30)
+                    stub.Query(asked, metadata=self._target.metadata("polite"), timeout=60)
                 except grpc.RpcError as error:
                     self.failed[error.code().name] += 1
                     time.sleep(0.05)

@@ -200,7 +200,7 @@ class Peer(vision_service_pb2_grpc.VisionServiceServicer):
         elif words in ("slow", "endless"):
             context.add_callback(self.cancelled.set)  # such a call ends in no other way
             if words == "slow":
-                self.cancelled.wait(10)
+                self.cancelled.wait(60)
 
     def _common(self, request: Any, with_image: bool = True) -> dict[str, Any]:
         size = common_pb2.ImageSize(width=8, height=4) if with_image else None
@@ -387,11 +387,11 @@ def start_peer() -> Callable[..., RunningPeer]:
 
 @pytest.fixture
 def client(peer: RunningPeer) -> Iterator[KestrelClient]:
-    with KestrelClient(peer.target, timeout=10) as client:
+    with KestrelClient(peer.target, timeout=60) as client:
         yield client
 
 
 @pytest.fixture
 async def async_client(peer: RunningPeer) -> AsyncIterator[AsyncKestrelClient]:
-    async with AsyncKestrelClient(peer.target, timeout=10) as client:
+    async with AsyncKestrelClient(peer.target, timeout=60) as client:
         yield client

@@ -76,7 +76,7 @@ def front(request, servers, tmp_path_factory):
         assert process.poll() is None, (folder / "log").read_text()
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)
 
 
 def run_haproxy(folder, address, servers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,14 +16,14 @@ from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import ImageServiceStu
 from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_engine import InferenceEngine, RuntimeConfig, SkillRegistry
-from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_engine.types.step import RuntimeLimits
+from kestrel_engine.runtime.fake import FakeRuntime, Script
+from kestrel_engine.types.step import RuntimeLimits, StepPlan
 from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.settings.server import ServerConfig
 from tests.engine.fakes import fake_build, never_ends
 from tests.service.certificates import authority, server_pair  # noqa: F401  # Fixtures of all rooms.
 from tests.service.statuses import Failure, failure
-from tests.waiting import outlived
+from tests.waiting import WITHIN_S, outlived
 
 LIMITS = RuntimeLimits(
     num_pages=200, page_size=2, max_batch_size=3, max_seq_length=300, vocab_size=400
@@ -36,6 +37,19 @@ NO_END = 18_000
 def endless(limits: RuntimeLimits = ENDLESS, **options: Any) -> FakeRuntime:
     """Writes one letter after another, each in 5 ms, until its caller or the server ends the request."""
     return FakeRuntime(limits, never_ends, cost=lambda plan: 0.005, **options)
+
+
+class HeldRuntime(FakeRuntime):
+    """Writes one letter after another. While ``gate`` is closed, each step waits for it. ``began``: a step has."""
+
+    def __init__(self, limits: RuntimeLimits = LIMITS, script: Script = never_ends) -> None:
+        super().__init__(limits, script, cost=self._wait)
+        self.gate, self.began = threading.Event(), threading.Event()
+
+    def _wait(self, plan: StepPlan) -> float:
+        self.began.set()
+        assert self.gate.wait(WITHIN_S), "nobody opened the gate"
+        return 0.0
 
 
 @dataclass
@@ -116,6 +130,8 @@ async def serve() -> AsyncIterator[Serve]:
 
     yield start
     for served in running:
+        if isinstance(served.runtime, HeldRuntime):
+            served.runtime.gate.set()
         await served.channel.close()
         await served.server.stop(grace_s=0)
 

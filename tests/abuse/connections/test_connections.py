@@ -65,7 +65,7 @@ class Polite:
             own = [("grpc.use_local_subchannel_pool", 1)]
             with grpc.insecure_channel(self._address, options=own) as channel:
                 try:
-                    VisionServiceStub(channel).Query(request, timeout=30)
+                    VisionServiceStub(channel).Query(request, timeout=60)
                 except grpc.RpcError:
                     self.failed += 1
             self.seconds.append(time.monotonic() - began)
@@ -157,7 +157,7 @@ async def endless_headers(address: str, seconds: float) -> None:
                 writer.write(frame(HEADERS, 0, 1, head(WATCH)))
                 while time.monotonic() < end:
                     writer.write(piece)
-                    await asyncio.wait_for(writer.drain(), 5)
+                    await asyncio.wait_for(writer.drain(), 60)
                     await asyncio.sleep(0)
 
 

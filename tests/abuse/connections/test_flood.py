@@ -190,7 +190,7 @@ def test_callers_who_open_no_window_and_vanish_leave_no_traceback(server: Server
     with grpc.insecure_channel(server.address) as channel:
         request = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=2))
         metadata = (("authorization", f"Bearer {POLITE}"),)
-        assert VisionServiceStub(channel).Query(request, metadata=metadata, timeout=20)
+        assert VisionServiceStub(channel).Query(request, metadata=metadata, timeout=60)
     assert "Traceback" not in server.log.read_text(errors="replace")
 
 

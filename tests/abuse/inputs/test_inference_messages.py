@@ -50,11 +50,11 @@ def check(channel: grpc.Channel, name: str, data: bytes) -> grpc.StatusCode:
     path = f"/inference.GRPCInferenceService/{name}"
     try:
         if name == "ModelStreamInfer":
-            made = channel.stream_stream(path)(iter([data]), timeout=20, metadata=METADATA)
+            made = channel.stream_stream(path)(iter([data]), timeout=60, metadata=METADATA)
             (answer,) = (pb.ModelStreamInferResponse.FromString(each) for each in made)
             told = answer.error_message
             return grpc.StatusCode[told.partition(":")[0]] if told else grpc.StatusCode.OK
-        channel.unary_unary(path)(data, timeout=20, metadata=METADATA)
+        channel.unary_unary(path)(data, timeout=60, metadata=METADATA)
     except grpc.RpcError as error:
         return error.code()
     return grpc.StatusCode.OK

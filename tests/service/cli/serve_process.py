@@ -34,7 +34,7 @@ class Process:
     def signal(self, number):
         self.popen.send_signal(number)
 
-    def wait(self, timeout=30):
+    def wait(self, timeout=60):
         try:
             return self.popen.wait(timeout)
         finally:

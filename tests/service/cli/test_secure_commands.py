@@ -44,7 +44,7 @@ def served(tmp_path_factory, server_pair, token, admin_token):
     assert port, process.stderr.read() if process.poll() is not None else ready
     yield f"localhost:{port[1]}"
     process.send_signal(signal.SIGTERM)
-    _, log = process.communicate(timeout=30)
+    _, log = process.communicate(timeout=60)
     assert process.returncode == 0, log
     assert "Traceback" not in log
     assert token not in log

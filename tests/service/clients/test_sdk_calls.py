@@ -55,9 +55,9 @@ def both(check):
     async def test(serve, picture):
         served = await serve()
         target = served.server.addresses[0]
-        async with AsyncKestrelClient(target, timeout=20) as client:
+        async with AsyncKestrelClient(target, timeout=60) as client:
             await check(client, picture, served)
-        with KestrelClient(target, timeout=20) as client:
+        with KestrelClient(target, timeout=60) as client:
             await check(Threaded(client), picture, served)
 
     return test
@@ -140,7 +140,7 @@ async def test_every_kind_of_image_can_be_put(client, picture, served):
 
 async def test_large_files_go_in_pieces(serve, picture, monkeypatch):
     served = await serve()
-    async with AsyncKestrelClient(served.server.addresses[0], timeout=20) as client:
+    async with AsyncKestrelClient(served.server.addresses[0], timeout=60) as client:
         whole = await client.put_image(picture)
         monkeypatch.setattr(stored, "UPLOAD_THRESHOLD_BYTES", 1000)
         monkeypatch.setattr(stored, "CHUNK_BYTES", 900)
@@ -153,7 +153,7 @@ async def test_large_files_go_in_pieces(serve, picture, monkeypatch):
         with pytest.raises(InvalidArgumentError) as caught:
             await client.put_image(picture.read_bytes()[:-900])
         assert caught.value.reason == "IMAGE_BROKEN"
-    small = AsyncKestrelClient(served.server.addresses[0], max_message_bytes=6000, timeout=20)
+    small = AsyncKestrelClient(served.server.addresses[0], max_message_bytes=6000, timeout=60)
     async with small as client:
         assert await client.put_image(picture) == whole, "larger than a message"
 
@@ -178,7 +178,7 @@ async def test_an_upload_whose_status_grpc_drops_is_sent_again(serve, picture, m
 
     whole_call = Prepared.send
     monkeypatch.setattr(Prepared, "send", send)
-    async with AsyncKestrelClient(served.server.addresses[0], timeout=20) as client:
+    async with AsyncKestrelClient(served.server.addresses[0], timeout=60) as client:
         assert (await client.put_image(picture)).size == (60, 40)
         with pytest.raises(InvalidArgumentError) as caught:
             await client.put_image(picture.read_bytes()[:-900])
@@ -308,7 +308,7 @@ async def test_priority_and_salt_reach_the_engine(serve):
         return await submit(*args, priority=priority, cache_salt=cache_salt, **options)
 
     served.engine.submit = spy
-    async with AsyncKestrelClient(served.server.addresses[0], timeout=20) as client:
+    async with AsyncKestrelClient(served.server.addresses[0], timeout=60) as client:
         await client.query(None, "?", max_tokens=1)
         await client.query(None, "?", max_tokens=1, priority="low", cache_salt="mine")
         await client.run_skill("query", None, {"question": "?"}, priority="high", max_tokens=1)
@@ -323,7 +323,7 @@ async def test_priority_and_salt_reach_the_engine(serve):
 
 async def test_a_server_without_a_store(serve, picture):
     served = await serve(server_config={"image_store_bytes": 0})
-    async with AsyncKestrelClient(served.server.addresses[0], timeout=20) as client:
+    async with AsyncKestrelClient(served.server.addresses[0], timeout=60) as client:
         assert (await client.server_info()).limits.image_store_bytes == 0
         assert (await client.query(picture, "?", max_tokens=1)).image_id == ""
         with pytest.raises(FailedPreconditionError):
@@ -334,7 +334,7 @@ async def test_leaving_a_stream_of_tasks_frees_the_engine(serve, picture):
     from kestrel_engine.runtime.fake import FakeRuntime
 
     served = await serve(FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.005))
-    async with AsyncKestrelClient(served.server.addresses[0], timeout=20) as client:
+    async with AsyncKestrelClient(served.server.addresses[0], timeout=60) as client:
         tasks = [QueryTask(f"{n}?", max_tokens=150) for n in range(5)]
         async with client.stream_analyze(picture, tasks) as stream:
             await anext(stream)

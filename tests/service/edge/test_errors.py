@@ -276,7 +276,7 @@ async def test_a_full_queue_says_when_to_come_back(serve):
 
     def hold(fed):
         entered.set()
-        assert release.wait(20)
+        assert release.wait(60)
         return 197
 
     served = await serve(FakeRuntime(LIMITS, hold), max_queue=1)

@@ -224,7 +224,7 @@ def test_a_session_logs_no_secret_and_writes_no_file(tmp_path):
         target = ready.split("listening on ")[1].split(",")[0]
         session(target, away)
         process.send_signal(signal.SIGTERM)
-        rest, _ = process.communicate(timeout=30)
+        rest, _ = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()

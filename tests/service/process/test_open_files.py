@@ -70,7 +70,7 @@ async def test_they_are_metrics(serve):
 
     def scraped():
         url = f"http://{served.server.telemetry.metrics_address}/metrics"
-        text = urllib.request.urlopen(url, timeout=5).read().decode()
+        text = urllib.request.urlopen(url, timeout=60).read().decode()
         lines = [line.split() for line in text.splitlines() if not line.startswith("#")]
         return {name: float(value) for name, value in lines if name.startswith("kestrel_")}
 
@@ -140,7 +140,7 @@ def test_a_server_that_runs_out_of_files_says_so_before_and_serves_again_after(t
             health = health_pb2_grpc.HealthStub(channel)
 
             def status():
-                answer = health.Check(health_pb2.HealthCheckRequest(), timeout=5)
+                answer = health.Check(health_pb2.HealthCheckRequest(), timeout=60)
                 return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 
             def until(wanted):

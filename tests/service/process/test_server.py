@@ -23,8 +23,10 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.service_names import ADMIN_SERVICE, IMAGE_SERVICE, MODEL_SERVICE, VISION_SERVICE
 from kestrel_grpc.settings.addresses import AddressError
-from tests.service.conftest import LIMITS, raw_image
+from tests.service.conftest import LIMITS, NO_END, HeldRuntime, endless, raw_image
 from tests.service.statuses import failure
+from tests.service.wire import Wire
+from tests.waiting import until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -40,6 +42,10 @@ def check(served):
         return (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status
 
     return status
+
+
+async def says_no(served):
+    return await check(served)() == NOT_SERVING
 
 
 async def test_health_turns_serving_when_the_model_is_ready(serve):
@@ -319,71 +325,78 @@ async def test_addresses_that_cannot_be_listened_on_are_named(serve, tmp_path):
 
 
 async def test_stopping_lets_running_requests_end_and_refuses_new_ones(serve):
-    served = await serve(FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.003))
+    served = await serve(HeldRuntime())
     call = aiter(served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG)))
     await anext(call)
-    stopping = asyncio.create_task(served.server.stop(grace_s=10))
-    await asyncio.sleep(0.05)
-    assert await check(served)() == NOT_SERVING
+    stopping = asyncio.create_task(served.server.stop(grace_s=600))
+    await until(lambda: says_no(served))
     told = await failure(served.vision.Query(SHORT))
     assert told.code is grpc.StatusCode.UNAVAILABLE
     assert (told.reason, told.retry_after_s) == ("SHUTTING_DOWN", 1.0)
+    served.runtime.gate.set()
     events = [event async for event in call]
     assert events[-1].final.answer == "a" * 200
     await stopping
-    told = await failure(served.vision.Query(SHORT, timeout=5))
+    told = await failure(served.vision.Query(SHORT, timeout=60))
     assert told.code is grpc.StatusCode.UNAVAILABLE
     assert served.runtime.closed
 
 
-async def test_requests_are_taken_for_a_while_after_health_has_said_no(serve):
+async def test_requests_are_taken_for_a_while_after_health_has_said_no(moved_clock, serve):
     served = await serve()
     watch = health_pb2_grpc.HealthStub(served.channel).Watch(health_pb2.HealthCheckRequest())
     assert (await watch.read()).status == SERVING
-    stopping = asyncio.create_task(served.server.stop(grace_s=5, delay_s=1.5))
+    stopping = asyncio.create_task(served.server.stop(grace_s=600, delay_s=600))
     assert (await watch.read()).status == NOT_SERVING
     watch.cancel()
     assert (await served.vision.Query(SHORT)).usage.output_tokens == 2
     assert await check(served)(VISION_SERVICE) == NOT_SERVING and not stopping.done()
-    await asyncio.wait_for(stopping, 10)
+    moved_clock.advance(600)
+    await stopping
     assert (await failure(served.vision.Query(SHORT))).code is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_an_engine_that_dies_ends_the_delay(serve):
     served = await serve()
-    stopping = asyncio.create_task(served.server.stop(grace_s=0, delay_s=60))
-    await asyncio.sleep(0.05)
+    stopping = asyncio.create_task(served.server.stop(grace_s=0, delay_s=600))
+    await until(lambda: says_no(served))
     await served.engine.shutdown(grace_s=0)
-    await asyncio.wait_for(stopping, 5)
+    await asyncio.wait_for(stopping, 60)
 
 
 async def test_the_end_of_the_grace_period_ends_what_still_runs(serve):
-    served = await serve(FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.02))
-    call = aiter(served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG)))
+    served = await serve(endless())
+    request = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=NO_END))
+    call = aiter(served.vision.StreamQuery(pb.StreamQueryRequest(request=request)))
     await anext(call)
     stopping = asyncio.create_task(served.server.stop(grace_s=0.1))
     told = await failure(call)
     assert told.code is grpc.StatusCode.UNAVAILABLE
     assert (told.reason, told.retry_after_s) == ("SHUTTING_DOWN", 1.0)
-    await asyncio.wait_for(stopping, 5)
+    await asyncio.wait_for(stopping, 60)
 
 
 async def test_stopping_does_not_wait_for_those_who_watch_health(serve):
     served = await serve()
     watch = health_pb2_grpc.HealthStub(served.channel).Watch(health_pb2.HealthCheckRequest())
     await watch.read()
-    await asyncio.wait_for(served.server.stop(grace_s=30), 5)
+    await asyncio.wait_for(served.server.stop(grace_s=600), 60)
     watch.cancel()
 
 
 async def test_pings_during_a_quiet_call_do_not_cost_the_connection(serve):
     """Without the right keepalive option grpc ends such a call with "Too many pings" after three of them."""
-    served = await serve(FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 2.6))
+    served = await serve(HeldRuntime())
     options = [
-        ("grpc.keepalive_time_ms", 1000),
+        ("grpc.keepalive_time_ms", 300),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.use_local_subchannel_pool", 1),
     ]
-    async with grpc.aio.insecure_channel(served.server.addresses[0], options=options) as channel:
-        stub = type(served.vision)(channel)
-        assert (await stub.Query(SHORT)).usage.output_tokens == 2
+    async with (
+        Wire(served.server.addresses[0]) as wire,
+        grpc.aio.insecure_channel(wire.address, options=options) as channel,
+    ):
+        call = type(served.vision)(channel).Query(SHORT)
+        await until(lambda: wire.client_pings >= 4)
+        served.runtime.gate.set()
+        assert (await call).usage.output_tokens == 2

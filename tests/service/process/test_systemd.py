@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 def listener(tmp_path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ours:
         ours.bind(str(tmp_path / "notify"))
-        ours.settimeout(30)
+        ours.settimeout(60)
         yield ours
 
 
@@ -95,7 +95,7 @@ def test_a_server_tells_that_it_is_ready_alive_and_stopping(listener, tmp_path):
         while told == ["WATCHDOG=1"]:
             told = heard(listener)
         assert told[0] == "STOPPING=1"
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=60)
         assert process.returncode == 0, errors
     finally:
         process.kill()

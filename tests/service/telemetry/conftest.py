@@ -85,7 +85,7 @@ def no_exporter_outlives_its_test() -> Iterator[None]:
     yield
     for thread in threading.enumerate():
         if thread.name.startswith(("Otel", "kestrel-telemetry")):
-            thread.join(20)
+            thread.join(60)
 
 
 @pytest.fixture(scope="session")
@@ -107,8 +107,8 @@ def collector_process() -> Iterator[Collector]:
     reader.start()
     yield collector
     process.stdin.close()
-    process.wait(10)
-    reader.join(10)
+    process.wait(60)
+    reader.join(60)
     process.stdout.close()
 
 

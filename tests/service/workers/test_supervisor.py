@@ -50,7 +50,7 @@ def puppets(monkeypatch, tmp_path, capfd):
 def systemd(monkeypatch, tmp_path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(tmp_path / "notify"))
-        listener.settimeout(5)
+        listener.settimeout(60)
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         yield listener
 

@@ -22,6 +22,7 @@ from kestrel_grpc.settings.security import CallLimits, ConnectionLimits, Securit
 from tests.engine.fakes import never_ends
 from tests.service.conftest import LIMITS, NO_END, endless, raw_image
 from tests.service.statuses import failure
+from tests.service.wire import Wire
 from tests.waiting import until
 
 
@@ -75,50 +76,6 @@ async def test_a_stream_beyond_age_and_grace_is_cut_and_its_request_freed(serve)
     await until(lambda: not served.engine.num_requests)
 
 
-PING = b"\0\0\x08\x06\0" + bytes(4)
-"""The head of HTTP/2's frame that asks for a sign of life."""
-
-
-class Wire:
-    """A TCP proxy that can be cut: from then on nothing comes through, and nobody is told. Counts pings of the
-    server."""
-
-    def __init__(self, address):
-        self._to, self._cut = address, asyncio.Event()
-        self._copies, self._ends = set(), []
-        self.pings = 0
-
-    async def __aenter__(self):
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *exc_info):
-        self._server.close()
-        for task in self._copies:
-            task.cancel()
-        for writer in self._ends:
-            writer.close()
-        await asyncio.gather(*self._copies, return_exceptions=True)
-
-    def cut(self):
-        self._cut.set()
-
-    async def _accept(self, reader, writer):
-        host, port = self._to.split(":")
-        there = await asyncio.open_connection(host, int(port))
-        self._ends += [writer, there[1]]
-        for pair in ((reader, there[1]), (there[0], writer)):
-            self._copies.add(asyncio.ensure_future(self._copy(*pair, pair[1] is writer)))
-
-    async def _copy(self, reader, writer, is_from_server):
-        while data := await reader.read(65536):
-            if is_from_server:
-                self.pings += data.count(PING)
-            if not self._cut.is_set():
-                writer.write(data)
-
-
 async def test_a_client_that_vanished_is_noticed_and_its_request_freed(serve):
     limits = {"keepalive_s": 0.5, "keepalive_timeout_s": 0.5}
     served = await serve(endless(), server_config=connections(**limits))
@@ -143,8 +100,8 @@ async def test_a_quiet_client_that_is_there_stays_connected(serve, caplog):
     ):
         for _ in range(2):
             await VisionServiceStub(channel).Query(query())
-            pings = wire.pings
-            await until(lambda pings=pings: wire.pings >= pings + 3)
+            pings = wire.server_pings
+            await until(lambda pings=pings: wire.server_pings >= pings + 3)
     assert len(set(re.findall(r"peer=(\S+)", caplog.text))) == 1
 
 

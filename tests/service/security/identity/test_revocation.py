@@ -84,8 +84,8 @@ async def test_it_is_refused_by_a_connection_that_exists_as_soon_as_it_is_listed
     served = await serve(server_config=security(server_pair, authority, lists))
     address = served.server.addresses[0]
     async with (
-        AsyncKestrelClient(address, tls=tls_of(authority, good), timeout=10) as one,
-        AsyncKestrelClient(address, tls=tls_of(authority, bad), timeout=10) as other,
+        AsyncKestrelClient(address, tls=tls_of(authority, good), timeout=60) as one,
+        AsyncKestrelClient(address, tls=tls_of(authority, bad), timeout=60) as other,
     ):
         for client in (one, other):
             await client.query(None, "?", max_tokens=2)

@@ -40,7 +40,7 @@ async def test_the_sdk_talks_tls(serve, authority, server_pair):
     served = await serve(server_config=security(server_pair))
     address = served.server.addresses[0]
     tls = Tls(root_certificates=authority.ca.cert)
-    async with AsyncKestrelClient(address, tls=tls, timeout=10) as client:
+    async with AsyncKestrelClient(address, tls=tls, timeout=60) as client:
         assert (await client.query(None, "?", max_tokens=2)).usage.output_tokens == 2
     async with AsyncKestrelClient(address, timeout=2) as plain:
         with pytest.raises(UnavailableError):
@@ -50,7 +50,7 @@ async def test_the_sdk_talks_tls(serve, authority, server_pair):
 async def test_a_unix_socket_stays_plain(serve, server_pair, tmp_path):
     address = f"unix:{tmp_path}/s"
     await serve(listen=address, server_config=security(server_pair))
-    async with AsyncKestrelClient(address, timeout=10) as client:
+    async with AsyncKestrelClient(address, timeout=60) as client:
         assert (await client.query(None, "?", max_tokens=2)).usage.output_tokens == 2
 
 
@@ -63,7 +63,7 @@ async def test_a_client_must_show_a_certificate_of_the_authority(serve, authorit
         certificate=client_pair.cert,
         private_key=client_pair.key,
     )
-    async with AsyncKestrelClient(address, tls=known, timeout=10) as client:
+    async with AsyncKestrelClient(address, tls=known, timeout=60) as client:
         assert (await client.query(None, "?", max_tokens=2)).usage.output_tokens == 2
     unknown = Tls(root_certificates=authority.ca.cert)
     async with AsyncKestrelClient(address, tls=unknown, timeout=2) as client:
@@ -82,7 +82,7 @@ async def test_new_files_serve_new_connections_and_half_a_renewal_does_not(
     served = await serve(server_config=security(files))
     address = served.server.addresses[0]
     tls = Tls(root_certificates=authority.ca.cert)
-    async with AsyncKestrelClient(address, tls=tls, timeout=10) as client:
+    async with AsyncKestrelClient(address, tls=tls, timeout=60) as client:
         await client.query(None, "?", max_tokens=2)
         assert await served_name(address) == old.cert.read_text()
         shutil.copy(new.cert, files.cert)  # The key is still the old one.

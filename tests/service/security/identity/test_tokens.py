@@ -279,11 +279,11 @@ async def test_the_sdk_sends_its_token(serve, tokens, authority, server_pair):
     served = await serve(listen="0.0.0.0:0", server_config=tokens.config(tls=tls))
     address = served.server.addresses[0].replace("0.0.0.0", "localhost")
     trusted = Tls(root_certificates=authority.ca.cert)
-    async with AsyncKestrelClient(address, tls=trusted, token=token, timeout=10) as client:
+    async with AsyncKestrelClient(address, tls=trusted, token=token, timeout=60) as client:
         assert (await client.query(None, "?", max_tokens=2)).usage.output_tokens == 2
         with pytest.raises(PermissionDeniedError, match="a lacks the scope high"):
             await client.query(None, "?", max_tokens=2, priority="high")
-    async with AsyncKestrelClient(address, tls=trusted, timeout=10) as client:
+    async with AsyncKestrelClient(address, tls=trusted, timeout=60) as client:
         await client.wait_ready(5)
         with pytest.raises(UnauthenticatedError, match="needs a token"):
             await client.query(None, "?", max_tokens=2)
@@ -306,7 +306,7 @@ async def test_a_certificate_says_who_calls(serve, tokens, authority, server_pai
             root_certificates=authority.ca.cert, certificate=pair.cert, private_key=pair.key
         )
         address = served.server.addresses[0]
-        async with AsyncKestrelClient(address, tls=trusted, timeout=10) as client:
+        async with AsyncKestrelClient(address, tls=trusted, timeout=60) as client:
             await client.query(None, "?", max_tokens=2, priority="high")
 
     served = await serve(server_config=tokens.config(tls=tls))

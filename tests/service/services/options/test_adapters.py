@@ -71,7 +71,7 @@ async def test_every_client_can_name_one(http, folder: Path) -> None:  # noqa: F
     add_adapters(served, folder)
     await served.vision.Query(query(NAME))
     assert applied(served) == [NAME]
-    async with AsyncKestrelClient(served.server.addresses[0], timeout=20) as sdk:
+    async with AsyncKestrelClient(served.server.addresses[0], timeout=60) as sdk:
         await sdk.query(None, "one?", adapter=NAME, max_tokens=2)
         await sdk.query(None, "two?", max_tokens=2)
         assert applied(served) == [NAME, None]
@@ -100,7 +100,7 @@ async def test_every_client_can_name_one(http, folder: Path) -> None:  # noqa: F
 async def test_grpc_clients_send_a_default_name(serve, folder: Path) -> None:
     served = await serve()
     add_adapters(served, folder)
-    async with AsyncKestrelClient(served.server.addresses[0], timeout=20) as sdk:
+    async with AsyncKestrelClient(served.server.addresses[0], timeout=60) as sdk:
         await sdk.query(None, "one?", model="moondream3-preview", adapter=NAME, max_tokens=2)
         assert applied(served) == [NAME]
         # A name of the hub has a slash, too, and may end with a revision of digits.
@@ -112,7 +112,7 @@ async def test_grpc_clients_send_a_default_name(serve, folder: Path) -> None:
 async def test_a_model_s_name_may_have_that_of_an_adapter_behind_it(serve, folder: Path) -> None:
     served = await serve()
     add_adapters(served, folder)
-    async with AsyncKestrelClient(served.server.addresses[0], timeout=20) as sdk:
+    async with AsyncKestrelClient(served.server.addresses[0], timeout=60) as sdk:
         await sdk.query(None, "one?", model=f"fake/{NAME}", max_tokens=2)
         await sdk.query(None, "two?", model=f"moondream3-preview/{NAME}", max_tokens=2)
         async with sdk.stream_query(None, "three?", model=f"fake/{NAME}", max_tokens=2) as stream:
@@ -236,7 +236,7 @@ async def test_what_can_not_be_applied(serve, folder: Path) -> None:
 
 async def test_an_administrator_loads_and_drops_one(serve, folder: Path) -> None:
     served = await serve(slow(), server_config=CONFIG)
-    async with AsyncKestrelAdmin(served.server.addresses[0], token=KEY, timeout=20) as admin:
+    async with AsyncKestrelAdmin(served.server.addresses[0], token=KEY, timeout=60) as admin:
         with pytest.raises(NotFoundError, match=r"name: there is no adapter .*--adapters-dir"):
             await admin.load_adapter(NAME)
         assert not await admin.unload_adapter(NAME)
