@@ -86,9 +86,10 @@ class HealthWatch:
 
     async def _sample(self) -> None:
         while True:
-            due = time.monotonic() + _SAMPLE_S
+            now = asyncio.get_running_loop().time
+            due = now() + _SAMPLE_S
             await asyncio.sleep(_SAMPLE_S)
-            self._health.lag.record(time.monotonic() - due)
+            self._health.lag.record(now() - due)
 
 
 def _machine_times() -> tuple[int, int] | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,8 +32,8 @@ class Stage:
     """The part of a stage that one process sends.
 
     ``level``: requests in flight, or requests per second. ``begins_at``: when sending begins, by the clock of
-    ``time.monotonic``, which the processes of a machine share. The window, in which requests are measured, begins
-    ``warm_up_s`` later and is ``window_s`` long. ``drain_s``: how long unfinished requests may take after it.
+    asyncio, ``time.monotonic``, which the processes of a machine share. The window, in which requests are measured,
+    begins ``warm_up_s`` later and is ``window_s`` long. ``drain_s``: how long unfinished requests may take after it.
     ``most_in_flight``: the bound of an open loop; the requests above it are not sent and count as failed. ``seed``: of
     arrivals and of what is asked.
     """
@@ -138,7 +137,7 @@ class _Times:
 
     def note(self, num_tokens: int) -> None:
         """``num_tokens``: generated so far; 0 if the event does not say."""
-        now = time.monotonic()
+        now = _now()
         if self.first is None:
             self.first = now
         if not num_tokens:
@@ -173,9 +172,9 @@ class _StageRun:
         await self._closed()
 
     async def _caller(self, rng: random.Random) -> None:
-        while (wanted := time.monotonic()) < self._closes:
+        while (wanted := _now()) < self._closes:
             ask = await self._sender.draw(rng)
-            sent = time.monotonic()
+            sent = _now()
             # Without an intended instant, the time from wanting to send until sending is the client's own.
             if not await self._one(ask, sent, lateness_s=sent - wanted):
                 await asyncio.sleep(_PAUSE_AFTER_ERROR_S)
@@ -199,7 +198,7 @@ class _StageRun:
     async def _closed(self) -> None:
         """Waits until the window closes or a task fails."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._failed.wait(), max(0.0, self._closes - time.monotonic()))
+            await asyncio.wait_for(self._failed.wait(), max(0.0, self._closes - _now()))
 
     async def _arrival(self, rng: random.Random, intended: float) -> None:
         try:
@@ -208,7 +207,7 @@ class _StageRun:
             if intended >= self._opens:
                 self.tally.fail(UNFINISHED)
             raise
-        await self._one(ask, intended, lateness_s=time.monotonic() - intended)
+        await self._one(ask, intended, lateness_s=_now() - intended)
 
     async def _one(self, ask: Ask, began: float, lateness_s: float) -> bool:
         """Sends a request whose times count from ``began``. Returns whether it succeeded."""
@@ -225,7 +224,7 @@ class _StageRun:
             if self._counts(began):
                 self.tally.fail(UNFINISHED)
             raise
-        ended = time.monotonic()
+        ended = _now()
         good = self._sender.is_good(ended - began, times, began)
         if self._opens <= ended < self._closes:
             self._count_ended(result, good)
@@ -239,7 +238,7 @@ class _StageRun:
         Of an open loop, those that were due in the window. Of a closed loop, also those that were in flight when the
         window opened: if answers take longer than the window, there are no others.
         """
-        last = began if self._stage.loop == "open" else time.monotonic()
+        last = began if self._stage.loop == "open" else _now()
         return last >= self._opens and began < self._closes
 
     def _count_ended(self, result: Any, good: bool) -> None:
@@ -290,8 +289,12 @@ class _StageRun:
             raise self._failure
 
 
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
 async def _until(instant: float) -> None:
-    await asyncio.sleep(max(0.0, instant - time.monotonic()))
+    await asyncio.sleep(max(0.0, instant - _now()))
 
 
 async def _watch(stage: Stage) -> ClientHealth:
