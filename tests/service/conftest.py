@@ -17,6 +17,7 @@ from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStu
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_engine import InferenceEngine, RuntimeConfig, SkillRegistry
 from kestrel_engine.runtime.fake import FakeRuntime, Script
+from kestrel_engine.types.requests import Token
 from kestrel_engine.types.step import RuntimeLimits, StepPlan
 from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.settings.server import ServerConfig
@@ -31,12 +32,18 @@ LIMITS = RuntimeLimits(
 
 ENDLESS = replace(LIMITS, num_pages=40_000, max_seq_length=20_000)
 NO_END = 18_000
-"""So many tokens of ``endless`` take minutes, which is longer than any test waits."""
+"""So many tokens of EndlessRuntime take minutes, which is longer than any test waits."""
 
 
-def endless(limits: RuntimeLimits = ENDLESS, **options: Any) -> FakeRuntime:
-    """Writes one letter after another, each in 5 ms, until its caller or the server ends the request."""
-    return FakeRuntime(limits, never_ends, cost=lambda plan: 0.005, **options)
+class EndlessRuntime(FakeRuntime):
+    """Writes one letter after another, each in 5 ms, until ``ends`` is set."""
+
+    def __init__(self, limits: RuntimeLimits = ENDLESS) -> None:
+        super().__init__(limits, self._next, cost=lambda plan: 0.005)
+        self.ends = threading.Event()
+
+    def _next(self, fed: tuple[Token, ...]) -> int:
+        return 0 if self.ends.is_set() else never_ends(fed)
 
 
 class HeldRuntime(FakeRuntime):

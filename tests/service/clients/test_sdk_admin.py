@@ -26,8 +26,8 @@ from kestrel_client.administration.messages import Captures, MethodStatistics
 from kestrel_grpc.settings.debug import DebugConfig
 from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
 from tests.service.certificates import make_authority
-from tests.service.conftest import raw_image
-from tests.service.security.test_admin import CONFIG, KEY, METADATA, query, slow
+from tests.service.conftest import NO_END, EndlessRuntime, raw_image
+from tests.service.security.test_admin import CONFIG, KEY, METADATA, query
 from tests.service.statuses import failure
 from tests.waiting import until
 
@@ -77,11 +77,11 @@ def test_both_kinds_have_the_same_methods_one_for_each_of_the_service():
 
 
 async def test_statistics_cancel_and_drain(serve, kind):
-    served = await serve(slow(0.02), server_config=CONFIG)
+    served = await serve(EndlessRuntime(), server_config=CONFIG)
     async with open_admin(kind, served) as admin:
         running = [
             asyncio.ensure_future(
-                served.vision.Query(query(max_tokens=200, request_id=name), metadata=METADATA)
+                served.vision.Query(query(max_tokens=NO_END, request_id=name), metadata=METADATA)
             )
             for name in ("one", "two")
         ]
@@ -137,9 +137,9 @@ async def test_log_levels(serve, kind):
 
 async def test_profiles(serve, kind, tmp_path):
     config = {**CONFIG, "debug": DebugConfig(profile_dir=str(tmp_path))}
-    served = await serve(slow(), server_config=config)
+    served = await serve(EndlessRuntime(), server_config=config)
     async with open_admin(kind, served) as admin:
-        file = await admin.start_profile(seconds=30, steps=20, python_functions=True)
+        file = await admin.start_profile(seconds=60, steps=20, python_functions=True)
         with pytest.raises(FailedPreconditionError, match="a profile is being recorded already"):
             await admin.start_profile()
         await served.vision.Query(query(max_tokens=60), metadata=METADATA)

@@ -9,7 +9,7 @@ import pytest
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
-from tests.service.conftest import LIMITS, NO_END, endless, raw_image
+from tests.service.conftest import LIMITS, NO_END, EndlessRuntime, raw_image
 from tests.service.statuses import failure
 from tests.waiting import until
 
@@ -27,7 +27,7 @@ async def all_freed(served):
 
 
 async def test_cancelling_a_stream_frees_the_engine(serve, caplog):
-    served = await serve(endless())
+    served = await serve(EndlessRuntime())
     call = served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG))
     for _ in range(3):
         await call.read()
@@ -38,7 +38,7 @@ async def test_cancelling_a_stream_frees_the_engine(serve, caplog):
 
 
 async def test_cancelling_a_unary_call_frees_the_engine(serve):
-    served = await serve(endless())
+    served = await serve(EndlessRuntime())
     call = served.vision.Query(LONG)
     await until(lambda: served.engine.num_requests != 0)
     call.cancel()
@@ -49,7 +49,7 @@ async def test_cancelling_a_unary_call_frees_the_engine(serve):
 
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_a_deadline_frees_the_engine(serve, streaming):
-    served = await serve(endless())
+    served = await serve(EndlessRuntime())
 
     def ask(timeout):
         if streaming:
@@ -62,7 +62,7 @@ async def test_a_deadline_frees_the_engine(serve, streaming):
 
 
 async def test_a_request_that_waits_in_the_queue_is_dropped_at_its_deadline(serve):
-    served = await serve(endless())
+    served = await serve(EndlessRuntime())
     running = [
         asyncio.ensure_future(served.vision.Query(LONG)) for _ in range(LIMITS.max_batch_size)
     ]
@@ -76,7 +76,7 @@ async def test_a_request_that_waits_in_the_queue_is_dropped_at_its_deadline(serv
 
 
 async def test_urgent_requests_are_taken_up_first(serve):
-    served = await serve(endless())
+    served = await serve(EndlessRuntime())
     running = [
         asyncio.ensure_future(served.vision.Query(LONG)) for _ in range(LIMITS.max_batch_size)
     ]
@@ -106,7 +106,7 @@ async def test_urgent_requests_are_taken_up_first(serve):
 
 
 async def test_a_request_that_waits_too_long_is_refused_with_a_hint(serve):
-    served = await serve(endless(), max_queue_wait_s=0.4)
+    served = await serve(EndlessRuntime(), max_queue_wait_s=0.4)
     running = [
         asyncio.ensure_future(served.vision.Query(LONG)) for _ in range(LIMITS.max_batch_size)
     ]
@@ -121,7 +121,7 @@ async def test_a_request_that_waits_too_long_is_refused_with_a_hint(serve):
 
 
 async def test_a_client_that_vanishes_frees_the_engine(serve):
-    served = await serve(endless())
+    served = await serve(EndlessRuntime())
     async with grpc.aio.insecure_channel(
         served.server.addresses[0], options=[("grpc.use_local_subchannel_pool", 1)]
     ) as channel:
@@ -171,7 +171,7 @@ async def test_the_request_id_is_echoed_field_before_metadata_before_our_own(ser
 
 async def test_the_access_log_has_a_line_for_every_call(serve, caplog):
     caplog.set_level(logging.INFO, "kestrel_grpc.access")
-    served = await serve(endless(), server_config={"access_log": "text"})
+    served = await serve(EndlessRuntime(), server_config={"access_log": "text"})
     request = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=2))
     request.options.request_id = "good"
     lines = []

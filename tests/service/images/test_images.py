@@ -190,14 +190,14 @@ async def test_an_upload_is_stopped_as_soon_as_it_is_too_large(serve):
     served = await serve(image_limits=ImageLimits(max_bytes=5000))
     sent = 0
 
-    def endless():
+    def EndlessRuntime():
         nonlocal sent
         yield from messages(b"")
         while sent < 1000:
             sent += 1
             yield image_service_pb2.UploadImageRequest(chunk=bytes(1000))
 
-    told = await failure(served.images.UploadImage(endless()))
+    told = await failure(served.images.UploadImage(EndlessRuntime()))
     assert (told.code, told.reason, told.fields) == (INVALID, "IMAGE_TOO_LARGE", ["chunk"])
     assert "6000 bytes; the limit is 5000" in told.message
     assert sent < 1000

@@ -23,7 +23,7 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.service_names import ADMIN_SERVICE, IMAGE_SERVICE, MODEL_SERVICE, VISION_SERVICE
 from kestrel_grpc.settings.addresses import AddressError
-from tests.service.conftest import LIMITS, NO_END, HeldRuntime, endless, raw_image
+from tests.service.conftest import LIMITS, NO_END, EndlessRuntime, HeldRuntime, raw_image
 from tests.service.statuses import failure
 from tests.service.wire import Wire
 from tests.waiting import until
@@ -365,7 +365,7 @@ async def test_an_engine_that_dies_ends_the_delay(serve):
 
 
 async def test_the_end_of_the_grace_period_ends_what_still_runs(serve):
-    served = await serve(endless())
+    served = await serve(EndlessRuntime())
     request = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=NO_END))
     call = aiter(served.vision.StreamQuery(pb.StreamQueryRequest(request=request)))
     await anext(call)

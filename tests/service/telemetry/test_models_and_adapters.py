@@ -27,7 +27,7 @@ from kestrel_grpc.telemetry.names import (
     WAITING_LORA,
 )
 from kestrel_grpc.telemetry.readers import PullReader
-from tests.service.conftest import LIMITS, NO_END, endless, raw_image
+from tests.service.conftest import LIMITS, NO_END, EndlessRuntime, raw_image
 from tests.service.services.options.test_adapters import NAME, add_adapters, folder, query
 from tests.service.services.test_several_models import Two
 from tests.service.statuses import failure
@@ -78,7 +78,7 @@ async def test_what_an_adapter_counts(serve, folder: Path) -> None:
 
 
 async def test_use_of_the_kv_cache_is_from_0_to_1(serve) -> None:
-    served = await serve(endless(), server_config={"telemetry": PROMETHEUS})
+    served = await serve(EndlessRuntime(), server_config={"telemetry": PROMETHEUS})
     calls = [served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG)) for _ in range(3)]
     await until(lambda: served.engine.stats.running == LIMITS.max_batch_size)
     found = await scrape(served)

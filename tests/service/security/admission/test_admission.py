@@ -20,7 +20,7 @@ from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of, new_token
 from kestrel_grpc.settings.security import CallLimits, SecurityConfig
 from kestrel_grpc.settings.server import MIB
-from tests.service.conftest import LIMITS, NO_END, endless
+from tests.service.conftest import LIMITS, NO_END, EndlessRuntime
 from tests.service.statuses import failure
 from tests.waiting import until
 
@@ -104,7 +104,7 @@ async def test_a_caller_that_is_refused_again_and_again_is_refused_later(serve, 
     monkeypatch.setattr(refusal_pace, "AT_ONCE", 2)
     monkeypatch.setattr(refusal_pace, "RATE", 10.0)
     monkeypatch.setattr(refusal_pace, "LONGEST_S", 1.0)
-    served = await serve(endless(), server_config=limited(calls=1))
+    served = await serve(EndlessRuntime(), server_config=limited(calls=1))
     guard = served.server.guard
     running = asyncio.ensure_future(served.vision.Query(query(max_tokens=NO_END)))
     await until(lambda: guard.admission.calls)
@@ -139,7 +139,7 @@ async def test_the_sdk_comes_back_when_told(serve):
 
 
 async def test_calls_in_progress_are_bounded(serve):
-    served = await serve(endless(), server_config=limited(calls=2))
+    served = await serve(EndlessRuntime(), server_config=limited(calls=2))
     running = [
         asyncio.ensure_future(served.vision.Query(query(max_tokens=NO_END))) for _ in range(2)
     ]
@@ -158,7 +158,7 @@ async def test_messages_in_memory_are_bounded(serve, monkeypatch):
     """A call waits for room before its message is read, and then is told to come back."""
     monkeypatch.setattr("kestrel_grpc.security.admission.guard._ROOM_WAIT_S", 0.3)
     served = await serve(
-        endless(), server_config={**limited(held_bytes=10_000), "max_message_bytes": 4000}
+        EndlessRuntime(), server_config={**limited(held_bytes=10_000), "max_message_bytes": 4000}
     )
     running = asyncio.ensure_future(served.vision.Query(large(NO_END)))
     await until(lambda: served.engine.num_requests >= 1)
@@ -174,7 +174,7 @@ async def test_messages_in_memory_are_bounded(serve, monkeypatch):
 
 async def test_a_call_waits_for_room_and_gets_it(serve):
     served = await serve(
-        endless(), server_config={**limited(held_bytes=10_000), "max_message_bytes": 4000}
+        EndlessRuntime(), server_config={**limited(held_bytes=10_000), "max_message_bytes": 4000}
     )
     calls = [served.vision.Query(large(20)) for _ in range(5)]
     for call in calls:
@@ -265,7 +265,7 @@ async def test_a_message_without_fields_is_not_read(serve):
 
 @pytest.mark.parametrize("timeout", [None, 60])
 async def test_no_call_takes_longer_than_the_server_lets_it(serve, timeout):
-    served = await serve(endless(), server_config=limited(deadline_s=0.3))
+    served = await serve(EndlessRuntime(), server_config=limited(deadline_s=0.3))
     told = await failure(served.vision.Query(query(max_tokens=NO_END), timeout=timeout))
     assert (told.code, told.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
     stream = pb.StreamQueryRequest(request=query(max_tokens=NO_END))
@@ -280,7 +280,7 @@ async def test_a_full_queue_refuses_before_a_message_is_decoded(serve, tmp_path)
     path, token = tmp_path / "tokens", new_token()
     path.write_text(line_of("a", [Scope.INFER], token))
     config = {"security": SecurityConfig(auth_tokens=str(path))}
-    served = await serve(endless(), max_queue=1, server_config=config)
+    served = await serve(EndlessRuntime(), max_queue=1, server_config=config)
     caller = (("authorization", f"Bearer {token}"),)
     held = [
         asyncio.ensure_future(served.vision.Query(query(max_tokens=NO_END), metadata=caller))

@@ -20,7 +20,7 @@ from kestrel_grpc.services.messages.responses import event_fields
 from kestrel_grpc.services.vision import VisionService
 from kestrel_grpc.settings.security import CallLimits, ConnectionLimits, SecurityConfig
 from tests.engine.fakes import never_ends
-from tests.service.conftest import LIMITS, NO_END, endless, raw_image
+from tests.service.conftest import LIMITS, NO_END, EndlessRuntime, raw_image
 from tests.service.statuses import failure
 from tests.service.wire import Wire
 from tests.waiting import until
@@ -38,7 +38,7 @@ def connections(**limits):
 async def test_a_connection_ages_and_no_call_notices(serve, caplog):
     caplog.set_level(logging.INFO, "kestrel_grpc.access")
     config = {**connections(age_s=0.3, age_grace_s=600), "access_log": "text"}
-    served = await serve(endless(), server_config=config)
+    served = await serve(EndlessRuntime(), server_config=config)
     stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(200)))
     await anext(aiter(stream))
 
@@ -69,7 +69,7 @@ async def test_a_connection_that_says_nothing_is_closed(serve, monkeypatch):
 
 
 async def test_a_stream_beyond_age_and_grace_is_cut_and_its_request_freed(serve):
-    served = await serve(endless(), server_config=connections(age_s=0.2, age_grace_s=0.2))
+    served = await serve(EndlessRuntime(), server_config=connections(age_s=0.2, age_grace_s=0.2))
     stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(NO_END)))
     told = await failure(stream)
     assert told.code is grpc.StatusCode.UNAVAILABLE
@@ -78,7 +78,7 @@ async def test_a_stream_beyond_age_and_grace_is_cut_and_its_request_freed(serve)
 
 async def test_a_client_that_vanished_is_noticed_and_its_request_freed(serve):
     limits = {"keepalive_s": 0.5, "keepalive_timeout_s": 0.5}
-    served = await serve(endless(), server_config=connections(**limits))
+    served = await serve(EndlessRuntime(), server_config=connections(**limits))
     async with Wire(served.server.addresses[0]) as wire:
         async with grpc.aio.insecure_channel(wire.address) as channel:
             request = pb.StreamQueryRequest(request=query(NO_END))
@@ -154,7 +154,7 @@ def large_events(monkeypatch):
 
 async def test_a_reader_who_does_not_read_is_cut_off(serve, large_events):
     config = {"security": SecurityConfig(calls=CallLimits(write_s=0.4))}
-    served = await serve(endless(), server_config=config)
+    served = await serve(EndlessRuntime(), server_config=config)
     stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(NO_END)))
     await anext(aiter(stream))
     await until(lambda: not served.server.guard.admission.calls)
@@ -172,7 +172,7 @@ async def test_a_reader_of_several_tasks_who_does_not_read_is_cut_off(serve, mon
 
     monkeypatch.setattr(analysis, "skill_event", event)
     config = {"security": SecurityConfig(calls=CallLimits(write_s=0.4))}
-    served = await serve(endless(), server_config=config)
+    served = await serve(EndlessRuntime(), server_config=config)
     inner = query(NO_END)
     task = pb.AnalyzeTask(query=pb.QueryTask(question=inner.question, sampling=inner.sampling))
     request = pb.AnalyzeRequest(image=raw_image(), tasks=[task, task])
@@ -186,7 +186,7 @@ async def test_a_reader_of_several_tasks_who_does_not_read_is_cut_off(serve, mon
 
 async def test_a_reader_who_is_only_slow_gets_everything(serve, large_events):
     config = {"security": SecurityConfig(calls=CallLimits(write_s=0.4))}
-    served = await serve(endless(), server_config=config)
+    served = await serve(EndlessRuntime(), server_config=config)
     stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(60)))
     events = []
     async for event in stream:
@@ -198,7 +198,7 @@ async def test_a_reader_who_is_only_slow_gets_everything(serve, large_events):
 
 async def test_a_storm_of_cancellations_leaves_nothing_behind(serve):
     """As by HTTP/2's rapid reset: calls that are given up as soon as they are made."""
-    served = await serve(endless(), max_queue=600, server_config=connections(streams=1000))
+    served = await serve(EndlessRuntime(), max_queue=600, server_config=connections(streams=1000))
     for _ in range(3):
         calls = [served.vision.Query(query(NO_END)) for _ in range(200)]
         request = pb.StreamQueryRequest(request=query(NO_END))
@@ -223,7 +223,7 @@ async def test_a_connection_that_goes_while_a_stream_is_written_is_no_fault_of_o
 ):
     """What gRPC says of a batch that failed, before it tells the call that its caller has gone."""
     caplog.set_level(logging.INFO, "kestrel_grpc.access")
-    served = await serve(endless(), server_config={"access_log": "text"})
+    served = await serve(EndlessRuntime(), server_config={"access_log": "text"})
 
     async def fails(self, *args, **kwargs):
         raise ExecuteBatchError('Failed "execute_batch"')

@@ -27,8 +27,8 @@ from tests.engine.fakes import fake_model
 from tests.http.conftest import http  # noqa: F401  # A fixture.
 from tests.hub_stand import Stand, stand  # noqa: F401  # A fixture.
 from tests.kserve.conftest import infer
-from tests.service.conftest import Served, raw_image
-from tests.service.security.test_admin import CONFIG, KEY, METADATA, slow
+from tests.service.conftest import EndlessRuntime, Served, raw_image
+from tests.service.security.test_admin import CONFIG, KEY, METADATA
 from tests.service.statuses import failure
 from tests.waiting import until
 
@@ -235,7 +235,7 @@ async def test_what_can_not_be_applied(serve, folder: Path) -> None:
 
 
 async def test_an_administrator_loads_and_drops_one(serve, folder: Path) -> None:
-    served = await serve(slow(), server_config=CONFIG)
+    served = await serve(EndlessRuntime(), server_config=CONFIG)
     async with AsyncKestrelAdmin(served.server.addresses[0], token=KEY, timeout=60) as admin:
         with pytest.raises(NotFoundError, match=r"name: there is no adapter .*--adapters-dir"):
             await admin.load_adapter(NAME)
