@@ -1,0 +1,40 @@
+"""One client makes more calls at once than a connection may carry. The others wait in the client; none is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import grpc
+import pytest
+
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_grpc.settings.security import ConnectionLimits, SecurityConfig
+from tests.abuse.attacks.registry import ending_of
+from tests.service.conftest import serve
+
+__all__ = ["serve"]
+NUM_CALLS = 600
+
+
+@pytest.mark.parametrize("streams", [100, 7])
+async def test_no_call_beyond_the_limit_of_a_connection_is_refused(serve, streams):
+    connections = ConnectionLimits(streams=streams)
+    served = await serve(server_config={"security": SecurityConfig(connections=connections)})
+    sampling = common_pb2.Sampling(max_tokens=2)
+    most = 0
+
+    async def call(number: int) -> str:
+        nonlocal most
+        ended = await ending_of(
+            served.vision.Query(pb.QueryRequest(question="?", sampling=sampling))
+        )
+        most = max(most, served.server._in_flight.count)
+        return ended
+
+    # In the second round the streams of ended calls are still in the memory of gRPC's core.
+    for _ in range(2):
+        ended = Counter(await asyncio.gather(*map(call, range(NUM_CALLS))))
+        assert ended == {grpc.StatusCode.OK.name: NUM_CALLS}
+    assert most <= streams
