@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 
 Check = Callable[..., None]
 
@@ -18,7 +18,13 @@ def given_examples(few: int, many: int, **strategies: Any) -> Callable[[Check], 
 
     def decorate(check: Check) -> Check:
         def test(examples: int, **arguments: Any) -> None:
-            settings(max_examples=examples, deadline=None)(given(**strategies)(check))(**arguments)
+            # A busy machine draws slowly.
+            patient = settings(
+                max_examples=examples,
+                deadline=None,
+                suppress_health_check=[HealthCheck.too_slow],
+            )
+            patient(given(**strategies)(check))(**arguments)
 
         names = [
             "examples",
