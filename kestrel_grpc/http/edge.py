@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -31,7 +31,7 @@ from ..edge.calls.call_watcher import CallWatcher
 from ..edge.calls.current_call import current
 from ..edge.calls.in_flight import InFlight
 from ..edge.failures.endings import delay_refusal, finish, note
-from ..edge.failures.errors import LocatedError, SlowReader, SlowSender
+from ..edge.failures.errors import LocatedError, SlowReader, SlowSender, UnsupportedBody
 from ..edge.messages.request_options import check_priority, options_of, take_id
 from ..security.admission.admission import MessageTooLarge
 from ..security.admission.guard import Guard
@@ -84,6 +84,8 @@ class Endpoint:
     rename: Callable[[str], str] = str
     """Converts a field path of kestrel.v1 to the name of the JSON field."""
     takes_body: bool = True
+    types: Collection[bytes] = (JSON,)
+    """Content types of the body. b"": the type may be missing, except in requests of web pages."""
     form: Form = SSE
     copies: int = COPIES
     """Number of copies of the message in memory during the request."""
@@ -177,6 +179,7 @@ class HttpEdge:
         ):
             guard.check_room(call.method)
             if endpoint.takes_body:
+                _check_type(endpoint.types, scope["headers"])
                 _check_encoding(scope["headers"])
                 body = await self._body(scope, receive, hold)
                 writer.has_read_all = True
@@ -212,7 +215,7 @@ class HttpEdge:
         held = self._guard.messages.held
         wanted = _BODY_COPIES * expected
         await hold.reserve(wanted if held is None else min(wanted, held))
-        body = await self._reads.within(self._pull(receive))
+        body = await self._reads.within(self._pull(receive, expected))
         hold.arrived(len(body))
         return cast(bytearray, body)
 
@@ -231,14 +234,17 @@ class HttpEdge:
             hold.arrived(len(body) + await fetcher.fill(wanted))
         return await _parsed(body, lambda: endpoint.read(fields))
 
-    async def _pull(self, receive: Receive) -> bytearray:
+    async def _pull(self, receive: Receive, most_bytes: int) -> bytearray:
+        """Raises MessageTooLarge if more arrives than was reserved, whatever was declared."""
         body = bytearray()
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise asyncio.CancelledError
             body += message.get("body", b"")
-            self._check_size(len(body))
+            if len(body) > most_bytes:
+                self._check_size(len(body))
+                raise MessageTooLarge("", f"the body has more than the declared {most_bytes} bytes")
             if not message.get("more_body"):
                 return body
 
@@ -387,6 +393,16 @@ def metadata_of(headers: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[str, str]
             continue
         metadata.append((key.decode("latin-1"), value.decode("latin-1")))
     return tuple(metadata)
+
+
+def _check_type(types: Collection[bytes], headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Raises UnsupportedBody. A browser sends text, forms and bodies without a type to another origin without asking
+    the server. It asks before it sends any other type."""
+    fields = dict(headers)
+    given = fields.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if given not in types or (not given and b"origin" in fields):
+        named = " or ".join(each.decode() for each in types if each)
+        raise UnsupportedBody(f"the request needs the header content-type: {named}")
 
 
 def _check_encoding(headers: Iterable[tuple[bytes, bytes]]) -> None:

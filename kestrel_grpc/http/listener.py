@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import h11
@@ -19,8 +19,11 @@ from ..security.identity.certificates import shown_by
 from ..security.identity.tls import RenewedContext
 from ..settings.addresses import AddressError, check_free, close_address, unix_path, with_port
 from ..settings.http import HttpConfig
+from ..settings.security import SecurityConfig
 from .connections import HttpConnections
 from .context import CERTIFICATE
+from .framing import HEAD_BYTES, RefusedRequest, RequestFraming
+from .hosts import Hosts
 
 _HEAD_S = 10.0
 """Seconds in which the head of a request must arrive, and before it the TLS handshake must end, because silent
@@ -29,29 +32,48 @@ _SHUTDOWN_S = 2.0
 """Seconds that a closing connection waits for the client's end of TLS."""
 _UNREAD_S = 60.0
 """Seconds after which a connection is closed if its peer acknowledges no data."""
-_HEAD_BYTES = 64 * 1024
-_FREE_LINES = 2000
-_BYTES_A_LINE = 256
-"""A request may have _FREE_LINES lines, and one more for each _BYTES_A_LINE. Headers and sizes of chunks are lines, and
-parsing one takes up to 30 microseconds of the event loop."""
+_READ_BYTES = 64 * 1024
+"""Bytes that a connection reads at once. Before a request is admitted, the server holds twice as many of it at most."""
+_REQUEST_S, _HEADER_S = 0.6e-3, 15e-6
+"""Seconds for each request, and for each of its headers, in which the port takes no further head. The cheapest requests
+need half of it, so that strangers who send them without end leave half of the event loop to others."""
 _BACKLOG = 512
 
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # It warns of each malformed request.
 
 
-class _Connection(H11Protocol):
-    """A connection with the limits that uvicorn lacks: on the number of connections, and on the time of a request's
-    head."""
+class _Turns:
+    """When the connections of a port may pass heads to h11: one after the other, in the order in which they arrived."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._free_at = clock()
+
+    def next_at(self, num_lines: int) -> float:
+        """The time for a head of this many lines."""
+        turn_at = max(self._clock(), self._free_at)
+        self._free_at = turn_at + _REQUEST_S + num_lines * _HEADER_S
+        return turn_at
+
+
+class _Connection(H11Protocol, asyncio.BufferedProtocol):
+    """A connection with the limits that uvicorn lacks: on the number of connections, on the time of a request's head,
+    and those of RequestFraming."""
 
     connections_of_port: HttpConnections
+    accepts_host: Callable[[str], bool]
+    """Whether the port answers to a value of the header Host."""
+    turns: _Turns
     number: int | None = None
     """The number among ``connections_of_port``; None before it counts."""
+    _buffer = memoryview(bytearray(_READ_BYTES))
+    """What was read last, of any connection."""
     _early = b""
     """What has arrived before ``connection_made``: asyncio may deliver data while it ends a TLS handshake."""
     _has_ended = False
-    _lines = _bytes = 0
-    """What has arrived since the last request began."""
     _head_timer: asyncio.TimerHandle | None = None
+    _turn: asyncio.TimerHandle | None = None
+    """Set while a head waits for its turn."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if self.number is None:
@@ -60,6 +82,7 @@ class _Connection(H11Protocol):
             transport.abort()
             return
         super().connection_made(transport)
+        self._framing = RequestFraming(self.accepts_host)
         found = transport.get_extra_info("socket")
         is_tcp = found is not None and found.family != socket.AF_UNIX
         if is_tcp and hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -72,36 +95,81 @@ class _Connection(H11Protocol):
             self.data_received(self._early)
             self._early = b""
 
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(bytes(self._buffer[:nbytes]))
+
     def data_received(self, data: bytes) -> None:
         if self.transport is None:
             self._early += data
-            return
-        self._bytes += len(data)
-        self._lines += data.count(b"\r\n")
-        if self._lines > _FREE_LINES + self._bytes // _BYTES_A_LINE:
-            self.transport.abort()
-            return
-        before = self.cycle
-        super().data_received(data)
-        if self.cycle is not before:
-            self._lines = self._bytes = 0
-            self._stop_timer()
-        elif self._head_timer is None and self.conn.their_state is h11.IDLE:
-            # The head of a next request has begun, so uvicorn's limit for idle connections no longer applies.
-            self._await_head()
+        elif not self.transport.is_closing():
+            self._framing.feed(data)
+            self._go_on()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.conn.their_state is h11.SEND_BODY:
             self.transport.close()  # The handler does not read the request's body.
+        elif not self.transport.is_closing():
+            self._go_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._has_ended = True
         self._stop_timer()
+        if self._turn is not None:
+            self._turn.cancel()
         if self.number is not None:
             self.connections_of_port.remove(self.number)
         if self.transport is not None:
             super().connection_lost(exc)
+
+    def _go_on(self) -> None:
+        """Gives h11 what it may read: no bytes of a request before the response to the one before it has ended."""
+        framing = self._framing
+        try:
+            while framing.has_more and self._turn is None and not self.transport.is_closing():
+                is_head = framing.is_between
+                if is_head and self.conn.their_state is not h11.IDLE:
+                    self.flow.pause_reading()
+                    break
+                taken = framing.take()
+                if is_head:
+                    self._take_head(taken)
+                elif taken:
+                    super().data_received(taken)
+                if not taken:
+                    break
+        except RefusedRequest as refused:
+            self._refuse(refused)
+
+    def _take_head(self, head: bytes) -> None:
+        """``head``: b"" if it has not arrived as a whole."""
+        self._unset_keepalive_if_required()  # uvicorn's limit for idle connections no longer applies.
+        if not head:
+            if self._head_timer is None:
+                self._await_head()
+            return
+        self._stop_timer()
+        turn_at = self.turns.next_at(head.count(b"\n"))
+        if turn_at <= self.loop.time():
+            super().data_received(head)
+        else:
+            self.flow.pause_reading()
+            self._turn = self.loop.call_at(turn_at, self._take_turn, head)
+
+    def _take_turn(self, head: bytes) -> None:
+        self._turn = None
+        if not self.transport.is_closing():
+            super().data_received(head)
+            self._go_on()
+
+    def _refuse(self, refused: RefusedRequest) -> None:
+        """Ends the connection, with a response if none has begun."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.write(refused.response())
+        self.transport.close()
 
     def _await_head(self) -> None:
         self._head_timer = self.loop.call_later(_HEAD_S, self.transport.abort)
@@ -164,11 +232,12 @@ class HttpListener:
         self,
         app: Any,
         config: HttpConfig,
+        security: SecurityConfig,
         tls: RenewedContext | None,
         connections: HttpConnections,
         guard: ConnectionGuard,
     ) -> None:
-        self._app, self._config, self._tls = app, config, tls
+        self._app, self._config, self._security, self._tls = app, config, security, tls
         self._connections, self._guard = connections, guard
         self._connection = type("Connection", (_Connection,), {"connections_of_port": connections})
         self._servers: list[tuple[_Server, asyncio.Task[None]]] = []
@@ -183,13 +252,15 @@ class HttpListener:
     async def start(self) -> None:
         """Listens on all addresses. Raises AddressError."""
         bound = []
+        turns = _Turns(asyncio.get_running_loop().time)
         for address in self._config.http_listen:
             is_tcp = unix_path(address) is None
             is_shared = is_tcp and self._config.is_shared
             if not is_shared:
                 check_free(address)
             listening = _socket(address, is_shared)
-            server = _Server(self._settings(self._tls if is_tcp else None))
+            hosts = Hosts(address, self._config.http_hosts, self._security)
+            server = _Server(self._settings(hosts, turns, self._tls if is_tcp else None))
             task = asyncio.create_task(server.serve([listening]))
             while not server.started and not task.done():
                 await asyncio.sleep(0.005)
@@ -213,9 +284,10 @@ class HttpListener:
         for address in self.addresses:
             close_address(address)
 
-    def _settings(self, tls: RenewedContext | None) -> uvicorn.Config:
+    def _settings(self, hosts: Hosts, turns: _Turns, tls: RenewedContext | None) -> uvicorn.Config:
         def accept(**options: Any) -> asyncio.Protocol:
             connection = self._connection(**options)
+            connection.accepts_host, connection.turns = hosts.accepts, turns
             return connection if tls is None else _Handshake(connection, tls)
 
         settings = uvicorn.Config(
@@ -228,7 +300,7 @@ class HttpListener:
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=round(self._config.http_idle_s),
-            h11_max_incomplete_event_size=_HEAD_BYTES,
+            h11_max_incomplete_event_size=HEAD_BYTES,
             timeout_graceful_shutdown=1,
         )
         settings.load()

@@ -65,4 +65,4 @@ def open_http(
         origins=config.http_allow_origins,
     )
     tls = None if security.tls is None else RenewedContext(security.tls, "HTTP port")
-    return HttpListener(app, config, tls, connections, connection_guard)
+    return HttpListener(app, config, security, tls, connections, connection_guard)

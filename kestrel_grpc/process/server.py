@@ -464,8 +464,8 @@ def _channel_options(
         # gRPC refuses calls at random between the soft and the absolute limit, so both are equal.
         ("grpc.absolute_max_metadata_size", limits.metadata_bytes),
         ("grpc.max_concurrent_streams", limits.streams),
-        # gRPC would refuse a stream (the client sees UNAVAILABLE) while ended calls of its connection are not freed yet.
-        # A client that keeps to the announced number can't know of them.
+        # gRPC would refuse a stream, so that its caller gets UNAVAILABLE, while ended calls of the connection are not
+        # freed yet. A client that keeps to the announced number can't know of them.
         ("grpc.http.overload_protection", 0),
         # gRPC cancels calls at random between these limits, by default 1000 and 3000, the calls of all clients alike.
         ("grpc.server.max_pending_requests", _PENDING_CALLS),

@@ -29,6 +29,20 @@ def _origins(text: str) -> list[str]:
     return origins
 
 
+_NAME = re.compile(r"\*|[a-z0-9._-]{1,253}")
+
+
+def _host_names(text: str) -> list[str]:
+    """Raises ValueError."""
+    names = [part.strip().lower() for part in text.split(",")]
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                "must be a name without a port, as in kestrel.example.org, or * for all"
+            )
+    return names
+
+
 def _addresses(text: str) -> list[str]:
     return [parse_address(part.strip()) for part in text.split(",")]
 
@@ -96,6 +110,17 @@ class HttpConfig:
         distinct=True,
         metavar="ORIGIN",
         shown="none: only the server's own page",
+    )
+    http_hosts: tuple[str, ...] = setting(
+        (),
+        HTTP,
+        "name by which clients reach the HTTP port, as in kestrel.example.org, in addition to its own addresses; * for "
+        "all; repeat the flag or separate names with commas",
+        parse=_host_names,
+        repeated=True,
+        distinct=True,
+        metavar="NAME",
+        shown="names of this machine; all beyond loopback with TLS or credentials",
     )
     http_metrics: bool = setting(
         True,

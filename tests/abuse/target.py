@@ -49,7 +49,8 @@ class Target:
             self.popen = start(
                 [
                     *(sys.executable, "-m", "kestrel_grpc", "serve", "--listen", "127.0.0.1:0"),
-                    *("--auth-tokens", str(path), "--drain-delay", "0", *flags),
+                    *("--http-listen", "127.0.0.1:0", "--auth-tokens", str(path)),
+                    *("--drain-delay", "0", *flags),
                 ],
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -61,6 +62,8 @@ class Target:
         ready = self.popen.stdout.readline()
         assert "listening on " in ready, self.log.read_text()
         self.address = ready.partition("listening on ")[2].partition(",")[0]
+        (line,) = [each for each in self.log.read_text().splitlines() if "protocol=http" in each]
+        self.http_address = line.partition("addresses=")[2].split()[0]
 
     def memory(self) -> int:
         """Resident bytes of the process and its children."""

@@ -39,6 +39,11 @@ MOST_MIB = {
     "watchers": STRANGERS,
     "slow_readers": STRANGERS,
     "expensive": DECODING,
+    "two_lengths": STRANGERS,
+    "line_feed_heads": STRANGERS,
+    "longest_heads": STRANGERS,
+    "small_requests": STRANGERS,
+    "tiny_chunks": HELD,
 }
 CONNECTIONS = {"many_connections", "continuations"}
 """Measured by test_connections.py, where the polite caller has another address."""

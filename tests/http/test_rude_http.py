@@ -18,7 +18,8 @@ from tests.engine.fakes import never_ends
 from tests.service.conftest import LIMITS
 from tests.waiting import until
 
-HEAD = b"POST /v1/query HTTP/1.1\r\nhost: x\r\n"
+JSON = {"content-type": "application/json"}
+HEAD = b"POST /v1/query HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
 async def connect(served) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -50,7 +51,7 @@ async def test_silent_connections_are_closed(http, short):
         writer.close()
     # Also one that has had an answer.
     reader, writer = await connect(served)
-    writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+    writer.write(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
     assert b"200 OK" in await reader.readuntil(b'"}')
     writer.write(b"GET /heal")
     assert await closed(reader) == b""
@@ -178,7 +179,7 @@ async def test_a_body_that_no_handler_reads_ends_its_connection(http):
     for path in (b"/", b"/healthz", b"/metrics", b"/nothing"):
         reader, writer = await connect(served)
         writer.write(
-            b"GET " + path + b" HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\nx"
+            b"GET " + path + b" HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000000\r\n\r\nx"
         )
         assert (await closed(reader)).startswith(b"HTTP/1.1 ")
         writer.close()
@@ -188,7 +189,7 @@ async def test_bodies_of_many_small_values_are_refused_before_they_are_parsed(ht
     _, client = await http()
     body = b'{"question": [' + b"[]," * 1_000_000 + b"0]}"
     for path in ("/v1/query", "/v1/chat/completions", "/api/generate"):
-        response = await client.post(path, content=body)
+        response = await client.post(path, content=body, headers=JSON)
         assert response.status_code == 400 and "more than 20000 values" in response.text
 
 
@@ -208,14 +209,16 @@ async def test_tiny_chunks_and_many_headers_end_their_connection(http):
         for at in range(0, len(body), 10):
             yield body[at : at + 10]
 
-    assert (await client.post("/v1/query", content=pieces())).status_code == 200
+    assert (await client.post("/v1/query", content=pieces(), headers=JSON)).status_code == 200
 
 
 async def test_compressed_bodies_are_refused(http):
     _, client = await http()
     body = gzip.compress(b'{"question": "' + b"a" * 30_000_000 + b'"}')
     for path in ("/v1/query", "/v1/chat/completions", "/api/generate"):
-        response = await client.post(path, content=body, headers={"content-encoding": "gzip"})
+        response = await client.post(
+            path, content=body, headers={**JSON, "content-encoding": "gzip"}
+        )
         assert response.status_code == 400 and "the body is compressed" in response.text
 
 

@@ -31,6 +31,7 @@ IMAGE = ROOT / "kestrel_grpc/cli/demo.jpg"
 DATA = IMAGE.read_bytes()
 URL = "data:image/jpeg;base64," + base64.b64encode(DATA).decode()
 TOKEN = "t" * 32
+JSON = {"content-type": "application/json"}
 CONFIG = """<View>
   <Image name="img" value="$image"/>
   <RectangleLabels name="boxes" toName="img"><Label value="Moon" predicted_values="green crescent"/></RectangleLabels>
@@ -147,12 +148,12 @@ async def test_bad_requests_are_refused_with_a_reason(server: str):
         for name, (body, part) in BAD.items():
             if name == "surrogate":
                 text = '{"label_config": "<View a=\'\\ud800\'/>", "tasks": [1]}'
-                response = await client.post("/predict", content=text)
+                response = await client.post("/predict", content=text, headers=JSON)
             else:
                 response = await client.post("/predict", json=body)
             assert response.status_code == 400, (name, response.text)
             assert part in response.json()["error"], (name, response.text)
-        deep = await client.post("/predict", content=b"[" * 100_000)
+        deep = await client.post("/predict", content=b"[" * 100_000, headers=JSON)
         assert deep.status_code == 400 and "not JSON" in deep.text
         schema = await client.post("/setup", json={"schema": LAUGHS})
         assert schema.status_code == 400
@@ -167,9 +168,10 @@ async def test_bodies_are_bounded(server: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(app, "MAX_BODY_BYTES", 1000)
     monkeypatch.setattr(app, "BODY_S", 0.2)
     async with bridge("--server", server) as client:
-        response = await client.post("/predict", content=b" " * 1001)
+        response = await client.post("/predict", content=b" " * 1001, headers=JSON)
         assert response.status_code == 400 and "limit of 1000" in response.text
-        head = b"POST /predict HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{"
+        head = b"POST /predict HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        head += b"content-length: 9\r\n\r\n{"
         for waits in (True, False):  # A caller that stays silent, and one that goes away.
             port = client.base_url.port
             reader, writer = await asyncio.open_connection(client.base_url.host, port)
@@ -208,19 +210,23 @@ async def test_without_a_token_only_this_machine_is_named():
     """A page of a browser can't reach the bridge by a name of its own that leads to loopback."""
     async with bridge("--server", "127.0.0.1:1", "--timeout", "5") as client:
         for host, status in {
-            "evil.example": 403,
-            "evil.example:9090": 403,
-            "127.0.0.1.evil.example": 403,
-            "10.0.0.1": 403,
+            "evil.example": 421,
+            "evil.example:9090": 421,
+            "127.0.0.1.evil.example": 421,
+            "10.0.0.1": 421,
             "localhost:9090": 400,
             "127.0.0.1": 400,
             "[::1]:9090": 400,
             "[::1]": 400,
         }.items():
-            response = await client.post("/setup", content=b"{}", headers={"host": host})
+            response = await client.post("/setup", content=b"{}", headers={**JSON, "host": host})
             assert response.status_code == status, host
+        response = await client.post(
+            "/setup", content=b"{}", headers={"content-type": "text/plain"}
+        )
+        assert response.status_code == 415, "a page of another site may send it"
     async with bridge("--server", "127.0.0.1:1", token=TOKEN) as client:
-        headers = {"host": "bridge.example.org", "authorization": f"Bearer {TOKEN}"}
+        headers = {**JSON, "host": "bridge.example.org", "authorization": f"Bearer {TOKEN}"}
         response = await client.post("/setup", content=b"{}", headers=headers)
         assert response.status_code == 400
 
@@ -228,7 +234,7 @@ async def test_without_a_token_only_this_machine_is_named():
 async def test_a_token_may_have_any_letters():
     async with bridge("--server", "127.0.0.1:1", "--timeout", "5", token="gehéim") as client:
         for given in ("Bearer gehéim".encode(), b"Basic " + base64.b64encode("a:gehéim".encode())):
-            headers = {"authorization": given}
+            headers = {**JSON, "authorization": given}
             response = await client.post("/setup", content=b"{}", headers=headers)
             assert response.status_code == 400 and "label_config" in response.text
 

@@ -7,7 +7,6 @@ import asyncio
 import base64
 import binascii
 import hmac
-import ipaddress
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -84,10 +83,12 @@ class Backend:
 
     def _answered(self, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
-            if self._token is None and not _names_this_machine(request.headers.get("host", "")):
-                return _failed(403, "the header Host names another machine; that needs a token")
             if not self._knows(request.headers.get("authorization", "")):
                 return _failed(401, "credentials are missing or wrong", challenge=True)
+            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if request.method == "POST" and kind != "application/json":
+                # A browser sends other types to another origin without asking the server.
+                return _failed(415, "the request needs the header content-type: application/json")
             try:
                 async with self._places:
                     body = await _read(request)
@@ -114,18 +115,6 @@ class Backend:
         elif scheme.lower() not in ("bearer", "token"):
             return False
         return hmac.compare_digest(secret, self._token)
-
-
-def _names_this_machine(host: str) -> bool:
-    """Whether a header Host names the loopback address. A page that a browser has loaded from elsewhere can have its
-    own name lead there, but the header then has that name."""
-    name = host.strip().lower()
-    if not name.endswith("]"):
-        name = name.rpartition(":")[0] or name
-    try:
-        return name == "localhost" or ipaddress.ip_address(name.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 async def _read(request: Request) -> dict[str, Any]:

@@ -100,6 +100,7 @@ async def opened(args: argparse.Namespace, token: str | None) -> AsyncIterator[s
     """The bridge, listening. Yields its address. Raises AddressError, SettingsError, and the SDK's KestrelError for
     the flags of the server."""
     from ...http.connections import HttpConnections
+    from ...http.hosts import ANY
     from ...http.listener import HttpListener
     from ...security.connections.connection_guard import ConnectionGuard
     from .app import Backend
@@ -120,8 +121,10 @@ async def opened(args: argparse.Namespace, token: str | None) -> AsyncIterator[s
         connections = HttpConnections(_CONNECTIONS)
         limits = dataclasses.replace(SecurityConfig().connections, connections=_CONNECTIONS)
         guard = ConnectionGuard(limits, 0, connections)
-        config = HttpConfig(http_listen=(args.listen,))
-        listener = HttpListener(backend.application(), config, None, connections, guard)
+        # A page of another site has no token, so any name may lead to a bridge that needs one.
+        config = HttpConfig(http_listen=(args.listen,), http_hosts=() if token is None else (ANY,))
+        application = backend.application()
+        listener = HttpListener(application, config, SecurityConfig(), None, connections, guard)
         try:
             await listener.start()
             yield listener.addresses[0]

@@ -29,6 +29,10 @@ class SlowSender(engine.KestrelError):
     """The client took too long to send a message."""
 
 
+class UnsupportedBody(engine.KestrelError):
+    """The header Content-Type of an HTTP request does not name a type that its path takes."""
+
+
 class NoMessage(engine.KestrelError):
     """The call ended without a request message."""
 

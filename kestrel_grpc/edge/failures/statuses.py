@@ -43,6 +43,7 @@ from .errors import (
     SkillNotFound,
     SlowReader,
     SlowSender,
+    UnsupportedBody,
     UploadsFull,
 )
 
@@ -103,6 +104,7 @@ TABLE: dict[type[Exception], _Row] = {
     MessageTooLarge: _Row(_Code.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE"),
     SlowReader: _Row(_Code.RESOURCE_EXHAUSTED, "SLOW_READER"),
     SlowSender: _Row(_Code.RESOURCE_EXHAUSTED, "SLOW_SENDER"),
+    UnsupportedBody: _Row(_Code.INVALID_ARGUMENT, "CONTENT_TYPE_UNSUPPORTED"),
     NoMessage: _Row(_Code.UNIMPLEMENTED, "NO_MESSAGE"),
     MethodNotFound: _Row(_Code.UNIMPLEMENTED, "METHOD_NOT_FOUND"),
     NotServed: _Row(_Code.UNIMPLEMENTED, "NOT_SERVED"),

@@ -24,6 +24,7 @@ from kestrel_client._pb.kestrel.v1 import image_service_pb2, model_service_pb2, 
 from kestrel_engine import InvalidRequest
 
 from ...edge.calls.call import Call
+from ...edge.failures.errors import UnsupportedBody
 from ...edge.failures.statuses import status_of
 from ...edge.messages.field_limit import check_fields
 from ...security.admission.admission import MessageTooLarge
@@ -35,7 +36,7 @@ from ..fields import Fields
 from ..forms import Told, Whole
 
 _TYPE = b"application/grpc-web+proto"
-_TYPES = frozenset({b"application/grpc-web", _TYPE})
+_TYPES = (_TYPE, b"application/grpc-web")
 _HEAD_BYTES = 5
 _MESSAGE, _TRAILERS = 0, 0x80
 """Flags of a frame. Another bit means a compressed message."""
@@ -76,6 +77,7 @@ def _endpoint(path: str, method: Any, behaviour: Any, largest: int) -> Endpoint:
     return Endpoint(
         path,
         read,
+        types=_TYPES,
         form=_Form("request." if is_stream else ""),
         parse=functools.partial(_Message, kind, largest),
         timeout_s=_timeout_s,
@@ -90,9 +92,6 @@ class _Message(Fields):
     ) -> None:
         super().__init__({})
         headers = dict(scope["headers"])
-        given = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if given not in _TYPES:
-            raise InvalidRequest("", f"the content type must be {_TYPE.decode()}")
         if b"grpc-timeout" in headers and _timeout_s(scope) is None:
             raise InvalidRequest("", "the header grpc-timeout must be 1 to 8 digits and a unit")
         if len(body) < _HEAD_BYTES:
@@ -128,7 +127,8 @@ class _Form:
     def told(self, error: Exception, call: Call, rename: Callable[[str], str]) -> Told:
         prefix = "" if call.message is None else self._prefix
         frame = _trailers(*status_of(error, call.request_id, prefix))
-        return Told(200, Whole(frame, _TYPE), frame)
+        status = 415 if isinstance(error, UnsupportedBody) else 200
+        return Told(status, Whole(frame, _TYPE), frame)
 
 
 def _frames(message: Any) -> Iterable[bytes]:

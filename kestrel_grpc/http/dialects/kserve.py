@@ -22,10 +22,12 @@ from ...security.admission.message_limits import ADAPTED_COPIES
 from ...service_names import KSERVE_METHODS
 from ..edge import Asked, Endpoint, Scope
 from ..fields import Fields, json_fields
-from ..forms import JsonForm, Whole
+from ..forms import JSON, JsonForm, Whole
 
 _HEADER_LENGTH = b"inference-header-content-length"
 """The header with the length of the JSON before binary tensors."""
+_TYPES = (JSON, b"application/octet-stream", b"")
+"""Triton's clients name no type."""
 _FORM = JsonForm(
     stream_type=b"application/json",
     error=lambda body: {"error": body["error"]["message"]},
@@ -113,6 +115,7 @@ def endpoints(service: InferenceService) -> dict[tuple[str, str], Endpoint]:
                 infer,
                 form=_FORM,
                 copies=ADAPTED_COPIES,
+                types=_TYPES,
                 parse=_Body,
             ),
         }

@@ -1,7 +1,7 @@
 """Attacks on a server on this machine, each bounded in count and time. ``python -m tests.abuse.attacks`` runs them."""
 
-from tests.abuse.attacks import calls, connections, messages
+from tests.abuse.attacks import calls, connections, http_requests, messages
 from tests.abuse.attacks.beside_polite import run
 from tests.abuse.attacks.registry import ATTACKS, MIB
 
-__all__ = ["ATTACKS", "MIB", "calls", "connections", "messages", "run"]
+__all__ = ["ATTACKS", "MIB", "calls", "connections", "http_requests", "messages", "run"]

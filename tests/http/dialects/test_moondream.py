@@ -235,7 +235,9 @@ async def test_errors_name_the_json_field(http):
         assert (response.status_code, error["param"]) == (status, param), (path, body, error)
         assert part in error["message"]
         assert response.headers["x-request-id"]
-    response = await client.post("/v1/query", content=b'{"question": ')
+    response = await client.post(
+        "/v1/query", content=b'{"question": ', headers={"content-type": "application/json"}
+    )
     assert response.status_code == 400 and "not valid JSON" in response.json()["error"]["message"]
     assert (await client.get("/v1/query")).status_code == 405
     assert (await client.post("/v1/nothing", json={})).status_code == 404
