@@ -129,13 +129,16 @@ class InferenceEngine(SkillCalls):
                 config, built, self._loop, self._open, check.context, self._seeds
             ),
         )
-        self._delivery.start()
-        self._loop.start()
+        self._start()
         self._watchdog = asyncio.create_task(self._watch())
         self._is_profiling = False
         self.is_stuck = False
         """After shutdown: a step did not end, and its thread was left behind. The process can only end by os._exit."""
         self._idle = asyncio.Event()
+
+    def _start(self) -> None:
+        self._delivery.start()
+        self._loop.start()
 
     @classmethod
     async def create(

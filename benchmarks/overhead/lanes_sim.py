@@ -388,13 +388,11 @@ def simulate(
         for _ in range(in_flight):
             callers.ask()
         # What the loop's thread does, in virtual time: it sleeps until the next request comes.
-        while callers.arriving or engine._scheduler.has_work:
-            if not engine._scheduler.has_work:
+        while callers.arriving or not engine.is_idle:
+            if engine.is_idle:
                 runtime.now = max(runtime.now, callers.arriving[0][0])
             callers.send_due(engine)
-            engine._take_commands()
-            engine._advance()
-            engine._flush()
+            engine.turn()
     return callers.found, runtime
 
 

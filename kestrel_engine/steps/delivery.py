@@ -139,10 +139,21 @@ class DeliveryThread:
         self._batches: queue.SimpleQueue[list[StepReport] | None] = queue.SimpleQueue()
         self._over: set[int] = set()
         """Sequences for which ``abort`` was called and whose end was not reported yet."""
-        self._thread = threading.Thread(target=self._run, name="kestrel-delivery", daemon=True)
+        self._pending: dict[int, Delivery] = {}
+        self._due = 0.0
+        """When what is pending is delivered."""
+        self.thread = threading.Thread(target=self._run, name="kestrel-delivery", daemon=True)
+        """The thread that delivers. Only this object starts it."""
 
     def start(self) -> None:
-        self._thread.start()
+        self.thread.start()
+
+    @property
+    def next_at(self) -> float | None:
+        """The instant from which a turn does not wait; None while there is nothing to deliver."""
+        if not self._batches.empty():
+            return 0.0
+        return self._due if self._pending else None
 
     def put(self, batch: list[StepReport]) -> None:
         """Any thread; never waits."""
@@ -151,31 +162,34 @@ class DeliveryThread:
     def stop(self) -> None:
         """Waits until everything put before has been delivered."""
         self._batches.put(None)
-        if self._thread.is_alive():
-            self._thread.join()
+        if self.thread.is_alive():
+            self.thread.join()
 
     def _run(self) -> None:
-        pending: dict[int, Delivery] = {}
-        due = 0.0
-        while True:
-            try:
-                timeout = max(0.0, due - clock.now()) if pending else None
-                batch = clock.get(self._batches, timeout)
-            except queue.Empty:
-                batch = []
-            urgent: dict[int, None] = {}
-            for report in batch or ():
-                if self._advance(report, pending):
-                    urgent[report.sequence_id] = None
-            now = clock.now()
-            if pending and (now >= due or batch is None):
-                due = now + min(LONGEST_PAUSE_S, PAUSE_PER_STREAM_S * len(pending))
-                self._deliver(list(pending.values()))
-                pending.clear()
-            elif urgent:
-                self._deliver([pending.pop(sequence_id) for sequence_id in urgent])
-            if batch is None:
-                return
+        while self.turn():
+            pass
+
+    def turn(self) -> bool:
+        """This object's thread, until it returns False. Waits for reports or for the end of the pause, and delivers
+        what must not wait longer."""
+        pending = self._pending
+        try:
+            timeout = max(0.0, self._due - clock.now()) if pending else None
+            batch = clock.get(self._batches, timeout)
+        except queue.Empty:
+            batch = []
+        urgent: dict[int, None] = {}
+        for report in batch or ():
+            if self._advance(report, pending):
+                urgent[report.sequence_id] = None
+        now = clock.now()
+        if pending and (now >= self._due or batch is None):
+            self._due = now + min(LONGEST_PAUSE_S, PAUSE_PER_STREAM_S * len(pending))
+            self._deliver(list(pending.values()))
+            pending.clear()
+        elif urgent:
+            self._deliver([pending.pop(sequence_id) for sequence_id in urgent])
+        return batch is not None
 
     def _advance(self, report: StepReport, pending: dict[int, Delivery]) -> bool:
         """Adds the updates that ``report`` gives to its stream's pending delivery. True: the delivery must not wait."""

@@ -156,20 +156,34 @@ class EngineLoop:
             self.thread.join(timeout_s)
         return not self.thread.is_alive()
 
-    def _run(self) -> None:
+    @property
+    def is_idle(self) -> bool:
+        """Any thread. Whether a turn would wait for a command."""
+        return self._commands.empty() and not self._scheduler.has_work
+
+    def turn(self) -> bool:
+        """The loop's thread, until it returns False. Runs the commands in the queue, or waits for one if there is no
+        other work. Then launches a step, collects one, or does both."""
+        error: KestrelError = EngineClosed("the engine was shut down")
         try:
-            while self._take_commands():
+            if self._take_commands():
                 self._advance()
                 self._flush()
-        except BaseException as error:  # The loop's edge: no caller may wait for a dead thread.
+                return True
+        except BaseException as failure:  # The loop's edge: no caller may wait for a dead thread.
             logger.exception("the step loop died")
-            self._fail_all(RuntimeFailure(f"the engine failed: {type(error).__name__}"))
-        else:
-            self._fail_all(EngineClosed("the engine was shut down"))
+            error = RuntimeFailure(f"the engine failed: {type(failure).__name__}")
+        try:
+            self._fail_all(error)
         finally:
             self._end_profile()
             self._flush()
             self._runtime.close()
+        return False
+
+    def _run(self) -> None:
+        while self.turn():
+            pass
 
     def _take_commands(self) -> bool:
         """Runs the commands in the queue; waits for one if there is no other work. False: stop."""
