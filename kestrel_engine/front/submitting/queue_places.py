@@ -205,8 +205,9 @@ async def until_displaced(place: Place, work: Awaitable[_Result]) -> _Result:
     displaced: list[Displaced] = []
 
     def displace(error: Displaced) -> None:
-        displaced.append(error)
-        task.cancel()
+        if not displaced:  # A request with several places may lose more than one.
+            displaced.append(error)
+            task.cancel()
 
     place.displace = displace
     try:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kestrel_engine import Displaced, EngineOverloaded, InvalidRequest
-from kestrel_engine.front.submitting.queue_places import QueuePlaces
+from kestrel_engine.front.submitting.queue_places import QueuePlaces, until_displaced
 from kestrel_engine.preprocess.pool import PreprocessPool
 from kestrel_engine.runtime.fake import FakeRuntime
 from tests.engine.fakes import GREEDY, IMAGE, Gate
@@ -197,6 +197,20 @@ async def test_a_waiting_request_is_refused_for_another_principals(make_engine, 
     for stream in [*streams[:4], other]:
         assert (await stream.result()).output
     assert engine.num_requests == 0
+
+
+async def test_a_request_that_loses_two_of_its_places_hears_why_once():
+    """The simulation found it: the request ended as if its caller had cancelled it."""
+    places = QueuePlaces(2, 2)
+    place = places.take("a", 1.0, NORMAL)
+    places.take_more(place, 3)
+    waiting = asyncio.create_task(until_displaced(place, asyncio.Event().wait()))
+    await asyncio.sleep(0)
+    places.take("b", 1.0, NORMAL)
+    places.take("c", 1.0, NORMAL)
+    with pytest.raises(Displaced, match="a holds 4, the share is 2"):
+        await waiting
+    assert not waiting.cancelling()
 
 
 async def test_an_image_that_waits_gives_way_too(make_engine, fake_limits, monkeypatch):
