@@ -187,11 +187,13 @@ class EngineLoop:
 
     def _take_commands(self) -> bool:
         """Runs the commands in the queue; waits for one if there is no other work. False: stop."""
+        waits = not self._scheduler.has_work
         while True:
             try:
-                command = self._commands.get(block=not self._scheduler.has_work)
+                command = self._commands.get(block=waits)
             except queue.Empty:
                 return True
+            waits = False
             self._beat_at = clock.now()
             if command is None:
                 return False

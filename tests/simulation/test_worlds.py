@@ -1,0 +1,42 @@
+"""Worlds of random callers and faults, in which all invariants hold, and each of which can be run again.
+
+KESTREL_WORLDS=200 asks for so many worlds of an hour each.
+"""
+
+import os
+
+import pytest
+
+from tests.simulation.world import World
+
+MINUTES = 20
+HOUR = 60
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_world(seed):
+    World(seed, MINUTES).run()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1000 + int(os.environ.get("KESTREL_WORLDS", "60"))))
+def test_many_worlds(seed):
+    World(seed, HOUR).run()
+
+
+def test_a_world_repeats_itself():
+    """To the microsecond and the last token."""
+    first, again = World(21, 10).run(), World(21, 10).run()
+    assert sum(first.watch.ends.values()) > 50
+    assert (first.trace, first.watch.ends) == (again.trace, again.watch.ends)
+    assert World(22, 10).run().trace != first.trace
+
+
+@pytest.mark.slow
+def test_worlds_have_all_kinds_of_ends():
+    """Otherwise the worlds would show less than they seem to. The faults of a world depend on its seed."""
+    ends = set()
+    for seed in range(30, 42):
+        ends |= World(seed, 5).run().watch.ends.keys()
+    assert ends >= {"stop", "length", "cancelled", "dropped", "Displaced", "RuntimeFailure"}
+    assert ends >= {"EngineOverloaded", "DeadlineExceeded", "EngineClosed", "ImageTooSlowError"}
