@@ -28,7 +28,7 @@ from torch import Tensor
 from benchmarks.reports.report import Report, benchmark_parser
 from kestrel_engine.runtime.sampler import sample
 from kestrel_engine.types.requests import SamplingParams
-from kestrel_engine.types.step import MAX_TOP, SampleSpec, TokenRule, uniform
+from kestrel_engine.types.step import MAX_TOP, SampleSpec, TokenRule
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -96,7 +96,7 @@ class Rows:
             "temperature": torch.zeros(count, dtype=torch.float64),
             "top_p": torch.zeros(count, dtype=torch.float64),
             "top_k": torch.zeros(count, dtype=torch.int32),
-            "uniforms": torch.zeros(count, dtype=torch.float64),
+            "noise": torch.zeros(count, dtype=torch.int64),
         }
         odd = RuleEncoder(logits.shape[1]).encode(
             specs, {name: t.numpy() for name, t in host.items()}, count
@@ -159,7 +159,7 @@ def random_spec(rng: random.Random, vocab: int) -> SampleSpec:
 
 
 def beside_a_boundary(logits: Tensor, spec: SampleSpec) -> bool:
-    """Returns whether the draw, or the cut of top-p, of one row [V] is within ROUNDING of a boundary."""
+    """Returns whether the cut of top-p of one row [V] is within ROUNDING of a boundary."""
     row = logits.double().clone()
     if spec.rule.allowed is not None:
         listed = torch.tensor(spec.rule.allowed)
@@ -171,11 +171,9 @@ def beside_a_boundary(logits: Tensor, spec: SampleSpec) -> bool:
     mass = ((ranked - ranked[0]) / spec.sampling.temperature).exp()
     mass[min(spec.sampling.top_k or len(mass), len(mass)) :] = 0
     cumulative = mass.cumsum(0) / mass.sum()
-    if float((cumulative - spec.sampling.top_p).abs().min()) < ROUNDING and spec.sampling.top_p < 1:
-        return True
-    survivors = cumulative[: int((cumulative <= spec.sampling.top_p).sum()) + 1]
-    point = uniform(spec.sampling.seed, spec.draw) * survivors[-1]
-    return float((survivors - point).abs().min()) < ROUNDING
+    return spec.sampling.top_p < 1 and bool(
+        ((cumulative - spec.sampling.top_p).abs() < ROUNDING).any()
+    )
 
 
 def check(report: Report, device: str, rows: int, vocab: int, batches: int) -> None:

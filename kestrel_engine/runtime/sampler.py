@@ -1,8 +1,12 @@
 """Samples ids with their log-probabilities from logits and TokenRules. No row depends on the other rows of its batch.
 
 The order of operations is: edits; masks; temperature, min-p, top-k and top-p, which keeps the token that crosses the
-threshold; one inverse-CDF draw with ``step.uniform(seed, draw)``; then ``otherwise``. The caller handles forced ids and
-the values of the region heads.
+threshold; the draw; then ``otherwise``. The caller handles forced ids and the values of the region heads.
+
+The draw takes the id with the largest weight / noise. The noise of an id is exponentially distributed and a hash of
+seed, draw and id, so an id wins with its probability (the Gumbel-max trick: Gumbel 1954, Maddison et al. 2014).
+Changes of the logits by a rounding error change the winner only if the two largest quotients are as close, or if an id
+at the cut of top-k, top-p or min-p wins. The order of the ids by logit does not matter.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..types.step import SampleSpec, TokenRule, uniform
+from ..types.step import SampleSpec, TokenRule, noise_key
 
 Top: TypeAlias = tuple[tuple[int, float], ...]
 """The likeliest ids with their log-probabilities (StepToken.top)."""
@@ -133,28 +137,58 @@ def allowed_ids(mask: bytes, vocab_size: int) -> Tensor:
 def _draw(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
     """Draws [rows] int64 ids. It computes in float64, so that a draw close to a boundary is the same on all devices."""
     device = logits.device
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
-
-    ranked, ids = logits.double().sort(dim=-1, descending=True, stable=True)
+    x = logits.double()
     # The largest logit is subtracted before the division, so a tiny temperature tends to greedy and never to inf - inf.
-    scaled = (ranked - ranked[:, :1]) / column([s.sampling.temperature for s in specs])
-    vocab_size = logits.shape[-1]
+    temperatures = _column([s.sampling.temperature for s in specs], device)
+    scaled = (x - x.amax(dim=-1, keepdim=True)) / temperatures
+    least = [math.log(s.sampling.min_p) if s.sampling.min_p else -math.inf for s in specs]
+    weights = scaled.exp().masked_fill(scaled < _column(least, device), 0.0)
+    cut = [i for i, s in enumerate(specs) if s.sampling.top_k or s.sampling.top_p < 1]
+    if cut:
+        weights[cut] = _truncated(x[cut], weights[cut], [specs[i] for i in cut])
+    keys = [noise_key(s.sampling.seed, s.draw) for s in specs]
+    return (weights / exponentials(keys, logits.shape[-1], device)).argmax(dim=-1)
+
+
+def _truncated(logits: Tensor, weights: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
+    """Returns ``weights`` [rows, vocab], with 0 for the ids that top-k or top-p leaves out. Rank 0 always remains."""
+    device, vocab_size = logits.device, logits.shape[-1]
+    ids = logits.argsort(dim=-1, descending=True, stable=True)
+    ranked = weights.gather(1, ids)
     # Any integer is a valid top_k, so it is bounded before it becomes a float.
-    top_k = column([min(s.sampling.top_k or vocab_size, vocab_size) for s in specs])
-    ranks = torch.arange(logits.shape[-1], device=device)
-    least = column([math.log(s.sampling.min_p) if s.sampling.min_p else -math.inf for s in specs])
-    scaled = scaled.masked_fill(scaled < least, -math.inf)
-    mass = scaled.masked_fill(ranks >= top_k, -math.inf).softmax(dim=-1)
+    top_k = _column([min(s.sampling.top_k or vocab_size, vocab_size) for s in specs], device)
+    ranked = ranked.masked_fill(torch.arange(vocab_size, device=device) >= top_k, 0.0)
+    mass = ranked / ranked.sum(dim=-1, keepdim=True)
     before = mass.cumsum(dim=-1) - mass
-    mass = mass.masked_fill(before > column([s.sampling.top_p for s in specs]), 0.0)
-    # Rank 0 remains for all values of top_p and top_k, so the total is positive.
-    cumulative = mass.cumsum(dim=-1)
-    points = column([uniform(s.sampling.seed, s.draw) for s in specs]) * cumulative[:, -1:]
-    rank = torch.searchsorted(cumulative, points, right=True)
-    rank = rank.minimum((mass > 0).sum(dim=-1, keepdim=True) - 1)
-    return ids.gather(1, rank).flatten()
+    ranked = ranked.masked_fill(before > _column([s.sampling.top_p for s in specs], device), 0.0)
+    return torch.zeros_like(weights).scatter_(1, ids, ranked)
+
+
+def exponentials(keys: Sequence[int], vocab_size: int, device: torch.device | str) -> Tensor:
+    """Returns exponentially distributed noise: [keys, vocab_size] float64, above 0, by a hash of key and id.
+
+    The keys are those of `noise_key`. The hash is output id + 1 of SplitMix64 with the state ``key``.
+    """
+    state = torch.tensor([_signed(key) for key in keys], device=device)[:, None]
+    z = state + torch.arange(1, vocab_size + 1, device=device) * _signed(0x9E3779B97F4A7C15)
+    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    z = z ^ _shifted(z, 31)
+    return -((_shifted(z, 12).double() + 0.5) * 2.0**-52).log()
+
+
+def _signed(number: int) -> int:
+    """The int64 with the bits of an unsigned number."""
+    return number - (number >> 63 << 64)
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """The bits of int64 ``z`` shifted right as those of an unsigned number."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _column(values: Sequence[float], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
 
 
 def _apply_otherwise(

@@ -292,8 +292,9 @@ class RuntimeLimits:
     """Places for embeddings of images in the host's memory. The runtime brings one back when it is used."""
 
 
-def uniform(seed: int, draw: int) -> float:
-    """The random number in [0, 1) for token ``draw`` of a request: SplitMix64 (Steele, Lea, Flood 2014) of the pair.
+def noise_key(seed: int, draw: int) -> int:
+    """The key of the noise for token ``draw`` of a request, in [0, 2^64): SplitMix64 (Steele, Lea, Flood 2014) of the
+    pair. `runtime.sampler` makes the noise of each id from it.
 
     A counter-based draw needs no generator state, so batching and restarts can't change samples.
     """
@@ -303,4 +304,4 @@ def uniform(seed: int, draw: int) -> float:
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
         z ^= z >> 31
-    return (z >> 11) / (1 << 53)
+    return z

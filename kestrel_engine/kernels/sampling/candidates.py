@@ -1,13 +1,14 @@
-"""Finds the few ids that decide top-k, top-p and a draw, with many programs a row and without sorting the row.
+"""Finds the few ids that decide top-k and top-p, with many programs a row and without sorting the row, and draws among
+the ids that both keep for certain.
 
-Each of the three decisions is the first id, in descending order, at which a sum passes a target. Comparing the weight
+Each of the two decisions is the first id, in descending order, at which a sum passes a target. Comparing the weight
 above a few edges (logits) shows between which two edges this happens. Float32 sums with a margin are sufficient for
 that and take a third of the time of float64 sums. The last program of a row adds them up. If too many ids are between
-the two edges, that stretch is divided again. Then the weight above each stretch is summed in float64, and the ids in
-the stretch are listed.
+the two edges, that stretch is divided again. Then the weight above each stretch is summed in float64, the ids in the
+stretch are listed, and of the ids above both stretches each chunk keeps its winner (noise.py).
 
 Ids whose weight is below exp(-48) of the best weight are omitted. All such ids of a row together weigh less than the
-last bit of the row's sum.
+last bit of the row's sum, and none of them can win: noise lies between 2^-53 and 37.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .logits import extent, load
+from .noise import contest
 
 _LEAST_WEIGHT = tl.constexpr(48.0)
 """-log of the smallest weight that counts, relative to the best weight."""
@@ -127,13 +129,13 @@ def _above(edge, values, x):
 
 @triton.jit
 def _bound(
-    edges, masses, counts, bounds, row, chunks, best, temperature, top_p, top_k, drawn,
+    edges, masses, counts, bounds, row, chunks, top_p, top_k,
     CHUNKS: tl.constexpr, USED: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Writes a row's ``bounds`` and returns the number of ids in the three stretches.
+    """Writes a row's ``bounds`` and returns the number of ids in the two stretches.
 
-    The bounds are [low, high) of the stretches in which top-k cuts, top-p cuts and the draw falls, infinite without a
-    cut; the number of ids above the first stretch; and the number of ids that count. The edges may have any order.
+    The bounds are [low, high) of the stretches in which top-k and top-p cut, infinite without a cut; the number of ids
+    above the first stretch; and the number of ids that count. The edges may have any order.
     """
     j = tl.arange(0, BLOCK)
     edge = tl.load(edges + row * COLUMNS + j, mask=j < USED, other=float("inf"))
@@ -150,37 +152,29 @@ def _bound(
         rank_low = tl.max(tl.where(is_before, float("-inf"), edge))
         least = tl.max(tl.where(is_before, mass, 0.0))
         most = tl.min(tl.where(is_before, most, mass))
-    # The weight that top-k leaves is known only as an interval. So are the targets of top-p and of the draw.
+    # The weight that top-k leaves is known only as an interval. So is the target of top-p.
     least *= 1 - _MARGIN
     most *= 1 + _MARGIN
     cut_low = float("inf")
     cut_high = float("inf")
     if top_p < 1:
         cut_low, cut_high = _around(edge, mass, top_p * least, top_p * most)
-        least = top_p * least
-        # The remaining weight exceeds the target by a part of the weight of one id, which is below the upper edge.
-        heaviest = _light(tl.minimum(cut_high, best), best, temperature) * (1 + _MARGIN)
-        most = tl.minimum(top_p * most + heaviest, _above(edge, mass, cut_low) * (1 + _MARGIN))
-    low, high = _around(edge, mass, drawn * least, drawn * most)
     num_before = _above(edge, count, rank_high)
     number = _above(edge, count, rank_low) - num_before
     number += _above(edge, count, cut_low) - _above(edge, count, cut_high)
-    number += _above(edge, count, low) - _above(edge, count, high)
-    bounds += row * 8
+    bounds += row * 6
     tl.store(bounds, rank_low)
     tl.store(bounds + 1, rank_high)
     tl.store(bounds + 2, cut_low)
     tl.store(bounds + 3, cut_high)
-    tl.store(bounds + 4, low)
-    tl.store(bounds + 5, high)
-    tl.store(bounds + 6, num_before)
-    tl.store(bounds + 7, num_kept)
+    tl.store(bounds + 4, num_before)
+    tl.store(bounds + 5, num_kept)
     return number
 
 
 @triton.jit
 def locate_kernel(
-    logits, stride, rules, vocab, stats, chunks, temperatures, top_ps, top_ks, uniforms,
+    logits, stride, rules, vocab, stats, chunks, temperatures, top_ps, top_ks,
     edges, masses, counts, bounds, listed, max_short,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EDGES: tl.constexpr, FINE: tl.constexpr,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
@@ -219,8 +213,8 @@ def locate_kernel(
             tl.store(counts + to + tl.arange(0, EDGES), nothing)
         if _is_last(listed + 2, chunks):
             number = _bound(
-                edges, masses, counts, bounds, row, chunks, best, temperature, top_p,
-                tl.load(top_ks + row), tl.load(uniforms + row), CHUNKS, EDGES, EDGES, COLUMNS,
+                edges, masses, counts, bounds, row, chunks, top_p, tl.load(top_ks + row),
+                CHUNKS, EDGES, EDGES, COLUMNS,
             )  # fmt: skip
             tl.store(listed, 0)
             tl.store(listed + 1, (number > max_short).to(tl.int32))
@@ -228,7 +222,7 @@ def locate_kernel(
 
 @triton.jit
 def refine_kernel(
-    logits, stride, rules, vocab, stats, chunks, temperatures, top_ps, top_ks, uniforms,
+    logits, stride, rules, vocab, stats, chunks, temperatures, top_ps, top_ks,
     edges, masses, counts, bounds, listed,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EDGES: tl.constexpr, FINE: tl.constexpr,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
@@ -249,9 +243,9 @@ def refine_kernel(
             ids = part * CHUNK + tl.arange(0, CHUNK)
             x, _is_kept = load(logits + row * stride, rule, ids, ids < vocab)
             weights = _light(x, best, temperature)
-            for i in range(3):
-                low = tl.load(bounds + row * 8 + 2 * i)
-                high = tl.load(bounds + row * 8 + 2 * i + 1)
+            for i in range(2):
+                low = tl.load(bounds + row * 6 + 2 * i)
+                high = tl.load(bounds + row * 6 + 2 * i + 1)
                 to_edges = edges + row * COLUMNS + EDGES + i * FINE
                 to = (row * chunks + part) * COLUMNS + EDGES + i * FINE
                 if low < high:
@@ -269,21 +263,20 @@ def refine_kernel(
             # All programs have read the bounds before the last program overwrites them.
             if _is_last(listed + 2, chunks):
                 _bound(
-                    edges, masses, counts, bounds, row, chunks, best, temperature,
-                    tl.load(top_ps + row), tl.load(top_ks + row), tl.load(uniforms + row),
-                    CHUNKS, EDGES + 3 * FINE, COLUMNS, COLUMNS,
+                    edges, masses, counts, bounds, row, chunks, tl.load(top_ps + row),
+                    tl.load(top_ks + row), CHUNKS, EDGES + 2 * FINE, COLUMNS, COLUMNS,
                 )  # fmt: skip
 
 
 @triton.jit
 def list_kernel(
-    logits, stride, rules, vocab, stats, chunks, temperatures,
-    edges, bounds, listed, max_listed, sums, candidates,
+    logits, stride, rules, vocab, stats, chunks, temperatures, noise,
+    edges, bounds, listed, max_listed, sums, leaders, candidates,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Lists the keys of one chunk's ids in the stretches, in any order. Sums all weights, and those above each
-    stretch."""
+    """Lists the keys of one chunk's ids in the stretches, in any order. Sums all weights, and those above each stretch.
+    Finds the winner of the ids above both."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -295,13 +288,11 @@ def list_kernel(
         least = tl.load(edges + row * COLUMNS + EDGES - 1)
         sums += (row * chunks + part) * 4
         if tl.load(stats + (row * chunks + part) * 3) >= least:
-            bounds += row * 8
+            bounds += row * 6
             r_low = tl.load(bounds)
             r_high = tl.load(bounds + 1)
             c_low = tl.load(bounds + 2)
             c_high = tl.load(bounds + 3)
-            low = tl.load(bounds + 4)
-            high = tl.load(bounds + 5)
             best, _worst = extent(stats, row, chunks, CHUNKS)
             ids = part * CHUNK + tl.arange(0, CHUNK)
             x, is_kept = load(logits + row * stride, rule, ids, ids < vocab)
@@ -310,9 +301,14 @@ def list_kernel(
             tl.store(sums, tl.sum(weights))
             tl.store(sums + 1, tl.sum(tl.where(x >= r_high, weights, 0.0)))
             tl.store(sums + 2, tl.sum(tl.where(x >= c_high, weights, 0.0)))
-            tl.store(sums + 3, tl.sum(tl.where(x >= high, weights, 0.0)))
+            # Without a cut, both bounds of its stretch are infinite.
+            is_sure = (x >= r_high) | (r_low == float("inf"))
+            is_sure = is_sure & ((x >= c_high) | (c_low == float("inf")))
+            score, leader = contest(tl.where(is_sure, weights, 0.0), tl.load(noise + row), ids)
+            tl.store(sums + 3, score)
+            tl.store(leaders + row * chunks + part, leader)
             taken = ((x >= r_low) & (x < r_high)) | ((x >= c_low) & (x < c_high))
-            taken = is_kept & (taken | ((x >= low) & (x < high)))
+            taken = is_kept & taken
             number = tl.sum(taken.to(tl.int32))
             if number > 0:
                 begin = tl.atomic_add(listed + row * 3, number, sem="relaxed")

@@ -1,9 +1,10 @@
-"""Decides top-k, top-p and the draw among a row's candidates (candidates.py), with one program a row.
+"""Decides top-k and top-p among a row's candidates (candidates.py), and draws, with one program a row.
 
 The program sorts the listed keys and accumulates their weights, as `runtime.sampler` does, starting with the weight
 above them. It sorts a short list by counting, for each key, the keys before it. If the stretches have more ids than a
 list holds (thousands of equal logits), or a sum does not pass its target within a stretch, it searches the whole row by
-bisecting an interval of keys. Weights are float64, and all sums have a fixed order.
+bisecting an interval of keys. Weights are float64, and all sums have a fixed order. The winner of the candidates that
+both cuts keep then meets the winners of the chunks.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .candidates import key_of, ordered, weight
 from .logits import extent, first_best, load, settle
+from .noise import contest
 
 _NO_KEY = tl.constexpr(-(2**63))
 _ID_MASK = tl.constexpr(2**32 - 1)
-_BELOW_ONE = tl.constexpr(1 - 2**-52)
 _AT_ONCE = tl.constexpr(16)
 """Keys that are compared with all others at once when a short list is sorted."""
 
@@ -30,14 +31,19 @@ def _logit(key):
 
 
 @triton.jit
+def _id(key):
+    """Returns the id of a key; of _NO_KEY, the largest int32."""
+    return (((key & _ID_MASK) ^ _ID_MASK) & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
 def _passes(x, weights, reached, low, high, base, target, SIZE: tl.constexpr):
     """Returns the index of the first of SIZE sorted candidates in [low, high) whose cumulative weight exceeds
-    ``target``, or SIZE, and that weight. ``base``: the weight of all ids at or above ``high``."""
+    ``target``, or SIZE. ``base``: the weight of all ids at or above ``high``."""
     i = tl.arange(0, SIZE)
     sums = reached + (base - tl.sum(tl.where(x >= high, weights, 0.0)))
     is_over = (x >= low) & (x < high) & (sums > target)
-    index = tl.where(base <= target, tl.min(tl.where(is_over, i, SIZE)), SIZE)
-    return index, tl.sum(tl.where(i == index, sums, 0.0))
+    return tl.where(base <= target, tl.min(tl.where(is_over, i, SIZE)), SIZE)
 
 
 @triton.jit
@@ -60,10 +66,11 @@ def _ranked(candidates, number, SIZE: tl.constexpr):
 
 @triton.jit
 def _among(
-    candidates, number, bounds, total, base_rank, base_cut, base, best, temperature, top_p, top_k, drawn,
+    candidates, number, bounds, total, base_rank, base_cut, best, temperature, top_p, top_k, noise,
     SIZE: tl.constexpr, IS_SHORT: tl.constexpr,
 ):  # fmt: skip
-    """Returns the key drawn from a list of at most SIZE keys; _NO_KEY if it isn't in the list."""
+    """Returns whether the cuts are in a list of at most SIZE keys, and the score and id of the winner among the keys
+    that they keep."""
     i = tl.arange(0, SIZE)
     if IS_SHORT:
         key = _ranked(candidates, number, SIZE)
@@ -76,27 +83,20 @@ def _among(
     left = total
     last = SIZE - 1
     is_found = number > 0
-    if (top_k > 0) & (top_k < tl.load(bounds + 7)):
+    if (top_k > 0) & (top_k < tl.load(bounds + 5)):
         high = tl.load(bounds + 1)
         num_above = tl.sum((x >= high).to(tl.int32))
-        last = num_above + top_k - tl.load(bounds + 6).to(tl.int32) - 1
+        last = num_above + top_k - tl.load(bounds + 4).to(tl.int32) - 1
         left = base_rank - tl.sum(tl.where(x >= high, weights, 0.0))
         left += tl.sum(tl.where(i == last, reached, 0.0))
     if top_p < 1:
-        cut, cut_reached = _passes(
+        cut = _passes(
             x, weights, reached, tl.load(bounds + 2), tl.load(bounds + 3), base_cut, top_p * left, SIZE
         )  # fmt: skip
-        left = cut_reached
         is_found = is_found & (cut < SIZE)
         last = tl.minimum(last, cut)
-    # Keep the target below the sum, even if the product rounds up to it.
-    target = tl.minimum(drawn * left, left * _BELOW_ONE)
-    index, _reached = _passes(
-        x, weights, reached, tl.load(bounds + 4), tl.load(bounds + 5), base, target, SIZE
-    )
-    is_found = is_found & (index < SIZE)
-    found = tl.max(tl.where(i == tl.minimum(index, last), key, _NO_KEY))
-    return tl.where(is_found, found, _NO_KEY)
+    score, token = contest(tl.where(i <= last, weights, 0.0), noise, _id(key))
+    return is_found, score, token
 
 
 @triton.jit
@@ -155,28 +155,35 @@ def _search(
 
 @triton.jit
 def _among_all(
-    logits, rule, vocab, least, num_kept, total, best, temperature, top_p, top_k, drawn,
+    logits, rule, vocab, least, num_kept, total, best, temperature, top_p, top_k, noise,
     BLOCK: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """Returns the key drawn from the whole row."""
-    key = ordered(least) << 32
+    """Returns the score and id of the winner of the whole row."""
+    cut = ordered(least) << 32
     left = total
-    # Top-k, top-p and the draw share one loop body, because the body takes long to compile.
-    for step in range(3):
-        target = tl.where(step == 1, top_p * left, tl.minimum(drawn * left, left * _BELOW_ONE))
-        target = tl.where(step == 0, (top_k - 1).to(tl.float64), target)
-        cuts_by_rank = (step == 0) & (top_k > 0) & (top_k < num_kept)
-        if cuts_by_rank | ((step == 1) & (top_p < 1)) | (step == 2):
-            key, left = _search(
-                logits, rule, vocab, least, best, temperature, target, step == 0, key, BLOCK, PIVOTS
+    # Top-k and top-p share one loop body, because the body takes long to compile.
+    for step in range(2):
+        target = tl.where(step == 1, top_p * left, (top_k - 1).to(tl.float64))
+        if tl.where(step == 1, top_p < 1, (top_k > 0) & (top_k < num_kept)):
+            cut, left = _search(
+                logits, rule, vocab, least, best, temperature, target, step == 0, cut, BLOCK, PIVOTS
             )
-    return key
+    score = left * 0
+    token = tl.full([], 0, tl.int32)
+    for begin in range(0, vocab, BLOCK):
+        keys, weights = _element(logits, rule, vocab, least, begin, best, temperature, BLOCK)
+        here, winner = contest(
+            tl.where(keys >= cut, weights, 0.0), noise, begin + tl.arange(0, BLOCK)
+        )
+        token = tl.where(here > score, winner, token)
+        score = tl.maximum(score, here)
+    return score, token
 
 
 @triton.jit
 def draw_kernel(
-    logits, stride, rules, vocab, stats, places, chunks, temperatures, top_ps, top_ks, uniforms,
-    edges, listed, max_listed, bounds, sums, candidates, ids, logprobs, bad,
+    logits, stride, rules, vocab, stats, places, chunks, temperatures, top_ps, top_ks, noise,
+    edges, listed, max_listed, bounds, sums, leaders, candidates, ids, logprobs, bad,
     CHUNKS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr, SHORT: tl.constexpr,
     LISTED: tl.constexpr,
     BLOCK: tl.constexpr, PIVOTS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
@@ -195,31 +202,38 @@ def draw_kernel(
         best, _worst = extent(stats, row, chunks, CHUNKS)
         top_p = tl.load(top_ps + row)
         top_k = tl.load(top_ks + row)
-        drawn = tl.load(uniforms + row)
+        noise_key = tl.load(noise + row)
         number = tl.load(listed + row * 3)
         candidates += row * max_listed
-        bounds += row * 8
+        bounds += row * 6
         at = sums + (row * chunks + c) * 4
         total = tl.sum(tl.load(at, mask=c < chunks, other=0.0))
         base_rank = tl.sum(tl.load(at + 1, mask=c < chunks, other=0.0))
         base_cut = tl.sum(tl.load(at + 2, mask=c < chunks, other=0.0))
-        base = tl.sum(tl.load(at + 3, mask=c < chunks, other=0.0))
-        key = tl.full([], _NO_KEY, tl.int64)
-        if number <= SHORT:
-            key = _among(
-                candidates, number, bounds, total, base_rank, base_cut, base, best, temperature,
-                top_p, top_k, drawn, SHORT, True,
+        scores = tl.load(at + 3, mask=c < chunks, other=0.0)
+        score = tl.max(scores)
+        of_chunk = tl.load(leaders + row * chunks + c, mask=c < chunks, other=0)
+        token = tl.min(tl.where((scores == score) & (c < chunks), of_chunk, 2**31 - 1))
+        is_cut = (top_p < 1) | ((top_k > 0) & (top_k < tl.load(bounds + 5)))
+        other_score = total * 0
+        other = token
+        is_found = is_cut == 0
+        if is_cut & (number <= SHORT):
+            is_found, other_score, other = _among(
+                candidates, number, bounds, total, base_rank, base_cut, best, temperature, top_p,
+                top_k, noise_key, SHORT, True,
             )  # fmt: skip
-        elif number <= LISTED:
-            key = _among(
-                candidates, number, bounds, total, base_rank, base_cut, base, best, temperature,
-                top_p, top_k, drawn, LISTED, False,
+        elif is_cut & (number <= LISTED):
+            is_found, other_score, other = _among(
+                candidates, number, bounds, total, base_rank, base_cut, best, temperature, top_p,
+                top_k, noise_key, LISTED, False,
             )  # fmt: skip
-        if key == _NO_KEY:
+        if is_found == 0:
             least = tl.load(edges + row * COLUMNS + EDGES - 1)
-            key = _among_all(
-                logits, rule, vocab, least, tl.load(bounds + 7), total, best, temperature, top_p,
-                top_k, drawn, BLOCK, PIVOTS,
+            other_score, other = _among_all(
+                logits, rule, vocab, least, tl.load(bounds + 5), total, best, temperature, top_p,
+                top_k, noise_key, BLOCK, PIVOTS,
             )  # fmt: skip
-        token = ((key & _ID_MASK) ^ _ID_MASK).to(tl.int32)
+        # The ids of chunks are ids of the whole row, so a search of the whole row finds their winner too.
+        token = tl.where(other_score > score, other, token)
     settle(logits, rule, row, token, stats, places, chunks, ids, logprobs, bad, CHUNKS)

@@ -2,7 +2,8 @@
 
 Every row is divided into chunks, so that a single row uses many multiprocessors. Greedy sampling takes two launches:
 the best id of each chunk, then the best of these (logits.py). Drawing takes five: the statistics, three launches that
-find a few candidates (candidates.py), and one that sorts them and draws (draw.py).
+find a few candidates for the cuts and draw among the other ids (candidates.py), and one that sorts the candidates and
+ends the draw (draw.py).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Tiles(NamedTuple):
     @property
     def columns(self) -> int:
         """The number of a row's edges."""
-        return int(triton.next_power_of_2(self.edges + 3 * self.fine))
+        return int(triton.next_power_of_2(self.edges + 2 * self.fine))
 
 
 class Workspace(NamedTuple):
@@ -56,7 +57,7 @@ class Workspace(NamedTuple):
     places: Tensor
     """[rows, chunks, 2] int32: the id of the largest logit, the number of logits that are not finite."""
     edges: Tensor
-    """[rows, columns] float32: the row's edges: ``edges`` of the row, then ``fine`` of each of its three stretches."""
+    """[rows, columns] float32: the row's edges: ``edges`` of the row, then ``fine`` of each of its two stretches."""
     masses: Tensor
     """[rows, chunks, columns] float32: the weight at or above each edge."""
     counts: Tensor
@@ -65,10 +66,12 @@ class Workspace(NamedTuple):
     """[rows, 3] int32: the number of candidates; whether stretches were divided again; the number of finished chunks,
     which is 0 between launches."""
     bounds: Tensor
-    """[rows, 8] float32: the bounds [from, to) of the stretches of top-k, top-p and the draw; the number of ids above
-    the first stretch; the number of ids that count."""
+    """[rows, 6] float32: the bounds [from, to) of the stretches of top-k and top-p; the number of ids above the first
+    stretch; the number of ids that count."""
     sums: Tensor
-    """[rows, chunks, 4] float64: the weight of all ids, and of those above each stretch."""
+    """[rows, chunks, 4] float64: the weight of all ids, and of those above each stretch; the score of the leader."""
+    leaders: Tensor
+    """[rows, chunks] int32: the winner of the ids above both stretches; any id if the score is 0."""
     candidates: Tensor
     """[rows, listed] int64: the keys of the candidates, in any order."""
 
@@ -90,8 +93,9 @@ def allocate(
         masses=empty(chunks, tiles.columns, dtype=torch.float32),
         counts=empty(chunks, tiles.columns, dtype=torch.float32),
         listed=torch.zeros(rows, 3, dtype=torch.int32, device=device),
-        bounds=empty(8, dtype=torch.float32),
+        bounds=empty(6, dtype=torch.float32),
         sums=empty(chunks, 4, dtype=torch.float64),
+        leaders=empty(chunks, dtype=torch.int32),
         candidates=empty(tiles.listed, dtype=torch.int64),
     )
 
@@ -102,7 +106,7 @@ def sample_rows(
     temperature: Tensor,
     top_p: Tensor,
     top_k: Tensor,
-    uniforms: Tensor,
+    noise: Tensor,
     *,
     greedy: bool,
     ids: Tensor,
@@ -115,8 +119,8 @@ def sample_rows(
     """Samples one id for each row of ``logits`` [M, V] into ``ids``, without waiting for the device.
 
     ``logits``: float32, bfloat16 or float16, with any row stride; not modified. ``rules``: [M, RULE_WIDTH] int32 (see
-    logits.py). ``temperature`` (0: greedy), ``top_p``, ``uniforms``: [M] float64. ``top_k``: [M] int32 (0: all ids).
-    They have the meaning of SamplingParams and ``step.uniform``.
+    logits.py). ``temperature`` (0: greedy), ``top_p``: [M] float64. ``top_k``: [M] int32 (0: all ids). ``noise``: [M]
+    int64, the bits of ``step.noise_key``. They have the meaning of SamplingParams.
 
     Outputs: ``ids`` [M] int32. ``logprobs`` [M] float32, under the rule, before temperature and truncation; 0 for a
     forced id. ``bad`` [M] int32, 1 if a row that is not forced has a logit that is not finite; its id is then
@@ -129,9 +133,10 @@ def sample_rows(
     rows, vocab = logits.shape
     assert logits.stride(1) == 1, logits.stride()
     assert rules.shape == (rows, RULE_WIDTH) and rules.dtype == torch.int32, (rules.shape, rules)
-    for column in (temperature, top_p, uniforms):
+    for column in (temperature, top_p):
         assert column.dtype == torch.float64 and len(column) == rows, (column.dtype, len(column))
-    for column in (rules, temperature, top_p, top_k, uniforms, ids, logprobs, bad):
+    assert noise.dtype == torch.int64 and len(noise) == rows, (noise.dtype, len(noise))
+    for column in (rules, temperature, top_p, top_k, noise, ids, logprobs, bad):
         assert column.is_contiguous(), column.stride()
     if rows == 0:
         return
@@ -157,7 +162,7 @@ def sample_rows(
             CHUNKS=chunk_block, WIDTH=RULE_WIDTH, num_warps=1, **early,
         )  # fmt: skip
         return
-    drawing = (temperature, top_p, top_k, uniforms)
+    drawing = (temperature, top_p, top_k)
     located = (work.edges, work.masses, work.counts, work.bounds, work.listed)
     sizes: dict[str, Any] = {
         "CHUNKS": chunk_block, "EDGES": tiles.edges, "COLUMNS": tiles.columns, "WIDTH": RULE_WIDTH
@@ -173,11 +178,11 @@ def sample_rows(
         FINE=tiles.fine, num_warps=tiles.warps, **by_chunk,
     )  # fmt: skip
     list_kernel[grid](
-        *row, work.stats, chunks, temperature, work.edges, work.bounds, work.listed, tiles.listed,
-        work.sums, work.candidates, num_warps=tiles.list_warps, **by_chunk,
+        *row, work.stats, chunks, temperature, noise, work.edges, work.bounds, work.listed,
+        tiles.listed, work.sums, work.leaders, work.candidates, num_warps=tiles.list_warps, **by_chunk,
     )  # fmt: skip
     draw_kernel[(rows,)](
-        *row, *partial, *drawing, work.edges, work.listed, tiles.listed, work.bounds, work.sums,
-        work.candidates, ids, logprobs, bad, SHORT=tiles.short, LISTED=tiles.listed,
+        *row, *partial, *drawing, noise, work.edges, work.listed, tiles.listed, work.bounds,
+        work.sums, work.leaders, work.candidates, ids, logprobs, bad, SHORT=tiles.short, LISTED=tiles.listed,
         BLOCK=tiles.block, PIVOTS=tiles.pivots, num_warps=tiles.draw_warps, **sizes, **early,
     )  # fmt: skip

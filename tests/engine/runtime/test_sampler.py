@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kestrel_engine.runtime.sampler import sample
+from kestrel_engine.runtime.sampler import exponentials, sample
 from kestrel_engine.types.requests import SamplingParams
-from kestrel_engine.types.step import LogitEdit, SampleSpec, TokenRule, uniform
+from kestrel_engine.types.step import LogitEdit, SampleSpec, TokenRule, noise_key
 
 PROBABILITIES = (0.05, 0.4, 0.3, 0.2, 0.05)
 
@@ -194,16 +194,61 @@ def test_mixed_rows_of_greedy_and_drawn():
         SampleSpec(TokenRule(suppressed=(1,)), SamplingParams(), 0),
     ]
     ids = [drawn.id for drawn in sample(logits(3), specs)]
-    cumulative, expected = 0.0, None
-    for token, probability in sorted(enumerate(PROBABILITIES), key=lambda p: -p[1]):
-        cumulative += probability
-        if expected is None and uniform(3, 0) < cumulative:
-            expected = token
+    noise = exponentials([noise_key(3, 0)], len(PROBABILITIES), "cpu")[0].tolist()
+    expected = max(range(5), key=lambda token: PROBABILITIES[token] / noise[token])
     assert ids == [1, expected, 2]
 
 
+def test_the_noise_is_that_of_splitmix64():
+    """The numbers are the published outputs for the state 1234567."""
+    outputs = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+    expected = [-math.log(((z >> 12) + 0.5) / 2**52) for z in outputs]
+    assert exponentials([7, 1234567], 5, "cpu")[1].tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_counts_of_a_seed():
+    """Seeded results stay the same from version to version."""
+    assert draws(4000) == {0: 225, 1: 1594, 2: 1188, 3: 793, 4: 200}
+    assert draws(4000, temperature=2.0, top_k=3) == {1: 1519, 2: 1384, 3: 1097}
+    assert draws(4000, top_p=0.85, seed=2**64 - 1) == {1: 1758, 2: 1361, 3: 881}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "at_the_cut"),
+    [
+        ({}, 0),
+        ({"min_p": 0.5}, 0),
+        ({"top_p": 0.9}, 0),
+        ({"top_k": 40}, 0),
+        ({"top_k": 41}, 3),
+        ({"top_p": 0.8, "top_k": 60}, 2),
+    ],
+)
+def test_rounding_errors_of_the_logits_change_no_draw(sampling, at_the_cut):
+    """Pairs of ids 1e-6 apart change places. By rank, the draws of many seeds would change. ``at_the_cut``: the draws
+    whose winner is one of a pair that a cut divides."""
+    count, vocab = 500, 200
+    generator = torch.Generator().manual_seed(1)
+    halves = torch.randn(count, vocab // 2, generator=generator)
+    rows = torch.cat([halves, halves + 1e-6], dim=1)
+    other = rows + 2e-6 * torch.rand(count, vocab, generator=generator)
+    changed = (rows.argsort(dim=1, stable=True) != other.argsort(dim=1, stable=True)).any(dim=1)
+    assert changed.all()
+    params = [SamplingParams(temperature=4.0, seed=seed, **sampling) for seed in range(count)]
+    specs = [SampleSpec(TokenRule(), each, 0) for each in params]
+    found = [[drawn.id for drawn in sample(each.clone(), specs)] for each in (rows, other)]
+    assert sum(a != b for a, b in zip(*found, strict=True)) == at_the_cut
+    assert len(set(found[0])) > 40
+
+
 def test_draws_differ_from_token_to_token_and_seed_to_seed():
-    assert len({uniform(9, i) for i in range(1000)}) == 1000
+    assert len({noise_key(9, i) for i in range(1000)}) == 1000
     assert len(draws(200, seed=1)) > 2 and draws(200, seed=1) != draws(200, seed=2)
 
 

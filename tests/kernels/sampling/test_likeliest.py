@@ -28,7 +28,7 @@ def by_kernel(logits, specs, tiles=SMALL):
     logprobs = torch.zeros(rows, device=DEVICE)
     logits = logits.to(DEVICE)
     kernel.sample_rows(
-        logits, rules, zeros, zeros + 1, ints[0].clone(), zeros, greedy=True,
+        logits, rules, zeros, zeros + 1, ints[0].clone(), zeros.long(), greedy=True,
         ids=ints[1].clone(), logprobs=logprobs, bad=ints[2].clone(), tiles=tiles, workspace=work,
     )  # fmt: skip
     out = torch.full((rows, 2, MOST), -7, dtype=torch.int32, device=DEVICE)

@@ -26,7 +26,7 @@ from .rules import FLAGS_COLUMN, READS_COORD, READS_SIZE, RULE_WIDTH, TOP_WIDTH,
 
 ROW_FIELDS: Mapping[str, Field] = {
     "top_p": Field(np.float64),
-    "uniforms": Field(np.float64),
+    "noise": Field(np.int64),
     "seqs": Field(np.int32),
     "positions": Field(np.int32),
     "kinds": Field(np.int32),
@@ -84,7 +84,7 @@ class SampleHead:
             rows["temperature"][:n],
             rows["top_p"][:n],
             rows["top_k"][:n],
-            rows["uniforms"][:n],
+            rows["noise"][:n],
             greedy=variant.greedy,
             ids=self._ids[:n],
             logprobs=self._logprobs[:n],

@@ -17,7 +17,7 @@ from ....kernels.sampling import logits as kernel
 from ....models.region import coord_of_bin, size_of_bins
 from ....types.model_config import ModelConfig
 from ....types.requests import SamplingParams
-from ....types.step import MAX_TOP, SampleSpec, StepToken, TokenRule, uniform
+from ....types.step import MAX_TOP, SampleSpec, StepToken, TokenRule, noise_key
 
 RULE_WIDTH = kernel.RULE_WIDTH
 FLAGS_COLUMN = 5
@@ -105,14 +105,14 @@ class RuleEncoder:
     ) -> list[int]:
         """Writes ``padded`` rows of ``host`` and returns the rows of ``odd``, in ascending order.
 
-        ``host``: ``rules`` [rows, RULE_WIDTH] int32, ``temperature``, ``top_p`` and ``uniforms`` float64, and ``top_k``
-        int32. Rows after ``specs`` are forced to id 0. An odd row becomes greedy and unrestricted, and keeps its READS_
-        flags. The caller sends the masks and calls `point_to_masks`.
+        ``host``: ``rules`` [rows, RULE_WIDTH] int32, ``temperature`` and ``top_p`` float64, ``top_k`` int32, and
+        ``noise`` int64. Rows after ``specs`` are forced to id 0. An odd row becomes greedy and unrestricted, and keeps
+        its READS_ flags. The caller sends the masks and calls `point_to_masks`.
         """
         count = len(specs)
         self.odd, self.masks = {}, {}
         places = []
-        temperatures, top_ps, top_ks, uniforms = [], [], [], []
+        temperatures, top_ps, top_ks, keys = [], [], [], []
         # The cache is cleared only between calls, because a call copies rows out of the table at its end.
         if len(self._by_identity) > _MAX_CACHED:
             self._places.clear()
@@ -140,24 +140,24 @@ class RuleEncoder:
             if temperature > 0:
                 top_ps.append(sampling.top_p)
                 top_ks.append(sampling.top_k)
-                uniforms.append(uniform(sampling.seed, spec.draw))
+                keys.append(noise_key(sampling.seed, spec.draw))
             else:
                 top_ps.append(1.0)
                 top_ks.append(0)
-                uniforms.append(0.0)
+                keys.append(0)
         if count:
             np.take(self._table, places, axis=0, out=host["rules"][:count], mode="wrap")
             host["temperature"][:count] = temperatures
             host["top_p"][:count] = top_ps
             # Any integer is a valid top_k, so it is bounded here.
             host["top_k"][:count] = [k if k <= _MAX_TOP_K else _MAX_TOP_K for k in top_ks]
-            host["uniforms"][:count] = uniforms
+            host["noise"][:count] = np.array(keys, np.uint64).view(np.int64)
         if count < padded:
             host["rules"][count:padded] = _FORCED_ZERO
             host["temperature"][count:padded] = 0.0
             host["top_p"][count:padded] = 1.0
             host["top_k"][count:padded] = 0
-            host["uniforms"][count:padded] = 0.0
+            host["noise"][count:padded] = 0
         for index, spec in self.odd.items():
             row = host["rules"][index]
             row[:] = _PLACEHOLDER

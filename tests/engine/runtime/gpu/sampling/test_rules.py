@@ -9,7 +9,7 @@ import torch
 from kestrel_engine.models.region import coord_of_bin, size_of_bins
 from kestrel_engine.types.model_config import parse_model_config
 from kestrel_engine.types.requests import SamplingParams
-from kestrel_engine.types.step import LogitEdit, SampleSpec, StepToken, TokenRule, uniform
+from kestrel_engine.types.step import LogitEdit, SampleSpec, StepToken, TokenRule, noise_key
 
 rules = pytest.importorskip("kestrel_engine.runtime.gpu.sampling.rules")
 
@@ -24,7 +24,7 @@ def host_arrays(rows: int) -> dict[str, np.ndarray]:
         "temperature": np.full(rows, 7.0),
         "top_p": np.full(rows, 7.0),
         "top_k": np.full(rows, 77, np.int32),
-        "uniforms": np.full(rows, 7.0),
+        "noise": np.full(rows, 7),
     }
 
 
@@ -76,7 +76,7 @@ def test_rows_are_filled_and_padding_is_forced():
     assert host["temperature"].tolist() == [0.0, 0.5, 0.1, 0.0, 7.0]
     assert host["top_p"].tolist() == [1.0, 0.3, 1.0, 1.0, 7.0]
     assert host["top_k"].tolist() == [0, 2**31 - 1, 7, 0, 77]
-    assert host["uniforms"].tolist() == [0.0, uniform(2**63, 4), uniform(0, 1), 0.0, 7.0]
+    assert host["noise"].view(np.uint64).tolist() == [0, noise_key(2**63, 4), noise_key(0, 1), 0, 7]
     assert (host["rules"][4] == 77).all()
 
 

@@ -399,7 +399,10 @@ class Sampling(_message.Message):
     """
     seed: _builtins.int
     """Seed of sampling, in [0, 2^64): the same seed and request give the same result, independent of other requests.
-    Default: a random seed, which the result returns.
+    Exceptions come from rounding: other requests in the batch change logits in their last digits (float32: by about
+    1e-6). A sampled token then changes if the two leading tokens of its draw are as close (for a change of 1e-6, about
+    once in a million tokens), or if it is itself at the cut of top_p, top_k or min_p. bfloat16 and FP8 round more, so
+    there it happens more often. Default: a random seed, which the result returns.
     """
     logprobs: _builtins.bool
     """Whether the result and the stream hold the log-probability of every token of the answer or description
