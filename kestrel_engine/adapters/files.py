@@ -19,6 +19,7 @@ from ..errors import AdapterNotFound, AdapterUnfit, CheckpointError
 from ..types.adapter import Adapter
 from ..types.model_config import TextConfig
 from .names import Target, target_of
+from .peft import CONFIG_NAME, Sides, scales
 from .references import shortened
 from .stored import ITEM_BYTES, Description, describe, opened_tensors
 from .targets import MAX_RANK
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
     from ..models.low_rank import LowRank
 
-CONFIG_NAME = "adapter_config.json"
-"""PEFT's description of an adapter, beside its tensors."""
 MAX_CONFIG_BYTES = 1 << 20
 SUFFIXES = (".safetensors", *PICKLE_SUFFIXES)
 _PIECE = 1 << 18
@@ -37,15 +36,6 @@ _PIECE = 1 << 18
 interpreter more often."""
 
 _TWICE = {"text_lora", "_text"}
-_UNKNOWN_KEYS = (
-    "use_dora",
-    "use_rslora",
-    "rank_pattern",
-    "alpha_pattern",
-    "modules_to_save",
-    "alora_invocation_tokens",
-)
-"""Keys of PEFT's description that change the computation in ways that this engine does not know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +49,12 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """An adapter that fits the model. ``pairs``: A and B of each module. ``scale``: B's factor. ``count``: elements."""
+    """An adapter that fits the model. ``pairs``: A and B of each module. ``scales``: B's factor of each module.
+    ``count``: elements."""
 
     found: Found
-    pairs: Mapping[str, tuple[StoredTensor, StoredTensor]]
-    scale: float
+    pairs: Mapping[str, Sides]
+    scales: Mapping[str, float]
 
     @property
     def count(self) -> int:
@@ -152,10 +143,12 @@ def check(found: Found, shapes: Shapes, text: TextConfig) -> Checked:
                 assert one is not None
                 raise CheckpointError(f"{one.name} has no {other} beside it for {module}")
             _check_rank(a, b)
-            pairs[module] = (a, b)
+            pairs[module] = Sides(a, b)
         if not pairs:
             raise CheckpointError("holds no tensor")
-        return Checked(found, pairs, _scale(_settings(found, described), pairs))
+        is_peft = found.files[-1].name == CONFIG_NAME
+        settings = _settings(found, described)
+        return Checked(found, pairs, scales(settings, pairs, is_peft=is_peft))
 
 
 def read(checked: Checked, dtype: torch.dtype, packer: Packer | None = None) -> Adapter:
@@ -170,7 +163,7 @@ def read(checked: Checked, dtype: torch.dtype, packer: Packer | None = None) -> 
         for module, pair in checked.pairs.items():
             sides = (
                 _side(tensors(stored), stored, factor, dtype)
-                for stored, factor in zip(pair, (1.0, checked.scale), strict=True)
+                for stored, factor in zip(pair, (1.0, checked.scales[module]), strict=True)
             )
             weights[module] = LowRank(*sides)
         if have_changed(found):
@@ -274,40 +267,6 @@ def _settings(found: Found, described: Mapping[Path, Description]) -> Mapping[st
     if not isinstance(settings, dict):
         raise CheckpointError(f"{CONFIG_NAME} must be a JSON object")
     return settings
-
-
-def _scale(
-    described: Mapping[str, Any], pairs: Mapping[str, tuple[StoredTensor, StoredTensor]]
-) -> float:
-    """alpha / rank if the adapter has an alpha, else 1. Raises CheckpointError."""
-    for key in _UNKNOWN_KEYS:
-        if described.get(key):
-            raise CheckpointError(f"{CONFIG_NAME}: {key} is not supported")
-    if described.get("peft_type", "LORA") != "LORA":
-        raise CheckpointError(f"{CONFIG_NAME}: peft_type must be LORA")
-    given = described.get("lora_alpha", described.get("alpha"))
-    if given is None:
-        return 1.0
-    alpha = _number("alpha", given)
-    rank = described.get("r", described.get("rank"))
-    if rank is None:
-        ranks = sorted({a.shape[-2] for a, _ in pairs.values()})
-        if len(ranks) > 1:
-            raise CheckpointError(f"has an alpha and ranks {ranks}, but does not name its rank")
-        rank = ranks[0]
-    return alpha / _number("rank", rank)
-
-
-def _number(name: str, value: object) -> float:
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        number = 0.0
-    if not 0 < number < 1e6:
-        raise CheckpointError(
-            f"{name} is {shortened(value)}; expected a number above 0 and below 1e6"
-        )
-    return number
 
 
 @contextmanager

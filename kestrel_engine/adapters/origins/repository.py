@@ -24,7 +24,8 @@ from ...errors import (
     AdapterUnfit,
     KestrelError,
 )
-from ..files import CONFIG_NAME, SUFFIXES
+from ..files import SUFFIXES
+from ..peft import CONFIG_NAME
 from ..references import Repository
 from .staging import NO_SPACE, Staging
 

@@ -109,6 +109,64 @@ def test_the_scale_is_alpha_by_rank(tmp_path: Path, where: str) -> None:
     assert_same(load(tmp_path, family="moondream2"), changes(tensors, 2.5))
 
 
+OFF = {
+    "alora_invocation_tokens": None, "alpha_pattern": {}, "arrow_config": None, "auto_mapping": None,
+    "base_model_name_or_path": "moondream2", "bias": "none", "corda_config": None,
+    "ensure_weight_tying": False, "eva_config": None, "exclude_modules": None,
+    "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True,
+    "layer_replication": None, "layers_pattern": None, "layers_to_transform": None,
+    "loftq_config": {}, "lora_alpha": 10, "lora_bias": False, "lora_dropout": 0.05,
+    "megatron_config": None, "megatron_core": "megatron.core", "modules_to_save": None,
+    "peft_type": "LORA", "peft_version": "0.21.2", "qalora_group_size": 16, "r": 4,
+    "rank_pattern": {}, "revision": None, "target_modules": ["fc1", "fc2", "qkv", "proj"],
+    "target_parameters": None, "task_type": None, "trainable_token_indices": None,
+    "use_dora": False, "use_qalora": False, "use_rslora": False,
+}  # fmt: skip
+"""A description as PEFT writes it."""
+
+
+@pytest.mark.parametrize(
+    ("more", "factor", "of_first_fc1"),
+    [
+        ({}, 2.5, 2.5),
+        ({"init_lora_weights": "gaussian"}, 2.5, 2.5),
+        ({"use_rslora": True}, 5.0, 5.0),
+        ({"alpha_pattern": {"blocks.0.mlp.fc1": 2}}, 2.5, 0.5),
+        ({"alpha_pattern": {"^text.blocks.0.mlp.fc1": 6}, "use_rslora": True}, 5.0, 3.0),
+        ({"r": 9, "rank_pattern": {r"fc1": 4, "fc2": 4, "qkv": 4, "proj": 4}}, 2.5, 2.5),
+        ({"layers_to_transform": [0, 1, 2, 3], "layers_pattern": "blocks"}, 2.5, 2.5),
+        ({"exclude_modules": ["lm_head"]}, 2.5, 2.5),
+    ],
+)
+def test_the_descriptions_of_plain_lora(
+    tmp_path: Path, more: dict[str, object], factor: float, of_first_fc1: float
+) -> None:
+    tensors = random_tensors(MD2, 1, rank=4, only="text.")
+    (tmp_path / "mine").mkdir()
+    save_file(as_peft(tensors), tmp_path / "mine" / "adapter_model.safetensors")
+    (tmp_path / "mine" / "adapter_config.json").write_text(json.dumps({**OFF, **more}))
+    first = f"{FC1}."
+    expected = changes({k: v for k, v in tensors.items() if not k.startswith(first)}, factor)
+    expected |= changes({k: v for k, v in tensors.items() if k.startswith(first)}, of_first_fc1)
+    assert_same(load(tmp_path, family="moondream2"), expected)
+
+
+@pytest.mark.parametrize("off", ["false", "False", "none", "null", "", "0", "{}", "[]"])
+def test_metadata_are_texts(tmp_path: Path, off: str) -> None:
+    tensors = random_tensors(MD2, 1, rank=4)
+    described = {"alpha": "8", "rank": "4", "use_dora": off, "format": "pt", "step": "3"}
+    save_file(tensors, tmp_path / "mine.safetensors", described | {"use_rslora": off})
+    assert_same(load(tmp_path, family="moondream2"), changes(tensors, 2.0))
+    save_file(tensors, tmp_path / "mine.safetensors", described | {"use_rslora": "True"})
+    assert_same(load(tmp_path, family="moondream2"), changes(tensors, 4.0))
+    save_file(tensors, tmp_path / "mine.safetensors", described | {"use_dora": "true"})
+    with pytest.raises(AdapterUnfit, match="use_dora' is not supported"):
+        load(tmp_path, family="moondream2")
+    save_file(tensors, tmp_path / "mine.safetensors", {"alpha": "8", "rank": "8"})
+    with pytest.raises(AdapterUnfit, match=r"r is 8 for .*, but .* has rank 4"):
+        load(tmp_path, family="moondream2")
+
+
 def test_the_key_is_the_content(tmp_path: Path) -> None:
     keys = []
     for name, seed, alpha in (("a", 1, "4"), ("same", 1, "4"), ("b", 2, "4"), ("c", 1, "2")):
@@ -180,9 +238,32 @@ def test_what_does_not_fit(tmp_path: Path, change: Change, message: str) -> None
 @pytest.mark.parametrize(
     ("described", "message"),
     [
-        ({"use_dora": True}, "use_dora is not supported"),
-        ({"rank_pattern": {"fc1": 8}}, "rank_pattern is not supported"),
-        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is not supported"),
+        ({"use_dora": True}, "use_dora' is not supported"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens' is not supported"),
+        ({"use_qalora": True}, "use_qalora' is not supported"),
+        ({"arrow_config": {"top_k": 2}}, "arrow_config' is not supported"),
+        ({"loftq_config": {"loftq_bits": 4}}, "loftq_config' is not supported"),
+        ({"bias": "lora_only"}, "bias' is not supported"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out' is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save' is not supported"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices' is not supported"),
+        ({"target_parameters": ["mlp.experts"]}, "target_parameters' is not supported"),
+        ({"a_method_of_tomorrow": 3}, "a_method_of_tomorrow' is not supported"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported: it may"),
+        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights 'pissa_niter_16' is not"),
+        ({"init_lora_weights": "corda"}, "init_lora_weights 'corda' is not supported"),
+        ({"init_lora_weights": "loftq"}, "init_lora_weights 'loftq' is not supported"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights 'olora' is not supported"),
+        ({"init_lora_weights": "eva"}, "init_lora_weights 'eva' is not supported"),
+        ({"r": 8}, "r is 8 for text.blocks.0.mlp.fc1, but"),
+        ({"r": 4, "rank_pattern": {"fc1": 8}}, "r is 8 for text.blocks.0.mlp.fc1, but"),
+        ({"r": 4, "rank_pattern": {"(a*)*fc1": 8}}, "'(a*)*fc1' is a regular expression"),
+        ({"r": 4, "alpha_pattern": {"fc1": "x"}}, "alpha_pattern is 'x'; expected a number"),
+        ({"r": 4, "alpha_pattern": [1]}, "alpha_pattern must be a JSON object"),
+        ({"r": 4, "layers_to_transform": [1]}, "layers_to_transform leaves out text.blocks.0"),
+        ({"r": 4, "layers_to_transform": 1}, "layers_to_transform leaves out text.blocks.0"),
+        ({"r": 4, "target_modules": ["fc2"]}, "target_modules leaves out text.blocks.0.mlp.fc1"),
+        ({"r": 4, "exclude_modules": ["mlp.fc1"]}, "exclude_modules leaves out text.blocks.0"),
         ({"peft_type": "IA3"}, "peft_type must be LORA"),
         ({"lora_alpha": "much"}, "alpha is 'much'; expected a number above 0"),
         ({"lora_alpha": 8, "r": 0}, "rank is 0; expected a number above 0"),
@@ -194,11 +275,12 @@ def test_what_does_not_fit(tmp_path: Path, change: Change, message: str) -> None
 def test_descriptions_that_are_not_served(tmp_path: Path, described: object, message: str) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
-    save_file(random_tensors(MD3, 1, only=".mlp.fc1"), folder / "adapter_model.safetensors")
+    tensors = as_peft(random_tensors(MD2, 1, rank=4, only=".0.mlp.fc1"))
+    save_file(tensors, folder / "adapter_model.safetensors")
     text = described if isinstance(described, str) else json.dumps(described)
     (folder / "adapter_config.json").write_text(text)
     with pytest.raises(AdapterUnfit) as error:
-        load(tmp_path)
+        load(tmp_path, family="moondream2")
     assert message in str(error.value) and str(tmp_path) not in str(error.value)
 
 
