@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import logging
 import os
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ from kestrel_engine import ConfigError, RuntimeConfig, SkillRegistry, maintenanc
 
 from .. import __version__
 from ..logs.records import flush_log, set_up_logging
+from ..process.file_limit import complaint, raise_limit
 from ..process.interpreter import set_up_interpreter
 from ..process.skill_plugins import skill_registry
 from ..settings.addresses import AddressError
@@ -28,6 +30,8 @@ from ..workers.plan import plan_workers, shared_addresses
 from ..workers.restarts import WorkersError
 from ..workers.supervisor import supervise
 from .parser import CommandError, CommandParser
+
+logger = logging.getLogger(__name__)
 
 _ESSENTIAL = (
     "--model",
@@ -92,6 +96,10 @@ def run(args: argparse.Namespace) -> int:
         else skill_registry(config.skills, name_of(args, "--skill"))
     )
     set_up_logging(config.log_level, config.log_format, buffer_bytes=config.log_buffer_bytes)
+    raise_limit()
+    problem = complaint(config)
+    if problem is not None:
+        logger.warning("%s", problem)
     try:
         if skills is None:
             return asyncio.run(supervise(config, settled.runtime))

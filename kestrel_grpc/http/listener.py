@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import h11
 import uvicorn
@@ -20,6 +20,7 @@ from ..security.identity.tls import RenewedContext
 from ..settings.addresses import AddressError, check_free, close_address, unix_path, with_port
 from ..settings.http import HttpConfig
 from ..settings.security import SecurityConfig
+from .accepting import Acceptor
 from .connections import HttpConnections
 from .context import CERTIFICATE
 from .framing import HEAD_BYTES, RefusedRequest, RequestFraming
@@ -218,11 +219,23 @@ class _Handshake(asyncio.Protocol):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without signal handlers, because the process has its own."""
+    """uvicorn without signal handlers, because the process has its own, and with Acceptor."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        def new_protocol() -> asyncio.Protocol:
+            return self.config.http_protocol_class(  # type: ignore[call-arg]
+                config=self.config, server_state=self.server_state, app_state={}
+            )
+
+        acceptors = [Acceptor(each, new_protocol) for each in sockets or ()]
+        self.servers = cast(Any, acceptors)  # uvicorn closes them, and waits for their end.
+        for acceptor in acceptors:
+            acceptor.start()
+        self.started = True
 
 
 class HttpListener:

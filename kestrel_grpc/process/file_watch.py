@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 """Seconds between checks. A check takes about 1 us for each open file."""
-_CROWDED, _RELIEVED = 0.9, 0.8
+CROWDED, _RELIEVED = 0.9, 0.8
 """Shares of the limit. Health reports NOT_SERVING from the first share on, until the number falls below the second."""
 _LOG_EVERY_S = 60.0
 
@@ -40,7 +40,7 @@ class FileWatch:
         if opened is None or limit is None:
             return False
         before = self.is_crowded
-        self.is_crowded = opened >= (_RELIEVED if before else _CROWDED) * limit
+        self.is_crowded = opened >= (_RELIEVED if before else CROWDED) * limit
         if self.is_crowded and clock.now() - self._logged_at >= _LOG_EVERY_S:
             self._logged_at = clock.now()
             logger.error(

@@ -15,12 +15,15 @@ from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
+from kestrel_engine import clock
+
 from ..security.identity.certificates import shown_by
 from ..security.metrics_door import UNAUTHORIZED, MetricsDoor
 
 TIMEOUT_S = 10.0
 """Timeout of the handshake and of each read of a request."""
 MOST_CONNECTIONS = 16
+_PAUSE_S = 1.0
 PATH = "/metrics"
 _METHODS = "GET, HEAD"
 _SHOWN = "kestrel.connection"
@@ -75,6 +78,13 @@ class _Server(ThreadingMixIn, WSGIServer):
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()
+
+    def get_request(self) -> Any:
+        try:
+            return super().get_request()
+        except OSError:  # No descriptor is free. socketserver would try again at once.
+            clock.sleep(_PAUSE_S)
+            raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._room.acquire(blocking=False):

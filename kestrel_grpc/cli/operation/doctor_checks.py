@@ -72,7 +72,8 @@ def check_server(
     yield check_shared_images(config.shared_images)
     yield check_variables(settings, environ)
     yield check_clock(time.time())
-    yield check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    # The server raises the soft limit to the hard one.
+    yield check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
 
 
 def check_packages() -> Iterator[Finding]:
@@ -294,6 +295,6 @@ def check_files(limit: int) -> Finding:
     if limit == resource.RLIM_INFINITY or limit >= _ENOUGH_FILES:
         many = "any number of" if limit == resource.RLIM_INFINITY else str(limit)
         return Finding("files", "ok", f"{many} files and connections may be open")
-    remedy = "raise the limit: ulimit -n 65536, or systemd's LimitNOFILE="
+    remedy = "raise the limit: ulimit -Hn 65536, or systemd's LimitNOFILE="
     status: Literal["warn", "fail"] = "fail" if limit < _TOO_FEW_FILES else "warn"
     return Finding("files", status, f"only {limit} files and connections may be open", remedy)

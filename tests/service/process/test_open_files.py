@@ -15,7 +15,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kestrel_grpc.process.file_limit import complaint, raise_limit
 from kestrel_grpc.process.file_watch import FileWatch
+from kestrel_grpc.settings.http import HttpConfig
+from kestrel_grpc.settings.server import ServerConfig
 from kestrel_grpc.settings.telemetry import TelemetryConfig
 from kestrel_grpc.telemetry.open_files import file_limit, open_files
 from tests.forking.process import ForkedProcess
@@ -54,6 +57,26 @@ def test_the_watch_complains_once_a_minute_until_there_is_room(caplog, still_clo
     opened = 90
     assert watch.check(), "and again"
     assert caplog.text.count("90 of at most 100 files") == 1, "within the minute once"
+
+
+def test_the_limit_is_raised_and_compared_with_the_connections():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 1, hard))
+        raise_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1300, hard))
+        assert complaint(ServerConfig()) is None
+        config = ServerConfig(http=HttpConfig(http_listen=("127.0.0.1:0",)))
+        assert "--max-connections 1000 and --http-max-connections 1000" in complaint(config)
+        few = HttpConfig(http_listen=("127.0.0.1:0",), http_max_connections=42)
+        assert complaint(ServerConfig(http=few)) is None
+        few = HttpConfig(http_listen=("127.0.0.1:0",), http_max_connections=43)
+        assert "may need 1302 open files, and this process may open 1300" in complaint(
+            ServerConfig(http=few)
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_nothing_is_said_where_the_system_does_not_tell(caplog):
@@ -114,7 +137,7 @@ def test_a_server_that_runs_out_of_files_says_so_before_and_serves_again_after(t
     """With a real RLIMIT_NOFILE: connections of one client fill it."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("KESTREL_", "OTEL_"))}
     environ |= {"KESTREL_THREADS": "1", "KESTREL_DRAIN_DELAY": "0"}
-    flags = ("--listen", "127.0.0.1:0", "--keepalive", "0")
+    flags = ("--listen", "127.0.0.1:0", "--keepalive", "0", "--http-listen", "127.0.0.1:0")
     log = tmp_path / "log"
     with log.open("wb") as errors:
         server = ForkedProcess(
@@ -136,6 +159,9 @@ def test_a_server_that_runs_out_of_files_says_so_before_and_serves_again_after(t
         address = line.partition("listening on ")[2].partition(",")[0]
         assert address, log.read_text()
         host, port = address.split(":")
+        until_logged("protocol=http")
+        (line,) = [line for line in log.read_text().splitlines() if "protocol=http" in line]
+        http_port = line.partition("addresses=127.0.0.1:")[2].split()[0]
         with grpc.insecure_channel(address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
 
@@ -155,6 +181,8 @@ def test_a_server_that_runs_out_of_files_says_so_before_and_serves_again_after(t
             until_logged(f"of at most {LIMIT} files are open, including connections")
             for _ in range(LIMIT):  # Beyond the limit: the kernel queues what isn't accepted.
                 connections.append(socket.create_connection((host, int(port)), 5))
+                connections.append(socket.create_connection((host, int(http_port)), 5))
+            until_logged("cannot accept connections by HTTP: too many open files")
             time.sleep(1.2)  # The watch counts files once a second.
             assert status() == "NOT_SERVING", "who is connected is answered"
             while connections:
@@ -165,6 +193,9 @@ def test_a_server_that_runs_out_of_files_says_so_before_and_serves_again_after(t
         assert server.wait(30) == 0, log.read_text()
         text = log.read_text()
         assert text.count("files are open, including connections") == 1, "once a minute"
+        assert text.count("cannot accept connections") == 1, "once a minute"
+        assert f"may need 2365 open files, and this process may open {LIMIT}" in text
+        assert len(text) < 10_000, "no line for each connection"
         assert "Traceback" not in text
     finally:
         for each in connections:

@@ -1,13 +1,16 @@
 """The port of --metrics-listen: its readers, its TLS, and strangers who try to block it."""
 
 import asyncio
+import resource
 import socket
 import ssl
+import threading
 import urllib.error
 import urllib.request
 
 import pytest
 
+from kestrel_engine import clock
 from kestrel_grpc.security.identity import revocation
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of, new_token
@@ -70,6 +73,28 @@ async def test_they_need_none_where_callers_have_none_or_they_may_do_without(ser
     for security in ({}, {"auth_tokens": tokens, "open_metrics": True}):
         status, _, _ = await asyncio.to_thread(get, f"http://{await served(**security)}/metrics")
         assert status == 200
+
+
+async def test_without_a_free_descriptor_the_port_waits_before_it_tries_again(served):
+    address = await served()
+    host, port = address.split(":")
+    paused, goes_on = threading.Event(), threading.Event()
+
+    def sleep(seconds):
+        paused.set()
+        assert goes_on.wait(60)
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with clock.installed(sleep=sleep), socket.socket() as client:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            client.connect((host, int(port)))
+            assert paused.wait(60)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            goes_on.set()
+    status, _, _ = await asyncio.to_thread(get, f"http://{address}/metrics")
+    assert status == 200
 
 
 def ask(url, method):

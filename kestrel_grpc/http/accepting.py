@@ -1,0 +1,81 @@
+"""Acceptor: accepts the connections of one listening socket. Pauses while the process has no free file descriptor.
+
+asyncio's own server logs a traceback for each connection that it can't accept, and tries thousands of times a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+
+from kestrel_engine import clock
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = 64
+"""Connections that are accepted before other events of the loop have their turn."""
+_PAUSE_S = 1.0
+_LOG_EVERY_S = 60.0
+
+
+class Acceptor:
+    """``new_protocol`` makes the protocol of each connection. Call ``start`` and then ``close`` on one event loop."""
+
+    def __init__(
+        self, listening: socket.socket, new_protocol: Callable[[], asyncio.Protocol]
+    ) -> None:
+        self._listening, self._new_protocol = listening, new_protocol
+        self._loop = asyncio.get_running_loop()
+        self._beginning: set[asyncio.Task[None]] = set()
+        self._pause: asyncio.TimerHandle | None = None
+        self._logged_at = -float("inf")
+
+    def start(self) -> None:
+        """Accepts connections from now on."""
+        self._pause = None
+        self._loop.add_reader(self._listening, self._accept)
+
+    def close(self) -> None:
+        """Accepts no further connections. Idempotent; the socket stays open."""
+        self._loop.remove_reader(self._listening)
+        if self._pause is not None:
+            self._pause.cancel()
+
+    async def wait_closed(self) -> None:
+        """Waits until every accepted connection has begun."""
+        if self._beginning:
+            await asyncio.wait(self._beginning)
+
+    def _accept(self) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                accepted, _ = self._listening.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:  # EMFILE, ENFILE, ENOBUFS, ENOMEM
+                self._wait(error)
+                return
+            accepted.setblocking(False)
+            task = self._loop.create_task(self._begin(accepted))
+            self._beginning.add(task)
+            task.add_done_callback(self._beginning.discard)
+
+    async def _begin(self, accepted: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._new_protocol, accepted)
+        except OSError:  # The client has ended the connection, or no descriptor is free.
+            accepted.close()
+
+    def _wait(self, error: OSError) -> None:
+        self._loop.remove_reader(self._listening)
+        self._pause = self._loop.call_later(_PAUSE_S, self.start)
+        if clock.now() - self._logged_at >= _LOG_EVERY_S:
+            self._logged_at = clock.now()
+            reason = (error.strerror or str(error)).lower()
+            logger.error(
+                "cannot accept connections by HTTP: %s; tries again every second; raise the limit on open files "
+                "(ulimit -Hn, systemd's LimitNOFILE=)",
+                reason,
+            )

@@ -1,0 +1,45 @@
+"""The limit on open files at the start of the server: raised as far as the system allows, and compared with the
+connections that the settings allow."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import resource
+
+from ..settings.server import ServerConfig
+from ..telemetry.open_files import file_limit
+from .file_watch import CROWDED
+
+_OTHERS = 128
+"""Files of a server without connections: sockets, pipes of decoders, the log, files of the model while it loads."""
+_MOST = 10_240
+"""The highest limit on macOS, whose hard limit may be infinite."""
+
+
+def raise_limit() -> None:
+    """Raises the soft limit to the hard one. Child processes inherit it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for limit in (hard, _MOST):
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            return
+
+
+def complaint(config: ServerConfig) -> str | None:
+    """Says what to do if the connections of ``config`` do not fit the limit."""
+    wanted: dict[str, int] = {}
+    connections = config.security.connections.connections
+    if config.listen and connections is not None:
+        wanted["--max-connections"] = connections
+    if config.http.http_listen:
+        wanted["--http-max-connections"] = config.http.http_max_connections
+    needed = math.ceil((sum(wanted.values()) + _OTHERS) / CROWDED)
+    limit = file_limit()
+    if limit is None or needed <= limit:
+        return None
+    flags = " and ".join(f"{flag} {number}" for flag, number in wanted.items())
+    return (
+        f"{flags or 'the server'} may need {needed} open files, and this process may open {limit}: raise the hard "
+        f"limit (ulimit -Hn {needed}, systemd's LimitNOFILE={needed}) or lower the numbers"
+    )
