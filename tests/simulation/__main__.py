@@ -15,6 +15,6 @@ for seed in given.seeds:
     seconds = time.process_time() - began
     print(
         f"seed {seed}: trace {world.trace}, {sum(world.watch.ends.values())} requests "
-        f"{dict(world.watch.ends.most_common())}, the longest {world.watch.longest_s:.1f} s; "
+        f"{dict(world.watch.ends.most_common())}, the longest {max(world.watch.longest.values(), default=0.0):.1f} s; "
         f"{given.minutes:g} minutes in {seconds:.1f} s of CPU"
     )

@@ -30,6 +30,10 @@ class Habits:
     """Share of requests with a deadline."""
     leaves: float = 0.0
     """Share of requests that the caller ends before they are answered."""
+    low: float = 0.5
+    """Share of the other requests that have the least priority."""
+    always: int = 0
+    """Number of requests that the caller has open all the time. It does not think."""
 
 
 def random_habits(rng: random.Random, name: str) -> Habits:
@@ -68,6 +72,10 @@ class Caller:
     async def run(self) -> None:
         """Asks until the world closes."""
         world, habits = self._world, self._habits
+        for _ in range(habits.always):
+            world.begin(self._one_after_the_other(), habits.name)
+        if habits.always:
+            return
         while True:
             await asyncio.sleep(world.rng.expovariate(1 / habits.think_s))
             if not world.is_open:
@@ -75,6 +83,10 @@ class Caller:
             burst = [world.begin(self.ask(), habits.name) for _ in range(habits.burst)]
             if habits.waits:
                 await asyncio.wait(burst)
+
+    async def _one_after_the_other(self) -> None:
+        while self._world.is_open:
+            await self.ask()
 
     async def ask(self) -> None:
         world, habits, rng = self._world, self._habits, self._world.rng
@@ -97,14 +109,14 @@ class Caller:
         world.watch.ended(asked, clock.now(), outcome, world.answers[asked.question])
 
     async def _submitted(self, asked: Asked) -> Any:
-        question, habits, rng = asked.question, self._habits, self._world.rng
+        question, habits = asked.question, self._habits
         stream = await self._world.engine.submit(
             question.skill,
             image(question.image) if question.image else None,
             dict(question.arguments),
             dict(question.settings),
             request_id=asked.request_id,
-            priority="high" if rng.random() < habits.high else rng.choice(["normal", "low"]),
+            priority=self._priority(),
             timeout_s=asked.timeout_s,
             cache_salt=question.salt,
             principal=habits.name,
@@ -158,6 +170,12 @@ class Caller:
             return await task
         except asyncio.CancelledError:
             return None
+
+    def _priority(self) -> str:
+        rng, habits = self._world.rng, self._habits
+        if rng.random() < habits.high:
+            return "high"
+        return "low" if rng.random() < habits.low else "normal"
 
     def _soon(self) -> float:
         return self._world.rng.choice([0.0, 0.01, 0.3, 3.0])

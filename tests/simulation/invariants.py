@@ -72,10 +72,13 @@ class Watch:
         self.open: dict[str, Asked] = {}
         self.events: Counter[str] = Counter()
         """Ends that the observer heard of, by request."""
+        self.tokens: Counter[str] = Counter()
+        """Tokens of requests that have ended, by caller."""
+        self.longest: dict[str, float] = {}
+        """Seconds of the longest request, by caller."""
         self._ended_sequences: set[int] = set()
         self.ends: Counter[str] = Counter()
         """How requests ended."""
-        self.longest_s = 0.0
 
     def on_step(self, event: StepEvent) -> None: ...
 
@@ -83,6 +86,9 @@ class Watch:
 
     def on_request(self, event: RequestEvent) -> None:
         self.events[event.request_id] += 1
+        caller, metrics = event.request_id.partition("-")[0], event.metrics
+        self.tokens[caller] += metrics.output_tokens
+        self.longest[caller] = max(self.longest.get(caller, 0.0), metrics.total_time_ms / 1e3)
 
     def delivered(self, deliveries: list[Delivery]) -> None:
         for each in deliveries:
@@ -110,7 +116,6 @@ class Watch:
             assert asked.left, asked
             name = "dropped"
         self.ends[name] += 1
-        self.longest_s = max(self.longest_s, now - asked.began_at)
         if isinstance(outcome, EngineResult):
             self._check_result(asked, outcome, alone)
         elif outcome is not None:

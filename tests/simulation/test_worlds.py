@@ -9,7 +9,7 @@ import pytest
 
 from tests.simulation.world import World
 
-MINUTES = 20
+MINUTES = 10
 HOUR = 60
 
 

@@ -134,13 +134,20 @@ def random_setting(rng: random.Random) -> Setting:
 class World:
     """``run`` it once."""
 
-    def __init__(self, seed: int, minutes: float, setting: Setting | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        minutes: float,
+        setting: Setting | None = None,
+        questions: Sequence[Question] | None = None,
+    ) -> None:
+        """``setting``, ``questions``: None for those that the seed chooses."""
         self.seed, self.minutes = seed, minutes
         self.rng = random.Random(seed)
         self.setting = setting or random_setting(self.rng)
         self.faults = Faults()
         self.watch = Watch(self.faults, PATIENCE_S)
-        self.questions: Sequence[Question] = [random_question(self.rng) for _ in range(25)]
+        self.questions = questions or [random_question(self.rng) for _ in range(25)]
         self.answers = answers_alone(self.questions)
         self.is_open = True
         self._living: set[asyncio.Task[None]] = set()
