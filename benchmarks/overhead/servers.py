@@ -122,7 +122,7 @@ def _server_config(setting: Setting) -> ServerConfig:
         return ServerConfig(listen=listen, http=http)
     if not setting.watched:
         return ServerConfig(listen=listen)
-    telemetry = TelemetryConfig(traces="otlp", prometheus="127.0.0.1:0")
+    telemetry = TelemetryConfig(traces=("otlp",), prometheus="127.0.0.1:0")
     return ServerConfig(listen=listen, access_log="json", orca=True, telemetry=telemetry)
 
 

@@ -18,10 +18,21 @@ from .addresses import parse_address
 
 TELEMETRY = SettingGroup("telemetry", "telemetry")
 
-Exporter = Literal["none", "otlp", "console"]
+Exporter = Literal["otlp", "console"]
 Protocol = Literal["grpc", "http/protobuf"]
 
-_EXPORTERS = ("none", "otlp", "console")
+_EXPORTERS: dict[str, Exporter] = {
+    "otlp": "otlp",
+    "console": "console",
+    # Names of OpenTelemetry's Python SDK, and the old name of console.
+    "otlp_proto_grpc": "otlp",
+    "otlp_proto_http": "otlp",
+    "logging": "console",
+}
+_NAMED_PROTOCOLS: dict[str, Protocol] = {
+    "otlp_proto_grpc": "grpc",
+    "otlp_proto_http": "http/protobuf",
+}
 _PROTOCOLS = ("grpc", "http/protobuf")
 _CONTENT = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 _CONTENT_ON = frozenset({"true", "span_only", "span_and_event"})
@@ -32,9 +43,9 @@ _ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 class TelemetryConfig:
     """The default exports nothing."""
 
-    traces: Exporter = "none"
+    traces: tuple[Exporter, ...] = ()
     traces_protocol: Protocol = "grpc"
-    metrics: Exporter = "none"
+    metrics: tuple[Exporter, ...] = ()
     metrics_protocol: Protocol = "grpc"
     prometheus: str | None = setting(
         None,
@@ -58,7 +69,7 @@ class TelemetryConfig:
 
     @property
     def measures(self) -> bool:
-        return self.metrics != "none" or self.is_scraped
+        return bool(self.metrics) or self.is_scraped
 
     @property
     def is_scraped(self) -> bool:
@@ -75,14 +86,14 @@ def telemetry_config(environ: Mapping[str, str], prometheus: str | None = None) 
         _check_prometheus(prometheus)
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return TelemetryConfig(prometheus=prometheus)
-    if prometheus is None and _named(environ, "METRICS") == "prometheus":
+    if prometheus is None and "prometheus" in _named(environ, "METRICS"):
         raise ValueError(
             "OTEL_METRICS_EXPORTER='prometheus': needs --metrics-listen, which sets the address"
         )
     return TelemetryConfig(
-        traces=_exporter(environ, "TRACES"),
+        traces=_exporters(environ, "TRACES"),
         traces_protocol=_protocol(environ, "TRACES"),
-        metrics=_exporter(environ, "METRICS"),
+        metrics=_exporters(environ, "METRICS"),
         metrics_protocol=_protocol(environ, "METRICS"),
         prometheus=prometheus,
         content=environ.get(_CONTENT, "").strip().lower() in _CONTENT_ON,
@@ -112,15 +123,15 @@ def _check_prometheus(address: str) -> None:
 def missing_packages(config: TelemetryConfig) -> tuple[str, ...]:
     """The packages that ``config`` needs and that are not installed."""
     wanted: list[str] = []
-    if config.traces != "none" or config.measures:
+    if config.traces or config.measures:
         wanted.append("opentelemetry.sdk")
     if config.is_scraped:
         wanted.append("prometheus_client")
-    for exporter, protocol in (
+    for exporters, protocol in (
         (config.traces, config.traces_protocol),
         (config.metrics, config.metrics_protocol),
     ):
-        if exporter == "otlp":
+        if "otlp" in exporters:
             kind = "grpc" if protocol == "grpc" else "http"
             wanted.append(f"opentelemetry.exporter.otlp.proto.{kind}")
     return tuple(name for name in dict.fromkeys(wanted) if not _installed(name))
@@ -133,23 +144,40 @@ def _installed(name: str) -> bool:
         return False
 
 
-def _named(environ: Mapping[str, str], signal: str) -> str:
-    return environ.get(f"OTEL_{signal}_EXPORTER", "").strip().lower()
+def _named(environ: Mapping[str, str], signal: str) -> list[str]:
+    """The exporters that the variable lists."""
+    given = environ.get(f"OTEL_{signal}_EXPORTER", "").lower().split(",")
+    return [name.strip() for name in given if name.strip()]
 
 
-def _exporter(environ: Mapping[str, str], signal: str) -> Exporter:
-    variable, name = f"OTEL_{signal}_EXPORTER", _named(environ, signal)
-    if not name:
+def _exporters(environ: Mapping[str, str], signal: str) -> tuple[Exporter, ...]:
+    """Raises ValueError."""
+    names = _named(environ, signal)
+    if not names:
         endpoint = environ.get(f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT") or environ.get(_ENDPOINT)
-        return "otlp" if endpoint else "none"
-    if name == "prometheus" and signal == "METRICS":  # --metrics-listen configures it.
-        return "none"
-    if name not in _EXPORTERS:
-        raise ValueError(f"{variable}={name!r}: must be one of {', '.join(_EXPORTERS)}")
-    return cast(Exporter, name)
+        return ("otlp",) if endpoint else ()
+    if names == ["none"]:
+        return ()
+    if signal == "METRICS":  # --metrics-listen configures it.
+        names = [name for name in names if name != "prometheus"]
+    for name in names:
+        if name not in _EXPORTERS:
+            why = (
+                "must stand alone"
+                if name == "none"
+                else f"must be none or of {', '.join(_EXPORTERS)}"
+            )
+            raise ValueError(f"OTEL_{signal}_EXPORTER={name!r}: {why}")
+    return tuple(dict.fromkeys(_EXPORTERS[name] for name in names))
 
 
 def _protocol(environ: Mapping[str, str], signal: str) -> Protocol:
+    """Raises ValueError."""
+    named = {_NAMED_PROTOCOLS[name] for name in _named(environ, signal) if name in _NAMED_PROTOCOLS}
+    if len(named) > 1:
+        raise ValueError(f"OTEL_{signal}_EXPORTER: names two protocols of OTLP; name one")
+    for protocol in named:
+        return protocol
     for variable in (f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         name = environ.get(variable, "").strip().lower()
         if name:

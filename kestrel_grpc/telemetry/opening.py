@@ -227,7 +227,7 @@ def open_telemetry(
     Raises AddressError if the Prometheus endpoint cannot or must not listen, TlsError and TokenFileError, and
     SettingsError if OpenTelemetry rejects an OTEL_* variable.
     """
-    if config.traces == "none" and not config.measures:
+    if not config.traces and not config.measures:
         return None
     missing = missing_packages(config)
     if missing:
@@ -256,7 +256,7 @@ def open_telemetry(
         door = MetricsDoor(config.prometheus, security)
         endpoint = PrometheusEndpoint(config.prometheus, registry, door)
         logger.info("metrics at %s://%s/metrics", endpoint.scheme, endpoint.address)
-    if config.traces != "none":
+    if config.traces:
         with _named_variables():
             from .tracing import CallTracing
 
@@ -267,7 +267,7 @@ def open_telemetry(
             sampling=made.requests.sampler.get_description(),
             content=config.content,
         )
-        shutdowns.append(made.shutdown)
+        shutdowns += made.shutdowns
     if config.measures:
         from .metrics import ServiceMetrics
 

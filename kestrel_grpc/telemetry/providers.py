@@ -24,7 +24,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExport
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from .. import __version__
-from ..settings.telemetry import Protocol, TelemetryConfig
+from ..settings.telemetry import Exporter, Protocol, TelemetryConfig
 from .readers import PullReader, PushReader, Reader
 
 logger = logging.getLogger(__name__)
@@ -37,11 +37,13 @@ class Tracers:
 
     requests: TracerProvider
     steps: TracerProvider
-    processor: BatchSpanProcessor
+    processors: list[BatchSpanProcessor]
+    """One for each exporter."""
 
-    def shutdown(self) -> None:
-        """Exports the remaining spans. Blocks as long as the collector does."""
-        self.processor.shutdown()  # type: ignore[no-untyped-call]
+    @property
+    def shutdowns(self) -> list[Callable[[], object]]:
+        """Export the remaining spans. Each blocks as long as its collector does."""
+        return [each.shutdown for each in self.processors]
 
 
 def resource() -> Resource:
@@ -51,24 +53,29 @@ def resource() -> Resource:
 
 
 def tracers(config: TelemetryConfig) -> Tracers:
-    processor = BatchSpanProcessor(
-        _span_exporter(config),
-        max_queue_size=config.span_queue,
-        schedule_delay_millis=config.span_delay_ms,
-    )
+    processors = [
+        BatchSpanProcessor(
+            _span_exporter(exporter, config.traces_protocol),
+            max_queue_size=config.span_queue,
+            schedule_delay_millis=config.span_delay_ms,
+        )
+        for exporter in config.traces
+    ]
     shared = resource()
     requests = TracerProvider(resource=shared, shutdown_on_exit=False)
     steps = TracerProvider(sampler=ALWAYS_ON, resource=shared, shutdown_on_exit=False)
-    requests.add_span_processor(processor)
-    steps.add_span_processor(processor)
-    return Tracers(requests, steps, processor)
+    for processor in processors:
+        requests.add_span_processor(processor)
+        steps.add_span_processor(processor)
+    return Tracers(requests, steps, processors)
 
 
 def meters(config: TelemetryConfig, pull: PullReader | None) -> tuple[MeterProvider, list[Reader]]:
     """The provider of metrics and its readers. ``pull``: the Prometheus endpoint's reader, or None."""
     readers: list[Reader] = [] if pull is None else [pull]
-    if config.metrics != "none":
-        readers.append(PushReader(_metric_exporter(config)))
+    readers += [
+        PushReader(_metric_exporter(each, config.metrics_protocol)) for each in config.metrics
+    ]
     given: list[MetricReader] = [*readers]
     return MeterProvider(given, resource=resource(), shutdown_on_exit=False), readers
 
@@ -93,13 +100,9 @@ async def within(timeout_s: float, *steps: Callable[[], object]) -> bool:
     return not unfinished
 
 
-def _span_exporter(config: TelemetryConfig) -> SpanExporter:
-    if config.traces == "console":
+def _span_exporter(exporter: Exporter, protocol: Protocol) -> SpanExporter:
+    if exporter == "console":
         return ConsoleSpanExporter()
-    return _otlp_spans(config.traces_protocol)
-
-
-def _otlp_spans(protocol: Protocol) -> SpanExporter:
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
@@ -111,10 +114,10 @@ def _otlp_spans(protocol: Protocol) -> SpanExporter:
     return HttpSpanExporter()
 
 
-def _metric_exporter(config: TelemetryConfig) -> MetricExporter:
-    if config.metrics == "console":
+def _metric_exporter(exporter: Exporter, protocol: Protocol) -> MetricExporter:
+    if exporter == "console":
         return ConsoleMetricExporter()
-    if config.metrics_protocol == "grpc":
+    if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 
         return OTLPMetricExporter()

@@ -228,7 +228,7 @@ def check_telemetry(config: ServerConfig) -> Finding:
             "pip install ./clients/python '.[telemetry]'",
         )
     exported = {"traces": config.telemetry.traces, "metrics": config.telemetry.metrics}
-    on = [f"{signal} by {how}" for signal, how in exported.items() if how != "none"]
+    on = [f"{signal} by {' and '.join(how)}" for signal, how in exported.items() if how]
     if config.telemetry.prometheus is not None:
         on.append("metrics for Prometheus")
     return Finding("telemetry", "ok", ", ".join(on) or "off")

@@ -131,7 +131,7 @@ def test_skills_and_telemetry():
     assert doctor.check_skills(()).status == "ok"
     assert doctor.check_skills(("nowhere:Nothing",)).status == "fail"
     assert doctor.check_telemetry(ServerConfig()).message == "off"
-    traced = ServerConfig(telemetry=TelemetryConfig(traces="otlp"))
+    traced = ServerConfig(telemetry=TelemetryConfig(traces=("otlp",)))
     assert doctor.check_telemetry(traced).message == "traces by otlp"
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 EVERYTHING = (
-    TelemetryConfig(traces="otlp", metrics="otlp", metrics_protocol="http/protobuf"),
+    TelemetryConfig(traces=("otlp",), metrics=("otlp",), metrics_protocol="http/protobuf"),
     TelemetryConfig(prometheus="127.0.0.1:0"),
 )
 collect_ignore_glob = ["test_*.py"] if any(map(missing_packages, EVERYTHING)) else []

@@ -89,9 +89,9 @@ def test_a_flag_that_needs_absent_packages_ends_the_start():
 def test_what_the_variables_choose():
     assert telemetry_config({}) == TelemetryConfig()
     grpc = telemetry_config({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317"})
-    assert (grpc.traces, grpc.metrics, grpc.traces_protocol) == ("otlp", "otlp", "grpc")
+    assert (grpc.traces, grpc.metrics, grpc.traces_protocol) == (("otlp",), ("otlp",), "grpc")
     only = telemetry_config({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4317"})
-    assert (only.traces, only.metrics) == ("otlp", "none")
+    assert (only.traces, only.metrics) == (("otlp",), ())
     mixed = telemetry_config(
         {
             "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c",
@@ -100,13 +100,50 @@ def test_what_the_variables_choose():
             "OTEL_BSP_SCHEDULE_DELAY": "5",
         }
     )
-    assert (mixed.traces, mixed.metrics) == ("otlp", "none")
+    assert (mixed.traces, mixed.metrics) == (("otlp",), ())
     assert (mixed.traces_protocol, mixed.span_delay_ms) == ("http/protobuf", None)
     off = telemetry_config(
         {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c", "OTEL_SDK_DISABLED": "true"}, "127.0.0.1:1"
     )
     assert off == TelemetryConfig(prometheus="127.0.0.1:1")
     assert missing_packages(mixed) == ()
+
+
+@pytest.mark.parametrize(
+    ("named", "exporters", "protocol"),
+    [
+        ("console,otlp", ("console", "otlp"), "grpc"),
+        (" OTLP , console,", ("otlp", "console"), "grpc"),
+        ("otlp_proto_http", ("otlp",), "http/protobuf"),
+        ("otlp_proto_grpc,logging", ("otlp", "console"), "grpc"),
+        ("otlp,otlp", ("otlp",), "grpc"),
+        ("none", (), "grpc"),
+        (" ", (), "grpc"),
+    ],
+)
+def test_a_variable_lists_exporters(named: str, exporters: tuple[str, ...], protocol: str):
+    both = {"OTEL_TRACES_EXPORTER": named, "OTEL_METRICS_EXPORTER": named}
+    config = telemetry_config(both)
+    assert config.traces == config.metrics == exporters
+    assert config.traces_protocol == config.metrics_protocol == protocol
+    listed = {"OTEL_METRICS_EXPORTER": f"prometheus,{named}" if exporters else "prometheus"}
+    assert telemetry_config(listed, "127.0.0.1:1").metrics == exporters
+    with pytest.raises(ValueError, match="--metrics-listen"):
+        telemetry_config(listed)
+
+
+@pytest.mark.parametrize(
+    ("named", "why"),
+    [
+        ("zipkin", "'zipkin': must be none or of otlp, console"),
+        ("otlp,zipkin", "'zipkin'"),
+        ("none,otlp", "'none': must stand alone"),
+        ("otlp_proto_grpc,otlp_proto_http", "two protocols"),
+    ],
+)
+def test_a_list_that_is_refused(named: str, why: str):
+    with pytest.raises(ValueError, match=why):
+        telemetry_config({"OTEL_TRACES_EXPORTER": named})
 
 
 def test_prometheus_comes_over_tcp():
