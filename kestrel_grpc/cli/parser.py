@@ -10,11 +10,14 @@ flags are made from argparse actions. Another library, such as click, would need
 from __future__ import annotations
 
 import argparse
+import codecs
 import errno
 import importlib
+import io
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn, Protocol, cast
@@ -27,6 +30,7 @@ _INVALID_COMMAND = re.compile(r"argument COMMAND: invalid choice: '(.*?)'")
 _UNKNOWN_FLAG = re.compile(r"unrecognized arguments: (-\S+)")
 _INVALID_CHOICE = re.compile(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)")
 EXIT_FAILED = 1
+_ESCAPE = "kestrel-escape"
 EXIT_INTERRUPTED = 130
 
 COMMANDS = {
@@ -213,7 +217,8 @@ def whole_parser(
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Returns the exit status."""
     _open_closed_streams()
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    _write_all_characters()
+    arguments = [_text(word) for word in (sys.argv[1:] if argv is None else argv)]
     # The command is found before parsing, so that only its module is imported.
     chosen = next((word for word in arguments if not word.startswith("-")), None)
     try:
@@ -236,6 +241,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return EXIT_FAILED
     except OSError as error:
+        if error.errno == errno.ENOENT and (problem := temporary_folder_problem()):
+            return _fail(chosen, problem, EXIT_FAILED)
         if error.errno != errno.ENOSPC:
             raise
         return _fail(chosen, f"cannot write: {error.strerror}", EXIT_FAILED)
@@ -247,6 +254,39 @@ def _open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))
+
+
+def _write_all_characters() -> None:
+    """Lets the standard streams write characters that their encoding lacks as JSON does: \\u00e9."""
+    codecs.register_error(_ESCAPE, _escaped)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
+            stream.reconfigure(errors=_ESCAPE)
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError), "the streams write"
+    units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass").hex()
+    return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4)), error.end
+
+
+def _text(word: str) -> str:
+    """An argument that the locale's encoding cannot read as UTF-8, unless it is the name of a file."""
+    if word.isascii() or os.path.exists(word):
+        return word
+    try:
+        return os.fsencode(word).decode()
+    except UnicodeError:
+        return word
+
+
+def temporary_folder_problem() -> str | None:
+    """What to do if there is no folder for temporary files, which torch needs; None if there is one."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        return "no folder for temporary files can be written: let TMPDIR name one, or mount one at /tmp"
+    return None
 
 
 def _fail(command: str | None, message: str, status: int) -> int:

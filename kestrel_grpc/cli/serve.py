@@ -29,7 +29,7 @@ from ..workers.front.front import check_installed
 from ..workers.plan import plan_workers, shared_addresses
 from ..workers.restarts import WorkersError
 from ..workers.supervisor import supervise
-from .parser import CommandError, CommandParser
+from .parser import CommandError, CommandParser, temporary_folder_problem
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,9 @@ def run(args: argparse.Namespace) -> int:
         _check(config, runtimes, args)
         print(print_configuration(args.settings, args, os.environ))
         return 0
+    problem = temporary_folder_problem()
+    if problem is not None:
+        raise CommandError(problem)
     try:
         # A misspelt name is known before the server listens.
         for runtime in runtimes:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ...settings.sources import CONFIG_VARIABLE
-from ..parser import CommandError
+from ..parser import CommandError, temporary_folder_problem
 
 if TYPE_CHECKING:
     from kestrel_engine import RuntimeConfig, maintenance
@@ -74,6 +74,10 @@ def _findings(settled: Configuration, args: argparse.Namespace) -> Iterator[main
     given = sum(origin.kind != "default" for origin in args.sources.values())
     yield maintenance.Finding("settings", "ok", f"{given} of {len(args.sources)} are set; {source}")
     yield check_workers(settled.server, settled.runtime)
+    problem = temporary_folder_problem()
+    if problem is not None:
+        yield maintenance.Finding("temporary files", "fail", problem)
+        return  # The other checks import torch.
     reported: list[maintenance.Finding] = []
     for runtime in _runtimes(settled):
         for finding in maintenance.diagnose(runtime):
