@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...types.constraint import Constraint
@@ -25,6 +25,8 @@ _NO_FORCING = '%llguidance {"no_forcing": true}'
 """Without this, the library looks for the longest text that must follow. A pattern may demand gigabytes."""
 _JSON_OPTIONS = {"whitespace_pattern": "[ ]?"}
 """At most one blank where JSON permits white space. Otherwise a model could write blanks without end."""
+_DRAWN = "regex parse error:"
+"""A drawing of the pattern follows, and then what is wrong with it."""
 _PLACE_S = 0.2
 """Seconds for the search for the place in an invalid schema."""
 
@@ -183,8 +185,8 @@ def _grammar_problem(message: str) -> str:
 def _regex_problem(message: str) -> str:
     """The library draws the pattern, with carets below the place, and then ``error: what``."""
     lines = message.splitlines()
-    what = next((line[7:] for line in lines if line.startswith("error: ")), None)
-    if what is None:
+    what = _regex_error(lines)
+    if not what:
         return _grammar_problem(message).partition(" at line ")[0]
     for above, line in itertools.pairwise(lines):
         if line.strip() and not line.strip("^ ") and above.startswith("    "):
@@ -197,5 +199,13 @@ def _schema_problem(message: str) -> str:
     return re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", head)
 
 
+def _regex_error(lines: Sequence[str]) -> str:
+    return next((line[7:] for line in lines if line.startswith("error: ")), "")
+
+
 def first_line(message: str) -> str:
-    return message.partition("\n")[0].strip()[:300]
+    """The first line, with what is wrong with a pattern if the library says so in a later line."""
+    head, *rest = message.splitlines() or [""]
+    if head.endswith(_DRAWN):
+        head = head.removesuffix(_DRAWN) + _regex_error(rest)
+    return head.strip()[:300]

@@ -219,6 +219,13 @@ def test_what_is_refused_before_it_is_compiled(value, field, words):
         ("grammar", 'start: "a"\n  | b', 'unknown name: "b" at line'),
         ("grammar", 'start: "a"\n  | )', "at line 2, column 5"),
         ("grammar", 'a: "b"', "no start rule"),
+        ("grammar", "start: A\nA: /x(?!a)/", "look-behind, is not supported at line 2, column 4"),
+        (
+            "json_schema",
+            '{"properties": {"a": {"pattern": "^(?!0)a"}}}',
+            "at /properties/a: look-around",
+        ),
+        ("json_schema", '{"patternProperties": {"(a": {}}}', "unclosed group"),
         ("grammar", "start: " + "(" * 500 + '"a"' + ")" * 500, "too deeply nested"),
         (
             "json_schema",
