@@ -50,7 +50,8 @@ class StreamUpdate:
     ``score`` in [0, 1] if the runtime gives probabilities. ``path``
     is one SVG command with its arguments; joined with single spaces the pieces equal ``svg_path``. ``token_index``:
     number of tokens generated when it was emitted. ``tokens`` come with ``text``, if the request asks for
-    log-probabilities: those since the last update with text. The text of the last of them may follow later.
+    log-probabilities: those since the last update with text. The text of the last of them may follow later. The last
+    update has tokens alone if no text follows.
     """
 
     request_id: str = ""

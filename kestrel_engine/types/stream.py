@@ -87,8 +87,8 @@ class EngineStream:
         waiting = self._updates
         token_index, first = waiting.popleft()
         text, reasoning, tokens = first.text, first.reasoning, first.tokens
-        if text:
-            while waiting and waiting[0][1].text:
+        if text or tokens:
+            while waiting and (waiting[0][1].text or waiting[0][1].tokens):
                 token_index, more = waiting.popleft()
                 text += more.text
                 tokens += more.tokens

@@ -129,11 +129,9 @@ class AnswerOutput:
     def _emit(self, text: str, *, is_last: bool = False) -> list[StreamUpdate]:
         if self._stop is not None:
             text = self._stop.push(text) + (self._stop.finish() if is_last else "")
-        if not text:
+        tokens = tuple((self._logprobs or ())[self._num_sent :])
+        if not text and not (is_last and tokens):  # The last tokens may have no text.
             return []
         self._pieces.append(text)
-        if self._logprobs is None:
-            return [StreamUpdate(text=text)]
-        tokens = tuple(self._logprobs[self._num_sent :])
-        self._num_sent = len(self._logprobs)
+        self._num_sent += len(tokens)
         return [StreamUpdate(text=text, tokens=tokens)]

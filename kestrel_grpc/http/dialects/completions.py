@@ -141,7 +141,12 @@ def _completion(responses: Sequence[pb.QueryResponse]) -> dict[str, Any]:
     return {
         **_head(responses[0]),
         "choices": [
-            _choice(index, each.answer, finish_reason(each), _TokenLists().of(each.logprobs.tokens))
+            _choice(
+                index,
+                each.answer,
+                finish_reason(each),
+                _TokenLists().of(each.logprobs.tokens) if each.HasField("logprobs") else None,
+            )
             for index, each in enumerate(texts)
         ],
         "usage": total,
@@ -151,22 +156,23 @@ def _completion(responses: Sequence[pb.QueryResponse]) -> dict[str, Any]:
 def _chunks(usage: bool) -> Callable[[Any], Iterable[bytes]]:
     """The events of a streamed Query; ``usage``: whether a last chunk has the number of tokens."""
     head: dict[str, Any] = {}
-    lists, num_sent = _TokenLists(), 0
+    lists = _TokenLists()
 
     def events(message: Any) -> Iterable[bytes]:
-        nonlocal head, num_sent
+        nonlocal head
         kind = message.WhichOneof("event")
         if kind == "started":
             head = _head(message.started)
         elif kind == "text_delta":
             delta = message.text_delta
-            num_sent += len(delta.tokens)
-            choice = _choice(0, delta.text, None, lists.of(delta.tokens))
+            tokens = lists.of(delta.tokens) if delta.tokens else None
+            choice = _choice(0, delta.text, None, tokens)
             yield _event({**head, "choices": [choice]})
         elif kind == "final":
             final = message.final
-            rest = lists.of(final.logprobs.tokens[num_sent:])
-            yield _event({**head, "choices": [_choice(0, "", finish_reason(final), rest)]})
+            scores = final.HasField("logprobs") and not final.logprobs.tokens
+            choice = _choice(0, "", finish_reason(final), lists.of(()) if scores else None)
+            yield _event({**head, "choices": [choice]})
             if usage:
                 yield _event({**head, "choices": [], "usage": usage_json(final)})
             yield b"data: [DONE]\n\n"
@@ -198,10 +204,8 @@ class _TokenLists:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
 
-    def of(self, tokens: Sequence[common_pb2.TokenLogprob]) -> dict[str, Any] | None:
-        """None if there is no token. Alternatives include the token itself, as in OpenAI's interface."""
-        if not tokens:
-            return None
+    def of(self, tokens: Sequence[common_pb2.TokenLogprob]) -> dict[str, Any]:
+        """Alternatives include the token itself, as in OpenAI's interface."""
         offsets = []
         for token in tokens:
             offsets.append(self._offset)

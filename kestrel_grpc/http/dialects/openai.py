@@ -299,32 +299,26 @@ def _token(token: common_pb2.TokenLogprob) -> dict[str, Any]:
 def _chunks(usage: bool) -> Callable[[Any], Iterable[bytes]]:
     """The events of a streamed Query; ``usage``: whether a last chunk has the number of tokens."""
     begun: Any = None
-    num_sent = 0
 
     def events(message: Any) -> Iterable[bytes]:
-        nonlocal begun, num_sent
+        nonlocal begun
         kind = message.WhichOneof("event")
         if kind == "started":
             begun = message.started
             yield _chunk(begun, {"role": "assistant", "content": ""})
         elif kind == "text_delta":
             delta = message.text_delta
-            num_sent += len(delta.tokens)
             yield _chunk(begun, {"content": delta.text}, tokens=delta.tokens or None)
         elif kind == "reasoning_delta":
             yield _chunk(begun, {"reasoning_content": message.reasoning_delta.text})
         elif kind == "final":
-            tokens = _tokens(message.final)
-            yield from _last(message.final, usage, tokens and tokens[num_sent:])
+            yield from _last(message.final, usage)
 
     return events
 
 
-def _last(
-    response: Any, usage: bool, tokens: Sequence[common_pb2.TokenLogprob] | None = None
-) -> Iterable[bytes]:
-    """``tokens``: those after the last delta, with their log-probabilities."""
-    yield _chunk(response, {}, finish_reason=finish_reason(response), tokens=tokens or None)
+def _last(response: Any, usage: bool) -> Iterable[bytes]:
+    yield _chunk(response, {}, finish_reason=finish_reason(response))
     if usage:
         yield _chunk(response, None, usage=usage_json(response))
     yield b"data: [DONE]\n\n"

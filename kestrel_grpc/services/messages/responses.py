@@ -96,7 +96,7 @@ def segment_response(
 def event_fields(update: StreamUpdate) -> dict[str, Any]:
     """The one field of a stream event that holds the update, by name."""
     tokens = update.token_index
-    if update.text:
+    if update.text or update.tokens:
         delta = vision_service_pb2.TextDelta(text=update.text, output_tokens=tokens)
         if update.tokens:
             delta.tokens.extend(map(token_logprob, update.tokens))

@@ -62,7 +62,7 @@ async def test_updates_hold_the_tokens_in_order(make_engine, fake_limits):
     assert all(update.tokens == () for update in (await streamed(plain))[0])
 
 
-async def test_the_tokens_of_a_stop_string_are_in_the_result_only(make_engine, fake_limits):
+async def test_the_tokens_of_a_stop_string_are_in_the_last_update(make_engine, fake_limits):
     engine = make_engine(FakeRuntime(fake_limits, says("one, two, ")))
     settings = {**GREEDY, "stop": "two", "max_tokens": 50, "logprobs": True}
     stream = await engine.query(question="a", stream=True, settings=settings)
@@ -70,15 +70,33 @@ async def test_the_tokens_of_a_stop_string_are_in_the_result_only(make_engine, f
     assert result.output["answer"] == "one, "
     assert b"".join(token.utf8 for token in result.logprobs) == b"one, two"
     told = [token for update in updates for token in update.tokens]
-    assert tuple(told) == result.logprobs[: len(told)] and len(told) >= len("one, ")
+    assert tuple(told) == result.logprobs
+    assert "".join(update.text for update in updates) == "one, "
 
 
-async def test_a_stop_string_at_once_leaves_no_update(make_engine, fake_limits):
+async def test_a_stop_string_at_once_leaves_an_update_without_text(make_engine, fake_limits):
     engine = make_engine(FakeRuntime(fake_limits, says("stop")))
     settings = {**GREEDY, "stop": "st", "logprobs": True}
     stream = await engine.query(question="a", stream=True, settings=settings)
     updates, result = await streamed(stream)
-    assert updates == [] and [token.utf8 for token in result.logprobs] == [b"s", b"t"]
+    (update,) = updates
+    assert (update.text, update.tokens) == ("", result.logprobs)
+    assert [token.utf8 for token in result.logprobs] == [b"s", b"t"]
+
+
+async def test_a_last_token_without_text_is_in_the_last_update(make_engine, fake_limits):
+    """Without log-probabilities there is no such update."""
+    engine = make_engine(
+        FakeRuntime(fake_limits, lambda fed: 100 + ord("a") if len(fed) < 9 else 7)
+    )
+    settings = {**GREEDY, "max_tokens": 9}
+    stream = await engine.query(question="a", stream=True, settings={**settings, "logprobs": True})
+    updates, result = await streamed(stream)
+    told = [token for update in updates for token in update.tokens]
+    assert tuple(told) == result.logprobs and told[-1].utf8 == b""
+    assert "".join(update.text for update in updates) == result.output["answer"]
+    stream = await engine.query(question="a", stream=True, settings=settings)
+    assert all(update.text for update in (await streamed(stream))[0])
 
 
 async def test_reasoning_is_left_out(make_engine, fake_limits):

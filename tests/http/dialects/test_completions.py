@@ -74,6 +74,23 @@ async def test_log_probabilities_are_lists(http):
     assert joined == lists
 
 
+async def test_an_empty_answer_has_empty_lists(http):
+    _, client = await http(runtime=FakeRuntime(LIMITS, lambda fed: 0))
+    empty: dict[str, Any] = {"tokens": [], "token_logprobs": [], "text_offset": []}
+    [choice] = (await complete(client, prompt="What?", logprobs=2))["choices"]
+    assert choice == {
+        "index": 0,
+        "text": "",
+        "finish_reason": "stop",
+        "logprobs": {**empty, "top_logprobs": None},
+    }
+    body = {**ASKED, "prompt": "What?", "logprobs": 2, "stream": True}
+    [chunk] = chunks((await client.post("/v1/completions", json=body)).text)
+    assert chunk["choices"][0]["logprobs"] == choice["logprobs"]
+    [plain] = (await complete(client, prompt="What?"))["choices"]
+    assert plain["logprobs"] is None
+
+
 async def test_several_samples_of_several_prompts(http):
     _, client = await http()
     asked: dict[str, Any] = {"temperature": 1, "seed": 3, "n": 2}

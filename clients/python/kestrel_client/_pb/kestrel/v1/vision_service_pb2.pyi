@@ -1472,13 +1472,16 @@ class TextDelta(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """The text to append; never empty, never cut inside a character. All deltas joined equal the final text."""
+    """The text to append; never cut inside a character. All deltas joined equal the final text. Empty only in the last delta,
+    if it has `tokens`.
+    """
     output_tokens: _builtins.int
     """Tokens generated so far, reasoning and spatial tokens included. At least 1."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
         """With Sampling.logprobs, the tokens since the last delta; otherwise empty. The text of the last of them may follow in
-        the next delta. Tokens after the last delta, like those of a stop string, are in the final result only.
+        the next delta. Those of all deltas are those of the final result: tokens without text at the end, like those of a
+        stop string, come in a last delta.
         """
 
     def __init__(
