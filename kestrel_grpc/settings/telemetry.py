@@ -165,7 +165,7 @@ def _exporters(environ: Mapping[str, str], signal: str) -> tuple[Exporter, ...]:
             why = (
                 "must stand alone"
                 if name == "none"
-                else f"must be none or of {', '.join(_EXPORTERS)}"
+                else f"must be one of none, {', '.join(_EXPORTERS)}"
             )
             raise ValueError(f"OTEL_{signal}_EXPORTER={name!r}: {why}")
     return tuple(dict.fromkeys(_EXPORTERS[name] for name in names))

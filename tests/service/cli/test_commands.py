@@ -379,3 +379,40 @@ def test_a_port_in_use_is_named(server):
     done = kestrel("serve", "--listen", server[0])
     assert done.returncode == 1
     assert f"cannot listen on {server[0]}: address already in use" in done.stderr
+
+
+ASCII = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+
+
+def test_a_locale_of_ascii(server):
+    """What it lacks is escaped as in JSON, and arguments are read as UTF-8."""
+    done = ask(server, "detect", IMAGE, "größer 🐞", "--json", run=executed, **ASCII)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["object"] == "größer 🐞"
+    done = executed("doctor", "--help", **ASCII)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+    assert "\\u2026" in done.stdout
+
+
+CONFINED = ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c"]
+READ_ONLY = (
+    "mount -o remount,bind,ro / && mount -t tmpfs -o size=4k none /dev/shm && "
+    "mount -o remount,ro /dev/shm && cd / && "
+)
+
+
+def test_no_folder_for_temporary_files():
+    tried = subprocess.run([*CONFINED, f"{READ_ONLY} ! touch /tmp/a"], capture_output=True)
+    if tried.returncode:
+        pytest.skip("a process may not make its files read-only here")
+    for command, status in (("serve --listen 127.0.0.1:0", 1), ("doctor", 1)):
+        line = f"{READ_ONLY} exec {sys.executable} -m kestrel_grpc {command}"
+        variables = environment(PYTHONPATH=str(ROOT))
+        variables.pop("TMPDIR", None)
+        done = subprocess.run(
+            [*CONFINED, line], capture_output=True, text=True, env=variables, timeout=120
+        )
+        assert done.returncode == status, done.stderr
+        said = done.stderr if "serve" in command else done.stdout
+        assert "no folder for temporary files can be written" in said.splitlines()[-1]
+        assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1

@@ -135,7 +135,7 @@ def test_a_variable_lists_exporters(named: str, exporters: tuple[str, ...], prot
 @pytest.mark.parametrize(
     ("named", "why"),
     [
-        ("zipkin", "'zipkin': must be none or of otlp, console"),
+        ("zipkin", "'zipkin': must be one of none, otlp, console"),
         ("otlp,zipkin", "'zipkin'"),
         ("none,otlp", "'none': must stand alone"),
         ("otlp_proto_grpc,otlp_proto_http", "two protocols"),
