@@ -13,10 +13,12 @@ from ..checkpoint.config_file import NAME as CONFIG_NAME
 from ..checkpoint.files import INDEX_SUFFIX, shard_names
 from ..checkpoint.open import OpenedModel, open_model
 from ..checkpoint.progress import log_progress
+from ..checkpoint.refiner_file import NAME as REFINER_NAME
 from ..checkpoint.tokenizer_file import NAME as TOKENIZER_NAME
 from ..checkpoint.weights.plan import checkpoint_error
 from ..config.runtime import RuntimeConfig
 from ..errors import DownloadError
+from ..types.calibration import FILE_NAME as CALIBRATION_NAME
 
 if TYPE_CHECKING:
     from ..checkpoint.bucket.bucket import ModelBucket
@@ -75,8 +77,9 @@ def named_files(opened: OpenedModel) -> dict[str, Path]:
         if set(shard_names(index)) == set(files):
             files[index.name] = index
             break
-    if (config := folder / CONFIG_NAME).is_file():
-        files[CONFIG_NAME] = config
+    for name in (CONFIG_NAME, REFINER_NAME, CALIBRATION_NAME):
+        if (beside := folder / name).is_file():
+            files[name] = beside
     files[TOKENIZER_NAME] = opened.tokenizer_path
     return files
 

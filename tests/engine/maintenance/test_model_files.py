@@ -225,7 +225,7 @@ def test_broken_weights_are_named(folder: Path) -> None:
 def test_the_bundled_model_is_as_recorded() -> None:
     found = verified(RuntimeConfig())
     assert [status for status, _ in found.values()] == ["ok"] * 4
-    assert found["checksums"][1] == "3 files match the checksums recorded by SHA256SUMS"
+    assert found["checksums"][1] == "5 files match the checksums recorded by SHA256SUMS"
 
 
 async def test_the_bundled_model_gives_its_known_answers() -> None:

@@ -12,8 +12,15 @@ def test_a_model_goes_into_a_folder_and_is_verified_there(tmp_path):
     done = here("download", "kestrel-tiny", "--to", tmp_path / "model")
     assert done.returncode == 0, done.stderr
     *files, last = done.stdout.splitlines()
-    assert [Path(file).name for file in files] == ["model.safetensors", "config.json", "tokenizer.json"]  # fmt: skip
-    assert last == "kestrel-tiny: 3 files, 21.7 MB"
+    names = [
+        "model.safetensors",
+        "config.json",
+        "refiner.safetensors",
+        "score_calibration.json",
+        "tokenizer.json",
+    ]
+    assert [Path(file).name for file in files] == names
+    assert last == "kestrel-tiny: 5 files, 22.4 MB"
     weights = {"KESTREL_MODEL_PATH": str(tmp_path / "model"), "KESTREL_OFFLINE": "on"}
     done = here("verify", "--json", "--no-answer", **weights)
     assert done.returncode == 0, done.stderr
