@@ -26,6 +26,7 @@ __all__ = [
     "answer",
     "calibrate",
     "check_names",
+    "check_slow_device",
     "compile_kernels",
     "diagnose",
     "download",
@@ -74,6 +75,19 @@ def diagnose(config: RuntimeConfig) -> Iterator[Finding]:
     yield from check_device(config)
     yield from check_images()
     yield from check_model(config)
+
+
+def check_slow_device(config: RuntimeConfig) -> Iterator[Finding]:
+    """Yields the findings of ``diagnose`` about memory and time for a large model on this machine's CPU.
+
+    It loads no model and sends no request.
+    """
+    from .model import check_fit, model_of
+
+    model = model_of(config)
+    if model is not None:
+        memory, *speed = check_fit(config, model)
+        yield from ((memory, *speed) if speed else ())
 
 
 def download(

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from ..checkpoint.hub import Hub
 
 GIB = 2**30
+_LARGE_BYTES = GIB
+"""Models of fewer bytes answer within seconds on any CPU, so that nothing is measured for them."""
 
 
 def check_model(config: RuntimeConfig, *, hub: Hub | None = None) -> Iterator[Finding]:
@@ -37,10 +39,23 @@ def check_model(config: RuntimeConfig, *, hub: Hub | None = None) -> Iterator[Fi
         message = "can't be checked before the model is downloaded"
         yield Finding("memory", "warn", message, "kestrel-grpc download")
         return
+    yield from check_fit(config, model)
+
+
+def check_fit(config: RuntimeConfig, model: ModelConfig) -> Iterator[Finding]:
+    """Checks the memory, and the time that answers of a large model take on a CPU."""
     try:
         yield _memory(config, model)
     except ConfigError as error:
         yield Finding("memory", "fail", str(error))
+    if not _on_card(config) and not config.device.startswith("cuda"):
+        yield from _slow_answers(config, model)
+
+
+def model_of(config: RuntimeConfig) -> ModelConfig | None:
+    """Returns the model's shape, from its files on this machine or from its name; None if neither tells it."""
+    found = [model for _, model in _files(config, None) if model is not None]
+    return found[0] if found else _released(config)
 
 
 def _files(config: RuntimeConfig, hub: Hub | None) -> Iterator[tuple[Finding, ModelConfig | None]]:
@@ -103,9 +118,8 @@ def _released(config: RuntimeConfig) -> ModelConfig | None:
 
 def _memory(config: RuntimeConfig, model: ModelConfig) -> Finding:
     """Raises ConfigError."""
-    import torch
 
-    if config.device != "cpu" and torch.cuda.is_available():
+    if _on_card(config):
         return _card_memory(config, model)
     if config.device.startswith("cuda"):
         return Finding("memory", "warn", "can't be checked: torch sees no GPU")
@@ -113,7 +127,7 @@ def _memory(config: RuntimeConfig, model: ModelConfig) -> Finding:
     from ..checkpoint.weights.memory import host_available
     from ..checkpoint.weights.random_weights import weight_bytes
 
-    dtype = torch.float32 if config.dtype == "auto" else _dtype(config)
+    dtype = _dtype(config)
     needed, available = weight_bytes(model, dtype, keep_fp8=False), host_available()
     message = f"weights take {gib(needed)} as {str(dtype).removeprefix('torch.')}"
     if available is None:
@@ -159,9 +173,43 @@ def _card_memory(config: RuntimeConfig, model: ModelConfig) -> Finding:
     return Finding("memory", "ok", message)
 
 
-def _dtype(config: RuntimeConfig) -> torch.dtype:
+def _slow_answers(config: RuntimeConfig, model: ModelConfig) -> Iterator[Finding]:
     import torch
 
-    found = getattr(torch, str(config.dtype))
+    from ..checkpoint.weights.random_weights import weight_bytes
+    from .cpu_time import estimate
+
+    if weight_bytes(model, _dtype(config), keep_fp8=False) < _LARGE_BYTES:
+        return
+    time = estimate(model, _dtype(config))
+    message = (
+        f"estimated for this CPU: {_duration(time.first_small_s)} (a small image) to {_duration(time.first_large_s)} "
+        f"(a large one) until an answer's first token, {_duration(time.token_s)} for each further one, with "
+        f"{torch.get_num_threads()} threads"
+    )
+    yield Finding("speed", "warn", message, "a GPU, or another --dtype: compare with doctor")
+
+
+def _duration(seconds: float) -> str:
+    return (
+        f"{seconds / 60:.0f} min"
+        if seconds > 120
+        else f"{seconds:.1g} s"
+        if seconds < 10
+        else f"{seconds:.0f} s"
+    )
+
+
+def _on_card(config: RuntimeConfig) -> bool:
+    import torch
+
+    return config.device != "cpu" and torch.cuda.is_available()
+
+
+def _dtype(config: RuntimeConfig) -> torch.dtype:
+    """The dtype on a CPU."""
+    import torch
+
+    found = torch.float32 if config.dtype == "auto" else getattr(torch, str(config.dtype))
     assert isinstance(found, torch.dtype)
     return found

@@ -33,6 +33,8 @@ from .parser import CommandError, CommandParser, temporary_folder_problem
 
 logger = logging.getLogger(__name__)
 
+logger = logging.getLogger(__name__)
+
 _ESSENTIAL = (
     "--model",
     "--weights",
@@ -155,6 +157,9 @@ def _serve_alone(
         device = config.workers.devices[0]
         runtimes = [dataclasses.replace(runtime, device=device) for runtime in runtimes]
     set_up_interpreter()
+    for runtime in runtimes:
+        for finding in maintenance.check_slow_device(runtime):
+            logger.warning("%s: %s: %s", runtime.model, finding.check, finding.message)
     try:
         asyncio.run(serve_alone(config, runtimes, skills))
     except ConfigError:
