@@ -17,7 +17,7 @@ FILES = [
         if "node_modules" not in path.parts and path.is_file()
     ),
 ]
-UNPUBLISHED = re.compile(r"""install\b[^\n#]*?["' ](kestrel-(grpc|client))\b(?!.*\.whl)""")
+UNPUBLISHED = re.compile(r"""install\b[^\n#`]*?["' ](kestrel-(grpc|client))\b(?!.*\.whl)""")
 """A command that asks an index for a package of this project."""
 ALONE = re.compile(r"""install\b(?![^\n]*clients/python)[^\n]*?["' ]\.(\[[\w,]+\])?["'](?=\W)""")
 """A command that installs the server without the client, which no index has."""
