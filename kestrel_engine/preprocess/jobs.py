@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .. import clock
+from ..fair_queue import FairQueue
 from ..types.requests import PreparedImage
 from .decoding.costs import Cost
 from .decoding.images import Colour
-from .fair_queue import FairQueue
 from .looks import WHOLE, Selection
 from .prepared_cache import Looks
 

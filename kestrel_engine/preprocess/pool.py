@@ -33,10 +33,10 @@ from ..errors import (
     PixelsWaiting,
     RuntimeFailure,
 )
+from ..fair_queue import FairQueue
 from ..types.model_config import VisionConfig
 from .decoding.costs import FIELD, Cost
 from .decoding.images import ImageSource, OnBackground, read_source
-from .fair_queue import FairQueue
 from .jobs import Job, Preprocessed
 from .known_bytes import KnownBytes
 from .looks import WHOLE, selection_of, selection_values

@@ -32,7 +32,6 @@ from kestrel_engine.errors import (
 )
 from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.decoding.images import open_image
-from kestrel_engine.preprocess.fair_queue import FairQueue
 from kestrel_engine.preprocess.pool import EXPENSIVE_NICE, PreprocessPool
 from kestrel_engine.preprocess.processes import decoder_process
 from kestrel_engine.preprocess.processes.decoder_process import template
@@ -287,26 +286,6 @@ async def test_an_image_beyond_the_whole_budget_is_refused(make_pool):
     pool = make_pool(decode_bytes=32 * 2**20)
     with pytest.raises(ImageTooLargeError, match=r"takes \d+ bytes .* \(--decode-bytes\)"):
         await pool.prepare(huge())
-
-
-def test_principals_take_turns_and_cheap_comes_first():
-    queue: FairQueue[str] = FairQueue()
-    for name, principal, rank in (
-        ("a3", "a", 3),
-        ("a1", "a", 1),
-        ("a2", "a", 2),
-        ("b9", "b", 9),
-        ("c5", "c", 5),
-        ("b8", "b", 8),
-    ):
-        queue.push(name, principal, rank)
-    assert (len(queue), queue.peek()) == (6, "a1")
-    assert [queue.pop() for _ in range(3)] == ["a1", "b8", "c5"]
-    queue.push("d", "d", 0)
-    assert [queue.pop() for _ in range(4)] == ["a2", "b9", "d", "a3"]
-    assert queue.peek() is None
-    with pytest.raises(KeyError):
-        queue.pop()
 
 
 async def test_a_principal_with_one_image_does_not_wait_for_another_with_many(make_pool):
