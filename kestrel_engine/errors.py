@@ -21,6 +21,7 @@
     │   └── InsufficientMemoryError
     ├── EngineOverloaded         a bounded queue is full; retry later
     │   ├── AdaptersFull         adapters in use leave no memory for another one
+    │   ├── ConstraintsCostly       a principal's slow constraints used too much processor time
     │   ├── Displaced            the request waited and lost its place to a request with a stronger claim
     │   ├── PixelsWaiting        too many pixels wait to be decoded
     │   └── QueueTimeout         the request waited longer than max_queue_wait_s
@@ -181,6 +182,11 @@ class AdaptersFull(EngineOverloaded):
 class AdapterUnavailable(KestrelError):
     """The adapter can't be fetched now: the hub or the tuning API does not answer, the transfer broke off, or its
     files change while they are read."""
+
+
+class ConstraintsCostly(EngineOverloaded):
+    """The request's constraint is slow to follow, and slow constraints of its principal used too much processor time
+    lately."""
 
 
 class Displaced(EngineOverloaded):

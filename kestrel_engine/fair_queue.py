@@ -11,8 +11,7 @@ Item = TypeVar("Item")
 
 
 class FairQueue(Generic[Item]):
-    """Among the items of a principal, an item of lower rank comes first. To remove an item, the owner of the queue
-    marks the item and skips it."""
+    """Among the items of a principal, an item of lower rank comes first."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, list[tuple[float, int, Item]]] = OrderedDict()
@@ -29,6 +28,16 @@ class FairQueue(Generic[Item]):
         for items in self._waiting.values():
             return items[0][2]
         return None
+
+    def remove(self, item: Item, principal: str) -> None:
+        """Removes ``item`` of ``principal``. Without effect if it is not there."""
+        items = self._waiting.get(principal, [])
+        kept = [entry for entry in items if entry[2] is not item]
+        if not kept:
+            self._waiting.pop(principal, None)
+        elif len(kept) < len(items):
+            heapq.heapify(kept)
+            self._waiting[principal] = kept
 
     def pop(self) -> Item:
         """Removes and returns the first item of the principal whose turn it is. Raises KeyError if the queue is

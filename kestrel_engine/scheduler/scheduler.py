@@ -198,6 +198,7 @@ class Scheduler:
         Sequences whose row was not finite must have ended by discard().
 
         After that, a sequence whose ``rule`` is None and that has no token in flight waits for resume() or abort().
+        Other sequences do not wait for it.
         """
         sampled: list[tuple[Sequence, StepToken]] = []
         if plan.lane is Lane.NEW_WORK:

@@ -143,11 +143,19 @@ class Sequence:
         )
 
     @property
+    def awaits_rule(self) -> bool:
+        """Whether all tokens have come back and the rule of the next one is not set. Nothing is computed until then."""
+        return self.rule is None and self.num_sampled > 0 and not self.in_flight
+
+    @property
     def needs_prefill(self) -> bool:
-        return bool(self.needed) or (
-            self.cursor < len(self.tokens)
-            and self.tokens[self.cursor] is not PREVIOUS
-            and not self.can_decode
+        return not self.awaits_rule and (
+            bool(self.needed)
+            or (
+                self.cursor < len(self.tokens)
+                and self.tokens[self.cursor] is not PREVIOUS
+                and not self.can_decode
+            )
         )
 
     def replace_pages(self, pages: list[int]) -> None:

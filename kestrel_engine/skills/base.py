@@ -17,7 +17,7 @@ from ..types.embedding import EmbeddingSpec
 from ..types.events import EngineMetrics, EngineResult, FinishReason, StreamUpdate, TokenLogprob
 from ..types.model_config import ModelConfig
 from ..types.requests import ImagePlace, SamplingParams, Token, check_bytes
-from ..types.step import StepToken, TokenRule
+from ..types.step import RuleWait, StepToken, TokenRule
 from ..types.stream import EngineStream
 from .constraints.grammars import Grammar
 
@@ -152,11 +152,14 @@ class SkillControl(Protocol):
     Steps are launched ahead of results: rule(n + 1) may be called before accept() has seen token n.
     """
 
-    def rule(self, index: int) -> TokenRule | None:
+    def rule(self, index: int) -> TokenRule | RuleWait | None:
         """The constraint on the ``index``-th sampled token, counted from 0. Equal calls return equal rules.
 
         None: the rule depends on a token that accept() has not seen yet. The engine then asks again after that token,
         which costs the request one step. Never None once every earlier token was accepted.
+
+        RuleWait: another thread computes the rule. The engine asks again when it is there, and other requests go on
+        meanwhile. Never for the first token.
         """
         ...
 

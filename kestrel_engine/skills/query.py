@@ -17,7 +17,7 @@ from ..types.requests import (
     check_spatial_refs,
     spatial_tokens,
 )
-from ..types.step import StepToken, TokenRule
+from ..types.step import RuleWait, StepToken, TokenRule
 from .base import (
     Presupposed,
     SkillContext,
@@ -287,7 +287,7 @@ class ReasoningControl:
         self._was_cut = False
         """The reasoning had no end of its own, and no limit of its own."""
 
-    def rule(self, index: int) -> TokenRule | None:
+    def rule(self, index: int) -> TokenRule | RuleWait | None:
         if self._answer_from is not None and index >= self._answer_from:
             return self._answer.rule(index - self._answer_from)
         if index > self._num_accepted:

@@ -6,12 +6,14 @@ Owns them with their skill's controls, and the reports of their tokens and ends.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from .. import clock
 from ..errors import (
+    ConstraintsCostly,
     DeadlineExceeded,
     KestrelError,
     QueueTimeout,
@@ -25,7 +27,7 @@ from ..skills.base import SkillControl, SkillOutput
 from ..skills.rule_check import RuleCheck
 from ..types.embedding import Embedding
 from ..types.events import FinishReason
-from ..types.step import RefineRow, StepPlan, StepResult, StepToken
+from ..types.step import RefineRow, RuleWait, StepPlan, StepResult, StepToken
 from ..types.submission import Submission
 from ..types.timings import StepTimings
 from .delivery import SequenceEnd, StepReport
@@ -80,12 +82,20 @@ class _Active:
 
 
 class ActiveRequests:
-    """``check_rule``: None trusts all skills."""
+    """``check_rule``: None trusts all skills. ``post``: has a command run on the step thread, from any thread."""
 
-    def __init__(self, scheduler: Scheduler, check_rule: RuleCheck | None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        check_rule: RuleCheck | None,
+        post: Callable[[Callable[[], None]], None],
+    ) -> None:
         self._scheduler = scheduler
         self._check_rule = check_rule
+        self._post = post
         self._active: dict[int, _Active] = {}
+        self._rule_waits: dict[int, RuleWait] = {}
+        """The rules that other threads compute, by sequence id."""
         self._reports: list[StepReport] = []
         self.is_refining = False
         """Whether masks are queued, or out in a step."""
@@ -94,6 +104,16 @@ class ActiveRequests:
     def is_generating(self) -> bool:
         """Whether a request waits for tokens."""
         return any(active.finish is None for active in self._active.values())
+
+    @property
+    def awaits_rule(self) -> bool:
+        """Whether another thread computes a request's rule."""
+        return bool(self._rule_waits)
+
+    @property
+    def awaits_quick_rule(self) -> bool:
+        """Whether one of these rules will be there soon."""
+        return any(wait.is_quick for wait in self._rule_waits.values())
 
     def take_reports(self) -> list[StepReport]:
         """What happened since the last call, in order."""
@@ -226,12 +246,26 @@ class ActiveRequests:
         work = active.work
         if sequence.rule is None and sequence.num_planned < work.submission.max_tokens:
             rule = work.control.rule(sequence.num_planned)
-            if rule is not None:
+            if isinstance(rule, RuleWait):
+                self._rule_waits[sequence.sequence_id] = rule
+                rule.begin(partial(self._post, partial(self._rule_is_there, sequence.sequence_id)))
+            elif rule is not None:
                 check = self._check_rule
                 # Looked up here: this runs for every token of every row.
                 if check is not None and check.passed.get(id(rule)) is not rule:
                     check(rule)
                 self._scheduler.resume(sequence.sequence_id, rule)
+
+    def _rule_is_there(self, sequence_id: int) -> None:
+        """Another thread has computed the rule for which a request waited."""
+        if self._rule_waits.pop(sequence_id, None) is None:
+            return  # The request has ended.
+        active = self._active[sequence_id]
+        assert active.sequence is not None
+        try:
+            self._resume(active, active.sequence)
+        except Exception as error:
+            self._skill_failed(sequence_id, error)
 
     def _consume(self, active: _Active, sequence: Sequence, token: StepToken, now: float) -> None:
         work = active.work
@@ -249,6 +283,7 @@ class ActiveRequests:
                     sequence.rule is not None
                     or sequence.in_flight
                     or sequence.num_planned == max_tokens
+                    or sequence.sequence_id in self._rule_waits
                 )
         except Exception as error:
             self._skill_failed(sequence.sequence_id, error)
@@ -280,8 +315,8 @@ class ActiveRequests:
     def _skill_failed(self, sequence_id: int, error: Exception) -> None:
         """Called when a skill raised or gave an impossible rule. The fault ends its own request only.
 
-        A RequestError is the caller's fault: a constraint that is too complex to follow."""
-        if isinstance(error, RequestError):
+        A constraint that is too complex to follow, or too costly, is the caller's fault."""
+        if isinstance(error, (RequestError, ConstraintsCostly)):
             self._end(sequence_id, error)
             return
         logger.error("the skill of sequence %d failed", sequence_id, exc_info=error)
@@ -324,6 +359,8 @@ class ActiveRequests:
         stop: StepToken | None = None,
     ) -> None:
         active = self._active.pop(sequence_id)
+        if (wait := self._rule_waits.pop(sequence_id, None)) is not None:
+            wait.drop()
         if active.finish is None:
             self._scheduler.abort(sequence_id)
         else:

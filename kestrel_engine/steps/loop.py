@@ -46,6 +46,11 @@ BESIDE_DEPTH = 2
 them. And a sequence whose prompt was computed joins only steps that are launched later."""
 
 
+RULE_PATIENCE_S = 0.001
+"""Seconds before a step in which the loop waits for rules that other threads are about to have. Without it, their rows
+would miss the step."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Out:
     plan: StepPlan
@@ -75,12 +80,15 @@ class EngineLoop:
         )
         self._scheduler = Scheduler(runtime.limits, policy)
         self._stats = self._scheduler.stats
-        self._requests = ActiveRequests(self._scheduler, check_rule)
+        # Unbounded here because the engine admits a bounded number of requests, each of which sends two commands, and
+        # one for each rule that another thread computes.
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._requests = ActiveRequests(self._scheduler, check_rule, self._commands.put)
         self._events = (
             None if observer is None else StepEvents(observer, self._scheduler, self._requests)
         )
-        # Unbounded here because the engine admits a bounded number of requests, each of which sends two commands.
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._has_no_step = False
+        """Whether all requests wait for rules that other threads compute."""
         self._out: dict[Lane, deque[_Out]] = {lane: deque() for lane in self._depths}
         """The steps that are out, in the order of their launch."""
         self._profile: StepProfile | None = None
@@ -187,18 +195,29 @@ class EngineLoop:
 
     def _take_commands(self) -> bool:
         """Runs the commands in the queue; waits for one if there is no other work. False: stop."""
-        waits = not self._scheduler.has_work
+        waits = not self._scheduler.has_work or self._has_no_step
+        until = clock.now() + RULE_PATIENCE_S
         while True:
             try:
-                command = self._commands.get(block=waits)
+                command = self._next_command(waits, until)
             except queue.Empty:
                 return True
-            waits = False
+            waits = self._has_no_step = False
             self._beat_at = clock.now()
             if command is None:
                 return False
             command()
             self._flush()
+
+    def _next_command(self, waits: bool, until: float) -> Callable[[], None] | None:
+        """``waits``: there is no other work. Raises queue.Empty if there is no command."""
+        if waits:
+            command: Callable[[], None] | None = clock.get(self._commands, None)
+            return command
+        if self._requests.awaits_quick_rule and (left := until - clock.now()) > 0:
+            command = clock.get(self._commands, left)
+            return command
+        return self._commands.get_nowait()
 
     def _advance(self) -> None:
         """Launches a step if the pipeline has room, then collects the oldest if the pipeline is full or stuck."""
@@ -210,8 +229,9 @@ class EngineLoop:
         self._requests.admitted(self._scheduler.take_admitted())
         if plan is not None:
             self._launch(plan, now)
-        if plan is None:
-            assert any(self._out.values()) or not self._requests.is_generating, (
+        self._has_no_step = plan is None and not any(self._out.values())
+        if self._has_no_step:
+            assert self._requests.awaits_rule or not self._requests.is_generating, (
                 "there is work, but no step to be made of it"
             )
         if any(self._out.values()) and (plan is None or not any(map(self._has_room, self._out))):

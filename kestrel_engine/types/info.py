@@ -33,12 +33,12 @@ class CompileCounts:
 
 @dataclass(slots=True)
 class MaskCounts:
-    """The work of following constraints since the engine started. The step thread changes it, any thread reads it."""
+    """The work of following constraints since the engine started. Any thread reads it."""
 
     masks: int = 0
-    """Masks of permitted tokens, one for each token of a constrained text."""
+    """Masks of permitted tokens, one for each token of a constrained text but the first."""
     seconds: float = 0.0
-    """Of the step thread, to compute the masks and to follow the texts."""
+    """Processor time to compute the masks and to follow the texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

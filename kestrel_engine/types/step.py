@@ -7,7 +7,9 @@ as a callback, so that a captured graph or another process can apply them.
 
 from __future__ import annotations
 
+import abc
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -65,6 +67,23 @@ class TokenRule:
     def mask_bytes(vocab_size: int) -> int:
         """The length of a mask."""
         return -(-vocab_size // 32) * 4
+
+
+class RuleWait(abc.ABC):
+    """Stands for a rule that another thread computes."""
+
+    @property
+    @abc.abstractmethod
+    def is_quick(self) -> bool:
+        """Whether the rule is usually there within a millisecond."""
+
+    @abc.abstractmethod
+    def begin(self, on_end: Callable[[], None]) -> None:
+        """Has the rule computed. Then another thread calls ``on_end``. Once for each rule."""
+
+    @abc.abstractmethod
+    def drop(self) -> None:
+        """The rule is no longer needed. ``on_end`` may be called nevertheless."""
 
 
 NEAR_BINS = 16

@@ -316,7 +316,7 @@ MASK_TIME = Metric(
     "kestrel.masks.time",
     "counter",
     "s",
-    "Time of the step thread to follow constraints and to compute their masks",
+    "Processor time to follow constraints and to compute their masks",
     (REQUEST_MODEL,),
 )
 STEPS = Metric(

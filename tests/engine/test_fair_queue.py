@@ -21,3 +21,13 @@ def test_principals_take_turns_and_cheap_comes_first():
     assert queue.peek() is None
     with pytest.raises(KeyError):
         queue.pop()
+
+
+def test_an_item_is_removed():
+    queue: FairQueue[str] = FairQueue()
+    for name in ("a1", "a2", "a3", "b1"):
+        queue.push(name, name[0], 0)
+    queue.remove("a2", "a")
+    queue.remove("b1", "b")
+    queue.remove("a1", "c")
+    assert [queue.pop() for _ in range(len(queue))] == ["a1", "a3"]

@@ -1,19 +1,35 @@
-"""ConstraintCompiler: compiles the constraints of requests in a thread. Owns the constraints that wait for it."""
+"""ConstraintCompiler: compiles the constraints of requests in a thread. Owns the constraints that wait for it, and the
+compiled ones that were used last.
+
+Principals take turns. Each constraint that waits is that of a request with a place in the queue, so places bound them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
-from ...errors import EngineClosed, EngineOverloaded
+from ...errors import EngineClosed
+from ...fair_queue import FairQueue
 from ...skills.constraints.grammars import Grammar, Grammars
 from ...types.constraint import Constraint
 from ...types.info import MaskCounts
 from .preparing import Preparing
 from .queue_places import Place
 
-MAX_COMPILING = 32
-"""Constraints that may wait to be compiled, each of which takes up to a second."""
+MAX_CACHED = 32
+"""Compiled constraints that are kept."""
+
+
+class _Job:
+    """A constraint to compile, for the requests that wait for it."""
+
+    def __init__(self, constraint: Constraint) -> None:
+        self.constraint = constraint
+        self.compiled: asyncio.Future[Grammar] = asyncio.get_running_loop().create_future()
+        self.waiting: Counter[str] = Counter()
+        """Requests by principal."""
 
 
 class ConstraintCompiler:
@@ -23,7 +39,12 @@ class ConstraintCompiler:
         self._grammars = grammars
         self._preparing = preparing
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kestrel-grammars")
-        self._compiling: dict[Constraint, asyncio.Future[Grammar]] = {}
+        self._jobs: dict[Constraint, _Job] = {}
+        self._queue: FairQueue[_Job] = FairQueue()
+        self._running: _Job | None = None
+        self._cache: OrderedDict[Constraint, tuple[str, Grammar]] = OrderedDict()
+        """With the principal for which each was compiled; the one that was used last is the last."""
+        self._is_closed = False
 
     @property
     def counts(self) -> MaskCounts:
@@ -35,42 +56,82 @@ class ConstraintCompiler:
     ) -> Grammar:
         """The compiled constraint of a request.
 
-        Raises InvalidRequest naming the place of an error, EngineOverloaded if too many constraints wait to be
-        compiled, DeadlineExceeded, EngineClosed, and Displaced if the request loses its place meanwhile.
+        Raises InvalidRequest naming the place of an error, DeadlineExceeded, EngineClosed, and Displaced if the request
+        loses its place meanwhile.
         """
-        compiling = self._compile(constraint)
+        cached = self._cache.get(constraint)
+        if cached is not None:
+            self._cache.move_to_end(constraint)
+            return cached[1].of(place.principal)
+        if self._is_closed:
+            raise EngineClosed("the engine was shut down")
+        job = self._jobs.get(constraint)
+        if job is None:
+            job = self._jobs[constraint] = _Job(constraint)
+        if not job.waiting[place.principal] and job is not self._running:
+            self._queue.push(job, place.principal, place.priority)
+        job.waiting[place.principal] += 1
+        self._compile_next()
         try:
-            return await self._preparing.run(
-                asyncio.shield(compiling),  # Other requests may wait for the same constraint.
+            grammar = await self._preparing.run(
+                asyncio.shield(job.compiled),  # Other requests may wait for the same constraint.
                 place,
                 timeout_s,
                 "before the constraint was compiled",
             )
         except asyncio.CancelledError:
-            if compiling.cancelled():
+            if job.compiled.cancelled():
                 raise EngineClosed("the engine was shut down") from None
             raise
+        finally:
+            job.waiting[place.principal] -= 1
+            if not job.waiting[place.principal]:
+                self._queue.remove(job, place.principal)
+            if not job.waiting.total() and job is not self._running:
+                self._jobs.pop(constraint, None)
+        return grammar.of(place.principal)
 
     async def close(self) -> None:
         """Ends what waits with EngineClosed, and waits for the constraint in progress."""
-        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+        self._is_closed = True
+        for job in self._jobs.values():
+            if job is not self._running:
+                job.compiled.cancel()
+        await asyncio.to_thread(self._thread.shutdown)
         self._grammars.close()
 
-    def _compile(self, constraint: Constraint) -> asyncio.Future[Grammar]:
-        """The compiled constraint, which several requests may await. Raises EngineOverloaded."""
-        compiling = self._compiling.get(constraint)
-        if compiling is None:
-            if len(self._compiling) == MAX_COMPILING:
-                raise EngineOverloaded(f"{MAX_COMPILING} constraints wait to be compiled")
-            compiling = asyncio.get_running_loop().run_in_executor(
-                self._thread, self._grammars.compile, constraint
+    def _compile_next(self) -> None:
+        """Starts the next constraint if none is being compiled."""
+        while self._running is None and not self._is_closed and self._queue.peek() is not None:
+            job = self._queue.pop()
+            if job.compiled.done():  # It waited for several principals.
+                continue
+            self._running = job
+            running = asyncio.get_running_loop().run_in_executor(
+                self._thread, self._grammars.compile, job.constraint
             )
-            self._compiling[constraint] = compiling
+            running.add_done_callback(self._ended)
 
-            def ended(future: asyncio.Future[Grammar]) -> None:
-                del self._compiling[constraint]
-                if not future.cancelled():
-                    future.exception()  # All requests for it may have ended.
+    def _ended(self, running: asyncio.Future[Grammar]) -> None:
+        job, self._running = self._running, None
+        assert job is not None
+        del self._jobs[job.constraint]
+        error = running.exception()
+        if error is not None:
+            job.compiled.set_exception(error)
+            job.compiled.exception()  # All requests for it may have ended.
+        else:
+            grammar = running.result()
+            job.compiled.set_result(grammar)
+            principal = next(iter(+job.waiting), "")
+            self._keep(job.constraint, principal, grammar)
+        self._compile_next()
 
-            compiling.add_done_callback(ended)
-        return compiling
+    def _keep(self, constraint: Constraint, principal: str, grammar: Grammar) -> None:
+        """Keeps a compiled constraint, in place of the oldest one of the principal with the most."""
+        if len(self._cache) == MAX_CACHED:
+            numbers = Counter(owner for owner, _ in self._cache.values())
+            most = max(numbers.values())
+            oldest = next(key for key, (owner, _) in self._cache.items() if numbers[owner] == most)
+            del self._cache[oldest]
+        self._cache[constraint] = principal, grammar

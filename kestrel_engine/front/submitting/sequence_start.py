@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from typing import cast
 
 from ...building.factory import Built
 from ...config.runtime import RuntimeConfig
@@ -22,6 +23,7 @@ from ...steps.loop import EngineLoop
 from ...types.adapter import Adapter
 from ...types.embedding import EmbeddingSpec
 from ...types.requests import PreparedImage
+from ...types.step import TokenRule
 from ...types.stream import EngineStream
 from ...types.submission import Submission
 from ...types.timings import FrontTimings
@@ -105,6 +107,8 @@ class SequenceStart:
         for sequence_id, images_of_look in zip(ids, looks, strict=True):
             seen = _in_region(request, images_of_look)
             control = checked.spec.new_control(seen, checked.max_tokens, self._context)
+            # The loop checks it: a skill may be a plug-in.
+            rule = cast("TokenRule | None", control.rule(0))
             submission = Submission(
                 sequence_id=sequence_id,
                 prompt=()
@@ -112,7 +116,7 @@ class SequenceStart:
                 else build_prompt(seen, images_of_look, self._model),
                 images=images_of_look,
                 sampling=dataclasses.replace(request.sampling, seed=seed),
-                rule=control.rule(0),
+                rule=rule,
                 max_tokens=checked.max_tokens,
                 namespace=namespace,
                 principal=place.principal,

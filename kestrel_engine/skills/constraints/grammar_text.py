@@ -37,11 +37,12 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 
 @functools.cache
 def _limits() -> llguidance.LLParserLimits:
-    """Bounds on time and memory: some 10 ms for a token, and 16 MB for the states of one constraint."""
+    """Bounds on time and memory: some 100 ms for a token, and 16 MB for the states of one constraint."""
     return llguidance.LLParserLimits(
         initial_lexer_fuel=200_000,
         step_lexer_fuel=100_000,
-        step_max_items=20_000,
+        max_items_in_row=1_000,
+        step_max_items=5_000,
         max_lexer_states=8_000,
         max_grammar_size=100_000,
         verbose_errors=False,
@@ -70,6 +71,23 @@ def new_tokenizer(tokens: list[bytes], eos_id: int) -> llguidance.LLTokenizer:
 def new_matcher(tokenizer: llguidance.LLTokenizer, lark: str) -> llguidance.LLMatcher:
     """The matcher may be in its error state."""
     return llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=_limits())
+
+
+class Unlocked:
+    """Lets a matcher consume a token without Python's interpreter lock, for one thread at a time.
+
+    The library's own method keeps the lock, which may take as long as a mask. Its method for several matchers releases
+    the lock, but not for a single one.
+    """
+
+    def __init__(self, tokenizer: llguidance.LLTokenizer) -> None:
+        self._executor = llguidance.LLExecutor(1)
+        self._other = new_matcher(tokenizer, "")
+        """In its error state, so that it consumes nothing."""
+
+    def consume_token(self, matcher: llguidance.LLMatcher, token_id: int) -> bool:
+        """As LLMatcher.consume_token."""
+        return self._executor.consume_token_par([(matcher, token_id), (self._other, token_id)])[0]
 
 
 def lark_of(constraint: Constraint) -> str:

@@ -1,4 +1,4 @@
-"""Grammars: compiles constraints to automata that give the tokens allowed next. Owns the cache of compiled ones.
+"""Grammars: compiles constraints to automata that give the tokens allowed next.
 
 The library llguidance does the work: its parser follows the text token by token, and gives a bit for each id of the
 vocabulary.
@@ -6,93 +6,149 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from ... import clock
-from ...errors import InvalidRequest, SkillUnavailable
+from ...errors import InvalidRequest, KestrelError, SkillUnavailable
 from ...types.constraint import Constraint
 from ...types.info import MaskCounts
-from ...types.step import TokenRule
+from ...types.step import RuleWait, TokenRule
 from .grammar_process import GrammarProcess
-from .grammar_text import AVAILABLE, first_line, lark_of, new_matcher, new_tokenizer
+from .grammar_text import (
+    AVAILABLE,
+    Unlocked,
+    first_line,
+    lark_of,
+    new_matcher,
+    new_tokenizer,
+)
+from .mask_threads import MaskThreads
 
 if TYPE_CHECKING:
     import llguidance
 
-MAX_CACHED = 32
-"""Compiled constraints that are kept."""
+_QUICK_S = 0.001
+"""Seconds of a mask on average, at most, of a quick matcher."""
+_EXTRA_S = 0.01
+"""More seconds for all masks together: a state that is reached for the first time takes longer."""
 
 
 class _Codec(Protocol):
     def token_bytes(self, token_id: int, /) -> bytes: ...
 
 
-class Matcher:
-    """Follows one text. Belongs to one thread at a time."""
+class Matcher(RuleWait):
+    """Follows one text. After ``take``, the next mask must be computed: by ``begin``, in another thread."""
 
-    def __init__(self, inner: llguidance.LLMatcher, first: bytes, counts: MaskCounts) -> None:
-        """``first``: the mask at the beginning. ``counts``: the work of the matcher is added to it."""
+    def __init__(self, inner: llguidance.LLMatcher, grammar: Grammar) -> None:
         self._inner = inner
-        self._counts = counts
-        self._first: bytes | None = first
-        self._size = len(first)
+        self._grammar = grammar
+        self._mask: bytes | None = grammar.first
+        self._token: int | None = None
+        """The last one, which ``inner`` does not have yet."""
+        self._error: KestrelError | None = None
+        self._on_end: Callable[[], None] = lambda: None
+        self._num_masks = 0
+        self.principal, self.field = grammar.principal, grammar.field
+        self.seconds = 0.0
 
-    def mask(self) -> bytes:
-        """The ids allowed next, as TokenRule.mask. The end id is among them if the text may end here.
+    @property
+    def is_quick(self) -> bool:
+        return self.seconds <= _EXTRA_S + _QUICK_S * self._num_masks
 
-        Raises InvalidRequest if the constraint takes too long to follow.
+    @property
+    def mask(self) -> bytes | None:
+        """The ids allowed next, as TokenRule.mask. The end id is among them if the text may end here. None: it is not
+        computed yet.
+
+        Raises InvalidRequest or ConstraintsCostly if the constraint takes too long to follow.
         """
-        self._counts.masks += 1
-        if self._first is not None:
-            return self._first
-        began = clock.now()
-        mask = self._inner.compute_bitmask()
-        self._counts.seconds += clock.now() - began
-        if self._inner.is_error():
-            self._fail()
-        return mask[: self._size]  # The library may add a word.
+        if self._error is not None:
+            raise self._error
+        return self._mask
 
     def take(self, token_id: int) -> None:
-        """Takes a token that the last mask allows. Raises InvalidRequest as ``mask``."""
-        self._first = None
-        began = clock.now()
-        taken = self._inner.consume_token(token_id)
-        self._counts.seconds += clock.now() - began
-        if not taken:
-            self._fail()
+        """Takes a token that the last mask allows."""
+        assert self._mask is not None, "the mask before is known"
+        self._mask, self._token = None, token_id
 
-    def _fail(self) -> None:
-        raise InvalidRequest(
-            "constraint", f"is too complex for this text: {first_line(self._inner.get_error())}"
-        )
+    def begin(self, on_end: Callable[[], None]) -> None:
+        self._on_end = on_end
+        self._grammar.threads.put(self)
+
+    def drop(self) -> None:
+        self._grammar.threads.drop(self)
+
+    def compute(self) -> None:
+        """Computes the mask after the last token. Raises InvalidRequest."""
+        assert self._token is not None
+        if self.is_quick:
+            taken = self._inner.consume_token(self._token)
+        else:
+            taken = self._grammar.unlocked.consume_token(self._inner, self._token)
+        self._num_masks += 1
+        if taken:
+            mask = self._inner.compute_bitmask()
+        if not taken or self._inner.is_error():
+            message = first_line(self._inner.get_error())
+            raise InvalidRequest(self.field, f"is too complex for this text: {message}")
+        self._mask = mask[: len(self._grammar.first)]  # The library may add a word.
+
+    def done(self, error: KestrelError | None) -> None:
+        """The mask, or ``error``, is there."""
+        self._error = error
+        self._on_end()
 
 
 class Grammar:
-    """A compiled constraint. Safe to use from any thread."""
+    """A compiled constraint. ``principal``: for whom its matchers work. For one event loop."""
 
-    def __init__(self, template: llguidance.LLMatcher, vocab_size: int, counts: MaskCounts) -> None:
-        self._template, self._counts = template, counts
-        self._first = template.compute_bitmask()[: TokenRule.mask_bytes(vocab_size)]
+    def __init__(
+        self,
+        template: llguidance.LLMatcher,
+        first: bytes,
+        field: str,
+        threads: MaskThreads,
+        unlocked: Unlocked,
+        principal: str = "",
+    ) -> None:
+        """``first``: the mask at the beginning of a text. ``field``: the setting that errors name."""
+        self._template = template
+        self.first, self.field, self.principal = first, field, principal
+        self.threads, self.unlocked = threads, unlocked
+
+    def of(self, principal: str) -> Grammar:
+        """The same for ``principal``."""
+        return Grammar(
+            self._template, self.first, self.field, self.threads, self.unlocked, principal
+        )
 
     def start(self) -> Matcher:
         """A matcher at the beginning of a text."""
-        return Matcher(self._template.deep_copy(), self._first, self._counts)
+        return Matcher(self._template.deep_copy(), self)
 
 
 class Grammars:
-    """Compiles constraints for one vocabulary. Belongs to one thread, but for ``counts``: the work of all matchers."""
+    """Compiles constraints for one vocabulary, in one thread."""
 
-    def __init__(self, codec: _Codec, vocab_size: int, eos_id: int) -> None:
+    def __init__(
+        self, codec: _Codec, vocab_size: int, eos_id: int, threads: MaskThreads | None = None
+    ) -> None:
+        """``threads``: those that compute masks."""
         self._codec, self._vocab_size, self._eos_id = codec, vocab_size, eos_id
-        self.counts = MaskCounts()
+        self._threads = threads or MaskThreads()
         self._process = GrammarProcess()
         self._tokenizer: llguidance.LLTokenizer | None = None
-        self._compiled: OrderedDict[Constraint, Grammar] = OrderedDict()
+        self._unlocked: Unlocked | None = None
+
+    @property
+    def counts(self) -> MaskCounts:
+        """The work of all matchers. From any thread."""
+        return self._threads.counts
 
     def compile(self, constraint: Constraint) -> Grammar:
-        """Compiles ``constraint``, or takes it from the cache. The first call builds a tree of the vocabulary and
-        starts a process, which takes up to a second.
+        """Compiles ``constraint``. The first call builds a tree of the vocabulary and starts a process, which takes up
+        to a second.
 
         Raises InvalidRequest naming field and place, SkillUnavailable if the library is not installed or the tokenizer
         does not suit it, and RuntimeFailure if no process can be started.
@@ -102,31 +158,24 @@ class Grammars:
                 "constraint",
                 "needs the package llguidance on the server, which is not installed there",
             )
-        grammar = self._compiled.get(constraint)
-        if grammar is None:
-            grammar = Grammar(self._compile(constraint), self._vocab_size, self.counts)
-            if len(self._compiled) == MAX_CACHED:
-                self._compiled.popitem(last=False)
-            self._compiled[constraint] = grammar
-        self._compiled.move_to_end(constraint)
-        return grammar
-
-    def close(self) -> None:
-        """Ends the process."""
-        self._process.close()
-
-    def _compile(self, constraint: Constraint) -> llguidance.LLMatcher:
         field = f"constraint.{constraint.kind}"
         problem = self._process.problem(constraint)
         if problem:
             raise InvalidRequest(field, problem)
         if self._tokenizer is None:
             self._tokenizer = self._new_tokenizer()
+            self._unlocked = Unlocked(self._tokenizer)
+        assert self._unlocked is not None
         matcher = new_matcher(self._tokenizer, lark_of(constraint))
-        matcher.compute_bitmask()
+        first = matcher.compute_bitmask()[: TokenRule.mask_bytes(self._vocab_size)]
         if matcher.is_error():
             raise InvalidRequest(field, f"is too complex: {first_line(matcher.get_error())}")
-        return matcher
+        return Grammar(matcher, first, field, self._threads, self._unlocked)
+
+    def close(self) -> None:
+        """Ends the process and the threads."""
+        self._process.close()
+        self._threads.close()
 
     def _new_tokenizer(self) -> llguidance.LLTokenizer:
         tokens = [self._codec.token_bytes(token) for token in range(self._vocab_size)]

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from ...types.events import FinishReason, StreamUpdate, TokenLogprob, alternatives
-from ...types.step import StepToken, TokenRule
+from ...types.step import RuleWait, StepToken, TokenRule
 from ..base import SkillContext, SkillControl, SkillRequest
 from ..constraints.grammars import Grammar
 from .detokenize import StreamingText
@@ -47,18 +47,17 @@ class ConstrainedAnswerControl:
         self._eos, self._top = ids.eos_id, top
         self._matcher = grammar.start()
         self._num_accepted = 0
-        self._rule: TokenRule | None = None
 
-    def rule(self, index: int) -> TokenRule | None:
+    def rule(self, index: int) -> TokenRule | RuleWait | None:
         if index > self._num_accepted:
             return None
-        if self._rule is None:
-            self._rule = TokenRule(stop=self._eos, mask=self._matcher.mask(), top=self._top)
-        return self._rule
+        mask = self._matcher.mask
+        if mask is None:
+            return self._matcher
+        return TokenRule(stop=self._eos, mask=mask, top=self._top)
 
     def accept(self, token: StepToken) -> FinishReason | None:
         self._num_accepted += 1
-        self._rule = None
         if token.id == self._eos:
             return "stop"
         self._matcher.take(token.id)

@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import InvalidRequest
 from ...types.events import FinishReason
 from ...types.requests import is_number
-from ...types.step import LogitEdit, StepToken, TokenRule
+from ...types.step import LogitEdit, RuleWait, StepToken, TokenRule
 from ..base import SkillContext, SkillControl
 
 KEYS = frozenset({"repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"})
@@ -70,11 +70,11 @@ class PenalizingControl:
         self._num_accepted = 0
         self._edits = penalties.edits(self._prompt, {})
 
-    def rule(self, index: int) -> TokenRule | None:
+    def rule(self, index: int) -> TokenRule | RuleWait | None:
         if self._penalties.needs_text and index > self._num_accepted:
             return None
         rule = self._inner.rule(index)
-        return None if rule is None else replace(rule, edits=self._edits)
+        return replace(rule, edits=self._edits) if isinstance(rule, TokenRule) else rule
 
     def accept(self, token: StepToken) -> FinishReason | None:
         self._num_accepted += 1

@@ -93,6 +93,7 @@ TABLE: dict[type[Exception], _Row] = {
     engine.RequestError: _Row(_Code.INVALID_ARGUMENT, "INVALID_REQUEST"),
     engine.EngineOverloaded: _Row(_Code.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
     engine.AdaptersFull: _Row(_Code.RESOURCE_EXHAUSTED, "ADAPTERS_FULL"),
+    engine.ConstraintsCostly: _Row(_Code.RESOURCE_EXHAUSTED, "CONSTRAINTS_COSTLY"),
     engine.Displaced: _Row(_Code.RESOURCE_EXHAUSTED, "DISPLACED"),
     engine.PixelsWaiting: _Row(_Code.RESOURCE_EXHAUSTED, "PIXELS_WAITING"),
     engine.QueueTimeout: _Row(_Code.RESOURCE_EXHAUSTED, "QUEUE_TIMEOUT"),

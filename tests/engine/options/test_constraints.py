@@ -1,6 +1,7 @@
 """Constraints in the engine on the fake runtime: answers, streams, batches, reasoning, stop strings, preemption."""
 
 import asyncio
+import itertools
 import json
 import re
 import threading
@@ -9,11 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from kestrel_engine import EngineOverloaded, InvalidRequest
+from kestrel_engine import ConstraintsCostly, EngineClosed, InvalidRequest
 from kestrel_engine import engine as engine_module
 from kestrel_engine.front.submitting import constraints
 from kestrel_engine.runtime.fake import FakeRuntime, hashed
 from kestrel_engine.skills.constraints.grammars import Grammars
+from kestrel_engine.skills.constraints.mask_threads import MaskThreads
+from kestrel_engine.skills.constraints.setting import read_constraint
 from kestrel_engine.steps.loop import EngineLoop
 from kestrel_engine.types.model_config import parse_model_config
 from tests.engine.fakes import IMAGE, SMALL, ByteCodec
@@ -210,33 +213,193 @@ async def test_errors_name_the_place_before_anything_is_computed(make_engine, fa
         await engine.detect(IMAGE, "a", settings={"constraint": {"choices": ["a"]}})
 
 
-async def test_constraints_that_wait_to_be_compiled_are_bounded(make_engine, monkeypatch):
+class Held:
+    """A matcher of the library whose masks wait until ``open`` is set."""
+
+    def __init__(self, inner):
+        self._inner = inner
+        self.entered, self.open = threading.Event(), threading.Event()
+
+    def deep_copy(self):
+        return self
+
+    def compute_bitmask(self):
+        self.entered.set()
+        assert self.open.wait(60)
+        return self._inner.compute_bitmask()
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+
+async def test_others_go_on_while_a_mask_is_computed(make_engine, fake_limits, shared_grammars):
+    runtime = FakeRuntime(fake_limits)
+    engine = make_engine(runtime)
+    constraint = read_constraint({"regex": "[ab]{3}held"})
+    grammar = shared_grammars.compile(constraint)
+    held = grammar._template = Held(grammar._template)
+    engine._submitter.constraints._keep(constraint, "", grammar)
+    settings = {**GREEDY, "max_tokens": 20}
+    slow = asyncio.create_task(
+        engine.query(question="a", settings={**settings, "constraint": {"regex": "[ab]{3}held"}})
+    )
+    await asyncio.to_thread(held.entered.wait, 60)
+    constrained = {**settings, "constraint": {"regex": "[0-9]{5}"}}
+    others = await asyncio.gather(
+        engine.query(question="b", settings=settings),
+        engine.query(question="c", settings=constrained),
+    )
+    assert [len(r.token_ids) for r in others] == [20, 5]
+    assert re.fullmatch("[0-9]{5}", others[1].output["answer"])
+    assert not slow.done()
+    held.open.set()
+    assert re.fullmatch("[ab]{3}held", (await slow).output["answer"])
+
+
+async def test_a_request_ends_while_its_mask_is_computed(make_engine, shared_grammars):
     engine = make_engine()
-    monkeypatch.setattr(constraints, "MAX_COMPILING", 2)
-    opened = threading.Event()
-    compiled = []
+    constraint = read_constraint({"regex": "[ab]{4}held"})
+    grammar = shared_grammars.compile(constraint)
+    held = grammar._template = Held(grammar._template)
+    engine._submitter.constraints._keep(constraint, "", grammar)
+    settings = {**GREEDY, "constraint": {"regex": "[ab]{4}held"}}
+    stream = await engine.query(question="a", settings=settings, stream=True)
+    await asyncio.to_thread(held.entered.wait, 60)
+    await stream.aclose()
+    other = await engine.query(question="b", settings={**GREEDY, "max_tokens": 6})
+    held.open.set()
+    assert len(other.token_ids) == 6
 
-    def compile(constraint):
-        assert opened.wait(20)
-        compiled.append(constraint.source)
-        return grammars.compile(constraint)
 
+@pytest.fixture
+def costly_masks(monkeypatch):
+    """Each mask counts as 50 ms of processor time."""
+    ticks = itertools.count()
+    threads = MaskThreads(cpu_clock=lambda: 0.05 * next(ticks))
+    model = parse_model_config(SMALL, family="moondream3")
+    grammars = Grammars(ByteCodec(), model.text.vocab_size, model.ids.eos_id, threads)
+    monkeypatch.setattr(engine_module, "Grammars", lambda *arguments: grammars)
+
+
+async def test_a_request_that_takes_too_long_to_follow_fails_alone(make_engine, costly_masks):
+    engine = make_engine()
+    settings = {**GREEDY, "max_tokens": 100}
+    other = asyncio.create_task(engine.query(question="b", settings=settings))
+    stream = await engine.query(
+        question="a", settings={**settings, "constraint": {"regex": "[ab]{100}"}}, stream=True
+    )
+    with pytest.raises(InvalidRequest, match=r"following it took 2\.\d s.*limit is 2 s") as caught:
+        await stream.result()
+    assert caught.value.field == "constraint.regex"
+    assert len((await other).token_ids) == 100
+
+
+async def test_a_principal_that_takes_too_long_is_refused_and_others_are_not(
+    make_engine, costly_masks
+):
+    engine = make_engine()
+    settings = {**GREEDY, "max_tokens": 36, "constraint": {"regex": "[ab]{100}"}}
+
+    async def ask(principal):
+        # 35 masks, less than what a request may have.
+        stream = await engine.submit(
+            "query", None, {"question": "a"}, settings, principal=principal
+        )
+        return await stream.result()
+
+    answered = 0
+    with pytest.raises(ConstraintsCostly, match=r"constraint.regex .* of rude used 10\.") as caught:
+        for _ in range(100):
+            await ask("rude")
+            answered += 1
+    assert answered in (5, 6)  # 10 s, and what has come back meanwhile.
+    assert caught.value.quota.principal == "rude" and caught.value.retry_after_s >= 1
+    assert len((await ask("polite")).token_ids) == 36
+
+
+@pytest.fixture
+async def held_compiler(make_engine, monkeypatch):
+    """An engine whose compiler waits for ``opened``, and what it has compiled."""
+    engine, opened, compiled = make_engine(), threading.Event(), []
     compiler = engine._submitter.constraints
     grammars = compiler._grammars
-    monkeypatch.setattr(
-        compiler, "_grammars", types.SimpleNamespace(compile=compile, close=grammars.close)
+
+    def compile(constraint):
+        assert opened.wait(60)
+        compiled.append(constraint.source[0])
+        return grammars.compile(constraint)
+
+    held = types.SimpleNamespace(compile=compile, close=grammars.close)
+    monkeypatch.setattr(compiler, "_grammars", held)
+
+    async def ask(choice, principal=""):
+        settings = {**GREEDY, "constraint": {"choices": [choice]}}
+        stream = await engine.submit(
+            "query", None, {"question": "a"}, settings, principal=principal
+        )
+        return (await stream.result()).output["answer"]
+
+    return types.SimpleNamespace(
+        compiler=compiler, opened=opened, compiled=compiled, ask=ask, engine=engine
     )
 
-    def ask(choice):
-        settings = {**GREEDY, "constraint": {"choices": [choice]}}
-        return asyncio.create_task(engine.query(question="a", settings=settings))
 
-    waiting = [ask("one") for _ in range(3)] + [ask("two")]
-    await asyncio.sleep(0.01)
-    with pytest.raises(EngineOverloaded, match="2 constraints wait"):
-        await ask("three")
-    waiting.pop(0).cancel()
-    opened.set()
-    assert [r.output["answer"] for r in await asyncio.gather(*waiting)] == ["one", "one", "two"]
-    assert compiled == [("one",), ("two",)]
-    assert (await ask("three")).output["answer"] == "three"
+async def until(condition):
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def test_principals_take_turns_to_have_constraints_compiled(held_compiler):
+    """60 of one principal, of which none is refused, and one of another, which is compiled next."""
+    ask, queue = held_compiler.ask, held_compiler.compiler._queue
+    rude = [asyncio.create_task(ask(f"rude {i}", "rude")) for i in range(60)]
+    await until(lambda: len(queue) == 59)
+    polite = asyncio.create_task(ask("polite", "polite"))
+    shared = asyncio.create_task(ask("rude 50", "polite"))
+    await until(lambda: len(queue) == 61)
+    held_compiler.opened.set()
+    assert [await polite, await shared] == ["polite", "rude 50"]
+    assert await asyncio.gather(*rude) == [f"rude {i}" for i in range(60)]
+    compiled = held_compiler.compiled
+    assert compiled[:5] == ["rude 0", "rude 1", "polite", "rude 2", "rude 50"]
+    assert sorted(compiled) == sorted([f"rude {i}" for i in range(60)] + ["polite"])
+
+
+async def test_a_constraint_for_which_no_request_waits_is_not_compiled(held_compiler):
+    ask, compiler = held_compiler.ask, held_compiler.compiler
+    first, *ended = [asyncio.create_task(ask(f"{i}", "rude")) for i in range(40)]
+    shared = asyncio.create_task(ask("5", "other"))
+    await until(lambda: len(compiler._queue) == 40)
+    for task in ended:
+        task.cancel()
+    await asyncio.gather(*ended, return_exceptions=True)
+    assert len(compiler._queue) == 1 and len(compiler._jobs) == 2
+    held_compiler.opened.set()
+    assert [await first, await shared] == ["0", "5"]
+    assert held_compiler.compiled == ["0", "5"]
+
+
+async def test_the_engine_closes_while_constraints_wait(held_compiler):
+    tasks = [asyncio.create_task(held_compiler.ask(f"{i}")) for i in range(3)]
+    await until(lambda: len(held_compiler.compiler._queue) == 2)
+    closing = asyncio.create_task(held_compiler.engine.shutdown(grace_s=0))
+    await until(lambda: held_compiler.compiler._is_closed)
+    held_compiler.opened.set()
+    await closing
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(error) for error in ended] == [EngineClosed] * 3
+
+
+async def test_compiled_constraints_are_kept_and_shared(held_compiler, monkeypatch):
+    monkeypatch.setattr(constraints, "MAX_CACHED", 3)
+    held_compiler.opened.set()
+    ask, compiled = held_compiler.ask, held_compiler.compiled
+    await ask("mine", "polite")
+    for i in range(5):
+        await ask(f"{i}", "rude")
+    assert await ask("mine", "polite") == await ask("mine", "rude") == "mine"
+    assert await ask("4", "polite") == "4"
+    assert compiled == ["mine", *"01234"]
+    assert await ask("2", "rude") == "2"
+    assert compiled == ["mine", *"01234", "2"]
