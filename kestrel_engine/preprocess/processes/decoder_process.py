@@ -118,6 +118,8 @@ class _Template:
                 stderr=subprocess.DEVNULL,
                 env=environment,
             )
+        # If it is killed, it is no zombie until an image needs it again.
+        threading.Thread(target=self._process.wait, name="template-end", daemon=True).start()
         self._link = ours
 
 

@@ -13,6 +13,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from ...errors import RuntimeFailure
@@ -95,6 +96,8 @@ class GrammarProcess:
                 )
             except OSError as error:
                 raise RuntimeFailure(f"no process can be started: {error}") from error
+            # If it is killed, it is no zombie until a constraint needs it again.
+            threading.Thread(target=self._process.wait, name="grammar-end", daemon=True).start()
         return self._process
 
 

@@ -3,6 +3,7 @@ with which one of the texts goes on."""
 
 import itertools
 import json
+import os
 import re
 import signal
 import time
@@ -16,6 +17,7 @@ from kestrel_engine.skills.constraints.grammars import Grammars
 from kestrel_engine.skills.constraints.setting import read_constraint
 from kestrel_engine.types.constraint import Constraint
 from tests.engine.fakes import ByteCodec
+from tests.engine.preprocess.decoders import state, until
 
 EOS = 0
 VOCAB = 400
@@ -328,6 +330,18 @@ def test_the_limit_holds_where_the_parent_ignores_the_signals():
         process.close()
         signal.signal(signal.SIGPROF, before[0])
         signal.signal(signal.SIGALRM, before[1])
+
+
+async def test_a_killed_process_does_not_stay_a_zombie_and_is_started_again():
+    process = GrammarProcess()
+    try:
+        assert process.problem(Constraint("regex", "a")) == ""
+        killed = process._process.pid
+        os.kill(killed, signal.SIGKILL)
+        await until(lambda: not state(killed))
+        assert process.problem(Constraint("regex", "a")) == ""
+    finally:
+        process.close()
 
 
 def test_matchers_of_one_grammar_are_independent(compiler):
