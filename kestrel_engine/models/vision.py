@@ -108,7 +108,9 @@ class VisionModel:
             x = each(x, adapters)
         return x
 
-    def encode_two_depths(self, crops: Tensor, early: int) -> tuple[Tensor, Tensor]:
+    def encode_two_depths(
+        self, crops: Tensor, early: int, adapters: Adapters | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Encodes ``crops`` as `encode_crops` does, in one pass of at most `CROPS_PER_PASS`.
 
         Returns two tensors [n, patches, enc_dim]: the output of the last LayerNorm, and the residual stream after block
@@ -117,10 +119,10 @@ class VisionModel:
         assert len(crops) <= CROPS_PER_PASS, len(crops)
         x = self._embed_patches(crops)
         for block in self.blocks[: early + 1]:
-            x = block(x)
+            x = block(x, adapters)
         stream = x
         for block in self.blocks[early + 1 :]:
-            x = block(x)
+            x = block(x, adapters)
         return self.post_ln(x), stream
 
     def _embed_patches(self, crops: Tensor) -> Tensor:

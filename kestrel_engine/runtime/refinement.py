@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..models.low_rank import Changes, OneAdapter
 from ..models.refiner import Refiner, RefinerConfig, early_block
 from ..models.vision import CROPS_PER_PASS, VisionModel
 from ..types.model_config import VisionConfig
@@ -25,19 +26,33 @@ class Refinement:
         self._vision, self._refiner = vision, refiner
         self._early = early_block(vision.config.enc_n_layers)
 
-    def __call__(self, pixels: Tensor, masks: Tensor) -> Tensor:
+    def __call__(
+        self, pixels: Tensor, masks: Tensor, changes: Sequence[Changes | None] | None = None
+    ) -> Tensor:
         """``pixels`` [n, crop_size, crop_size, 3] uint8 and ``masks`` [n, crop_size, crop_size] uint8, on the device.
+        ``changes``: what an adapter changes in the tower for each of them; equal objects share passes.
 
         Returns probabilities [n, crop_size, crop_size] float32. Each depends on its own crop and mask only.
         """
-        refined = []
+        refined: dict[int, Tensor] = {}
         # A CPU gains nothing from larger passes, and one mask for each gives the same bits whatever the step holds.
         size = 1 if pixels.device.type == "cpu" else CROPS_PER_PASS
-        for first in range(0, len(pixels), size):
-            part = slice(first, first + size)
-            final, early = self._vision.encode_two_depths(pixels[part], self._early)
-            refined.append(self._refiner.refine(final, early, masks[part]))
-        return torch.cat(refined)
+        for change, places in _together(changes or [None] * len(pixels)):
+            adapters = None if change is None else OneAdapter(change)
+            for first in range(0, len(places), size):
+                part = places[first : first + size]
+                final, early = self._vision.encode_two_depths(pixels[part], self._early, adapters)
+                found = self._refiner.refine(final, early, masks[part])
+                refined |= zip(part, found, strict=True)
+        return torch.stack([refined[place] for place in range(len(pixels))])
+
+
+def _together(changes: Sequence[Changes | None]) -> list[tuple[Changes | None, list[int]]]:
+    """Returns the different changes, each with its places."""
+    found: dict[int, tuple[Changes | None, list[int]]] = {}
+    for place, change in enumerate(changes):
+        found.setdefault(id(change), (change, []))[1].append(place)
+    return [*found.values()]
 
 
 def arrays_of(rows: Sequence[RefineRow]) -> tuple[np.ndarray, np.ndarray]:

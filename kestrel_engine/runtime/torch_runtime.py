@@ -259,7 +259,8 @@ class TorchRuntime:
             return {}
         assert self._refinement is not None, "this runtime has no refiner"
         pixels, masks = (torch.from_numpy(a).to(self.model.device) for a in arrays_of(rows))
-        return results_of(rows, self._refinement(pixels, masks).cpu().numpy())
+        changes = [None if row.adapter is None else row.adapter.weights for row in rows]
+        return results_of(rows, self._refinement(pixels, masks, changes).cpu().numpy())
 
     def _run(self, rows: Sequence[Row]) -> tuple[dict[int, StepToken], set[int], tuple[int, ...]]:
         """Returns the sampled token of each sequence, the sequences whose rows are not finite, and the groups of rows

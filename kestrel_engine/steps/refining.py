@@ -49,7 +49,10 @@ class Refining:
             mask = draw(path, box, region, self._vision.crop_size)
             if not mask.any():
                 return None
-            row = RefineRow(sequence_id, crop(image, region, self._vision), mask)
+            adapter = image.adapter
+            if adapter is not None and not adapter.changes_tower:
+                adapter = None
+            row = RefineRow(sequence_id, crop(image, region, self._vision), mask, adapter)
         except Exception:
             logger.exception("the outline of sequence %d can't be refined", sequence_id)
             return None

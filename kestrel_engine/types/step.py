@@ -211,12 +211,13 @@ class RefineRow:
     """A coarse mask to refine, of a sequence that has sampled its last token.
 
     ``pixels``: [crop_size, crop_size, 3] uint8 RGB, the region around the object. ``mask``: [crop_size, crop_size]
-    uint8, 1 inside the coarse outline.
+    uint8, 1 inside the coarse outline. ``adapter``: that of the request, if it changes the vision tower.
     """
 
     sequence_id: int
     pixels: np.ndarray
     mask: np.ndarray
+    adapter: Adapter | None = None
 
 
 class Lane(enum.IntEnum):

@@ -131,6 +131,7 @@ class GpuRuntime:
             host_images=host_images,
         )
         self._refinement = None if refiner is None else Refinement(model.vision, refiner)
+        self._layout = adapters
         self._lanes = Lanes(device, two=limits.decodes_beside)
         self._stream = self._lanes.stream
         # One page more than the scheduler uses: rows of padding write to it.
@@ -388,7 +389,14 @@ class GpuRuntime:
         assert self._refinement is not None, "this runtime has no refiner"
         pixels, masks = arrays_of(rows)
         sent = self._upload({"pixels": pixels, "masks": masks})
-        refined = self._refinement(sent["pixels"], sent["masks"])
+        adapters = {id(row.adapter): row.adapter for row in rows}
+        changes = {
+            key: None if adapter is None or self._layout is None else self._layout.unpacked(adapter)
+            for key, adapter in adapters.items()
+        }
+        refined = self._refinement(
+            sent["pixels"], sent["masks"], [changes[id(row.adapter)] for row in rows]
+        )
         host = torch.empty(refined.shape, pin_memory=self._stream is not None)
         host.copy_(refined, non_blocking=True)
         return host

@@ -198,3 +198,34 @@ def test_a_lora_that_does_not_fit() -> None:
     lora.tensors["text.blocks.0.mlp.fc1.B"].fill_(torch.inf)
     with pytest.raises(ConfigError, match="not finite"):
         lora.adapter(text, torch.float32, cpu)
+
+
+async def test_refined_outlines_equal_merged_weights(
+    tmp_path: Path, weights: dict[str, Tensor]
+) -> None:
+    opened = open_model(RuntimeConfig())
+    change = random_tensors(opened.config, 5, rank=4, size=0.03, only="vision.", vision=True)
+    save_file(change, tmp_path / "sight.safetensors")
+    whole = tmp_path / "merged"
+    whole.mkdir()
+    for file in ("config.json", "refiner.safetensors"):
+        shutil.copy(opened.files[0].parent / file, whole)
+    shutil.copy(opened.tokenizer_path, whole)
+    save_file(merged(weights, change), whole / "model.safetensors")
+
+    async def outlines(config: RuntimeConfig, adapter: str | None) -> list[dict[str, Any]]:
+        settings = {"temperature": 0.0, "adapter": adapter}
+        async with await InferenceEngine.create(config) as engine:
+            found = [
+                await engine.segment(opened.files[0].parent / "sample.jpg", name, settings=settings)
+                for name in ("blue star", "purple heart")
+            ]
+        return [each.output["segments"][0] for each in found]
+
+    expected = await outlines(RuntimeConfig(model_path=whole), None)
+    found = await outlines(RuntimeConfig(adapters_dir=tmp_path), "sight")
+    plain = await outlines(RuntimeConfig(adapters_dir=tmp_path), None)
+    assert all(each["refined"] for each in (*expected, *found))
+    assert [each["coarse_path"] for each in found] == [each["coarse_path"] for each in expected]
+    assert [each["svg_path"] for each in found] == [each["svg_path"] for each in expected]
+    assert [each["svg_path"] for each in found] != [each["svg_path"] for each in plain]

@@ -1,15 +1,19 @@
 """Masks in the steps of the plain runtime, and of the GPU runtime on a CPU: the results of the refiner alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.models.refiner import Refiner, RefinerConfig, refiner_shapes
+from kestrel_engine.runtime.gpu.adapters.layout import SlabLayout
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.refinement import refine_bytes, results_of
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.step import RefineRow, StepPlan
+from tests.engine.adapters.random_adapters import adapter, merged, random_tensors
 from tests.engine.runtime.gpu.small_models import small_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,3 +114,34 @@ def test_the_memory_grows_with_the_rows(model):
     config = RefinerConfig(256, 1152, 27, 2048)
     one, four = (refine_bytes(config, model[0].vision, torch.bfloat16, n) for n in (1, 4))
     assert four == 4 * one > 0
+
+
+def test_an_adapter_of_the_tower_counts_as_merged_weights(model, rows):
+    """Rows with different adapters and none share a step."""
+    config, tensors = model
+    changed = [random_tensors(config, i, rank, vision=True) for i, rank in ((1, 3), (2, 35))]
+    adapters = [adapter(str(i), each) for i, each in enumerate(changed)]
+    layout = SlabLayout(config, torch.float32, torch.device(DEVICE))
+    on_gpu = [replace(each, weights={}, slabs=layout.pack(each.weights)) for each in adapters]
+    wanted = {}
+    for row, weights in zip(
+        rows, [tensors, *(merged(tensors, each) for each in changed)], strict=True
+    ):
+        vision = Moondream(config, weights).vision
+        with torch.inference_mode():
+            features = vision.encode_two_depths(torch.from_numpy(row.pixels)[None], 0)
+            refiner = refiner_for(config)
+            wanted[row.sequence_id] = refiner.refine(*features, torch.from_numpy(row.mask)[None])[0]
+    plain = TorchRuntime(
+        Moondream(config, tensors), config, device="cpu", dtype=torch.float32,
+        refiner=refiner_for(config), **SIZES,
+    )  # fmt: skip
+    own = {name: tensor.to(DEVICE, copy=True) for name, tensor in tensors.items()}
+    gpu = GpuRuntime(config, own, refiner=refiner_for(config, DEVICE), adapters=layout, **SIZES)
+    for runtime, those in ((plain, adapters), (gpu, on_gpu)):
+        asked = [replace(row, adapter=each) for row, each in zip(rows, [None, *those], strict=True)]
+        found = refined(runtime, 0, tuple(reversed(asked)))
+        runtime.close()
+        for number, mask in wanted.items():
+            np.testing.assert_allclose(found[number], mask.numpy(), atol=3e-5)
+    assert np.abs(wanted[1].numpy() - found[0]).max() > 2e-4

@@ -16,7 +16,7 @@ from torch import Tensor
 from ....kernels.adapters.experts import EXPERT_RANKS, WIDTH
 from ....kernels.adapters.slabs import RANKS, UNIT
 from ....models.low_rank import LowRank
-from ....types.adapter import INPUT
+from ....types.adapter import INPUT, Adapter
 from ....types.model_config import ModelConfig, TextConfig, VisionConfig
 
 MLP, ATTENTION, PROJ_INPUT, EXPERTS = "mlp", "attention", "proj_input", "experts"
@@ -149,6 +149,17 @@ class SlabLayout:
             kind, place = self._places[module]
             for slab, values in enumerate(found[kind]):
                 _fill(values, place, change, slab)
+        return found
+
+    def unpacked(self, adapter: Adapter) -> dict[str, LowRank]:
+        """Returns an adapter's changes of the vision tower, by module, from its slabs. Layers it lacks are zero."""
+        found = {}
+        for module, (kind, place) in self._places.items():
+            if kind not in TOWER_KINDS or (slabs := adapter.slabs.get(kind)) is None:
+                continue
+            a = slabs[:, place.a_at : place.b_at].reshape(-1, place.columns)
+            b = slabs[:, place.b_at : place.b_at + RANKS * place.rows]
+            found[module] = LowRank(a, b.reshape(-1, place.rows, RANKS).transpose(0, 1).flatten(1))
         return found
 
     def _counts(self, ranks: Mapping[str, int]) -> dict[str, int]:
