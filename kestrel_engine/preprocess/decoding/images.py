@@ -420,7 +420,10 @@ def _rgb8(image: pyvips.Image, background: Colour | None) -> pyvips.Image:
         if image.bands == 2:
             grey = image.extract_band(0)
             image = grey.bandjoin([grey, grey, image.extract_band(1)])
-        return image.flatten(background=list(background), max_alpha=255)
+        # As `on_background`; libvips' own flatten would truncate.
+        alpha = image.extract_band(3)
+        mixed = image.extract_band(0, n=3) * alpha + (255 - alpha) * list(background)
+        return (mixed / 255).rint().cast("uchar")
     if image.bands < 3:
         grey = image.extract_band(0) if image.bands == 2 else image
         return grey.bandjoin([grey, grey])

@@ -44,6 +44,20 @@ def test_alpha_is_dropped_or_laid_on_a_colour(source):
     assert np.abs(laid - [[[255, 0, 0], [255, 255, 255], [127, 177, 227]]]).max() <= 1
 
 
+@pytest.mark.parametrize("colour", [WHITE, (0, 0, 0), (13, 200, 91)])
+def test_the_blend_is_rounded_the_same_for_every_source(colour):
+    """Each alpha with each colour of a channel, against whole numbers. No value lies between two of them."""
+    alpha, value = np.mgrid[0:256, 0:256]
+    rgba = np.stack([value, value, value, alpha], axis=2).astype(np.uint8)
+    mixed = value[..., None] * alpha[..., None] + np.array(colour) * (255 - alpha[..., None])
+    expected = (2 * mixed + 255) // 510
+    encodings = [encoded(rgba), encoded(rgba, format="WEBP", lossless=True, exact=True)]
+    for source in (rgba, Image.fromarray(rgba), *encodings, encoded(rgba, format="TIFF")):
+        assert np.array_equal(pixels(OnBackground(source, colour)), expected)
+    grey = encoded(rgba, "LA")
+    assert np.array_equal(pixels(OnBackground(grey, colour)), expected)
+
+
 def test_grey_with_alpha_and_what_has_none():
     image = Image.new("LA", (2, 1))
     image.putdata([(50, 0), (50, 255)])
