@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from kestrel_engine import EngineResult, InferenceEngine, KestrelError, clock
 
-from .invariants import Asked, Watch
+from .invariants import Asked, Faults, Watch
 from .questions import Question, image
 
 
@@ -32,6 +32,8 @@ class Habits:
     """Share of requests that the caller ends before they are answered."""
     low: float = 0.5
     """Share of the other requests that have the least priority."""
+    by_http: bool = False
+    """Asks the service instead of the engine."""
     always: int = 0
     """Number of requests that the caller has open all the time. It does not think."""
 
@@ -47,6 +49,7 @@ def random_habits(rng: random.Random, name: str) -> Habits:
         high=rng.choice([0.0, 0.0, 0.1, 0.5]),
         in_time=rng.choice([0.0, 0.2]),
         leaves=rng.choice([0.0, 0.2, 0.5]),
+        by_http=rng.random() < 0.4,
     )
 
 
@@ -55,8 +58,12 @@ class World(Protocol):
 
     rng: random.Random
     watch: Watch
+    faults: Faults
     engine: InferenceEngine
+    service: Any
     questions: Sequence[Question]
+    simple: Sequence[Question]
+    """Those for the service."""
     answers: dict[Question, EngineResult | Exception]
     is_open: bool
     note: Callable[..., None]
@@ -90,13 +97,9 @@ class Caller:
 
     async def ask(self) -> None:
         world, habits, rng = self._world, self._habits, self._world.rng
-        self._count += 1
-        asked = Asked(
-            request_id=f"{habits.name}-{self._count}",
-            question=rng.choice(world.questions),
-            began_at=clock.now(),
-            timeout_s=rng.uniform(0.05, 20) if rng.random() < habits.in_time else None,
-        )
+        asked = self._next(rng.choice(world.questions))
+        if rng.random() < habits.in_time:
+            asked.timeout_s = rng.uniform(0.05, 20)
         way: Any = self._read if rng.random() < 0.5 else self._wait
         if rng.random() < habits.leaves:
             way = rng.choice([self._leave, self._cancel, self._drop])
@@ -107,6 +110,10 @@ class Caller:
             outcome = error
         world.note("ended", asked.request_id, _shown(outcome))
         world.watch.ended(asked, clock.now(), outcome, world.answers[asked.question])
+
+    def _next(self, question: Question) -> Asked:
+        self._count += 1
+        return Asked(f"{self._habits.name}-{self._count}", question, clock.now())
 
     async def _submitted(self, asked: Asked) -> Any:
         question, habits = asked.question, self._habits

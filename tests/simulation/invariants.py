@@ -43,7 +43,7 @@ class Asked:
     request_id: str
     question: Question
     began_at: float
-    timeout_s: float | None
+    timeout_s: float | None = None
     text: str = ""
     has_read_all: bool = False
     left: bool = False
@@ -102,20 +102,22 @@ class Watch:
         assert asked.request_id not in self.open
         self.open[asked.request_id] = asked
 
+    def closed(self, asked: Asked, now: float, how: str) -> None:
+        """A request has ended, and ``how``."""
+        assert asked.ended_at is None, f"{asked.request_id} ended twice"
+        asked.ended_at = now
+        del self.open[asked.request_id]
+        self.ends[how] += 1
+
     def ended(
         self, asked: Asked, now: float, outcome: Any, alone: EngineResult | Exception
     ) -> None:
         """``outcome``: a result or an error. ``alone``: that of the same question when nothing else happens."""
-        assert asked.ended_at is None, f"{asked.request_id} ended twice"
-        asked.ended_at = now
-        del self.open[asked.request_id]
-        name = (
-            outcome.finish_reason if isinstance(outcome, EngineResult) else type(outcome).__name__
-        )
+        how = outcome.finish_reason if isinstance(outcome, EngineResult) else type(outcome).__name__
         if outcome is None:
             assert asked.left, asked
-            name = "dropped"
-        self.ends[name] += 1
+            how = "dropped"
+        self.closed(asked, now, how)
         if isinstance(outcome, EngineResult):
             self._check_result(asked, outcome, alone)
         elif outcome is not None:

@@ -20,6 +20,7 @@ from kestrel_engine import EngineResult, InferenceEngine, KestrelError, RuntimeC
 from kestrel_engine.preprocess import pool
 from kestrel_engine.steps.delivery import Delivery
 from kestrel_engine.types.step import RuntimeLimits
+from kestrel_grpc.security.admission import message_room
 from tests.clock import STARTED, StillClock, still
 from tests.engine.fakes import fake_build
 
@@ -30,6 +31,7 @@ from .device import Device, Rates
 from .invariants import PATIENCE_S, Faults, Watch
 from .one_thread import OneThread, Turns
 from .questions import Question, image, random_question
+from .service import HttpCaller, Service, simple_question
 
 LIMITS = RuntimeLimits(
     num_pages=200, page_size=2, max_batch_size=3, max_seq_length=300, vocab_size=400
@@ -148,7 +150,8 @@ class World:
         self.faults = Faults()
         self.watch = Watch(self.faults, PATIENCE_S)
         self.questions = questions or [random_question(self.rng) for _ in range(25)]
-        self.answers = answers_alone(self.questions)
+        self.simple = [simple_question(self.rng) for _ in range(10)]
+        self.answers = answers_alone([*self.questions, *self.simple])
         self.is_open = True
         self._living: set[asyncio.Task[None]] = set()
         self._hash = blake2b(digest_size=8)
@@ -196,9 +199,11 @@ class World:
             max_batch_size=setting.limits.max_batch_size, seed=self.seed, **setting.config
         )
         self.engine = TurnedEngine(config, device, loop, self, self.seed)
+        self.service = Service(self.engine, config)
         self._broken = asyncio.get_running_loop().create_future()
         for habits in setting.habits:
-            self.begin(Caller(self, habits).run(), habits.name)
+            kind = HttpCaller if habits.by_http else Caller
+            self.begin(kind(self, habits).run(), habits.name)
         watching = asyncio.create_task(self._watch())
         await self._pass(60 * self.minutes)
         self.is_open = False
@@ -224,6 +229,7 @@ class World:
             self._fault("hang")
             await self.engine.shutdown()
             assert self.engine.num_requests == 0 and self.engine.places.held == 0
+        self.service.check_idle()
         assert self._decoders.num_open == 0, "a decoder is left"
         self.note("over", sorted(self.watch.ends.items()))
 
@@ -282,6 +288,7 @@ def one_thread(
             still() as own,
             patch.object(pool, "DecoderProcess", decoders),
             patch.object(pool, "template"),
+            patch.object(message_room, "copy_s_per_byte", lambda: 1e-8),  # Measured otherwise.
             asyncio.Runner(loop_factory=lambda: loop_of(own)) as runner,
         ):
             loop = runner.get_loop()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
 
@@ -49,9 +50,9 @@ def copy_s_per_byte() -> float:
     This is mostly the system's time to provide memory, which differs between machines by a factor of 30. The first call
     takes a few milliseconds.
     """
-    began = clock.now()
+    began = time.thread_time()
     bytes(bytearray(_TRIED_BYTES))
-    return (clock.now() - began) / 2 * _NUM_COPIES / _TRIED_BYTES
+    return (time.thread_time() - began) / 2 * _NUM_COPIES / _TRIED_BYTES
 
 
 class MessageRoom:
