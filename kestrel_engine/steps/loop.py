@@ -167,7 +167,7 @@ class EngineLoop:
     @property
     def is_idle(self) -> bool:
         """Any thread. Whether a turn would wait for a command."""
-        return self._commands.empty() and not self._scheduler.has_work
+        return self._commands.empty() and (self._has_no_step or not self._scheduler.has_work)
 
     def turn(self) -> bool:
         """The loop's thread, until it returns False. Runs the commands in the queue, or waits for one if there is no
