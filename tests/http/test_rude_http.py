@@ -15,7 +15,7 @@ from kestrel_grpc.security.connections import connection_guard
 from kestrel_grpc.settings.http import HttpConfig
 from kestrel_grpc.settings.security import CallLimits, ConnectionLimits, SecurityConfig
 from tests.engine.fakes import never_ends
-from tests.service.conftest import LIMITS
+from tests.service.conftest import LIMITS, NO_END, EndlessRuntime
 from tests.waiting import until
 
 JSON = {"content-type": "application/json"}
@@ -27,7 +27,7 @@ async def connect(served) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_connection(host, int(port))
 
 
-async def closed(reader: asyncio.StreamReader, within_s: float = 20) -> bytes:
+async def closed(reader: asyncio.StreamReader, within_s: float = 60) -> bytes:
     """What comes until the server closes the connection."""
     data = b""
     with contextlib.suppress(ConnectionError):
@@ -158,11 +158,10 @@ async def test_idle_connections_end_if_few_are_left(http, monkeypatch):
     monkeypatch.setattr(connection_guard, "IDLE_S", 0.3)
     security = SecurityConfig(connections=ConnectionLimits(address_connections=0))
     config = HttpConfig(http_listen=("127.0.0.1:0",), http_max_connections=8)
-    runtime = FakeRuntime(LIMITS, never_ends, cost=lambda plan: 0.02)
     served, client = await http(
-        runtime=runtime, server_config={"http": config, "security": security}
+        runtime=EndlessRuntime(), server_config={"http": config, "security": security}
     )
-    asked = {"question": "Why?", "stream": True, "settings": {"max_tokens": 200}}
+    asked = {"question": "Why?", "stream": True, "settings": {"max_tokens": NO_END}}
     async with client.stream("POST", "/v1/query", json=asked) as response:
         lines = response.aiter_lines()
         await anext(lines)
@@ -235,6 +234,7 @@ async def test_a_reader_who_reads_nothing_is_cut_off(http):
     writer.transport.set_write_buffer_limits(high=2**30)
     reader._transport.pause_reading()  # type: ignore[attr-defined]
     writer.write(request * 400)
+    await until(lambda: served.server._in_flight.count)
     await until(lambda: served.engine.num_requests == 0 and (not served.server._in_flight.count))
     assert served.engine.num_requests == 0
     writer.transport.abort()

@@ -13,22 +13,15 @@ import pytest
 from kestrel_client._pb.inference import grpc_service_pb2 as pb
 from kestrel_client._pb.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.settings.security import CallLimits, SecurityConfig
-from tests.engine.fakes import never_ends
 from tests.kserve.conftest import infer, jpeg, output
-from tests.service.conftest import LIMITS
+from tests.service.conftest import NO_END, EndlessRuntime, HeldRuntime
 from tests.service.statuses import failure, read
 from tests.waiting import until
 
 ACCESS_LOG = "kestrel_grpc.access"
 SHORT = {"SKILL": "query", "QUESTION": "What?", "TEMPERATURE": 0.0, "MAX_TOKENS": 4}
-LONG = {**SHORT, "MAX_TOKENS": 200}
-
-
-def slow() -> FakeRuntime:
-    """Its answers of 200 tokens take 4 s."""
-    return FakeRuntime(LIMITS, never_ends, cost=lambda plan: 0.02)
+LONG = {**SHORT, "MAX_TOKENS": NO_END}
 
 
 def limits(**limits: Any) -> dict[str, Any]:
@@ -117,7 +110,7 @@ async def test_a_message_that_is_none_ends_the_stream(serve):
 
 
 async def test_cancel_frees_pages(serve):
-    served = await serve(slow())
+    served = await serve(EndlessRuntime())
     stub = GRPCInferenceServiceStub(served.channel)
     free = served.engine.stats.pages_free
     call = stub.ModelStreamInfer([infer(id=f"{n}", STREAM=True, **LONG) for n in range(2)])
@@ -131,7 +124,7 @@ async def test_cancel_frees_pages(serve):
 
 async def test_requests_of_a_stream_count_for_the_callers_limits(serve):
     """One by one, also those of a stream: each is a call in progress of its own."""
-    served = await serve(slow(), server_config=limits(calls=2))
+    served = await serve(EndlessRuntime(), server_config=limits(calls=2))
     stub = GRPCInferenceServiceStub(served.channel)
     requests = [infer(id=f"{n}", **LONG) for n in range(2)]
 
@@ -149,31 +142,39 @@ async def test_requests_of_a_stream_count_for_the_callers_limits(serve):
 
 
 async def test_a_full_queue_refuses_a_request_and_not_the_stream(serve):
-    served = await serve(slow(), max_queue=1)
+    served = await serve(HeldRuntime(), max_queue=1)
     stub = GRPCInferenceServiceStub(served.channel)
-    responses = await all_of(
-        stub.ModelStreamInfer([infer(id=f"{n}", **{**LONG, "MAX_TOKENS": 20}) for n in range(8)])
-    )
+    call = stub.ModelStreamInfer([infer(id=f"{n}", **SHORT) for n in range(8)])
+    responses = []
+    async for response in call:
+        assert responses or response.error_message
+        served.runtime.gate.set()
+        responses.append(response)
     assert len(responses) == 8
     refused = [each.error_message for each in responses if each.error_message]
-    assert refused and all(text.startswith("RESOURCE_EXHAUSTED: ") for text in refused)
+    assert all(text.startswith("RESOURCE_EXHAUSTED: ") for text in refused)
 
 
-async def test_a_silent_stream_ends_but_not_while_its_requests_run(serve):
-    served = await serve(slow(), server_config=limits(read_s=1))
+async def test_a_silent_stream_ends_but_not_while_its_requests_run(moved_clock, serve):
+    served = await serve(HeldRuntime(), server_config=limits(read_s=60, deadline_s=None))
     stub = GRPCInferenceServiceStub(served.channel)
     call = stub.ModelStreamInfer()
-    await call.write(infer(**{**LONG, "MAX_TOKENS": 100}))  # It takes 2 s.
+    await call.write(infer(**SHORT))
+    await until(served.runtime.began.is_set)
+    moved_clock.advance(100)
+    served.runtime.gate.set()
     assert "answer" in output((await call.read()).infer_response)
+    reading = asyncio.ensure_future(call.read())
+    await until(lambda: moved_clock.advance(100) or reading.done())
     with pytest.raises(grpc.aio.AioRpcError) as error:
-        await call.read()
+        await reading
     told = read(error.value)
     assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_SENDER")
 
 
 async def test_timeout_limits_the_time_in_the_queue(serve):
     """As Triton's does. The batch of three is full when the last request arrives."""
-    served = await serve(slow())
+    served = await serve(EndlessRuntime())
     stub = GRPCInferenceServiceStub(served.channel)
     late = infer(id="late", **SHORT)
     late.parameters["timeout"].int64_param = 100_000
@@ -188,7 +189,7 @@ async def test_streams_leave_memory_to_others(serve):
     """While its requests run, a stream reserves memory for the next one only if half of the room stays free. Streams
     with running requests would otherwise hold all of it, and unary calls would get none."""
     served = await serve(
-        slow(), server_config={**limits(held_bytes=8 << 20), "max_message_bytes": 1 << 20}
+        EndlessRuntime(), server_config={**limits(held_bytes=8 << 20), "max_message_bytes": 1 << 20}
     )
     stub = GRPCInferenceServiceStub(served.channel)
     calls = [stub.ModelStreamInfer() for _ in range(12)]

@@ -9,7 +9,7 @@ from kestrel_engine.runtime.fake import FakeRuntime
 from tests.engine.fakes import never_ends
 from tests.engine.options.test_stop_strings import says
 from tests.http.dialects.test_openai import chunks
-from tests.service.conftest import LIMITS
+from tests.service.conftest import LIMITS, NO_END, EndlessRuntime
 from tests.waiting import until
 
 ASKED: dict[str, Any] = {"model": "moondream2", "temperature": 0, "max_tokens": 12}
@@ -162,9 +162,8 @@ async def test_the_first_error_ends_the_other_prompts(http):
 
 
 async def test_a_client_that_disconnects_cancels_all_prompts(http):
-    runtime = FakeRuntime(LIMITS, never_ends, cost=lambda plan: 0.02)
-    served, client = await http(runtime=runtime)
-    asked = {**ASKED, "max_tokens": 200, "prompt": ["Why?"] * 8}
+    served, client = await http(runtime=EndlessRuntime())
+    asked = {**ASKED, "max_tokens": NO_END, "prompt": ["Why?"] * 8}
     sending = asyncio.create_task(client.post("/v1/completions", json=asked))
     for wanted in (8, 0):
         await until(lambda wanted=wanted: served.engine.num_requests == wanted)

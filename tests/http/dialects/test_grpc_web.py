@@ -11,14 +11,12 @@ from google.rpc import error_details_pb2, status_pb2
 
 from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of
 from kestrel_grpc.settings.http import HttpConfig, _origins
 from kestrel_grpc.settings.security import SecurityConfig
-from tests.engine.fakes import never_ends
 from tests.http.conftest import data_url
-from tests.service.conftest import LIMITS
+from tests.service.conftest import NO_END, EndlessRuntime
 
 TYPE = {"content-type": "application/grpc-web+proto"}
 VISION = "/kestrel.v1.VisionService/"
@@ -157,10 +155,9 @@ async def test_a_malformed_call_is_refused(http):
 
 
 async def test_the_deadline_of_the_call_ends_its_request(http):
-    runtime = FakeRuntime(LIMITS, never_ends, cost=lambda plan: 0.02)
-    served, client = await http(runtime=runtime)
+    served, client = await http(runtime=EndlessRuntime())
     request = pb.QueryRequest(image=IMAGE, question="What?")
-    request.sampling.max_tokens = 200
+    request.sampling.max_tokens = NO_END
     for path, message in (
         ("Query", request),
         ("StreamQuery", pb.StreamQueryRequest(request=request)),

@@ -13,18 +13,12 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.settings.security import CallLimits, SecurityConfig
-from tests.engine.fakes import never_ends
 from tests.http.conftest import data_url, question_with_stop
-from tests.service.conftest import LIMITS
+from tests.service.conftest import LIMITS, NO_END, EndlessRuntime
 from tests.service.services.test_skills import segment_script
 from tests.waiting import until
 
 SETTINGS = {"temperature": 0, "max_tokens": 12}
-
-
-def slow() -> FakeRuntime:
-    """Its answers of 200 tokens take 4 s."""
-    return FakeRuntime(LIMITS, never_ends, cost=lambda plan: 0.02)
 
 
 def events(text: str) -> list[dict[str, Any]]:
@@ -259,8 +253,8 @@ async def test_callers_are_known_before_their_body_is_read(http, monkeypatch):
 
 
 async def test_a_client_that_disconnects_cancels_its_request(http):
-    served, client = await http(runtime=slow())
-    asked = {"question": "Why?", "stream": True, "settings": {"max_tokens": 200}}
+    served, client = await http(runtime=EndlessRuntime())
+    asked = {"question": "Why?", "stream": True, "settings": {"max_tokens": NO_END}}
     async with client.stream("POST", "/v1/query", json=asked) as response:
         async for _ in response.aiter_lines():
             break
@@ -278,8 +272,8 @@ async def test_too_large_a_body_is_refused_before_it_is_read(http):
 
 async def test_overload_says_when_to_come_back(http):
     security = SecurityConfig(calls=CallLimits(calls=1))
-    _, client = await http(runtime=slow(), server_config={"security": security})
-    asked = {"question": "Why?", "stream": True, "settings": {"max_tokens": 200}}
+    _, client = await http(runtime=EndlessRuntime(), server_config={"security": security})
+    asked = {"question": "Why?", "stream": True, "settings": {"max_tokens": NO_END}}
     async with client.stream("POST", "/v1/query", json=asked) as response:
         async for _ in response.aiter_lines():
             break

@@ -7,11 +7,8 @@ import json
 from typing import Any
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_grpc.settings.security import CallLimits, SecurityConfig
-from tests.engine.fakes import never_ends
 from tests.http.conftest import data_url
-from tests.service.conftest import LIMITS
+from tests.service.conftest import NO_END, EndlessRuntime
 
 
 def user(text: str, url: str | None = None) -> dict[str, Any]:
@@ -339,14 +336,18 @@ async def test_an_address_that_ends_with_a_slash(http):
     assert (await client.get("/v1//made_up")).status_code == 404
 
 
-async def test_an_error_within_a_stream_is_its_last_event(http):
-    security = SecurityConfig(calls=CallLimits(deadline_s=0.4))
-    runtime = FakeRuntime(LIMITS, never_ends, cost=lambda plan: 0.02)
-    _, client = await http(runtime=runtime, server_config={"security": security})
-    asked = {**ASKED, "messages": [user("What?")], "max_tokens": 200, "stream": True}
-    response = await client.post("/v1/chat/completions", json=asked)
-    assert response.status_code == 200
-    *pieces, last = [json.loads(e[6:]) for e in response.text.splitlines() if e]
+async def test_an_error_within_a_stream_is_its_last_event(moved_clock, http):
+    _, client = await http(runtime=EndlessRuntime())
+    asked = {**ASKED, "messages": [user("What?")], "max_tokens": NO_END, "stream": True}
+    events = []
+    url = "/v1/chat/completions"
+    async with client.stream("POST", url, json=asked, timeout=None) as response:
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
+            events += [json.loads(line[6:])] if line else []
+            if len(events) == 2:
+                moved_clock.advance(1000)
+    *pieces, last = events
     assert len(pieces) > 1 and all(piece["choices"] for piece in pieces)
     assert last["error"].keys() == {"message", "type", "param", "code"}
     assert last["error"]["code"] == "deadline_exceeded", last

@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -85,9 +84,10 @@ def test_a_signal_while_the_model_loads_ends_the_server(tmp_path, number, start)
     """A new process imports torch when the signal comes, a fork reads weights."""
     process = Process(tmp_path / "log", "--listen", f"unix:{tmp_path}/k.sock", start=start)
     try:
-        while "listening" not in process.log.read_text():
-            assert process.popen.poll() is None, process.log.read_text()
-            time.sleep(0.01)
+        wait_until(
+            lambda: "listening" in process.log.read_text() or process.popen.poll() is not None
+        )
+        assert process.popen.poll() is None, process.log.read_text()
         process.signal(number)
         assert process.wait() == 0
     finally:
@@ -97,7 +97,7 @@ def test_a_signal_while_the_model_loads_ends_the_server(tmp_path, number, start)
 
 def test_ctrl_c_leaves_out_the_delay_before_draining(tmp_path):
     process = Process(
-        tmp_path / "log", "--listen", f"unix:{tmp_path}/k.sock", "--drain-delay", "60"
+        tmp_path / "log", "--listen", f"unix:{tmp_path}/k.sock", "--drain-delay", "600"
     ).started()
     try:
         process.signal(signal.SIGINT)

@@ -59,7 +59,7 @@ def test_a_model_goes_into_a_bucket_and_is_verified_from_it(s3, tmp_path):
 
 
 async def test_two_servers_share_images_in_a_bucket(s3, serve):
-    config = SharedImagesConfig(url=f"s3://{BUCKET}/images", timeout_s=20)
+    config = SharedImagesConfig(url=f"s3://{BUCKET}/images", timeout_s=60)
     first, second = [await serve(server_config={"shared_images": config}) for _ in range(2)]
     stored = await put(first)
     sent = await first.vision.Query(query(by_id(stored.image_id)))
@@ -74,7 +74,7 @@ async def test_two_servers_share_images_in_a_bucket(s3, serve):
 async def test_a_callers_images_stay_in_its_bytes(s3):
     events = []
     url = f"s3://{BUCKET}/bounded"
-    config = SharedImagesConfig(url=url, timeout_s=20, caller_bytes=2500, value_bytes=2000)
+    config = SharedImagesConfig(url=url, timeout_s=60, caller_bytes=2500, value_bytes=2000)
     images = open_shared_images(config, events.append)
     for number in range(4):
         image = StoredImage(f"img_{number:032x}", bytes([number]) * 1000, 60, 40)
@@ -82,7 +82,7 @@ async def test_a_callers_images_stay_in_its_bytes(s3):
         await asyncio.sleep(1)  # S3 tells the time of an object in seconds.
     found = [(await images.fetch("tenant", f"img_{n:032x}")).image for n in range(4)]
     assert [n for n, image in enumerate(found) if image is not None] == [2, 3]
-    larger = SharedImagesConfig(url=url, timeout_s=20, caller_bytes=50_000, value_bytes=40_000)
+    larger = SharedImagesConfig(url=url, timeout_s=60, caller_bytes=50_000, value_bytes=40_000)
     other = open_shared_images(larger, events.append)
     await other.put("tenant", StoredImage("img_" + "a" * 32, bytes(9000), 60, 40))
     assert (await images.fetch("tenant", "img_" + "a" * 32)).image is None

@@ -1,6 +1,7 @@
 """Images sent once and named afterwards, over a real socket: put, upload, use, dropped ones, delete."""
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 
@@ -17,7 +18,7 @@ from kestrel_grpc.edge import interceptors
 from kestrel_grpc.images.store import RECORD_BYTES
 from tests.service.conftest import raw_image
 from tests.service.statuses import failure
-from tests.waiting import until
+from tests.waiting import outlived, until
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 SHORT = common_pb2.Sampling(max_tokens=2, temperature=0)
@@ -236,11 +237,7 @@ async def test_bad_uploads_are_told_and_leave_nothing(serve, case):
 
 
 async def holds(room, num_bytes):
-    for _ in range(400):
-        if room.used_bytes == num_bytes:
-            return
-        await asyncio.sleep(0.005)
-    assert room.used_bytes == num_bytes
+    await until(lambda: room.used_bytes == num_bytes)
 
 
 async def begun(served, data):
@@ -307,11 +304,19 @@ async def test_an_upload_that_is_given_up_is_no_bad_upload(serve, monkeypatch, h
     served = await serve()
     codes = []
     monkeypatch.setattr(served.server.load_meter, "on_call", lambda call: codes.append(call.code))
-    call = served.images.UploadImage(timeout=0.5 if how == "deadline" else 20)
-    for message in messages(PNG[:2000], size_bytes=len(PNG)):
-        await call.write(message)
-    if how == "cancel":
-        call.cancel()
-    await until(lambda: codes)
+
+    async def given_up(timeout):
+        call = served.images.UploadImage(timeout=timeout if how == "deadline" else None)
+        for message in messages(PNG[:2000], size_bytes=len(PNG)):
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await call.write(message)
+        if how == "cancel":
+            await holds(served.server.uploads, 2000)
+            call.cancel()
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+            await call
+        await holds(served.server.uploads, 0)
+
+    await outlived(given_up, lambda _: codes)
     ends = {"deadline": grpc.StatusCode.DEADLINE_EXCEEDED, "cancel": grpc.StatusCode.CANCELLED}
     assert codes == [ends[how]]

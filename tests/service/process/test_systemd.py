@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -86,10 +85,8 @@ def test_a_server_tells_that_it_is_ready_alive_and_stopping(listener, tmp_path):
     try:
         ready, status = heard(listener)
         assert (ready, status) == ("READY=1", "STATUS=fake on fake (none)")
-        began = time.monotonic()
         for _ in range(5):
             assert heard(listener) == ["WATCHDOG=1"]
-        assert time.monotonic() - began < 10
         process.send_signal(signal.SIGTERM)
         told = ["WATCHDOG=1"]
         while told == ["WATCHDOG=1"]:

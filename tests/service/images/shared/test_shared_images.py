@@ -154,11 +154,10 @@ async def test_many_operations_wait_for_a_connection(shared):
 
 
 async def test_a_call_with_little_time_does_not_wait_for_its_write(shared, redis_server):
-    one = shared(timeout_s=30)
+    one = shared(timeout_s=60)
     redis_server.freeze()
-    started = asyncio.get_running_loop().time()
     await one.images.put("tenant", image(1), left_s=0.1)
-    assert asyncio.get_running_loop().time() - started < 10
+    assert not one.outcomes
     redis_server.thaw()
     await until(lambda: one.outcomes == ["stored"])
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
+from kestrel_engine import clock
 from kestrel_grpc.security.admission.guard import _divided
 from kestrel_grpc.security.admission.message_limits import MessageLimits
 from kestrel_grpc.security.admission.message_room import MessageRoom, MessagesFull
 from kestrel_grpc.security.identity.peers import address_of
+
+pytestmark = pytest.mark.usefixtures("still_clock")
 
 
 def room(max_bytes: int | None = 100, wait_s: float = 5.0, **options: int) -> MessageRoom:
@@ -125,13 +127,13 @@ async def test_who_sent_much_is_read_one_message_at_a_time_with_pauses(
     for hold in holds:
         hold.arrived(20)  # Half of 0.4 s of the loop's time, 0.25 s of which may be ahead.
         hold.close()
-    began = time.monotonic()
+    began = clock.now()
     await ours.hold("b").reserve(50)
-    assert time.monotonic() - began < 0.1, "others are not concerned"
+    assert clock.now() == began, "others are not concerned"
     await holds[0].reserve(50)
-    assert 0.1 < time.monotonic() - began < 5, "a pause"
+    assert clock.now() - began == pytest.approx(0.15), "a pause"
     await holds[1].reserve(50)
-    assert 0.5 < time.monotonic() - began < 15, "one at a time, until it is no longer heavy"
+    assert clock.now() - began == pytest.approx(0.7), "one at a time, until it is no longer heavy"
     for hold in holds:
         hold.close()
     assert ours._reading == {"b": 1}

@@ -9,7 +9,7 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.services.answers.several_samples import MAX_SAMPLES
 from tests.engine.fakes import IMAGE, never_ends
-from tests.service.conftest import LIMITS, raw_image
+from tests.service.conftest import LIMITS, NO_END, EndlessRuntime, raw_image
 from tests.service.statuses import failure
 from tests.waiting import until
 
@@ -156,8 +156,8 @@ async def test_a_sample_that_fails_fails_the_call(serve):
 
 
 async def test_a_cancelled_call_ends_all(serve):
-    served = await serve(FakeRuntime(LIMITS, never_ends, cost=lambda plan: 0.01))
-    call = served.vision.Query(request("Query", num_samples=6, max_tokens=200))
+    served = await serve(EndlessRuntime())
+    call = served.vision.Query(request("Query", num_samples=6, max_tokens=NO_END))
     await until(lambda: served.engine.num_requests >= 6)
     call.cancel()
     await until(lambda: not served.engine.num_requests)
@@ -165,11 +165,10 @@ async def test_a_cancelled_call_ends_all(serve):
 
 
 async def test_a_deadline_ends_all(serve):
-    served = await serve(FakeRuntime(LIMITS, never_ends, cost=lambda plan: 0.01))
-    asked = request("Query", num_samples=6, max_tokens=200)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await served.vision.Query(asked, timeout=0.3)
-    assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    served = await serve(EndlessRuntime())
+    asked = request("Query", num_samples=6, max_tokens=NO_END)
+    told = await served.overdue(lambda timeout: served.vision.Query(asked, timeout=timeout))
+    assert told.code is grpc.StatusCode.DEADLINE_EXCEEDED
     await until(lambda: not served.engine.num_requests)
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine.runtime.fake import FakeRuntime
-from tests.service.conftest import LIMITS, raw_image
+from tests.service.conftest import LIMITS, NO_END, EndlessRuntime, raw_image
 from tests.service.statuses import failure
 from tests.waiting import until
 
@@ -22,15 +21,10 @@ def query(text="what?", *, max_tokens=2, image=None, **options):
     )
 
 
-def slow():
-    """Never says the end; a step takes 10 ms."""
-    return FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.010)
-
-
 async def fill(served):
     """Takes every place of the batch."""
     running = [
-        asyncio.ensure_future(served.vision.Query(query(max_tokens=150)))
+        asyncio.ensure_future(served.vision.Query(query(max_tokens=NO_END)))
         for _ in range(LIMITS.max_batch_size)
     ]
     # Not before the last has its place: one may still wait for the prefix that another computes.
@@ -39,7 +33,7 @@ async def fill(served):
 
 
 async def test_high_goes_before_normal_before_low(serve):
-    served = await serve(slow())
+    served = await serve(EndlessRuntime())
     running = await fill(served)
     ended = []
 
@@ -51,7 +45,7 @@ async def test_high_goes_before_normal_before_low(serve):
     for priority in (common_pb2.PRIORITY_LOW, 0, common_pb2.PRIORITY_HIGH):
         for _ in range(LIMITS.max_batch_size):
             waiting.append(asyncio.ensure_future(ask(priority)))
-    await until(lambda: served.engine.num_requests >= len(running) + len(waiting))
+    await until(lambda: served.engine.stats.waiting == len(waiting))
     for call in running:
         call.cancel()
     await asyncio.gather(*waiting)
@@ -59,7 +53,7 @@ async def test_high_goes_before_normal_before_low(serve):
 
 
 async def test_a_deadline_drops_what_waits_before_any_computation(serve):
-    served = await serve(slow())
+    served = await serve(EndlessRuntime())
     running = await fill(served)
     told = await failure(served.vision.Query(query("late" * 20, image=raw_image()), timeout=0.1))
     assert told.code is grpc.StatusCode.DEADLINE_EXCEEDED
