@@ -2,7 +2,8 @@
 treated.
 
 A field that holds the image, or chooses the fine-tune, and is not read gives a wrong answer that looks right. So a
-field is refused if its name says that it is one of these, or if it is a typing error of a field that is honoured.
+field is refused if its name or its value says that it is one of these, or if its name is another spelling or a typing
+error of a field that is honoured.
 """
 
 from __future__ import annotations
@@ -13,21 +14,28 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
+from itertools import islice
 
 from kestrel_engine import InvalidRequest
 
+from ..images.base64_images import is_data_url
 from .fields import Fields
 
 logger = logging.getLogger(__name__)
 
 _MATTERS = re.compile(
-    r"image|picture|photo|adapter|variant|fine_?tun|(?:^|_)(?:img|file|attachment|video|audio|lora)"
+    r"image|picture|photo|adapter|variant|fine_?tun|checkpoint|"
+    r"(?:^|_)(?:img|file|attachment|video|audio|lora|peft)"
 )
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _SHORTEST, _LONGEST = 6, 32
 """Of names in which a typing error is looked for."""
+_LONG_TEXT = 2048
+"""Characters of a text that may be an image."""
+_MOST_LOOKED_AT = 4
 _SHOWN = 50
 _MOST_LOGGED = 100
+"""Names. Beyond them, no typing errors are looked for either: that takes 10 us of the event loop for each name."""
 _logged: set[tuple[str, str]] = set()
 
 
@@ -70,19 +78,22 @@ class KnownFields:
                 self._check_unknown(fields, key)
 
     def _check_unknown(self, fields: Fields, key: str) -> None:
-        if (self.where, key[:_SHOWN]) in _logged:
-            return
-        if _MATTERS.search(_HUMP.sub("_", key[:_LONGEST]).lower()):
+        is_logged = (self.where, key[:_SHOWN]) in _logged
+        if _holds_image(fields.values[key]) or (not is_logged and _MATTERS.search(_snake(key))):
             raise InvalidRequest(_named(fields, key), f"is not read here; {self.remedy}")
+        if is_logged or len(_logged) >= _MOST_LOGGED:
+            return
         meant = self._meant(key)
         if meant is not None:
             raise InvalidRequest(_named(fields, key), f"is unknown; did you mean {meant}?")
-        if len(_logged) < _MOST_LOGGED:
-            _logged.add((self.where, key[:_SHOWN]))
-            logger.info("the field %r of %s is ignored", key[:_SHOWN], self.where)
+        _logged.add((self.where, key[:_SHOWN]))
+        logger.info("the field %r of %s is ignored", key[:_SHOWN], self.where)
 
     def _meant(self, key: str) -> str | None:
-        """The honoured field of which ``key`` is a typing error: one character more, less, other or moved."""
+        """The honoured field of which ``key`` is another spelling (maxTokens), or a typing error: one character more,
+        less, other or moved."""
+        if _snake(key) in self.honoured:
+            return _snake(key)
         if not _SHORTEST - 1 <= len(key) <= _LONGEST:
             return None
         near = self._near
@@ -90,10 +101,24 @@ class KnownFields:
 
     def _unknown(self, key: str) -> str:
         names = sorted(self.honoured)
-        close = get_close_matches(key[:_LONGEST], names, n=1)
+        close = get_close_matches(_snake(key), names, n=1)
         return (
             f"is unknown; {f'did you mean {close[0]}?' if close else 'known: ' + ', '.join(names)}"
         )
+
+
+def _snake(key: str) -> str:
+    key = key[:_LONGEST]
+    return (key if key.islower() else _HUMP.sub("_", key).lower()).replace("-", "_")
+
+
+def _holds_image(value: object, depth: int = 2) -> bool:
+    if isinstance(value, str):
+        return is_data_url(value) or len(value) >= _LONG_TEXT
+    if not depth or not isinstance(value, (dict, list)):
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return any(_holds_image(each, depth - 1) for each in islice(items, _MOST_LOOKED_AT))
 
 
 def _shortened(name: str) -> Iterable[str]:

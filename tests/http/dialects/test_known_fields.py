@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from kestrel_engine import InvalidRequest
 from kestrel_grpc.http.dialects import known_fields
+from kestrel_grpc.http.fields import Fields
 from kestrel_grpc.http.known_fields import KnownFields
 from tests.docs.code_blocks import ROOT
 from tests.http.conftest import data_url
@@ -26,6 +28,11 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"imageUrl": IMAGE}, "imageUrl", "send the image as image_url"),
         ({"images": [IMAGE]}, "images", "image_url"),
         ({"file": "a.jpg"}, "file", "image_url"),
+        ({"media": IMAGE}, "media", "image_url"),
+        ({"inputs": [{"data": IMAGE}]}, "inputs", "image_url"),
+        ({"data": "x" * 3000}, "data", "image_url"),
+        ({"peft_model": "mine"}, "peft_model", "settings.adapter"),
+        ({"settings": {"maxTokens": 1}}, "settings.maxTokens", "did you mean max_tokens?"),
         ({"variant": "mine"}, "variant", ADAPTER),
         ({"adapter": "mine"}, "adapter", ADAPTER),
         ({"settings": {"adapter": "mine"}}, "settings.adapter", ADAPTER),
@@ -65,6 +72,8 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"guided_json": {"type": "object"}}, "guided_json", "response_format"),
         ({"prompt": "What?"}, "prompt", "use messages"),
         ({"temprature": 1}, "temprature", "did you mean temperature?"),
+        ({"maxTokens": 1}, "maxTokens", "did you mean max_tokens?"),
+        ({"top-p": 1}, "top-p", "did you mean top_p?"),
         ({"reasoning_effort": "much"}, "reasoning_effort", "must be one of none, minimal"),
         ({"messages": [{**USER, "images": [IMAGE]}]}, "messages[0].images", "as parts"),
         ({"messages": [{**USER, "image_url": IMAGE}]}, "messages[0].image_url", "as parts"),
@@ -175,3 +184,14 @@ def test_the_page_lists_what_the_tables_hold():
     for table in (*tables, *known_fields.MOONDREAM.values(), *known_fields.CHAT_PARTS.values()):
         missing = {name for name in table.honoured if f"`{name}`" not in page}
         assert not missing, (table.where, missing)
+
+
+def test_many_unknown_fields_fill_no_log(caplog, monkeypatch):
+    """What holds an image is still refused."""
+    monkeypatch.setattr("kestrel_grpc.http.known_fields._logged", set())
+    caplog.set_level(logging.INFO, "kestrel_grpc.http.known_fields")
+    known_fields.CHAT.check(Fields({f"made_up_{number}": 1 for number in range(1000)}))
+    assert len(caplog.records) == 100
+    for name, value in (("my_image", "x"), ("made_up_1", IMAGE), ("made_up_999", IMAGE)):
+        with pytest.raises(InvalidRequest, match="is not read here"):
+            known_fields.CHAT.check(Fields({name: value}))
