@@ -127,7 +127,9 @@ async def _not_found(request: Request, error: Exception) -> Response:
 async def _wrong_method(request: Request, error: Exception) -> Response:
     headers = getattr(error, "headers", None) or {}
     path = request.url.path
-    response = _refused(405, path, f"{path} takes {headers.get('Allow', 'another method')}")
+    response = _refused(
+        405, path, f"{path[:_SHOWN_CHARS]} takes {headers.get('Allow', 'another method')}"
+    )
     response.headers.update(headers)
     return response
 

@@ -15,7 +15,8 @@ from http import HTTPStatus
 
 import orjson
 
-HEAD_BYTES = 64 * 1024
+HEAD_BYTES = 32 * 1024
+_TARGET_BYTES = 8000
 HEAD_LINES = 100
 """Limit on the headers of a request. h11 takes up to 20 microseconds of the event loop for each."""
 _FREE_CHUNKS = 2000
@@ -24,8 +25,7 @@ _BYTES_A_CHUNK = 256
 _CHUNK_LINE_BYTES = 256
 _TRAILER_BYTES = 8 * 1024
 
-_INEXACT = re.compile(rb"(?<!\r)\n|\r(?!\n|\Z)|\r\n[ \t]|[^\t\r\n\x20-\x7e\x80-\xff]")
-"""A line that does not end with CR LF, a folded line, or a control character. CR may be the last byte that arrived."""
+_ALLOWED = bytes({*b"\t\r\n", *range(0x20, 0x7F), *range(0x80, 0x100)})
 _REQUEST_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+ ([!-~]+) HTTP/([0-9])\.([0-9])")
 _LENGTH = re.compile(rb"[0-9]{1,15}")
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,12})[ \t]*(?:;[\t\x20-\x7e\x80-\xff]*)?")
@@ -101,7 +101,9 @@ class RequestFraming:
         waiting = self._waiting
         end = waiting.find(_END, max(0, self._checked - len(_END)))
         until = len(waiting) if end < 0 else end + len(_END)
-        if _INEXACT.search(waiting, max(0, self._checked - 2), until):
+        start = max(0, self._checked - 2)
+        start -= start > 0 and waiting[start] == ord("\n")
+        if not _is_exact(waiting[start:until]):
             raise RefusedRequest(
                 400, "a head must consist of lines that end with CR LF, without control characters"
             )
@@ -128,6 +130,8 @@ class RequestFraming:
         target, *version = found.groups()
         if version not in ([b"1", b"0"], [b"1", b"1"]):
             raise RefusedRequest(505, "the version must be HTTP/1.0 or HTTP/1.1")
+        if len(target) > _TARGET_BYTES:
+            raise RefusedRequest(414, f"the target has more than {_TARGET_BYTES} bytes")
         if not target.startswith(b"/"):
             raise RefusedRequest(400, "the target must be a path; this server is not a proxy")
         values: dict[bytes, list[bytes]] = {
@@ -163,6 +167,19 @@ class RequestFraming:
             if version == [b"1", b"0"]:
                 raise RefusedRequest(400, "HTTP/1.0 has no Transfer-Encoding")
             self._chunks = _Chunks()
+
+
+def _is_exact(lines: bytes | bytearray) -> bool:
+    """Whether all lines end with CR LF, none is folded, and there are no control characters. CR may be the last byte
+    that has arrived."""
+    ends = lines.count(b"\r\n")
+    return (
+        lines.count(b"\n") == ends
+        and lines.count(b"\r") - lines.endswith(b"\r") == ends
+        and b"\r\n " not in lines
+        and b"\r\n\t" not in lines
+        and not lines.translate(None, _ALLOWED)
+    )
 
 
 class _Chunks:
@@ -214,7 +231,7 @@ class _Chunks:
         line = waiting[at:end]
         num_bytes = len(line) + 2
         if self._is_trailer:
-            if _INEXACT.search(line) or line.startswith((b" ", b"\t")):
+            if not _is_exact(b"\r\n%b\r\n" % bytes(line)):
                 raise RefusedRequest(400, "a trailer is not a header")
             self._trailer_bytes += num_bytes
             self.has_ended = not line

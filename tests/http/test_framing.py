@@ -81,6 +81,7 @@ REFUSED = [
     (b"GET / HTTP/1.1\r\nhost: b\r\n\r\n", 421),
     (POST + b"a:b\r\n" * HEAD_LINES + b"\r\n", 431),
     (POST + b"x: " + b"y" * HEAD_BYTES, 431),
+    (b"GET /" + b"%ff" * 3000 + b" HTTP/1.1\r\nhost: a\r\n\r\n", 414),
     (b"GET / HTTP/1.1\nhost: a\n" + b"a:b\n" * 15_900 + b"\n", 400),
     (CHUNKED + b"5;x\n\r\nabcde\r\n", 400),
     (CHUNKED + b"5\nabcde\r\n", 400),
@@ -97,6 +98,7 @@ REFUSED = [
     (CHUNKED + b"0\r\n" + b"a:b\r\n" * 2000, 400),
     (CHUNKED + b"0\r\na: b\n\r\n\r\n", 400),
     (CHUNKED + b"0\r\na: b\r\n c\r\n\r\n", 400),
+    (CHUNKED + b"0\r\na: b\r\r\n\r\n", 400),
 ]
 
 
@@ -140,9 +142,10 @@ def test_tiny_chunks_that_arrive_together_reach_h11_as_one():
 def test_heads_take_turns():
     now = 100.0
     turns = _Turns(lambda: now)
-    assert turns.next_at(10) == 100.0
-    second = turns.next_at(100)
-    third = turns.next_at(10)
-    assert 100.0 < second < third and third - second > second - 100.0, "longer after a longer head"
-    now = 200.0
-    assert turns.next_at(10) == 200.0, "no head waits without others before it"
+    assert turns.next_at(POST) == 100.0
+    for longer in (POST + b"a:b\r\n" * 90, POST + b"x" * 20_000):
+        now += 100.0
+        assert turns.next_at(POST) == now, "no head waits without others before it"
+        second = turns.next_at(longer)
+        third = turns.next_at(POST)
+        assert now < second < third and third - second > second - now, "longer after a longer head"
