@@ -17,10 +17,10 @@ from ..parser import EXIT_FAILED, CommandError
 from ..requests.analyze import add_task_flags, task_of
 from ..requests.flags import add_request_flags, request_options
 from ..requests.inputs import IMAGE_HELP
-from ..requests.painted import Painter
 from .exports import Export, parse_export
 from .journal import Journal
-from .rows import Row, file_names, open_rows
+from .overlays import Overlays
+from .rows import Row, open_rows
 from .runner import Summary
 from .running import add_running_flags, check_running_flags, run_rows, server_of
 
@@ -59,7 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         help="also write FILE.csv, FILE.parquet, coco:FILE or yolo:FOLDER at the end; may be given several times",
     )
     output.add_argument(
-        "--overlays", metavar="FOLDER", help="draw each result on its image (needs Pillow)"
+        "--overlays",
+        metavar="FOLDER",
+        help="draw each result on its image, finished ones too (needs Pillow)",
     )
     output.add_argument("--fresh", action="store_true", help="delete the results that there are")
     output.add_argument(
@@ -86,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     keys = _keys(args)
     for row in rows:
         _tasks(row, keys, args)  # Raises an error before the first request.
-    painter = None if args.overlays is None else _painter(args.overlays, rows)
+    overlays = None if args.overlays is None else Overlays(args.overlays, rows)
     options = {name: value for name, value in request_options(args).items() if value is not None}
     described = {
         "tasks": [[kind, asked] for kind, asked in args.tasks],
@@ -101,9 +103,11 @@ def run(args: argparse.Namespace) -> int:
     ) as journal:
         left = [row for row in rows if row.identity not in journal.done]
         summary = Summary()
+        if overlays is not None:
+            overlays.write_finished(journal)
         if left:
             with server_of(args):
-                summary = _ask(args, journal, rows, left, keys, options, painter)
+                summary = _ask(args, journal, len(rows), left, keys, options, overlays)
         _export(journal, exports)
         _print(args, summary, journal, len(rows), len(rows) - len(left))
         return EXIT_FAILED if journal.failed else 0
@@ -125,25 +129,18 @@ def _tasks(row: Row, keys: list[str], args: argparse.Namespace) -> Mapping[str, 
     }
 
 
-def _painter(folder: str, rows: list[Row]) -> Painter:
-    target = folder if folder.endswith("/") else f"{folder}/"
-    return Painter(target, [row.input for row in rows], report=False)
-
-
 def _ask(
     args: argparse.Namespace,
     journal: Journal,
-    rows: list[Row],
+    total: int,
     left: list[Row],
     keys: list[str],
     options: dict[str, Any],
-    painter: Painter | None,
+    overlays: Overlays | None,
 ) -> Summary:
-    names = file_names(rows)
-
     def on_result(row: Row, result: AnalyzeResult) -> None:
-        if painter is not None:
-            painter.write(result, row.input, names[row.identity])
+        if overlays is not None:
+            overlays.write(row, result)
 
     return run_rows(
         args,
@@ -151,8 +148,8 @@ def _ask(
         left,
         lambda row: _tasks(row, keys, args),
         options,
-        total=len(rows),
-        before=len(rows) - len(left),
+        total=total,
+        before=total - len(left),
         on_result=on_result,
     )
 

@@ -6,16 +6,27 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
-from kestrel_client import AnalyzeResult, ImageHandle, KestrelError, Result
+from kestrel_client import ImageHandle, KestrelError
+from kestrel_client.images.images import ImageInput
 
 from ..parser import CommandError
 from .inputs import Input
+
+if TYPE_CHECKING:
+    import PIL.Image
 
 SAVE_HELP = (
     "write the image with the answer drawn on it: a file, or a folder for several images; "
     "- writes PNG to standard output (needs Pillow)"
 )
+
+
+class Drawn(Protocol):
+    """A result, or what draws itself like one."""
+
+    def draw(self, image: ImageInput | None = None) -> PIL.Image.Image: ...
 
 
 class Painter:
@@ -54,7 +65,7 @@ class Painter:
         """Whether images are written to standard output, so that the command must not print text there."""
         return self._target == "-"
 
-    def write(self, result: Result | AnalyzeResult, given: Input, name: str | None = None) -> None:
+    def write(self, result: Drawn, given: Input, name: str | None = None) -> None:
         """Writes an image and prints its file on standard error. ``name``: of the file in the folder, without its
         suffix; None to choose one that was not written yet. Raises CommandError."""
         try:

@@ -62,7 +62,16 @@ async def test_results_errors_and_exports(serve, images, tmp_path, capsys):
     for line in lines.values():
         assert line["tasks"]["detect"]["object"] == "cat" and line["tasks"]["caption"]["caption"]
         assert line["image_size"] == {"width": 40, "height": 30}
-    assert len([*(tmp_path / "drawn").iterdir()]) == 12
+    drawn = {path.name: path.read_bytes() for path in (tmp_path / "drawn").iterdir()}
+    assert len(drawn) == 12
+    # The results that are there are drawn the same, without a question to the server.
+    again = tmp_path / "again"
+    assert await run(served, *words, "--overlays", again) == 1
+    assert {path.name: path.read_bytes() for path in again.iterdir()} == drawn
+    (again / "03.png").write_bytes(b"mine")
+    assert await run(served, *words, "--overlays", again) == 1
+    assert (again / "03.png").read_bytes() == b"mine"
+    capsys.readouterr()
 
     boxes = sum(len(line["tasks"]["detect"]["objects"]) for line in lines.values())
     coco = json.loads((tmp_path / "found.json").read_text())

@@ -269,6 +269,21 @@ def test_an_outline_and_its_mask(server, tmp_path):
     assert coarse["coarse_path"] is None
 
 
+def test_finished_results_of_a_batch_are_drawn_as_new_ones_are(server, tmp_path):
+    tasks = [
+        *("--detect", "green crescent", "--point", "pink star", "--segment", "pink star"),
+        *("--caption", "short", "--query", "How many green crescents are there?"),
+    ]
+    words = ["batch", IMAGE, *tasks, "--output", tmp_path / "results.jsonl", "--quiet"]
+    for folder in ("new", "finished"):
+        done = ask(server, *words, "--overlays", tmp_path / folder)
+        assert done.returncode == 0, done.stderr
+    new, finished = (
+        (tmp_path / folder / "demo.png").read_bytes() for folder in ("new", "finished")
+    )
+    assert finished == new and "1 were done before" in done.stdout
+
+
 def test_models_and_health(server):
     done = ask(server, "models")
     assert done.stdout.startswith("kestrel-tiny: ready\n")
