@@ -21,11 +21,12 @@ BUNDLED = Path(__file__).parent.parent / "bundled"
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of a hub repository at a revision (branch, tag or commit)."""
+    """A file of a hub repository at a revision (branch, tag or commit). ``flag``: the flag that names a copy of it."""
 
     repo: str
     revision: str
     file: str
+    flag: str = "--weights"
 
 
 @dataclass(frozen=True, slots=True)

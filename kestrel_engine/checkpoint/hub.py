@@ -194,12 +194,8 @@ class Hub:
 
     def _offline(self, file: HubFile) -> DownloadError:
         endpoint = self._endpoint or hf.constants.ENDPOINT
-        tokenizer = file.file.endswith("tokenizer.json")
-        named = (
-            f"name {file.file} with --tokenizer"
-            if tokenizer
-            else "name their folder with --weights"
-        )
+        flag = "--tokenizer" if file.file.endswith("tokenizer.json") else file.flag
+        named = f"name {'their folder' if flag == '--weights' else file.file} with {flag}"
         return DownloadError(
             f"{file.file} of {file.repo}@{file.revision} is not in the cache ({self._cache()}) and {endpoint} can't be "
             f"reached ({self._offline_reason}). On a connected machine run `hf download {file.repo} --revision "

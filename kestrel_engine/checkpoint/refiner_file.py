@@ -11,7 +11,7 @@ from .catalog import HubFile
 from .hub import Hub
 
 NAME = "refiner.safetensors"
-RELEASED = HubFile("moondream/SegHeadRefiner", "main", "model.pt")
+RELEASED = HubFile("moondream/SegHeadRefiner", "main", "model.pt", flag="--refiner")
 """The refiner of the released Moondream 3 models. Its repository may need permission."""
 
 

@@ -29,6 +29,8 @@ EXIT_USAGE = 2
 ON_OFF = ("on", "off")
 _SIZE = re.compile(r"(\d+)\s*(?:([KMG])(i?)B?|B)?", re.IGNORECASE)
 _MOST_SECONDS = 86_400
+_BY_PRECISION = ("dtype", "fp8_gemms", "kv_cache_dtype")
+"""Fields whose value --precision gives if they are auto."""
 
 C = TypeVar("C")
 
@@ -221,10 +223,15 @@ def settings_error(error: ConfigError, args: argparse.Namespace, *configs: type)
     """A ConfigError as a SettingsError that names the flag, variable or key that gave the value."""
     from kestrel_engine import settings_of
 
-    field = error.field.rpartition(".")[2]
+    field, value, limit = error.field.rpartition(".")[2], error.value, error.limit
+    precision = getattr(args, "precision", "auto")
+    if field in _BY_PRECISION and precision != "auto" and getattr(args, field, None) == "auto":
+        # --precision gave the value, and the user typed only that.
+        limit = f"sets --{field.replace('_', '-')} to {value}: {limit}"
+        field, value = "precision", precision
     flags = [made[field].flag for config in configs if field in (made := settings_of(config))]
     flag = flags[0] if flags else "--" + field.replace("_", "-")
-    return SettingsError(f"{name_of(args, flag)}={error.value}: {error.limit}")
+    return SettingsError(f"{name_of(args, flag)}={value}: {limit}")
 
 
 def dest_of(flag: str) -> str:

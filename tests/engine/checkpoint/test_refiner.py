@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kestrel_engine import CheckpointError, ConfigError, RuntimeConfig
+from kestrel_engine import CheckpointError, ConfigError, DownloadError, RuntimeConfig
 from kestrel_engine.checkpoint.hub import Hub
 from kestrel_engine.checkpoint.refiner import load_refiner
 from kestrel_engine.checkpoint.refiner_file import NAME, find_refiner
@@ -112,3 +112,10 @@ def test_a_refiner_that_cannot_be_used_is_an_error(tmp_path, config_of):
     (tmp_path / NAME).touch()
     with pytest.raises(ConfigError, match="models that segment"):
         find_refiner(RuntimeConfig(refiner=tmp_path), config_of("moondream2"), (), hub)
+
+
+def test_a_refiner_that_is_not_downloaded_names_its_flag(tmp_path, config_of):
+    hub = Hub(cache_dir=tmp_path, offline=True)
+    released = RuntimeConfig(refiner="moondream/SegHeadRefiner")
+    with pytest.raises(DownloadError, match=r"name model.pt with --refiner$"):
+        find_refiner(released, config_of("moondream3"), (), hub)

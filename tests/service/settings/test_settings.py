@@ -1,5 +1,7 @@
 """Flags and variables become configurations; what is invalid is named in one line."""
 
+import re
+
 import pytest
 
 from kestrel_grpc.settings.addresses import parse_address, unix_path, with_port
@@ -205,6 +207,23 @@ def test_a_flag_that_cannot_be_read_ends_with_one_line_and_status_2(flags, capsy
     told = capsys.readouterr().err
     assert told.count("\n") == 1
     assert flags[0] in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "words"),
+    [
+        (
+            ["--precision", "fp8"],
+            {},
+            "--precision=fp8: sets --kv-cache-dtype to fp8: flashinfer can't",
+        ),
+        ([], {"KESTREL_PRECISION": "fp8"}, "KESTREL_PRECISION=fp8: sets --kv-cache-dtype to fp8"),
+        (["--precision", "fp8", "--kv-cache-dtype", "fp8"], {}, "--kv-cache-dtype=fp8: flashinfer"),
+    ],
+)
+def test_an_error_names_the_setting_that_was_given(flags, variables, words):
+    with pytest.raises(SettingsError, match=re.escape(words)):
+        configs("--attention", "flashinfer", *flags, **variables)
 
 
 @pytest.mark.parametrize(
