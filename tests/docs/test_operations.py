@@ -15,6 +15,10 @@ WRITTEN = TEXT.partition(BEGIN)[0] + TEXT.partition(END)[2]
 """By hand."""
 
 
+def test_the_page_begins_with_what_to_do():
+    assert re.findall(r"^## (.*)$", TEXT, re.MULTILINE)[0] == "What to do"
+
+
 def test_the_table_of_flags_is_the_parsers():
     assert page_with(table()) == TEXT, "make docs writes it anew"
 
@@ -54,6 +58,9 @@ def test_every_alert_has_an_entry_and_every_link_leads_somewhere():
         re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
         for title in re.findall(r"^#+ (.*)$", TEXT, re.MULTILINE)
     }
+    for rule in (rule for group in rules["groups"] for rule in group["rules"]):
+        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert (ROOT / page, anchor) == (PAGE, rule["alert"].lower()) and anchor in anchors
     links = re.findall(r"\]\(([^)\s]+)\)", TEXT)
     assert {link[1:] for link in links if link.startswith("#")} <= anchors
     for link in links:
