@@ -44,6 +44,8 @@ def main() -> int:
     device_thread, (never, _) = ThreadPoolExecutor(1), os.pipe()
 
     def cost(plan: StepPlan) -> float:
+        if for_ever.exists() or hang.exists():
+            hang.with_suffix(".hung").touch()
         if for_ever.exists():
             # In a system call that never returns, in a thread for which the interpreter waits at its end, as torch's.
             device_thread.submit(os.read, never, 1).result()

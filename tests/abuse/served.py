@@ -80,7 +80,7 @@ class ServedInThread:
         await server.load()
         return server
 
-    def assert_at_rest(self, within_s: float = 5.0) -> None:
+    def assert_at_rest(self, within_s: float = 60.0) -> None:
         """Nothing that a call brought is left, and nothing was complained of."""
         server, engine = self._server, self._server.served.loaded
         assert engine is not None

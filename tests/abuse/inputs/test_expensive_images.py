@@ -207,10 +207,8 @@ def test_an_expensive_format_has_a_limit_of_its_own(server, image, field, flag):
     side = math.isqrt(getattr(LIMITS, field)) + 1
     with grpc.insecure_channel(server.address) as channel:
         request = pb.CaptionRequest(image=common_pb2.Image(encoded=image(flat(side**2))))
-        began = time.monotonic()
         with pytest.raises(grpc.RpcError) as caught:
             VisionServiceStub(channel).Caption(request, timeout=60)
-        assert time.monotonic() - began < 30
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
     details = caught.value.details()  # type: ignore[attr-defined]
     assert re.search(

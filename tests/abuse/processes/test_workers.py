@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -151,7 +150,6 @@ async def test_sigkill_of_a_worker_is_heard_by_its_callers_alone_and_it_comes_ba
             mine = [call for worker, call in calls if worker == 0]
             stub_of_dead = next(stub for worker, stub in connections if worker == 0)
             async with AsyncKestrelClient(server.address, channel_options=LOCAL) as client:
-                began = time.monotonic()
                 os.kill(first[0], signal.SIGKILL)
                 # The SDK's retries find the worker that lives, wherever its connection led.
                 answers = await asyncio.gather(
@@ -160,7 +158,6 @@ async def test_sigkill_of_a_worker_is_heard_by_its_callers_alone_and_it_comes_ba
                 assert [answer.usage.output_tokens for answer in answers] == [2, 2, 2]
                 told = await asyncio.gather(*map(failure, mine))
                 assert {each.code for each in told} <= {Code.UNAVAILABLE}
-                assert time.monotonic() - began < 30
             # A plain channel reconnects to the other worker by itself.
             answer = await stub_of_dead.Query(
                 query("again"), timeout=DEADLINE_S, wait_for_ready=True
