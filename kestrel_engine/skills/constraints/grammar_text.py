@@ -10,10 +10,11 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...types.constraint import Constraint
+from .schemas import parts, read_schema
 
 try:
     import llguidance
@@ -29,10 +30,6 @@ _DRAWN = "regex parse error:"
 """A drawing of the pattern follows, and then what is wrong with it."""
 _PLACE_S = 0.2
 """Seconds for the search for the place in an invalid schema."""
-
-_SUBSCHEMAS = ("items", "additionalProperties", "contains", "not", "if", "then", "else")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 
 
 @functools.cache
@@ -101,7 +98,7 @@ def lark_of(constraint: Constraint) -> str:
     if constraint.kind == "grammar":
         # At the end, so that places in messages are those of the caller's text.
         return f"{source}\n{_NO_FORCING}"
-    return _of_schema(_parsed(source))
+    return _of_schema(read_schema(source))
 
 
 def problem(constraint: Constraint, tokenizer: llguidance.LLTokenizer) -> str:
@@ -116,7 +113,7 @@ def problem(constraint: Constraint, tokenizer: llguidance.LLTokenizer) -> str:
             return _regex_problem(message)
         if constraint.kind == "json_schema":
             assert isinstance(constraint.source, str)
-            where = _place(_parsed(constraint.source), tokenizer)
+            where = _place(read_schema(constraint.source), tokenizer)
             said = _schema_problem(message)
             return f"at {where}: {said}" if where else said
         return _grammar_problem(message)
@@ -133,9 +130,9 @@ def _place(schema: Mapping[str, Any], tokenizer: llguidance.LLTokenizer) -> str:
     found: tuple[str, Any] | None = ("", schema)
     while found is not None:
         place += found[0]
-        parts = _parts(found[1]) if isinstance(found[1], Mapping) else iter(())
+        inside = parts(found[1]) if isinstance(found[1], Mapping) else iter(())
         found = None
-        for pointer, inner in parts:
+        for pointer, inner in inside:
             if time.monotonic() > until:
                 break
             if _is_invalid(inner, shared, tokenizer):
@@ -158,41 +155,6 @@ def _of_schema(schema: Mapping[str, Any]) -> str:
     return f"{_NO_FORCING}\nstart: %json {text}"
 
 
-def _parsed(text: str) -> Mapping[str, Any]:
-    """Raises ValueError."""
-    try:
-        schema = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"is not JSON: {error}") from error
-    if not isinstance(schema, Mapping):
-        raise ValueError("must be a JSON object")
-    return schema
-
-
-def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas directly inside ``schema``, each with its JSON pointer."""
-    for key in _SUBSCHEMAS:
-        if key in schema:
-            yield f"/{key}", schema[key]
-    for key in _LISTS:
-        if isinstance(schema.get(key), list):
-            for index, inner in enumerate(schema[key]):
-                yield f"/{key}/{index}", inner
-    for key in _MAPS:
-        if isinstance(schema.get(key), Mapping):
-            for name, inner in schema[key].items():
-                yield f"/{key}/{_escaped(name)}", inner
-
-
-def _escaped(name: str) -> str:
-    """RFC 6901."""
-    return name.replace("~", "~0").replace("/", "~1")
-
-
 def _grammar_problem(message: str) -> str:
     """``at 1(8): unknown name`` becomes ``unknown name at line 1, column 8``."""
     head = first_line(message)
@@ -213,6 +175,11 @@ def _regex_problem(message: str) -> str:
 
 
 def _schema_problem(message: str) -> str:
+    if "coerce_one_of" in message:
+        return (
+            "oneOf: the alternatives must exclude each other evidently, such as by type or by a const of one property; "
+            "use anyOf"
+        )
     head = first_line(message)
     return re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", head)
 
