@@ -83,7 +83,7 @@ class Gate:
 
     def __call__(self, fed: tuple[Token, ...]) -> int:
         self.entered.set()
-        assert self.open.wait(20)
+        assert self.open.wait(60)
         return 100 + 97
 
 
@@ -115,5 +115,5 @@ class SlowImage(os.PathLike[str]):
 
     def __fspath__(self) -> str:
         self.entered.set()
-        assert self.open.wait(20)
+        assert self.open.wait(60)
         return str(self._path)

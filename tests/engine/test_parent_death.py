@@ -78,7 +78,7 @@ def test_a_child_ends_with_its_parent(number, options):
         time.sleep(0.3)
         assert child.is_running()
         parent.send_signal(number)
-        assert ends_within(child, 10)
+        assert ends_within(child, 60)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
@@ -86,15 +86,15 @@ def test_the_kernel_ends_a_child_in_which_no_python_runs():
     with family("kernel_signal=True", HOLDS_THE_INTERPRETER) as (parent, child):
         time.sleep(0.3)
         parent.kill()
-        assert ends_within(child, 10)
+        assert ends_within(child, 60)
 
 
 def test_a_child_gets_time_to_end_by_itself():
     with family("after_s=1.5") as (parent, child):
-        parent.kill()
         killed_at = time.monotonic()
-        assert ends_within(child, 10)
-        assert time.monotonic() - killed_at > 1.2
+        parent.kill()
+        assert ends_within(child, 60)
+        assert time.monotonic() - killed_at > 1.5
 
 
 def test_a_parent_that_ended_before_the_call_ends_the_child():
@@ -104,5 +104,5 @@ def test_a_parent_that_ended_before_the_call_ends_the_child():
     with subprocess.Popen(
         [sys.executable, "-c", child, str(ours)], pass_fds=(ours,), stdout=subprocess.DEVNULL
     ) as process:
-        assert process.wait(20) == -signal.SIGKILL
+        assert process.wait(60) == -signal.SIGKILL
     os.close(ours)

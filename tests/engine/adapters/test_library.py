@@ -43,7 +43,7 @@ class Reader:
 
     def __call__(self, checked: Checked, dtype: torch.dtype, packer: Packer | None) -> Adapter:
         self.names.append(checked.found.name)
-        assert self.go.wait(30)
+        assert self.go.wait(60)
         return self._read(checked, dtype, packer)
 
 
@@ -72,7 +72,8 @@ async def adapters(tmp_path: Path) -> AsyncIterator[AdapterLibrary]:
 async def test_requests_share_one_reading(adapters: AdapterLibrary, reader: Reader) -> None:
     reader.go.clear()
     tasks = [asyncio.create_task(adapters.acquire("a")) for _ in range(5)]
-    await asyncio.sleep(0.05)
+    while not reader.names:
+        await asyncio.sleep(0.01)
     tasks.pop().cancel()  # One that ends early does not end the reading.
     reader.go.set()
     leases = await asyncio.gather(*tasks)

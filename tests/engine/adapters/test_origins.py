@@ -28,6 +28,7 @@ from kestrel_engine.errors import (
     ConfigError,
     EngineClosed,
 )
+from tests.clock import MovedClock
 from tests.engine.adapters.random_adapters import random_tensors
 from tests.engine.models.small import small_config
 from tests.hub_stand import COMMIT, OLDER, Stand, stand
@@ -268,8 +269,24 @@ async def test_a_wrong_checksum_of_the_hub(make: Make, stand: Stand, tmp_path: P
     assert not entries(tmp_path)
 
 
+async def test_a_failure_is_remembered_for_some_seconds(
+    moved_clock: MovedClock, make: Make, stand: Stand
+) -> None:
+    library = make()
+    with pytest.raises(AdapterNotFound):
+        await library.acquire(REPO)
+    asked = len(stand.requests)
+    stand.add("adapter_model.safetensors", content(1), repo=REPO)
+    moved_clock.advance(0.5 * origins.FAILURE_S)
+    with pytest.raises(AdapterNotFound):
+        await library.acquire(REPO)
+    assert len(stand.requests) == asked
+    moved_clock.advance(0.5 * origins.FAILURE_S)
+    assert (await library.acquire(REPO)).adapter.name == REPO
+
+
 async def test_without_the_hub_the_disk_serves(
-    make: Make, stand: Stand, monkeypatch: pytest.MonkeyPatch
+    moved_clock: MovedClock, make: Make, stand: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand.add("adapter_model.safetensors", content(1), repo=REPO)
     library = make()
@@ -285,11 +302,11 @@ async def test_without_the_hub_the_disk_serves(
     # A branch is looked up again, beside the request that finds it old.
     monkeypatch.setattr(origins, "REFRESH_S", -1.0)
     assert (await make().acquire(REPO)).adapter.key != key
-    library._origins._known[REPO].until = 0
+    moved_clock.advance(3600)
     assert (await library.acquire(REPO)).adapter.key == key
     await asyncio.gather(*library._origins._looking.values())
     assert (await library.acquire(REPO)).adapter.key != key
-    library._origins._known[REPO].until = 0
+    moved_clock.advance(3600)
     stand.refuse[REPO] = (503, "")
     await library.acquire(REPO)
     await asyncio.gather(*library._origins._looking.values())

@@ -64,15 +64,15 @@ async def test_the_queue_is_bounded(make_engine, fake_limits):
 
 
 async def test_a_deadline_in_the_queue_drops_the_request_before_any_compute(
-    make_engine, fake_limits
+    moved_clock, make_engine, fake_limits
 ):
     gate = Gate()
     runtime = FakeRuntime(fake_limits, gate)
     engine = make_engine(runtime)
     running = [await engine.submit("query", None, {"question": "a"}, GREEDY) for _ in range(3)]
-    await asyncio.to_thread(gate.entered.wait, 20)
-    waiting = await engine.submit("query", None, {"question": "zzz"}, GREEDY, timeout_s=0.05)
-    await asyncio.sleep(0.1)
+    await asyncio.to_thread(gate.entered.wait, 60)
+    waiting = await engine.submit("query", None, {"question": "zzz"}, GREEDY, timeout_s=100)
+    moved_clock.advance(101)
     gate.open.set()
     with pytest.raises(DeadlineExceeded):
         await waiting.result()
@@ -82,11 +82,14 @@ async def test_a_deadline_in_the_queue_drops_the_request_before_any_compute(
     assert 100 + ord("z") not in fed
 
 
-async def test_the_engines_own_bound_on_waiting_has_its_own_error(make_engine, fake_limits):
+async def test_the_engines_own_bound_on_waiting_has_its_own_error(
+    moved_clock, make_engine, fake_limits
+):
     gate = Gate()
-    engine = make_engine(FakeRuntime(fake_limits, gate), max_queue_wait_s=0.05)
+    engine = make_engine(FakeRuntime(fake_limits, gate), max_queue_wait_s=100.0)
     streams = [await engine.submit("query", None, {"question": "a"}, GREEDY) for _ in range(4)]
-    await asyncio.sleep(0.1)
+    await asyncio.to_thread(gate.entered.wait, 60)
+    moved_clock.advance(101)
     gate.open.set()
     ends = await asyncio.gather(*(s.result() for s in streams), return_exceptions=True)
     assert isinstance(ends[0], EngineResult)
@@ -99,7 +102,7 @@ async def test_priorities_decide_who_is_next(make_engine, fake_limits):
     engine = make_engine(FakeRuntime(fake_limits, gate))
     for _ in range(3):
         await engine.submit("query", None, {"question": "a"}, {"max_tokens": 1})
-    await asyncio.to_thread(gate.entered.wait, 20)
+    await asyncio.to_thread(gate.entered.wait, 60)
     done = []
 
     async def ask(priority):
@@ -135,7 +138,7 @@ async def test_shutdown_lets_a_image_be_prepared_and_asked_about(make_engine, tm
     slow = SlowImage(tmp_path)
     engine = make_engine()
     accepted = asyncio.create_task(engine.query(slow, "what?", settings=GREEDY))
-    await asyncio.to_thread(slow.entered.wait, 20)
+    await asyncio.to_thread(slow.entered.wait, 60)
     stopping = asyncio.create_task(engine.shutdown(grace_s=20))
     await asyncio.sleep(0)
     with pytest.raises(EngineClosed):
@@ -145,15 +148,16 @@ async def test_shutdown_lets_a_image_be_prepared_and_asked_about(make_engine, tm
     await stopping
 
 
-async def test_shutdown_does_not_wait_for_a_device_that_hangs(fake_limits):
+async def test_shutdown_does_not_wait_for_a_device_that_hangs(fake_limits, monkeypatch):
+    monkeypatch.setattr("kestrel_engine.engine.STOP_PATIENCE_S", 0.01)
     gate = Gate()
-    config = RuntimeConfig(max_batch_size=3, step_timeout_s=0.3)
+    config = RuntimeConfig(max_batch_size=3)
     engine = kestrel_engine.InferenceEngine(
         config, fake_build(config, FakeRuntime(fake_limits, gate))
     )
     stream = await engine.submit("query", None, {"question": "a"}, GREEDY)
-    await asyncio.to_thread(gate.entered.wait, 20)
-    await asyncio.wait_for(engine.shutdown(grace_s=0), 10)
+    await asyncio.to_thread(gate.entered.wait, 60)
+    await engine.shutdown(grace_s=0)
     with pytest.raises(EngineClosed):
         await stream.result()
     gate.open.set()

@@ -155,7 +155,7 @@ async def test_cancelled_looks_cancel_the_question(make_engine, fake_limits):
     asking = asyncio.create_task(
         engine.query(IMAGE, "?", presupposes=["cat"], settings=GREEDY, request_id="mine")
     )
-    await asyncio.to_thread(gate.entered.wait, 20)
+    await asyncio.to_thread(gate.entered.wait, 60)
     assert engine.cancel("mine") == 1
     gate.open.set()
     result = await asking
@@ -167,7 +167,7 @@ async def test_a_caller_that_leaves_ends_the_looks(make_engine, fake_limits):
     gate = Gate()
     engine = make_engine(FakeRuntime(fake_limits, gate))
     asking = asyncio.create_task(engine.query(IMAGE, "?", presupposes=["cat"], settings=GREEDY))
-    await asyncio.to_thread(gate.entered.wait, 20)
+    await asyncio.to_thread(gate.entered.wait, 60)
     asking.cancel()
     gate.open.set()
     with pytest.raises(asyncio.CancelledError):

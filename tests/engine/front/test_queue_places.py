@@ -187,7 +187,7 @@ async def test_a_waiting_request_is_refused_for_another_principals(make_engine, 
     gate = Gate()
     engine = make_engine(FakeRuntime(fake_limits, gate), max_queue=2)
     streams = [await ask(engine, "a") for _ in range(5)]
-    await asyncio.to_thread(gate.entered.wait, 20)
+    await asyncio.to_thread(gate.entered.wait, 60)
     with pytest.raises(EngineOverloaded, match="a holds 5"):
         await ask(engine, "a")
     other = await ask(engine, "b")
@@ -232,7 +232,8 @@ async def test_an_image_that_waits_gives_way_too(make_engine, fake_limits, monke
         for _ in range(4)
     ]
     tasks.append(asyncio.create_task(engine.prepare_image(IMAGE, principal="a")))
-    await asyncio.sleep(0.01)
+    while engine.num_requests < len(tasks):
+        await asyncio.sleep(0)
     assert (await (await ask(engine, "b")).result()).output
     assert ended == ["a"]
     with pytest.raises(Displaced):
@@ -279,7 +280,8 @@ async def test_beside_a_flood_every_request_of_another_principal_is_answered(
                 await asyncio.sleep(0.05)
 
     callers = [asyncio.create_task(flood()) for _ in range(700)]
-    await asyncio.sleep(0.2)
+    while not outcomes["refused"]:
+        await asyncio.sleep(0.01)
     for number in range(20):
         priority = ("normal", "high")[number % 2]
         result = await (await ask(engine, "other", priority=priority)).result()

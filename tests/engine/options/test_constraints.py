@@ -141,7 +141,7 @@ async def test_preemption_keeps_the_place_in_the_grammar(make_engine, fake_limit
             together.set()
 
     def held(fed):
-        assert together.wait(20)
+        assert together.wait(60)
         return hashed(fed, fake_limits.vocab_size)
 
     monkeypatch.setattr(EngineLoop, "submit", counted)

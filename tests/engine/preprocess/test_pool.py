@@ -84,6 +84,11 @@ async def decoders_of(pool: PreprocessPool) -> set[int]:
     return decoders() - before
 
 
+async def asked(pool: PreprocessPool, callers: int) -> None:
+    """Waits until so many callers wait for images."""
+    await until(lambda: sum(job.waiters for job in pool._making.values()) == callers)
+
+
 async def test_gives_what_the_functions_give(make_pool, tmp_path):
     pool = make_pool()
     array, data = pixels(), png()
@@ -112,7 +117,7 @@ async def test_without_a_segment_for_the_next_image_a_decoder_is_replaced(
     with monkeypatch.context() as patched:
         patched.setattr(decoder_process, "new_segment", no_segment)
         if soon:
-            await asyncio.sleep(10 * decoder_process._RENEWAL_S)
+            await until(lambda: first not in decoders())
         else:
             with pytest.raises(EngineOverloaded, match="Too many open files"):
                 await pool.prepare(pixels(1))
@@ -198,7 +203,7 @@ async def test_the_event_loop_runs_on_meanwhile_and_no_more_images_than_processe
     assert len(pids) == 2
     with held_up(pids):
         jobs = [asyncio.create_task(pool.prepare(pixels(seed))) for seed in range(4)]
-        await asyncio.sleep(0.1)
+        await asked(pool, 4)
         assert not any(job.done() for job in jobs)
         assert decoders() - before == pids
     for job in jobs:
@@ -212,12 +217,12 @@ async def test_a_repeat_waits_for_no_decoder(make_pool):
     pids = await decoders_of(pool) or decoders()
     with held_up(pids):
         busy = asyncio.create_task(pool.prepare(pixels(3)))
-        await asyncio.sleep(0.05)
-        again = await asyncio.wait_for(pool.prepare(data), 5)
+        await asked(pool, 1)
+        again = await pool.prepare(data)
         assert again.image is first.image
         assert not busy.done()
         tenants = asyncio.create_task(pool.prepare(data, "tenant"))
-        await asyncio.sleep(0.05)
+        await asked(pool, 2)
         assert not tenants.done(), "nothing is shared between namespaces"
     await busy
     assert (await tenants).image.key != first.image.key
@@ -232,7 +237,7 @@ async def test_those_who_ask_together_share_one_image_and_its_error(make_pool):
     with held_up(pids):
         good = [asyncio.create_task(pool.prepare(png())) for _ in range(3)]
         bad = [asyncio.create_task(pool.prepare(b"none")) for _ in range(3)]
-        await asyncio.sleep(0.05)
+        await asked(pool, 6)
         assert len(pool._making) == 2
         good[0].cancel()
     first, *others = await asyncio.gather(*good, return_exceptions=True)
@@ -247,9 +252,11 @@ async def test_seconds_leave_waiting_out(make_pool):
     pool = make_pool()
     with held_up(await decoders_of(pool)):
         waiting = [asyncio.create_task(pool.prepare(pixels(seed))) for seed in range(2)]
-        await asyncio.sleep(0.3)
+        await asked(pool, 2)
+        await asyncio.sleep(0.1)
+        released = time.perf_counter()
     found = [await job for job in waiting]
-    assert all(each.seconds < 0.3 for each in found)
+    assert sum(each.seconds for each in found) <= time.perf_counter() - released
 
 
 async def test_an_expensive_image_has_a_process_of_its_own_and_small_ones_overtake_it(make_pool):
@@ -261,9 +268,9 @@ async def test_an_expensive_image_has_a_process_of_its_own_and_small_ones_overta
     await until(lambda: nice_of(own) == EXPENSIVE_NICE)
     with held_up({own}):
         for seed in range(3):
-            await asyncio.wait_for(pool.prepare(pixels(seed)), 10)
+            await pool.prepare(pixels(seed))
         second = asyncio.create_task(pool.prepare(huge(1)))
-        await asyncio.sleep(0.1)
+        await until(lambda: len(pool._expensive) == 1)
         assert decoders() == cheap | {own}, "one expensive image at a time"
     assert (await expensive).image.width == 2000
     await until(lambda: not state(own))
@@ -298,9 +305,9 @@ async def test_a_principal_with_one_image_does_not_wait_for_another_with_many(ma
 
     with held_up(await decoders_of(pool)):
         jobs = [asyncio.create_task(ask("many", seed)) for seed in range(8)]
-        await asyncio.sleep(0.05)
+        await asked(pool, 8)
         jobs.append(asyncio.create_task(ask("one", 50)))
-        await asyncio.sleep(0.05)
+        await asked(pool, 9)
     await asyncio.gather(*jobs)
     assert order.index("one") <= 2
 
@@ -319,12 +326,12 @@ async def test_an_image_of_the_best_priority_overtakes_its_principals_others(
 
     with held_up(await decoders_of(pool)):
         jobs = [asyncio.create_task(ask(seed)) for seed in range(8)]
-        await asyncio.sleep(0.05)
+        await asked(pool, 8)
         if is_second_request:
             jobs.append(asyncio.create_task(ask(50)))
-            await asyncio.sleep(0.05)
+            await asked(pool, 9)
         jobs.append(asyncio.create_task(ask(50, is_high=True)))
-        await asyncio.sleep(0.05)
+        await asked(pool, len(jobs))
     await asyncio.gather(*jobs)
     assert order.index(50) <= 2
     assert order.count(50) == 1 + is_second_request
@@ -341,19 +348,22 @@ async def test_of_those_that_wait_the_cheap_go_first(make_pool):
 
     with held_up(await decoders_of(pool)):
         jobs = [asyncio.create_task(ask(100))]
-        await asyncio.sleep(0.05)
+        await asked(pool, 1)
         jobs += [asyncio.create_task(ask(width)) for width in (3000, 1000, 200)]
-        await asyncio.sleep(0.05)
+        await asked(pool, 4)
     await asyncio.gather(*jobs)
     assert order == [100, 200, 1000, 3000]
 
 
-async def test_an_image_that_takes_too_long_is_given_up_with_its_process(make_pool):
-    pool = make_pool(timeout_s=1.0)
+async def test_an_image_that_takes_too_long_is_given_up_with_its_process(moved_clock, make_pool):
+    pool = make_pool(timeout_s=600.0)
     pids = await decoders_of(pool)
     with held_up(pids):
-        with pytest.raises(ImageTooSlowError, match=r"more than 1 s .* \(--decode-timeout\)"):
-            await pool.prepare(png())
+        slow = asyncio.create_task(pool.prepare(png()))
+        await asked(pool, 1)
+        moved_clock.advance(601)
+        with pytest.raises(ImageTooSlowError, match=r"more than 600 s .* \(--decode-timeout\)"):
+            await slow
     await until(lambda: not decoders() & pids)
     assert (await pool.prepare(png())).image.num_crops == 2
 
@@ -373,7 +383,7 @@ async def test_a_process_that_dies_fails_its_image_alone(make_pool, number, erro
     pids = decoders() - before
     with held_up(pids):
         jobs = [asyncio.create_task(pool.prepare(png(seed=seed))) for seed in range(3)]
-        await asyncio.sleep(0.05)
+        await asked(pool, 3)
         os.kill(min(pids), number)
         with contextlib.suppress(ProcessLookupError):
             os.kill(min(pids), signal.SIGCONT)
@@ -389,8 +399,7 @@ async def test_an_idle_decoder_that_dies_is_replaced(make_pool):
     pool = make_pool()
     [pid] = await decoders_of(pool)
     os.kill(pid, signal.SIGKILL)
-    await until(lambda: not state(pid))
-    await asyncio.sleep(0.05)
+    await until(lambda: not state(pid) and not pool._idle)
     assert (await pool.prepare(png())).image.num_crops == 2
 
 
@@ -401,7 +410,7 @@ async def test_the_template_is_started_again(make_pool):
     killed = template._process.pid
     os.kill(killed, signal.SIGKILL)
     await until(lambda: not (state(killed) or state(pid)))  # Neither stays a zombie.
-    await asyncio.sleep(0.05)
+    await until(lambda: not pool._idle)
     assert (await pool.prepare(png())).image.num_crops == 2
 
 
@@ -415,9 +424,9 @@ async def test_a_cancelled_waiting_job_never_starts_and_frees_its_image(make_poo
     gone = weakref.ref(waiting)
     with held_up(await decoders_of(pool)):
         first = asyncio.create_task(pool.prepare(pixels(0)))
-        await asyncio.sleep(0.05)
+        await asked(pool, 1)
         second = asyncio.create_task(pool.prepare(waiting))
-        await asyncio.sleep(0.05)
+        await asked(pool, 2)
         second.cancel()
         with pytest.raises(asyncio.CancelledError):
             await second
@@ -451,11 +460,9 @@ async def test_close_ends_running_images_at_once(make_pool):
     pids = decoders()
     with held_up(pids):
         jobs = [expensive, *(asyncio.create_task(pool.prepare(pixels(seed))) for seed in range(3))]
-        await asyncio.sleep(0.05)
-        began = time.monotonic()
+        await asked(pool, 4)
         pool.close()
         found = await asyncio.gather(*jobs, return_exceptions=True)
-        assert time.monotonic() - began < 30
     assert all(isinstance(each, EngineClosed) for each in found)
     with pytest.raises(EngineClosed):
         await pool.prepare(pixels())

@@ -1,8 +1,6 @@
 """When streams get their tokens: together under load, at once when there is little to do, ends without delay."""
 
 import asyncio
-import queue
-import time
 
 import pytest
 
@@ -36,17 +34,31 @@ class Letters:
     token_ids = (1, 2)
 
 
-@pytest.fixture
-def heard():
-    return queue.SimpleQueue()
+class Told:
+    """What a delivery thread delivers, which takes its turns in this thread."""
+
+    def __init__(self):
+        self.deliveries = []
+        self.aborted = []
+        self.thread = DeliveryThread(self.deliveries.append, self.aborted.append)
+
+    def put(self, batch):
+        """Returns what is delivered at once, if anything."""
+        self.thread.put(batch)
+        self.thread.turn()
+        return self.deliveries.pop(0) if self.deliveries else None
+
+    def next(self):
+        """Returns what is delivered at the end of the pause."""
+        self.thread.turn()
+        (delivered,) = self.deliveries
+        self.deliveries.clear()
+        return delivered
 
 
 @pytest.fixture
-def thread(heard):
-    thread = DeliveryThread(heard.put, lambda number: None)
-    thread.start()
-    yield thread
-    thread.stop()
+def told(still_clock):
+    return Told()
 
 
 def step(outputs, index, end=None):
@@ -59,92 +71,72 @@ def texts(deliveries):
     return {d.sequence_id: [(n, u.text) for n, u in d.updates] for d in deliveries}
 
 
-def test_what_comes_within_the_pause_is_told_together(thread, heard, monkeypatch):
+def test_what_comes_within_the_pause_is_told_together(told, still_clock, monkeypatch):
     monkeypatch.setattr(delivery, "PAUSE_PER_STREAM_S", 0.05)
     monkeypatch.setattr(delivery, "LONGEST_PAUSE_S", 0.1)
     outputs = {1: Letters(), 2: Letters()}
-    began = time.monotonic()
-    for index in range(1, 4):
-        thread.put(step(outputs, index))
-    assert texts(heard.get(timeout=5)) == {1: [(2, "b")], 2: [(2, "b")]}
-    assert texts(heard.get(timeout=5)) == {1: [(3, "c"), (4, "d")], 2: [(3, "c"), (4, "d")]}
-    assert time.monotonic() - began >= 0.1
-    time.sleep(0.15)
-    thread.put(step(outputs, 4))
-    assert texts(heard.get(timeout=5)) == {1: [(5, "e")], 2: [(5, "e")]}
+    assert texts(told.put(step(outputs, 1))) == {1: [(2, "b")], 2: [(2, "b")]}
+    assert told.put(step(outputs, 2)) is told.put(step(outputs, 3)) is None
+    began = still_clock.now()
+    assert texts(told.next()) == {1: [(3, "c"), (4, "d")], 2: [(3, "c"), (4, "d")]}
+    assert still_clock.now() - began == pytest.approx(0.1)
+    still_clock.advance(0.1)
+    assert texts(told.put(step(outputs, 4))) == {1: [(5, "e")], 2: [(5, "e")]}
 
 
-def test_the_pause_has_a_bound(thread, heard, monkeypatch):
+def test_the_pause_has_a_bound(told, still_clock, monkeypatch):
     monkeypatch.setattr(delivery, "PAUSE_PER_STREAM_S", 60.0)
-    outputs = {1: Letters()}
-    thread.put(step(outputs, 1))
-    thread.put(step(outputs, 2))
-    assert texts(heard.get(timeout=5)) == {1: [(2, "b")]}
-    assert texts(heard.get(timeout=5)) == {1: [(3, "c")]}
+    outputs, began = {1: Letters()}, still_clock.now()
+    assert texts(told.put(step(outputs, 1))) == {1: [(2, "b")]}
+    assert told.put(step(outputs, 2)) is None
+    assert texts(told.next()) == {1: [(3, "c")]}
+    assert still_clock.now() - began == pytest.approx(delivery.LONGEST_PAUSE_S)
 
 
-def test_first_tokens_and_ends_do_not_wait_and_others_go_on_waiting(thread, heard, monkeypatch):
-    monkeypatch.setattr(delivery, "PAUSE_PER_STREAM_S", 60.0)
-    monkeypatch.setattr(delivery, "LONGEST_PAUSE_S", 60.0)
+def test_first_tokens_and_ends_do_not_wait_and_others_go_on_waiting(told):
     patient, ending, new = {1: Letters()}, {2: Letters()}, {3: Letters()}
-    thread.put(step(patient | ending, 1))
-    assert texts(heard.get(timeout=5)) == {1: [(2, "b")], 2: [(2, "b")]}
-    thread.put(step(patient | ending, 2))
-    thread.put(step(patient, 3) + step(ending, 3, "length") + step(new, 0))
-    deliveries = heard.get(timeout=5)
+    assert texts(told.put(step(patient | ending, 1))) == {1: [(2, "b")], 2: [(2, "b")]}
+    assert told.put(step(patient | ending, 2)) is None
+    deliveries = told.put(step(patient, 3) + step(ending, 3, "length") + step(new, 0))
     assert texts(deliveries) == {2: [(3, "c"), (4, "d"), (4, "!")], 3: [(1, "a")]}
     assert deliveries[0].end.outcome.reason == "length"
     assert deliveries[0].end.outcome.output == {"text": "bcd!"}
     assert deliveries[0].end.timings is ENDED
-    with pytest.raises(queue.Empty):
-        heard.get(timeout=0.05)
-    thread.stop()
-    assert texts(heard.get(timeout=5)) == {1: [(3, "c"), (4, "d")]}
+    told.thread.stop()
+    assert texts(told.next()) == {1: [(3, "c"), (4, "d")]}, (
+        "the end of the thread is no reason to lose it"
+    )
 
 
-def test_a_failure_comes_after_what_was_made_before_it(thread, heard, monkeypatch):
-    monkeypatch.setattr(delivery, "LONGEST_PAUSE_S", 60.0)
-    monkeypatch.setattr(delivery, "PAUSE_PER_STREAM_S", 60.0)
+def test_a_failure_comes_after_what_was_made_before_it(told):
     output = Letters()
-    thread.put(step({1: output}, 1))
-    heard.get(timeout=5)
-    thread.put(step({1: output}, 2))
-    output_error = RuntimeFailure("the step failed")
-    thread.put([StepReport(1, output, 3, None, SequenceEnd(output_error, ENDED))])
-    (last,) = heard.get(timeout=5)
+    told.put(step({1: output}, 1))
+    told.put(step({1: output}, 2))
+    error = RuntimeFailure("the step failed")
+    (last,) = told.put([StepReport(1, output, 3, None, SequenceEnd(error, ENDED))])
     assert [u.text for _, u in last.updates] == ["c"]
-    assert last.end.outcome is output_error
+    assert last.end.outcome is error
 
 
-def test_an_admission_does_not_wait(thread, heard, monkeypatch):
-    monkeypatch.setattr(delivery, "PAUSE_PER_STREAM_S", 60.0)
-    monkeypatch.setattr(delivery, "LONGEST_PAUSE_S", 60.0)
-    thread.put(step({1: Letters()}, 1))
-    heard.get(timeout=5)
-    thread.put([StepReport(2, Letters(), 0, admitted_at=1.5)])
-    (admitted,) = heard.get(timeout=5)
+def test_an_admission_does_not_wait(told):
+    told.put(step({1: Letters()}, 1))
+    (admitted,) = told.put([StepReport(2, Letters(), 0, admitted_at=1.5)])
     assert (admitted.sequence_id, admitted.admitted_at, admitted.end) == (2, 1.5, None)
 
 
-def test_a_skill_that_raises_ends_its_request_once_with_the_times_of_the_step_thread(heard):
+def test_a_skill_that_raises_ends_its_request_once_with_the_times_of_the_step_thread(told):
     """The step thread ends the sequence; the reports that it had made before are dropped."""
 
     class Broken(Letters):
         def push(self, token):
             raise ValueError("no letter")
 
-    broken = queue.SimpleQueue()
-    thread = DeliveryThread(heard.put, broken.put)
-    thread.start()
     output = Broken()
-    thread.put(step({7: output}, 0))
-    assert broken.get(timeout=5) == 7
-    thread.put(step({7: output}, 1))
-    thread.put([StepReport(7, output, 2, None, SequenceEnd("cancelled", ENDED))])
-    (last,) = heard.get(timeout=5)
+    assert told.put(step({7: output}, 0)) is None and told.aborted == [7]
+    assert told.put(step({7: output}, 1)) is None
+    (last,) = told.put([StepReport(7, output, 2, None, SequenceEnd("cancelled", ENDED))])
     assert isinstance(last.end.outcome, RuntimeFailure) and last.end.timings is ENDED
-    thread.stop()
-    assert heard.empty() and broken.empty()
+    assert told.aborted == [7] and not told.deliveries
 
 
 async def test_a_stream_joins_text_that_waits_and_keeps_the_order_of_kinds():

@@ -22,7 +22,7 @@ def test_rows_are_there_when_they_were_told():
 
     def decoding():
         for number, gate in enumerate(go):
-            assert gate.wait(10)
+            assert gate.wait(60)
             yield 2 * (number + 1)
 
     image = DecodedImage(np.zeros((4, 6, 3), np.uint8), decoding())
@@ -45,7 +45,7 @@ def test_an_error_reaches_all_who_wait_and_who_come_later():
 
     def decoding():
         yield 1
-        assert gate.wait(10)
+        assert gate.wait(60)
         raise ImageDecodeError("image", "is torn")
 
     image = DecodedImage(np.zeros((4, 6, 3), np.uint8), decoding())
