@@ -129,6 +129,35 @@ def test_what_home_assistants_ollama_integration_sends_is_answered(address: str)
     assert "".join(part["message"]["content"] for part in parts).strip()
 
 
+def test_what_llm_vision_sends_is_answered(address: str):
+    """As custom_components/llmvision/providers.py does with its default settings: limits above the context, and several
+    messages of the user in a row."""
+    image = base64.b64encode(IMAGE.read_bytes()).decode()
+    options = {"temperature": 0.5, "num_ctx": 2048}
+    look = [
+        {"role": "user", "content": "Image 1:", "images": [image]},
+        {"role": "user", "content": "How many shapes are there?"},
+    ]
+    title = [{"role": "user", "content": "Make a title."}, {"role": "user", "content": "A gate"}]
+    url = {"url": f"data:image/jpeg;base64,{image}"}
+    parts = [{"type": "text", "text": "Image 1:"}, {"type": "image_url", "image_url": url}]
+    with httpx.Client(
+        base_url=address, headers={"authorization": f"Bearer {KEY}"}, timeout=60
+    ) as client:
+        for messages, most in ((look, 3000), (title, 4096)):
+            body = {"model": "moondream", "stream": False, "keep_alive": 5, "messages": messages}
+            body["options"] = {**options, "num_predict": most}
+            answer = client.post("/api/chat", json=body)
+            assert answer.status_code == 200 and answer.json()["message"]["content"], answer.text
+        asked = {"model": "moondream2", "max_completion_tokens": 3000, "top_p": 0.9}
+        asked["messages"] = [
+            {"role": "system", "content": "Describe images."},
+            {"role": "user", "content": [*parts, {"type": "text", "text": "How many?"}]},
+        ]
+        answer = client.post("/v1/chat/completions", json=asked)
+        assert answer.status_code == 200, answer.text
+
+
 @pytest.mark.slow
 def test_the_package_runs_in_home_assistant(address: str, tmp_path: Path):
     python = python_named("KESTREL_TEST_HOMEASSISTANT", "homeassistant")

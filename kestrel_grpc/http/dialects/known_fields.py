@@ -30,6 +30,7 @@ OLLAMA_SAMPLING = SamplingFields(
         "repeat_penalty": "repetition_penalty",
     },
     unlimited=range(-(2**63), 1),
+    no_seed=-1,
 )
 
 _NO_TOOLS = "the models call no tools; leave it out"
@@ -138,6 +139,13 @@ COMPLETIONS = KnownFields(
     ignored=_EITHER.ignored,
     remedy="for images and reasoning use /v1/chat/completions, and name a fine-tune in model",
 )
+RESPONSE_FORMAT = KnownFields(
+    "response_format",
+    frozenset({"type", "json_schema", "schema"}),
+    ignored=frozenset({"strict", "name", "description"}),
+    remedy=_IN_OPENAI,
+)
+"""``schema`` beside the type json_object is llama.cpp's."""
 CHAT_MESSAGE = KnownFields(
     "messages of completions",
     frozenset({"role", "content"}),

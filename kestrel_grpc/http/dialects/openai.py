@@ -24,7 +24,7 @@ from ..edge import Asked, Endpoint
 from ..fields import ANY_OBJECT, Fields, image_bytes, json_text, positive
 from .conversation import Conversation, Message, conversation
 from .grounding import Wanted, wanted_places
-from .known_fields import CHAT, CHAT_MESSAGE, CHAT_PARTS, OPENAI_SAMPLING
+from .known_fields import CHAT, CHAT_MESSAGE, CHAT_PARTS, OPENAI_SAMPLING, RESPONSE_FORMAT
 from .models import served_name, set_model
 
 _NAMES = {
@@ -173,11 +173,14 @@ def samples(fields: Fields) -> int:
 def _schema(fields: Fields) -> str | None:
     """The JSON Schema that ``response_format`` asks for. Raises InvalidRequest."""
     form = fields.inner("response_format")
+    RESPONSE_FORMAT.check(form)
     kind = form.text("type", "text")
+    if kind == "json_object":
+        return json_text(form.inner("schema")) if form.values.get("schema") else ANY_OBJECT
+    if form.values.get("schema"):
+        raise InvalidRequest(form.name("schema"), "belongs into json_schema")
     if kind == "text":
         return None
-    if kind == "json_object":
-        return ANY_OBJECT
     if kind == "json_schema":
         if form.values.get("json_schema") is None:
             raise InvalidRequest(form.name("json_schema"), "is required")

@@ -19,11 +19,13 @@ _NO_LIMIT = range(0)
 @dataclass(frozen=True, slots=True)
 class SamplingFields:
     """``names``: for each field of a dialect, the field of kestrel.v1.Sampling; of two for the same field the first
-    counts. ``hottest``: the highest temperature. ``unlimited``: limits on the tokens that mean none."""
+    counts. ``hottest``: the highest temperature. ``unlimited``: limits on the tokens that mean none. ``no_seed``: the
+    seed that means none."""
 
     names: Mapping[str, str]
     hottest: float | None = None
     unlimited: range = _NO_LIMIT
+    no_seed: int | None = None
 
     def fill(self, sampling: common_pb2.Sampling, fields: Fields) -> dict[str, str]:
         """Returns the field that was sent for each field of Sampling that was set. Raises InvalidRequest."""
@@ -33,6 +35,8 @@ class SamplingFields:
                 continue
             sent[name] = key
             value = _READERS[name](fields, key, self)
+            if name == "seed" and value is None:
+                continue
             if name == "logit_bias":
                 sampling.logit_bias.extend(value)
             elif name == "stop":
@@ -79,8 +83,9 @@ def _top_k(fields: Fields, key: str, dialect: SamplingFields) -> int:
     return min(max(fields.whole(key) or 0, 0), _MOST_TOP_K)  # Below 0 keeps all, too.
 
 
-def _seed(fields: Fields, key: str, dialect: SamplingFields) -> int:
-    return (fields.whole(key) or 0) % 2**64
+def _seed(fields: Fields, key: str, dialect: SamplingFields) -> int | None:
+    seed = fields.whole(key)
+    return None if seed is None or seed == dialect.no_seed else seed % 2**64
 
 
 def _max_tokens(fields: Fields, key: str, dialect: SamplingFields) -> int:

@@ -69,6 +69,9 @@ async def test_a_response_format_gives_json(http):
     [choice] = body["choices"]
     assert list(json.loads(choice["message"]["content"])) == ["ok"]
     assert choice["finish_reason"] == "stop"
+    asked["response_format"] = {"type": "json_object", "schema": schema}
+    same = (await client.post("/v1/chat/completions", json=asked)).json()
+    assert same["choices"] == body["choices"]
     asked["response_format"] = {"type": "json_object"}
     body = (await client.post("/v1/chat/completions", json=asked)).json()
     assert body["choices"][0]["message"]["content"].startswith("{")
@@ -282,6 +285,19 @@ async def test_errors_name_the_message(http):
         ({"messages": [user("a")], "logit_bias": {"7": -101}}, "logit_bias[0]", "-101.0 is not in"),
         ({"messages": [user("a")], "max_tokens": 0}, "max_tokens", "must be in [1,"),
         ({"messages": [user(" ")]}, "messages", "must hold a user message that has text"),
+        (
+            {"messages": [user("a")], "response_format": {"type": "text", "schema": {"a": 1}}},
+            "response_format.schema",
+            "belongs into json_schema",
+        ),
+        (
+            {
+                "messages": [user("a")],
+                "response_format": {"type": "json_schema", "scheme": {"a": 1}},
+            },
+            "response_format.scheme",
+            "did you mean schema?",
+        ),
         (
             {"messages": [user("a")], "response_format": {"type": "xml"}},
             "response_format.type",

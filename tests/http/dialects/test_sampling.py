@@ -154,3 +154,15 @@ async def test_by_grpc_such_a_limit_is_an_error(http):
     request = pb.QueryRequest(question="What?", sampling={"max_tokens": 100_000})
     with pytest.raises(Exception, match="exceeds the"):
         await served.vision.Query(request)
+
+
+async def test_a_seed_that_means_none(http):
+    runtime = RecordingRuntime(LIMITS, never_ends)
+    _, client = await http(runtime=runtime)
+    for path in ("/api/generate", "/api/chat"):
+        seeds = set()
+        for _ in range(2):
+            asked = body(path, seed=-1, temperature=1, max_tokens=2)
+            assert (await client.post(path, json=asked)).status_code == 200
+            seeds.add(runtime.drawn.sampling.seed)
+        assert len(seeds) == 2 and 2**64 - 1 not in seeds
