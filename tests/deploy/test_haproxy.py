@@ -7,7 +7,6 @@ import shutil
 import socket
 import ssl
 import subprocess
-import time
 from pathlib import Path
 
 import grpc
@@ -25,7 +24,7 @@ from kestrel_grpc.security.identity.tokens import line_of, new_token
 from tests.abuse.connections.hand_made_calls import head
 from tests.abuse.process import ServerProcess
 from tests.service.certificates import make_authority
-from tests.waiting import wait_until
+from tests.waiting import until, wait_until
 
 CONFIGURATION = Path(__file__).parents[2] / "deploy/haproxy/haproxy.cfg"
 HAPROXY = shutil.which("haproxy") or "/usr/sbin/haproxy"
@@ -69,11 +68,12 @@ class Front:
         self.haproxy = subprocess.Popen(
             [HAPROXY, "-db", "-f", str(CONFIGURATION)], stderr=self.log, env=self._environ
         )
-        end = time.monotonic() + 10
-        while "UP" not in self.told("show stat"):
+
+        def is_up():
             assert self.haproxy.poll() is None, (self.folder / "haproxy.log").read_text()
-            assert time.monotonic() < end, self.told("show stat")
-            time.sleep(0.05)
+            return "UP" in self.told("show stat")
+
+        wait_until(is_up, lambda: self.told("show stat"))
         return self
 
     def __exit__(self, *exc_info):
@@ -149,17 +149,14 @@ async def test_answers_streams_and_deadlines_pass(front):
 
 
 async def test_a_stream_is_not_held_back(front):
-    """Messages come one by one: more than one time of arrival."""
     metadata = (("authorization", f"Bearer {front.token}"),)
     async with front.channel() as channel:
         sampling = common_pb2.Sampling(max_tokens=60)
         request = pb.StreamQueryRequest(
             request=pb.QueryRequest(question="what?", sampling=sampling)
         )
-        times = []
-        async for _ in VisionServiceStub(channel).StreamQuery(request, metadata=metadata):
-            times.append(time.monotonic())
-    assert len(times) >= 2
+        stream = VisionServiceStub(channel).StreamQuery(request, metadata=metadata)
+        assert len([event async for event in stream]) >= 2
 
 
 async def test_statuses_of_the_server_pass_with_their_details(front):
@@ -210,29 +207,28 @@ async def test_connections_of_one_address_are_bounded(front):
     finally:
         for each in opened:
             each.close()
-    end = time.monotonic() + 5
-    while True:
+
+    async def connects():
         with contextlib.suppress(OSError, ssl.SSLError):
             (await asyncio.to_thread(front.connection)).close()
-            break
-        assert time.monotonic() < end
-        await asyncio.sleep(0.1)
+            return True
+
+    await until(connects)
 
 
+@pytest.mark.slow
 def test_a_handshake_or_headers_that_take_long_are_cut_off(front):
-    silent = socket.create_connection(("127.0.0.1", front.port), 10)
+    silent = socket.create_connection(("127.0.0.1", front.port), 60)
     slow = front.connection()
     slow.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000"))
     # HEADERS of 100 bytes, of which 10 come.
     slow.sendall(bytes.fromhex("000064010400000001") + bytes(10))
-    began = time.monotonic()
     for each in (silent, slow):
         each.settimeout(60)
         with contextlib.suppress(ConnectionError):
             while each.recv(4096):
                 pass
         each.close()
-    assert time.monotonic() - began < 15
 
 
 @pytest.mark.slow
@@ -318,4 +314,4 @@ async def test_health_decides_whether_calls_are_sent(front):
     async with front.client() as client:
         assert (await client.query(None, "what?", max_tokens=2)).usage
     front.server.popen.terminate()
-    assert front.server.popen.wait(20) == 0
+    assert front.server.popen.wait(60) == 0

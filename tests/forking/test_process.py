@@ -76,7 +76,7 @@ def test_a_fork_is_given_open_files():
     code = "import os, sys; [os.write(int(fd), fd.encode()) for fd in sys.argv[1:]]"
     command = [sys.executable, "-c", code, *map(str, kept)]
     with ForkedProcess(command, pass_fds=kept) as process:
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     for read, write in pipes:
         os.close(write)
         assert os.read(read, 16) == str(write).encode() and os.read(read, 16) == b""
@@ -91,7 +91,7 @@ def test_a_fork_can_be_waited_for_and_killed():
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.05)
         os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(10) == process.poll() == -signal.SIGTERM
+        assert process.wait(60) == process.poll() == -signal.SIGTERM
         process.kill()  # Of no effect, as it has ended.
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from kestrel_grpc.http.listener import _READ_BYTES
@@ -12,6 +10,7 @@ from kestrel_grpc.settings.http import HttpConfig
 from kestrel_grpc.settings.security import CallLimits, SecurityConfig
 from tests.http.conftest import http, serve
 from tests.http.test_rude_http import HEAD, closed, connect
+from tests.waiting import until
 
 __all__ = ["http", "serve"]
 HIDDEN = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -56,13 +55,13 @@ async def test_bodies_that_wait_for_memory_are_not_read(http, monkeypatch):
     for writer in writers:
         writer.write(CHUNKED + b"\r\n" + (b"8000\r\n" + b" " * 0x8000 + b"\r\n") * 30)
     opened = served.server._http._connections._open
-    async with asyncio.timeout(60):
-        while True:
-            connections = [transport.get_protocol() for _, transport in opened.values()]
-            paused = [each for each in connections if each.cycle and each.flow.read_paused]
-            if len(paused) >= len(writers) - 1:
-                break
-            await asyncio.sleep(0.01)
+
+    def all_paused():
+        connections = [transport.get_protocol() for _, transport in opened.values()]
+        found = [each for each in connections if each.cycle and each.flow.read_paused]
+        return found if len(found) >= len(writers) - 1 else None
+
+    paused = await until(all_paused)
     held = [len(each.cycle.body) + len(each._framing._waiting) for each in paused]
     assert _READ_BYTES <= max(held) <= 2 * _READ_BYTES
     assert served.server.guard.held_bytes <= MOST_BYTES

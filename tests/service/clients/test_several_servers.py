@@ -12,6 +12,7 @@ import pytest
 from kestrel_client import ImageHandle, NotFoundError, QueryTask
 from kestrel_grpc.cli.parser import main
 from tests.abuse.processes.three_servers import FILES, GREEDY, Servers, places
+from tests.waiting import until
 
 BOTH = pytest.mark.parametrize("kind", ["sync", "async"])
 
@@ -65,9 +66,11 @@ async def test_a_server_that_is_killed_costs_no_call(servers, kind):
             assert await places(client) == after
         finally:
             servers.restart("a")
-        async with asyncio.timeout(60):
-            while await places(client) != before:
-                await asyncio.sleep(0.1)
+
+        async def are_back():
+            return await places(client) == before
+
+        await until(are_back)
         # The server that was killed has lost its images, and the clients' ids.
         again = [(await client.query(each, "?", **GREEDY)).model for each in handles]
         assert again == before

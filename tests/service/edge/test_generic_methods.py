@@ -21,7 +21,8 @@ async def _num_tasks(add: Any) -> int:
     add(server)
     server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    await asyncio.sleep(0.05)
+    for _ in range(50):
+        await asyncio.sleep(0)
     num_tasks = len(asyncio.all_tasks())
     await server.stop(None)
     return num_tasks

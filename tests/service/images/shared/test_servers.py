@@ -70,10 +70,14 @@ async def test_uploads_are_shared_and_deletions_too(serve, shared, monkeypatch, 
     # The other server has a copy, which the next use after a minute finds deleted.
     assert (await second.vision.Query(query(by_id(stored.image_id)))).answer
     monkeypatch.setattr(shared_images, "_CHECK_INTERVAL_S", 0.0)
-    async with asyncio.timeout(60):
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            while await second.vision.Query(query(by_id(stored.image_id))):
-                await asyncio.sleep(0.01)
+
+    async def has_gone():
+        try:
+            await second.vision.Query(query(by_id(stored.image_id)))
+        except grpc.aio.AioRpcError:
+            return True
+
+    await until(has_gone)
     assert len(second.server.images) == 0
     third = await serve(**shared())
     told = await failure(third.vision.Query(query(by_id(stored.image_id))))
@@ -132,14 +136,13 @@ async def test_a_store_that_is_killed_fails_no_call_that_has_its_image(
         await until(lambda: answers >= before + 10)
         assert not second.server.shares_images
         redis_server.start()
-        kept = await put(first, picture(99))
-        async with asyncio.timeout(60):
-            while True:  # The servers leave a store that failed alone for a while.
-                with contextlib.suppress(grpc.aio.AioRpcError):
-                    await second.vision.Query(query(by_id(kept.image_id)))
-                    break
-                kept = await put(first, picture(99))
-                await asyncio.sleep(0.05)
+
+        async def is_shared():  # The servers leave a store that failed alone for a while.
+            kept = await put(first, picture(99))
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                return await second.vision.Query(query(by_id(kept.image_id)))
+
+        await until(is_shared)
     finally:
         ended.set()
         await asyncio.gather(*running)
