@@ -40,5 +40,11 @@ def log_stacks(reason: str) -> None:
     frames = sys._current_frames()
     for thread in threading.enumerate():
         if thread.ident in frames:
-            stack = "".join(traceback.format_stack(frames[thread.ident]))
-            logger.error("%s; stack of thread %s:\n%s", reason, thread.name, stack)
+            stack = "".join(traceback.format_stack(frames[thread.ident])).rstrip()
+            message, names = "%s; stack of thread %s:", (reason, thread.name)
+            # As ``stack_info``, which formatters write below the record.
+            logger.handle(
+                logger.makeRecord(
+                    logger.name, logging.ERROR, __file__, 0, message, names, None, sinfo=stack
+                )
+            )

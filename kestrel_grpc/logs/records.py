@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import textwrap
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
@@ -95,8 +96,17 @@ def structured(event: str, fields: dict[str, Any]) -> dict[str, Any]:
     return {"kestrel_event": event, "kestrel_fields": fields}
 
 
+_IN_TEXT = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
+_IN_TEXT |= {0x2028: "\\u2028", 0x2029: "\\u2029"}
+_IN_LINES = {code: text for code, text in _IN_TEXT.items() if chr(code) != "\n"}
+_IN_MESSAGE = _IN_TEXT | {ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): "\\t"}
+_IN_JSON = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
+"""Characters that end a line or control a terminal, as they are written: a record may hold text of a caller, which
+must not look like another record. JSON escapes the others itself."""
+
+
 class TextFormatter(logging.Formatter):
-    """Formats a record as one line, followed by its traceback."""
+    """Formats a record as one line, followed by its traceback, whose lines begin with blanks."""
 
     def __init__(self, worker: int | None = None) -> None:
         self._worker = "" if worker is None else f" worker={worker}"
@@ -107,7 +117,13 @@ class TextFormatter(logging.Formatter):
         ids = "".join(
             f" {name}={value}" for name, value in _ids().items() if value not in record.message
         )
-        return f"{line}{ids}{self._worker}"
+        return f"{line}{ids}{self._worker}".translate(_IN_MESSAGE)
+
+    def formatException(self, ei: Any) -> str:
+        return _indented(super().formatException(ei))
+
+    def formatStack(self, stack_info: str) -> str:
+        return _indented(super().formatStack(stack_info))
 
 
 class JsonFormatter(logging.Formatter):
@@ -136,7 +152,11 @@ class JsonFormatter(logging.Formatter):
             entry["exception"] = self.formatException(record.exc_info)
         if record.stack_info:
             entry["stack"] = self.formatStack(record.stack_info)
-        return _encode(entry)
+        return _encode(entry).translate(_IN_JSON)
+
+
+def _indented(text: str) -> str:
+    return textwrap.indent(text.translate(_IN_LINES), "    ")
 
 
 _encode = json.JSONEncoder(ensure_ascii=False, default=str).encode

@@ -69,6 +69,31 @@ def test_addresses_of_the_hubs_files_are_not_logged(logs):
     assert logging.getLogger("httpx").isEnabledFor(logging.INFO)
 
 
+FORGED = "a\nroot: \x1b[2Jb\r\u2028c\x85d"
+
+
+def test_a_callers_text_ends_no_line(logs):
+    stream = logs("info", "text")
+    logger = logging.getLogger("kestrel_grpc.admin")
+    logger.info("load model %s", FORGED)
+    try:
+        raise ValueError(FORGED)
+    except ValueError:
+        logger.exception("failed")
+    first, second, *trace = stream.getvalue().splitlines()
+    assert first.endswith(r"load model a\nroot: \x1b[2Jb\r\u2028c\x85d") and second.endswith(
+        "failed"
+    )
+    assert trace[-1].startswith("    ") and all(line.startswith("    ") for line in trace)
+
+
+def test_a_callers_text_ends_no_json_line(logs):
+    stream = logs("info", "json")
+    logging.getLogger("kestrel_grpc.admin").info("load model %s", FORGED)
+    (line,) = stream.getvalue().splitlines()
+    assert json.loads(line)["message"] == f"load model {FORGED}"
+
+
 def test_levels_are_read_by_module():
     assert log_levels("info") == {"": "info"}
     assert log_levels("Warning, a.b=DEBUG,c=error") == {"": "warning", "a.b": "debug", "c": "error"}
