@@ -58,6 +58,7 @@ from .preprocess.looks import InRegion, Tiled, Tiles
 from .runtime.profile import Profile
 from .skills.base import SkillSpec
 from .skills.registry import SkillRegistry
+from .small_files import read_small_file
 from .types.events import (
     EngineMetrics,
     EngineResult,
@@ -145,6 +146,7 @@ __all__ = [
     "end_with_parent",
     "errors",
     "maintenance",
+    "read_small_file",
     "setting",
     "settings_of",
     "teaching",

@@ -8,6 +8,7 @@ from pathlib import Path
 from ..adapters.origins.origins import Origins
 from ..config.runtime import RuntimeConfig
 from ..errors import ConfigError
+from ..small_files import MIB, read_small_file
 from ..types.calibration import FILE_NAME, UNCALIBRATED, Calibration, from_text
 
 _MOST_DESCRIPTION = 1 << 20
@@ -25,7 +26,7 @@ def read_calibration(asked: str | Path, weights: Sequence[Path], fingerprint: st
         if not path.is_file():
             return UNCALIBRATED
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_small_file(path, 16 * MIB).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("calibration", str(path), f"cannot be read: {error}") from None
     return from_text(text, str(path), fingerprint)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError
+from ..small_files import read_small_file
 
 if TYPE_CHECKING:
     from ..types.progress import Progress
@@ -34,7 +35,7 @@ def read_sums(folder: Path) -> dict[str, str]:
     if not file.is_file():
         return {}
     try:
-        text = file.read_text("utf-8")
+        text = read_small_file(file).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{file}: can't be read ({error})") from None
     return parse_sums(text, str(file))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..config.runtime import RuntimeConfig
 from ..errors import ConfigError
+from ..small_files import read_small_json
 from ..types.model_config import ModelConfig
 
 NAME = "config.json"
@@ -17,7 +17,7 @@ NAME = "config.json"
 def read_config(file: Path) -> Mapping[str, Any]:
     """Returns the contents of a config.json. Raises ConfigError if the file is not a JSON object."""
     try:
-        raw = json.loads(file.read_text("utf-8"))
+        raw = read_small_json(file)
     except (OSError, ValueError) as error:
         raise ConfigError("config.json", str(file), f"can't be read ({error})") from error
     if not isinstance(raw, Mapping):

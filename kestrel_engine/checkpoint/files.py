@@ -6,7 +6,6 @@ A checkpoint is a folder or a file. Its format is .safetensors (one file, or sev
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError
+from ..small_files import MIB, read_small_json
 
 INDEX_SUFFIX = ".safetensors.index.json"
 PICKLE_SUFFIXES = (".pt", ".pth")
@@ -87,7 +87,7 @@ def find_files(path: Path) -> tuple[Path, ...]:
 def shard_names(index: Path) -> tuple[str, ...]:
     """File names listed in an index, each once, in order. Raises CheckpointError for anything but plain names."""
     try:
-        weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
+        weight_map = read_small_json(index, 64 * MIB)["weight_map"]
         names = tuple(dict.fromkeys(weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise CheckpointError(f"{index}: is not a readable index ({error})") from error

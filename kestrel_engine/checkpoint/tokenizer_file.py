@@ -5,12 +5,12 @@ It reads a file only to reject the vocabulary of another model.
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
+from ..small_files import MIB, read_small_json
 from ..types.model_config import ModelConfig
 from .catalog import BUNDLED, STARMIE, HubFile, ModelSource, tokenizer_file
 
@@ -65,7 +65,7 @@ def stand_in_tokenizer(given: str | Path | None, config_file: Path | None) -> Pa
 
 def _problem(file: Path, config: ModelConfig) -> str:
     try:
-        added = json.loads(file.read_text("utf-8")).get("added_tokens") or []
+        added = read_small_json(file, 64 * MIB).get("added_tokens") or []
         ids = {token["content"]: token["id"] for token in added}
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
         return f"is not a readable {NAME} ({error})"

@@ -9,6 +9,7 @@ from pathlib import Path
 import tokenizers
 
 from ..errors import CheckpointError
+from ..small_files import MIB, read_small_file
 
 _APPEND_ONLY_DECODERS = frozenset({"ByteLevel", "Metaspace", "WordPiece", "BPEDecoder", "Fuse"})
 """Decoders under which more ids never change earlier text, a trailing incomplete UTF-8 sequence aside."""
@@ -50,7 +51,7 @@ class Tokenizer:
         """
         path = Path(path)
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_small_file(path, 64 * MIB).decode()
         except OSError as error:
             raise CheckpointError(f"tokenizer {path}: {error.strerror or error}") from error
         except UnicodeDecodeError as error:

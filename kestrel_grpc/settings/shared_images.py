@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
-from kestrel_engine import ConfigError, SettingGroup, check_settings, setting
+from kestrel_engine import ConfigError, SettingGroup, check_settings, read_small_file, setting
 
 SHARED_IMAGES = SettingGroup("shared images", "shared-images")
 PASSWORD_VARIABLE = "KESTREL_SHARED_IMAGES_PASSWORD"
@@ -130,8 +130,7 @@ class SharedImagesConfig:
         """The password of Redis. Raises OSError and UnicodeDecodeError if the file can't be read."""
         if self.password_file is None:
             return (os.environ if environ is None else environ).get(PASSWORD_VARIABLE) or None
-        with open(self.password_file, encoding="utf-8") as opened:
-            return opened.read(4096).rstrip("\r\n") or None
+        return read_small_file(self.password_file, 4096).decode().rstrip("\r\n") or None
 
 
 def _check(url: str) -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Final, Literal
 
+from kestrel_engine import read_small_file
+
 CONFIG_FLAG = "--config"
 CONFIG_VARIABLE = "KESTREL_CONFIG"
 ON, OFF = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
@@ -215,12 +217,13 @@ class ConfigFile:
 def read_file(name: str, source: str) -> ConfigFile:
     """Reads and parses a TOML file. ``source``: the flag or variable that named it. Raises SettingsError."""
     try:
-        with open(name, "rb") as file:
-            return ConfigFile(name, tomllib.load(file))
+        return ConfigFile(name, tomllib.loads(read_small_file(name).decode()))
     except OSError as error:
         raise SettingsError(f"{source}={name}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{name}: is not valid TOML: {error}") from None
+    except RecursionError:
+        raise SettingsError(f"{name}: is not valid TOML: it is nested too deeply") from None
 
 
 def _unknown(key: str, section: str, places: Mapping[str, str]) -> str:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from ...config.adapters import AdapterSources
 from ...errors import AdapterNotFound, AdapterRefused, AdapterUnavailable, ConfigError, KestrelError
+from ...small_files import read_small_file
 from ..references import FineTune
 from .staging import NO_SPACE, Staging
 
@@ -115,8 +116,8 @@ class TuningApi:
             key = str(self._sources.api_key)
         else:
             try:
-                with Path(self._sources.api_key_file).expanduser().open("rb") as opened:
-                    key = opened.read(_MAX_KEY_BYTES).decode("ascii", "replace").strip()
+                path = Path(self._sources.api_key_file).expanduser()
+                key = read_small_file(path, _MAX_KEY_BYTES).decode("ascii", "replace").strip()
             except OSError as error:
                 raise AdapterRefused(
                     f"this server's key of the tuning API can't be read: {error.strerror}"

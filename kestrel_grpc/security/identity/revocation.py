@@ -16,10 +16,9 @@ import re
 import threading
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kestrel_engine import clock
+from kestrel_engine import clock, read_small_file
 
 from ..files.watched_files import WatchedFiles
 from .principal import CertificateRevoked
@@ -32,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _CHECK_EVERY_S = 1.0
 _MOST_KNOWN = 4096
+_MOST_BYTES = 1 << 26
 """Number of certificates whose result is cached. Reading a certificate takes 30 µs."""
 _LIST = re.compile(rb"-----BEGIN X509 CRL-----.+?-----END X509 CRL-----", re.DOTALL)
 
@@ -168,6 +168,6 @@ def _reason(entry: x509.RevokedCertificate) -> str:
 
 def _contents(path: str) -> bytes:
     try:
-        return Path(path).read_bytes()
+        return read_small_file(path, _MOST_BYTES)
     except OSError as error:
         raise TlsError(f"cannot read {path}: {error.strerror or error}") from None

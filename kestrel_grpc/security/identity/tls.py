@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import ssl
-from pathlib import Path
 
 import grpc
+
+from kestrel_engine import read_small_file
 
 from ...settings.security import TlsFiles
 from ..files.watched_files import WatchedFiles
@@ -81,6 +82,6 @@ def _read(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
 
 def _contents(what: str, path: str) -> bytes:
     try:
-        return Path(path).read_bytes()
+        return read_small_file(path)
     except OSError as error:
         raise TlsError(f"cannot read the {what} {path}: {error.strerror or error}") from None

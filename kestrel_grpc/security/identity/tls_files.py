@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import ssl
+
+from kestrel_engine import read_small_file
 
 from ...settings.security import TlsFiles
 
@@ -22,6 +25,8 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 
     gRPC does not report a certificate and key that do not match; every handshake would fail.
     """
+    for path in watched_paths(files):
+        _check_regular(path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         # Without this function, OpenSSL would ask for an encrypted key's password on the terminal.
@@ -37,6 +42,15 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
             raise TlsError(f"client CA {files.client_ca} cannot be used: {_why(error)}") from None
         context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+def _check_regular(path: str) -> None:
+    """OpenSSL would wait for a FIFO, and read a device without end."""
+    try:
+        read_small_file(path)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EFBIG):
+            raise TlsError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _why(error: Exception) -> str:

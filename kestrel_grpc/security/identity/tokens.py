@@ -13,12 +13,15 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from kestrel_engine import read_small_file
+
 from ..files.file_modes import writable_by_all
 from .principal import Principal, Scope
 
 TOKEN_PREFIX = "kst_"
 """Lets secret scanners and users recognise a token."""
 _TOKEN_BYTES = 32
+_MOST_BYTES = 1 << 24
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/:-]{0,127}")
 _SHA256 = re.compile(r"sha256:([0-9a-fA-F]{64})")
 _MIN_KEY_LENGTH = 16
@@ -96,8 +99,7 @@ def read_credentials(path: str) -> Credentials:
     comment.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            lines = file.read().splitlines()
+        lines = read_small_file(path, _MOST_BYTES).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "is not UTF-8"
         raise TokenFileError(f"cannot read the tokens {path}: {why}") from None

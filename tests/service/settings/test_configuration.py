@@ -1,6 +1,7 @@
 """Flags, variables and one TOML file become one configuration, which can be printed and fed back in."""
 
 import dataclasses
+import os
 import sys
 import tomllib
 from pathlib import Path
@@ -312,3 +313,14 @@ def test_printing_refuses_what_serving_would(flags):
     printed, served = here("serve", "--print-config", *flags, **address), serve(*flags, **address)
     assert (printed.returncode, served.returncode, printed.stdout) == (2, 2, "")
     assert printed.stderr.splitlines() == served.stderr.splitlines()[-1:]
+
+
+def test_a_file_that_would_hold_the_server(tmp_path, file):
+    os.mkfifo(tmp_path / "fifo")
+    for name in (str(tmp_path / "fifo"), "/dev/zero"):
+        with pytest.raises(SettingsError) as caught:
+            whole_configuration("--config", name)
+        words = "cannot be read: is not a regular file; copy its contents to a file"
+        assert str(caught.value) == f"--config={name}: {words}"
+    with pytest.raises(SettingsError, match=r"is not valid TOML: it is nested too deeply"):
+        whole_configuration("--config", file("a = " + "[" * 100_000))
