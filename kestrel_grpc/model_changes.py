@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from kestrel_engine import ConfigError, InferenceEngine, Observer, RuntimeConfig, clock, maintenance
@@ -50,9 +50,19 @@ class ModelChanges:
     the default."""
 
     def __init__(
-        self, served: ServedModels, load: LoadModel | None, changed: Callable[[], None]
+        self,
+        served: ServedModels,
+        load: LoadModel | None,
+        changed: Callable[[], None],
+        folders: Sequence[str] = (),
     ) -> None:
+        """``folders``: those from which models are loaded by path (ServerConfig.model_folders)."""
         self._served, self._load, self._changed = served, load, changed
+        self._folders = folders
+        configs = [model.config for model in served]
+        places = (place for c in configs for place in (c.model, c.model_path, c.tokenizer_path))
+        self._named = frozenset(str(place) for place in places if place is not None)
+        """The models and files that were named at the start."""
         self.telemetry: Telemetry | None = None
         self._task: asyncio.Task[Loaded] | None = None
         self._ending: set[asyncio.Task[None]] = set()
@@ -75,7 +85,7 @@ class ModelChanges:
             raise ModelUnavailable("another model is being loaded; try again when it is loaded")
         if len(list(self._served)) >= MOST_MODELS:
             raise ModelUnavailable(f"the server has {MOST_MODELS} models; unload one first")
-        config = other_model(self._served.config, text)
+        config = other_model(self._served.config, text, self._folders, self._named)
         if (name := maintenance.served_name(config)) in self._served.names:
             raise ModelUnavailable(f"{name} is served already")
         events: asyncio.Queue[Loading] = asyncio.Queue(_MOST_EVENTS)

@@ -198,6 +198,15 @@ def _from_name(model: str) -> ModelSource:
     )
 
 
+def is_name(model: str) -> bool:
+    """Whether ``model`` is a known name or has the form of a hub id. Does not look at the disk."""
+    if model.lower() in KNOWN:
+        return True
+    reference = _REFERENCE.match(model)
+    base = reference["base"] if reference else ""
+    return base.lower() in KNOWN or bool(_REPO.match(base) and not base.endswith(_PATH_END))
+
+
 def _at(hub: HubCheckpoint, revision: str | None, file: str | None) -> HubCheckpoint:
     # Another revision may have other files than the released revision.
     return HubCheckpoint(

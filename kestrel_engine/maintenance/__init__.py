@@ -55,6 +55,14 @@ def check_model_names(config: RuntimeConfig) -> None:
     served_name(config)
 
 
+def is_model_name(model: str) -> bool:
+    """Whether ``model`` is a known name or has the form of a hub id, so that it names no file. Does not look at the
+    disk."""
+    from ..checkpoint.catalog import is_name
+
+    return is_name(model)
+
+
 def served_name(config: RuntimeConfig) -> str:
     """The name under which the model of ``config`` will be served. Does not import torch. Raises ConfigError."""
     from ..checkpoint.catalog import architecture, random_name, resolve

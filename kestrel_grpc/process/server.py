@@ -169,7 +169,9 @@ class KestrelServer:
             following=(VISION_SERVICE, IMAGE_SERVICE, KSERVE_SERVICE),
             others=(MODEL_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME),
         )
-        self.models = ModelChanges(self.served, load_model, self._health.update)
+        self.models = ModelChanges(
+            self.served, load_model, self._health.update, config.model_folders
+        )
         """Loads and unloads models while the server runs."""
         self._servers: list[grpc.aio.Server] = []
         self._shared: grpc.aio.Server | None = None

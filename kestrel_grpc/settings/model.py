@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from kestrel_engine import (
@@ -41,6 +42,15 @@ DEVICE_FLAGS = (*SOURCE_FLAGS, "device")
 
 MOST_MODELS = 16
 _MOST_TEXT = 4096
+_PLACES = frozenset(
+    {
+        *("model_path", "tokenizer_path", "refiner", "calibration"),
+        *("weights_cache", "adapters_dir", "kernel_cache_dir"),
+    }
+)
+"""Fields of files and folders."""
+_NO_PLACES = (None, "auto", "off", "moondream/SegHeadRefiner")
+"""Values of these fields that are words."""
 _POOL_SIZES = {"kv_cache_gib", "kv_cache_pages"}
 """Only one of these fields may be set."""
 
@@ -102,14 +112,21 @@ def runtime_configs(args: argparse.Namespace) -> tuple[RuntimeConfig, ...]:
     return tuple(configs)
 
 
-def other_model(base: RuntimeConfig, text: str) -> RuntimeConfig:
+def other_model(
+    base: RuntimeConfig, text: str, folders: Iterable[str] = (), named: Container[str] = ()
+) -> RuntimeConfig:
     """The configuration of a further model, ``text`` as behind ``--model``, with the settings of ``base`` otherwise.
-    Raises InvalidRequest."""
+    A caller may only name files in ``folders``, and the models ``named`` at the start. Raises InvalidRequest."""
     if not 1 <= len(text) <= _MOST_TEXT:
         raise InvalidRequest("model", f"must have 1 to {_MOST_TEXT} characters")
     name, *overrides = text.split(",")
     try:
         values = _overrides(overrides, "model")
+        if not maintenance.is_model_name(name):
+            _check_place("model", name, folders, named)
+        for field in _PLACES & values.keys():
+            if values[field] not in _NO_PLACES:
+                _check_place(field, str(values[field]), folders, named)
         own = {"model_path": None, "tokenizer_path": None, **values}
         config = dataclasses.replace(base, model=name, **own)
         maintenance.check_model_names(config)
@@ -118,6 +135,33 @@ def other_model(base: RuntimeConfig, text: str) -> RuntimeConfig:
     except ConfigError as error:
         raise InvalidRequest("model", f"{error.field}={error.value}: {error.limit}") from None
     return config
+
+
+def _check_place(field: str, place: str, folders: Iterable[str], named: Container[str]) -> None:
+    """Raises InvalidRequest for a file, folder or address that a caller may not name. Its text does not depend on what
+    the disk holds."""
+    if place in named:
+        return
+    if not any(_is_in(place, folder) for folder in folders):
+        raise InvalidRequest(
+            "model",
+            f"{field}={place[:200]!r} is no known model, no hub id, and in no folder from which this server "
+            "loads models by path (--model-folders)",
+        )
+
+
+def _is_in(place: str, folder: str) -> bool:
+    if "://" in place or "://" in folder:
+        return (
+            f"{place}/".startswith(f"{folder.rstrip('/')}/")
+            and ".." not in place
+            and "://" in folder
+        )
+    try:
+        inside, outer = (Path(each).expanduser().resolve() for each in (place, folder))
+    except (OSError, RuntimeError, ValueError):
+        return False
+    return inside.is_relative_to(outer)
 
 
 def config_error(error: ConfigError, args: argparse.Namespace) -> SettingsError:

@@ -44,6 +44,13 @@ def _addresses(text: str) -> list[str]:
     return [parse_address(part.strip()) for part in text.split(",")]
 
 
+def _folders(text: str) -> list[str]:
+    folders = [part.strip() for part in text.split(",")]
+    if not all(folders):
+        raise ValueError("must be a folder")
+    return folders
+
+
 def _plugins(text: str) -> list[str]:
     names = [part.strip() for part in text.split(",")]
     if not all(_PLUGIN.fullmatch(name) for name in names):
@@ -113,6 +120,17 @@ class ServerConfig:
         kind="seconds",
         metavar="SECONDS",
         low=0.1,
+    )
+    model_folders: tuple[str, ...] = setting(
+        (),
+        SERVER,
+        "folder, or s3://BUCKET/PREFIX, from which administrators may load models by path while the server runs; "
+        "repeat the flag or separate folders with commas",
+        parse=_folders,
+        repeated=True,
+        distinct=True,
+        metavar="DIR",
+        shown="none: known names, hub ids, and the models that were given at the start",
     )
     skills: tuple[str, ...] = setting(
         (),

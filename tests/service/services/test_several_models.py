@@ -97,6 +97,7 @@ class Two:
                 http=HttpConfig(http_listen=("127.0.0.1:0",)),
                 security=security or SecurityConfig(),
                 telemetry=telemetry or TelemetryConfig(),
+                model_folders=("/tmp",),
             ),
             first,
             lambda: load(first),
@@ -291,6 +292,7 @@ async def test_a_model_that_cannot_be_loaded_harms_no_other(tmp_path: Path) -> N
         for model, kind, words in (
             ("", InvalidArgumentError, "must have 1 to 4096 characters"),
             ("nosuch", InvalidArgumentError, "nosuch"),
+            ("/etc/passwd", InvalidArgumentError, "in no folder from which this server loads"),
             ("/tmp,max-queu=3", InvalidArgumentError, "did you mean max-queue"),
             ("/tmp,max-queue=-3", InvalidArgumentError, "max_queue=-3"),
             (f"{tmp_path}/broken", FailedPreconditionError, "no such weights"),
@@ -387,6 +389,41 @@ def test_settings_of_one_model() -> None:
         other_model(first, "kestrel-tiny,kv-cache-gib=2,kv-cache-pages=3")
     (only,) = runtime_configs(parsed())
     assert only == runtime_config(parsed(several=False)) == RuntimeConfig()
+
+
+def test_a_caller_names_files_in_the_servers_folders_only(tmp_path: Path) -> None:
+    allowed, outside = tmp_path / "models", tmp_path / "secret"
+    allowed.mkdir()
+    outside.mkdir()
+    (allowed / "link").symlink_to(outside)
+    (only,) = runtime_configs(parsed())
+
+    def told(place: str, text: str = "{}", folders: tuple[str, ...] = (str(allowed),)) -> str:
+        with pytest.raises(InvalidRequest) as caught:
+            other_model(only, text.format(place), folders)
+        assert caught.value.field == "model"
+        return caught.value.message.replace(place, "PLACE")
+
+    for text in (
+        "{}",
+        "kestrel-tiny,weights={}",
+        "kestrel-tiny,tokenizer={}",
+        "kestrel-tiny,refiner={}",
+    ):
+        there = told(str(outside), text)
+        assert "--model-folders" in there
+        # The same words for what does not exist, what a link names, and what climbs out of a folder.
+        assert there == told(f"{outside}/none", text) == told(f"{allowed}/link", text)
+        assert there == told(f"{allowed}/../secret", text) == told("/dev/zero", text)
+        assert there == told(str(outside), text, ())
+    assert (
+        told("secret") == told("s3://other/x") == told("s3://models/../x", "{}", ("s3://models",))
+    )
+    assert other_model(only, str(allowed), (str(allowed),)).model == str(allowed)
+    assert other_model(only, str(outside), (), {str(outside)}).model == str(outside)
+    assert other_model(only, "s3://models/x", ("s3://models/",)).model == "s3://models/x"
+    for name in ("moondream2", "org/repo", "org/repo@main:a.safetensors"):
+        assert other_model(only, name).model == name
 
 
 @pytest.mark.parametrize(
