@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import re
 import threading
@@ -10,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from kestrel_grpc.cluster.directory import as_json
-from kestrel_grpc.cluster.follow import DirectoryError, Follower, ask
+from kestrel_grpc.cluster.follow import EVERY_S, DirectoryError, Follower, ask
 from tests.cluster.test_directory import server
 
 
@@ -63,6 +65,19 @@ def test_files_follow_the_directory(directory, tmp_path, caplog):
     assert addresses.read_text() == "10.0.0.7:1\n10.0.0.7:2\n"
     assert len(caplog.records) == 1
     assert {path.name for path in tmp_path.iterdir()} == {"addresses", "eds.json"}
+
+
+async def test_a_follower_asks_every_second(still_clock):
+    asked_at, stopping = [], asyncio.Event()
+
+    def no_servers(url):
+        asked_at.append(still_clock.now())
+        return []
+
+    asyncio.get_running_loop().call_later(3.5, stopping.set)
+    await Follower("", ask=no_servers).run(stopping)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(asked_at)]
+    assert gaps == pytest.approx([EVERY_S] * 3)
 
 
 @pytest.mark.parametrize(
