@@ -47,6 +47,8 @@ export interface QueryOptions extends SamplingOptions {
   presupposes?: readonly string[] | undefined;
   /** With `presupposes`: above this probability that one is absent, nothing is generated (`abstained`). */
   maxAbsence?: number | undefined;
+  /** The beginning of the answer, which the model continues. The result has only what follows. */
+  answerStart?: string | undefined;
   /** Number of answers to generate, 1 to 16 (`samples`). Only in calls of their own that are no streams. */
   numSamples?: number | undefined;
 }
@@ -102,11 +104,13 @@ export class Task<S extends Skill = Skill> {
 /** As `query`. */
 export function queryTask(question: string, options: QueryOptions = {}): Task<"query"> {
   const fields = async (toImage: ToImage) => {
-    const { reasoning, spatialRefs, history, images, system, presupposes, maxAbsence, numSamples } = options;
+    const { reasoning, spatialRefs, history, images, system, presupposes, maxAbsence } = options;
+    const { answerStart, numSamples } = options;
     return checkedFields({
       question: text("question", question),
       reasoning,
       system,
+      answerStart,
       spatialRefs: spatialRefs?.map(toSpatialRef),
       history: history && (await Promise.all(history.map((turn, index) => toTurn(turn, index, toImage)))),
       images: images && (await Promise.all(images.map(toImage))),

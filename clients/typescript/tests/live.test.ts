@@ -70,6 +70,9 @@ for (const [name, client] of [
       const history = [{ question: QUESTION, answer: first.answer }];
       const second = await client.query(IMAGE, "And squares?", { temperature: 0, history, system: "Be brief." });
       assert.ok((second.usage?.cachedTokens ?? 0) >= 0 && second.answer);
+      const plain = await client.query(IMAGE, QUESTION, { temperature: 0 });
+      const rest = await client.query(IMAGE, QUESTION, { temperature: 0, answerStart: "There are" });
+      assert.ok((rest.usage?.inputTokens ?? 0) > (plain.usage?.inputTokens ?? 0));
       const yes = await client.query(IMAGE, "Is it?", { constraint: { choices: ["yes", "no"] }, maxTokens: 5 });
       assert.match(yes.answer, /^(yes|no)$/);
       const drawn = await client.query(IMAGE, QUESTION, { numSamples: 3, seed: 1n, temperature: 1 });

@@ -112,6 +112,7 @@ class AsyncKestrelClient:
         system: str = "",
         presupposes: Sequence[str] = (),
         max_absence: float | None = None,
+        answer_start: str = "",
         num_samples: int | None = None,
         **options: Unpack[CallOptions],
     ) -> QueryResult:
@@ -123,11 +124,20 @@ class AsyncKestrelClient:
         ``image`` belongs to the first turn, and these to the question. ``system``: instructions that precede the first
         question. ``presupposes``: objects without which the question has no answer, at most 8; if one of them is absent
         with a probability above ``max_absence`` (default: the server's), there is no answer: ``result.abstained``.
+        ``answer_start``: the beginning of the answer; the result has only what follows. Not with reasoning.
         ``num_samples``: how many answers to generate, at most 16: ``result.samples``. Sample i, counted from 0, has the
         seed ``seed + i``.
         """
         task = QueryTask(
-            question, reasoning, spatial_refs, history, images, system, presupposes, max_absence
+            question,
+            reasoning,
+            spatial_refs,
+            history,
+            images,
+            system,
+            presupposes,
+            max_absence,
+            answer_start,
         )
         return await self._channel.call(
             self._requests.task, image, task, options, num_samples=num_samples
@@ -278,11 +288,20 @@ class AsyncKestrelClient:
         system: str = "",
         presupposes: Sequence[str] = (),
         max_absence: float | None = None,
+        answer_start: str = "",
         **options: Unpack[CallOptions],
     ) -> AsyncStream[QueryResult, TextDelta | ReasoningDelta]:
         """As ``query``; the stream gives the text as it is generated."""
         task = QueryTask(
-            question, reasoning, spatial_refs, history, images, system, presupposes, max_absence
+            question,
+            reasoning,
+            spatial_refs,
+            history,
+            images,
+            system,
+            presupposes,
+            max_absence,
+            answer_start,
         )
         return self._channel.stream(self._requests.task, image, task, options)
 

@@ -67,6 +67,7 @@ class QueryTask(TaskOf[QueryResult]):
     system: str = ""
     presupposes: Sequence[str] = ()
     max_absence: float | None = None
+    answer_start: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from kestrel_client import AsyncKestrelClient, QueryTask
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from tests.service.conftest import raw_image
@@ -22,3 +25,11 @@ async def test_the_model_continues_it(serve):
     request = pb.AnalyzeRequest(image=plain.image, tasks=[pb.AnalyzeTask(key="a", query=task)])
     (result,) = (await served.vision.Analyze(request)).results
     assert result.query.answer == rest.answer
+    async with AsyncKestrelClient(served.server.addresses[0]) as sdk:
+        settings = {"temperature": 0, "max_tokens": 9, "answer_start": "It is"}
+        picture = np.full((40, 60, 3), 200, np.uint8)
+        assert (await sdk.query(picture, "What?", **settings)).answer == rest.answer
+        async with sdk.stream_query(picture, "What?", **settings) as events:
+            assert "".join([event.text async for event in events]) == rest.answer
+        analysis = await sdk.analyze(picture, {"a": QueryTask("What?", answer_start="It is")})
+        assert analysis["a"].usage.input_tokens == rest.usage.input_tokens

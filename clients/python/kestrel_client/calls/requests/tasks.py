@@ -105,6 +105,7 @@ def described(
                 "history": to_turns(task.history, to_image),
                 "system": task.system or None,
                 "abstention": _abstention(task),
+                "answer_start": task.answer_start or None,
             }
         case CaptionTask():
             return _CAPTION, {"length": choice("length", task.length, _CAPTION_LENGTHS)}
