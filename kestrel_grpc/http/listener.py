@@ -15,6 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..security.connections.connection_guard import ConnectionGuard
+from ..security.hosts import Hosts
 from ..security.identity.certificates import shown_by
 from ..security.identity.tls import RenewedContext
 from ..settings.addresses import AddressError, check_free, close_address, unix_path, with_port
@@ -24,7 +25,6 @@ from .accepting import Acceptor
 from .connections import HttpConnections
 from .context import CERTIFICATE
 from .framing import HEAD_BYTES, RefusedRequest, RequestFraming
-from .hosts import Hosts
 
 _HEAD_S = 10.0
 """Seconds in which the head of a request must arrive, and before it the TLS handshake must end, because silent

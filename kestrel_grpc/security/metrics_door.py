@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from ..settings.addresses import AddressError
 from ..settings.security import SecurityConfig
+from .hosts import ANY, Hosts
 from .identity.callers import AUTHORIZATION, AuthContext, Callers
 from .identity.principal import NotAuthenticated, Scope, ScopeMissing
 from .identity.tls import RenewedContext
@@ -22,6 +23,7 @@ _WAYS = (
     "credentials (--auth-tokens or KESTREL_API_KEY with --open-metrics off, or --metrics-client-ca)"
 )
 UNAUTHORIZED, FORBIDDEN = "401 Unauthorized", "403 Forbidden"
+MISDIRECTED = "421 Misdirected Request"
 
 
 class MetricsDoor:
@@ -41,16 +43,26 @@ class MetricsDoor:
         self._lock = threading.Lock()
         self._callers = Callers(security, client_ca) if asks else None
         self._tls = None if tls is None else RenewedContext(tls, "metrics port")
+        is_exposed = asks or not is_loopback(address)
+        self._hosts = Hosts(address, (ANY,) if is_exposed else (), security)
 
     @property
     def talks_tls(self) -> bool:
         return self._tls is not None
 
     def refusal(
-        self, authorization: str | None, connection: AuthContext | None = None
+        self,
+        authorization: str | None,
+        connection: AuthContext | None = None,
+        host: str = "localhost",
     ) -> tuple[str, str] | None:
         """The HTTP status and the message of a refusal; None if the scraper may read. ``connection``: the result of
-        ``certificates.shown_by``."""
+        ``certificates.shown_by``. ``host``: the header Host."""
+        if not self._hosts.accepts(host):
+            return (
+                MISDIRECTED,
+                f"without credentials there are no metrics for the host {host[:100]!r}",
+            )
         if self._callers is None:
             return None
         header = () if authorization is None else ((AUTHORIZATION, authorization),)

@@ -117,7 +117,8 @@ def _behind(door: MetricsDoor, app: App) -> App:
             return [] if method == "HEAD" else [f"{why}\n".encode()]
 
         method = environ["REQUEST_METHOD"]
-        refusal = door.refusal(environ.get("HTTP_AUTHORIZATION"), environ[_SHOWN])
+        host = environ.get("HTTP_HOST", "localhost")
+        refusal = door.refusal(environ.get("HTTP_AUTHORIZATION"), environ[_SHOWN], host)
         if refusal is not None:
             status, why = refusal
             challenge = [("WWW-Authenticate", "Bearer")] if status == UNAUTHORIZED else []

@@ -100,9 +100,9 @@ async def opened(args: argparse.Namespace, token: str | None) -> AsyncIterator[s
     """The bridge, listening. Yields its address. Raises AddressError, SettingsError, and the SDK's KestrelError for
     the flags of the server."""
     from ...http.connections import HttpConnections
-    from ...http.hosts import ANY
     from ...http.listener import HttpListener
     from ...security.connections.connection_guard import ConnectionGuard
+    from ...security.hosts import ANY
     from .app import Backend
     from .images import TaskImages, origin
     from .predictions import Predictor

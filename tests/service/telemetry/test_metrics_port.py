@@ -75,6 +75,22 @@ async def test_they_need_none_where_callers_have_none_or_they_may_do_without(ser
         assert status == 200
 
 
+async def test_a_page_of_another_site_cannot_take_its_name_to_loopback(served, tokens):
+    def status(url, host, **headers):
+        request = urllib.request.Request(url, headers={"Host": host, **headers})
+        try:
+            return urllib.request.urlopen(request, timeout=60).status
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    url = f"http://{await served()}/metrics"
+    for host, wanted in (("evil.example", 421), ("localhost:9464", 200), ("127.0.0.1", 200)):
+        assert await asyncio.to_thread(status, url, host) == wanted
+    url = f"http://{await served(auth_tokens=tokens)}/metrics"
+    known = {"Authorization": f"Bearer {TOKENS[Scope.METRICS]}"}
+    assert await asyncio.to_thread(status, url, "any.example", **known) == 200
+
+
 async def test_without_a_free_descriptor_the_port_waits_before_it_tries_again(served):
     address = await served()
     host, port = address.split(":")

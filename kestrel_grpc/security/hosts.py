@@ -11,9 +11,9 @@ import re
 import socket
 from collections.abc import Collection
 
-from ..security.listening import is_loopback
 from ..settings.addresses import unix_path
 from ..settings.security import SecurityConfig
+from .listening import is_loopback
 
 ANY = "*"
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
