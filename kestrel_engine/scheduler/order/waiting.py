@@ -121,6 +121,10 @@ class WaitingQueue:
         self._levels[sequence.priority].flow(account)[sequence.sequence_id] = sequence
         deadline_at = sequence.submission.deadline_at
         if deadline_at is not None:
+            if len(self._deadlines) > 2 * len(self._waiting) + _SPARE_ENTRIES:
+                # Entries of sequences that left would stay until their deadlines, which may be minutes away.
+                self._deadlines = [each for each in self._deadlines if each[1] in self._waiting]
+                heapq.heapify(self._deadlines)
             heapq.heappush(self._deadlines, (deadline_at, sequence.sequence_id))
 
     def add_first(self, sequence: Sequence) -> None:
