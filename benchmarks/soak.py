@@ -30,7 +30,7 @@ from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceStu
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 
 from .reports.report import Report, benchmark_parser, median, quantile
-from .soaking.server import Held
+from .soaking.server import Held, held_by
 from .soaking.span_receiver import SpanReceiver
 from .soaking.traffic import traffic
 from .traffic.processes import ChildProcess, ServerProcess
@@ -87,7 +87,7 @@ class Server(ServerProcess):
 
     def probe(self) -> Held:
         """Returns what the server holds now, after a garbage collection."""
-        return Held(**json.loads(self.ask("probe")))
+        return held_by(self)
 
 
 class Callers:

@@ -22,6 +22,8 @@ from kestrel_grpc.cli import parser
 from kestrel_grpc.process import serving
 from kestrel_grpc.process.server import KestrelServer
 
+from ..traffic.processes import ServerProcess
+
 
 @dataclass(frozen=True)
 class Held:
@@ -40,10 +42,17 @@ class Held:
     calls: int
     admitted: int
     held_bytes: int
+    stored_kib: int
+    """Images that later requests may name by their ids."""
     requests: int
     lost_pages: int
     """Pages that are neither free nor cached. Without running requests, this must be 0."""
     open_traces: int
+
+
+def held_by(server: ServerProcess) -> Held:
+    """Returns what a server of this module holds now, after a garbage collection."""
+    return Held(**json.loads(server.ask("probe")))
 
 
 class ProbedServer(KestrelServer):
@@ -76,6 +85,7 @@ class ProbedServer(KestrelServer):
             calls=self._in_flight.count,
             admitted=admission.calls,
             held_bytes=self.guard.held_bytes,
+            stored_kib=self.images.size_bytes // 1024,
             requests=engine.num_requests,
             lost_pages=stats.pages_held,
             open_traces=0 if self.telemetry is None else self.telemetry.num_open_traces,
