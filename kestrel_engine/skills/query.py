@@ -94,7 +94,7 @@ class QuerySkill:
             *spatial_tokens(refs),
             *context.codec.encode(question if turns else before + question),
             *suffix,
-            *context.codec.encode(_answer_start(arguments.get("answer_start"), reasoning, context)),
+            *_answer_start(arguments.get("answer_start"), reasoning, context),
         )
         objects = _presupposed(arguments.get("presupposes"), context)
         # A reasoning phase, the answer id after it, and an answer.
@@ -177,16 +177,16 @@ def _system_text(system: Any, context: SkillContext) -> str:
     return f"{text}\n\n" if text else ""
 
 
-def _answer_start(start: Any, reasoning: bool, context: SkillContext) -> str:
-    """Empty for none. Raises InvalidRequest."""
-    if start is None:
-        return ""
+def _answer_start(start: Any, reasoning: bool, context: SkillContext) -> Sequence[int]:
+    """The ids of the beginning of the answer. Raises InvalidRequest."""
+    if start is None or start == "":
+        return ()
     if not isinstance(start, str):
         raise InvalidRequest("answer_start", "must be text")
     check_size("answer_start", start, context)
-    if start and reasoning:
+    if reasoning:
         raise InvalidRequest("answer_start", "is set with reasoning, which comes before the answer")
-    return start
+    return context.codec.encode(start)
 
 
 def _earlier_turns(history: Any, context: SkillContext, before: str, last: str) -> list[list[int]]:
