@@ -47,27 +47,7 @@ class Admin:
         return call
 
 
-METHODS = (
-    ("Drain", {}),
-    ("CancelRequest", {"request_id": "x"}),
-    ("FlushCaches", {}),
-    ("SetLogLevel", {"level": pb.LOG_LEVEL_ERROR}),
-    ("GetStatistics", {}),
-    ("StartProfile", {}),
-    ("StopProfile", {}),
-    ("StartCapture", {}),
-    ("StopCapture", {}),
-    ("LoadModel", {"model": "x"}),
-    ("UnloadModel", {"name": "x"}),
-    ("SetDefaultModel", {"name": "x"}),
-    ("LoadAdapter", {"name": "x"}),
-    ("UnloadAdapter", {"name": "x"}),
-)
-
-
-def test_all_methods_are_tried():
-    service = pb.DESCRIPTOR.services_by_name["AdminService"]
-    assert {method.name for method in service.methods} == {name for name, _ in METHODS}
+METHODS = [method.name for method in pb.DESCRIPTOR.services_by_name["AdminService"].methods]
 
 
 async def test_who_may(serve, tmp_path):
@@ -75,14 +55,14 @@ async def test_who_may(serve, tmp_path):
     path = tmp_path / "tokens"
     path.write_text("\n".join(line_of(s.value, [s], token) for s, token in tokens.items()))
     served = await serve(server_config={"security": SecurityConfig(auth_tokens=str(path))})
-    for name, fields in METHODS:
-        told = await failure(getattr(Admin(served, ()), name)(**fields))
+    for name in METHODS:
+        told = await failure(getattr(Admin(served, ()), name)())
         assert told.code is grpc.StatusCode.UNAUTHENTICATED
         for scope in Scope:
             if scope is Scope.ADMIN or (scope is Scope.METRICS and name == "GetStatistics"):
                 continue
             admin = Admin(served, (("authorization", f"Bearer {tokens[scope]}"),))
-            told = await failure(getattr(admin, name)(**fields))
+            told = await failure(getattr(admin, name)())
             assert (told.code, told.reason) == (
                 grpc.StatusCode.PERMISSION_DENIED,
                 "SCOPE_MISSING",
@@ -95,10 +75,10 @@ async def test_who_may(serve, tmp_path):
 async def test_nobody_is_an_administrator_where_nobody_is_asked(serve):
     """docs/service.md: the service is listed all the same, and GetStatistics answers."""
     served = await serve()
-    for name, fields in METHODS:
+    for name in METHODS:
         if name == "GetStatistics":
             continue
-        told = await failure(getattr(Admin(served, ()), name)(**fields))
+        told = await failure(getattr(Admin(served, ()), name)())
         assert (told.code, told.reason) == (grpc.StatusCode.PERMISSION_DENIED, "SCOPE_MISSING")
         assert told.message == "callers without credentials lack the scope admin"
     assert (await Admin(served, ()).GetStatistics()).pages == LIMITS.num_pages
