@@ -7,12 +7,13 @@ import os
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 
 import pytest
+
+from tests.waiting import wait_until
 
 BUCKET = "kestrel"
 
@@ -38,18 +39,20 @@ def start_s3() -> Iterator[str]:
     server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         address = variables["AWS_ENDPOINT_URL"]
-        until = time.monotonic() + 120
-        while True:
+
+        def has_bucket() -> bool:
             made = urllib.request.Request(f"{address}/{BUCKET}", method="PUT")
             try:
                 urllib.request.urlopen(made, timeout=60).close()
-                break
             except urllib.error.HTTPError as error:
                 error.close()
                 raise
             except OSError:
-                assert time.monotonic() < until and server.poll() is None
-                time.sleep(0.1)
+                assert server.poll() is None
+                return False
+            return True
+
+        wait_until(has_bucket)
         with pytest.MonkeyPatch.context() as patched:
             for name in [name for name in os.environ if name.startswith("AWS_")]:
                 patched.delenv(name)

@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 
 import kestrel_engine
+from tests.real_time import WHY
+from tests.waiting import WITHIN_S
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = [
@@ -134,3 +136,23 @@ def test_unfinished_work_is_not_committed():
     marker = re.compile(r"\b(TODO|FIXME|XXX|HACK|NotImplementedError)\b")
     found = [name(p) for p in SOURCES if marker.search(p.read_text())]
     assert found == []
+
+
+SLEEP = r"\b(?:time|asyncio)\.sleep\((?!0\))"
+BOUND = (
+    r"\bwait_for\(.*, |\basyncio\.timeout\(|\.wait\(|\bsettimeout\(|\bjoin\(|\btimeout=|\bwithin_s="
+)
+SHORT = re.compile(rf"(?:{SLEEP}|{BOUND})(\d+(?:\.\d+)?)\b")
+
+
+def test_what_goes_by_the_systems_clock_is_listed_with_its_reason():
+    tests = ROOT / "tests"
+    found = {
+        str(path.relative_to(tests))
+        for path in tests.rglob("*.py")
+        if "still_clock" not in (text := path.read_text()) and path.name != "test_clock.py"
+        if any(float(seconds) < WITHIN_S for seconds in SHORT.findall(text))
+    }
+    unlisted = {each for each in found if not each.startswith(tuple(WHY))}
+    assert not unlisted, "wait for an event (tests/waiting.py), or move a clock (tests/clock.py)"
+    assert [each for each in WHY if not any(path.startswith(each) for path in found)] == []

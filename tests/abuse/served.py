@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from types import TracebackType
 
 from kestrel_engine import InferenceEngine, RuntimeConfig
@@ -19,6 +18,7 @@ from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.settings.security import SecurityConfig
 from kestrel_grpc.settings.server import ServerConfig
 from tests.engine.fakes import fake_build
+from tests.waiting import wait_until
 
 KEY = "the-key-of-an-administrator"
 METADATA = (("authorization", f"Bearer {KEY}"),)
@@ -80,15 +80,15 @@ class ServedInThread:
         await server.load()
         return server
 
-    def assert_at_rest(self, within_s: float = 60.0) -> None:
+    def assert_at_rest(self) -> None:
         """Nothing that a call brought is left, and nothing was complained of."""
         server, engine = self._server, self._server.served.loaded
         assert engine is not None
         admission = server.guard.admission
-        until = time.monotonic() + within_s
-        while True:
+
+        def left() -> dict[str, int]:
             stats = engine.stats
-            left = {
+            return {
                 "calls": server._in_flight.count,
                 "admitted": admission.calls,
                 "held bytes": server.guard.held_bytes,
@@ -97,10 +97,8 @@ class ServedInThread:
                 "waiting": stats.waiting,
                 "pages": stats.pages_held,
             }
-            if not any(left.values()):
-                break
-            assert time.monotonic() < until, left
-            time.sleep(0.02)
+
+        wait_until(lambda: not any(left().values()), left)
         assert self._complaints.lines == []
 
     def __enter__(self) -> ServedInThread:

@@ -138,7 +138,7 @@ class Polite(threading.Thread):
 
     def stop(self) -> None:
         self._over.set()
-        self.join(35)
+        self.join(70)
 
     def percentile(self, share: float) -> float:
         taken = sorted(self.seconds) or [float("inf")]

@@ -26,7 +26,7 @@ from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.cli.parser import CommandError
 from kestrel_grpc.cli.requests.watch import jpegs
 from tests.engine.fakes import never_ends
-from tests.service.conftest import LIMITS
+from tests.service.conftest import LIMITS, HeldRuntime
 from tests.service.services.answers.test_frames import until
 
 CATS = DetectTask("cat", max_objects=1)
@@ -87,11 +87,14 @@ async def test_frames_of_the_synchronous_client(serve):
 
 
 async def test_dropped_frames(serve):
-    served = await serve(FakeRuntime(LIMITS, never_ends, cost=lambda plan: 0.05))
+    served = await serve(HeldRuntime())
     async with AsyncKestrelClient(served.server.addresses[0]) as client:
         frames = [picture(number) for number in range(6)]
         stream = client.frames([CATS], frames, latency_budget_ms=60_000, max_in_flight=1)
-        found = {frame.frame_id: frame async for frame in stream}
+        found = {}
+        async for frame in stream:
+            found[frame.frame_id] = frame
+            served.runtime.gate.set()
     assert found[1].dropped is None and found[6].dropped is None
     dropped = [frame for frame in found.values() if frame.dropped]
     assert dropped and {frame.dropped for frame in dropped} == {"newer_frame"}

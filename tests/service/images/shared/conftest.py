@@ -6,13 +6,13 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.service.certificates import Pair
+from tests.waiting import wait_until
 
 PROGRAM = shutil.which("valkey-server") or shutil.which("redis-server")
 PASSWORD = "a-password-that-no-log-shows"
@@ -38,14 +38,12 @@ class RedisServer:
         words = [PROGRAM, *port, "--bind", "127.0.0.1", "--save", "", "--dir", self.folder,
                  "--requirepass", PASSWORD, "--daemonize", "no", "--loglevel", "warning"]  # fmt: skip
         self._process = subprocess.Popen([*map(str, words)], stdout=subprocess.DEVNULL)
-        until = time.monotonic() + 60
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-                return
-            except OSError:
-                assert time.monotonic() < until and self._process.poll() is None
-                time.sleep(0.01)
+        wait_until(self._listens)
+
+    def _listens(self) -> bool:
+        assert self._process is not None and self._process.poll() is None
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
     def freeze(self) -> None:
         """Connections stay open, and nothing answers."""

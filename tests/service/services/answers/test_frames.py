@@ -18,7 +18,7 @@ from kestrel_grpc.security.identity.principal import ANONYMOUS
 from kestrel_grpc.services.answers import frames
 from kestrel_grpc.settings.security import CallLimits, SecurityConfig
 from tests.engine.fakes import never_ends
-from tests.service.conftest import LIMITS, Serve, raw_image
+from tests.service.conftest import LIMITS, HeldRuntime, Serve, raw_image
 from tests.service.statuses import failure, read
 from tests.waiting import until
 
@@ -172,15 +172,30 @@ async def test_results_that_may_differ_are_not_repeated(serve: Serve, tasks):
 
 @pytest.mark.parametrize(("tasks", "num_repeated"), [(FIXED, 3), (TASKS, 0)])
 async def test_a_frame_that_equals_one_that_is_computed_waits_for_it(
-    serve: Serve, tasks, num_repeated
+    serve: Serve, monkeypatch, tasks, num_repeated
 ):
     """Unless a task samples."""
-    served = await serve(slow(0.01))
+    served, kept = await serve(HeldRuntime()), []
+
+    class Noted(frames.LastFrames):
+        def __init__(self, *given):
+            super().__init__(*given)
+            kept.append(self)
+
+    def waiting():
+        """The frames that wait for an equal one."""
+        return sum(len(done._waiters) for done in kept[0]._computing.values()) if kept else 0
+
+    monkeypatch.setattr(frames, "LastFrames", Noted)
     sent = [opening(pb.FramesConfig(tasks=tasks, max_in_flight=4)), frame(1)]
     for number in (2, 3, 4):
         sent.append(frame(number))
         sent[-1].frame.image.CopyFrom(sent[1].frame.image)
-    responses = await all_of(served.vision.StreamFrames(sent))
+    answering = asyncio.create_task(all_of(served.vision.StreamFrames(sent)))
+    computed = len(tasks) * (4 - num_repeated)
+    await until(lambda: (waiting(), served.engine.num_requests) == (num_repeated, computed))
+    served.runtime.gate.set()
+    responses = await answering
     assert len(responses) == 4
     assert sum(each.work.repeated for each in responses) == num_repeated
 
@@ -199,7 +214,7 @@ async def test_a_frame_does_not_wait_for_results_of_one_that_fails(serve: Serve)
 
 async def test_the_next_frame_arrives_while_one_is_computed(serve: Serve, monkeypatch):
     """It is no call yet, so it neither counts for limits nor overtakes."""
-    served = await serve(slow(0.2))
+    served = await serve(HeldRuntime())
     taken: list[int] = []
     take = frames.FrameStream.take
 
@@ -215,6 +230,7 @@ async def test_the_next_frame_arrives_while_one_is_computed(serve: Serve, monkey
     await until(lambda: 2 in taken)
     assert taken == [0, 1, 2]
     assert served.server._in_flight.count == 1 and served.engine.num_requests <= 2
+    served.runtime.gate.set()
     assert [(await call.read()).frame_id for _ in range(3)] == [1, 2, 3]
     call.cancel()
 
@@ -231,7 +247,7 @@ async def test_equal_pixels_in_another_region_are_no_repetition(serve: Serve):
 
 
 async def test_a_newer_frame_takes_the_place_of_one_that_waits(serve: Serve, caplog):
-    served = await serve(slow(0.2), server_config={"access_log": "text"})
+    served = await serve(HeldRuntime(), server_config={"access_log": "text"})
     call = served.vision.StreamFrames()
     await call.write(opening(latency_budget_ms=60_000, max_in_flight=1))
     await call.write(frame(1))
@@ -240,7 +256,10 @@ async def test_a_newer_frame_takes_the_place_of_one_that_waits(serve: Serve, cap
         for number in (2, 3, 4):
             await call.write(frame(number))
         await call.done_writing()
-        responses = await all_of(call)
+        responses = [await call.read(), await call.read()]
+        served.runtime.gate.set()
+        responses += [await call.read(), await call.read()]
+        assert await call.read() is grpc.aio.EOF
     assert outcomes(responses) == {1: "results", 2: "dropped", 3: "dropped", 4: "results"}
     dropped = [each for each in responses if each.HasField("dropped")]
     assert {each.dropped.reason for each in dropped} == {pb.DROP_REASON_NEWER_FRAME}
@@ -249,13 +268,15 @@ async def test_a_newer_frame_takes_the_place_of_one_that_waits(serve: Serve, cap
 
 
 async def test_a_stale_frame_is_dropped(serve: Serve):
-    served = await serve(slow(0.3))
+    served = await serve(HeldRuntime())
     call = served.vision.StreamFrames()
     await call.write(opening(latency_budget_ms=50, max_in_flight=1))
     await call.write(frame(1))
     await until(lambda: served.engine.num_requests == 2)
     await call.write(frame(2))
-    first, second = await call.read(), await call.read()
+    first = await call.read()
+    served.runtime.gate.set()
+    second = await call.read()
     assert (first.frame_id, first.dropped.reason) == (2, pb.DROP_REASON_STALE)
     assert first.work.waited_ms >= 50 and first.work.crops == 0
     assert (second.frame_id, second.WhichOneof("outcome")) == (1, "results")
@@ -312,8 +333,8 @@ INVALID: list[tuple[str, list[pb.StreamFramesRequest]]] = [
 ]
 
 
-async def test_what_ends_a_stream(serve: Serve):
-    served = await serve(server_config=limits(read_s=1))
+async def test_what_ends_a_stream(moved_clock, serve: Serve):
+    served = await serve(server_config=limits(read_s=60))
     for message, sent in INVALID:
         told = await failure(served.vision.StreamFrames(sent))
         assert told.code is grpc.StatusCode.INVALID_ARGUMENT, message
@@ -325,8 +346,10 @@ async def test_what_ends_a_stream(serve: Serve):
     assert (told.code, told.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
     silent = served.vision.StreamFrames()
     await silent.write(opening())
+    reading = asyncio.ensure_future(silent.read())
+    await until(lambda: moved_clock.advance(100) or reading.done())
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await silent.read()
+        await reading
     assert read(caught.value).reason == "SLOW_SENDER"
     assert await all_of(served.vision.StreamFrames([])) == []
     assert served.server.guard.held_bytes == 0
@@ -371,22 +394,24 @@ async def test_a_slow_reader_loses_the_stream(serve: Serve, caplog):
 
 
 async def test_cancelling_a_stream_ends_its_frames(serve: Serve):
-    served = await serve(slow())
+    served = await serve(HeldRuntime())
     call = served.vision.StreamFrames([opening(), frame(1), frame(2)])
     await until(lambda: served.engine.num_requests == 4)
     call.cancel()
+    served.runtime.gate.set()
     await until(lambda: served.engine.num_requests == 0)
     await until(lambda: served.server.guard.held_bytes == 0)
 
 
 async def test_a_stopping_server_ends_the_frames_that_run_and_then_the_stream(serve: Serve):
-    served = await serve(slow())
+    served = await serve(HeldRuntime())
     call = served.vision.StreamFrames()
     await call.write(opening())
     await call.write(frame(1))
     await until(lambda: served.engine.num_requests == 2)
     await served.server.drain()
     await call.write(frame(2))
+    served.runtime.gate.set()
     first = await call.read()
     assert (first.frame_id, first.WhichOneof("outcome")) == (1, "results")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
