@@ -212,9 +212,7 @@ class HttpEdge:
         if declared is not None:
             self._check_size(declared)
         expected = self._largest if declared is None else declared
-        held = self._guard.messages.held
-        wanted = _BODY_COPIES * expected
-        await hold.reserve(wanted if held is None else min(wanted, held))
+        await hold.reserve(_BODY_COPIES * expected)
         body = await self._reads.within(self._pull(receive, expected))
         hold.arrived(len(body))
         return cast(bytearray, body)
@@ -228,9 +226,7 @@ class HttpEdge:
         fields = await _parsed(body, lambda: json_fields(body))
         wanted = places(fields.values)
         if wanted:
-            num_bytes = _BODY_COPIES * (len(body) + self._guard.messages.largest)
-            held = self._guard.messages.held
-            await hold.reserve(num_bytes if held is None else min(num_bytes, held))
+            await hold.reserve(_BODY_COPIES * (len(body) + self._guard.messages.largest))
             hold.arrived(len(body) + await fetcher.fill(wanted))
         return await _parsed(body, lambda: endpoint.read(fields))
 

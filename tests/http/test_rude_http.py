@@ -247,3 +247,16 @@ async def test_ids_of_callers_are_checked_before_they_are_sent_back(http):
     assert kept.headers["x-request-id"] == "mine-7" == kept.json()["request_id"]
     odd = await client.post("/v1/query", json=body, headers={"x-request-id": "a" * 500})
     assert odd.headers["x-request-id"] != "a" * 500
+
+
+async def test_a_body_of_unknown_length_is_read_where_messages_get_little_memory(http):
+    """What is reserved for the largest body is more than calls of kestrel.v1 may hold together."""
+    security = SecurityConfig(calls=CallLimits(held_bytes=4 * 2**20))
+    _, client = await http(server_config={"security": security, "max_message_bytes": 2**20})
+
+    async def parts():
+        yield b'{"question": '
+        yield b'"why?"}'
+
+    response = await client.post("/v1/query", content=parts(), headers=JSON)
+    assert response.status_code == 200, response.text

@@ -154,7 +154,9 @@ class HttpCaller(Caller):
         client = Client(body, rng)
         world.watch.began(asked)
         calling = asyncio.get_running_loop().create_task(
-            world.service.app(_scope(asked, len(body)), client.receive, client.send),
+            world.service.app(
+                _scope(asked, rng.choice([len(body), len(body), None])), client.receive, client.send
+            ),
             name=asked.request_id,
         )
         if client.leaves_after_s is not None:
@@ -203,7 +205,7 @@ def _body(question: Question, is_stream: bool) -> bytes:
     return orjson.dumps({**fields, "stream": is_stream})
 
 
-def _scope(asked: Asked, num_bytes: int) -> dict[str, Any]:
+def _scope(asked: Asked, num_bytes: int | None) -> dict[str, Any]:
     path = f"/v1/{asked.question.skill}"
     return {
         "type": "http",
@@ -217,7 +219,7 @@ def _scope(asked: Asked, num_bytes: int) -> dict[str, Any]:
         "headers": [
             (b"x-request-id", asked.request_id.encode()),
             (b"host", b"localhost"),
-            (b"content-length", str(num_bytes).encode()),
+            *([] if num_bytes is None else [(b"content-length", str(num_bytes).encode())]),
             (b"content-type", b"application/json"),
         ],
         "client": ("10.0.0.1", 1),

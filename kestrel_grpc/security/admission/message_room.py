@@ -237,8 +237,11 @@ class Hold:
         self.num_bytes = 0
 
     async def reserve(self, num_bytes: int) -> None:
-        """Reserves memory for the next message, in place of the memory that is held now. Raises MessagesFull."""
+        """Reserves memory for the next message, in place of the memory that is held now: ``num_bytes``, or the whole
+        room if that is less. Raises MessagesFull."""
         self.close()
+        if self._room.max_bytes is not None:
+            num_bytes = min(num_bytes, self._room.max_bytes)
         if not self._room.reserve_now(self._who, num_bytes):
             await self._room.reserve(self._who, num_bytes)
         self.num_bytes, self._is_reading = num_bytes, True
