@@ -309,7 +309,7 @@ MASKS = Metric(
     "kestrel.masks",
     "counter",
     "{mask}",
-    "Masks of the tokens that constraints permit, one for each token of a constrained answer",
+    "Masks of the tokens that constraints permit, one for each token of a constrained answer but the first",
     (REQUEST_MODEL,),
 )
 MASK_TIME = Metric(

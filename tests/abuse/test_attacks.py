@@ -38,6 +38,8 @@ MOST_MIB = {
     "stalled_uploads": HELD + 512,
     "watchers": STRANGERS,
     "slow_readers": STRANGERS,
+    "ambiguous_grammars": 512,
+    "new_schemas": 512,
     "expensive": DECODING,
     "two_lengths": STRANGERS,
     "line_feed_heads": STRANGERS,
