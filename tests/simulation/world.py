@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 from kestrel_engine import EngineResult, InferenceEngine, KestrelError, RuntimeConfig, clock
+from kestrel_engine.front import watchdog
 from kestrel_engine.preprocess import pool
 from kestrel_engine.steps.delivery import Delivery
 from kestrel_engine.types.step import RuntimeLimits
@@ -288,6 +289,7 @@ def one_thread(
             still() as own,
             patch.object(pool, "DecoderProcess", decoders),
             patch.object(pool, "template"),
+            patch.object(watchdog, "log_stacks"),
             patch.object(message_room, "copy_s_per_byte", lambda: 1e-8),  # Measured otherwise.
             asyncio.Runner(loop_factory=lambda: loop_of(own)) as runner,
         ):
