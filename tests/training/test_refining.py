@@ -8,7 +8,7 @@ import pytest
 from kestrel_engine.outlines.region import Region
 from kestrel_engine.types.model_config import parse_model_config
 from kestrel_grpc.scenes.scenes import draw_scene
-from training.refining.evaluate import run
+from training.refining.evaluate import BUNDLED_REFINER, run
 from training.refining.samples import draw_coarse, samples, true_mask
 
 VISION = parse_model_config(
@@ -20,7 +20,7 @@ VISION = parse_model_config(
 @pytest.mark.slow
 async def test_refined_outlines_are_better_on_held_out_scenes() -> None:
     """The mean of the bundled refiner on 120 scenes is in docs/models.md."""
-    coarse, final = await run(30, "auto", 1)
+    coarse, final = await run(30, BUNDLED_REFINER, 1)
     assert len(final) > 20
     assert np.mean(coarse) == pytest.approx(0.955, abs=0.01)
     assert np.mean(final) > np.mean(coarse) + 0.005, (np.mean(coarse), np.mean(final))

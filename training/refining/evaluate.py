@@ -12,8 +12,12 @@ import asyncio
 from pathlib import Path
 
 from kestrel_engine import InferenceEngine, RuntimeConfig
+from kestrel_engine.checkpoint.catalog import BUNDLED
+from kestrel_engine.checkpoint.refiner_file import SPARE_NAME
 from kestrel_grpc.scenes.evaluation_set import encode, example
 from kestrel_grpc.scenes.scoring import segment_iou
+
+BUNDLED_REFINER = BUNDLED / "kestrel_tiny" / SPARE_NAME
 
 
 async def run(scenes: int, refiner: str | Path, threads: int) -> tuple[list[float], list[float]]:
@@ -44,7 +48,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--scenes", type=int, default=200)
-    parser.add_argument("--refiner", default="auto", help="as for the server: a file, auto or off")
+    parser.add_argument(
+        "--refiner", default=BUNDLED_REFINER, help="as for the server: a file, auto or off"
+    )
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     coarse, final = asyncio.run(run(args.scenes, args.refiner, args.threads))

@@ -26,6 +26,7 @@ from kestrel_engine import (
 )
 from kestrel_engine.building import factory
 from kestrel_engine.checkpoint.open import load_weights, open_model
+from kestrel_engine.checkpoint.refiner_file import SPARE_NAME
 from kestrel_engine.models.moondream import Moondream
 from tests.engine.adapters.random_adapters import merged, random_tensors
 from tests.engine.models.small import small_config
@@ -208,8 +209,7 @@ async def test_refined_outlines_equal_merged_weights(
     save_file(change, tmp_path / "sight.safetensors")
     whole = tmp_path / "merged"
     whole.mkdir()
-    for file in ("config.json", "refiner.safetensors"):
-        shutil.copy(opened.files[0].parent / file, whole)
+    shutil.copy(opened.files[0].parent / "config.json", whole)
     shutil.copy(opened.tokenizer_path, whole)
     save_file(merged(weights, change), whole / "model.safetensors")
 
@@ -222,9 +222,10 @@ async def test_refined_outlines_equal_merged_weights(
             ]
         return [each.output["segments"][0] for each in found]
 
-    expected = await outlines(RuntimeConfig(model_path=whole), None)
-    found = await outlines(RuntimeConfig(adapters_dir=tmp_path), "sight")
-    plain = await outlines(RuntimeConfig(adapters_dir=tmp_path), None)
+    refiner = opened.files[0].parent / SPARE_NAME
+    expected = await outlines(RuntimeConfig(model_path=whole, refiner=refiner), None)
+    found = await outlines(RuntimeConfig(adapters_dir=tmp_path, refiner=refiner), "sight")
+    plain = await outlines(RuntimeConfig(adapters_dir=tmp_path, refiner=refiner), None)
     assert all(each["refined"] for each in (*expected, *found))
     assert [each["coarse_path"] for each in found] == [each["coarse_path"] for each in expected]
     assert [each["svg_path"] for each in found] == [each["svg_path"] for each in expected]

@@ -27,7 +27,17 @@ def server(tmp_path_factory):
     """The default model, served on TCP and on a unix socket; yields (TCP address, socket's address)."""
     folder = tmp_path_factory.mktemp("served")
     socket = f"unix:{folder}/kestrel.sock"
-    arguments = ["--listen", "127.0.0.1:0", "--listen", socket, "--access-log", "json"]
+    refiner = ROOT / "kestrel_engine/bundled/kestrel_tiny/spare_refiner.safetensors"
+    arguments = [
+        "--listen",
+        "127.0.0.1:0",
+        "--listen",
+        socket,
+        "--access-log",
+        "json",
+        "--refiner",
+        refiner,
+    ]
     process = Process(folder / "log", *arguments).started()
     name, addresses = READY.match(process.ready).groups()
     assert name == "kestrel-tiny"

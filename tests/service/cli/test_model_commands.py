@@ -15,7 +15,7 @@ def test_a_model_goes_into_a_folder_and_is_verified_there(tmp_path):
     names = [
         "model.safetensors",
         "config.json",
-        "refiner.safetensors",
+        "spare_refiner.safetensors",
         "score_calibration.json",
         "tokenizer.json",
     ]
