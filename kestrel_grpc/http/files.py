@@ -10,7 +10,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 _FOLDER = Path(__file__).parent / "page"
+_SAMPLE = Path(__file__).parents[1] / "cli" / "demo.jpg"
 _TYPES = {
+    ".jpg": "image/jpeg",
     ".html": "text/html",
     ".css": "text/css",
     ".js": "text/javascript",
@@ -28,7 +30,14 @@ _HEADERS = {
 
 
 def page_routes() -> list[Route]:
-    """A route for the page, and one for each of its files."""
+    """A route for the page, one for each of its files, and one for the sample picture."""
+    return [
+        Route("/page/sample.jpg", _sender(_SAMPLE), methods=["GET"]),
+        *_file_routes(),
+    ]
+
+
+def _file_routes() -> list[Route]:
     return [
         Route(
             "/" if path.name == "index.html" else f"/page/{path.name}",

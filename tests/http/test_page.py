@@ -53,6 +53,11 @@ def test_every_skill_in_a_browser(endpoint: str, scheme: str, width: int, tmp_pa
         page.wait_for_selector("text=serves kestrel-tiny")
         page.click("#run")
         assert page.inner_text("#error") == "Write the question first."
+        assert "It knows coloured shapes only" in page.inner_text("#model")
+        page.click("#sample")
+        page.wait_for_selector("#frame:not([hidden])")
+        assert page.input_value("#text") == "How many green crescents are there?"
+        page.click("#clear")
         page.set_input_files("#file", str(IMAGE))
 
         def run(skill: str, text: str, until: str) -> None:
@@ -96,6 +101,25 @@ def test_every_skill_in_a_browser(endpoint: str, scheme: str, width: int, tmp_pa
         run("segment", "pink star", "#legend li")
         assert page.locator("#marks path").get_attribute("d")
         assert re.fullmatch(r"pink star [01]\.\d\d", page.inner_text("#labels"))
+        page.click("[data-skill=detect]")
+        page.fill("#text", "pink star, square")
+        page.click("#code summary")
+        page.click("[data-code=grpc]")
+        assert page.inner_text("#source").count("client.detect") == 2, "one call for each object"
+        page.click("[data-skill=query]")
+        page.fill("#text", "Why?")
+        page.check("#reasoning")
+        page.fill("#end", "x")
+        for code, asked in (
+            ("grpc", 'client.query("image.jpg", "Why?", reasoning=True, stop=["x"])'),
+            ("python", 'model.query(image, "Why?", reasoning=True, settings={"stop": ["x"]})'),
+            ("curl", '"reasoning": true'),
+        ):
+            page.click(f"[data-code={code}]")
+            assert asked in page.inner_text("#source")
+        page.uncheck("#reasoning")
+        page.fill("#end", "")
+        page.click("#code summary")
         run("detect", "purple elephant", "#legend li")
         assert re.fullmatch(
             r"purple elephant: 0 \(absent with probability [01]\.\d\d\)", page.inner_text("#legend")

@@ -12,6 +12,9 @@ const PLACEHOLDERS = {
   segment: "the red car",
 };
 
+const KNOWS = { "kestrel-tiny": "It knows coloured shapes only, such as those of the sample picture." };
+const SAMPLE_QUESTION = "How many green crescents are there?";
+
 const state = { skill: "query", image: null, turns: [], running: null, code: "curl", camera: null };
 
 function headers() {
@@ -24,7 +27,7 @@ async function showModel() {
     const response = await fetch("v1/models", { headers: headers() });
     const body = await response.json();
     $("model").textContent = response.ok
-      ? `serves ${body.data.map((model) => model.id).join(", ")}`
+      ? `serves ${body.data.map((model) => model.id).join(", ")}. ${body.data.map((model) => KNOWS[model.id] || "").join("")}`
       : body.error.message;
   } catch {
     $("model").textContent = "the server does not answer";
@@ -54,6 +57,14 @@ function useImage(url) {
   $("clear").hidden = false;
   $("drop").classList.add("full");
   clearAnswer();
+  showCode();
+}
+
+async function useSample() {
+  const response = await fetch("page/sample.jpg");
+  if (!response.ok) return showError("The server has no sample picture.");
+  await useFile(await response.blob());
+  if (state.skill === "query" && !$("text").value) $("text").value = SAMPLE_QUESTION;
   showCode();
 }
 
@@ -385,10 +396,9 @@ function shortened(value) {
 }
 
 function showCode() {
-  const [request] = requests();
+  const all = requests();
+  const [request] = all;
   const base = new URL("v1", document.baseURI).href;
-  const text = $("text").value.trim();
-  const quoted = JSON.stringify(text);
   if (!request) {
     $("source").textContent = "";
   } else if (state.code === "curl") {
@@ -396,20 +406,27 @@ function showCode() {
     const body = shortened(request.body).replaceAll("'", "'\\''");
     $("source").textContent = `curl -N ${base}/${request.path}${token} \\\n  -H 'content-type: application/json' -d '${body}'`;
   } else if (state.code === "python" && state.skill === "chat") {
-    $("source").textContent = `from openai import OpenAI\n\nclient = OpenAI(base_url="${base}", api_key="TOKEN")\nanswer = client.chat.completions.create(\n    model="moondream",\n    messages=messages,\n)`;
-  } else if (state.code === "python") {
-    const call = {
-      query: `query(image, ${quoted})`, caption: `caption(image, length="${$("length").value}")`,
-      detect: `detect(image, ${quoted})`, point: `point(image, ${quoted})`, segment: `segment(image, ${quoted})`,
-    }[state.skill];
-    $("source").textContent = `import moondream as md\nfrom PIL import Image\n\nmodel = md.vl(endpoint="${base}", api_key="TOKEN")\nimage = Image.open("image.jpg")\nprint(model.${call})`;
+    const { messages, stop, reasoning } = request.body;
+    const more = `${stop ? `    stop=${JSON.stringify(stop)},\n` : ""}${reasoning ? "    extra_body={\"reasoning\": True},\n" : ""}`;
+    $("source").textContent = `from openai import OpenAI\n\nclient = OpenAI(base_url="${base}", api_key="TOKEN")\nanswer = client.chat.completions.create(\n    model="moondream",\n    messages=${shortened(messages)},\n${more})\nprint(answer.choices[0].message.content)`;
   } else {
-    const call = {
-      query: `query("image.jpg", ${quoted})`, chat: `query("image.jpg", ${quoted})`, caption: `caption("image.jpg", "${$("length").value}")`,
-      detect: `detect("image.jpg", ${quoted})`, point: `point("image.jpg", ${quoted})`, segment: `segment("image.jpg", ${quoted})`,
-    }[state.skill];
-    $("source").textContent = `from kestrel_client import KestrelClient\n\nwith KestrelClient("${location.hostname}:50051") as client:\n    print(client.${call})`;
+    const python = state.code === "python";
+    const lines = all.map((each) => (python ? `print(model.${callOf(each, "image", true)})` : `    print(client.${callOf(each, '"image.jpg"', false)})`));
+    const image = state.image ? 'image = Image.open("image.jpg")\n' : "";
+    $("source").textContent = python
+      ? `import moondream as md\n${image && "from PIL import Image\n"}\nmodel = md.vl(endpoint="${base}", api_key="TOKEN")\n${image}${lines.join("\n")}`
+      : `from kestrel_client import KestrelClient\n\nwith KestrelClient("${location.hostname}:50051") as client:\n${lines.join("\n")}`;
   }
+}
+
+// The call of a Python client for a request, with all that the form says.
+function callOf(request, image, moondream) {
+  const { length, reasoning, settings, stop = settings && settings.stop } = request.body;
+  const skill = state.skill === "chat" ? "query" : state.skill;
+  const asked = skill === "caption" ? `length="${length}"` : JSON.stringify(request.label || $("text").value.trim());
+  const ends = JSON.stringify(stop);
+  const options = `${reasoning ? ", reasoning=True" : ""}${stop ? (moondream ? `, settings={"stop": ${ends}}` : `, stop=${ends}`) : ""}`;
+  return `${skill}(${state.image ? image : "None"}, ${asked}${options})`;
 }
 
 // Events.
@@ -456,6 +473,7 @@ addEventListener("DOMContentLoaded", () => {
   $("copy").addEventListener("click", () => navigator.clipboard.writeText($("source").textContent));
   $("choose").addEventListener("click", () => $("file").click());
   $("file").addEventListener("change", () => useFile($("file").files[0]));
+  $("sample").addEventListener("click", useSample);
   $("camera").addEventListener("click", startCamera);
   $("shoot").addEventListener("click", shoot);
   $("clear").addEventListener("click", removeImage);
