@@ -46,7 +46,7 @@ BESIDE_DEPTH = 2
 them. And a sequence whose prompt was computed joins only steps that are launched later."""
 
 
-RULE_PATIENCE_S = 0.001
+RULE_PATIENCE_S = 0.004
 """Seconds before a step in which the loop waits for rules that other threads are about to have. Without it, their rows
 would miss the step."""
 
