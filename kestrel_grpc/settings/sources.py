@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Final, Literal
 
-from kestrel_engine import read_small_file
-
 CONFIG_FLAG = "--config"
 CONFIG_VARIABLE = "KESTREL_CONFIG"
 ON, OFF = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
@@ -216,6 +214,8 @@ class ConfigFile:
 
 def read_file(name: str, source: str) -> ConfigFile:
     """Reads and parses a TOML file. ``source``: the flag or variable that named it. Raises SettingsError."""
+    from kestrel_engine import read_small_file  # Commands of clients do without the engine.
+
     try:
         return ConfigFile(name, tomllib.loads(read_small_file(name).decode()))
     except OSError as error:
