@@ -196,7 +196,7 @@ async def test_reasoning_masks_and_shared_reads_are_counted(measured):
     # One for each token, and one for the end.
     # One for each token and for the end, except for the first one: its mask is made when the constraint is compiled.
     assert found.value("kestrel_masks_total") == answer.usage.output_tokens
-    assert 0 < found.value("kestrel_masks_time_seconds_total") < 5
+    assert found.value("kestrel_masks_time_seconds_total") > 0
     groups = found.value("kestrel_step_shared_groups_total")
     assert groups > 0 and found.value("kestrel_step_shared_rows_total") == 2.5 * groups
 
