@@ -1,4 +1,4 @@
-"""Makes kestrel-tiny from the scenes of ``kestrel_grpc.scenes``: images, prompts, training, export and evaluation.
+"""Makes the bundled models: kestrel-tiny from the scenes of ``kestrel_grpc.scenes``, and kestrel-small (README.md).
 
 The engine and the server import nothing from this package. The engine only reads the files that ``training.export``
 writes to ``kestrel_engine/bundled/kestrel_tiny``.

@@ -1,6 +1,6 @@
 """Write a trained model as the engine loads it: model.safetensors (bfloat16), config.json, tokenizer.json.
 
-python -m training.export CHECKPOINT_FOLDER OUT_FOLDER
+python -m training.export CHECKPOINT_FOLDER OUT_FOLDER [kestrel-small]
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from training.kestrel_small import SIZES
+from training.kestrel_small import TOKENIZER_FILE as SMALL_TOKENIZER
 from training.learning import checkpoints
-from training.learning.model import TinyConfig, TinyModel
+from training.learning.model import Moondream, Sizes
 from training.prompts import TOKENIZER_FILE, PromptWriter
 
 
-def config_json(config: TinyConfig, writer: PromptWriter) -> dict[str, object]:
+def config_json(config: Sizes, writer: PromptWriter) -> dict[str, object]:
     """config.json in the layout of the Moondream 3 release, with the prompt templates of our tokenizer."""
     tokenizer = {
         "bos_id": 0,
@@ -39,7 +41,7 @@ def config_json(config: TinyConfig, writer: PromptWriter) -> dict[str, object]:
     }
 
 
-def export(model: TinyModel, folder: Path) -> None:
+def export(model: Moondream, folder: Path, tokenizer: Path = TOKENIZER_FILE) -> None:
     """Write the three files into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
@@ -47,21 +49,22 @@ def export(model: TinyModel, folder: Path) -> None:
         for name, tensor in model.state_dict().items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = config_json(model.config, PromptWriter.bundled())
+    config = config_json(model.config, PromptWriter.of(tokenizer))
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    if (folder / "tokenizer.json").resolve() != TOKENIZER_FILE.resolve():
-        shutil.copyfile(TOKENIZER_FILE, folder / "tokenizer.json")
+    if (folder / "tokenizer.json").resolve() != tokenizer.resolve():
+        shutil.copyfile(tokenizer, folder / "tokenizer.json")
 
 
-def load_exported(folder: Path, model: TinyModel | None = None) -> TinyModel:
+def load_exported(folder: Path, model: Moondream | None = None) -> Moondream:
     """The exported bfloat16 weights in a float32 model (by default a new one)."""
-    model = model or TinyModel()
+    model = model or Moondream()
     tensors = load_file(folder / "model.safetensors")
     model.load_state_dict({name.removeprefix("model."): t.float() for name, t in tensors.items()})
     return model.eval()
 
 
 if __name__ == "__main__":
-    trained = TinyModel()
-    trained.load_state_dict(checkpoints.load(Path(sys.argv[1]))["model"])
-    export(trained, Path(sys.argv[2]))
+    small = sys.argv[3:] == ["kestrel-small"]
+    trained = Moondream(SIZES) if small else Moondream()
+    trained.load_state_dict(checkpoints.load_quantised(Path(sys.argv[1]))["model"])
+    export(trained, Path(sys.argv[2]), SMALL_TOKENIZER if small else TOKENIZER_FILE)

@@ -106,8 +106,13 @@ class PromptWriter:
         self._encode = lru_cache(maxsize=200_000)(lambda text: tuple(tokenizer.encode(text).ids))
 
     @classmethod
+    def of(cls, file: Path) -> PromptWriter:
+        return cls(Tokenizer.from_file(str(file)))
+
+    @classmethod
     def bundled(cls) -> PromptWriter:
-        return cls(Tokenizer.from_file(str(TOKENIZER_FILE)))
+        """kestrel-tiny's."""
+        return cls.of(TOKENIZER_FILE)
 
     def encode(self, text: str) -> list[int]:
         return list(self._encode(text))
@@ -119,7 +124,7 @@ class PromptWriter:
         skills = ("query", "detect", "point", "segment")
         return Templates(captions, {name: [1, *self.encode(name), 2] for name in skills})
 
-    def _open(
+    def open(
         self, skill: str, words: str, refs: tuple[tuple[float, ...], ...], opener: int
     ) -> Prompt:
         prompt = Prompt(skill)
@@ -132,15 +137,15 @@ class PromptWriter:
 
     def ask(self, question: Question) -> Prompt:
         """A question answered at once; without the answer's ids."""
-        return self._open("query", question.text.strip(), question.refs, ANSWER)
+        return self.open("query", question.text.strip(), question.refs, ANSWER)
 
     def ask_reasoning(self, question: Question) -> Prompt:
         """A question to be reasoned about; without the reasoning."""
-        return self._open("reasoning", question.text.strip(), question.refs, THINK)
+        return self.open("reasoning", question.text.strip(), question.refs, THINK)
 
     def seek(self, skill: str, words: str, refs: tuple[tuple[float, ...], ...] = ()) -> Prompt:
         """Point, detect or segment; without the result."""
-        return self._open(skill, words if skill == "segment" else f" {words}", refs, ANSWER)
+        return self.open(skill, words if skill == "segment" else f" {words}", refs, ANSWER)
 
     def open_caption(self, length: str) -> Prompt:
         prompt = Prompt("caption")

@@ -27,7 +27,7 @@ from training.images.batch_images import ImageMaker
 from training.learning import checkpoints
 from training.learning.batches import Batch, StepData
 from training.learning.losses import JITTER, HelperHead, loss_of, run
-from training.learning.model import TinyModel
+from training.learning.model import Moondream
 from training.learning.muon import Muon
 from training.learning.validation import Validation
 
@@ -139,7 +139,7 @@ def learning_rate(progress: float, step: int) -> float:
     return cosine * min(1.0, (step + 1) / 100)
 
 
-def compile_blocks(model: TinyModel) -> None:
+def compile_blocks(model: Moondream) -> None:
     """Compile block by block: the crop count varies from step to step, the rest is fixed."""
     for block in model.vision.blocks:
         block.compile(dynamic=True)
@@ -188,7 +188,7 @@ def main() -> None:
         on_gpu = args.device == "cuda"
         dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     torch.manual_seed(args.seed)
-    model, helper = TinyModel().to(device), HelperHead(256).to(device)
+    model, helper = Moondream().to(device), HelperHead(256).to(device)
     if args.resume and (args.resume / "model.safetensors").exists():
         load_exported(args.resume, model)
     elif args.resume:

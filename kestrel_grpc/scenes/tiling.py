@@ -1,36 +1,63 @@
-"""The engine's tiling rule with kestrel-tiny's numbers: the crops for an image of a given size."""
+"""The engine's tiling rule: the crops for an image of a given size, by default with kestrel-tiny's numbers."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-PATCH = 14
-CROP = 252
-GRID = CROP // PATCH  # 18 patches a side
-MARGIN = 2  # overlap on each side, in patches
-WINDOW = (GRID - 2 * MARGIN) * PATCH  # 196 new pixels a tile
-OVERLAP = 2 * MARGIN * PATCH  # 56
-MAX_CROPS = 6
-PREFIX = 1 + GRID * GRID  # BOS and the image
 
 
-def choose_tiling(width: int, height: int) -> tuple[int, int]:
+@dataclass(frozen=True)
+class Geometry:
+    """How a model cuts images: sides of a patch and of a crop in pixels, overlap on each side in patches."""
+
+    patch: int = 14
+    crop: int = 252
+    margin: int = 2
+    max_crops: int = 6
+
+    @property
+    def grid(self) -> int:
+        """Patches a side."""
+        return self.crop // self.patch
+
+    @property
+    def window(self) -> int:
+        """New pixels a tile."""
+        return self.crop - self.overlap
+
+    @property
+    def overlap(self) -> int:
+        return 2 * self.margin * self.patch
+
+    @property
+    def prefix(self) -> int:
+        """Positions of BOS and the image."""
+        return 1 + self.grid**2
+
+
+TINY = Geometry()
+PATCH, CROP, GRID, MARGIN = TINY.patch, TINY.crop, TINY.grid, TINY.margin
+WINDOW, OVERLAP, MAX_CROPS, PREFIX = TINY.window, TINY.overlap, TINY.max_crops, TINY.prefix
+
+
+def choose_tiling(width: int, height: int, geometry: Geometry = TINY) -> tuple[int, int]:
     """Rows and columns of local crops for an image of ``width`` x ``height`` pixels."""
-    h, v = max(height - OVERLAP, 1), max(width - OVERLAP, 1)
-    if h <= WINDOW or v <= WINDOW:
+    window, most = geometry.window, geometry.max_crops
+    h, v = max(height - geometry.overlap, 1), max(width - geometry.overlap, 1)
+    if h <= window or v <= window:
         return 1, 1
-    a, b = math.ceil(h / WINDOW), math.ceil(v / WINDOW)
-    if a * b > MAX_CROPS:
-        ratio = math.sqrt(MAX_CROPS / (a * b))
+    a, b = math.ceil(h / window), math.ceil(v / window)
+    if a * b > most:
+        ratio = math.sqrt(most / (a * b))
         return max(1, math.floor(a * ratio)), max(1, math.floor(b * ratio))
-    th = max(math.floor(math.sqrt(MAX_CROPS * h / v)), a)
-    tw = max(math.floor(math.sqrt(MAX_CROPS * v / h)), b)
-    if th * tw > MAX_CROPS:
+    th = max(math.floor(math.sqrt(most * h / v)), a)
+    tw = max(math.floor(math.sqrt(most * v / h)), b)
+    if th * tw > most:
         if tw > th:
-            tw = math.floor(MAX_CROPS / th)
+            tw = math.floor(most / th)
         else:
-            th = math.floor(MAX_CROPS / tw)
+            th = math.floor(most / tw)
     return max(1, th), max(1, tw)
 
 
@@ -42,18 +69,19 @@ class View:
     height: int
     rows: int
     columns: int
+    geometry: Geometry = TINY
 
     @classmethod
-    def of(cls, width: int, height: int) -> View:
-        return cls(width, height, *choose_tiling(width, height))
+    def of(cls, width: int, height: int, geometry: Geometry = TINY) -> View:
+        return cls(width, height, *choose_tiling(width, height, geometry), geometry)
 
     @property
     def tiled_height(self) -> int:
-        return self.rows * WINDOW + OVERLAP
+        return self.rows * self.geometry.window + self.geometry.overlap
 
     @property
     def tiled_width(self) -> int:
-        return self.columns * WINDOW + OVERLAP
+        return self.columns * self.geometry.window + self.geometry.overlap
 
     @property
     def tiled_scale(self) -> tuple[float, float]:
@@ -63,7 +91,7 @@ class View:
     @property
     def global_scale(self) -> tuple[float, float]:
         """Global-crop pixels per image pixel, x and y."""
-        return CROP / self.width, CROP / self.height
+        return self.geometry.crop / self.width, self.geometry.crop / self.height
 
     @property
     def crops(self) -> int:

@@ -1,13 +1,18 @@
 """Fixtures of the training tests: one torch thread, the bundled files, evaluation images as the engine sees them."""
 
+import os
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageDraw, ImageFont
 
 from kestrel_grpc.scenes.evaluation_set import encode, example
 from training.prompts import PromptWriter
+from training.sources import HELD_SET, ICON_SETS, icon_names
 
 BUNDLED = Path(__file__).parents[2] / "kestrel_engine" / "bundled" / "kestrel_tiny"
 
@@ -35,3 +40,31 @@ def picture() -> Callable[[int], bytes]:
     """The encoded file of an example of the seen slice."""
     pytest.importorskip("pyvips")
     return lambda index: encode(example("seen", index))
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A small data folder in place of that of training/sources.py: Pillow's own font, drawn icons, a few words."""
+    folder = tmp_path_factory.mktemp("sources")
+    data = ImageFont.load_default(20).font_bytes  # type: ignore[union-attr]
+    with zipfile.ZipFile(folder / "fonts.zip", "w") as archive:
+        archive.writestr("train/plain-400-normal.ttf", data)
+        archive.writestr("held/plain-400-normal.ttf", data)
+    masks, names, sets = [], [], []
+    for number, name in enumerate(list(icon_names())[:8]):
+        mask = Image.new("L", (64, 64))
+        ImageDraw.Draw(mask).regular_polygon((32, 32, 24), 3 + number, fill=255)
+        for each in (0, ICON_SETS.index(HELD_SET)):
+            masks.append(np.asarray(mask))
+            names.append(name)
+            sets.append(each)
+    np.savez(folder / "icons.npz", masks=np.stack(masks), names=names, sets=np.array(sets))
+    letters = "abcdefghijklmnopqrst"
+    words = [letters[i : i + n] for n in range(3, 8) for i in range(13)]
+    (folder / "words.txt").write_text("\n".join(words), encoding="utf-8")
+    before = os.environ.get("KESTREL_SOURCES")
+    os.environ["KESTREL_SOURCES"] = str(folder)
+    yield folder
+    os.environ.pop("KESTREL_SOURCES")
+    if before is not None:
+        os.environ["KESTREL_SOURCES"] = before

@@ -19,7 +19,7 @@ from training.evaluate import GREEDY, ask
 from training.export import config_json, load_exported
 from training.images.resize import normalise
 from training.learning.losses import run
-from training.learning.model import TinyConfig, TinyModel
+from training.learning.model import Moondream, Sizes
 from training.prompts import COORD, SIZE, Prompt, PromptWriter
 
 PAGE = 5
@@ -31,11 +31,11 @@ def test_files_fit_the_package(bundled: Path) -> None:
 
 
 def test_config_is_what_the_code_writes(bundled: Path, writer: PromptWriter) -> None:
-    assert json.loads((bundled / "config.json").read_text()) == config_json(TinyConfig(), writer)
+    assert json.loads((bundled / "config.json").read_text()) == config_json(Sizes(), writer)
 
 
 def test_tensors_are_bfloat16_under_the_released_names(bundled: Path) -> None:
-    wanted = {f"model.{name}" for name in TinyModel().state_dict()}
+    wanted = {f"model.{name}" for name in Moondream().state_dict()}
     with safe_open(bundled / "model.safetensors", "pt") as file:
         assert set(file.keys()) == wanted
         assert file.get_slice("model.text.blocks.1.mlp.fc1.weight").get_shape() == [8, 256, 256]
@@ -64,7 +64,7 @@ def _crops(data: bytes) -> tuple[torch.Tensor, View]:
 
 @torch.no_grad()
 def _follow(
-    model: TinyModel, image: torch.Tensor, prompt: Prompt
+    model: Moondream, image: torch.Tensor, prompt: Prompt
 ) -> tuple[list[int], list[int], list[list[int]], list[float]]:
     """What the reference would say at each generated position of a finished prompt: ids, coordinates, sizes; and the
     log-probabilities that it gives to the prompt's own ids there."""
@@ -86,7 +86,7 @@ def _follow(
 
 
 @torch.no_grad()
-def _box_scores(model: TinyModel, image: torch.Tensor, prompt: Prompt) -> list[float]:
+def _box_scores(model: Moondream, image: torch.Tensor, prompt: Prompt) -> list[float]:
     """The raw scores of a finished prompt's boxes by the reference, as docs/scores.md defines them."""
     from training.learning.model import prompt_mask
 
@@ -167,7 +167,7 @@ async def test_the_engine_says_what_the_reference_says(
 
 
 @torch.no_grad()
-def _continue(model: TinyModel, image: torch.Tensor, ids: list[int], most: int) -> list[int]:
+def _continue(model: Moondream, image: torch.Tensor, ids: list[int], most: int) -> list[int]:
     """The greedy continuation of a prompt by the reference, without its end token, by whole passes."""
     said: list[int] = []
     while len(said) < most:

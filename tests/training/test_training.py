@@ -12,11 +12,11 @@ from training.images.batch_images import ImageMaker
 from training.learning import checkpoints
 from training.learning.batches import SKILLS, TEXT_LENGTH, StepData, draw_batch
 from training.learning.losses import HelperHead, loss_of, run, soft_cross_entropy
-from training.learning.model import TinyConfig, TinyModel, pool_matrix, prompt_mask
+from training.learning.model import Moondream, Sizes, pool_matrix, prompt_mask
 from training.learning.muon import Muon, orthogonalise
 from training.prompts import PromptWriter, coord_bin, size_bin
 
-SMALL = TinyConfig(
+SMALL = Sizes(
     dim=64, ff_dim=64, layers=2, heads=2, rotary=16, expert_inner=16, vision_dim=48, vision_layers=1,
     vision_heads=2, vision_ff=64, proj_inner=64,
 )  # fmt: skip
@@ -84,7 +84,7 @@ def test_soft_labels_are_best_at_the_target() -> None:
 @pytest.mark.slow
 def test_a_few_steps_lower_the_loss(writer: PromptWriter) -> None:
     torch.manual_seed(0)
-    model, helper = TinyModel(SMALL), HelperHead(SMALL.dim)
+    model, helper = Moondream(SMALL), HelperHead(SMALL.dim)
     batch = draw_batch(random.Random(4), writer, 2, 140, 130)
     pixels = ImageMaker(compiled=False)(batch)
     muon = Muon(model, 2e-3)

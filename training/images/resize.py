@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kestrel_grpc.scenes.tiling import CROP, WINDOW, View
+from kestrel_grpc.scenes.tiling import View
 
 Matrix = NDArray[np.float32]
 _GAP = 2.0  # libvips' default: the least reduction that is left to the kernel
@@ -113,15 +113,16 @@ def resize(pixels: Tensor, height: int, width: int) -> Tensor:
 
 
 def crops(pixels: Tensor, view: View) -> Tensor:
-    """Whole grey levels [B, 3, H, W] -> [B, n, 3, 252, 252]: the global crop, then tiles row by row.
+    """Whole grey levels [B, 3, H, W] -> [B, n, 3, crop, crop]: the global crop, then tiles row by row.
 
     With one tile only the global crop is given: the local one would equal it.
     """
-    found = [resize(pixels, CROP, CROP)]
+    side, window = view.geometry.crop, view.geometry.window
+    found = [resize(pixels, side, side)]
     if view.crops > 1:
         stretched = resize(pixels, view.tiled_height, view.tiled_width)
         found += [
-            stretched[..., i * WINDOW : i * WINDOW + CROP, j * WINDOW : j * WINDOW + CROP]
+            stretched[..., i * window : i * window + side, j * window : j * window + side]
             for i in range(view.rows)
             for j in range(view.columns)
         ]

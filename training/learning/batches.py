@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -57,16 +57,11 @@ class Spoiling:
 
 
 @dataclass(frozen=True)
-class Batch:
+class Packed:
     """B images of one size and their packed prompts (L positions)."""
 
     view: View
     spoiling: Spoiling
-    shapes: Tensor  # [B, 12, 16]
-    lines: Tensor  # [B, 6, 9]
-    background: Tensor  # [B, 11]
-    boxes: Tensor  # [B, 12, 4] image shares, for the helper head
-    labels: Tensor  # [B, 12, 3] kind, colour, style; -1 where absent
     ids: Tensor  # [B, L]
     values: Tensor  # [B, L, 2]
     document: Tensor  # [B, L] number of the prompt, -1 for padding
@@ -79,18 +74,29 @@ class Batch:
     size_index: Tensor  # [S]
     size_target: Tensor  # [S, 2]
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> Self:
         """On the device, but for the spoiling, which is read on the host."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pin_memory(self) -> Batch:
+    def pin_memory(self) -> Self:
         return self._each(lambda tensor: tensor.pin_memory())
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
         changed: dict[str, Any] = {
             k: change(v) for k, v in vars(self).items() if isinstance(v, Tensor)
         }
         return replace(self, **changed)
+
+
+@dataclass(frozen=True)
+class Batch(Packed):
+    """kestrel-tiny's: scenes that the GPU draws."""
+
+    shapes: Tensor  # [B, 12, 16]
+    lines: Tensor  # [B, 6, 9]
+    background: Tensor  # [B, 11]
+    boxes: Tensor  # [B, 12, 4] image shares, for the helper head
+    labels: Tensor  # [B, 12, 3] kind, colour, style; -1 where absent
 
 
 def draw_prompts(rng: random.Random, writer: PromptWriter, scene: Scene, room: int) -> list[Prompt]:
@@ -130,12 +136,12 @@ def draw_prompts(rng: random.Random, writer: PromptWriter, scene: Scene, room: i
 class Packer:
     """Collects packed prompts of a batch and the flat positions that carry a loss."""
 
-    def __init__(self, images: int, length: int) -> None:
+    def __init__(self, images: int, length: int, prefix: int = PREFIX) -> None:
         self.ids = np.zeros((images, length), np.int64)
         self.values = np.zeros((images, length, 2), np.float32)
         self.document = np.full((images, length), PAD, np.int64)
         self.position = np.zeros((images, length), np.int64)
-        self.length = length
+        self.length, self.prefix = length, prefix
         self.text: list[tuple[int, int, int]] = []
         self.coords: list[tuple[int, float]] = []
         self.sizes: list[tuple[int, float, float]] = []
@@ -148,7 +154,7 @@ class Packer:
             self.ids[image, row] = prompt.ids[:-1]
             self.values[image, row] = prompt.values[:-1]
             self.document[image, row] = number
-            self.position[image, row] = np.arange(PREFIX, PREFIX + n)
+            self.position[image, row] = np.arange(self.prefix, self.prefix + n)
             skill = SKILLS.index(prompt.skill)
             for i in range(prompt.start - 1, n):
                 flat, target = image * self.length + at + i, prompt.ids[i + 1]
@@ -159,6 +165,25 @@ class Packer:
                     w, h = prompt.values[i + 1]
                     self.sizes.append((flat, size_bin(w), size_bin(h)))
             at += n
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields of Packed, but for view and spoiling."""
+        text = np.array(self.text, np.int64)
+        coords = np.array(self.coords, np.float64).reshape(-1, 2)
+        sizes = np.array(self.sizes, np.float64).reshape(-1, 3)
+        return {
+            "ids": torch.from_numpy(self.ids),
+            "values": torch.from_numpy(self.values),
+            "document": torch.from_numpy(self.document),
+            "position": torch.from_numpy(self.position),
+            "text_index": torch.from_numpy(text[:, 0].copy()),
+            "text_target": torch.from_numpy(text[:, 1].copy()),
+            "text_skill": torch.from_numpy(text[:, 2].copy()),
+            "coord_index": torch.from_numpy(coords[:, 0].astype(np.int64)),
+            "coord_target": torch.from_numpy(coords[:, 1].astype(np.float32)),
+            "size_index": torch.from_numpy(sizes[:, 0].astype(np.int64)),
+            "size_target": torch.from_numpy(sizes[:, 1:].astype(np.float32)),
+        }
 
 
 def _draw_spoiling(rng: random.Random, images: int, width: int, height: int) -> Spoiling:
@@ -202,28 +227,15 @@ def draw_batch(
         torch.from_numpy(np.stack(part)) for part in zip(*arrays, strict=True)
     )
     used = int((labels[:, :, 0] >= 0).sum(1).max())
-    text = np.array(packer.text, np.int64)
-    coords = np.array(packer.coords, np.float64).reshape(-1, 2)
-    sizes = np.array(packer.sizes, np.float64).reshape(-1, 3)
     return Batch(
-        View.of(width, height),
-        _draw_spoiling(rng, images, width, height),
-        shapes[:, :used],
-        lines,
-        background,
-        torch.from_numpy(boxes),
-        torch.from_numpy(labels),
-        torch.from_numpy(packer.ids),
-        torch.from_numpy(packer.values),
-        torch.from_numpy(packer.document),
-        torch.from_numpy(packer.position),
-        torch.from_numpy(text[:, 0].copy()),
-        torch.from_numpy(text[:, 1].copy()),
-        torch.from_numpy(text[:, 2].copy()),
-        torch.from_numpy(coords[:, 0].astype(np.int64)),
-        torch.from_numpy(coords[:, 1].astype(np.float32)),
-        torch.from_numpy(sizes[:, 0].astype(np.int64)),
-        torch.from_numpy(sizes[:, 1:].astype(np.float32)),
+        view=View.of(width, height),
+        spoiling=_draw_spoiling(rng, images, width, height),
+        shapes=shapes[:, :used],
+        lines=lines,
+        background=background,
+        boxes=torch.from_numpy(boxes),
+        labels=torch.from_numpy(labels),
+        **packer.tensors(),
     )
 
 

@@ -1,4 +1,6 @@
-"""Checkpoints in pieces below 16 MiB: float32 weights and the progress of training.
+"""Checkpoints in pieces below 16 MiB: the weights, as they are, in bfloat16, or in 8 bits with a scale a row.
+
+    python -m training.learning.checkpoints CHECKPOINT OUT      # in 8 bits
 
 The state of the optimisers covers about twenty steps (betas .9/.95), so it is not stored: a resumed run warms up again.
 """
@@ -6,12 +8,15 @@ The state of the optimisers covers about twenty steps (betas .9/.95), so it is n
 from __future__ import annotations
 
 import io
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 PIECE = 15 * 1024 * 1024
+_SCALE = "#scale"
 
 
 def save(folder: Path, state: dict[str, Any]) -> None:
@@ -34,3 +39,42 @@ def load(folder: Path) -> dict[str, Any]:
         io.BytesIO(b"".join(p.read_bytes() for p in parts)), map_location="cpu"
     )
     return state
+
+
+def halved(state: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """The weights of each module in bfloat16."""
+    return {
+        name: {k: t.detach().to("cpu", torch.bfloat16) for k, t in part.items()}
+        for name, part in state.items()
+    }
+
+
+def quantised(state: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """Matrices as int8 with a float32 scale a row; everything else as it is."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, part in state.items():
+        own = found[name] = {}
+        for key, tensor in part.items():
+            if tensor.ndim < 2 or "features" in key:
+                own[key] = tensor
+                continue
+            scale = tensor.float().abs().amax(-1, keepdim=True).clamp_min(1e-12) / 127
+            own[key] = (tensor.float() / scale).round().to(torch.int8)
+            own[key + _SCALE] = scale
+    return found
+
+
+def load_quantised(folder: Path) -> dict[str, dict[str, Tensor]]:
+    """Float32 weights of a checkpoint that may be quantised."""
+    found = {}
+    for name, part in load(folder).items():
+        found[name] = {
+            key: tensor.float() * part[key + _SCALE] if key + _SCALE in part else tensor.float()
+            for key, tensor in part.items()
+            if not key.endswith(_SCALE)
+        }
+    return found
+
+
+if __name__ == "__main__":
+    save(Path(sys.argv[2]), quantised(load(Path(sys.argv[1]))))

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from kestrel_grpc.scenes.tiling import GRID
 from kestrel_grpc.scenes.vocabulary import COLOURS, SHAPES, STYLES
-from training.learning.batches import SKILLS, Batch
-from training.learning.model import TinyModel, prompt_mask
+from training.learning.batches import SKILLS, Batch, Packed
+from training.learning.model import Moondream, prompt_mask
 
 SKILL_WEIGHTS = {
     "query": 1.0,
@@ -66,20 +66,22 @@ def soft_cross_entropy(logits: Tensor, target: Tensor, sigma: float) -> Tensor:
 class Outputs:
     """Logits at the trained positions of a batch."""
 
-    image: Tensor  # [B, 324, dim]
+    image: Tensor  # [B, patches, dim]
     text: Tensor  # [T, vocab]
     coord: Tensor  # [C, bins]
     size: Tensor  # [S, 2, bins]
     balance: Tensor
 
 
-def run(model: TinyModel, pixels: Tensor, batch: Batch, jitter: float = 0.0) -> Outputs:
-    """Forward pass over packed prompts. pixels: normalised crops [B, n, 3, 252, 252]."""
+def run(model: Moondream, pixels: Tensor, batch: Packed, jitter: float = 0.0) -> Outputs:
+    """Forward pass over packed prompts. pixels: normalised crops [B, n, 3, crop, crop]."""
     image = model.vision(pixels, batch.view)
     values = batch.values
     if jitter:
         values = (values + torch.randn_like(values) * jitter * (values > 0)).clamp(0, 1)
-    mask = torch.where(prompt_mask(batch.document), 0.0, float("-inf")).to(image.dtype)
+    mask = torch.where(
+        prompt_mask(batch.document, model.config.view.prefix), 0.0, float("-inf")
+    ).to(image.dtype)
     hidden, balance = model.decode(image, batch.ids, values, batch.position, mask)
     flat = hidden.flatten(0, 1)
     return Outputs(

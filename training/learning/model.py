@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kestrel_grpc.scenes.tiling import CROP, GRID, MARGIN, MAX_CROPS, PATCH, PREFIX, View
+from kestrel_grpc.scenes.tiling import TINY, Geometry, View
 
 
 @dataclass(frozen=True)
-class TinyConfig:
-    """Sizes of kestrel-tiny."""
+class Sizes:
+    """Sizes of a model; by default those of kestrel-tiny. Layers below ``moe_start`` are dense."""
 
     dim: int = 256
     ff_dim: int = 1024
@@ -40,6 +40,7 @@ class TinyConfig:
     coord_features: int = 64
     size_features: int = 128
     bins: int = 1024
+    view: Geometry = TINY
 
     def as_json(self) -> dict[str, dict[str, object]]:
         """The text, vision and region parts of config.json."""
@@ -52,7 +53,7 @@ class TinyConfig:
                 "max_context": self.max_context,
                 "n_heads": self.heads,
                 "n_kv_heads": self.heads,
-                "prefix_attn": PREFIX,
+                "prefix_attn": self.view.prefix,
                 "group_size": None,
                 "moe": {
                     "num_experts": self.experts,
@@ -65,15 +66,15 @@ class TinyConfig:
             },
             "vision": {
                 "enc_dim": self.vision_dim,
-                "enc_patch_size": PATCH,
+                "enc_patch_size": self.view.patch,
                 "enc_n_layers": self.vision_layers,
                 "enc_ff_dim": self.vision_ff,
                 "enc_n_heads": self.vision_heads,
                 "proj_out_dim": self.dim,
-                "crop_size": CROP,
+                "crop_size": self.view.crop,
                 "in_channels": 3,
-                "max_crops": MAX_CROPS,
-                "overlap_margin": MARGIN,
+                "max_crops": self.view.max_crops,
+                "overlap_margin": self.view.margin,
                 "proj_inner_dim": self.proj_inner,
             },
             "region": {
@@ -87,7 +88,7 @@ class TinyConfig:
 
 
 class VisionAttention(nn.Module):
-    def __init__(self, c: TinyConfig) -> None:
+    def __init__(self, c: Sizes) -> None:
         super().__init__()
         self.heads = c.vision_heads
         self.qkv = nn.Linear(c.vision_dim, 3 * c.vision_dim)
@@ -115,7 +116,7 @@ class Mlp(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    def __init__(self, c: TinyConfig) -> None:
+    def __init__(self, c: Sizes) -> None:
         super().__init__()
         self.ln1 = nn.LayerNorm(c.vision_dim)
         self.ln2 = nn.LayerNorm(c.vision_dim)
@@ -128,38 +129,39 @@ class VisionBlock(nn.Module):
         return x
 
 
-def sincos_positions(dim: int) -> Tensor:
-    """Initial position embeddings [1, GRID * GRID, dim]: a quarter each of sin and cos for y and x."""
+def sincos_positions(dim: int, grid: int) -> Tensor:
+    """Initial position embeddings [1, grid * grid, dim]: a quarter each of sin and cos for y and x."""
     frequency = 1.0 / 100 ** (torch.arange(dim // 4) / (dim // 4))
-    at = torch.arange(GRID).view(-1, 1) * frequency
-    y = torch.cat((at.sin(), at.cos()), 1).view(GRID, 1, -1).expand(GRID, GRID, -1)
-    x = torch.cat((at.sin(), at.cos()), 1).view(1, GRID, -1).expand(GRID, GRID, -1)
-    return torch.cat((y, x), -1).reshape(1, GRID * GRID, dim) * 0.5
+    at = torch.arange(grid).view(-1, 1) * frequency
+    y = torch.cat((at.sin(), at.cos()), 1).view(grid, 1, -1).expand(grid, grid, -1)
+    x = torch.cat((at.sin(), at.cos()), 1).view(1, grid, -1).expand(grid, grid, -1)
+    return torch.cat((y, x), -1).reshape(1, grid * grid, dim) * 0.5
 
 
-def pool_matrix(size: int) -> Tensor:
-    """Adaptive average pooling of one axis as a matrix [GRID, size]."""
-    m = torch.zeros(GRID, size)
-    for k in range(GRID):
-        a, b = k * size // GRID, -((k + 1) * size // -GRID)
+def pool_matrix(size: int, grid: int = TINY.grid) -> Tensor:
+    """Adaptive average pooling of one axis as a matrix [grid, size]."""
+    m = torch.zeros(grid, size)
+    for k in range(grid):
+        a, b = k * size // grid, -((k + 1) * size // -grid)
         m[k, a:b] = 1 / (b - a)
     return m
 
 
 class Vision(nn.Module):
-    def __init__(self, c: TinyConfig) -> None:
+    def __init__(self, c: Sizes) -> None:
         super().__init__()
-        self.patch_emb = nn.Linear(PATCH * PATCH * 3, c.vision_dim)
-        self.pos_emb = nn.Parameter(sincos_positions(c.vision_dim))
+        self.grid, self.patch = c.view.grid, c.view.patch
+        self.patch_emb = nn.Linear(c.view.patch**2 * 3, c.vision_dim)
+        self.pos_emb = nn.Parameter(sincos_positions(c.vision_dim, c.view.grid))
         self.blocks = nn.ModuleList(VisionBlock(c) for _ in range(c.vision_layers))
         self.post_ln = nn.LayerNorm(c.vision_dim)
         self.proj_mlp = Mlp(2 * c.vision_dim, c.proj_inner, c.dim)
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Normalised crops [n, 3, 252, 252] -> features [n, 324, vision_dim]."""
-        n = pixels.shape[0]
-        patches = pixels.view(n, 3, GRID, PATCH, GRID, PATCH).permute(0, 2, 4, 1, 3, 5)
-        x = self.patch_emb(patches.reshape(n, GRID * GRID, 3 * PATCH * PATCH)) + self.pos_emb
+        """Normalised crops [n, 3, crop, crop] -> features [n, patches, vision_dim]."""
+        n, grid, patch = pixels.shape[0], self.grid, self.patch
+        patches = pixels.view(n, 3, grid, patch, grid, patch).permute(0, 2, 4, 1, 3, 5)
+        x = self.patch_emb(patches.reshape(n, grid * grid, 3 * patch * patch)) + self.pos_emb
         for block in self.blocks:
             x = block(x)
         features: Tensor = self.post_ln(x)
@@ -167,30 +169,31 @@ class Vision(nn.Module):
 
     @staticmethod
     def stitch(tiles: Tensor, view: View) -> Tensor:
-        """Tile features [B, rows * columns, 324, D] -> pooled grid [B, 324, D]."""
+        """Tile features [B, rows * columns, patches, D] -> pooled grid [B, patches, D]."""
         b, _, _, dim = tiles.shape
-        grid = tiles.view(b, view.rows, view.columns, GRID, GRID, dim)
+        side, margin = view.geometry.grid, view.geometry.margin
+        grid = tiles.view(b, view.rows, view.columns, side, side, dim)
         strips = []
         for i in range(view.rows):
-            top, bottom = (0 if i == 0 else MARGIN), (GRID if i == view.rows - 1 else GRID - MARGIN)
+            top, bottom = (0 if i == 0 else margin), (side if i == view.rows - 1 else side - margin)
             row = []
             for j in range(view.columns):
                 left, right = (
-                    (0 if j == 0 else MARGIN),
-                    (GRID if j == view.columns - 1 else GRID - MARGIN),
+                    (0 if j == 0 else margin),
+                    (side if j == view.columns - 1 else side - margin),
                 )
                 row.append(grid[:, i, j, top:bottom, left:right])
             strips.append(torch.cat(row, 2))
         whole = torch.cat(strips, 1)
-        down = pool_matrix(whole.shape[1]).to(whole)
-        across = pool_matrix(whole.shape[2]).to(whole)
+        down = pool_matrix(whole.shape[1], side).to(whole)
+        across = pool_matrix(whole.shape[2], side).to(whole)
         pooled = torch.einsum("yi,bixd->byxd", down, whole)
-        return torch.einsum("xj,byjd->byxd", across, pooled).reshape(b, GRID * GRID, dim)
+        return torch.einsum("xj,byjd->byxd", across, pooled).reshape(b, side * side, dim)
 
     def forward(self, crops: Tensor, view: View) -> Tensor:
-        """Normalised crops [B, n, 3, 252, 252] (see training.images.resize.crops) -> image embeddings [B, 324, dim]."""
+        """Normalised crops [B, n, 3, crop, crop] -> image embeddings [B, patches, dim]."""
         b, n = crops.shape[:2]
-        features = self.encode(crops.flatten(0, 1)).view(b, n, GRID * GRID, -1)
+        features = self.encode(crops.flatten(0, 1)).view(b, n, self.grid**2, -1)
         whole = features[:, 0]
         local = whole if view.crops == 1 else self.stitch(features[:, 1:], view)
         image: Tensor = self.proj_mlp(torch.cat((whole, local), -1))
@@ -198,7 +201,7 @@ class Vision(nn.Module):
 
 
 class Tau(nn.Module):
-    def __init__(self, c: TinyConfig) -> None:
+    def __init__(self, c: Sizes) -> None:
         super().__init__()
         self.wq = nn.Parameter(torch.zeros(c.heads, 3 * c.dim))
         self.wv = nn.Parameter(torch.zeros(c.heads, 3 * c.dim))
@@ -222,9 +225,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class TextAttention(nn.Module):
-    def __init__(self, c: TinyConfig) -> None:
+    def __init__(self, c: Sizes) -> None:
         super().__init__()
-        self.heads = c.heads
+        self.heads, self.prefix = c.heads, c.view.prefix
         self.qkv = nn.Linear(c.dim, 3 * c.dim)
         self.proj = nn.Linear(c.dim, c.dim)
         self.tau = Tau(c)
@@ -232,17 +235,18 @@ class TextAttention(nn.Module):
     def forward(
         self, u: Tensor, position: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """The first PREFIX positions attend to each other. The rest attend as mask [B, 1, S - PREFIX, S] allows."""
+        """The prefix's positions attend to each other. The rest attend as mask [B, 1, S - prefix, S] allows."""
         b, s, dim = u.shape
+        p = self.prefix
         qkv = self.qkv(u)
         tau_q, tau_v = self.tau(qkv, position)
         q, k, v = qkv.view(b, s, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
         q = rotate(q * tau_q.to(q.dtype), cos, sin)
         k = rotate(k, cos, sin)
         v = v * tau_v.to(v.dtype)
-        out = F.scaled_dot_product_attention(q[:, :, :PREFIX], k[:, :, :PREFIX], v[:, :, :PREFIX])
+        out = F.scaled_dot_product_attention(q[:, :, :p], k[:, :, :p], v[:, :, :p])
         if mask is not None:
-            later = F.scaled_dot_product_attention(q[:, :, PREFIX:], k, v, attn_mask=mask)
+            later = F.scaled_dot_product_attention(q[:, :, p:], k, v, attn_mask=mask)
             out = torch.cat((out, later), 2)
         mixed: Tensor = self.proj(out.transpose(1, 2).reshape(b, s, dim))
         return mixed
@@ -251,7 +255,7 @@ class TextAttention(nn.Module):
 class Experts(nn.Module):
     """fc1 rows are h then g; every expert is computed and the gates of all but the chosen ones are zero."""
 
-    def __init__(self, c: TinyConfig) -> None:
+    def __init__(self, c: Sizes) -> None:
         super().__init__()
         self.chosen = c.experts_per_token
         self.router = nn.Linear(c.dim, c.experts)
@@ -285,7 +289,7 @@ class _Weights(nn.Module):
 
 
 class TextBlock(nn.Module):
-    def __init__(self, c: TinyConfig, layer: int) -> None:
+    def __init__(self, c: Sizes, layer: int) -> None:
         super().__init__()
         self.ln = nn.LayerNorm(c.dim)
         self.attn = TextAttention(c)
@@ -304,7 +308,7 @@ class TextBlock(nn.Module):
 
 
 class Text(nn.Module):
-    def __init__(self, c: TinyConfig) -> None:
+    def __init__(self, c: Sizes) -> None:
         super().__init__()
         self.wte = nn.Parameter(torch.randn(c.vocab, c.dim) * 0.5)
         self.blocks = nn.ModuleList(TextBlock(c, i) for i in range(c.layers))
@@ -334,7 +338,7 @@ class Region(nn.Module):
     coord_features: Tensor
     size_features: Tensor
 
-    def __init__(self, c: TinyConfig) -> None:
+    def __init__(self, c: Sizes) -> None:
         super().__init__()
         self.register_buffer("coord_features", torch.randn(1, c.coord_features // 2) * 6)
         self.register_buffer("size_features", torch.randn(2, c.size_features // 2) * 4)
@@ -369,10 +373,10 @@ class Region(nn.Module):
         return scores.view(*scores.shape[:-1], 2, -1)
 
 
-class TinyModel(nn.Module):
-    def __init__(self, config: TinyConfig | None = None) -> None:
+class Moondream(nn.Module):
+    def __init__(self, config: Sizes | None = None) -> None:
         super().__init__()
-        self.config = config or TinyConfig()
+        self.config = config or Sizes()
         self.vision = Vision(self.config)
         self.text = Text(self.config)
         self.region = Region(self.config)
@@ -394,23 +398,24 @@ class TinyModel(nn.Module):
     def decode(
         self, image: Tensor, ids: Tensor, values: Tensor, position: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Image embeddings [B, 324, dim] and prompts [B, L] -> hidden states of the prompts [B, L, dim].
+        """Image embeddings [B, patches, dim] and prompts [B, L] -> hidden states of the prompts [B, L, dim].
 
-        position [B, L]; mask [B, 1, L, PREFIX + L] boolean, True where a prompt position may look.
+        position [B, L]; mask [B, 1, L, prefix + L] boolean, True where a prompt position may look.
         """
         b = image.shape[0]
         bos = self.text.wte[:1].expand(b, 1, -1)
         words = self.embed(ids, values)
         x = torch.cat((bos.to(image.dtype), image, words.to(image.dtype)), 1)
-        prefix = torch.arange(PREFIX, device=ids.device).expand(b, -1)
+        length = self.config.view.prefix
+        prefix = torch.arange(length, device=ids.device).expand(b, -1)
         hidden, balance = self.text(x, torch.cat((prefix, position), 1), mask)
-        return hidden[:, PREFIX:], balance
+        return hidden[:, length:], balance
 
 
-def prompt_mask(document: Tensor) -> Tensor:
-    """document [B, L] (-1: padding) -> [B, 1, L, PREFIX + L]: the image, and earlier ids of the same prompt."""
+def prompt_mask(document: Tensor, before: int = TINY.prefix) -> Tensor:
+    """document [B, L] (-1: padding) -> [B, 1, L, before + L]: the image, and earlier ids of the same prompt."""
     length = document.shape[1]
     same = document.unsqueeze(2) == document.unsqueeze(1)
     causal = torch.ones(length, length, dtype=torch.bool, device=document.device).tril()
-    prefix = torch.ones(*document.shape, PREFIX, dtype=torch.bool, device=document.device)
+    prefix = torch.ones(*document.shape, before, dtype=torch.bool, device=document.device)
     return torch.cat((prefix, same & causal), 2).unsqueeze(1)

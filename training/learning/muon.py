@@ -8,7 +8,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
-from training.learning.model import TinyModel
+from training.learning.model import Moondream
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
@@ -37,7 +37,7 @@ class Muon:
     """For the block matrices of a model; qkv counts as three matrices, experts one by one."""
 
     def __init__(
-        self, model: TinyModel, lr: float, momentum: float = 0.95, decay: float = 0.05
+        self, model: Moondream, lr: float, momentum: float = 0.95, decay: float = 0.05
     ) -> None:
         self.lr, self.momentum, self.decay = lr, momentum, decay
         self._groups: dict[tuple[int, int], list[tuple[nn.Parameter, int]]] = defaultdict(list)

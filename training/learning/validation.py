@@ -14,7 +14,7 @@ from kestrel_grpc.scenes.scenes import draw_size
 from training.images.batch_images import ImageMaker
 from training.learning.batches import SKILLS, Batch, draw_batch
 from training.learning.losses import run
-from training.learning.model import TinyModel
+from training.learning.model import Moondream
 from training.prompts import PromptWriter
 
 
@@ -33,7 +33,7 @@ class Validation:
             if not max_pixels or width * height <= max_pixels:
                 self.batches.append(draw_batch(rng, writer, images, width, height))
 
-    def report(self, model: TinyModel, device: torch.device) -> None:
+    def report(self, model: Moondream, device: torch.device) -> None:
         """Print exactness per skill, and mean errors of coordinates (bins) and sizes (percent), per batch.
 
         Gradients stay on, so that the compiled blocks of training serve here too.

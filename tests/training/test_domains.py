@@ -1,0 +1,147 @@
+"""What the domains of kestrel-small draw is what their answers say."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from kestrel_grpc.scenes.scenes import draw_scene
+from training.domains.charts.chart import draw_data
+from training.domains.charts.render import RENDER
+from training.domains.drawn import Place
+from training.domains.ground import Rgb
+from training.domains.phrasing import off_topic, vary
+from training.domains.picture import NOT_SHOWN, Picture, in_order
+from training.domains.screens import questions as screens
+from training.domains.shapes.draw import draw_with_pillow
+from training.domains.text.page import Page
+from training.domains.webcharts import questions as webcharts
+from training.domains.webcharts.tables import make_table
+from training.mixture import draw_picture
+
+OWN = ("shapes", "text", "charts", "icons")  # drawn without a browser's archive
+
+
+@pytest.fixture(params=OWN)
+def pictures(request: pytest.FixtureRequest, sources: Path) -> list[Picture]:
+    sizes = ((420, 300), (300, 420), (640, 480))
+    return [
+        draw_picture(random.Random(f"{request.param}/{i}"), request.param, sizes[i % 3])
+        for i in range(9)
+    ]
+
+
+def test_pictures_and_questions_are_well_formed(pictures: list[Picture]) -> None:
+    for picture in pictures:
+        height, width = picture.pixels.shape[:2]
+        assert picture.pixels.dtype == np.uint8 and len(picture.asks) >= 3
+        for ask in picture.asks:
+            assert ask.text.strip()
+            if ask.skill in ("query", "caption"):
+                assert ask.answer and not ask.boxes
+            for x0, y0, x1, y1 in ask.boxes:
+                assert -2 <= x0 < x1 <= width + 2 and -2 <= y0 < y1 <= height + 2
+            if ask.skill == "point":
+                assert len(ask.points) == len(ask.boxes)
+                for (x, y), box in zip(ask.points, ask.boxes, strict=True):
+                    assert box[0] <= x <= box[2] and box[1] <= y <= box[3]
+
+
+def test_marks_lie_on_ink(pictures: list[Picture]) -> None:
+    marks = shown = 0
+    for picture in pictures:
+        for mark in picture.marks:
+            x0, y0, x1, y1 = (round(v) for v in mark.box)
+            inside = picture.pixels[max(y0 - 3, 0) : y1 + 3, max(x0 - 3, 0) : x1 + 3].astype(float)
+            marks += 1
+            shown += inside.reshape(-1, 3).std(0).max() > 4
+    assert shown >= 0.97 * marks
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_picture_is_a_pure_function_of_its_seed(name: str, sources: Path) -> None:
+    first, again = (draw_picture(random.Random(5), name, (400, 300)) for _ in range(2))
+    assert np.array_equal(first.pixels, again.pixels) and first.asks == again.asks
+
+
+def test_text_stands_where_its_boxes_say(sources: Path) -> None:
+    page = Page(Image.new("RGB", (400, 100), (255, 255, 255)))
+    line = page.put(20, 60, "Total: 12.50", "train/plain-400-normal.ttf", 28, (0, 0, 0))
+    rows, columns = np.nonzero(np.asarray(page.image)[..., 0] < 128)
+    found = columns.min(), rows.min(), columns.max() + 1, rows.max() + 1
+    assert np.allclose(found, line.box, atol=1.6)
+    assert [word.text for word in line.words] == ["Total:", "12.50"]
+    assert "".join(c for _, _, c in page.characters) == "Total:12.50"
+    for word in line.words:
+        inside = [c for x, y, c in page.characters if word.box[0] < x < word.box[2]]
+        assert "".join(inside) == word.text
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bars_are_as_high_as_their_values(seed: int, sources: Path) -> None:
+    rng = random.Random(seed)
+    chart = draw_data(rng, "grouped bar")
+    page = Page(Image.new("RGB", (900, 600), (255, 255, 255)))
+    font = "train/plain-400-normal.ttf"
+    RENDER[chart.kind](page, rng, chart, (90, 40, 860, 540), font, 16, (0, 0, 0))
+    pixels = np.asarray(page.image)
+    scales = []
+    for values, boxes, (_, rgb) in zip(chart.values, chart.boxes, chart.colours, strict=True):
+        for value, (x0, y0, x1, y1) in zip(values, boxes, strict=True):
+            scales.append((y1 - y0) / value)
+            middle: Rgb = tuple(pixels[round((y0 + y1) / 2), round((x0 + x1) / 2)].tolist())
+            assert middle == rgb
+    assert np.allclose(scales, scales[0])
+
+
+def test_shapes_of_the_second_renderer_lie_in_their_boxes() -> None:
+    for seed in range(8):
+        rng = random.Random(seed)
+        scene = draw_scene(rng, 480, 360, count=3)
+        pixels = draw_with_pillow(rng, scene)
+        for shape in scene.shapes:
+            x, y = shape.anchor
+            if shape.style == 0:
+                wanted = np.array(shape.rgb) * 255
+                assert np.abs(pixels[round(y), round(x)] - wanted).max() < 3
+
+
+def test_equal_shapes_in_columns_have_one_order() -> None:
+    places = [(100.2, 50.0), (100.0, 20.0), (40.0, 70.0), (99.9, 90.0)]
+    wanted = [(40.0, 70.0), (100.0, 20.0), (100.2, 50.0), (99.9, 90.0)]
+    assert in_order(places, 640, lambda p: p) == wanted
+
+
+def test_phrasing_keeps_quoted_words() -> None:
+    rng = random.Random(3)
+    texts = {vary(rng, ('Is "{t}" written here?',), t="ToTaL") for _ in range(300)}
+    assert all('"ToTaL"' in text for text in texts) and len(texts) > 4
+    assert off_topic(rng).answer == NOT_SHOWN
+
+
+def test_questions_about_a_page() -> None:
+    elements = [
+        {"role": "button", "name": "Save", "box": [10, 10, 60, 30], "state": "disabled"},
+        {"role": "checkbox", "name": "Sound", "box": [10, 50, 30, 70], "state": "on"},
+        {"role": "input", "name": "City", "box": [10, 90, 90, 110], "value": "Oslo"},
+    ]
+    asks = screens.ask_about(random.Random(1), elements, Place(0.5, 4, 2), 200)
+    clicks = {ask.boxes[0] for ask in asks if ask.kind == "screens click"}
+    assert clicks == {(9, 7, 34, 17), (9, 27, 19, 37), (9, 47, 49, 57)}
+    assert {a.answer for a in asks if a.kind == "screens field"} == {"Oslo"}
+    assert {a.answer for a in asks if a.kind == "screens state"} == {"yes"}
+
+
+def test_questions_about_a_table() -> None:
+    values = 0
+    for seed in range(20):
+        table = make_table(random.Random(seed))
+        table["library"] = "echarts"
+        shown = {webcharts.number(v) for s in table["series"] for v in s["values"]}
+        for ask in webcharts.ask_about(random.Random(seed), table):
+            if ask.kind == "webcharts value":
+                values += 1
+                assert ask.answer in shown
+    assert values > 20

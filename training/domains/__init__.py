@@ -1,0 +1,1 @@
+"""What kestrel-small learns from. A domain draws a picture and what may be asked about it."""

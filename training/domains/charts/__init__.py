@@ -1,0 +1,1 @@
+"""Charts: renderer, questions and truth."""

@@ -1,0 +1,230 @@
+"""Draws charts with Pillow and notes where each mark is."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+from training.domains.charts.chart import Chart, nice_step
+from training.domains.ground import Rgb, luma
+from training.domains.picture import Box
+from training.domains.text.page import Page, fit, width_of
+
+
+def _axes(
+    page: Page,
+    rng: random.Random,
+    c: Chart,
+    plot: Box,
+    font: str,
+    size: int,
+    ink: Rgb,
+    across: bool,
+) -> float:
+    """Draw the value axis; returns the value at its end. across: values run to the right."""
+    x0, y0, x1, y1 = plot
+    top = max(max(row) for row in c.values)
+    step = nice_step(top * 1.02)
+    end = math.ceil(top * 1.02 / step) * step
+    places = max(0, -math.floor(math.log10(step) + 1e-9)) if step % 1 else 0
+    places = max(places, 1) if step % 1 else 0
+    if step == 0.25 or (step < 1 and round(step * 100) % 10):
+        places = 2
+    grid = rng.random() < 0.6
+    faint: Rgb = tuple((3 * g + i) // 4 for g, i in zip((255, 255, 255), ink, strict=True))  # type: ignore[assignment]
+    for k in range(round(end / step) + 1):
+        text = f"{k * step:.{places}f}"
+        if across:
+            x = x0 + (x1 - x0) * k * step / end
+            if grid:
+                page.pen.line((x, y0, x, y1), faint)
+            page.put(x - width_of(text, font, size) / 2, y1 + 1.25 * size, text, font, size, ink)
+        else:
+            y = y1 - (y1 - y0) * k * step / end
+            if grid:
+                page.pen.line((x0, y, x1, y), faint)
+            page.put(
+                x0 - width_of(text, font, size) - 0.4 * size, y + 0.35 * size, text, font, size, ink
+            )
+    page.pen.line((x0, y1, x1, y1), ink)
+    if rng.random() < 0.7:
+        page.pen.line((x0, y0, x0, y1), ink)
+    return end
+
+
+def _bars(
+    page: Page, rng: random.Random, c: Chart, plot: Box, font: str, size: int, ink: Rgb
+) -> None:
+    across = c.kind == "bar" and rng.random() < 0.3
+    x0, y0, x1, y1 = plot
+    n, m = len(c.categories), len(c.series)
+    if across:
+        names = max(width_of(t, font, size) for t in c.categories)
+        x0 = min(x0 - 2 * size + names, x0 + 0.4 * (x1 - x0))
+        x1 -= 1.5 * size
+        plot = (x0, y0, x1, y1)
+    end = _axes(page, rng, c, plot, font, size, ink, across)
+    side = (y1 - y0 if across else x1 - x0) / n
+    small = size if across else min(fit(t, font, size, side * 0.96) for t in c.categories)
+    fill = rng.uniform(0.5, 0.85)
+    c.boxes = [[] for _ in range(m)]
+    for k, name in enumerate(c.categories):
+        middle = (y0 if across else x0) + (k + 0.5) * side
+        for s in range(m):
+            a = middle + side * fill * (s / m - 0.5)
+            b = a + side * fill / m - (1 if m > 1 else 0)
+            length = c.values[s][k] / end
+            box = (
+                (x0, a, x0 + length * (x1 - x0), b)
+                if across
+                else (a, y1 - length * (y1 - y0), b, y1)
+            )
+            page.pen.rectangle(box, c.colours[s][1], ink if rng.random() < 0.1 else None)
+            c.boxes[s].append(box)
+            text = c.say(c.values[s][k])
+            if c.shown and across:
+                page.put(box[2] + 3, (a + b) / 2 + 0.35 * size, text, font, size, ink)
+            elif c.shown:
+                own = fit(text, font, size, side * (fill if m == 1 else fill / m) * 1.1)
+                if own >= 8:
+                    page.put(
+                        (a + b) / 2 - width_of(text, font, own) / 2,
+                        box[1] - 3,
+                        text,
+                        font,
+                        own,
+                        ink,
+                    )
+                else:
+                    c.shown = False
+        if across:
+            page.put(
+                x0 - width_of(name, font, small) - 5, middle + 0.35 * small, name, font, small, ink
+            )
+        elif small >= 8:
+            page.put(
+                middle - width_of(name, font, small) / 2, y1 + 1.2 * small, name, font, small, ink
+            )
+
+
+def _lines(
+    page: Page, rng: random.Random, c: Chart, plot: Box, font: str, size: int, ink: Rgb
+) -> None:
+    end = _axes(page, rng, c, plot, font, size, ink, False)
+    x0, y0, x1, y1 = plot
+    n = len(c.categories)
+    side = (x1 - x0) / n
+    small = min(fit(t, font, size, side * 0.96) for t in c.categories)
+    dots = rng.random() < 0.7
+    thick = rng.randint(1, 4)
+    for row, (_, rgb) in zip(c.values, c.colours, strict=True):
+        points = [(x0 + (k + 0.5) * side, y1 - v / end * (y1 - y0)) for k, v in enumerate(row)]
+        page.pen.line(points, rgb, thick, joint="curve")
+        r = thick + 2
+        c.boxes.append([(x - r, y - r, x + r, y + r) for x, y in points])
+        for box in c.boxes[-1] if dots else []:
+            page.pen.ellipse(box, rgb)
+        for (x, y), v in zip(points, row, strict=True) if c.shown and len(c.values) == 1 else []:
+            page.put(x - width_of(c.say(v), font, small) / 2, y - r - 3, c.say(v), font, small, ink)
+    c.shown = c.shown and len(c.values) == 1
+    for k, name in enumerate(c.categories):
+        page.put(
+            x0 + (k + 0.5) * side - width_of(name, font, small) / 2,
+            y1 + 1.2 * small,
+            name,
+            font,
+            small,
+            ink,
+        )
+
+
+def _pie(
+    page: Page, rng: random.Random, c: Chart, plot: Box, font: str, size: int, ink: Rgb
+) -> None:
+    x0, y0, x1, y1 = plot
+    c.shown = True
+    total = sum(c.values[0])
+    shares = [max(2, round(100 * v / total)) for v in c.values[0]]
+    shares[shares.index(max(shares))] += 100 - sum(shares)
+    c.values, c.places = [[float(s) for s in shares]], 0
+    wide = max(width_of(t, font, size) for t in c.categories) + 2 * size
+    beside = rng.random() < 0.6
+    room = x1 - x0 - (wide if beside else 2 * wide)
+    r = 0.46 * min(room, y1 - y0 - (0 if beside else 3 * size))
+    if r < 3 * size:
+        raise ValueError("no room for a pie")
+    cx, cy = x0 + (r if beside else wide + r), (y0 + y1) / 2
+    start = rng.uniform(0, 360)
+    hole = rng.uniform(0.4, 0.6) if rng.random() < 0.25 else 0.0
+    c.boxes = [[]]
+    for (_, rgb), share, name in zip(c.colours, shares, c.categories, strict=True):
+        end = start + 3.6 * share
+        page.pen.pieslice((cx - r, cy - r, cx + r, cy + r), start, end, rgb, (255, 255, 255))
+        angle = math.radians((start + end) / 2)
+        px, py = cx + 0.72 * r * math.cos(angle), cy + 0.72 * r * math.sin(angle)
+        c.boxes[0].append((px - 4, py - 4, px + 4, py + 4))
+        label = f"{share}%"
+        own = min(size, fit(label, font, size, 0.9 * r * math.radians(3.6 * share)))
+        if own >= 8:
+            light = (255, 255, 255) if luma(rgb) < 140 else (0, 0, 0)
+            page.put(px - width_of(label, font, own) / 2, py + 0.35 * own, label, font, own, light)
+        else:
+            c.shown = False
+        if not beside:
+            right = math.cos(angle) >= 0
+            tx, ty = cx + 1.08 * r * math.cos(angle), cy + 1.08 * r * math.sin(angle) + 0.35 * size
+            page.put(tx if right else tx - width_of(name, font, size), ty, name, font, size, ink)
+        start = end
+    if hole:
+        page.pen.ellipse(
+            (cx - hole * r, cy - hole * r, cx + hole * r, cy + hole * r), (255, 255, 255)
+        )
+    if beside:
+        draw_legend(
+            page, c.categories, c.colours, x1 - wide, cy - 0.7 * size * len(shares), font, size, ink
+        )
+        c.legend = True
+
+
+def _scatter(
+    page: Page, rng: random.Random, c: Chart, plot: Box, font: str, size: int, ink: Rgb
+) -> None:
+    x0, y0, x1, y1 = plot
+    n = rng.randint(3, 20)
+    rise = rng.choice((-1, 0, 1))
+    top = max(c.values[0])
+    spots: list[tuple[float, float]] = []
+    r = rng.randint(3, 6)
+    for _ in range(8 * n):
+        t = rng.uniform(0.03, 0.97)
+        v = 0.5 + rise * (t - 0.5) * 0.85 + rng.gauss(0, 0.05) if rise else rng.uniform(0.05, 0.95)
+        x, y = x0 + t * (x1 - x0), y1 - min(max(v, 0.04), 0.96) * (y1 - y0)
+        if len(spots) < n and all(math.dist((x, y), s) > 2.3 * r for s in spots):
+            spots.append((x, y))
+    c.values = [[top]]
+    _axes(page, rng, c, plot, font, size, ink, False)
+    page.pen.line((x0, y0, x0, y1), ink)
+    c.boxes = [[(x - r, y - r, x + r, y + r) for x, y in spots]]
+    for box in c.boxes[0]:
+        page.pen.ellipse(box, c.colours[0][1])
+    c.categories = [str(rise)]
+
+
+def draw_legend(
+    page: Page,
+    names: Sequence[str],
+    colours: Sequence[tuple[str, Rgb]],
+    x: float,
+    y: float,
+    font: str,
+    size: int,
+    ink: Rgb,
+) -> None:
+    for name, (_, rgb) in zip(names, colours, strict=True):
+        page.pen.rectangle((x, y + 0.15 * size, x + 0.8 * size, y + 0.95 * size), rgb)
+        page.put(x + 1.2 * size, y + 0.9 * size, name, font, size, ink)
+        y += 1.4 * size
+
+
+RENDER = {"bar": _bars, "grouped bar": _bars, "line": _lines, "pie": _pie, "scatter": _scatter}

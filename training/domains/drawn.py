@@ -1,0 +1,84 @@
+"""Pictures that a browser drew before the training, from an archive of WebP files and one JSON file."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import zipfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from training.domains.picture import Box, Pixels
+from training.domains.text.fonts import sources
+
+LEAST_SCALE = 0.7
+"""Smaller, the small print of a page can't be read."""
+
+
+class Drawings:
+    """The pictures of an archive, and what each shows."""
+
+    def __init__(self, archive: Path, truth: str) -> None:
+        self._archive, self._owner = archive, 0
+        with zipfile.ZipFile(archive) as file:
+            self.shown: list[dict[str, Any]] = json.loads(file.read(truth))
+            self._sizes = [
+                Image.open(io.BytesIO(file.read(f"{k}.webp"))).size for k in range(len(self.shown))
+            ]
+
+    def place(
+        self, rng: random.Random, width: int, height: int
+    ) -> tuple[Pixels, dict[str, Any], Place]:
+        """A random picture on a ground of this size in pixels, and where it lies there.
+
+        It is made smaller where it must be. The first of eight random pictures that stays legible is used.
+        """
+        choices = [rng.randrange(len(self.shown)) for _ in range(8)]
+        fits = [min(1.0, width / self._sizes[k][0], height / self._sizes[k][1]) for k in choices]
+        best = next(
+            (i for i, fit in enumerate(fits) if fit >= LEAST_SCALE),
+            max(range(8), key=fits.__getitem__),
+        )
+        number, scale = choices[best], fits[best] * rng.choice((1, 1, rng.uniform(0.85, 1)))
+        image = Image.open(io.BytesIO(self._read(f"{number}.webp"))).convert("RGB")
+        size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+        if size != image.size:
+            image = image.resize(
+                size, rng.choice((Image.Resampling.BILINEAR, Image.Resampling.LANCZOS))
+            )
+        grey = rng.randint(0, 255)
+        ground = Image.new(
+            "RGB", (width, height), image.getpixel((0, 0)) if rng.random() < 0.7 else (grey,) * 3
+        )
+        at = rng.randint(0, width - size[0]), rng.randint(0, height - size[1])
+        ground.paste(image, at)
+        return np.asarray(ground), self.shown[number], Place(scale, *at)
+
+    def _read(self, name: str) -> bytes:
+        # Forked processes can't share an open archive.
+        if self._owner != os.getpid():
+            self._owner, self._file = os.getpid(), zipfile.ZipFile(self._archive)
+        return self._file.read(name)
+
+
+class Place:
+    """Where a picture lies on its ground, and how much smaller it is."""
+
+    def __init__(self, scale: float, left: int, top: int) -> None:
+        self.scale, self.left, self.top = scale, left, top
+
+    def box(self, box: list[float]) -> Box:
+        x, y, s = self.left, self.top, self.scale
+        return box[0] * s + x, box[1] * s + y, box[2] * s + x, box[3] * s + y
+
+
+@cache
+def open_drawings(archive: str, truth: str) -> Drawings:
+    """The drawings of an archive of the data folder, which a process opens once."""
+    return Drawings(sources() / archive, truth)

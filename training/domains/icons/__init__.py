@@ -1,0 +1,1 @@
+"""Icons: renderer, questions and truth."""

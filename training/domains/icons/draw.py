@@ -1,0 +1,263 @@
+"""Icons: one, rows, grids and loose ones, in any colour; some with words beside them."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from PIL import Image
+
+from training.domains.ground import draw_ground, hsv, ink_for, luma
+from training.domains.phrasing import absent_object, off_topic, vary
+from training.domains.picture import Ask, Box, Mark, Picture, Pixels, centre, in_order
+from training.domains.text.fonts import draw_font, sources
+from training.domains.text.page import Page, fit, width_of
+from training.sources import HELD_SET, ICON_SETS, icon_names
+
+_SMALLEST = 20.0  # pixels of the model's view
+
+
+@cache
+def _names() -> tuple[str, ...]:
+    return tuple(icon_names())
+
+
+@cache
+def _icons(held: bool) -> tuple[dict[str, list[int]], Pixels]:
+    """Rows of the masks by name; the masks [N, 64, 64]."""
+    data = np.load(sources() / "icons.npz")
+    rows: dict[str, list[int]] = {}
+    held_set = ICON_SETS.index(HELD_SET)
+    for row, (name, number) in enumerate(
+        zip(data["names"].tolist(), data["sets"].tolist(), strict=True)
+    ):
+        if (number == held_set) == held:
+            rows.setdefault(name, []).append(row)
+    return rows, data["masks"]
+
+
+@dataclass(frozen=True)
+class _Icon:
+    name: str
+    box: Box
+
+
+def _paste(
+    rng: random.Random,
+    page: Page,
+    row: int,
+    held: bool,
+    place: tuple[float, float, float],
+    ink: tuple[int, int, int],
+) -> Box:
+    """Draw a mask into the square (x, y, side); returns the box of its ink."""
+    x, y, side = round(place[0]), round(place[1]), max(8, round(place[2]))
+    mask = Image.fromarray(_icons(held)[1][row])
+    how = rng.choice((Image.Resampling.BILINEAR, Image.Resampling.LANCZOS, Image.Resampling.BOX))
+    mask = mask.resize((side, side), how)
+    page.image.paste(ink, (x, y), mask)
+    left, top, right, bottom = mask.point(lambda v: 255 if v > 60 else 0).getbbox() or (
+        0,
+        0,
+        side,
+        side,
+    )
+    return x + left, y + top, x + right, y + bottom
+
+
+def _layout(rng: random.Random, width: int, height: int) -> list[tuple[float, float, float]]:
+    """Squares (x, y, side) that don't overlap."""
+    scale = min(640 / width, 640 / height) if min(width, height) <= 640 else 0.8
+    least = min(_SMALLEST / scale, 0.4 * min(width, height))
+    u = rng.random()
+    if u < 0.2:
+        side = rng.uniform(max(least, 0.2 * min(width, height)), 0.9 * min(width, height))
+        return [(rng.uniform(0, width - side), rng.uniform(0, height - side), side)]
+    side = min(
+        math.exp(rng.uniform(math.log(least), math.log(6 * least))), 0.4 * min(width, height)
+    )
+    if u < 0.6:
+        step_x, step_y = (side * rng.uniform(1.25, 2.6) for _ in range(2))
+        columns = max(1, min(rng.randint(1, 8), int(width / step_x)))
+        rows = max(1, min(rng.choice((1, 1, 2, 3, 4, 5)), int(height / step_y)))
+        while rows * columns > 24:
+            rows -= 1
+        left, top = rng.uniform(0, width - columns * step_x), rng.uniform(0, height - rows * step_y)
+        return [(left + (c + 0.5) * step_x - side / 2, top + (r + 0.5) * step_y - side / 2, side)
+                for r in range(rows) for c in range(columns)]  # fmt: skip
+    found: list[tuple[float, float, float]] = []
+    for _ in range(rng.randint(2, 12) * 6):
+        own = side * rng.uniform(0.7, 1.3)
+        x, y = rng.uniform(0, max(0.1, width - own)), rng.uniform(0, max(0.1, height - own))
+        if len(found) < 14 and all(
+            abs(x - a) > max(own, s) or abs(y - b) > max(own, s) for a, b, s in found
+        ):
+            found.append((x, y, own))
+    return found or [(0, 0, min(side, width, height))]
+
+
+def _wrong_name(rng: random.Random, icons: list[_Icon]) -> str:
+    have = {icon.name for icon in icons}
+    return rng.choice([name for name in _names() if name not in have])
+
+
+def _seek(rng: random.Random, icons: list[_Icon], skill: str, width: int) -> Ask:
+    name = rng.choice(icons).name if rng.random() < 0.85 else _wrong_name(rng, icons)
+    found = in_order([icon.box for icon in icons if icon.name == name], width, centre)
+    said = rng.choice(("{n}", "{n} icon", "the {n} icon", "{n} icons", "the {n} symbol")).format(
+        n=name
+    )
+    if rng.random() < 0.1:
+        said, found = (
+            rng.choice(("icon", "icons", "all icons", "symbols")),
+            in_order([i.box for i in icons], width, centre),
+        )
+    kind = f"icons {skill}" if found else "absent"
+    return Ask(
+        skill,
+        kind,
+        said,
+        boxes=tuple(found),
+        points=tuple(map(centre, found)) if skill == "point" else (),
+    )
+
+
+def _this(rng: random.Random, icons: list[_Icon]) -> Ask:
+    icon = rng.choice(icons)
+    if len(icons) == 1 and rng.random() < 0.7:
+        templates = ("What icon is this?", "Which icon is shown?", "What is this icon?", "What does the icon show?",
+                     "What is in the {picture}?", "Name the icon.")  # fmt: skip
+        return Ask("query", "icons name", vary(rng, templates), icon.name)
+    ref = icon.box if rng.random() < 0.5 else centre(icon.box)
+    templates = ("What icon is this?", "What is this?", "Which icon is here?", "Name this icon.")
+    return Ask("query", "icons name", vary(rng, templates), icon.name, refs=(ref,))
+
+
+def _beside(rng: random.Random, icons: list[_Icon]) -> Ask | None:
+    """What stands next to an icon in its row or column?"""
+    icon = rng.choice(icons)
+    if sum(other.name == icon.name for other in icons) > 1:
+        return None
+    words, axis, sign = rng.choice(
+        (("right of", 0, 1), ("left of", 0, -1), ("below", 1, 1), ("above", 1, -1))
+    )
+    at = centre(icon.box)
+    side = icon.box[2] - icon.box[0] + icon.box[3] - icon.box[1]
+    near = [(sign * (centre(o.box)[axis] - at[axis]), o) for o in icons
+            if o is not icon and abs(centre(o.box)[1 - axis] - at[1 - axis]) < 0.2 * side]  # fmt: skip
+    near = sorted(((d, o) for d, o in near if d > 0), key=lambda pair: pair[0])
+    if not near or near[0][0] > 3 * side:
+        return None
+    templates = (
+        "Which icon is {w} the {n}?",
+        "What is {w} the {n} icon?",
+        "What icon is directly {w} the {n}?",
+    )
+    return Ask("query", "icons beside", vary(rng, templates, w=words, n=icon.name), near[0][1].name)
+
+
+def _amounts(rng: random.Random, icons: list[_Icon]) -> list[Ask]:
+    name = rng.choice(icons).name
+    count = sum(icon.name == name for icon in icons)
+    some = (
+        "How many {n} icons are there?",
+        "Count the {n} icons.",
+        "How many {n} icons do you see?",
+    )
+    every = ("How many icons are there?", "How many icons do you see?", "Count the icons.")
+    asks = [
+        Ask("query", "icons count", vary(rng, some, n=name), str(count)),
+        Ask("query", "icons count", vary(rng, every), str(len(icons))),
+    ]
+    present = rng.random() < 0.5
+    asked = name if present else _wrong_name(rng, icons)
+    article = "an" if asked[0] in "aeiou" else "a"
+    templates = (
+        "Is there {a} {n} icon?",
+        "Is there {a} {n} icon in the {picture}?",
+        "Do you see {a} {n} icon?",
+    )
+    kind = "icons presence"
+    return [
+        rng.choice(asks),
+        Ask("query", kind, vary(rng, templates, a=article, n=asked), "yes" if present else "no"),
+    ]
+
+
+def _caption(icons: list[_Icon], width: int) -> Ask:
+    names = [icon.name for icon in in_order(icons, width, lambda icon: centre(icon.box))]
+    if len(names) == 1:
+        article = "An" if names[0][0] in "aeiou" else "A"
+        return Ask("caption", "icons caption", "short", f"{article} {names[0]} icon.")
+    if len(names) <= 5:
+        return Ask("caption", "icons caption", "short", f"Icons: {', '.join(names)}.")
+    return Ask("caption", "icons caption", "short", f"{len(names)} icons.")
+
+
+def _labels(
+    rng: random.Random,
+    page: Page,
+    icons: list[_Icon],
+    held: bool,
+    ink: tuple[int, int, int],
+    pitch: float,
+) -> None:
+    """The name under each icon, or another word."""
+    font = draw_font(rng, held)
+    for icon in icons:
+        x0, y0, x1, y1 = icon.box
+        text = icon.name if rng.random() < 0.6 else rng.choice(_names())
+        size = fit(text.title(), font, round(0.3 * (y1 - y0)), pitch)
+        if size >= 9 and y1 + 1.4 * size < page.size[1]:
+            page.put(
+                (x0 + x1) / 2 - width_of(text.title(), font, size) / 2,
+                y1 + 1.2 * size,
+                text.title(),
+                font,
+                size,
+                ink,
+            )
+
+
+def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
+    rows, _ = _icons(held)
+    image, ground = draw_ground(rng, width, height, plain=0.8)
+    page = Page(image)
+    places = _layout(rng, width, height)
+    pool = rng.sample(sorted(rows), min(len(rows), rng.choice((2, 4, 12, 30))))
+    one_ink = ink_for(rng, ground, 80) if rng.random() < 0.6 else None
+    tile = rng.random() < 0.15
+    icons = []
+    for x, y, side in places:
+        name = rng.choice(pool)
+        ink = one_ink or ink_for(rng, ground, 60)
+        if tile:
+            plate = hsv(rng, (0.3, 1), (0.3, 1)) if rng.random() < 0.6 else ink_for(rng, ground, 30)
+            pad = 0.12 * side
+            page.pen.rounded_rectangle(
+                (x - pad, y - pad, x + side + pad, y + side + pad), pad, plate
+            )
+            ink = (255, 255, 255) if luma(plate) < 150 else (0, 0, 0)
+        icons.append(
+            _Icon(name, _paste(rng, page, rng.choice(rows[name]), held, (x, y, side), ink))
+        )
+    if len(places) > 1 and rng.random() < 0.2:
+        pitch = min(
+            (abs(b[0] - a[0]) for a in places for b in places if b[0] - a[0] > 1), default=width / 3
+        )
+        _labels(rng, page, icons, held, ink_for(rng, ground, 90), 0.95 * pitch)
+    asks = [
+        _seek(rng, icons, "detect", width),
+        _seek(rng, icons, "point", width),
+        *(_this(rng, icons) for _ in range(4)),
+    ]
+    asks += [_seek(rng, icons, "point", width), *_amounts(rng, icons), _caption(icons, width)]
+    beside = _beside(rng, icons) if len(icons) > 1 else None
+    if beside:
+        asks.append(beside)
+    asks.append(off_topic(rng) if rng.random() < 0.3 else absent_object(rng))
+    marks = [Mark(icon.box, icon.name) for icon in icons]
+    return Picture(np.asarray(page.image), asks, marks, page.characters)

@@ -1,0 +1,131 @@
+"""How people type: capitals, politeness, missing marks, typing errors; and questions that no picture answers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from kestrel_grpc.scenes.phrases import with_article
+from training.domains.picture import NOT_SHOWN, Ask
+
+_BEFORE = (
+    "Please tell me: ",
+    "Can you tell me ",
+    "Hello, ",
+    "Hi! ",
+    "Please: ",
+    "Question: ",
+    "Tell me, ",
+    "So, ",
+)
+_AFTER = (" Thanks!", " Please.", " Answer briefly.", " Thank you.")
+_OFF_TOPIC = (
+    "What is the capital of {p}?", "Capital of {p}?", "Who is the president of {p}?", "How big is {p}?",
+    "What is {n} plus {m}?", "What is {n} times {m}?", "{n} + {m}?", "Who wrote {b}?", "When was {b} published?",
+    "How are you?", "Tell me a joke.", "What is your name?", "Who are you?", "What is the weather like in {p}?",
+    "What time is it now?", "How do I cook {f}?", "What does {f} cost in {p}?", "Translate {f} to French.",
+    "Write a poem about {f}.", "How many people live in {p}?", "Which language do they speak in {p}?",
+    "Is {f} healthy?", "What is the meaning of life?", "How far is it from {p} to {q}?", "Who won the world cup?",
+    "What is the square root of {n}?", "Write code that sorts a list.", "Where can I buy {f}?", "How old are you?",
+    "What is the speed of light?", "Who painted the Mona Lisa?", "When did the war end?", "Can you sing?",
+)  # fmt: skip
+_PLACES = (
+    "France", "Japan", "Brazil", "Kenya", "Norway", "Canada", "India", "Spain", "Peru", "Egypt", "Italy", "Poland",
+    "Chile", "Turkey", "Berlin", "London", "Texas", "Rome", "China", "Mexico", "Ireland", "Sweden", "Greece",
+)  # fmt: skip
+_BOOKS = (
+    "Hamlet",
+    "Dracula",
+    "Emma",
+    "The Hobbit",
+    "Faust",
+    "Moby Dick",
+    "Dune",
+    "Ulysses",
+    "The Trial",
+    "Carmen",
+)
+_FOODS = (
+    "rice",
+    "pasta",
+    "bread",
+    "soup",
+    "cheese",
+    "an omelette",
+    "coffee",
+    "honey",
+    "fish",
+    "chocolate",
+    "beans",
+)
+FOREIGN = (
+    "dog", "giraffe", "person", "tree", "horse", "sandwich", "zebra", "elephant", "guitar", "banana", "dinosaur",
+    "kangaroo", "bottle", "face", "flower", "knife", "penguin", "mermaid", "tractor", "window", "teapot", "violin",
+    "sheep", "cow", "tiger", "owl", "wolf", "shoe", "hat", "spoon", "plate", "pillow", "blanket", "tomato", "onion",
+)  # fmt: skip
+
+
+def vary(rng: random.Random, templates: Sequence[str], **words: str) -> str:
+    """One of the templates, filled, as somebody may type it. Words in quotation marks are left as they are."""
+    picture = rng.choice(("picture", "picture", "image", "photo"))
+    text = rng.choice(templates).format(picture=picture, **words)
+    quoted = '"' in text
+    u = rng.random()
+    if u < 0.04 and not quoted:
+        text = text.upper()
+    elif u < 0.16 and text[:1] != '"':
+        text = text[0].lower() + text[1:]
+    elif u < 0.20:
+        text = rng.choice(_BEFORE) + text
+    elif u < 0.22:
+        text += rng.choice(_AFTER)
+    elif u < 0.24 and not quoted:
+        text = _mistype(rng, text)
+    if rng.random() < 0.12:
+        text = text.rstrip("?.")
+    return text
+
+
+def _mistype(rng: random.Random, text: str) -> str:
+    places = [i for i in range(1, len(text) - 2) if text[i].isalpha() and text[i + 1].isalpha()]
+    if not places:
+        return text
+    i = rng.choice(places)
+    return text[:i] + text[i + 1] + text[i] + text[i + 2 :]
+
+
+def off_topic(rng: random.Random) -> Ask:
+    p, q = rng.sample(_PLACES, 2)
+    text = vary(
+        rng, _OFF_TOPIC, p=p, q=q, b=rng.choice(_BOOKS), f=rng.choice(_FOODS), n=str(rng.randint(2, 99)),
+        m=str(rng.randint(2, 99)),
+    )  # fmt: skip
+    return Ask("query", "off topic", text, NOT_SHOWN)
+
+
+def absent_object(rng: random.Random, thing: str | None = None) -> Ask:
+    """A request for what the picture hasn't got, by any skill."""
+    thing = thing or rng.choice(FOREIGN)
+    u = rng.random()
+    if u < 0.25:
+        return Ask("detect", "absent", rng.choice((thing, thing + "s", "the " + thing)))
+    if u < 0.5:
+        return Ask("point", "absent", rng.choice((thing, thing + "s", "the " + thing)))
+    if u < 0.75:
+        templates = (
+            "Is there {a} in the {picture}?",
+            "Is there {a}?",
+            "Can you see {a}?",
+            "Do you see {a} here?",
+        )
+        return Ask("query", "absent", vary(rng, templates, a=with_article(thing)), "no")
+    if u < 0.85:
+        templates = ("How many {t}s are there?", "How many {t}s do you see?", "Count the {t}s.")
+        return Ask("query", "absent", vary(rng, templates, t=thing), "0")
+    templates = (
+        "What colour is the {t}?",
+        "What color is the {t}?",
+        "Where is the {t}?",
+        "What is the {t} doing?",
+    )
+    return Ask("query", "absent", vary(rng, templates, t=thing), f"There is no {thing}.")

@@ -1,0 +1,88 @@
+"""What a domain makes: a picture, what may be asked about it with typed answers, and marks for the helper head.
+
+A domain is a function (rng, width, height, held) -> Picture. ``held`` asks for the fonts, icon sets and values that
+training never uses. All coordinates are pixels of the picture. training/mixture.py lists the domains.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Pixels = NDArray[np.uint8]
+Box = tuple[float, float, float, float]
+Point = tuple[float, float]
+
+NOT_SHOWN = "The picture does not show that."
+SAME_COLUMN = 0.012  # of the width; less than any two centres of kestrel-tiny's scenes differ by
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request and the right result.
+
+    skill: query, detect, point, segment or caption; kind: the row of the figures; text: question, object or length;
+    answer: of query and caption; boxes: of detect, in any order; points: of point; path: of segment, tokens in the
+    960-unit box of boxes[0]; refs: spatial references; spelled: the answer is learnt character by character; inside:
+    for point, boxes in which a point counts.
+    """
+
+    skill: str
+    kind: str
+    text: str
+    answer: str = ""
+    boxes: tuple[Box, ...] = ()
+    points: tuple[Point, ...] = ()
+    path: tuple[str, ...] = ()
+    refs: tuple[tuple[float, ...], ...] = ()
+    spelled: bool = False
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An object for the helper head: its box, its class and perhaps its colour (a name)."""
+
+    box: Box
+    label: str
+    colour: str = ""
+
+
+@dataclass
+class Picture:
+    """pixels [H, W, 3]; characters: (x, y, character) by their centres, in reading order."""
+
+    pixels: Pixels
+    asks: list[Ask] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    characters: list[tuple[float, float, str]] = field(default_factory=list)
+
+
+Domain = Callable[[random.Random, int, int, bool], Picture]
+
+
+def centre(box: Box) -> Point:
+    return (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
+
+
+def in_order(things: Sequence[Any], width: float, at: Callable[[Any], Point]) -> list[Any]:
+    """From left to right, and from top to bottom where the places are nearly one above the other.
+
+    So also equal shapes in aligned columns have one order.
+    """
+    columns: list[list[Any]] = []
+    for thing in sorted(things, key=lambda thing: at(thing)[0]):
+        if columns and at(thing)[0] - at(columns[-1][0])[0] < SAME_COLUMN * width:
+            columns[-1].append(thing)
+        else:
+            columns.append([thing])
+    return [t for column in columns for t in sorted(column, key=lambda thing: at(thing)[1])]
+
+
+def as_numpy(rng: random.Random) -> np.random.Generator:
+    """A numpy generator that depends on the state of ``rng``."""
+    return np.random.Generator(np.random.SFC64(rng.getrandbits(63)))

@@ -1,0 +1,37 @@
+"""Pages of screens.zip, or held/screens.zip, of the data folder (screens/shoot.py makes them)."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+from training.domains.drawn import open_drawings
+from training.domains.phrasing import off_topic
+from training.domains.picture import Mark, Picture
+from training.domains.screens.questions import ask_about
+from training.sources import icon_names
+
+
+def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
+    pixels, page, place = open_drawings(
+        "held/screens.zip" if held else "screens.zip", "pages.json"
+    ).place(rng, width, height)
+    elements = [
+        {**e, "name": _spoken().get(e["name"], "")} if e["role"] == "icon" else e
+        for e in page["elements"]
+    ]
+    elements = [e for e in elements if e["name"]]
+    asks = ask_about(rng, elements, place, width)
+    if rng.random() < 0.2:
+        asks.append(off_topic(rng))
+    return Picture(
+        pixels, asks, [Mark(place.box(e["box"]), f"screen {e['role']}") for e in elements]
+    )
+
+
+@cache
+def _spoken() -> dict[str, str]:
+    """The name that the domain of icons uses, by the name that an icon set uses."""
+    return {
+        other.replace("-", " "): name for name, others in icon_names().items() for other in others
+    }

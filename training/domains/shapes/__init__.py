@@ -1,0 +1,1 @@
+"""Coloured shapes: renderer, questions and truth."""

@@ -1,0 +1,202 @@
+"""Shapes: kestrel-tiny's scenes, grids of equal shapes and crowds, by two renderers."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from kestrel_grpc.scenes.captions import LENGTHS, caption
+from kestrel_grpc.scenes.paths import path_tokens
+from kestrel_grpc.scenes.phrases import Phrase
+from kestrel_grpc.scenes.questions import draw_question
+from kestrel_grpc.scenes.render import render_scene
+from kestrel_grpc.scenes.scenes import (
+    Scene,
+    Shape,
+    draw_background,
+    draw_colour,
+    draw_scene,
+    stripe_gap,
+)
+from kestrel_grpc.scenes.shapes import geometry, place, unit_bounds
+from kestrel_grpc.scenes.vocabulary import COLOURS, MEASURED_COLOURS, SHAPES
+from training.domains.ground import draw_ground
+from training.domains.phrasing import absent_object, off_topic, vary
+from training.domains.picture import Ask, Mark, Picture, Pixels, in_order
+from training.prompts import draw_single, draw_target
+
+
+def _grid_scene(rng: random.Random, width: int, height: int) -> Scene:
+    """0 to 20 shapes in rows and columns, or in free places that a grid keeps apart; few kinds, few colours."""
+    count = rng.randint(0, 20) if rng.random() < 0.7 else rng.randint(8, 14)
+    columns = rng.randint(max(1, math.ceil(count / 6)), max(1, min(count, 7)))
+    rows = max(1, math.ceil(count / columns))
+    cell_w, cell_h = width / columns, height / rows
+    jitter = 0.0 if rng.random() < 0.5 else rng.uniform(0.02, 0.15)
+    full = list(range(rows * columns))
+    cells = full[:count] if rng.random() < 0.5 else sorted(rng.sample(full, count))
+    kinds = rng.sample(range(len(SHAPES)), rng.choice((1, 1, 2, 3, 5)))
+    colours = rng.sample(range(len(COLOURS)), rng.choice((1, 1, 2, 3, 5)))
+    background = draw_background(rng)
+    style = rng.choice((0, 0, 0, 1, 2, 3))
+    r = 0.5 * min(cell_w, cell_h) * rng.uniform(0.35, 0.8) / (1 + 2 * jitter)
+    shapes = []
+    for cell in cells:
+        kind, colour = rng.choice(kinds), rng.choice(colours)
+        rgb = draw_colour(rng, colour)
+        for _ in range(20):
+            if math.dist(rgb, background.first) > 0.3 and math.dist(rgb, background.second) > 0.3:
+                break
+            colour = rng.choice(colours) if rng.random() < 0.5 else rng.randrange(len(COLOURS))
+            rgb = draw_colour(rng, colour)
+        u0, v0, u1, v1 = unit_bounds(kind, 0.0)
+        x = (cell % columns + 0.5 + rng.uniform(-jitter, jitter)) * cell_w - r * (u0 + u1) / 2
+        y = (cell // columns + 0.5 + rng.uniform(-jitter, jitter)) * cell_h - r * (v0 + v1) / 2
+        own = rng.randrange(3) if style == 3 else style
+        size = r * (1 if jitter == 0 else rng.uniform(0.75, 1.0))
+        shapes.append(
+            Shape(kind, colour, own, x, y, size, 0.0, rgb, stripe_gap(colour, rgb), 0.2 * size, 0.5 * size)
+        )  # fmt: skip
+    shapes.sort(key=lambda s: s.centre[0])
+    return Scene(
+        width, height, background, (), tuple(shapes), tuple(range(len(shapes))), len(COLOURS)
+    )
+
+
+def draw_with_pillow(rng: random.Random, scene: Scene) -> Pixels:
+    """The second renderer: polygons by Pillow, sampled 1, 2 or 3 times a pixel, on a ground of its own."""
+    first = tuple(round(255 * c) for c in scene.background.first)
+    image, _ = draw_ground(rng, scene.width, scene.height)
+    if rng.random() < 0.8:
+        image.paste(first, (0, 0, scene.width, scene.height))  # type: ignore[arg-type]
+    n = rng.choice((1, 2, 3, 3))
+    border = rng.random() < 0.12
+    draw = ImageDraw.Draw(image)
+    for line in scene.lines:
+        rgb = tuple(round(255 * c) for c in line.rgb)
+        draw.line((line.x0, line.y0, line.x1, line.y1), rgb, max(1, round(line.width)))
+    for index in scene.order:
+        s = scene.shapes[index]
+        x0, y0, x1, y1 = s.box
+        a, b = math.floor(x0) - 1, math.floor(y0) - 1
+        w, h = math.ceil(x1) + 1 - a, math.ceil(y1) + 1 - b
+        mask = Image.new("L", (w * n, h * n))
+        points = (place(geometry(s.kind).outline, s.cx, s.cy, s.radius, s.angle) - (a, b)) * n - 0.5
+        flat = [tuple(p) for p in points]
+        pen = ImageDraw.Draw(mask)
+        if s.style == 1:
+            inside = (points - points.mean(0)) * max(
+                0.2, 1 - 2 * s.stroke / s.extent
+            ) + points.mean(0)
+            if SHAPES[s.kind] in ("cross", "crescent", "star", "heart", "arrow"):
+                pen.line([*flat, *flat[:2]], 255, max(1, round(s.stroke * n * 0.8)), joint="curve")
+            else:
+                pen.polygon(flat, 255)
+                pen.polygon([tuple(p) for p in inside], 0)
+        else:
+            pen.polygon(flat, 255)
+        mask = mask.resize((w, h), Image.Resampling.BOX) if n > 1 else mask
+        rgb = tuple(round(255 * c) for c in s.rgb)
+        fill = Image.new("RGB", (w, h), rgb)
+        if s.style == 2:
+            stripes = ImageDraw.Draw(fill)
+            gap = tuple(round(255 * c) for c in s.rgb2)
+            lean = math.tan(s.angle)
+            for k in range(-2, math.ceil(2 * w / s.period) + 2):
+                left = k * s.period
+                stripes.polygon(
+                    (
+                        (left, 0),
+                        (left + 0.4 * s.period, 0),
+                        (left + 0.4 * s.period - lean * h, h),
+                        (left - lean * h, h),
+                    ),
+                    gap,
+                )
+        image.paste(fill, (a, b), mask)
+        if border:
+            draw.polygon([tuple(p) for p in points / n + (a, b)], outline=(20, 20, 20))
+    return np.asarray(image)
+
+
+def _as_ask(rng: random.Random, scene: Scene) -> Ask:
+    q = draw_question(rng, scene)
+    w, h = scene.width, scene.height
+    refs = tuple(tuple(v * (w, h)[i % 2] for i, v in enumerate(ref)) for ref in q.refs)
+    text = q.text if rng.random() < 0.6 else vary(rng, (q.text.replace("{", "").replace("}", ""),))
+    return Ask("query", f"shapes {q.kind}", text, q.answer, refs=refs)
+
+
+def _missing(rng: random.Random, scene: Scene) -> Ask | None:
+    """A property of a shape that isn't there."""
+    phrase = Phrase(rng.randrange(len(SHAPES)), rng.choice((None, rng.randrange(MEASURED_COLOURS))))
+    if phrase.find(scene):
+        return None
+    templates = (
+        "What colour is the {p}?",
+        "What color is the {p}?",
+        "Where is the {p}?",
+        "How big is the {p}?",
+    )
+    return Ask(
+        "query",
+        "absent",
+        vary(rng, templates, p=phrase.words(rng)),
+        f"There is no {phrase.plain()}.",
+    )
+
+
+def _count(rng: random.Random, scene: Scene) -> Ask:
+    s = rng.choice(scene.shapes) if scene.shapes else None
+    phrase = rng.choice((Phrase(), Phrase(s.kind), Phrase(s.kind, s.colour))) if s else Phrase()
+    templates = ("How many {p} are there?", "How many {p} do you see?", "Count the {p}.", "Number of {p}?",
+                 "How many {p} are in the {picture}?", "how many {p}")  # fmt: skip
+    text = vary(rng, templates, p=phrase.words(rng, plural=True))
+    return Ask("query", "shapes count", text, str(len(phrase.find(scene))))
+
+
+def _find(rng: random.Random, scene: Scene, skill: str) -> Ask:
+    words, indices = draw_target(rng, scene)
+    shapes = in_order([scene.shapes[i] for i in indices], scene.width, lambda s: s.centre)
+    if skill == "detect":
+        return Ask("detect", "shapes detect", words, boxes=tuple(s.box for s in shapes))
+    boxes = tuple(s.box for s in shapes)
+    return Ask("point", "shapes point", words, boxes=boxes, points=tuple(s.anchor for s in shapes))
+
+
+def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
+    if rng.random() < 0.55:
+        palette = len(COLOURS) if rng.random() < 0.6 else MEASURED_COLOURS
+        scene = draw_scene(rng, width, height, held_out=held, palette=palette)
+    else:
+        scene = _grid_scene(rng, width, height)
+    if rng.random() < 0.25 and width * height < 400_000 and len(scene.shapes) <= 12:
+        pixels = render_scene(scene).round().byte().permute(1, 2, 0).numpy()
+    else:
+        pixels = draw_with_pillow(rng, scene)
+    few = len(scene.shapes) <= 12
+    asks = [
+        _find(rng, scene, "detect"),
+        _find(rng, scene, "point"),
+        _count(rng, scene),
+        _count(rng, scene),
+    ]
+    if few:
+        length = rng.choices(LENGTHS, (5, 3, 2))[0]
+        asks.append(Ask("caption", f"shapes caption {length}", length, caption(scene, length)))
+    asks += [_as_ask(rng, scene) for _ in range(4)] if few else [_count(rng, scene)]
+    words, index, refs = draw_single(rng, scene)
+    if index is None:
+        asks.append(Ask("segment", "absent", words))
+    elif not refs:
+        s = scene.shapes[index]
+        asks.append(
+            Ask("segment", "shapes segment", words, boxes=(s.box,), path=tuple(path_tokens(s)))
+        )
+    missing = _missing(rng, scene) if rng.random() < 0.5 else None
+    asks.append(missing or (off_topic(rng) if rng.random() < 0.5 else absent_object(rng)))
+    marks = [Mark(s.box, SHAPES[s.kind], COLOURS[s.colour]) for s in scene.shapes]
+    return Picture(pixels, asks, marks)

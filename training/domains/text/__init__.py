@@ -1,0 +1,1 @@
+"""Printed text: renderer, questions and truth."""

@@ -1,0 +1,299 @@
+"""Kinds of documents: each writes a page and returns what may be asked about it in particular."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+from training.domains.ground import Rgb, draw_ground, ink_for
+from training.domains.phrasing import vary
+from training.domains.picture import Ask
+from training.domains.text import words as w
+from training.domains.text.fonts import draw_font
+from training.domains.text.page import Page, fit, width_of, wrap
+
+SMALLEST, LARGEST = 11.0, 48.0  # font size in pixels of the model's view
+Document = Callable[[random.Random, int, int, bool], tuple[Page, list[Ask]]]
+
+
+def draw_font_size(rng: random.Random, width: int, height: int, largest: float = LARGEST) -> int:
+    """Pixels of the picture: so large that the model, which sees 640 pixels a side, can read it."""
+    scale = min(640 / width, 640 / height) if min(width, height) <= 640 else 0.8
+    size = math.exp(rng.uniform(math.log(SMALLEST), math.log(largest))) / scale
+    return max(9, min(round(size), height // 3))
+
+
+def _say(
+    kind: str, rng: random.Random, templates: tuple[str, ...], answer: str, **names: str
+) -> Ask:
+    return Ask("query", kind, vary(rng, templates, **names), answer, spelled=True)
+
+
+def lines(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page, list[Ask]]:
+    """One to four lines in fonts and places of their own."""
+    image, ground = draw_ground(rng, width, height)
+    page = Page(image)
+    y = 0.0
+    for _ in range(rng.choice((1, 1, 1, 2, 3, 4))):
+        font = draw_font(rng, held)
+        size = draw_font_size(rng, width, height)
+        text = w.phrase(rng, rng.choice((1, 1, 2, 3, 4, 6)))
+        spacing = rng.uniform(0, 0.25) * size if rng.random() < 0.1 else 0.0
+        size = fit(text, font, size, (width - 8) / (1 + spacing / size))
+        wide = width_of(text, font, size, spacing)
+        low = y + 1.15 * size
+        if low > height - 0.35 * size or wide > width - 4 or size < 8:
+            break
+        y = rng.uniform(low, min(height - 0.35 * size, low + 0.5 * height))
+        page.put(
+            rng.uniform(2, width - 2 - wide), y, text, font, size, ink_for(rng, ground), spacing
+        )
+        y += 0.4 * size
+    return page, []
+
+
+def paragraph(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page, list[Ask]]:
+    image, ground = draw_ground(rng, width, height, plain=0.7)
+    page, ink = Page(image), ink_for(rng, ground)
+    font, size = draw_font(rng, held), draw_font_size(rng, width, height, 32)
+    left = rng.uniform(0.02, 0.2) * width
+    room = rng.uniform(0.5, 0.97) * (width - left - 2)
+    step = size * rng.uniform(1.15, 1.6)
+    most = min(8, int((height * 0.95 - size) / step))
+    found = wrap(rng, [w.piece(rng) for _ in range(rng.randint(4, 45))], font, size, room)[
+        : max(1, most)
+    ]
+    y = rng.uniform(1.2 * size, max(1.2 * size, height - 0.4 * size - step * (len(found) - 1)))
+    align = rng.choice((0, 0, 0, 0.5, 1))
+    for text in found:
+        if y < height - 0.3 * size:
+            page.put(left + align * (room - width_of(text, font, size)), y, text, font, size, ink)
+        y += step
+    return page, []
+
+
+def sign(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page, list[Ask]]:
+    """A panel with a few large words."""
+    image, _ = draw_ground(rng, width, height, plain=0.3)
+    page = Page(image)
+    font, panel = draw_font(rng, held), ink_for(rng, (rng.choice((0, 255)),) * 3, 60)
+    pw, ph = rng.uniform(0.45, 0.96) * width, rng.uniform(0.3, 0.9) * height
+    x, y = rng.uniform(0, width - pw), rng.uniform(0, height - ph)
+    corner = rng.choice((0, 0.05, 0.2)) * min(pw, ph)
+    ink = ink_for(rng, panel, 110)
+    page.pen.rounded_rectangle(
+        (x, y, x + pw, y + ph), corner, panel, ink if rng.random() < 0.3 else None, 2
+    )
+    texts = [w.phrase(rng, rng.choice((1, 1, 2))) for _ in range(rng.randint(1, 3))]
+    if rng.random() < 0.4:
+        texts = [t.upper() for t in texts]
+    size = min(fit(t, font, int(ph / (1.3 * len(texts) + 0.4)), 0.9 * pw) for t in texts)
+    top = y + (ph - 1.3 * size * len(texts)) / 2 + size
+    for text in texts:
+        if size >= 9:
+            page.put(x + (pw - width_of(text, font, size)) / 2, top, text, font, size, ink)
+        top += 1.3 * size
+    return page, []
+
+
+def _rows(
+    page: Page, rng: random.Random, pairs: list[tuple[str, str]], left: float, right: float, y: float, step: float,
+    font: str, size: int, ink: Rgb, beside: bool,
+) -> None:  # fmt: skip
+    """Two columns; the right one ends at ``right``, or begins in the middle if ``beside``."""
+    for a, b in pairs:
+        if a:
+            page.put(left, y, a, font, size, ink)
+        if b:
+            page.put(
+                (left + right) / 2 if beside else right - width_of(b, font, size),
+                y,
+                b,
+                font,
+                size,
+                ink,
+            )
+        y += step
+
+
+def receipt(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page, list[Ask]]:
+    image, _ = draw_ground(rng, width, height, plain=0.3)
+    page = Page(image)
+    font = draw_font(rng, held)
+    size = draw_font_size(rng, width, height, 24)
+    step = size * rng.uniform(1.2, 1.6)
+    rows = int(height * 0.96 / step)
+    items = min(rng.randint(1, 8), rows - 5)
+    if items < 1:
+        return sign(rng, width, height, held)
+    goods = rng.sample(w.GOODS, items)
+    sign_of_money = rng.choice(("", "", "$", "£", "€"))
+    cents = [rng.randint(50, 4000) for _ in goods]
+    total = sum(cents)
+    money = [f"{sign_of_money}{c / 100:.2f}" for c in (*cents, total)]
+    shop = f"{rng.choice(w.dictionary()).capitalize()} {rng.choice(w.SHOPS)}"
+    when, clock = w.date(rng), w.time(rng)
+    word = rng.choice(("Total", "TOTAL", "Total due", "SUM", "Amount"))
+    rows_wide = [width_of(a + b, font, size) for a, b in zip(goods, money, strict=False)]
+    wide = min(max(rows_wide) * rng.uniform(1.2, 1.8), 0.94 * width)
+    wide = min(max(wide, width_of(when + " " + clock, font, size) + 2 * size), 0.97 * width)
+    left = rng.uniform(4, max(4.1, width - wide - 4))
+    paper = rng.randint(235, 255)
+    page.pen.rectangle(
+        (left - 0.6 * size, 0, left + wide + 0.6 * size, height),
+        (paper, paper, paper - rng.randint(0, 12)),
+    )
+    ink = (rng.randint(0, 70),) * 3
+    y = 1.6 * size
+    shop_size = fit(shop, font, round(size * rng.uniform(1, 1.4)), wide)
+    page.put(left + (wide - width_of(shop, font, shop_size)) / 2, y, shop, font, shop_size, ink)
+    pairs = [(when, clock), *zip(goods, money, strict=False), (word, money[-1])]
+    if any(width_of(a + "  " + b, font, size) > wide for a, b in pairs):
+        size = min(fit(a + "  " + b, font, size, wide) for a, b in pairs)
+    _rows(page, rng, pairs, left, left + wide, y + 1.2 * step, step, font, size, ink, False)
+    k = rng.randrange(items)
+    asks = [
+        _say("text receipt total", rng, ("What is the total?", "How much is the total?", "What is the total amount?",
+             "How much was paid?", "Total?", "What does it cost in all?"), money[-1]),
+        _say("text receipt price", rng, ("How much is the {g}?", "What does the {g} cost?", "What is the price of {g}?",
+             "Price of the {g}?"), money[k], g=rng.choice((goods[k], goods[k].lower()))),
+        _say("text receipt shop", rng, ("What is the name of the shop?", "Which shop is this receipt from?",
+             "What is the store called?", "Which store is it?"), shop),
+        _say("text receipt date", rng, ("What is the date?", "When was this?", "What date is it?"), when),
+        Ask("query", "text receipt count", vary(rng, ("How many items were bought?", "Number of items?")), str(items)),
+    ]  # fmt: skip
+    absent = rng.choice([g for g in w.GOODS if g not in goods])
+    asks.append(Ask("query", "absent", vary(rng, ("How much is the {g}?", "What does the {g} cost?"), g=absent.lower()),
+                    f"There is no {absent.lower()}."))  # fmt: skip
+    return page, rng.sample(asks, 4)
+
+
+_KEYS = (
+    "Name", "Date", "Order", "City", "Phone", "Email", "Price", "Status", "Room", "Flight", "Gate", "Seat", "Amount",
+         "Weight", "Colour", "Model", "Size", "Speed", "Country", "Street", "Author", "Title", "Level", "Score", "Code",
+         "Invoice", "Account", "Balance", "Due date", "Customer", "Product", "Quantity", "Reference", "Department",
+    "Owner",
+)  # fmt: skip
+
+
+def _value(rng: random.Random, key: str) -> str:
+    if "date" in key.lower():
+        return w.date(rng)
+    return rng.choice((w.number, w.price, w.code, w.word, w.name, w.time))(rng)
+
+
+def form(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page, list[Ask]]:
+    """Keys and values."""
+    image, ground = draw_ground(rng, width, height, plain=0.8)
+    page, ink = Page(image), ink_for(rng, ground, 110)
+    font, size = draw_font(rng, held), draw_font_size(rng, width, height, 30)
+    step = size * rng.uniform(1.3, 2.0)
+    count = min(rng.randint(2, 8), int(height * 0.95 / step))
+    keys = rng.sample(_KEYS, max(1, count))
+    values = [_value(rng, key) for key in keys]
+    colon = rng.choice((":", ":", ""))
+    left = rng.uniform(0.02, 0.15) * width
+    beside = rng.random() < 0.6
+    right = width - rng.uniform(0.02, 0.2) * width
+    half = (right - left) / 2 if beside else right - left
+    widest = max(max(width_of(k + ": ", font, size), width_of(v, font, size)) if beside
+                 else width_of(f"{k}:  {v}", font, size) for k, v in zip(keys, values, strict=True))  # fmt: skip
+    if widest > half:
+        size = max(8, int(size * half / widest))
+    y = rng.uniform(1.2 * size, max(1.21 * size, height - step * count))
+    pairs = [(key + colon, value) for key, value in zip(keys, values, strict=True)]
+    _rows(page, rng, pairs, left, right, y, step, font, size, ink, beside)
+    asks = []
+    for k in rng.sample(range(len(keys)), min(2, len(keys))):
+        key = rng.choice((keys[k], keys[k].lower()))
+        templates = ("What is the {k}?", "What is the value of {k}?", "{k}?", 'What is written next to "{k}"?',
+                     "Which {k} is given?", "Read the {k}.", "Give the {k}.")  # fmt: skip
+        asks.append(_say("text value", rng, templates, values[k], k=key))
+    missing = rng.choice([key for key in _KEYS if key not in keys]).lower()
+    asks.append(
+        Ask(
+            "query",
+            "absent",
+            vary(rng, ("What is the {k}?", "Which {k} is given?"), k=missing),
+            f"There is no {missing}.",
+        )
+    )
+    return page, asks
+
+
+def table(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page, list[Ask]]:
+    image, ground = draw_ground(rng, width, height, plain=0.9)
+    page, ink = Page(image), ink_for(rng, ground, 110)
+    font, size = draw_font(rng, held), draw_font_size(rng, width, height, 24)
+    columns, rows = rng.randint(2, 5), rng.randint(2, 7)
+    heads = [rng.choice(w.dictionary()).capitalize() for _ in range(columns)]
+    names = [rng.choice(w.dictionary()).capitalize() for _ in range(rows)]
+    kinds = [rng.choice((w.number, w.price, w.word, w.time)) for _ in range(columns)]
+    cells = [[names[r], *(kinds[c](rng) for c in range(1, columns))] for r in range(rows)]
+    step = min(size * rng.uniform(1.4, 2.2), (height - 4) / (rows + 1))
+    widths = [
+        max(width_of(t, font, size) for t in (heads[c], *(row[c] for row in cells))) + size
+        for c in range(columns)
+    ]
+    if sum(widths) > width - 8:
+        size = int(size * (width - 8) / sum(widths))
+        widths = [v * (width - 8) / sum(widths) for v in widths]
+    size = min(size, int(step / 1.25))
+    if size < 8 or len({*heads}) < columns or len({*names}) < rows:
+        return form(rng, width, height, held)
+    left, top = (
+        rng.uniform(2, max(2.1, width - sum(widths) - 4)),
+        rng.uniform(2, max(2.1, height - step * (rows + 1) - 2)),
+    )
+    style = rng.choice(("lines", "box", "plain", "bands"))
+    whole = left + sum(widths)
+    for r in range(rows + 2):
+        y = top + r * step
+        if style == "bands" and r % 2 and r <= rows:
+            page.pen.rectangle(
+                (left, y, whole, y + step),
+                tuple((9 * g + i) // 10 for g, i in zip(ground, ink, strict=True)),
+            )  # type: ignore[arg-type]
+        if style in ("lines", "box") or (style == "plain" and r == 1):
+            page.pen.line((left, y, whole, y), ink)
+    x = left
+    for c in range(columns):
+        if style == "box":
+            page.pen.line((x, top, x, top + step * (rows + 1)), ink)
+        x += widths[c]
+    if style == "box":
+        page.pen.line((whole, top, whole, top + step * (rows + 1)), ink)
+    for r, row in enumerate([heads, *cells]):
+        x = left
+        for c, text in enumerate(row):
+            page.put(x + 0.45 * size, top + (r + 0.7) * step, text, font, size, ink)
+            x += widths[c]
+    r, c = rng.randrange(rows), rng.randrange(1, columns)
+    of_cell = (
+        "What is the {h} of {n}?",
+        "What is the {h} for {n}?",
+        "{h} of {n}?",
+        "Which {h} has {n}?",
+    )
+    without = rng.random() < 0.5
+    of_rows = (
+        "How many rows are there without the header?"
+        if without
+        else "How many rows does the table have?"
+    )
+    of_columns = ("How many columns does the table have?", "How many columns are there?")
+    rows_shown = str(rows if without else rows + 1)
+    asks = [
+        _say("text cell", rng, of_cell, cells[r][c], h=heads[c], n=names[r]),
+        rng.choice((
+            Ask("query", "text rows", vary(rng, (of_rows,)), rows_shown),
+            Ask("query", "text columns", vary(rng, of_columns), str(columns)),
+        )),
+    ]  # fmt: skip
+    return page, asks
+
+
+KINDS: tuple[tuple[Document, int], ...] = (
+    (lines, 34), (paragraph, 20), (sign, 14), (receipt, 12), (form, 12), (table, 8),
+)  # fmt: skip

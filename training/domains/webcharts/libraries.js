@@ -1,0 +1,88 @@
+// Library to the function that draws a table (tables.py) into the element "c".
+const DRAW = {
+  echarts: t => {
+      const c = echarts.init(document.getElementById('c'), t.dark ? 'dark' : null, {width: t.width, height: t.height});
+      const values = {animation: false, title: {text: t.title, left: t.left ? 'left' : 'center'}, color: t.colours};
+      if (t.series.length > 1 || t.kind === 'pie') values.legend = {bottom: 4};
+      if (t.kind === 'pie') {
+        values.series = [{type: 'pie', radius: t.hole ? ['35%', '62%'] : '62%',
+          data: t.labels.map((n, i) => ({name: n, value: t.series[0].values[i]})),
+          label: {formatter: t.numbers ? '{b}: {c}' : '{b}'}}];
+      } else {
+        const cat = {type: 'category', data: t.labels, name: t.label_axis}, num = {type: 'value', name: t.value_axis};
+        values.grid = {containLabel: true, bottom: t.series.length > 1 ? 40 : 20};
+        values[t.lying ? 'yAxis' : 'xAxis'] = cat; values[t.lying ? 'xAxis' : 'yAxis'] = num;
+        values.series = t.series.map(s => ({name: s.name, data: s.values,
+          type: {bar: 'bar', line: 'line', scatter: 'scatter'}[t.kind], smooth: t.smooth, symbolSize: 8,
+          label: {show: t.numbers, position: t.lying ? 'right' : 'top'}}));
+      }
+      c.setOption(values);
+    },
+  chartjs: t => {
+      const canvas = document.createElement('canvas'); const box = document.getElementById('c');
+      box.style.width = t.width + 'px'; box.style.height = t.height + 'px'; box.appendChild(canvas);
+      Chart.defaults.animation = false; Chart.defaults.color = t.dark ? '#ddd' : '#333';
+      const many = t.series.length > 1 || t.kind === 'pie';
+      const options = {maintainAspectRatio: false, indexAxis: t.lying ? 'y' : 'x', plugins: {
+        title: {display: !!t.title, text: t.title, font: {size: 16}}, legend: {display: many, position: t.left ? 'right' : 'bottom'}}};
+      const axis = (on, text) => ({title: {display: !!text, text}, grid: {color: t.dark ? '#555' : '#ddd'}});
+      if (t.kind !== 'pie') {
+        options.scales = t.lying ? {y: axis(0, t.label_axis), x: axis(1, t.value_axis)}
+                                 : {x: axis(0, t.label_axis), y: axis(1, t.value_axis)};
+        options.scales[t.lying ? 'x' : 'y'].beginAtZero = t.kind === 'bar';
+      }
+      const sets = t.series.map((s, i) => ({label: s.name, data: s.values, tension: t.smooth ? 0.4 : 0,
+        backgroundColor: t.kind === 'pie' ? t.colours : t.colours[i], borderColor: t.kind === 'pie' ? '#fff' : t.colours[i],
+        showLine: t.kind !== 'scatter', pointRadius: t.kind === 'scatter' ? 5 : 3}));
+      new Chart(canvas, {type: t.kind === 'pie' ? (t.hole ? 'doughnut' : 'pie') : t.kind === 'bar' ? 'bar' : 'line',
+        data: {labels: t.labels, datasets: sets}, options});
+    },
+  billboard: t => {
+      const pie = t.kind === 'pie', columns = pie ? t.labels.map((n, i) => [n, t.series[0].values[i]])
+        : t.series.map(s => [s.name, ...s.values]);
+      const colors = {}; columns.forEach((c, i) => colors[c[0]] = t.colours[i % t.colours.length]);
+      bb.generate({bindto: '#c', size: {width: t.width, height: t.height}, transition: {duration: 0},
+        title: {text: t.title}, data: {columns, colors, labels: !pie && t.numbers,
+          type: pie ? (t.hole ? 'donut' : 'pie') : t.kind === 'line' && t.smooth ? 'spline' : t.kind},
+        legend: {show: pie || t.series.length > 1, position: t.left ? 'right' : 'bottom'},
+        pie: {label: {format: (v, r) => t.numbers ? v : Math.round(r * 100) + '%'}},
+        donut: {label: {format: (v, r) => t.numbers ? v : Math.round(r * 100) + '%'}},
+        axis: pie ? {} : {rotated: t.lying, x: {type: 'category', categories: t.labels, label: t.label_axis},
+                          y: {label: t.value_axis, min: t.kind === 'bar' ? 0 : undefined, padding: {bottom: 0}}}});
+    },
+  plotly: t => {
+      const pie = t.kind === 'pie';
+      const data = pie ? [{type: 'pie', labels: t.labels, values: t.series[0].values, hole: t.hole ? 0.45 : 0, sort: false,
+          textinfo: t.numbers ? 'label+value' : 'label+percent', marker: {colors: t.colours}}]
+        : t.series.map((s, i) => ({type: t.kind === 'bar' ? 'bar' : 'scatter', mode: t.kind === 'scatter' ? 'markers' : 'lines+markers',
+          name: s.name, x: t.lying ? s.values : t.labels, y: t.lying ? t.labels : s.values, orientation: t.lying ? 'h' : 'v',
+          line: {shape: t.smooth ? 'spline' : 'linear'}, marker: {color: t.colours[i], size: 9},
+          text: t.numbers ? s.values.map(String) : undefined, textposition: t.kind === 'bar' ? 'outside' : 'top center'}));
+      const kind = {type: 'category', title: {text: t.label_axis}, automargin: true}, num = {title: {text: t.value_axis}, automargin: true};
+      Plotly.newPlot('c', data, {title: {text: t.title}, width: t.width, height: t.height, xaxis: t.lying ? num : kind,
+        yaxis: t.lying ? kind : num, showlegend: pie || t.series.length > 1, barmode: 'group',
+        paper_bgcolor: t.dark ? '#222' : '#fff', plot_bgcolor: t.dark ? '#222' : '#eef', font: {color: t.dark ? '#ddd' : '#222'}},
+        {staticPlot: true});
+    },
+  vega: t => {
+      const values = t.series.flatMap(s => t.labels.map((n, i) => ({label: n, value: s.values[i], series: s.name})));
+      const cat = {field: 'label', type: 'nominal', sort: null, title: t.label_axis || null};
+      const num = {field: 'value', type: 'quantitative', title: t.value_axis || null};
+      const many = t.series.length > 1, scheme = {range: t.colours};
+      let spec = {width: t.width - 160, height: t.height - 110, title: t.title, data: {values},
+        background: t.dark ? '#222' : '#fff',
+        config: t.dark ? {axis: {labelColor: '#ddd', titleColor: '#ddd'}, title: {color: '#ddd'}, legend: {labelColor: '#ddd'}} : {}};
+      if (t.kind === 'pie') {
+        spec.mark = {type: 'arc', innerRadius: t.hole ? 40 : 0};
+        spec.encoding = {theta: num, color: {...cat, scale: scheme}, order: {field: 'index'}};
+      } else {
+        spec.mark = t.kind === 'bar' ? 'bar' : t.kind === 'line' ? {type: 'line', point: true} : {type: 'point', filled: true, size: 80};
+        spec.encoding = t.lying ? {y: cat, x: num} : {x: cat, y: num};
+        if (many) {
+          spec.encoding.color = {field: 'series', type: 'nominal', sort: null, title: null, scale: scheme};
+          if (t.kind === 'bar') spec.encoding[t.lying ? 'yOffset' : 'xOffset'] = {field: 'series', sort: null};
+        } else spec.encoding.color = {value: t.colours[0]};
+      }
+      return vegaEmbed('#c', spec, {actions: false, renderer: 'canvas'}).then(() => true);
+    },
+};

@@ -1,0 +1,151 @@
+"""What may be asked about a chart, from the table that it shows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from training.domains.phrasing import vary
+from training.domains.picture import Ask
+
+SPOKEN = {"bar": "bar chart", "line": "line chart", "pie": "pie chart", "scatter": "scatter plot"}
+PARTS = {"bar": "bars", "pie": "slices", "line": "lines", "scatter": "points"}
+SHOWN_PIE_VALUES = ("echarts", "billboard", "plotly")
+"""Libraries that write a pie's numbers beside its parts where the table says so."""
+
+
+def ask_about(rng: random.Random, table: dict[str, Any]) -> list[Ask]:
+    """All questions of a chart, in a random order."""
+    asks = [*_about_frame(rng, table), *_about_values(rng, table), *_absent(rng, table)]
+    rng.shuffle(asks)
+    return asks
+
+
+def number(value: float) -> str:
+    return f"{value:g}" if value < 1e5 else str(int(value))
+
+
+def labels_are_shown(table: dict[str, Any]) -> bool:
+    """False where the axis may have no room for each label: libraries then leave out some."""
+    if table["kind"] == "pie" or table["lying"]:
+        return True
+    longest = max(map(len, table["labels"]))
+    return bool(longest * len(table["labels"]) * 10 < 0.75 * table["width"])
+
+
+def _about_frame(rng: random.Random, t: dict[str, Any]) -> Iterator[Ask]:
+    ways = (
+        "What kind of chart is this?",
+        "What type of chart is it?",
+        "Which chart type is shown?",
+    )
+    yield Ask("query", "webcharts kind", vary(rng, ways), "a " + SPOKEN[t["kind"]])
+    if t["title"]:
+        ways = (
+            "What is the title of the chart?",
+            "What does the title say?",
+            "Read the title.",
+            "Title?",
+        )
+        yield Ask("query", "webcharts title", vary(rng, ways), t["title"], spelled=True)
+    names = [s["name"] for s in t["series"]]
+    if len(names) > 1:
+        ways = ("Which series are shown?", "What does the legend say?", "Read the legend.")
+        yield Ask("query", "webcharts legend", vary(rng, ways), ", ".join(names), spelled=True)
+        yield Ask(
+            "query",
+            "webcharts count",
+            vary(rng, ("How many series are there?", "How many colours?")),
+            str(len(names)),
+        )
+    if t["kind"] in ("bar", "pie"):
+        ways = ("How many {p} are there?", "How many {p} does the chart have?", "Count the {p}.")
+        count = len(t["labels"]) * len(names)
+        yield Ask("query", "webcharts count", vary(rng, ways, p=PARTS[t["kind"]]), str(count))
+    if labels_are_shown(t):
+        ways = ("Which labels does the chart have?", "Read the labels.", "What are the categories?")
+        yield Ask(
+            "query", "webcharts labels", vary(rng, ways), ", ".join(t["labels"]), spelled=True
+        )
+
+
+def _about_values(rng: random.Random, t: dict[str, Any]) -> Iterator[Ask]:
+    several, pie = len(t["series"]) > 1, t["kind"] == "pie"
+    if not labels_are_shown(t):
+        return
+    readable = not pie or (t["numbers"] and t["library"] in SHOWN_PIE_VALUES)
+    for s in t["series"]:
+        pairs = list(zip(t["labels"], s["values"], strict=True))
+        for label, value in rng.sample(pairs, min(3, len(pairs))) if readable else ():
+            if several:
+                ways = (
+                    "What is the value of {s} for {l}?",
+                    "{s} in {l}?",
+                    "What is {s} at {l}?",
+                    "How much is {s}, {l}?",
+                )
+            else:
+                ways = (
+                    "What is the value of {l}?",
+                    "What value has {l}?",
+                    "How much is {l}?",
+                    "{l}?",
+                    "What is {l}?",
+                )
+            text = vary(rng, ways, s=s["name"], l=label)
+            yield Ask("query", "webcharts value", text, number(value), spelled=True)
+        ranked = sorted(pairs, key=lambda pair: pair[1])
+        of = f" of {s['name']}" if several else ""
+        if ranked[-1][1] >= 1.06 * ranked[-2][1]:
+            ways = (
+                "Which one has the highest value{o}?",
+                "What is the largest{o}?",
+                "Where is the maximum{o}?",
+            )
+            yield Ask(
+                "query", "webcharts extreme", vary(rng, ways, o=of), ranked[-1][0], spelled=True
+            )
+        if ranked[1][1] >= 1.06 * ranked[0][1] + 0.02 * ranked[-1][1]:
+            ways = (
+                "Which one has the lowest value{o}?",
+                "What is the smallest{o}?",
+                "Where is the minimum{o}?",
+            )
+            yield Ask(
+                "query", "webcharts extreme", vary(rng, ways, o=of), ranked[0][0], spelled=True
+            )
+        first, last = s["values"][0], s["values"][-1]
+        if t["kind"] == "line" and not 0.75 < last / max(first, 1e-9) < 1.33:
+            ways = (
+                "Does {s} rise or fall from {a} to {b}?",
+                "From {a} to {b}, does {s} go up or down?",
+            )
+            text = vary(
+                rng, ways, s=s["name"] if several else "it", a=t["labels"][0], b=t["labels"][-1]
+            )
+            yield Ask(
+                "query", "webcharts trend", text, "It rises." if last > first else "It falls."
+            )
+        two = rng.sample(pairs, 2)
+        if abs(two[0][1] - two[1][1]) > 0.06 * ranked[-1][1]:
+            ways = (
+                "Is {a} more than {b}{o}?",
+                "Is {a} larger than {b}{o}?",
+                "Is {a} higher than {b}{o}?",
+            )
+            text = vary(rng, ways, a=two[0][0], b=two[1][0], o=of)
+            yield Ask("query", "webcharts compare", text, "yes" if two[0][1] > two[1][1] else "no")
+
+
+def _absent(rng: random.Random, t: dict[str, Any]) -> Iterator[Ask]:
+    there = {*t["labels"], *(s["name"] for s in t["series"])}
+    other = rng.choice(
+        [
+            n
+            for n in ("Atlantis", "2031", "Robots", "Kiwis", "Zurich", "Dec", "Sun", "H")
+            if n not in there
+        ]
+    )
+    ways = ("What is the value of {l}?", "How much is {l}?", "What value has {l}?")
+    yield Ask("query", "absent", vary(rng, ways, l=other), f"There is no {other}.")

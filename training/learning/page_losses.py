@@ -1,0 +1,88 @@
+"""kestrel-small's training loss, and its helper head: what every cell of the picture holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kestrel_grpc.scenes.vocabulary import SHAPES
+from training.learning.batches import SKILLS
+from training.learning.losses import SKILL_WEIGHTS, Outputs, soft_cross_entropy
+from training.writing import CHARACTERS, COLOUR_IDS, LABELS, NO_COLOUR, SLOTS
+
+ICONS_END = LABELS["text"] - 1
+
+if TYPE_CHECKING:
+    from training.writing import PictureBatch
+
+COORD_WEIGHT, SIZE_WEIGHT = 0.3, 0.2
+EMPTY = 0.01  # weight of a place without a character, or of a cell without an object
+SIGMA_START, SIGMA_END, SIGMA_UNTIL = 16.0, 2.0, 0.08  # bins, and progress of the plan
+HELP_START, HELP_END = 0.7, 0.2
+
+
+class PageHelper(nn.Module):
+    """Per cell: the characters in it, and class, colour and box of the object there. Dropped after training."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.parts = (SLOTS * len(CHARACTERS), len(LABELS) + 1, len(COLOUR_IDS) + 1, 4)
+        self.out = nn.Linear(dim, sum(self.parts))
+
+    def forward(self, image: Tensor, batch: PictureBatch) -> tuple[Tensor, Tensor]:
+        """image [B, patches, dim] -> the losses of characters and of objects."""
+        text, label, colour, box = self.out(image).split(self.parts, -1)
+        target = batch.characters.long()
+        found = F.cross_entropy(
+            text.unflatten(-1, (SLOTS, -1)).flatten(0, 2).float(),
+            target.flatten(),
+            reduction="none",
+        )
+        weight = torch.where(target.flatten() > 0, 1.0, EMPTY)
+        characters = (found * weight).sum() / weight.sum()
+        weight = torch.where(batch.labels.flatten() > 0, 1.0, EMPTY)
+        found = F.cross_entropy(
+            label.flatten(0, 1).float(), batch.labels.flatten(), reduction="none"
+        )
+        is_icon = (batch.labels.flatten() > len(SHAPES)) & (batch.labels.flatten() <= ICONS_END)
+        weight = torch.where(is_icon, 3.0, weight)
+        objects = (found * weight).sum() / weight.sum()
+        known = batch.colours.flatten().clamp_min(0)
+        has_colour = (batch.colours.flatten() != NO_COLOUR).float()
+        found = F.cross_entropy(colour.flatten(0, 1).float(), known, reduction="none")
+        objects = objects + 0.5 * (found * has_colour).sum() / has_colour.sum().clamp_min(1)
+        there = (batch.labels > 0).float()
+        side = int(image.shape[1] ** 0.5)
+        at = (torch.arange(side, device=image.device) + 0.5) / side
+        cy, cx = (c.flatten() for c in torch.meshgrid(at, at, indexing="ij"))
+        true = (batch.boxes - torch.stack((cx, cy, cx, cy), -1)) * 8
+        error = F.smooth_l1_loss(box.float(), true, reduction="none", beta=0.1).sum(-1)
+        return characters, objects + (error * there).sum() / there.sum().clamp_min(1)
+
+
+def loss_of(
+    out: Outputs, batch: PictureBatch, helper: PageHelper, progress: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The training loss at ``progress`` 0..1 of the whole plan, and its parts."""
+    weights = torch.tensor([SKILL_WEIGHTS[s] for s in SKILLS], device=out.text.device)[
+        batch.text_skill
+    ]
+    words = F.cross_entropy(out.text.float(), batch.text_target, reduction="none")
+    text = (words * weights).sum() / weights.sum()
+    sigma = SIGMA_END + (SIGMA_START - SIGMA_END) * max(0.0, 1 - progress / SIGMA_UNTIL)
+    coord = soft_cross_entropy(out.coord, batch.coord_target, sigma).mean()
+    size = soft_cross_entropy(out.size, batch.size_target, sigma).mean()
+    characters, objects = helper(out.image, batch)
+    share = HELP_START + (HELP_END - HELP_START) * min(1.0, progress / 0.4)
+    total = text + COORD_WEIGHT * coord + SIZE_WEIGHT * size + share * (characters + objects)
+    parts = {
+        "text": text,
+        "coord": coord,
+        "size": size,
+        "characters": characters,
+        "objects": objects,
+    }
+    return total, parts

@@ -1,0 +1,62 @@
+"""Which domains a step's pictures come from, how large they are, and how that changes while training goes on."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from kestrel_grpc.scenes.tiling import View
+from training.domains.charts.draw import draw as charts
+from training.domains.icons.draw import draw as icons
+from training.domains.picture import Domain, Picture
+from training.domains.screens.draw import draw as screens
+from training.domains.shapes.draw import draw as shapes
+from training.domains.text.draw import draw as text
+from training.domains.webcharts.draw import draw as webcharts
+from training.kestrel_small import VIEW
+
+# Share of the pictures at the start and at the end of the plan.
+DOMAINS: dict[str, tuple[Domain, float, float]] = {
+    "shapes": (shapes, 0.12, 0.14),
+    "text": (text, 0.36, 0.28),
+    "charts": (charts, 0.12, 0.14),
+    "icons": (icons, 0.18, 0.12),
+    "screens": (screens, 0.12, 0.20),
+    "webcharts": (webcharts, 0.10, 0.12),
+}
+TILED = (0.05, 0.3)  # share of the steps whose pictures need more than one crop
+IMAGES = {
+    1: 1.0,
+    3: 0.45,
+    4: 0.35,
+    5: 0.3,
+}  # share of a step's images, by crops, so that steps take alike
+
+
+def draw_size(rng: random.Random, progress: float) -> tuple[int, int]:
+    """Width and height of a step's pictures: the longer side 240 to 1600, small ones first."""
+    tiled = rng.random() < TILED[0] + (TILED[1] - TILED[0]) * progress
+    while True:
+        low, high = (800, 1600) if tiled else (240, 640 + 360 * min(1.0, 0.3 + progress))
+        long = math.exp(rng.uniform(math.log(low), math.log(high)))
+        aspect = rng.uniform(1, 1.6) if rng.random() < 0.8 else rng.uniform(1, 2.5)
+        size = round(long), max(200, round(long / aspect))
+        size = size if rng.random() < 0.6 else size[::-1]
+        if (View.of(*size, VIEW).crops > 1) == tiled:
+            return size
+
+
+def images_of(size: tuple[int, int], images: int) -> int:
+    """How many pictures of this size a step of ``images`` one-crop pictures has."""
+    return max(1, round(images * IMAGES[View.of(*size, VIEW).crops]))
+
+
+def draw_domain(rng: random.Random, progress: float) -> str:
+    weights = [a + (b - a) * progress for _, a, b in DOMAINS.values()]
+    return rng.choices(list(DOMAINS), weights)[0]
+
+
+def draw_picture(
+    rng: random.Random, name: str, size: tuple[int, int], held: bool = False
+) -> Picture:
+    return DOMAINS[name][0](rng, *size, held)

@@ -1,0 +1,276 @@
+"""Train kestrel-small in slices, on one or more GPUs of a machine.
+
+    KESTREL_SOURCES=... torchrun --nproc-per-node 2 -m training.train_small --minutes 9 --from-minute 0 --out $OUT
+    python -m training.train_small --resume training/resume --from-minute 18 --minutes 9 --out $OUT
+
+The learning rate follows the minutes of the whole plan: warm-up, constant, and a decay over its last third. Weights for
+figures, checkpoint and resuming are a moving average. --out gets the checkpoint in pieces, figures.json, gallery.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from training.images.picture_images import PictureMaker
+from training.judging import gallery, held_out, judge, table
+from training.kestrel_small import SIZES
+from training.learning import checkpoints
+from training.learning.losses import JITTER, run
+from training.learning.model import Moondream
+from training.learning.muon import Muon
+from training.learning.page_losses import PageHelper, loss_of
+from training.train import Clock, Stopwatch, compile_blocks, share_gradients
+from training.writing import PictureBatch, Steps
+
+AVERAGE = 0.998  # of the weights, a step
+
+
+def parse_arguments() -> argparse.Namespace:
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument(
+        "--minutes",
+        type=float,
+        default=9.0,
+        help="training time of this slice, without start and figures",
+    )
+    p.add_argument(
+        "--from-minute", type=float, default=0.0, help="minutes of the plan that earlier slices had"
+    )
+    p.add_argument("--plan", type=float, default=110.0, help="minutes of the whole plan")
+    p.add_argument(
+        "--until",
+        type=float,
+        default=0.0,
+        help="stop training so many seconds after the start of the process",
+    )
+    p.add_argument("--batch", type=int, default=64, help="one-crop pictures a step and GPU")
+    p.add_argument("--lr", type=float, default=1.0, help="multiplies both learning rates")
+    p.add_argument("--muon-lr", type=float, default=2e-3)
+    p.add_argument("--adam-lr", type=float, default=1e-3)
+    p.add_argument("--decay", type=float, default=0.05, help="weight decay")
+    p.add_argument(
+        "--rate", type=float, default=8.0, help="steps a second, to guess the progress of a batch"
+    )
+    p.add_argument("--seed", type=int, default=1)
+    p.add_argument("--resume", type=Path, help="folder of checkpoint pieces")
+    p.add_argument("--out", type=Path, default=Path("out/small"))
+    p.add_argument(
+        "--workers",
+        type=int,
+        default=0,
+        help="processes that draw, for each GPU; 0: one a core, less two",
+    )
+    p.add_argument(
+        "--judge", type=int, default=40, help="held-out pictures of each domain; 0: no figures"
+    )
+    p.add_argument("--max-steps", type=int, default=1_000_000)
+    p.add_argument("--save-every", type=float, default=3.0, help="minutes")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--eager", action="store_true")
+    p.add_argument("--profile", action="store_true")
+    return p.parse_args()
+
+
+def learning_rate(progress: float, step: int) -> float:
+    """Warm-up over 200 steps, constant, linear to 2 % over the last third of the plan."""
+    return min(1.0, (step + 1) / 200, 0.02 + 0.98 * (1 - progress) / 0.33)
+
+
+class Average:
+    """A copy of the model whose weights follow the trained ones; never compiled."""
+
+    def __init__(self, model: Moondream) -> None:
+        self.model = Moondream(SIZES).to(next(model.parameters()).device)
+        self.model.load_state_dict(model.state_dict())
+        self._pairs = list(self.model.parameters()), list(model.parameters())
+        self._steps = 0
+
+    @torch.no_grad()
+    def update(self) -> None:
+        self._steps += 1
+        keep = min(AVERAGE, 1 - 1 / (1 + 0.3 * self._steps))
+        torch._foreach_lerp_(*self._pairs, 1 - keep)
+
+
+class Trainer:
+    """Model, helper and optimisers of one rank."""
+
+    def __init__(
+        self, args: argparse.Namespace, world: int, rank: int, device: torch.device
+    ) -> None:
+        self.args, self.world, self.rank, self.device = args, world, rank, device
+        torch.manual_seed(args.seed)
+        self.model, self.helper = Moondream(SIZES).to(device), PageHelper(SIZES.dim).to(device)
+        if args.resume:
+            state = checkpoints.load_quantised(args.resume)
+            self.model.load_state_dict(state["model"])
+            if state["helper"]["out.weight"].shape == self.helper.out.weight.shape:
+                self.helper.load_state_dict(state["helper"])
+        if world > 1:
+            for tensor in (*self.model.state_dict().values(), *self.helper.state_dict().values()):
+                dist.broadcast(tensor, 0)
+        self.average = Average(self.model) if rank == 0 else None
+        if not args.eager:
+            compile_blocks(self.model)
+        torch.manual_seed(args.seed * 1000 + rank)
+        self.muon = Muon(self.model, args.muon_lr, decay=args.decay)
+        owned = {id(p) for p in self.muon.parameters}
+        rest = [
+            p for p in (*self.model.parameters(), *self.helper.parameters()) if id(p) not in owned
+        ]
+        self.adam = torch.optim.AdamW(
+            rest,
+            args.adam_lr,
+            betas=(0.9, 0.95),
+            weight_decay=args.decay,
+            fused=device.type == "cuda",
+        )
+        self.parameters: list[nn.Parameter] = [*self.muon.parameters, *rest]
+        self.maker = PictureMaker(compiled=device.type == "cuda" and not args.eager)
+
+    def step(
+        self, batch: PictureBatch, progress: float, rate: float, watch: Stopwatch
+    ) -> dict[str, Tensor]:
+        on_gpu = self.device.type == "cuda"  # bfloat16 is slow on a CPU
+        self.muon.lr = self.args.muon_lr * rate
+        for group in self.adam.param_groups:
+            group["lr"] = self.args.adam_lr * rate
+        pixels = self.maker(batch).to(torch.bfloat16 if on_gpu else torch.float32)
+        watch.lap("images")
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu):
+            loss, parts = loss_of(
+                run(self.model, pixels, batch, JITTER), batch, self.helper, progress
+            )
+        watch.lap("forward")
+        loss.backward()
+        watch.lap("backward")
+        if self.world > 1:
+            share_gradients(self.parameters, self.world)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.muon.step()
+        self.adam.step()
+        for p in self.parameters:
+            p.grad = None
+        if self.average is not None:
+            self.average.update()
+        watch.lap("optimiser")
+        return {"loss": loss, "norm": norm, **parts}
+
+    def save(self) -> None:
+        assert self.average is not None
+        state = {"model": self.average.model.state_dict(), "helper": self.helper.state_dict()}
+        checkpoints.save(self.args.out / "checkpoint", checkpoints.halved(state))
+
+
+def batches(args: argparse.Namespace, rank: int, world: int) -> Iterator[PictureBatch]:
+    ends = (args.from_minute / args.plan, (args.from_minute + args.minutes) / args.plan)
+    seed = args.seed * 1000 + round(args.from_minute)
+    data = Steps(seed, args.batch, rank, ends, int(args.minutes * 60 * args.rate))
+    workers = args.workers or max(1, (os.cpu_count() or 2) // world - 2)
+    loader = DataLoader(
+        data,
+        batch_size=None,
+        num_workers=workers,
+        pin_memory=args.device == "cuda",
+        prefetch_factor=3,
+    )
+    return iter(loader)
+
+
+def report(trainer: Trainer, figures_of: list[Any]) -> None:
+    assert trainer.average is not None
+    began = time.monotonic()
+    figures, judged = judge(trainer.average.model, figures_of, trainer.device)
+    trainer.args.out.mkdir(parents=True, exist_ok=True)
+    (trainer.args.out / "figures.json").write_text(json.dumps(figures, indent=1), encoding="utf-8")
+    print(table(figures), flush=True)
+    gallery(judged).save(trainer.args.out / "gallery.png")
+    print(f"figures took {time.monotonic() - began:.0f} s", flush=True)
+
+
+def main() -> None:
+    born = time.monotonic()
+    args = parse_arguments()
+    world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    device = torch.device("cuda", rank) if args.device == "cuda" else torch.device(args.device)
+    if args.device == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+        torch._dynamo.config.cache_size_limit = 64
+        torch._dynamo.config.suppress_errors = True  # what cannot be compiled runs eagerly
+    if world > 1:
+        on_gpu = args.device == "cuda"
+        dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    data = batches(args, rank, world)
+    trainer = Trainer(args, world, rank, device)
+    examples = held_out(args.judge) if rank == 0 and args.judge else []
+    random.seed(args.seed)
+    clock = Clock(args.minutes, world)
+    clock.start()
+    watch, saved, seen, done = Stopwatch(), 0.0, 0, 0
+    mark, sums = time.monotonic(), dict[str, Tensor]()
+    for step in range(args.max_steps):
+        if step % 10 == 0:
+            late = args.until and time.monotonic() - born > args.until
+            stop = torch.tensor([float(bool(late) or clock.update(device) >= 1.0)], device=device)
+            if world > 1:
+                dist.broadcast(stop, 0)
+            if stop.item():
+                break
+        progress = (args.from_minute + clock.progress * args.minutes) / args.plan
+        watch.active = args.profile and step % 100 >= 80
+        watch.lap(None)
+        batch = next(data).to(device)
+        watch.lap("data")
+        rate = learning_rate(progress, step)
+        for name, value in trainer.step(batch, progress, rate * args.lr, watch).items():
+            sums[name] = sums.get(name, torch.zeros((), device=device)) + value.detach()
+        if watch.active and step % 100 == 99:
+            watch.report(20)
+        seen, done = seen + len(batch.ids) * world, step + 1
+        if rank == 0 and step == 0:
+            print(
+                f"first step after {time.monotonic() - born:.0f} s, loss {float(sums['loss']):.2f}",
+                flush=True,
+            )
+        if rank == 0 and (step + 1) % 100 == 0:
+            now = time.monotonic()
+            each = " ".join(f"{name} {float(value) / 100:.3f}" for name, value in sums.items())
+            print(
+                f"step {step + 1} {now - born:.0f} s {seen / (now - mark):.0f} pictures/s lr {rate:.3f} {each}",
+                flush=True,
+            )
+            mark, seen, sums = now, 0, {}
+            if now - clock.began > 60 * (saved + args.save_every):
+                saved = (now - clock.began) / 60
+                trainer.save()
+    if rank == 0:
+        trainer.save()
+        print(
+            f"{done} steps, {clock.progress * args.minutes:.2f} minutes of the plan, {time.monotonic() - born:.0f} s",
+            flush=True,
+        )
+        if examples:
+            report(trainer, examples)
+        print(f"end after {time.monotonic() - born:.0f} s", flush=True)
+    if world > 1:
+        dist.barrier()
+    os._exit(0)  # at once: joining the drawing processes takes a minute
+
+
+if __name__ == "__main__":
+    main()
