@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 
-
 @dataclass(frozen=True)
 class Geometry:
     """How a model cuts images: sides of a patch and of a crop in pixels, overlap on each side in patches."""
