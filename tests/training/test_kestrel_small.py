@@ -1,5 +1,6 @@
 """kestrel-small: its sizes, tokenizer, packed pictures, checkpoint and figures."""
 
+import json
 import random
 from pathlib import Path
 
@@ -8,6 +9,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from kestrel_engine.preprocess.crops import select_tiling
+from kestrel_engine.types.model_config import parse_model_config
+from kestrel_grpc.scenes.tiling import choose_tiling
 from training.domains.picture import Ask, Picture
 from training.images.picture_images import PictureMaker
 from training.judging import Reply, distance, score
@@ -35,6 +39,17 @@ def test_sizes_fit_the_wheel_and_the_cache() -> None:
     weights = checkpoints.load_quantised(RESUME)["model"]
     assert 25e6 < sum(t.numel() for t in weights.values()) < 30e6  # 60 MB in bfloat16
     assert VIEW.prefix == 1025 and VIEW.prefix % 5 == 0 and (VIEW.prefix + LENGTH) % 16 == 0
+
+
+def test_the_engine_tiles_alike() -> None:
+    config = json.loads(json.dumps({"config": SIZES.as_json(), "model_type": "moondream3"}))
+    model = parse_model_config(config)
+    assert model.image_prefix == VIEW.prefix and model.text.moe is not None
+    rng = random.Random(6)
+    for _ in range(400):
+        size = rng.randint(60, 2400), rng.randint(60, 2400)
+        assert choose_tiling(*size, VIEW) == select_tiling(*size, model.vision)
+    assert choose_tiling(850, 600, VIEW) == (1, 1) and choose_tiling(1280, 720, VIEW) == (1, 2)
 
 
 def test_tokenizer_spells_what_it_does_not_list() -> None:

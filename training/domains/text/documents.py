@@ -98,7 +98,7 @@ def sign(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page,
 
 
 def _rows(
-    page: Page, rng: random.Random, pairs: list[tuple[str, str]], left: float, right: float, y: float, step: float,
+    page: Page, pairs: list[tuple[str, str]], left: float, right: float, y: float, step: float,
     font: str, size: int, ink: Rgb, beside: bool,
 ) -> None:  # fmt: skip
     """Two columns; the right one ends at ``right``, or begins in the middle if ``beside``."""
@@ -151,7 +151,7 @@ def receipt(rng: random.Random, width: int, height: int, held: bool) -> tuple[Pa
     pairs = [(when, clock), *zip(goods, money, strict=False), (word, money[-1])]
     if any(width_of(a + "  " + b, font, size) > wide for a, b in pairs):
         size = min(fit(a + "  " + b, font, size, wide) for a, b in pairs)
-    _rows(page, rng, pairs, left, left + wide, y + 1.2 * step, step, font, size, ink, False)
+    _rows(page, pairs, left, left + wide, y + 1.2 * step, step, font, size, ink, False)
     k = rng.randrange(items)
     asks = [
         _say("text receipt total", rng, ("What is the total?", "How much is the total?", "What is the total amount?",
@@ -203,7 +203,7 @@ def form(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page,
         size = max(8, int(size * half / widest))
     y = rng.uniform(1.2 * size, max(1.21 * size, height - step * count))
     pairs = [(key + colon, value) for key, value in zip(keys, values, strict=True)]
-    _rows(page, rng, pairs, left, right, y, step, font, size, ink, beside)
+    _rows(page, pairs, left, right, y, step, font, size, ink, beside)
     asks = []
     for k in rng.sample(range(len(keys)), min(2, len(keys))):
         key = rng.choice((keys[k], keys[k].lower()))

@@ -70,12 +70,8 @@ def _plain(word: Word) -> str:
 
 
 def _find(rng: random.Random, page: Page, words: list[Word], skill: str) -> Ask:
-    if rng.random() < 0.15:
-        text, found = w.word(rng), []
-        found = [word for word in words if _plain(word).lower() == text.lower()]
-    else:
-        text = _plain(rng.choice(words))
-        found = [word for word in words if _plain(word).lower() == text.lower()]
+    text = w.word(rng) if rng.random() < 0.25 else _plain(rng.choice(words))
+    found = [word for word in words if _plain(word).lower() == text.lower()]
     said = rng.choice(
         (text, f'"{text}"', f'the word "{text}"', f"the text {text}", f'the text "{text}"')
     )

@@ -36,7 +36,10 @@ GOODS = tuple(
 
 
 def word(rng: random.Random) -> str:
+    """Mostly a word of the dictionary; some have their letters mixed, as a model must not guess by the first ones."""
     text = rng.choice(dictionary())
+    if rng.random() < 0.2:
+        text = "".join(rng.sample(text.lower(), len(text)))
     u = rng.random()
     return text.capitalize() if u < 0.25 else text.upper() if u < 0.35 else text
 
