@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import sys
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -143,8 +144,9 @@ class ModelChanges:
             self.telemetry.remove_model(name)
         self._served.remove(model)
         self._changed()
+        held = None if engine is None else weakref.ref(engine)
         del model, engine
-        await asyncio.to_thread(_free_memory)
+        await asyncio.to_thread(_free_memory, held)
         log_lifecycle("unloaded", model=name)
 
     async def _load_one(
@@ -235,12 +237,25 @@ def _note_unread(task: asyncio.Task[Loaded]) -> None:
         task.exception()
 
 
-def _free_memory() -> None:
-    """Frees the memory of a model that was unloaded. Objects of the start were frozen (process/serving.py), and what is
-    left is frozen again. The collection holds the interpreter for some tenths of a second."""
+_PAUSES_S = (0.05, 0.2, 0.5)
+
+
+def _free_memory(held: weakref.ref[InferenceEngine] | None) -> None:
+    """Frees the memory of a model that was unloaded. ``held``: its engine.
+
+    Objects of the start were frozen (process/serving.py), and what is left is frozen again. A call that is about to end
+    may hold the engine for a moment. A frozen engine would never be freed. So nothing is frozen then, and a later
+    collection frees it. A collection holds the interpreter for some tenths of a second.
+    """
     gc.unfreeze()
     gc.collect()
-    gc.freeze()
+    for pause_s in _PAUSES_S:
+        if held is None or held() is None:
+            break
+        clock.sleep(pause_s)
+        gc.collect()
+    if held is None or held() is None:
+        gc.freeze()
     torch = sys.modules.get("torch")  # Without it, no model was on a GPU.
     if torch is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -332,6 +332,23 @@ async def test_an_unloaded_model_ends_its_requests_and_is_freed() -> None:
         await admin.aclose()
 
 
+async def test_an_engine_that_something_holds_while_it_is_unloaded_is_freed_later() -> None:
+    async with Two(security=CONFIG["security"]) as two:
+        await two.server.load()
+        admin = AsyncKestrelAdmin(two.server.addresses[0], token=KEY)
+        kept = two.engines.pop("second")
+        held = weakref.ref(kept)
+        await admin.unload_model("second", grace_s=0)
+        del kept
+
+        def freed():
+            gc.collect()
+            return held() is None
+
+        await until(freed)
+        await admin.aclose()
+
+
 async def test_http_and_kserve_route_by_name() -> None:
     async with Two() as two:
         await two.server.load()
