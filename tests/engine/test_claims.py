@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import threading
 from pathlib import Path
 
@@ -133,7 +134,9 @@ def test_pages_that_the_host_has_not_given_are_left_to_the_first_model(
 
 
 def test_untouched_memory_is_counted() -> None:
-    tensor = torch.empty(64 << 20, dtype=torch.uint8)
+    # Memory of torch.empty may be that of an earlier test.
+    fresh = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    tensor = torch.frombuffer(fresh, dtype=torch.uint8)
     assert untouched_bytes(tensor) > 0.9 * tensor.nbytes
     tensor[: 32 << 20] = 1
     assert 0.4 * tensor.nbytes < untouched_bytes(tensor) < 0.6 * tensor.nbytes
