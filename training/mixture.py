@@ -17,11 +17,11 @@ from training.kestrel_small import VIEW
 
 # Share of the pictures at the start and at the end of the plan.
 DOMAINS: dict[str, tuple[Domain, float, float]] = {
-    "shapes": (shapes, 0.12, 0.14),
-    "text": (text, 0.36, 0.28),
-    "charts": (charts, 0.12, 0.14),
-    "icons": (icons, 0.18, 0.12),
-    "screens": (screens, 0.12, 0.20),
+    "shapes": (shapes, 0.15, 0.20),
+    "text": (text, 0.33, 0.24),
+    "charts": (charts, 0.15, 0.16),
+    "icons": (icons, 0.15, 0.12),
+    "screens": (screens, 0.12, 0.16),
     "webcharts": (webcharts, 0.10, 0.12),
 }
 TILED = (0.05, 0.3)  # share of the steps whose pictures need more than one crop

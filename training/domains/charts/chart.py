@@ -71,11 +71,8 @@ def draw_data(rng: random.Random, kind: str) -> Chart:
     several = kind in ("grouped bar", "line") and rng.random() < (
         1 if kind == "grouped bar" else 0.4
     )
-    n = (
-        rng.randint(2, 6 if several or kind == "pie" else 10)
-        if kind != "line"
-        else rng.randint(3, 10)
-    )
+    fewest, most_of = (3, 10) if kind == "line" else (2, 6 if several or kind == "pie" else 10)
+    n = min(rng.randint(fewest, most_of) for _ in range(rng.choice((1, 2))))  # rather few
     m = rng.randint(2, 3) if several else 1
     top = 10 ** rng.uniform(0.7, 3.5)
     step = nice_step(top)
@@ -103,5 +100,5 @@ def draw_data(rng: random.Random, kind: str) -> Chart:
     count = n if kind == "pie" else m
     colours = rng.sample(_NAMED, count)
     return Chart(
-        kind, title, _categories(rng, n), names, values, colours, places, rng.random() < 0.35
+        kind, title, _categories(rng, n), names, values, colours, places, rng.random() < 0.45
     )

@@ -36,7 +36,7 @@ def _picture(rng: random.Random, c: Chart, width: int, height: int, held: bool) 
         raise ValueError("colours too near the ground")
     font = draw_font(rng, held)
     scale = min(640 / width, 640 / height) if min(width, height) <= 640 else 0.8
-    size = round(rng.uniform(12, 20) / scale)
+    size = round(rng.uniform(12, rng.choice((20, 32))) / scale)
     size = max(8, min(size, width // 22, height // 16))
     top = 1.0 * size
     titled = rng.random() < 0.75
