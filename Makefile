@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 # One environment, two stamps: what the bundled model's demo and server need, and with it all that developers need.
 SERVING := $(VENV)/.serving
 INSTALLED := $(VENV)/.installed
+DESCRIPTORS := kestrel_grpc/services/kestrel.v1.binpb
 SOURCES := kestrel_engine kestrel_grpc clients/python clients/tools deploy tests training benchmarks
 
 .DEFAULT_GOAL := help
@@ -107,15 +108,18 @@ buf: $(INSTALLED)
 	$(BIN)/buf format -d --exit-code
 	set -o pipefail; $(BIN)/buf build --path protos/kestrel -o -#format=binpb | \
 	  $(BIN)/buf breaking -#format=binpb --against protos/baseline.binpb.gz --exclude-imports
+	$(BIN)/buf build --path protos/kestrel --as-file-descriptor-set -o - | cmp - $(DESCRIPTORS) || \
+	  { echo "the protos have changed: run make protos"; exit 1; }
 
 fmt: $(INSTALLED) ## Format the code and the protos
 	$(BIN)/ruff format $(wildcard $(SOURCES))
 	$(BIN)/ruff check --fix $(wildcard $(SOURCES))
 	$(BIN)/buf format -w
 
-protos: $(INSTALLED) ## Generate the Python stubs and the synchronous clients
+protos: $(INSTALLED) ## Generate the Python stubs, the synchronous clients and the descriptors that reflection serves
 	$(PYTHON) clients/python/generate_stubs.py
 	$(BIN)/python clients/python/generate_sync.py
+	$(BIN)/buf build --path protos/kestrel --as-file-descriptor-set -o $(DESCRIPTORS)
 
 baseline: buf ## Take additions to the protos into the baseline, once nothing breaks against the old one
 	$(BIN)/buf build --path protos/kestrel --exclude-source-info -o protos/baseline.binpb.gz
@@ -129,7 +133,7 @@ check-stubs: ## Load the stubs under the oldest and newest protobuf and grpcio (
 wheels: $(INSTALLED) ## Build the wheels of both distributions into dist/, reproducibly
 	.ci/build-wheels $(BIN)/python dist
 
-release-files: wheels ## Check the wheels and add bills of materials and checksums to dist/ (docs/releasing.md)
+release-files: wheels ## Check the wheels and add descriptors, bills of materials and checksums to dist/ (docs/releasing.md)
 	$(PYTHON) -m venv .venv-release
 	.venv-release/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt twine cyclonedx-bom
 	.ci/release-files .venv-release/bin/python dist

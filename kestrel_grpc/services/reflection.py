@@ -3,11 +3,18 @@
 grpcio-reflection's own servicer does not resolve methods and supports v1alpha only. This servicer resolves every
 symbol: services, methods, messages, fields, oneofs, enums, their values and extensions. The messages of v1 and v1alpha
 have the same encoding, so one servicer answers both.
+
+The generated stubs hold neither comments nor validation rules. ``kestrel.v1.binpb``, which ``make protos`` writes,
+holds both. It is read at the first request that needs it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
 from collections.abc import AsyncIterator, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,6 +26,9 @@ from kestrel_client._pb.inference import grpc_service_pb2
 
 V1 = "grpc.reflection.v1.ServerReflection"
 V1ALPHA = "grpc.reflection.v1alpha.ServerReflection"
+_CONTRACT = Path(__file__).with_name("kestrel.v1.binpb")
+_MOST_ANSWERS = 64
+"""Limit on the answers that wait for their readers at the same time. An answer has up to 0.2 MB."""
 
 
 def add_reflection(server: grpc.aio.Server, service_names: tuple[str, ...]) -> None:
@@ -38,12 +48,26 @@ def add_reflection(server: grpc.aio.Server, service_names: tuple[str, ...]) -> N
 
 
 class Reflection:
-    """Answers reflection requests from protobuf's default descriptor pool, which holds most imported files, and from
-    the pools of the others."""
+    """Answers reflection requests from the descriptors of the contract, from protobuf's default descriptor pool, which
+    holds most other files, and from the pools of the rest."""
 
     def __init__(self, service_names: Iterable[str]) -> None:
         self._service_names = sorted(service_names)
-        self._pools = (
+        self._turns = asyncio.Semaphore(_MOST_ANSWERS)
+
+    @functools.cached_property
+    def _contract(self) -> dict[str, bytes]:
+        """The descriptors of the contract's files and of all files that they import, by file name; imports first."""
+        read = descriptor_pb2.FileDescriptorSet.FromString(_CONTRACT.read_bytes())
+        return {file.name: _with_comments_only(file) for file in read.file}
+
+    @functools.cached_property
+    def _pools(self) -> tuple[descriptor_pool.DescriptorPool, ...]:
+        contract = descriptor_pool.DescriptorPool()
+        for file in self._contract.values():
+            contract.AddSerializedFile(file)
+        return (
+            contract,
             descriptor_pool.Default(),
             _pool_of_v1(),
             grpc_service_pb2.DESCRIPTOR.pool,
@@ -54,10 +78,11 @@ class Reflection:
     ) -> AsyncIterator[pb.ServerReflectionResponse]:
         """One response for each request, in their order."""
         async for request in requests:
-            response = self._answer(request)
-            response.valid_host = request.host
-            response.original_request.CopyFrom(request)
-            yield response
+            async with self._turns:
+                response = self._answer(request)
+                response.valid_host = request.host
+                response.original_request.CopyFrom(request)
+                yield response
 
     def _answer(self, request: pb.ServerReflectionRequest) -> pb.ServerReflectionResponse:
         kind = request.WhichOneof("message_request")
@@ -70,31 +95,55 @@ class Reflection:
             try:
                 match kind:
                     case "file_by_filename":
-                        return _files(pool.FindFileByName(request.file_by_filename))
+                        return self._files(pool.FindFileByName(request.file_by_filename))
                     case "file_containing_symbol":
-                        return _files(_file_of(pool, request.file_containing_symbol))
+                        return self._files(_file_of(pool, request.file_containing_symbol))
                     case "file_containing_extension":
                         wanted = request.file_containing_extension
                         extended = pool.FindMessageTypeByName(wanted.containing_type)
                         extension: Any = pool.FindExtensionByNumber(
                             extended, wanted.extension_number
                         )
-                        return _files(extension.file)
+                        return self._files(extension.file)
                     case "all_extension_numbers_of_type":
-                        name = request.all_extension_numbers_of_type
-                        extensions = pool.FindAllExtensions(pool.FindMessageTypeByName(name))
-                        return pb.ServerReflectionResponse(
-                            all_extension_numbers_response=pb.ExtensionNumberResponse(
-                                base_type_name=name,
-                                extension_number=sorted(each.number for each in extensions),
-                            )
-                        )
+                        return self._extension_numbers(request.all_extension_numbers_of_type)
             except KeyError:
                 continue
         if kind is None:
             return _error(grpc.StatusCode.INVALID_ARGUMENT, "the request sets no message_request")
         asked = str(getattr(request, kind)).strip()
         return _error(grpc.StatusCode.NOT_FOUND, f"{kind} not found: {asked}")
+
+    def _files(self, file: FileDescriptor) -> pb.ServerReflectionResponse:
+        """The file, then the files that it imports directly or indirectly."""
+        protos = []
+        for each in _with_imports(file, set()):
+            described = self._contract.get(each.name)
+            if described is None:
+                proto = descriptor_pb2.FileDescriptorProto()
+                each.CopyToProto(proto)
+                described = proto.SerializeToString()
+            protos.append(described)
+        return pb.ServerReflectionResponse(
+            file_descriptor_response=pb.FileDescriptorResponse(file_descriptor_proto=protos)
+        )
+
+    def _extension_numbers(self, name: str) -> pb.ServerReflectionResponse:
+        """The extensions that any pool has of a message. Raises KeyError if no pool has the message."""
+        numbers: set[int] = set()
+        found = False
+        for pool in self._pools:
+            with contextlib.suppress(KeyError):
+                extensions = pool.FindAllExtensions(pool.FindMessageTypeByName(name))
+                numbers |= {each.number for each in extensions}
+                found = True
+        if not found:
+            raise KeyError(name)
+        return pb.ServerReflectionResponse(
+            all_extension_numbers_response=pb.ExtensionNumberResponse(
+                base_type_name=name, extension_number=sorted(numbers)
+            )
+        )
 
 
 def _file_of(pool: descriptor_pool.DescriptorPool, symbol: str) -> FileDescriptor:
@@ -119,16 +168,15 @@ def _file_of(pool: descriptor_pool.DescriptorPool, symbol: str) -> FileDescripto
     return file
 
 
-def _files(file: FileDescriptor) -> pb.ServerReflectionResponse:
-    """The file, then the files that it imports directly or indirectly."""
-    protos = []
-    for each in _with_imports(file, set()):
-        proto = descriptor_pb2.FileDescriptorProto()
-        each.CopyToProto(proto)
-        protos.append(proto.SerializeToString())
-    return pb.ServerReflectionResponse(
-        file_descriptor_response=pb.FileDescriptorResponse(file_descriptor_proto=protos)
-    )
+def _with_comments_only(file: descriptor_pb2.FileDescriptorProto) -> bytes:
+    """The file without the comments of others' files and without the places that have no comment: a third of its
+    bytes."""
+    places = file.source_code_info.location
+    ours = file.package == "kestrel.v1"
+    commented = [p for p in places if ours and (p.leading_comments or p.trailing_comments)]
+    del places[:]
+    places.extend(commented)
+    return file.SerializeToString()
 
 
 def _with_imports(file: FileDescriptor, seen: set[str]) -> Iterator[FileDescriptor]:

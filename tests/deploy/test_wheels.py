@@ -88,7 +88,11 @@ def test_a_wheel_holds_its_packages_and_their_data_only(builds):
     assert {top for top in tops if not top.endswith(".dist-info")} == {
         "kestrel_engine", "kestrel_grpc"
     }  # fmt: skip
-    for data in ("kestrel_grpc/cli/demo.jpg", "kestrel_engine/bundled/kestrel_tiny/sample.jpg"):
+    for data in (
+        "kestrel_grpc/cli/demo.jpg",
+        "kestrel_grpc/services/kestrel.v1.binpb",
+        "kestrel_engine/bundled/kestrel_tiny/sample.jpg",
+    ):
         assert data in names
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
     client = zipfile.ZipFile(wheel_of(builds, "kestrel_client")).namelist()
@@ -147,6 +151,7 @@ def test_the_client_installs_alone_and_its_bill_lists_what_it_brings(builds, too
     assert "file:" not in json.dumps(bill) and str(tmp_path) not in json.dumps(bill)
     sums = dict(line.split()[::-1] for line in (folder / "SHA256SUMS").read_text().splitlines())
     assert set(sums) == {path.name for path in folder.iterdir()} - {"SHA256SUMS"}
+    assert "kestrel.v1.binpb" in sums
 
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     python = tmp_path / "env/bin/python"

@@ -78,6 +78,14 @@ def test_the_baseline_holds_the_whole_contract() -> None:
     assert set(symbols(built.stdout)) - guarded == set()
 
 
+def test_the_descriptors_that_reflection_serves_are_those_of_the_protos() -> None:
+    """`make protos` was run."""
+    built = buf("build", "--path", "protos/kestrel", "--as-file-descriptor-set", "-o", "-")
+    assert built.returncode == 0, built.stderr.decode()
+    shipped = (REPOSITORY / "kestrel_grpc/services/kestrel.v1.binpb").read_bytes()
+    assert built.stdout == shipped
+
+
 def symbols(image: bytes) -> Iterator[str]:
     """Services, methods, messages, fields with their numbers, enums and values of kestrel.v1."""
     for file in descriptor_pb2.FileDescriptorSet.FromString(image).file:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -44,6 +45,7 @@ def test_the_pages_have_such_lines():
 async def test_the_lines_run_as_written(serve, tmp_path, block):
     served = await serve()
     shutil.copy(ROOT / "kestrel_grpc/cli/demo.jpg", tmp_path / "picture.jpg")
+    shutil.copy(ROOT / "kestrel_grpc/services/kestrel.v1.binpb", tmp_path)
     stored = await served.images.PutImage(image_service_pb2.PutImageRequest(image=raw_image()))
     script = block.text.replace("127.0.0.1:50051", served.server.addresses[0])
     status, out, errors = await shell(script.replace("img_…", stored.image.image_id), tmp_path)
@@ -72,5 +74,8 @@ async def test_grpcurl_describes_every_symbol(serve, tmp_path):
     assert {*SERVICES, "grpc.reflection.v1.ServerReflection"} <= set(out.split())
     for symbol, words in symbols.items():
         assert words in out, symbol
+    status, out, errors = await shell(f"{grpcurl} describe kestrel.v1.DetectRequest", tmp_path)
+    assert status == 0, errors
+    assert re.search(r"^  // .+\n  \.kestrel\.v1\.Image image = 1", out, re.MULTILINE), out
     status, _, errors = await shell(f"{grpcurl} describe kestrel.v1.VisionService.Smell", tmp_path)
     assert status != 0 and "kestrel.v1.VisionService.Smell" in errors
