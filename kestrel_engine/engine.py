@@ -153,13 +153,13 @@ class InferenceEngine(SkillCalls):
     ) -> InferenceEngine:
         """Loads the model off the event loop and warms it up.
 
-        ``api_key``: the key of ``config.adapter_sources.api``; not needed otherwise. ``progress`` is called with
-        (done bytes, total bytes, what). ``lora``: applies to all requests that name no adapter. Raises ConfigError or
-        ModelLoadError.
+        ``api_key``: the key of ``config.adapter_sources.api``, by default that of the released models; requests may
+        then name fine-tunes, and nothing else needs a key. ``progress`` is called with (done bytes, total bytes, what).
+        ``lora``: applies to all requests that name no adapter. Raises ConfigError or ModelLoadError.
         """
         config = config or RuntimeConfig()
         if api_key is not None:
-            sources = dataclasses.replace(config.adapter_sources, api_key=api_key)
+            sources = config.adapter_sources.with_key(api_key)
             config = dataclasses.replace(config, adapter_sources=sources)
         built = await build_off_loop(config, progress, lora)
         return await cls.warmed(config, built, skills=skills, observer=observer)

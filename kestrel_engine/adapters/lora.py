@@ -41,17 +41,25 @@ class TextLoRAConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoRA:
-    """The matrices A and B of each MLP's layers. ``tensors``: by the module's canonical name with ``.A`` and ``.B``, in
-    float32. They may be changed until an engine is created with them, which copies them."""
+    """The matrices A and B of each MLP's layers. ``tensors``: by the module's canonical name with ``.A`` and ``.B``.
+    They may be changed until an engine is created with them, which copies them."""
 
     config: TextLoRAConfig
     tensors: dict[str, Tensor]
 
     @classmethod
-    def create(cls, text_config: TextConfig, *, lora_config: TextLoRAConfig, seed: int = 0) -> LoRA:
+    def create(
+        cls,
+        text_config: TextConfig,
+        *,
+        lora_config: TextLoRAConfig,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+    ) -> LoRA:
         """Returns an adapter that changes nothing yet: A is random with a spread of 1 / sqrt(inputs), and B is 0.
 
-        Raises ConfigError if the model has experts and the rank is not divisible by the number of experts of a token.
+        ``dtype``: of the tensors; default: float32. Raises ConfigError if the model has experts and the rank is not
+        divisible by the number of experts of a token.
         """
         import torch
 
@@ -62,7 +70,13 @@ class LoRA:
             else torch.randn(shape, generator=generator) * shape[-1] ** -0.5
             for name, shape in _shapes(text_config, lora_config).items()
         }
-        return cls(lora_config, tensors)
+        return cls(lora_config, {name: tensor.to(dtype) for name, tensor in tensors.items()})
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> LoRA:
+        """Returns the adapter with its tensors on ``device``. The engine does not need this: it has its own copy."""
+        return LoRA(
+            self.config, {n: tensor.to(device, dtype) for n, tensor in self.tensors.items()}
+        )
 
     def adapter(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -12,6 +12,7 @@ from .groups import MODEL
 from .setting import check_settings, setting
 
 _ALLOWED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/(?:[A-Za-z0-9][A-Za-z0-9._-]{0,95}\*?|\*)")
+TUNING_API = "https://api.moondream.ai"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -101,6 +102,10 @@ class AdapterSources:
     def downloads(self) -> bool:
         """Whether requests may name adapters that are not in the operator's folder."""
         return bool(self.hub) or self.api is not None
+
+    def with_key(self, key: str) -> AdapterSources:
+        """Returns these sources with the tuning API's key, and with the released API if none is named."""
+        return replace(self, api_key=key, api=self.api or TUNING_API)
 
     def allows(self, repository: str) -> bool:
         """Whether requests may name adapters of this repository of the hub."""

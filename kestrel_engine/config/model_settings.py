@@ -12,6 +12,14 @@ from .setting import setting
 DEFAULT_MODEL = "kestrel-tiny"
 
 
+@dataclass(frozen=True, slots=True)
+class ModelPaths:
+    """The files of a model, in place of ``model_path`` and ``tokenizer_path``."""
+
+    weights: str | Path
+    tokenizer: str | Path | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
     """The settings of the group MODEL; `RuntimeConfig` checks them."""

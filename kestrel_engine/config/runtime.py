@@ -8,12 +8,12 @@ setting is one field made with ``setting``, in the file of its group.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import InitVar, dataclass, fields, replace
 
 from ..errors import ConfigError
 from .device_settings import DeviceSettings
 from .dtypes import PRECISIONS, dtype_name
-from .model_settings import ModelSettings
+from .model_settings import ModelPaths, ModelSettings
 from .request_settings import RequestSettings
 from .scheduler_settings import SchedulerSettings
 from .setting import check_settings
@@ -27,11 +27,15 @@ class RuntimeConfig(SchedulerSettings, RequestSettings, DeviceSettings, ModelSet
 
     ``model`` is a name (``kestrel-tiny``, ``moondream2``, ``moondream3-preview``, ``moondream3.1-9b-a2b``), a hub id
     ``org/repo[@revision][:file]``, ``s3://bucket/prefix``, or a path. ``model_path`` gives weights that replace the
-    model's own. Each field's ``help`` describes it. With None, the device or the model determines the value. Raises
-    ConfigError, which names field, value and limit.
+    model's own; ``model_paths`` gives them too, with a tokenizer. Each field's ``help`` describes it. With None, the
+    device or the model determines the value. Raises ConfigError, which names field, value and limit.
     """
 
-    def __post_init__(self) -> None:
+    model_paths: InitVar[ModelPaths | None] = None
+
+    def __post_init__(self, model_paths: ModelPaths | None) -> None:
+        if model_paths is not None:
+            self._take(model_paths)
         if not isinstance(self.model, str) or not self.model.strip():
             raise ConfigError("model", self.model, "must be a model name, hub id or path")
         for name in (
@@ -76,6 +80,18 @@ class RuntimeConfig(SchedulerSettings, RequestSettings, DeviceSettings, ModelSet
         given = {f.name: getattr(self, f.name) for f in fields(Sizes)}
         chosen = {name: value for name, value in given.items() if value is not None}
         return replace(default_sizes(cuda=cuda, itl_target_ms=self.itl_target_ms), **chosen)
+
+    def _take(self, paths: ModelPaths) -> None:
+        """Sets ``model_path`` and ``tokenizer_path``. Raises ConfigError if one is given twice."""
+        given = {"model_path": paths.weights, "tokenizer_path": paths.tokenizer}
+        for name, value in given.items():
+            if value is None:
+                continue
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    "model_paths", paths, f"{name} is set too; set only one of the two"
+                )
+            object.__setattr__(self, name, value)
 
     def _check_embedded(self) -> None:
         """Checks the fields that have no flag."""

@@ -1,9 +1,11 @@
 """What RuntimeConfig leaves to the device."""
 
+from dataclasses import replace
+
 import pytest
 
 from kestrel_engine import ConfigError, RuntimeConfig
-from kestrel_engine.config import sizes
+from kestrel_engine.config import ModelPaths, sizes
 
 
 def test_the_device_settles_what_was_left_open(monkeypatch):
@@ -105,3 +107,11 @@ def test_on_cuda_steps_hold_less_new_work_for_a_lower_target():
     assert RuntimeConfig(itl_target_ms=100.0).sizes(cuda=True) == usual
     assert RuntimeConfig(itl_target_ms=7.5, step_crops=30).sizes(cuda=True).step_crops == 30
     assert RuntimeConfig(itl_target_ms=7.5).sizes(cuda=False) == RuntimeConfig().sizes(cuda=False)
+
+
+def test_model_paths_name_the_files():
+    config = RuntimeConfig(model_paths=ModelPaths("w.pt", "t.json"))
+    assert (config.model_path, config.tokenizer_path) == ("w.pt", "t.json")
+    assert replace(config, seed=1).model_path == "w.pt"
+    with pytest.raises(ConfigError, match=r"model_paths=.*: model_path is set too"):
+        RuntimeConfig(model_path="w.pt", model_paths=ModelPaths("w.pt"))
