@@ -1,14 +1,14 @@
 // Asks a question, finds points, and prints a description while it is generated: Ask ADDRESS IMAGE
 import com.google.protobuf.ByteString;
-import dev.kestrel.v1.CaptionLength;
-import dev.kestrel.v1.CaptionRequest;
-import dev.kestrel.v1.Image;
-import dev.kestrel.v1.Point;
-import dev.kestrel.v1.PointRequest;
-import dev.kestrel.v1.QueryRequest;
-import dev.kestrel.v1.Sampling;
-import dev.kestrel.v1.StreamCaptionRequest;
-import dev.kestrel.v1.VisionServiceGrpc;
+import com.kestrel.v1.CaptionLength;
+import com.kestrel.v1.CaptionRequest;
+import com.kestrel.v1.Image;
+import com.kestrel.v1.Point;
+import com.kestrel.v1.PointRequest;
+import com.kestrel.v1.QueryRequest;
+import com.kestrel.v1.Sampling;
+import com.kestrel.v1.StreamCaptionRequest;
+import com.kestrel.v1.VisionServiceGrpc;
 import io.grpc.ManagedChannel;
 import io.grpc.ManagedChannelBuilder;
 import java.nio.file.Files;

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from google.protobuf import descriptor_pb2
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf import descriptor_pb2, text_format
+from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor
 
 from kestrel_client._pb.inference import grpc_service_pb2
 from kestrel_client._pb.kestrel.client.internal import wire_pb2
@@ -104,6 +104,23 @@ def symbols(image: bytes) -> Iterator[str]:
             enums += [(name, nested) for nested in message.enum_type]
         for scope, enum in enums:
             yield from (f"{scope}.{value.name}={value.number}" for value in enum.value)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_every_file_names_its_packages_in_other_languages(file: FileDescriptor) -> None:
+    """As buf's managed mode would, so that managed mode changes no import. protos/README.md has the reasons."""
+    classname = Path(file.name).stem.title().replace("_", "") + "Proto"
+    assert text_format.MessageToString(file.GetOptions()).splitlines() == [
+        'java_package: "com.kestrel.v1"',
+        f'java_outer_classname: "{classname}"',
+        "java_multiple_files: true",
+        'go_package: "kestrel/v1;kestrelv1"',
+        'objc_class_prefix: "KXX"',
+        'csharp_namespace: "Kestrel.V1"',
+        r'php_namespace: "Kestrel\\V1"',
+        r'php_metadata_namespace: "Kestrel\\V1\\GPBMetadata"',
+        'ruby_package: "Kestrel::V1"',
+    ]
 
 
 def test_stubs_are_what_the_protos_give(tmp_path: Path) -> None:
