@@ -23,7 +23,7 @@ from .cpu_window import snapshot
 STREAM = "/kestrel.v1.VisionService/StreamCaption"
 UNARY = "/kestrel.v1.VisionService/Query"
 _TYPES: dict[str, tuple[Any, Any]] = {
-    STREAM: (pb.StreamCaptionResponse, pb.StreamCaptionRequest),
+    STREAM: (pb.StreamCaptionResponse, pb.CaptionRequest),
     UNARY: (pb.QueryResponse, pb.QueryRequest),
 }
 """The response and the request of each method."""

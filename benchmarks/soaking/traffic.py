@@ -144,10 +144,10 @@ class Caller:
         caption = pb.CaptionRequest(image=image, sampling=sampling)
         detect = pb.DetectRequest(image=image, object="red circle")
         made: list[Made] = [
-            (self._vision.StreamQuery, pb.StreamQueryRequest(request=query)),
-            (self._vision.StreamCaption, pb.StreamCaptionRequest(request=caption)),
-            (self._vision.StreamDetect, pb.StreamDetectRequest(request=detect)),
-            (self._vision.StreamAnalyze, pb.StreamAnalyzeRequest(request=self._analyze())),
+            (self._vision.StreamQuery, query),
+            (self._vision.StreamCaption, caption),
+            (self._vision.StreamDetect, detect),
+            (self._vision.StreamAnalyze, self._analyze()),
         ]
         return self._rng.choice(made)
 
@@ -181,7 +181,7 @@ async def _run(
     callers = [
         Caller(address, token, random.Random(rng.random()), images) for _ in range(NUM_CALLERS)
     ]
-    stream = pb.StreamQueryRequest(request=pb.QueryRequest(question=QUESTIONS[0]))
+    stream = pb.QueryRequest(question=QUESTIONS[0])
     asked = Asked("/kestrel.v1.VisionService/StreamQuery", stream.SerializeToString(), token)
     came: Counter[str] = Counter()
 

@@ -41,7 +41,7 @@ class Vision(vision_service_pb2_grpc.VisionServiceServicer):
         return vision_service_pb2.DetectResponse(objects=[box], seed=2**64 - 1)
 
     def StreamDetect(self, request, context):
-        final = self.Detect(request.request, context)
+        final = self.Detect(request, context)
         yield vision_service_pb2.StreamDetectResponse(object=final.objects[0])
         yield vision_service_pb2.StreamDetectResponse(sequence=1, final=final)
 

@@ -34,10 +34,10 @@ int main(int argc, char** argv) {
   }
 
   if (status.ok()) {
-    kestrel::v1::StreamCaptionRequest request;
-    request.mutable_request()->mutable_image()->set_encoded(encoded);
-    request.mutable_request()->set_length(kestrel::v1::CAPTION_LENGTH_SHORT);
-    request.mutable_request()->mutable_sampling()->set_temperature(0);
+    kestrel::v1::CaptionRequest request;
+    request.mutable_image()->set_encoded(encoded);
+    request.set_length(kestrel::v1::CAPTION_LENGTH_SHORT);
+    request.mutable_sampling()->set_temperature(0);
     grpc::ClientContext streaming;
     auto stream = client->StreamCaption(&streaming, request);
     kestrel::v1::StreamCaptionResponse message;

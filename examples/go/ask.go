@@ -36,9 +36,9 @@ func main() {
 		fmt.Println("point", point.X, point.Y)
 	}
 
-	stream, err := client.StreamCaption(context.Background(), &pb.StreamCaptionRequest{Request: &pb.CaptionRequest{
+	stream, err := client.StreamCaption(context.Background(), &pb.CaptionRequest{
 		Image: image, Length: pb.CaptionLength_CAPTION_LENGTH_SHORT, Sampling: greedy,
-	}})
+	})
 	check(err)
 	for {
 		message, err := stream.Recv()

@@ -7,7 +7,6 @@ import com.kestrel.v1.Point;
 import com.kestrel.v1.PointRequest;
 import com.kestrel.v1.QueryRequest;
 import com.kestrel.v1.Sampling;
-import com.kestrel.v1.StreamCaptionRequest;
 import com.kestrel.v1.VisionServiceGrpc;
 import io.grpc.ManagedChannel;
 import io.grpc.ManagedChannelBuilder;
@@ -39,8 +38,9 @@ public class Ask {
     var caption = CaptionRequest.newBuilder()
         .setImage(image)
         .setLength(CaptionLength.CAPTION_LENGTH_SHORT)
-        .setSampling(greedy);
-    client.streamCaption(StreamCaptionRequest.newBuilder().setRequest(caption).build())
+        .setSampling(greedy)
+        .build();
+    client.streamCaption(caption)
         .forEachRemaining(message -> System.out.print(message.getTextDelta().getText()));
     System.out.println();
     channel.shutdownNow();

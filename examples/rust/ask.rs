@@ -6,8 +6,7 @@ mod kestrel {
 }
 
 use kestrel::stream_caption_response::Event;
-use kestrel::{image, CaptionLength, CaptionRequest, Image, PointRequest, QueryRequest, Sampling};
-use kestrel::{StreamCaptionRequest, VisionServiceClient};
+use kestrel::{image, CaptionLength, CaptionRequest, Image, PointRequest, QueryRequest, Sampling, VisionServiceClient};
 use std::io::Write;
 
 #[tokio::main(flavor = "current_thread")]
@@ -42,7 +41,7 @@ async fn main() -> Result<(), grpc::Error> {
         sampling: Some(greedy),
         ..Default::default()
     };
-    let mut events = client.stream_caption(StreamCaptionRequest { request: Some(caption) }).await?;
+    let mut events = client.stream_caption(caption).await?;
     while let Some(response) = events.next().await? {
         if let Some(Event::TextDelta(delta)) = response.event {
             print!("{}", delta.text);

@@ -118,7 +118,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             current.set(call)
             if watcher is not None:
                 watcher.begin(call)
-            prefix = ""
             failed: Exception | None = None
             incoming: Incoming | None
             request: Any
@@ -143,8 +142,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                                 watcher.on_message(call)
                         else:
                             request = await incoming.only() if empty is None else empty()
-                            call.message = request
-                            prefix = "request." if streaming else ""
+                            call.message, call.streams = request, streaming
                             options = options_of(request)
                             take_id(call, options)
                             if watcher is not None:
@@ -173,7 +171,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 except Exception as error:  # This is the one place where errors become statuses.
                     failed = error
                     incoming = request = response = options = None
-                    await self._endings.fail(call, error, prefix)
+                    await self._endings.fail(call, error)
                 finally:
                     # gRPC keeps the exception that aborts a call, and so this frame, in a reference cycle with its
                     # context.

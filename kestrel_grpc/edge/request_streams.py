@@ -40,7 +40,7 @@ from .failures.errors import ShuttingDown, SlowReader, SlowSender
 from .failures.statuses import Complaint, complaint
 from .messages.bounded_context import BoundedContext
 from .messages.incoming import Incoming
-from .messages.inner_request import request_options
+from .messages.request_options import request_options
 
 _MOST_REQUESTS = 64
 _RETRY_S = 0.1

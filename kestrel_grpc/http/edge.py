@@ -192,7 +192,7 @@ class HttpEdge:
                 writer.has_read_all = not _content_length(scope["headers"])
                 with _named_by_client():
                     asked = endpoint.asked(scope, b"")
-            call.message = asked.message
+            call.message, call.streams = asked.message, asked.events is not None
             options = options_of(asked.message)
             take_id(call, options)
             if watcher is not None:

@@ -175,11 +175,8 @@ class InferenceService(GRPCInferenceServiceServicer):
         _check_outputs(request)
         wanted = asked(request, self._vision)
         if request.model_name != model.NAME:
-            message = wanted.message
-            (
-                message.request if hasattr(message, "request") else message
-            ).options.model = request.model_name
-        call.message = wanted.message
+            wanted.message.options.model = request.model_name
+        call.message, call.streams = wanted.message, wanted.streams
         return wanted
 
     def _model(self, name: str) -> ServedModel:

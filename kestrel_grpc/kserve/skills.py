@@ -244,17 +244,17 @@ class _Inputs:
 
 
 def _query(inputs: _Inputs, vision: VisionService) -> Asked:
-    stream = pb.StreamQueryRequest()
-    request = stream.request  # Filled in place, because a copy would copy the image.
-    request.question = inputs.required("QUESTION", "query")
-    request.reasoning = inputs.flag("REASONING")
+    request = pb.QueryRequest(
+        question=inputs.required("QUESTION", "query"),
+        reasoning=inputs.flag("REASONING"),
+        spatial_refs=inputs.spatial_refs(),
+    )
     if (system := inputs.text("SYSTEM")) is not None:
         request.system = system
     inputs.fill_abstention(request)
-    request.spatial_refs.extend(inputs.spatial_refs())
     inputs.fill(request, "query")
     if inputs.flag("STREAM"):
-        return Asked(stream, vision.StreamQuery, True, _query_values)
+        return Asked(request, vision.StreamQuery, True, _query_values)
     return Asked(request, vision.Query, False, _query_values)
 
 
@@ -262,12 +262,10 @@ def _caption(inputs: _Inputs, vision: VisionService) -> Asked:
     length = inputs.text("LENGTH") or "normal"
     if length not in CAPTION_LENGTHS:
         raise InvalidRequest("LENGTH", f"must be short, normal or long, got {length[:40]!r}")
-    stream = pb.StreamCaptionRequest()
-    request = stream.request
-    request.length = CAPTION_LENGTHS[length]
+    request = pb.CaptionRequest(length=CAPTION_LENGTHS[length])
     inputs.fill(request, "caption")
     if inputs.flag("STREAM"):
-        return Asked(stream, vision.StreamCaption, True, _caption_values)
+        return Asked(request, vision.StreamCaption, True, _caption_values)
     return Asked(request, vision.Caption, False, _caption_values)
 
 

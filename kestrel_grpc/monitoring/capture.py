@@ -35,7 +35,8 @@ from kestrel_engine import EngineInfo, clock
 from .. import __version__
 from ..edge.calls.call import Call
 from ..edge.failures.errors import CaptureError
-from ..edge.messages.inner_request import inner_request, request_images, request_options
+from ..edge.messages.image_fields import request_images
+from ..edge.messages.request_options import request_options
 from ..images.upload import ReceivedParts
 from ..served_model import ServedModels
 from ..service_names import IMAGE_METHODS, KSERVE_METHODS, VISION_METHODS
@@ -57,10 +58,10 @@ _CAPTURED_STATUSES = frozenset(
 """Statuses that are captured. UNAVAILABLE is not, because the request did not start or the whole server ended."""
 _CAPTURED_METHODS = (VISION_METHODS, IMAGE_METHODS, KSERVE_METHODS)
 _METHODS_OF_VISION = {
-    method.input_type.full_name: f"{VISION_METHODS}{method.name}"
+    (method.input_type.full_name, method.server_streaming): f"{VISION_METHODS}{method.name}"
     for method in vision_service_pb2.DESCRIPTOR.services_by_name["VisionService"].methods
 }
-"""By the name of the request message."""
+"""By the name of the request message, and whether the answer is a stream."""
 _FORMATS = {
     1: common_pb2.PIXEL_FORMAT_GRAY8,
     3: common_pb2.PIXEL_FORMAT_RGB8,
@@ -188,9 +189,8 @@ def _describe_request(failed: _Failed) -> tuple[Any, dict[str, Any] | None]:
     about the others, and their fields stay, empty."""
     request = type(failed.message)()
     request.CopyFrom(failed.message)
-    inner = inner_request(request)
-    images = request_images(inner)
-    if (options := request_options(inner)) is not None:
+    images = request_images(request)
+    if (options := request_options(request)) is not None:
         options.ClearField("cache_salt")
     left_out: list[dict[str, Any]] = []
     for image in images:
@@ -203,8 +203,8 @@ def _describe_request(failed: _Failed) -> tuple[Any, dict[str, Any] | None]:
                 image.ClearField(name)
     if not left_out:
         return _plain(request), None
-    if len(images) == 1 and "image" in inner.DESCRIPTOR.fields_by_name:
-        inner.ClearField("image")
+    if len(images) == 1 and "image" in request.DESCRIPTOR.fields_by_name:
+        request.ClearField("image")
     first, *more = left_out
     return _plain(request), {**first, "more": more} if more else first
 
@@ -252,7 +252,7 @@ def _method_of(call: Call) -> str | None:
     if not isinstance(message, Message):
         return None
     own = None if call.method.startswith(KSERVE_METHODS) else call.method
-    return _METHODS_OF_VISION.get(message.DESCRIPTOR.full_name, own)
+    return _METHODS_OF_VISION.get((message.DESCRIPTOR.full_name, call.streams), own)
 
 
 def _image_facts(image: common_pb2.Image) -> dict[str, Any]:

@@ -12,11 +12,10 @@ from typing import Any
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceServicer
-from kestrel_engine import EngineResult, InvalidRequest, StreamUpdate
+from kestrel_engine import EngineResult, StreamUpdate
 
 from ..edge.calls.call import Context
 from ..edge.calls.current_call import current_call
-from ..edge.messages.inner_request import inner_request
 from ..images.request_images import RequestImages
 from ..served_model import ServedModels
 from .answers.analysis import Send, analyze
@@ -79,57 +78,53 @@ class VisionService(VisionServiceServicer):
     # that waits in a yield is closed only when it is collected.
 
     async def StreamQuery(  # type: ignore[override]
-        self, request: pb.StreamQueryRequest, context: Context
+        self, request: pb.QueryRequest, context: Context
     ) -> None:
-        inner = _inner(request)
-        check_single(inner)
-        call = query_call(inner)
+        check_single(request)
+        call = query_call(request)
         await self._stream(call, context, pb.StreamQueryResponse, query_response)
 
     async def StreamCaption(  # type: ignore[override]
-        self, request: pb.StreamCaptionRequest, context: Context
+        self, request: pb.CaptionRequest, context: Context
     ) -> None:
-        inner = _inner(request)
-        check_single(inner)
-        call = caption_call(inner)
+        check_single(request)
+        call = caption_call(request)
         await self._stream(call, context, pb.StreamCaptionResponse, caption_response)
 
     async def StreamPoint(  # type: ignore[override]
-        self, request: pb.StreamPointRequest, context: Context
+        self, request: pb.PointRequest, context: Context
     ) -> None:
-        inner = _inner(request)
-        if inner.objects:
+        if request.objects:
             send = _sender(context, pb.StreamPointResponse)
-            await send("", {"final": await find_several(self._starter, inner, send)})
+            await send("", {"final": await find_several(self._starter, request, send)})
             return
-        call = point_call(inner)
+        call = point_call(request)
         await self._stream(call, context, pb.StreamPointResponse, point_response)
 
     async def StreamDetect(  # type: ignore[override]
-        self, request: pb.StreamDetectRequest, context: Context
+        self, request: pb.DetectRequest, context: Context
     ) -> None:
-        inner = _inner(request)
-        if inner.objects:
+        if request.objects:
             send = _sender(context, pb.StreamDetectResponse)
-            await send("", {"final": await find_several(self._starter, inner, send)})
+            await send("", {"final": await find_several(self._starter, request, send)})
             return
-        call = detect_call(inner)
+        call = detect_call(request)
         await self._stream(call, context, pb.StreamDetectResponse, detect_response)
 
     async def StreamSegment(  # type: ignore[override]
-        self, request: pb.StreamSegmentRequest, context: Context
+        self, request: pb.SegmentRequest, context: Context
     ) -> None:
-        call = segment_call(_inner(request))
+        call = segment_call(request)
         await self._stream(call, context, pb.StreamSegmentResponse, segment_response)
 
     async def Analyze(self, request: pb.AnalyzeRequest, context: Context) -> pb.AnalyzeResponse:
         return await analyze(self._starter, request)
 
     async def StreamAnalyze(  # type: ignore[override]
-        self, request: pb.StreamAnalyzeRequest, context: Context
+        self, request: pb.AnalyzeRequest, context: Context
     ) -> None:
         send = _sender(context, pb.StreamAnalyzeResponse)
-        final = await analyze(self._starter, _inner(request), send)
+        final = await analyze(self._starter, request, send)
         await send("", {"final": final})
 
     async def RunSkill(self, request: pb.RunSkillRequest, context: Context) -> pb.RunSkillResponse:
@@ -137,20 +132,19 @@ class VisionService(VisionServiceServicer):
             return await self._answer(self._skill_call(request), skill_response)
 
     async def StreamSkill(  # type: ignore[override]
-        self, request: pb.StreamSkillRequest, context: Context
+        self, request: pb.RunSkillRequest, context: Context
     ) -> None:
-        inner = _inner(request)
-        with located(inner):
-            call = self._skill_call(inner)
+        with located(request):
+            call = self._skill_call(request)
             await self._stream(call, context, pb.StreamSkillResponse, skill_response, skill_event)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         return await self._answer(embed_call(request, self._max_message_bytes), embed_response)
 
     async def StreamEmbed(  # type: ignore[override]
-        self, request: pb.StreamEmbedRequest, context: Context
+        self, request: pb.EmbedRequest, context: Context
     ) -> None:
-        call = embed_call(_inner(request), self._max_message_bytes, streamed=True)
+        call = embed_call(request, self._max_message_bytes, streamed=True)
         await self._stream(call, context, pb.StreamEmbedResponse, embed_final, rest=embed_events)
 
     async def StreamFrames(  # type: ignore[override]
@@ -231,10 +225,3 @@ def _sender(context: Context, response: Callable[..., Any]) -> Send:
             sequence += 1
 
     return send
-
-
-def _inner(request: Any) -> Any:
-    """The request inside a stream's request. Raises InvalidRequest if it is not set."""
-    if not request.HasField("request"):
-        raise InvalidRequest("", "is required")
-    return inner_request(request)

@@ -14,7 +14,6 @@ import grpc
 from kestrel_engine import ImageEvent, RequestEvent, StepEvent
 
 from ..edge.calls.call import Call
-from ..edge.messages.inner_request import inner_request
 from . import names
 
 Value: TypeAlias = str | int | float | bool | tuple[str, ...]
@@ -131,7 +130,7 @@ def of_image(event: ImageEvent) -> Attributes:
 
 
 def _of_sampling(message: Any) -> Attributes:
-    sampling = getattr(inner_request(message), "sampling", None)
+    sampling = getattr(message, "sampling", None)
     if sampling is None:
         return {}
     return {
@@ -163,8 +162,7 @@ def of_step(event: StepEvent) -> Attributes:
 
 def content(call: Call) -> Attributes:
     """The question or object of a request, and the answer, as JSON in the form of OpenTelemetry's convention."""
-    inner = inner_request(call.message)
-    asked = getattr(inner, "question", "") or getattr(inner, "object", "")
+    asked = getattr(call.message, "question", "") or getattr(call.message, "object", "")
     attributes: Attributes = {}
     if isinstance(asked, str) and asked:
         attributes[names.INPUT_MESSAGES] = _messages("user", asked)

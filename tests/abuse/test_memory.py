@@ -39,7 +39,6 @@ def good() -> common_pb2.Image:
 
 
 REFUSED = pb.CaptionRequest(image=common_pb2.Image(encoded=b"\xff\xd8\xff" + bytes(IMAGE_BYTES)))
-REFUSED_STREAM = pb.StreamCaptionRequest(request=REFUSED)
 """One for all: a client's exception holds its request, in this process."""
 
 
@@ -55,7 +54,7 @@ def refused(vision: VisionServiceStub) -> None:
 
 def refused_stream(vision: VisionServiceStub) -> None:
     with pytest.raises(grpc.RpcError):
-        list(vision.StreamCaption(REFUSED_STREAM, metadata=METADATA))
+        list(vision.StreamCaption(REFUSED, metadata=METADATA))
 
 
 def refused_task(vision: VisionServiceStub) -> None:
@@ -68,7 +67,7 @@ def refused_task(vision: VisionServiceStub) -> None:
 
 
 def cancelled(vision: VisionServiceStub) -> None:
-    request = pb.StreamCaptionRequest(request=pb.CaptionRequest(image=good()))
+    request = pb.CaptionRequest(image=good())
     call = vision.StreamCaption(request, metadata=METADATA)
     next(call)
     call.cancel()

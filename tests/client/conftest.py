@@ -114,34 +114,34 @@ class Peer(vision_service_pb2_grpc.VisionServiceServicer):
     # The streams: the result comes from the unary method, the events from the result.
 
     def StreamQuery(self, request: Any, context: Any) -> Iterator[Any]:
-        final = self.Query(request.request, context)
+        final = self.Query(request, context)
         thoughts: list[dict[str, Any]] = []
         if final.HasField("reasoning"):
             thoughts = [
                 {"reasoning_delta": vision_service_pb2.ReasoningDelta(text=t, output_tokens=i + 1)}
                 for i, t in enumerate(_pieces(final.reasoning.text))
             ]
-        deltas = self._text_deltas(final.answer, request.request.question, context)
+        deltas = self._text_deltas(final.answer, request.question, context)
         events = itertools.chain(thoughts, deltas)
         yield from self._stream(vision_service_pb2.StreamQueryResponse, final, events, request)
 
     def StreamCaption(self, request: Any, context: Any) -> Iterator[Any]:
-        final = self.Caption(request.request, context)
+        final = self.Caption(request, context)
         deltas = self._text_deltas(final.caption, "", context)
         yield from self._stream(vision_service_pb2.StreamCaptionResponse, final, deltas, request)
 
     def StreamPoint(self, request: Any, context: Any) -> Iterator[Any]:
-        final = self.Point(request.request, context)
+        final = self.Point(request, context)
         objects = [{"object": p} for p in final.points]
         yield from self._stream(vision_service_pb2.StreamPointResponse, final, objects, request)
 
     def StreamDetect(self, request: Any, context: Any) -> Iterator[Any]:
-        final = self.Detect(request.request, context)
+        final = self.Detect(request, context)
         objects = [{"object": b} for b in final.objects]
         yield from self._stream(vision_service_pb2.StreamDetectResponse, final, objects, request)
 
     def StreamSegment(self, request: Any, context: Any) -> Iterator[Any]:
-        final = self.Segment(request.request, context)
+        final = self.Segment(request, context)
         pieces = ["M 0 0", "L 1 0", "L 1 1", "L 0 1", "z"]
         events: list[dict[str, Any]] = [{"object": final.box}]
         events += [{"path_piece": vision_service_pb2.PathPiece(path=p)} for p in pieces]
@@ -184,7 +184,7 @@ class Peer(vision_service_pb2_grpc.VisionServiceServicer):
         yield kind(sequence=0, started=started)
         for sequence, event in enumerate(events, start=1):
             yield kind(sequence=sequence, **event)
-        if getattr(request.request, "question", "") != "cut":
+        if getattr(request, "question", "") != "cut":
             yield kind(sequence=sequence + 1, final=final)
 
     def _receive(self, request: Any, words: str, context: Any) -> None:

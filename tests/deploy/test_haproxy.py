@@ -152,9 +152,7 @@ async def test_a_stream_is_not_held_back(front):
     metadata = (("authorization", f"Bearer {front.token}"),)
     async with front.channel() as channel:
         sampling = common_pb2.Sampling(max_tokens=60)
-        request = pb.StreamQueryRequest(
-            request=pb.QueryRequest(question="what?", sampling=sampling)
-        )
+        request = pb.QueryRequest(question="what?", sampling=sampling)
         stream = VisionServiceStub(channel).StreamQuery(request, metadata=metadata)
         assert len([event async for event in stream]) >= 2
 

@@ -194,7 +194,7 @@ export class Client {
     question: string,
     options: QueryOptions & HandlingOptions = {},
   ): KestrelStream<EventOf<StreamQueryResponse>, QueryResponse> {
-    const open = (request: QueryRequest, sending: Sending) => this.#vision.streamQuery({ request }, sending);
+    const open = (request: QueryRequest, sending: Sending) => this.#vision.streamQuery(request, sending);
     return this.#streamTask(image, () => queryTask(question, options), options, open);
   }
 
@@ -204,7 +204,7 @@ export class Client {
     length: Length = "normal",
     options: CaptionOptions & HandlingOptions = {},
   ): KestrelStream<EventOf<StreamCaptionResponse>, CaptionResponse> {
-    const open = (request: CaptionRequest, sending: Sending) => this.#vision.streamCaption({ request }, sending);
+    const open = (request: CaptionRequest, sending: Sending) => this.#vision.streamCaption(request, sending);
     return this.#streamTask(image, () => captionTask(length, options), options, open);
   }
 
@@ -214,7 +214,7 @@ export class Client {
     object: string,
     options: PointOptions & HandlingOptions = {},
   ): KestrelStream<EventOf<StreamPointResponse>, PointResponse> {
-    const open = (request: PointRequest, sending: Sending) => this.#vision.streamPoint({ request }, sending);
+    const open = (request: PointRequest, sending: Sending) => this.#vision.streamPoint(request, sending);
     return this.#streamTask(image, () => pointTask(object, options), options, open);
   }
 
@@ -224,7 +224,7 @@ export class Client {
     object: string,
     options: DetectOptions & HandlingOptions = {},
   ): KestrelStream<EventOf<StreamDetectResponse>, DetectResponse> {
-    const open = (request: DetectRequest, sending: Sending) => this.#vision.streamDetect({ request }, sending);
+    const open = (request: DetectRequest, sending: Sending) => this.#vision.streamDetect(request, sending);
     return this.#streamTask(image, () => detectTask(object, options), options, open);
   }
 
@@ -234,7 +234,7 @@ export class Client {
     object: string,
     options: SegmentOptions & HandlingOptions = {},
   ): KestrelStream<EventOf<StreamSegmentResponse>, SegmentResponse> {
-    const open = (request: SegmentRequest, sending: Sending) => this.#vision.streamSegment({ request }, sending);
+    const open = (request: SegmentRequest, sending: Sending) => this.#vision.streamSegment(request, sending);
     return this.#streamTask(image, () => segmentTask(object, options), options, open);
   }
 
@@ -246,7 +246,7 @@ export class Client {
   ): KestrelStream<EventOf<StreamAnalyzeResponse> & { key: keyof T & string }, Outcomes<ResultsOf<T>>> {
     const prepare = async () => {
       const { call, request } = await this.#requests.analysis(image, tasks, options);
-      return { call, open: (sending: Sending) => this.#vision.streamAnalyze({ request }, sending) };
+      return { call, open: (sending: Sending) => this.#vision.streamAnalyze(request, sending) };
     };
     return this.#stream(
       options,
@@ -264,7 +264,7 @@ export class Client {
   ): KestrelStream<EventOf<StreamSkillResponse>, RunSkillResponse> {
     const prepare = async () => {
       const { call, request } = await this.#requests.skill(skill, image, options);
-      return { call, open: (sending: Sending) => this.#vision.streamSkill({ request }, sending) };
+      return { call, open: (sending: Sending) => this.#vision.streamSkill(request, sending) };
     };
     return this.#stream(options, prepare, (each) => each.event);
   }
@@ -276,7 +276,7 @@ export class Client {
   ): KestrelStream<EventOf<StreamEmbedResponse>, EmbedResponse> {
     const prepare = async () => {
       const { call, request } = await this.#requests.embedding(image, options);
-      return { call, open: (sending: Sending) => this.#vision.streamEmbed({ request }, sending) };
+      return { call, open: (sending: Sending) => this.#vision.streamEmbed(request, sending) };
     };
     return this.#stream(options, prepare, (each) => each.event);
   }

@@ -175,12 +175,12 @@ test("a stream ends with its result, without one, or where its reader leaves it"
   let ended = 0;
   const { client } = await served((router) =>
     router.service(VisionService, {
-      streamCaption: async function* ({ request }, { signal }): Messages<typeof StreamCaptionResponseSchema> {
+      streamCaption: async function* ({ length }, { signal }): Messages<typeof StreamCaptionResponseSchema> {
         signal.addEventListener("abort", () => (ended += 1));
         yield { event: { case: "started", value: {} } };
         yield { event: { case: "textDelta", value: { text: "a " } } };
-        if (request?.length === 1) return;
-        if (request?.length === 3) await new Promise((resolve) => signal.addEventListener("abort", resolve));
+        if (length === 1) return;
+        if (length === 3) await new Promise((resolve) => signal.addEventListener("abort", resolve));
         yield { event: { case: "final", value: { caption: "a cat" } } };
       },
     }),
@@ -212,9 +212,9 @@ async function forgetful(options: NodeOptions = {}) {
         if (all.some((each) => each?.case === "imageId" && each.value !== "known")) throw notFound();
         return { answer: "yes", images: all.map((_, place) => ({ imageId: `new_${place}` })) };
       },
-      streamQuery: async function* ({ request }): Messages<typeof StreamQueryResponseSchema> {
-        calls.push(`stream ${request?.image?.source.case}`);
-        if (request?.image?.source.case === "imageId") throw notFound();
+      streamQuery: async function* ({ image }): Messages<typeof StreamQueryResponseSchema> {
+        calls.push(`stream ${image?.source.case}`);
+        if (image?.source.case === "imageId") throw notFound();
         yield { event: { case: "final", value: { answer: "yes", imageId: "new_s" } } };
       },
     });

@@ -187,7 +187,7 @@ for (const [name, client] of [
       });
       const stream = client.streamQuery(IMAGE, "What?", { topP: 1.5 });
       await assert.rejects(stream.result(), (error: InvalidArgumentError) => {
-        return error.fieldViolations[0]?.field === "request.sampling.top_p";
+        return error.fieldViolations[0]?.field === "sampling.top_p";
       });
       await assert.rejects(client.caption(Uint8Array.of(1, 2, 3)), /IMAGE_|image/);
       await assert.rejects(client.query(IMAGE, "What?", { timeoutMs: 1 }), DeadlineExceededError);

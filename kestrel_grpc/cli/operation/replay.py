@@ -21,7 +21,8 @@ from google.protobuf.message import Message
 from kestrel_client._pb.kestrel.v1 import image_service_pb2, vision_service_pb2
 from kestrel_client.errors import from_rpc_error
 
-from ...edge.messages.inner_request import inner_request, request_images, request_options
+from ...edge.messages.image_fields import request_images
+from ...edge.messages.request_options import request_options
 from ..connection import CallMetadata, add_connection_flags, open_channel
 from ..parser import EXIT_FAILED, CommandError
 
@@ -51,11 +52,6 @@ class Captured:
     def path(self) -> str:
         """The method's name in gRPC."""
         return f"/{self.method.containing_service.full_name}/{self.method.name}"
-
-    @property
-    def inner(self) -> Any:
-        """The message that has the image and the options. The message of a streaming method holds it in a field."""
-        return inner_request(self.request)
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
@@ -154,7 +150,7 @@ def _set_images(captured: Captured, paths: Sequence[str]) -> None:
     if len(left_out) <= 1:
         _set_image(captured, paths[0])
         return
-    empty = [i for i in request_images(captured.inner) if i.WhichOneof("source") is None]
+    empty = [i for i in request_images(captured.request) if i.WhichOneof("source") is None]
     for image, path in zip(empty, paths, strict=True):
         image.encoded = _read(path)
 
@@ -177,9 +173,9 @@ def _set_image(captured: Captured, path: str) -> None:
         chunks = [upload(chunk=data[start : start + _CHUNK_BYTES]) for start in starts]
         captured.request[:] = [begin, *chunks]
         return
-    empty = [i for i in request_images(captured.inner) if i.WhichOneof("source") is None]
+    empty = [i for i in request_images(captured.request) if i.WhichOneof("source") is None]
     try:
-        (empty[0] if empty else captured.inner.image).encoded = data
+        (empty[0] if empty else captured.request.image).encoded = data
     except AttributeError:
         raise CommandError(f"{captured.path.removeprefix('/')} takes no image") from None
 
@@ -230,7 +226,7 @@ async def _in_process(args: argparse.Namespace, captured: Captured) -> int:
 
     runtime = runtime_config(args)
     if not isinstance(captured.request, list):
-        if (options := request_options(captured.inner)) is not None:
+        if (options := request_options(captured.request)) is not None:
             options.ClearField("model")  # This server has only one model.
     with tempfile.TemporaryDirectory(prefix="kestrel-replay-") as folder:
         address = f"unix:{folder}/replay.sock"

@@ -54,6 +54,8 @@ class Call:
     """The reason in the ErrorInfo of a call that failed; "" if it succeeded or its caller ended it."""
     message: Any = None
     """The request message once it is read; for an upload that failed, its ReceivedParts; None for other streams."""
+    streams: bool = False
+    """Whether the method that takes ``message`` answers with a stream."""
     caps_max_tokens: bool = False
     """Whether a max_tokens above the room for tokens is lowered to it instead of refused."""
     stored: dict[str, bytes | np.ndarray] = field(default_factory=dict)

@@ -35,12 +35,12 @@ class Endings:
     ) -> None:
         self._pace, self._trailers = pace, trailers
 
-    async def fail(self, call: Call, error: Exception, prefix: str = "") -> None:
+    async def fail(self, call: Call, error: Exception) -> None:
         """Ends the call with the status of ``error``. Never returns. The caller holds no reference to the call's
-        message. ``prefix``: as in statuses.status_of."""
+        message."""
         note(call, error)
         await delay_refusal(self._pace, call, error)
-        _, message, trailers = status_of(error, call.request_id, prefix)
+        _, message, trailers = status_of(error, call.request_id)
         if isinstance(error, ModelNotReady):
             trailers = (*trailers, (NOT_BEGUN, "1"))
         await self.abort(call, message, trailers)

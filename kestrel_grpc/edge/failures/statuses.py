@@ -204,7 +204,7 @@ class Complaint:
 
 
 def complaint(error: BaseException, request_id: str, prefix: str = "") -> Complaint:
-    """Describes an error. ``prefix`` precedes every field path: "request." if a stream's message holds the request."""
+    """Describes an error. ``prefix`` precedes every field path, like ``tasks[0].detect.``."""
     row = row_of(error)
     if not row.public:
         what = "the computation failed" if row.reason == "COMPUTATION_FAILED" else "internal error"
@@ -222,11 +222,9 @@ def complaint(error: BaseException, request_id: str, prefix: str = "") -> Compla
     return Complaint(row.code, f"{path}: {text}", row.reason, ((path, text),))
 
 
-def status_of(
-    error: BaseException, request_id: str, prefix: str = ""
-) -> tuple[grpc.StatusCode, str, Metadata]:
-    """Code, message and trailers of the status for ``error``. ``prefix``: as for ``complaint``."""
-    described = complaint(error, request_id, prefix)
+def status_of(error: BaseException, request_id: str) -> tuple[grpc.StatusCode, str, Metadata]:
+    """Code, message and trailers of the status for ``error``."""
+    described = complaint(error, request_id)
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=described.reason, domain=DOMAIN)]
     trailers: Metadata = ()
     for path, description in described.violations:

@@ -10,14 +10,20 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from ...security.identity.principal import Principal, Scope
 from ..calls.call import Call
 from ..calls.request_ids import id_from_options, own_id
-from .inner_request import inner_request
 
 
 def options_of(request: Any) -> common_pb2.RequestOptions | None:
     """The options of a request; None if it has none. ``request``: a message, or a list of them, which has none."""
-    holder = inner_request(request)
-    kind: Any = type(holder)
-    return holder.options if _has(kind, "options") and holder.HasField("options") else None
+    kind: Any = type(request)
+    return request.options if _has(kind, "options") and request.HasField("options") else None
+
+
+def request_options(request: Any) -> Any:
+    """The options of a request, to change them; None if its type has none. Those of a frame belong to its stream."""
+    names = request.DESCRIPTOR.fields_by_name
+    if "config" in names and "frame" in names:
+        return request.config.options if request.HasField("config") else None
+    return request.options if "options" in names else None
 
 
 def take_id(call: Call, options: common_pb2.RequestOptions | None) -> None:

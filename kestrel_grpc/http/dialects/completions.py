@@ -75,8 +75,7 @@ def _complete(fields: Fields, service: VisionService, names: Sequence[str]) -> A
         return "prompt" if (named := rename(path)) == "messages" else named
 
     if streams:
-        stream = pb.StreamQueryRequest(request=requests[0])
-        return Asked(stream, service.StreamQuery, _completion, _chunks(usage), name)
+        return Asked(requests[0], service.StreamQuery, _completion, _chunks(usage), name)
     return Asked(requests, _answer_all(service.Query), _completion, rename=name)
 
 

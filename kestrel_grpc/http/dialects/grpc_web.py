@@ -67,18 +67,17 @@ def endpoints(
 
 def _endpoint(path: str, method: Any, behaviour: Any, largest: int) -> Endpoint:
     kind = message_factory.GetMessageClass(method.input_type)
-    is_stream = method.server_streaming
+    events = _frames if method.server_streaming else None
 
     def read(fields: Fields) -> Asked:
         assert isinstance(fields, _Message), "as parse gives them"
-        events = _frames if is_stream else None
         return Asked(fields.message, behaviour, _whole, events)
 
     return Endpoint(
         path,
         read,
         types=_TYPES,
-        form=_Form("request." if is_stream else ""),
+        form=_Form(),
         parse=functools.partial(_Message, kind, largest),
         timeout_s=_timeout_s,
     )
@@ -116,17 +115,16 @@ class _Message(Fields):
 
 
 class _Form:
-    """Errors as trailers. ``prefix`` precedes the paths of fields, because a stream's message holds the request."""
+    """Errors as trailers."""
 
     stream_type = _TYPE
 
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
-        self.ending = _trailers(grpc.StatusCode.OK, "", ())
+    @property
+    def ending(self) -> bytes:
+        return _trailers(grpc.StatusCode.OK, "", ())
 
     def told(self, error: Exception, call: Call, rename: Callable[[str], str]) -> Told:
-        prefix = "" if call.message is None else self._prefix
-        frame = _trailers(*status_of(error, call.request_id, prefix))
+        frame = _trailers(*status_of(error, call.request_id))
         status = 415 if isinstance(error, UnsupportedBody) else 200
         return Told(status, Whole(frame, _TYPE), frame)
 

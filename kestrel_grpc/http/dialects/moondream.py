@@ -64,8 +64,7 @@ def endpoints(
         _fill(request, fields, served(), needs_image=False)
         if not fields.flag("stream"):
             return Asked(request, service.Query, query_json)
-        stream = pb.StreamQueryRequest(request=request)
-        return Asked(stream, service.StreamQuery, query_json, _text_events(query_json))
+        return Asked(request, service.StreamQuery, query_json, _text_events(query_json))
 
     def caption(fields: Fields) -> Asked:
         length = fields.text("length", "normal")
@@ -75,8 +74,7 @@ def endpoints(
         _fill(request, fields, served())
         if not fields.flag("stream"):
             return Asked(request, service.Caption, caption_json)
-        stream = pb.StreamCaptionRequest(request=request)
-        return Asked(stream, service.StreamCaption, caption_json, _text_events(caption_json))
+        return Asked(request, service.StreamCaption, caption_json, _text_events(caption_json))
 
     def point(fields: Fields) -> Asked:
         refs, names = _spatial_refs(fields), _objects(fields)
@@ -98,8 +96,7 @@ def endpoints(
         _fill(request, fields, served())
         if not fields.flag("stream"):
             return Asked(request, service.Segment, segment_json)
-        stream = pb.StreamSegmentRequest(request=request)
-        return Asked(stream, service.StreamSegment, segment_json, _segment_events)
+        return Asked(request, service.StreamSegment, segment_json, _segment_events)
 
     skills = {
         "query": query,
@@ -126,7 +123,6 @@ def _endpoint(skill: str, read: Callable[[Fields], Asked]) -> Endpoint:
 
 def json_name(path: str) -> str:
     """Returns the field of Moondream's JSON for a field of kestrel.v1."""
-    path = path.removeprefix("request.")
     if path.startswith("sampling."):
         return f"settings.{path.removeprefix('sampling.')}"
     if path.partition(".")[0] == "tiles":

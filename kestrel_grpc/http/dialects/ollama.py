@@ -131,7 +131,6 @@ def version() -> dict[str, str]:
 
 def json_name(path: str) -> str:
     """Returns the field of Ollama's JSON for a field of kestrel.v1."""
-    path = path.removeprefix("request.")
     if path.startswith(("history", "answer_start")):
         return "messages"
     if path.startswith("sampling.") and path not in _NAMES:
@@ -228,8 +227,7 @@ def _ask(
 
     if fields.values.get("stream") is False:
         return Asked(request, vision.Query, whole)
-    stream = pb.StreamQueryRequest(request=request)
-    return Asked(stream, vision.StreamQuery, whole, events)
+    return Asked(request, vision.StreamQuery, whole, events)
 
 
 def _thinks(fields: Fields) -> bool:

@@ -85,7 +85,6 @@ def endpoints(
 
 def json_name(path: str, sent: Mapping[str, str] = MappingProxyType({})) -> str:
     """The field of OpenAI's JSON that stands for a field of kestrel.v1. ``sent``: as SamplingFields.fill returns it."""
-    path = path.removeprefix("request.")
     setting = path.removeprefix("sampling.")
     if setting != path and setting not in _NAMES:
         return OPENAI_SAMPLING.name(setting, sent)
@@ -111,8 +110,7 @@ def _chat(fields: Fields, service: VisionService, names: Sequence[str]) -> Asked
     request.num_samples = samples(fields)
     if not streams:
         return Asked(request, service.Query, _completion, rename=rename)
-    stream = pb.StreamQueryRequest(request=request)
-    return Asked(stream, service.StreamQuery, _completion, _chunks(usage), rename)
+    return Asked(request, service.StreamQuery, _completion, _chunks(usage), rename)
 
 
 def _grounded(

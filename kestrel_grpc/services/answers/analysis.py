@@ -180,17 +180,15 @@ async def run_tasks(
     *,
     tiles: Tiles | None = None,
     image: SharedImage | None = None,
-    prefix: str | None = None,
+    prefix: str = "",
 ) -> Analysis:
     """Runs all tasks on an image and returns their results. With ``tiles``, all tasks are Point or Detect.
 
     Raises an error if the image or an option is invalid. The failure of one task is its result instead, unless all
     tasks fail for fields that belong to the call. Cancellation ends all tasks. ``send`` receives the events of a
     stream, made by ``event``. ``image``: the image, if it is prepared. ``prefix`` precedes the paths of the tasks'
-    fields; by default that of the call's request.
+    fields.
     """
-    if prefix is None:
-        prefix = "" if send is None else "request."
     began = clock.now()
     call = current_call()
     engine = starter.served.engine(options.model)

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 
 from benchmarks.soaking.rude_sockets import PREFACE, frame
-from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from tests.abuse.attacks.registry import QUERY, attack, many
 from tests.abuse.connections.hand_made_calls import head
 from tests.abuse.target import Target, query
@@ -130,7 +129,7 @@ async def resets(target: Target) -> Counter[str]:
 async def slow_readers(target: Target) -> Counter[str]:
     """200 streams of 700 tokens whose windows are closed."""
     token = f"Bearer {target.tokens['rude']}"
-    request = pb.StreamQueryRequest(request=query(None, 700)).SerializeToString()
+    request = query(None, 700).SerializeToString()
     body = b"\0" + len(request).to_bytes(4, "big") + request
 
     def frames() -> Iterator[bytes]:

@@ -155,9 +155,7 @@ async def vanish(address: str) -> None:
     request = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=2))
     messages = {
         QUERY: request.SerializeToString(),
-        "/kestrel.v1.VisionService/StreamQuery": pb.StreamQueryRequest(
-            request=request
-        ).SerializeToString(),
+        "/kestrel.v1.VisionService/StreamQuery": request.SerializeToString(),
         "/kestrel.v1.VisionService/Nope": b"",
         CHECK: b"",
         "/grpc.health.v1.Health/Watch": b"",

@@ -26,7 +26,6 @@ from kestrel_client import (
     UnavailableError,
 )
 from kestrel_client._pb.kestrel.v1 import image_service_pb2, model_service_pb2
-from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import ImageServiceStub
 from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
@@ -134,7 +133,7 @@ async def test_metadata_deadlines_and_statuses_pass_whole(server: Workers, chann
     async def late(timeout):
         """The name of a call at its deadline; None if it had not begun by then."""
         name, events = f"late-{timeout:g}", 0
-        request = pb.StreamQueryRequest(request=query(name, 1900))
+        request = query(name, 1900)
         with contextlib.suppress(grpc.aio.AioRpcError):
             async for _ in stub.StreamQuery(request, timeout=timeout):
                 events += 1

@@ -52,10 +52,7 @@ def query(max_tokens: int = 2) -> pb.QueryRequest:
 
 async def streams(stub: VisionServiceStub, count: int) -> list:
     """Streams that go on for ten seconds if nothing happens; each has begun to talk."""
-    calls = [
-        stub.StreamQuery(pb.StreamQueryRequest(request=query(1900)), timeout=DEADLINE_S)
-        for _ in range(count)
-    ]
+    calls = [stub.StreamQuery(query(1900), timeout=DEADLINE_S) for _ in range(count)]
     for call in calls:
         events = aiter(call)
         for _ in range(2):
@@ -143,7 +140,7 @@ async def test_a_step_that_hangs_for_less_than_the_limit_costs_nobody_anything(t
     with ServerProcess(tmp_path, "--step-timeout", "60") as server:
         async with channel_to(server.address) as channel:
             stub = VisionServiceStub(channel)
-            request = pb.StreamQueryRequest(request=query(100))
+            request = query(100)
             call = stub.StreamQuery(request, timeout=DEADLINE_S)
             await anext(aiter(call))
             server.hang.touch()

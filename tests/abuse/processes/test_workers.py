@@ -123,7 +123,7 @@ async def stream(
 ):
     """One that has begun to talk."""
     call = stub.StreamQuery(
-        pb.StreamQueryRequest(request=query(max_tokens=max_tokens)),
+        query(max_tokens=max_tokens),
         timeout=DEADLINE_S,
         metadata=metadata,
     )

@@ -160,8 +160,8 @@ async def test_too_large_is_refused_before_sending(peer: Any, tmp_path: Path) ->
                 limited.caption(image)
             assert caught.value.size >= 5000 and caught.value.limit == 4096
         with pytest.raises(RequestTooLargeError):
-            limited.stream_query(b"x" * 4080, "q")
-        assert limited.stream_query(b"x" * 3900, "q").result().answer
+            limited.stream_query(b"x" * 4088, "q")
+        assert limited.stream_query(b"x" * 4087, "q").result().answer
     async with AsyncKestrelClient(peer.target, max_message_bytes=4096) as limited_async:
         with pytest.raises(RequestTooLargeError):
             await limited_async.caption(b"x" * 5000)

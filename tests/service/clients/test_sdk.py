@@ -117,7 +117,7 @@ async def test_failures_arrive_as_the_sdks_own_errors(serve, golden_images):
         with pytest.raises(InvalidArgumentError) as caught:
             async with client.stream_query(None, "?", top_p=1.5) as stream:
                 await stream.result()
-        assert [v.field for v in caught.value.field_violations] == ["request.sampling.top_p"]
+        assert [v.field for v in caught.value.field_violations] == ["sampling.top_p"]
         with pytest.raises(NotFoundError):
             await client.query(None, "?", model="other")
         with pytest.raises(FailedPreconditionError):

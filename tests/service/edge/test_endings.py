@@ -28,7 +28,7 @@ async def all_freed(served):
 
 async def test_cancelling_a_stream_frees_the_engine(serve, caplog):
     served = await serve(EndlessRuntime())
-    call = served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG))
+    call = served.vision.StreamQuery(LONG)
     for _ in range(3):
         await call.read()
     assert served.engine.num_requests == 1
@@ -53,7 +53,7 @@ async def test_a_deadline_frees_the_engine(serve, streaming):
 
     def ask(timeout):
         if streaming:
-            return served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG), timeout=timeout)
+            return served.vision.StreamQuery(LONG, timeout=timeout)
         return served.vision.Query(LONG, timeout=timeout)
 
     told = await served.overdue(ask)
@@ -132,7 +132,7 @@ async def test_a_client_that_vanishes_frees_the_engine(serve):
         served.server.addresses[0], options=[("grpc.use_local_subchannel_pool", 1)]
     ) as channel:
         stub = type(served.vision)(channel)
-        calls = [stub.StreamQuery(pb.StreamQueryRequest(request=LONG)) for _ in range(3)]
+        calls = [stub.StreamQuery(LONG) for _ in range(3)]
         for call in calls:
             await call.read()
         assert served.engine.num_requests == 3
@@ -144,7 +144,7 @@ async def test_a_slow_reader_gets_everything_and_holds_nobody_up(serve):
     request = pb.QueryRequest()
     request.CopyFrom(LONG)
     request.sampling.max_tokens = 200
-    call = aiter(served.vision.StreamQuery(pb.StreamQueryRequest(request=request)))
+    call = aiter(served.vision.StreamQuery(request))
     first = await anext(call)
     assert first.WhichOneof("event") == "started"
     await until(lambda: served.engine.num_requests == 0)  # The engine does not wait for the reader.
@@ -169,7 +169,7 @@ async def test_the_request_id_is_echoed_field_before_metadata_before_our_own(ser
     assert len(unusable) == 32
     request.options.request_id = "from-field"
     assert await echoed(request, metadata=(("x-request-id", "from-metadata"),)) == "from-field"
-    stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=request))
+    stream = served.vision.StreamQuery(request)
     events = [event async for event in stream]
     assert events[0].started.request_id == events[-1].final.request_id == "from-field"
     assert dict(await stream.initial_metadata())["x-request-id"] == "from-field"
@@ -196,7 +196,7 @@ async def test_the_access_log_has_a_line_for_every_call(serve, caplog):
     await logged()
     await served.overdue(lambda timeout: served.vision.Query(LONG, timeout=timeout))
     await logged()
-    call = served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG))
+    call = served.vision.StreamQuery(LONG)
     await call.read()
     call.cancel()
     await logged()

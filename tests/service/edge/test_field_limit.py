@@ -74,12 +74,8 @@ def test_all_fields_are_counted(question, turns, refs, image):
         (pb.QueryRequest, lambda n: b"\xfb\x7f\xfc\x7f" * (n // 2) + b"\xf8\x7f\x00" * (n % 2)),
         (pb.DetectRequest, lambda n: part(pb.DetectRequest, "objects", b"") * n),
         (
-            pb.StreamQueryRequest,
-            lambda n: part(
-                pb.StreamQueryRequest,
-                "request",
-                part(pb.QueryRequest, "history", b"") * (n - 1),
-            ),
+            pb.QueryRequest,
+            lambda n: part(pb.QueryRequest, "history", part(pb.Turn, "images", b"") * (n - 1)),
         ),
         (
             kserve.InferTensorContents,
@@ -139,8 +135,6 @@ async def test_a_server_refuses_such_a_message(serve, method):
     served = await serve()
     data = part(pb.QueryRequest, "spatial_refs", part(common_pb2.SpatialRef, "point", b""))
     many = data * 1_000_000
-    if method == "StreamQuery":
-        many = part(pb.StreamQueryRequest, "request", many)
     call = served.channel.unary_unary if method == "Query" else served.channel.unary_stream
     told = await failure(call(f"/kestrel.v1.VisionService/{method}")(many))
     assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE")

@@ -47,7 +47,7 @@ STRICTER = [
     re.compile(pattern)
     for pattern in (
         # Limits that depend on the content or on several fields.
-        r"^(request\.)?image: ",
+        r"^image: ",
         r"image\.raw\.data: has \d+ bytes; \d+x\d+ pixels",
         r"^info\.sha256: is not the hash",
         r"^(info\.size_bytes|chunk): .* bytes",
@@ -171,10 +171,7 @@ VALID: dict[str, list[Message]] = {
         )
     ],
     **{
-        f"VisionService/Stream{skill}": [
-            getattr(pb, f"Stream{skill}Request")(request=request)
-            for request in (getattr(pb, f"{skill}Request")(**SHARED, **fields),)
-        ]
+        f"VisionService/Stream{skill}": [getattr(pb, f"{skill}Request")(**SHARED, **fields)]
         for skill, fields in (
             ("Query", QUERY),
             ("Caption", CAPTION),
@@ -184,21 +181,15 @@ VALID: dict[str, list[Message]] = {
         )
     },
     "VisionService/StreamAnalyze": [
-        pb.StreamAnalyzeRequest(
-            request=pb.AnalyzeRequest(**SHARED, tasks=[pb.AnalyzeTask(key="mine", **TASKS[0])])
-        )
+        pb.AnalyzeRequest(**SHARED, tasks=[pb.AnalyzeTask(key="mine", **TASKS[0])])
     ],
     "VisionService/StreamSkill": [
-        pb.StreamSkillRequest(
-            request=pb.RunSkillRequest(
-                **SHARED, skill="query", arguments={"question": "what?"}, sampling=SAMPLING
-            )
+        pb.RunSkillRequest(
+            **SHARED, skill="query", arguments={"question": "what?"}, sampling=SAMPLING
         )
     ],
     "VisionService/Embed": [pb.EmbedRequest(**SHARED, **EMBED)],
-    "VisionService/StreamEmbed": [
-        pb.StreamEmbedRequest(request=pb.EmbedRequest(**SHARED, **EMBED))
-    ],
+    "VisionService/StreamEmbed": [pb.EmbedRequest(**SHARED, **EMBED)],
     "VisionService/StreamFrames": [
         pb.StreamFramesRequest(
             config=pb.FramesConfig(

@@ -83,7 +83,7 @@ async def test_every_reply_names_the_image_that_came_with_it(serve):
         await served.vision.Detect(pb.DetectRequest(image=image, object="cat", max_objects=1)),
         await served.vision.Segment(pb.SegmentRequest(image=image, object="cat", sampling=SHORT)),
     ]
-    stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(image)))
+    stream = served.vision.StreamQuery(query(image))
     replies += [event.final async for event in stream if event.HasField("final")]
     assert len({reply.image_id for reply in replies}) == 1
     assert replies[0].image_id.startswith("img_")
@@ -107,8 +107,8 @@ async def test_an_unknown_id_says_what_to_do(serve):
     assert told.code is grpc.StatusCode.NOT_FOUND
     assert (told.reason, told.fields) == ("IMAGE_NOT_FOUND", ["image.image_id"])
     assert "send the image again" in told.message and "50000 bytes" in told.message
-    stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(by_id("x"))))
-    assert (await failure(stream)).fields == ["request.image.image_id"]
+    stream = served.vision.StreamQuery(query(by_id("x")))
+    assert (await failure(stream)).fields == ["image.image_id"]
     put = served.images.PutImage(image_service_pb2.PutImageRequest(image=by_id("x")))
     assert (await failure(put)).code is grpc.StatusCode.NOT_FOUND
 

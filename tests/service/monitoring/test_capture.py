@@ -34,13 +34,11 @@ def config(tmp_path, **bounds):
     return {**CONFIG, "debug": DebugConfig(capture_dir=str(tmp_path), **bounds)}
 
 
-async def fail(served, request=None):
+async def fail(served, request=None, method="Query"):
     await until(lambda: not any(served.runtime._launched.values()))
     served.runtime.fail_next = RuntimeError("x")
     request = request or query(raw_image(), request_id="the-id", cache_salt=SECRET)
-    call = served.vision.Query
-    if isinstance(request, pb.StreamQueryRequest):
-        call = served.vision.StreamQuery
+    call = getattr(served.vision, method)
     told = await failure(call(request, metadata=METADATA))
     assert told.code is grpc.StatusCode.INTERNAL
 
@@ -117,7 +115,7 @@ async def test_requests_by_kserve_and_http_are_captured_as_what_they_became(serv
     assert by_kserve["method"] == "kestrel.v1.VisionService/Query"
     assert by_kserve["request"]["question"] == "what?"
     assert streamed["method"] == "kestrel.v1.VisionService/StreamQuery"
-    assert streamed["request"]["request"]["question"] == "why?"
+    assert streamed["request"]["question"] == "why?"
 
 
 async def test_images_where_both_allow_it_also_those_named_by_id(serve, tmp_path):
@@ -125,12 +123,12 @@ async def test_images_where_both_allow_it_also_those_named_by_id(serve, tmp_path
     admin = Admin(served)
     kept = await served.vision.Query(query(raw_image()), metadata=METADATA)
     await admin.StartCapture(pictures=True)
-    await fail(served, pb.StreamQueryRequest(request=query(raw_image())))
+    await fail(served, query(raw_image()), "StreamQuery")
     by_id = common_pb2.Image(image_id=kept.image_id)
     await fail(served, query(by_id))
     await files(admin)
     streamed, named = sorted(read(tmp_path), key=lambda told: told["method"], reverse=True)
-    picture = streamed["request"]["request"]["image"]["raw"]
+    picture = streamed["request"]["image"]["raw"]
     assert named["request"]["image"]["raw"]["data"] == picture["data"]
     assert streamed["picture_left_out"] is None
 
@@ -338,7 +336,7 @@ async def test_a_replay_does_it_again(serve, tmp_path, replay):
     served = await serve(server_config=config(tmp_path, capture_images=True))
     admin = Admin(served)
     await admin.StartCapture(pictures=True)
-    await fail(served, pb.StreamQueryRequest(request=query(raw_image())))
+    await fail(served, query(raw_image()), "StreamQuery")
     [name] = await files(admin)
     status, told = await replay(served, tmp_path / name)
     assert status == 0

@@ -159,10 +159,10 @@ async def test_who_may_ask_for_the_load(serve, tmp_path):
 async def test_trailers_report_the_load_of_unary_calls_streams_and_failures(serve):
     served = await serve(EndlessRuntime(), server_config={"orca": True})
     # Longer than the test: neither a slow machine nor an ending leaves the server idle.
-    busy = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(NO_END)))
+    busy = served.vision.StreamQuery(query(NO_END))
     await busy.read()
     unary, told = await ask(served, "VisionService/Query", SHORT)
-    streamed, again = await ask(served, "VisionService/StreamQuery", {"request": SHORT})
+    streamed, again = await ask(served, "VisionService/StreamQuery", SHORT)
     failed, refused = await ask(served, "VisionService/Query", {})
     asked, nothing = await ask(served, "ModelService/GetLoad", {})
     assert not busy.done()
@@ -221,7 +221,7 @@ async def test_reports_in_a_stream(serve, monkeypatch):
     idle = await stream.read()
     assert idle.application_utilization == 0
     assert idle.named_metrics["kv_cache_pages"] == ENDLESS.num_pages
-    busy = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(NO_END)))
+    busy = served.vision.StreamQuery(query(NO_END))
     await busy.read()
     while (await stream.read()).named_metrics["running_requests"] != 1:
         pass

@@ -326,7 +326,7 @@ async def test_addresses_that_cannot_be_listened_on_are_named(serve, tmp_path):
 
 async def test_stopping_lets_running_requests_end_and_refuses_new_ones(serve):
     served = await serve(HeldRuntime())
-    call = aiter(served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG)))
+    call = aiter(served.vision.StreamQuery(LONG))
     await anext(call)
     stopping = asyncio.create_task(served.server.stop(grace_s=600))
     await until(lambda: says_no(served))
@@ -367,7 +367,7 @@ async def test_an_engine_that_dies_ends_the_delay(serve):
 async def test_the_end_of_the_grace_period_ends_what_still_runs(serve):
     served = await serve(EndlessRuntime())
     request = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=NO_END))
-    call = aiter(served.vision.StreamQuery(pb.StreamQueryRequest(request=request)))
+    call = aiter(served.vision.StreamQuery(request))
     await anext(call)
     stopping = asyncio.create_task(served.server.stop(grace_s=0.1))
     told = await failure(call)

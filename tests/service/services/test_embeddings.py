@@ -116,9 +116,9 @@ async def test_what_is_refused(serve):
         assert (error.fields, text in error.message) == ([field], True), error
     error = await failure(served.vision.Embed(pb.EmbedRequest()))
     assert error.fields == ["image"]
-    stream = served.vision.StreamEmbed(pb.StreamEmbedRequest())
+    stream = served.vision.StreamEmbed(pb.EmbedRequest())
     error = await failure(stream)
-    assert error.fields == ["request"]
+    assert error.fields == ["image"]
     options = common_pb2.RequestOptions(model="another")
     error = await failure(served.vision.Embed(pb.EmbedRequest(image=raw_image(), options=options)))
     assert error.code is grpc.StatusCode.NOT_FOUND

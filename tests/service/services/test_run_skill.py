@@ -54,7 +54,7 @@ def run(skill="query", arguments=None, *, image=True, settings=None, **fields):
 
 
 def stream(served, request):
-    return served.vision.StreamSkill(pb.StreamSkillRequest(request=request))
+    return served.vision.StreamSkill(request)
 
 
 async def test_the_guides_skill_answers_over_the_wire(serve, plugin):
@@ -151,7 +151,7 @@ async def test_an_unknown_skill_is_not_found(serve, family):
     assert told.code is grpc.StatusCode.NOT_FOUND
     assert (told.reason, told.fields) == ("SKILL_NOT_FOUND", ["skill"])
     assert f"{name!r}" in told.message and "query, caption, point, detect" in told.message
-    assert (await failure(stream(served, run(name)))).fields == ["request.skill"]
+    assert (await failure(stream(served, run(name)))).fields == ["skill"]
 
 
 BAD = {
@@ -193,7 +193,7 @@ async def test_what_is_wrong_is_told_where_it_stands(serve, case):
     told = await failure(served.vision.RunSkill(request))
     assert (told.code, told.fields) == (INVALID, [field])
     assert told.message.startswith(f"{field}: ")
-    assert (await failure(stream(served, request))).fields == [f"request.{field}"]
+    assert (await failure(stream(served, request))).fields == [field]
 
 
 async def test_a_skill_that_breaks_down_ends_its_request_alone(serve, plugin, caplog):

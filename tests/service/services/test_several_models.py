@@ -142,10 +142,8 @@ async def test_each_request_reaches_its_model() -> None:
         assert refused.value.code() is grpc.StatusCode.NOT_FOUND
         assert "this server serves first, second" in str(refused.value.details())
         streamed = two.vision.StreamQuery(
-            pb.StreamQueryRequest(
-                request=pb.QueryRequest(
-                    question="What?", options={"model": "second"}, sampling={"max_tokens": 3}
-                )
+            pb.QueryRequest(
+                question="What?", options={"model": "second"}, sampling={"max_tokens": 3}
             )
         )
         events = [event async for event in streamed]

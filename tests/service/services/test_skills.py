@@ -58,8 +58,7 @@ async def test_a_stream_tells_what_one_answer_tells(serve, skill):
     for _, duration in response.timings.ListFields():
         assert duration == round(duration, 3)
 
-    stream_request = getattr(pb, f"Stream{skill}Request")(request=request)
-    events = await collect(getattr(served.vision, f"Stream{skill}")(stream_request))
+    events = await collect(getattr(served.vision, f"Stream{skill}")(request))
     assert [event.sequence for event in events] == list(range(len(events)))
     kinds = [event.WhichOneof("event") for event in events]
     assert kinds[0] == "started"
@@ -98,7 +97,7 @@ async def test_reasoning_comes_before_the_answer_and_joins_to_the_whole(serve):
         reasoning=True,
         sampling=common_pb2.Sampling(temperature=0),
     )
-    events = await collect(served.vision.StreamQuery(pb.StreamQueryRequest(request=request)))
+    events = await collect(served.vision.StreamQuery(request))
     # Tokens that come together are one message.
     kinds = [kind for kind, _ in itertools.groupby(e.WhichOneof("event") for e in events)]
     assert kinds == ["started", "reasoning_delta", "text_delta", "final"]
@@ -133,8 +132,7 @@ async def test_a_stop_string_ends_answers_and_descriptions(serve):
         response = await getattr(served.vision, skill)(request)
         assert getattr(response, field) == expected
         assert response.finish_reason == common_pb2.FINISH_REASON_STOP
-        stream_request = getattr(pb, f"Stream{skill}Request")(request=request)
-        events = await collect(getattr(served.vision, f"Stream{skill}")(stream_request))
+        events = await collect(getattr(served.vision, f"Stream{skill}")(request))
         assert "".join(event.text_delta.text for event in events) == expected
         assert without_timings(events[-1].final).usage == without_timings(response).usage
 
@@ -188,7 +186,7 @@ async def test_segment_sends_the_box_first_then_the_path_and_a_mask_on_request(s
     path = [100 + b for b in b"M0L9H9Z"]
     served = await serve(FakeRuntime(LIMITS, segment_script(path)))
     request = pb.SegmentRequest(image=raw_image(), object="cat", mask_format=pb.MASK_FORMAT_RLE)
-    events = await collect(served.vision.StreamSegment(pb.StreamSegmentRequest(request=request)))
+    events = await collect(served.vision.StreamSegment(request))
     kinds = [event.WhichOneof("event") for event in events]
     assert kinds == ["started", "object", *["path_piece"] * 4, "final"]
     final = events[-1].final
@@ -227,7 +225,7 @@ async def test_a_refined_outline_comes_with_the_coarse_one(serve):
     limits = dataclasses.replace(LIMITS, refines=True, max_seq_length=1200, num_pages=1300)
     served = await serve(FakeRuntime(limits, segment_script(path)))
     request = pb.SegmentRequest(image=raw_image(), object="cat")
-    events = await collect(served.vision.StreamSegment(pb.StreamSegmentRequest(request=request)))
+    events = await collect(served.vision.StreamSegment(request))
     final = events[-1].final
     pieces = [e.path_piece.path for e in events if e.WhichOneof("event") == "path_piece"]
     assert " ".join(pieces) == final.coarse_path != final.svg_path

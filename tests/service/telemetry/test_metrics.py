@@ -116,7 +116,7 @@ async def all_kinds_of_calls(served):
     for _ in range(2):
         await served.vision.Query(QUERY)
     await failure(served.vision.Query(pb.QueryRequest()))
-    call = served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG))
+    call = served.vision.StreamQuery(LONG)
     for _ in range(3):
         await call.read()
     call.cancel()
@@ -255,7 +255,7 @@ async def test_they_are_told_as_differences_where_that_is_wanted(collector, pref
 
 async def test_load_shows_while_it_lasts(measured):
     served = await measured()
-    calls = [served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG)) for _ in range(5)]
+    calls = [served.vision.StreamQuery(LONG) for _ in range(5)]
     await until(lambda: (served.engine.stats.running, served.engine.num_requests) == (3, 5))
     found = await scrape(served)
     assert found.value("kestrel_requests_running") == ENDLESS.max_batch_size == 3

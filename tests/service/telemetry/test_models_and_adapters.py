@@ -79,7 +79,7 @@ async def test_what_an_adapter_counts(serve, folder: Path) -> None:
 
 async def test_use_of_the_kv_cache_is_from_0_to_1(serve) -> None:
     served = await serve(EndlessRuntime(), server_config={"telemetry": PROMETHEUS})
-    calls = [served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG)) for _ in range(3)]
+    calls = [served.vision.StreamQuery(LONG) for _ in range(3)]
     await until(lambda: served.engine.stats.running == LIMITS.max_batch_size)
     found = await scrape(served)
     assert 0 < found.value("kestrel_kv_usage") <= 1

@@ -187,7 +187,7 @@ async def test_a_callers_mistake_is_no_error_of_the_server(serve_traced, collect
 
 async def test_a_cancelled_stream(serve_traced, collector):
     served = await serve_traced()
-    call = served.vision.StreamQuery(pb.StreamQueryRequest(request=LONG), metadata=SAMPLED)
+    call = served.vision.StreamQuery(LONG, metadata=SAMPLED)
     for _ in range(3):
         await call.read()
     call.cancel()

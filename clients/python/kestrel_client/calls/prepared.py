@@ -22,18 +22,13 @@ Stub: TypeAlias = Callable[[Any], Any]
 Sent: TypeAlias = Message | Callable[[], Iterator[Message]]
 """The request of a call. For a stream of requests, a function that gives its messages, for each attempt."""
 
-_STREAM_WRAPPER_BYTES = 16
-"""The request of a streaming method adds a tag and a length to the request of the unary one."""
-
 
 class Method(NamedTuple):
-    """A unary method of a service, and its streaming variant if there is one. ``stream_request``: wraps the request for
-    the latter; None if both have the same."""
+    """A unary method of a service, and its streaming variant, which takes the same request, if there is one."""
 
     stub: Stub
     unary: str
     stream: str = ""
-    stream_request: type[Message] | None = None
     repeatable: bool = False
     """Whether the unary method may be called again if it is not known whether the server has answered it."""
 
@@ -94,10 +89,8 @@ class Prepared(Generic[R_co]):
     def open_stream(self, stub: Any) -> Any:
         """Calls the streaming method. Returns gRPC's call object."""
         assert self.method.stream, f"{self.method.unary} has no stream"
-        wrapper = self.method.stream_request
-        request = self.request if wrapper is None else wrapper(request=self.request)
         handling = {**self.handling, "timeout": self.left}
-        return getattr(stub, self.method.stream)(request, **handling)
+        return getattr(stub, self.method.stream)(self._sent, **handling)
 
 
 def prepare(
@@ -119,7 +112,7 @@ def prepare(
     """
     limit = connection.max_message_bytes
     if isinstance(request, Message):
-        size = request.ByteSize() + _STREAM_WRAPPER_BYTES
+        size = request.ByteSize()
         if size > limit:
             raise RequestTooLargeError(size, limit)
     handling["timeout"] = connection.call_timeout(timeout)

@@ -10,7 +10,7 @@ import type { CallOptions } from "../options.js";
 const IMAGE_NOT_FOUND = "IMAGE_NOT_FOUND";
 /** How often the images of one call are sent again. Calls may move once more in the meantime. */
 const MOST_ATTEMPTS = 3;
-/** Of a message: tags and lengths around images, and around the request of a stream. */
+/** Of a message: tags and lengths around images. */
 const OTHER_BYTES = 1024;
 
 /** Stores an image, on the server of the call that needs it. Gives its id. */

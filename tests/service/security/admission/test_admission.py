@@ -226,7 +226,7 @@ async def test_compressed_requests_are_taken(serve, compression, width):
     served = await serve()
     answer = await served.vision.Query(large(width=width), compression=compression)
     assert answer.usage.output_tokens == 2
-    request = pb.StreamQueryRequest(request=large(width=width))
+    request = large(width=width)
     stream = served.vision.StreamQuery(request, compression=compression)
     assert [event async for event in stream][-1].final.usage.output_tokens == 2
 
@@ -268,7 +268,7 @@ async def test_no_call_takes_longer_than_the_server_lets_it(serve, timeout):
     served = await serve(EndlessRuntime(), server_config=limited(deadline_s=0.3))
     told = await failure(served.vision.Query(query(max_tokens=NO_END), timeout=timeout))
     assert (told.code, told.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
-    stream = pb.StreamQueryRequest(request=query(max_tokens=NO_END))
+    stream = query(max_tokens=NO_END)
     told = await failure(served.vision.StreamQuery(stream, timeout=timeout))
     assert "0.3 s" in told.message
     await until(lambda: not served.engine.num_requests)

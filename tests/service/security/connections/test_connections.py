@@ -39,7 +39,7 @@ async def test_a_connection_ages_and_no_call_notices(serve, caplog):
     caplog.set_level(logging.INFO, "kestrel_grpc.access")
     config = {**connections(age_s=0.3, age_grace_s=600), "access_log": "text"}
     served = await serve(EndlessRuntime(), server_config=config)
-    stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(200)))
+    stream = served.vision.StreamQuery(query(200))
     await anext(aiter(stream))
 
     async def replaced():
@@ -70,7 +70,7 @@ async def test_a_connection_that_says_nothing_is_closed(serve, monkeypatch):
 
 async def test_a_stream_beyond_age_and_grace_is_cut_and_its_request_freed(serve):
     served = await serve(EndlessRuntime(), server_config=connections(age_s=0.2, age_grace_s=0.2))
-    stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(NO_END)))
+    stream = served.vision.StreamQuery(query(NO_END))
     told = await failure(stream)
     assert told.code is grpc.StatusCode.UNAVAILABLE
     await until(lambda: not served.engine.num_requests)
@@ -81,7 +81,7 @@ async def test_a_client_that_vanished_is_noticed_and_its_request_freed(serve):
     served = await serve(EndlessRuntime(), server_config=connections(**limits))
     async with Wire(served.server.addresses[0]) as wire:
         async with grpc.aio.insecure_channel(wire.address) as channel:
-            request = pb.StreamQueryRequest(request=query(NO_END))
+            request = query(NO_END)
             stream = VisionServiceStub(channel).StreamQuery(request)
             events = [await anext(aiter(stream)) for _ in range(3)]
             assert len(events) == 3 and served.engine.num_requests == 1
@@ -155,7 +155,7 @@ def large_events(monkeypatch):
 async def test_a_reader_who_does_not_read_is_cut_off(serve, large_events):
     config = {"security": SecurityConfig(calls=CallLimits(write_s=0.4))}
     served = await serve(EndlessRuntime(), server_config=config)
-    stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(NO_END)))
+    stream = served.vision.StreamQuery(query(NO_END))
     await anext(aiter(stream))
     await until(lambda: not served.server.guard.admission.calls)
     await until(lambda: not served.engine.num_requests)  # What it held is free.
@@ -176,7 +176,7 @@ async def test_a_reader_of_several_tasks_who_does_not_read_is_cut_off(serve, mon
     inner = query(NO_END)
     task = pb.AnalyzeTask(query=pb.QueryTask(question=inner.question, sampling=inner.sampling))
     request = pb.AnalyzeRequest(image=raw_image(), tasks=[task, task])
-    stream = served.vision.StreamAnalyze(pb.StreamAnalyzeRequest(request=request))
+    stream = served.vision.StreamAnalyze(request)
     await anext(aiter(stream))
     await until(lambda: not served.server.guard.admission.calls)
     await until(lambda: not served.engine.num_requests)
@@ -187,7 +187,7 @@ async def test_a_reader_of_several_tasks_who_does_not_read_is_cut_off(serve, mon
 async def test_a_reader_who_is_only_slow_gets_everything(moved_clock, serve, large_events):
     config = {"security": SecurityConfig(calls=CallLimits(write_s=400, deadline_s=None))}
     served = await serve(EndlessRuntime(), server_config=config)
-    stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=query(60)))
+    stream = served.vision.StreamQuery(query(60))
     events = []
     async for event in stream:
         moved_clock.advance(10)
@@ -201,7 +201,7 @@ async def test_a_storm_of_cancellations_leaves_nothing_behind(serve):
     served = await serve(EndlessRuntime(), max_queue=600, server_config=connections(streams=1000))
     for _ in range(3):
         calls = [served.vision.Query(query(NO_END)) for _ in range(200)]
-        request = pb.StreamQueryRequest(request=query(NO_END))
+        request = query(NO_END)
         streams = [served.vision.StreamQuery(request) for _ in range(100)]
         await until(lambda: served.engine.num_requests)
         for call in (*calls, *streams):
@@ -229,7 +229,7 @@ async def test_a_connection_that_goes_while_a_stream_is_written_is_no_fault_of_o
         raise ExecuteBatchError('Failed "execute_batch"')
 
     monkeypatch.setattr(VisionService, "_stream", fails)
-    told = await failure(served.vision.StreamQuery(pb.StreamQueryRequest(request=query())))
+    told = await failure(served.vision.StreamQuery(query()))
     assert told.code is grpc.StatusCode.CANCELLED
     await until(lambda: "code=CANCELLED" in caplog.text)
     assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []

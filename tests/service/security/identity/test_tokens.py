@@ -153,7 +153,7 @@ async def test_without_a_token_nothing_but_health_and_reflection_answers(serve, 
         assert told.domain == "kestrel.v1"
         assert told.request_id
         assert token not in told.message
-    told = await failure(served.vision.StreamQuery(pb.StreamQueryRequest(request=query())))
+    told = await failure(served.vision.StreamQuery(query()))
     assert told.code is grpc.StatusCode.UNAUTHENTICATED
     told = await failure(served.images.UploadImage(iter(())))
     assert told.code is grpc.StatusCode.UNAUTHENTICATED
@@ -208,8 +208,7 @@ async def test_a_scope_that_is_missing_is_named(serve, tokens):
     urgent = query(priority=common_pb2.PRIORITY_HIGH)
     told = await failure(served.vision.Query(urgent, metadata=bearer(infer)))
     assert told.message == "b lacks the scope high"
-    inner = pb.StreamQueryRequest(request=urgent)
-    told = await failure(served.vision.StreamQuery(inner, metadata=bearer(infer)))
+    told = await failure(served.vision.StreamQuery(urgent, metadata=bearer(infer)))
     assert told.code is grpc.StatusCode.PERMISSION_DENIED
     assert (await served.vision.Query(urgent, metadata=bearer(high))).answer is not None
 

@@ -52,7 +52,7 @@ def question(text="what?", key=None, **sampling):
 
 
 def stream(served, analyze_request):
-    return served.vision.StreamAnalyze(pb.StreamAnalyzeRequest(request=analyze_request))
+    return served.vision.StreamAnalyze(analyze_request)
 
 
 def plain(response):
@@ -152,12 +152,12 @@ async def test_a_task_that_fails_leaves_the_others_alone(serve, streaming):
     ]
     if streaming:
         events = [event async for event in stream(served, request(*tasks))]
-        reply, prefix = events[-1].final, "request."
+        reply = events[-1].final
         assert {e.key: e.task_final for e in events if e.HasField("task_final")} == {
             result.key: result for result in reply.results
         }
     else:
-        reply, prefix = await served.vision.Analyze(request(*tasks)), ""
+        reply = await served.vision.Analyze(request(*tasks))
     results = {result.key: result for result in reply.results}
     assert results["good"].query.usage.output_tokens == 2
     wanted = {
@@ -175,8 +175,8 @@ async def test_a_task_that_fails_leaves_the_others_alone(serve, streaming):
     for key, (code, reason, field) in wanted.items():
         error = results[key].error
         assert (error.code, error.reason) == (code.value[0], reason), key
-        assert [v.field for v in error.field_violations] == [prefix + field]
-        assert error.message == f"{prefix}{field}: {error.field_violations[0].description}"
+        assert [v.field for v in error.field_violations] == [field]
+        assert error.message == f"{field}: {error.field_violations[0].description}"
 
 
 async def test_our_own_failure_in_a_task_is_told_without_its_words(serve, caplog):
@@ -239,7 +239,7 @@ async def test_what_is_wrong_with_the_call_fails_it(serve, case):
     told = await failure(served.vision.Analyze(bad))
     assert (told.fields, told.reason) == ([field], reason)
     told = await failure(stream(served, bad))
-    assert (told.fields, told.reason) == ([f"request.{field}"], reason)
+    assert (told.fields, told.reason) == ([field], reason)
     assert served.engine.num_requests == 0
 
 
@@ -262,8 +262,7 @@ async def test_giving_up_frees_everything(serve, caplog, streaming, end):
 
     def ask(timeout=None):
         if streaming:
-            wrapped = pb.StreamAnalyzeRequest(request=tasks)
-            return served.vision.StreamAnalyze(wrapped, timeout=timeout)
+            return served.vision.StreamAnalyze(tasks, timeout=timeout)
         return served.vision.Analyze(tasks, timeout=timeout)
 
     if end == "cancel":

@@ -19,7 +19,7 @@ async def test_the_model_continues_it(serve):
     whole, rest = await served.vision.Query(plain), await served.vision.Query(begun)
     assert rest.usage.input_tokens == whole.usage.input_tokens + len("It is")
     assert rest.answer and rest.answer != whole.answer
-    stream = [e async for e in served.vision.StreamQuery(pb.StreamQueryRequest(request=begun))]
+    stream = [e async for e in served.vision.StreamQuery(begun)]
     assert stream[-1].final.answer == rest.answer
     task = pb.QueryTask(question="What?", answer_start="It is", sampling=sampling)
     request = pb.AnalyzeRequest(image=plain.image, tasks=[pb.AnalyzeTask(key="a", query=task)])

@@ -81,7 +81,7 @@ async def test_a_stream_says_what_the_call_says(serve, reasoning):
     served = await serve()
     request = query(raw_image(), image(30, 30), reasoning=reasoning)
     whole = await served.vision.Query(request)
-    events = [e async for e in served.vision.StreamQuery(pb.StreamQueryRequest(request=request))]
+    events = [e async for e in served.vision.StreamQuery(request)]
     final = events[-1].final
     assert final.answer == whole.answer and final.images == whole.images
     assert final.reasoning == whole.reasoning

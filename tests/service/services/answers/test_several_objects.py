@@ -30,10 +30,8 @@ def request(skill, **fields):
     return getattr(pb, f"{skill}Request")(image=raw_image(), **{"max_objects": 3} | fields)
 
 
-def stream(served, skill, inner):
-    return getattr(served.vision, f"Stream{skill}")(
-        getattr(pb, f"Stream{skill}Request")(request=inner)
-    )
+def stream(served, skill, wanted):
+    return getattr(served.vision, f"Stream{skill}")(wanted)
 
 
 def places(response):
@@ -73,9 +71,9 @@ async def test_spatial_references_are_for_every_name(serve):
 @pytest.mark.parametrize("skill", SKILLS)
 async def test_a_stream_has_the_objects_of_each_name_and_then_all(serve, skill):
     served = await serve()
-    inner = request(skill, objects=NAMES)
-    together = await getattr(served.vision, skill)(inner)
-    events = [event async for event in stream(served, skill, inner)]
+    wanted = request(skill, objects=NAMES)
+    together = await getattr(served.vision, skill)(wanted)
+    events = [event async for event in stream(served, skill, wanted)]
     kinds = [event.WhichOneof("event") for event in events]
     assert [event.sequence for event in events] == list(range(len(events)))
     assert kinds[0] == "started" and kinds[-1] == "final"
@@ -116,8 +114,8 @@ async def test_a_call_takes_a_bounded_number_of_places(serve):
 
     served = await serve(FakeRuntime(LIMITS, cost=watch), max_queue=2 * MAX_TASKS)
     names = [f"object {number}" for number in range(100)]
-    inner = request("Detect", objects=names, max_objects=1)
-    responses = await asyncio.gather(served.vision.Detect(inner), served.vision.Detect(inner))
+    wanted = request("Detect", objects=names, max_objects=1)
+    responses = await asyncio.gather(served.vision.Detect(wanted), served.vision.Detect(wanted))
     for response in responses:
         assert [result.WhichOneof("outcome") for result in response.results] == ["detect"] * 100
     assert MAX_TASKS < most <= 2 * MAX_TASKS
@@ -126,18 +124,18 @@ async def test_a_call_takes_a_bounded_number_of_places(serve):
 @pytest.mark.parametrize("streaming", [False, True], ids=["unary", "stream"])
 async def test_a_name_that_fails_leaves_the_others_alone(serve, streaming):
     served = await serve()
-    inner = request("Detect", objects=["cat", " ", "x" * 400, "dog"])
+    wanted = request("Detect", objects=["cat", " ", "x" * 400, "dog"])
     if streaming:
-        *_, last = [event async for event in stream(served, "Detect", inner)]
-        response, prefix = last.final, "request."
+        *_, last = [event async for event in stream(served, "Detect", wanted)]
+        response = last.final
     else:
-        response, prefix = await served.vision.Detect(inner), ""
+        response = await served.vision.Detect(wanted)
     outcomes = [result.WhichOneof("outcome") for result in response.results]
     assert outcomes == ["detect", "error", "error", "detect"]
     for index, reason in ((1, "INVALID_REQUEST"), (2, "CONTEXT_LENGTH_EXCEEDED")):
         error = response.results[index].error
         assert (error.code, error.reason) == (INVALID.value[0], reason)
-        assert error.field_violations[0].field == f"{prefix}objects[{index}]"
+        assert error.field_violations[0].field == f"objects[{index}]"
 
 
 @pytest.mark.parametrize(

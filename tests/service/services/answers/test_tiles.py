@@ -59,8 +59,7 @@ async def test_tiles_are_merged_and_streamed(serve):
     assert merged.usage.input_tokens == 3 * alone.usage.input_tokens
     assert merged.usage.image_tokens == 3 * alone.usage.image_tokens
     assert merged.image_id == alone.image_id
-    stream = pb.StreamDetectRequest(request=request)
-    events = [event async for event in served.vision.StreamDetect(stream)]
+    events = [event async for event in served.vision.StreamDetect(request)]
     kinds = [event.WhichOneof("event") for event in events]
     assert kinds == ["started", *["object"] * 6, "final"]
     assert events[-1].final.objects == merged.objects

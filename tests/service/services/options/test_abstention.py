@@ -34,8 +34,8 @@ async def test_all_ways_to_ask_abstain_alike(serve):
     assert missed.finish_reason == common_pb2.FINISH_REASON_STOP and missed.image_id
     assert missed.absences[0].absence < 0.5 < missed.absences[1].absence < 1
     assert missed.usage.image_tokens == 2 * answered.usage.image_tokens / 2
-    wrapped = pb.StreamQueryRequest(request=request("dog", "cat"))
-    events = [event async for event in served.vision.StreamQuery(wrapped)]
+    asked = request("dog", "cat")
+    events = [event async for event in served.vision.StreamQuery(asked)]
     assert [event.WhichOneof("event") for event in events] == ["started", "final"]
     assert events[-1].final.absences == missed.absences
     given = request("dog", "cat")

@@ -243,7 +243,7 @@ async def test_an_administrator_loads_and_drops_one(serve, folder: Path) -> None
         add_adapters(served, folder)
         assert await admin.load_adapter(NAME, model="fake") == 8 * fake_model("moondream3").text.dim
         assert served.engine.adapter_counts.loaded == (NAME,)
-        request = vision_service_pb2.StreamQueryRequest(request=query(NAME))
+        request = query(NAME)
         running = served.vision.StreamQuery(request, metadata=METADATA)
         await running.read()
         assert await admin.unload_adapter(NAME) and not await admin.unload_adapter(NAME)

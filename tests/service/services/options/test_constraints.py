@@ -31,7 +31,7 @@ async def test_answers_descriptions_streams_tasks_and_named_skills_match(serve):
     caption = pb.CaptionRequest(image=raw_image(), sampling=by_schema)
     described = await served.vision.Caption(caption)
     assert matches({"json_schema": SCHEMA}, described.caption)
-    stream = served.vision.StreamCaption(pb.StreamCaptionRequest(request=caption))
+    stream = served.vision.StreamCaption(caption)
     events = [event async for event in stream]
     assert events[-1].final.caption == described.caption
     assert "".join(event.text_delta.text for event in events) == described.caption

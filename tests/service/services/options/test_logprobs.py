@@ -26,8 +26,7 @@ def token_id(result):
 
 
 def stream(served, skill, request):
-    wrapped = getattr(pb, f"Stream{skill}Request")(request=request)
-    return getattr(served.vision, f"Stream{skill}")(wrapped)
+    return getattr(served.vision, f"Stream{skill}")(request)
 
 
 @pytest.mark.parametrize("skill", REQUESTS)

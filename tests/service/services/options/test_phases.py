@@ -37,7 +37,7 @@ async def test_a_limit_of_the_reasoning(serve):
     cut = await served.vision.Query(request)
     assert (cut.usage.reasoning_tokens, cut.reasoning.text) == (4, "xxxx")
     assert (cut.finish_reason, cut.reasoning.finish_reason, cut.answer) == (STOP, LENGTH, "yes")
-    stream = served.vision.StreamQuery(pb.StreamQueryRequest(request=request))
+    stream = served.vision.StreamQuery(request)
     assert [event async for event in stream][-1].final.reasoning == cut.reasoning
     named = pb.RunSkillRequest(skill="query", sampling=request.sampling)
     named.arguments.update({"question": "why?", "reasoning": True})

@@ -24,8 +24,7 @@ def request(skill, **fields):
 
 
 def stream(served, skill, wanted):
-    wrapped = getattr(pb, f"Stream{skill}Request")(request=wanted)
-    return getattr(served.vision, f"Stream{skill}")(wrapped)
+    return getattr(served.vision, f"Stream{skill}")(wanted)
 
 
 @pytest.mark.parametrize("skill", FIELDS)

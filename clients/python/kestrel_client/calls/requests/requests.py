@@ -68,9 +68,9 @@ _T = TypeVar("_T", bound=Result)
 STUBS = (VisionServiceStub, ImageServiceStub, ModelServiceStub, HealthStub)
 """Those that the calls of Requests need."""
 
-_ANALYZE = vision_method("Analyze", "StreamAnalyze", pb.StreamAnalyzeRequest)
-_RUN_SKILL = vision_method("RunSkill", "StreamSkill", pb.StreamSkillRequest)
-_EMBED = vision_method("Embed", "StreamEmbed", pb.StreamEmbedRequest)
+_ANALYZE = vision_method("Analyze", "StreamAnalyze")
+_RUN_SKILL = vision_method("RunSkill", "StreamSkill")
+_EMBED = vision_method("Embed", "StreamEmbed")
 
 
 class Requests:

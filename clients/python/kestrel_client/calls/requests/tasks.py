@@ -41,8 +41,8 @@ _MASK_FORMATS = {
 }
 
 
-def vision_method(unary: str, stream: str, request: type[Message]) -> Method:
-    return Method(VisionServiceStub, unary, stream, request, repeatable=True)
+def vision_method(unary: str, stream: str) -> Method:
+    return Method(VisionServiceStub, unary, stream, repeatable=True)
 
 
 class _Skill(NamedTuple):
@@ -56,31 +56,31 @@ class _Skill(NamedTuple):
 
 
 _QUERY = _Skill(
-    vision_method("Query", "StreamQuery", pb.StreamQueryRequest),
+    vision_method("Query", "StreamQuery"),
     pb.QueryRequest,
     pb.QueryTask,
     "query",
 )
 _CAPTION = _Skill(
-    vision_method("Caption", "StreamCaption", pb.StreamCaptionRequest),
+    vision_method("Caption", "StreamCaption"),
     pb.CaptionRequest,
     pb.CaptionTask,
     "caption",
 )
 _POINT = _Skill(
-    vision_method("Point", "StreamPoint", pb.StreamPointRequest),
+    vision_method("Point", "StreamPoint"),
     pb.PointRequest,
     pb.PointTask,
     "point",
 )
 _DETECT = _Skill(
-    vision_method("Detect", "StreamDetect", pb.StreamDetectRequest),
+    vision_method("Detect", "StreamDetect"),
     pb.DetectRequest,
     pb.DetectTask,
     "detect",
 )
 _SEGMENT = _Skill(
-    vision_method("Segment", "StreamSegment", pb.StreamSegmentRequest),
+    vision_method("Segment", "StreamSegment"),
     pb.SegmentRequest,
     pb.SegmentTask,
     "segment",

@@ -1554,30 +1554,6 @@ class PathPiece(_message.Message):
 Global___PathPiece: _TypeAlias = PathPiece  # noqa: Y015
 
 @_typing.final
-class StreamQueryRequest(_message.Message):
-    """The question to answer with a stream."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def request(self) -> Global___QueryRequest:
-        """The question, as for Query. Required."""
-
-    def __init__(
-        self,
-        *,
-        request: Global___QueryRequest | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StreamQueryRequest: _TypeAlias = StreamQueryRequest  # noqa: Y015
-
-@_typing.final
 class StreamQueryResponse(_message.Message):
     """One event of the stream of an answer."""
 
@@ -1626,30 +1602,6 @@ class StreamQueryResponse(_message.Message):
 Global___StreamQueryResponse: _TypeAlias = StreamQueryResponse  # noqa: Y015
 
 @_typing.final
-class StreamCaptionRequest(_message.Message):
-    """The description to make with a stream."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def request(self) -> Global___CaptionRequest:
-        """The request, as for Caption. Required."""
-
-    def __init__(
-        self,
-        *,
-        request: Global___CaptionRequest | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StreamCaptionRequest: _TypeAlias = StreamCaptionRequest  # noqa: Y015
-
-@_typing.final
 class StreamCaptionResponse(_message.Message):
     """One event of the stream of a description."""
 
@@ -1690,30 +1642,6 @@ class StreamCaptionResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___StreamCaptionResponse: _TypeAlias = StreamCaptionResponse  # noqa: Y015
-
-@_typing.final
-class StreamPointRequest(_message.Message):
-    """The objects whose centres to find with a stream."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def request(self) -> Global___PointRequest:
-        """The request, as for Point. Required."""
-
-    def __init__(
-        self,
-        *,
-        request: Global___PointRequest | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StreamPointRequest: _TypeAlias = StreamPointRequest  # noqa: Y015
 
 @_typing.final
 class StreamPointResponse(_message.Message):
@@ -1770,30 +1698,6 @@ class StreamPointResponse(_message.Message):
 Global___StreamPointResponse: _TypeAlias = StreamPointResponse  # noqa: Y015
 
 @_typing.final
-class StreamDetectRequest(_message.Message):
-    """The objects whose bounding boxes to find with a stream."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def request(self) -> Global___DetectRequest:
-        """The request, as for Detect. Required."""
-
-    def __init__(
-        self,
-        *,
-        request: Global___DetectRequest | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StreamDetectRequest: _TypeAlias = StreamDetectRequest  # noqa: Y015
-
-@_typing.final
 class StreamDetectResponse(_message.Message):
     """One event of the stream of bounding boxes."""
 
@@ -1846,30 +1750,6 @@ class StreamDetectResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___StreamDetectResponse: _TypeAlias = StreamDetectResponse  # noqa: Y015
-
-@_typing.final
-class StreamSegmentRequest(_message.Message):
-    """The object to outline with a stream."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def request(self) -> Global___SegmentRequest:
-        """The request, as for Segment. Required."""
-
-    def __init__(
-        self,
-        *,
-        request: Global___SegmentRequest | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StreamSegmentRequest: _TypeAlias = StreamSegmentRequest  # noqa: Y015
 
 @_typing.final
 class StreamSegmentResponse(_message.Message):
@@ -2471,30 +2351,6 @@ class TaskFieldViolation(_message.Message):
 Global___TaskFieldViolation: _TypeAlias = TaskFieldViolation  # noqa: Y015
 
 @_typing.final
-class StreamAnalyzeRequest(_message.Message):
-    """Several tasks on one image with a stream."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def request(self) -> Global___AnalyzeRequest:
-        """The request, as for Analyze. Required."""
-
-    def __init__(
-        self,
-        *,
-        request: Global___AnalyzeRequest | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StreamAnalyzeRequest: _TypeAlias = StreamAnalyzeRequest  # noqa: Y015
-
-@_typing.final
 class StreamAnalyzeResponse(_message.Message):
     """One event of the stream of several tasks."""
 
@@ -2695,30 +2551,6 @@ class RunSkillResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunSkillResponse: _TypeAlias = RunSkillResponse  # noqa: Y015
-
-@_typing.final
-class StreamSkillRequest(_message.Message):
-    """The skill to run with a stream."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def request(self) -> Global___RunSkillRequest:
-        """The request, as for RunSkill. Required."""
-
-    def __init__(
-        self,
-        *,
-        request: Global___RunSkillRequest | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StreamSkillRequest: _TypeAlias = StreamSkillRequest  # noqa: Y015
 
 @_typing.final
 class StreamSkillResponse(_message.Message):
@@ -2940,30 +2772,6 @@ class Embedding(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Embedding: _TypeAlias = Embedding  # noqa: Y015
-
-@_typing.final
-class StreamEmbedRequest(_message.Message):
-    """The image to embed with a stream."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def request(self) -> Global___EmbedRequest:
-        """The request, as for Embed. Required."""
-
-    def __init__(
-        self,
-        *,
-        request: Global___EmbedRequest | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StreamEmbedRequest: _TypeAlias = StreamEmbedRequest  # noqa: Y015
 
 @_typing.final
 class StreamEmbedResponse(_message.Message):

@@ -63,27 +63,27 @@ class VisionServiceStub:
                 _registered_method=True)
         self.StreamQuery = channel.unary_stream(
                 '/kestrel.v1.VisionService/StreamQuery',
-                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamQueryRequest.SerializeToString,
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.QueryRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamQueryResponse.FromString,
                 _registered_method=True)
         self.StreamCaption = channel.unary_stream(
                 '/kestrel.v1.VisionService/StreamCaption',
-                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamCaptionRequest.SerializeToString,
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.CaptionRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamCaptionResponse.FromString,
                 _registered_method=True)
         self.StreamPoint = channel.unary_stream(
                 '/kestrel.v1.VisionService/StreamPoint',
-                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamPointRequest.SerializeToString,
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.PointRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamPointResponse.FromString,
                 _registered_method=True)
         self.StreamDetect = channel.unary_stream(
                 '/kestrel.v1.VisionService/StreamDetect',
-                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamDetectRequest.SerializeToString,
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.DetectRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamDetectResponse.FromString,
                 _registered_method=True)
         self.StreamSegment = channel.unary_stream(
                 '/kestrel.v1.VisionService/StreamSegment',
-                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSegmentRequest.SerializeToString,
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.SegmentRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSegmentResponse.FromString,
                 _registered_method=True)
         self.Analyze = channel.unary_unary(
@@ -93,7 +93,7 @@ class VisionServiceStub:
                 _registered_method=True)
         self.StreamAnalyze = channel.unary_stream(
                 '/kestrel.v1.VisionService/StreamAnalyze',
-                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamAnalyzeRequest.SerializeToString,
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.AnalyzeRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamAnalyzeResponse.FromString,
                 _registered_method=True)
         self.RunSkill = channel.unary_unary(
@@ -103,7 +103,7 @@ class VisionServiceStub:
                 _registered_method=True)
         self.StreamSkill = channel.unary_stream(
                 '/kestrel.v1.VisionService/StreamSkill',
-                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSkillRequest.SerializeToString,
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.RunSkillRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSkillResponse.FromString,
                 _registered_method=True)
         self.Embed = channel.unary_unary(
@@ -113,7 +113,7 @@ class VisionServiceStub:
                 _registered_method=True)
         self.StreamEmbed = channel.unary_stream(
                 '/kestrel.v1.VisionService/StreamEmbed',
-                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamEmbedRequest.SerializeToString,
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.EmbedRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamEmbedResponse.FromString,
                 _registered_method=True)
         self.StreamFrames = channel.stream_stream(
@@ -283,27 +283,27 @@ def add_VisionServiceServicer_to_server(servicer, server):
             ),
             'StreamQuery': grpc.unary_stream_rpc_method_handler(
                     servicer.StreamQuery,
-                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamQueryRequest.FromString,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.QueryRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamQueryResponse.SerializeToString,
             ),
             'StreamCaption': grpc.unary_stream_rpc_method_handler(
                     servicer.StreamCaption,
-                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamCaptionRequest.FromString,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.CaptionRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamCaptionResponse.SerializeToString,
             ),
             'StreamPoint': grpc.unary_stream_rpc_method_handler(
                     servicer.StreamPoint,
-                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamPointRequest.FromString,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.PointRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamPointResponse.SerializeToString,
             ),
             'StreamDetect': grpc.unary_stream_rpc_method_handler(
                     servicer.StreamDetect,
-                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamDetectRequest.FromString,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.DetectRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamDetectResponse.SerializeToString,
             ),
             'StreamSegment': grpc.unary_stream_rpc_method_handler(
                     servicer.StreamSegment,
-                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSegmentRequest.FromString,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.SegmentRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSegmentResponse.SerializeToString,
             ),
             'Analyze': grpc.unary_unary_rpc_method_handler(
@@ -313,7 +313,7 @@ def add_VisionServiceServicer_to_server(servicer, server):
             ),
             'StreamAnalyze': grpc.unary_stream_rpc_method_handler(
                     servicer.StreamAnalyze,
-                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamAnalyzeRequest.FromString,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.AnalyzeRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamAnalyzeResponse.SerializeToString,
             ),
             'RunSkill': grpc.unary_unary_rpc_method_handler(
@@ -323,7 +323,7 @@ def add_VisionServiceServicer_to_server(servicer, server):
             ),
             'StreamSkill': grpc.unary_stream_rpc_method_handler(
                     servicer.StreamSkill,
-                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSkillRequest.FromString,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.RunSkillRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSkillResponse.SerializeToString,
             ),
             'Embed': grpc.unary_unary_rpc_method_handler(
@@ -333,7 +333,7 @@ def add_VisionServiceServicer_to_server(servicer, server):
             ),
             'StreamEmbed': grpc.unary_stream_rpc_method_handler(
                     servicer.StreamEmbed,
-                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamEmbedRequest.FromString,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.EmbedRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamEmbedResponse.SerializeToString,
             ),
             'StreamFrames': grpc.stream_stream_rpc_method_handler(
@@ -503,7 +503,7 @@ class VisionService:
             request,
             target,
             '/kestrel.v1.VisionService/StreamQuery',
-            kestrel_dot_v1_dot_vision__service__pb2.StreamQueryRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.QueryRequest.SerializeToString,
             kestrel_dot_v1_dot_vision__service__pb2.StreamQueryResponse.FromString,
             options,
             channel_credentials,
@@ -530,7 +530,7 @@ class VisionService:
             request,
             target,
             '/kestrel.v1.VisionService/StreamCaption',
-            kestrel_dot_v1_dot_vision__service__pb2.StreamCaptionRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.CaptionRequest.SerializeToString,
             kestrel_dot_v1_dot_vision__service__pb2.StreamCaptionResponse.FromString,
             options,
             channel_credentials,
@@ -557,7 +557,7 @@ class VisionService:
             request,
             target,
             '/kestrel.v1.VisionService/StreamPoint',
-            kestrel_dot_v1_dot_vision__service__pb2.StreamPointRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.PointRequest.SerializeToString,
             kestrel_dot_v1_dot_vision__service__pb2.StreamPointResponse.FromString,
             options,
             channel_credentials,
@@ -584,7 +584,7 @@ class VisionService:
             request,
             target,
             '/kestrel.v1.VisionService/StreamDetect',
-            kestrel_dot_v1_dot_vision__service__pb2.StreamDetectRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.DetectRequest.SerializeToString,
             kestrel_dot_v1_dot_vision__service__pb2.StreamDetectResponse.FromString,
             options,
             channel_credentials,
@@ -611,7 +611,7 @@ class VisionService:
             request,
             target,
             '/kestrel.v1.VisionService/StreamSegment',
-            kestrel_dot_v1_dot_vision__service__pb2.StreamSegmentRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.SegmentRequest.SerializeToString,
             kestrel_dot_v1_dot_vision__service__pb2.StreamSegmentResponse.FromString,
             options,
             channel_credentials,
@@ -665,7 +665,7 @@ class VisionService:
             request,
             target,
             '/kestrel.v1.VisionService/StreamAnalyze',
-            kestrel_dot_v1_dot_vision__service__pb2.StreamAnalyzeRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.AnalyzeRequest.SerializeToString,
             kestrel_dot_v1_dot_vision__service__pb2.StreamAnalyzeResponse.FromString,
             options,
             channel_credentials,
@@ -719,7 +719,7 @@ class VisionService:
             request,
             target,
             '/kestrel.v1.VisionService/StreamSkill',
-            kestrel_dot_v1_dot_vision__service__pb2.StreamSkillRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.RunSkillRequest.SerializeToString,
             kestrel_dot_v1_dot_vision__service__pb2.StreamSkillResponse.FromString,
             options,
             channel_credentials,
@@ -773,7 +773,7 @@ class VisionService:
             request,
             target,
             '/kestrel.v1.VisionService/StreamEmbed',
-            kestrel_dot_v1_dot_vision__service__pb2.StreamEmbedRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.EmbedRequest.SerializeToString,
             kestrel_dot_v1_dot_vision__service__pb2.StreamEmbedResponse.FromString,
             options,
             channel_credentials,

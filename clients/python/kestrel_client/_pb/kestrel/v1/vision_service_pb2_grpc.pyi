@@ -53,30 +53,30 @@ class VisionServiceStub:
     """Finds the bounding box of every object of a kind."""
     Segment: _grpc.UnaryUnaryMultiCallable[_vision_service_pb2.SegmentRequest, _vision_service_pb2.SegmentResponse]
     """Outlines one object. FAILED_PRECONDITION if the model does not have this skill (Model.skills)."""
-    StreamQuery: _grpc.UnaryStreamMultiCallable[_vision_service_pb2.StreamQueryRequest, _vision_service_pb2.StreamQueryResponse]
+    StreamQuery: _grpc.UnaryStreamMultiCallable[_vision_service_pb2.QueryRequest, _vision_service_pb2.StreamQueryResponse]
     """Query, with the text as it is generated."""
-    StreamCaption: _grpc.UnaryStreamMultiCallable[_vision_service_pb2.StreamCaptionRequest, _vision_service_pb2.StreamCaptionResponse]
+    StreamCaption: _grpc.UnaryStreamMultiCallable[_vision_service_pb2.CaptionRequest, _vision_service_pb2.StreamCaptionResponse]
     """Caption, with the text as it is generated."""
-    StreamPoint: _grpc.UnaryStreamMultiCallable[_vision_service_pb2.StreamPointRequest, _vision_service_pb2.StreamPointResponse]
+    StreamPoint: _grpc.UnaryStreamMultiCallable[_vision_service_pb2.PointRequest, _vision_service_pb2.StreamPointResponse]
     """Point, with each point as soon as it is found."""
-    StreamDetect: _grpc.UnaryStreamMultiCallable[_vision_service_pb2.StreamDetectRequest, _vision_service_pb2.StreamDetectResponse]
+    StreamDetect: _grpc.UnaryStreamMultiCallable[_vision_service_pb2.DetectRequest, _vision_service_pb2.StreamDetectResponse]
     """Detect, with each box as soon as it is found."""
-    StreamSegment: _grpc.UnaryStreamMultiCallable[_vision_service_pb2.StreamSegmentRequest, _vision_service_pb2.StreamSegmentResponse]
+    StreamSegment: _grpc.UnaryStreamMultiCallable[_vision_service_pb2.SegmentRequest, _vision_service_pb2.StreamSegmentResponse]
     """Segment, with the model's box first and then its path, piece by piece. The refined outline comes with the result."""
     Analyze: _grpc.UnaryUnaryMultiCallable[_vision_service_pb2.AnalyzeRequest, _vision_service_pb2.AnalyzeResponse]
     """Runs several tasks on one image at once. The image is sent, decoded and encoded only once. A task that fails has an
     error as its result and does not affect the others. An invalid image, or an error in the rest of the request, fails
     the call.
     """
-    StreamAnalyze: _grpc.UnaryStreamMultiCallable[_vision_service_pb2.StreamAnalyzeRequest, _vision_service_pb2.StreamAnalyzeResponse]
+    StreamAnalyze: _grpc.UnaryStreamMultiCallable[_vision_service_pb2.AnalyzeRequest, _vision_service_pb2.StreamAnalyzeResponse]
     """Analyze, with the events of all tasks as they happen."""
     RunSkill: _grpc.UnaryUnaryMultiCallable[_vision_service_pb2.RunSkillRequest, _vision_service_pb2.RunSkillResponse]
     """Runs any skill of the model by its name (Model.skills), including skills without a method in this interface."""
-    StreamSkill: _grpc.UnaryStreamMultiCallable[_vision_service_pb2.StreamSkillRequest, _vision_service_pb2.StreamSkillResponse]
+    StreamSkill: _grpc.UnaryStreamMultiCallable[_vision_service_pb2.RunSkillRequest, _vision_service_pb2.StreamSkillResponse]
     """RunSkill, with the events of the skill as they happen."""
     Embed: _grpc.UnaryUnaryMultiCallable[_vision_service_pb2.EmbedRequest, _vision_service_pb2.EmbedResponse]
     """Returns embeddings of an image and of its crops, for search and comparison. Nothing is generated."""
-    StreamEmbed: _grpc.UnaryStreamMultiCallable[_vision_service_pb2.StreamEmbedRequest, _vision_service_pb2.StreamEmbedResponse]
+    StreamEmbed: _grpc.UnaryStreamMultiCallable[_vision_service_pb2.EmbedRequest, _vision_service_pb2.StreamEmbedResponse]
     """Embed, with a message for each embedding. So the embeddings together may exceed the limit of a message."""
     StreamFrames: _grpc.StreamStreamMultiCallable[_vision_service_pb2.StreamFramesRequest, _vision_service_pb2.StreamFramesResponse]
     """Runs the same tasks on every frame of a stream, such as the frames of a camera or of a screen. Each frame has exactly
@@ -102,30 +102,30 @@ class VisionServiceAsyncStub(VisionServiceStub):
     """Finds the bounding box of every object of a kind."""
     Segment: _aio.UnaryUnaryMultiCallable[_vision_service_pb2.SegmentRequest, _vision_service_pb2.SegmentResponse]  # type: ignore[assignment]
     """Outlines one object. FAILED_PRECONDITION if the model does not have this skill (Model.skills)."""
-    StreamQuery: _aio.UnaryStreamMultiCallable[_vision_service_pb2.StreamQueryRequest, _vision_service_pb2.StreamQueryResponse]  # type: ignore[assignment]
+    StreamQuery: _aio.UnaryStreamMultiCallable[_vision_service_pb2.QueryRequest, _vision_service_pb2.StreamQueryResponse]  # type: ignore[assignment]
     """Query, with the text as it is generated."""
-    StreamCaption: _aio.UnaryStreamMultiCallable[_vision_service_pb2.StreamCaptionRequest, _vision_service_pb2.StreamCaptionResponse]  # type: ignore[assignment]
+    StreamCaption: _aio.UnaryStreamMultiCallable[_vision_service_pb2.CaptionRequest, _vision_service_pb2.StreamCaptionResponse]  # type: ignore[assignment]
     """Caption, with the text as it is generated."""
-    StreamPoint: _aio.UnaryStreamMultiCallable[_vision_service_pb2.StreamPointRequest, _vision_service_pb2.StreamPointResponse]  # type: ignore[assignment]
+    StreamPoint: _aio.UnaryStreamMultiCallable[_vision_service_pb2.PointRequest, _vision_service_pb2.StreamPointResponse]  # type: ignore[assignment]
     """Point, with each point as soon as it is found."""
-    StreamDetect: _aio.UnaryStreamMultiCallable[_vision_service_pb2.StreamDetectRequest, _vision_service_pb2.StreamDetectResponse]  # type: ignore[assignment]
+    StreamDetect: _aio.UnaryStreamMultiCallable[_vision_service_pb2.DetectRequest, _vision_service_pb2.StreamDetectResponse]  # type: ignore[assignment]
     """Detect, with each box as soon as it is found."""
-    StreamSegment: _aio.UnaryStreamMultiCallable[_vision_service_pb2.StreamSegmentRequest, _vision_service_pb2.StreamSegmentResponse]  # type: ignore[assignment]
+    StreamSegment: _aio.UnaryStreamMultiCallable[_vision_service_pb2.SegmentRequest, _vision_service_pb2.StreamSegmentResponse]  # type: ignore[assignment]
     """Segment, with the model's box first and then its path, piece by piece. The refined outline comes with the result."""
     Analyze: _aio.UnaryUnaryMultiCallable[_vision_service_pb2.AnalyzeRequest, _vision_service_pb2.AnalyzeResponse]  # type: ignore[assignment]
     """Runs several tasks on one image at once. The image is sent, decoded and encoded only once. A task that fails has an
     error as its result and does not affect the others. An invalid image, or an error in the rest of the request, fails
     the call.
     """
-    StreamAnalyze: _aio.UnaryStreamMultiCallable[_vision_service_pb2.StreamAnalyzeRequest, _vision_service_pb2.StreamAnalyzeResponse]  # type: ignore[assignment]
+    StreamAnalyze: _aio.UnaryStreamMultiCallable[_vision_service_pb2.AnalyzeRequest, _vision_service_pb2.StreamAnalyzeResponse]  # type: ignore[assignment]
     """Analyze, with the events of all tasks as they happen."""
     RunSkill: _aio.UnaryUnaryMultiCallable[_vision_service_pb2.RunSkillRequest, _vision_service_pb2.RunSkillResponse]  # type: ignore[assignment]
     """Runs any skill of the model by its name (Model.skills), including skills without a method in this interface."""
-    StreamSkill: _aio.UnaryStreamMultiCallable[_vision_service_pb2.StreamSkillRequest, _vision_service_pb2.StreamSkillResponse]  # type: ignore[assignment]
+    StreamSkill: _aio.UnaryStreamMultiCallable[_vision_service_pb2.RunSkillRequest, _vision_service_pb2.StreamSkillResponse]  # type: ignore[assignment]
     """RunSkill, with the events of the skill as they happen."""
     Embed: _aio.UnaryUnaryMultiCallable[_vision_service_pb2.EmbedRequest, _vision_service_pb2.EmbedResponse]  # type: ignore[assignment]
     """Returns embeddings of an image and of its crops, for search and comparison. Nothing is generated."""
-    StreamEmbed: _aio.UnaryStreamMultiCallable[_vision_service_pb2.StreamEmbedRequest, _vision_service_pb2.StreamEmbedResponse]  # type: ignore[assignment]
+    StreamEmbed: _aio.UnaryStreamMultiCallable[_vision_service_pb2.EmbedRequest, _vision_service_pb2.StreamEmbedResponse]  # type: ignore[assignment]
     """Embed, with a message for each embedding. So the embeddings together may exceed the limit of a message."""
     StreamFrames: _aio.StreamStreamMultiCallable[_vision_service_pb2.StreamFramesRequest, _vision_service_pb2.StreamFramesResponse]  # type: ignore[assignment]
     """Runs the same tasks on every frame of a stream, such as the frames of a camera or of a screen. Each frame has exactly
@@ -182,7 +182,7 @@ class VisionServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def StreamQuery(
         self,
-        request: _vision_service_pb2.StreamQueryRequest,
+        request: _vision_service_pb2.QueryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_vision_service_pb2.StreamQueryResponse], _abc.AsyncIterator[_vision_service_pb2.StreamQueryResponse]]:
         """Query, with the text as it is generated."""
@@ -190,7 +190,7 @@ class VisionServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def StreamCaption(
         self,
-        request: _vision_service_pb2.StreamCaptionRequest,
+        request: _vision_service_pb2.CaptionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_vision_service_pb2.StreamCaptionResponse], _abc.AsyncIterator[_vision_service_pb2.StreamCaptionResponse]]:
         """Caption, with the text as it is generated."""
@@ -198,7 +198,7 @@ class VisionServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def StreamPoint(
         self,
-        request: _vision_service_pb2.StreamPointRequest,
+        request: _vision_service_pb2.PointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_vision_service_pb2.StreamPointResponse], _abc.AsyncIterator[_vision_service_pb2.StreamPointResponse]]:
         """Point, with each point as soon as it is found."""
@@ -206,7 +206,7 @@ class VisionServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def StreamDetect(
         self,
-        request: _vision_service_pb2.StreamDetectRequest,
+        request: _vision_service_pb2.DetectRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_vision_service_pb2.StreamDetectResponse], _abc.AsyncIterator[_vision_service_pb2.StreamDetectResponse]]:
         """Detect, with each box as soon as it is found."""
@@ -214,7 +214,7 @@ class VisionServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def StreamSegment(
         self,
-        request: _vision_service_pb2.StreamSegmentRequest,
+        request: _vision_service_pb2.SegmentRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_vision_service_pb2.StreamSegmentResponse], _abc.AsyncIterator[_vision_service_pb2.StreamSegmentResponse]]:
         """Segment, with the model's box first and then its path, piece by piece. The refined outline comes with the result."""
@@ -233,7 +233,7 @@ class VisionServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def StreamAnalyze(
         self,
-        request: _vision_service_pb2.StreamAnalyzeRequest,
+        request: _vision_service_pb2.AnalyzeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_vision_service_pb2.StreamAnalyzeResponse], _abc.AsyncIterator[_vision_service_pb2.StreamAnalyzeResponse]]:
         """Analyze, with the events of all tasks as they happen."""
@@ -249,7 +249,7 @@ class VisionServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def StreamSkill(
         self,
-        request: _vision_service_pb2.StreamSkillRequest,
+        request: _vision_service_pb2.RunSkillRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_vision_service_pb2.StreamSkillResponse], _abc.AsyncIterator[_vision_service_pb2.StreamSkillResponse]]:
         """RunSkill, with the events of the skill as they happen."""
@@ -265,7 +265,7 @@ class VisionServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def StreamEmbed(
         self,
-        request: _vision_service_pb2.StreamEmbedRequest,
+        request: _vision_service_pb2.EmbedRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_vision_service_pb2.StreamEmbedResponse], _abc.AsyncIterator[_vision_service_pb2.StreamEmbedResponse]]:
         """Embed, with a message for each embedding. So the embeddings together may exceed the limit of a message."""

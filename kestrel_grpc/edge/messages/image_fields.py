@@ -1,0 +1,17 @@
+"""The images of a request, wherever its fields hold them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def request_images(request: Any) -> list[Any]:
+    """The Image messages that are set in a request, in the order of the prompt."""
+    names = request.DESCRIPTOR.fields_by_name
+    if "frame" in names:
+        return [request.frame.image] if request.frame.HasField("image") else []
+    images = [request.image] if "image" in names and request.HasField("image") else []
+    if "images" in names:
+        for each in (*request.history, request):
+            images += each.images
+    return images
