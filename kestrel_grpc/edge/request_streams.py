@@ -285,6 +285,7 @@ class _RequestStream:
             principal=stream.principal,
             longest_s=guard.limits.deadline_s,
             message=request,
+            streams=True,
         )
         current.set(call)
         if watcher is not None:

@@ -222,7 +222,7 @@ class CallTracing:
                 call.message,
                 model=model,
                 image_positions=image_positions,
-                streaming="/Stream" in call.method,
+                streaming=call.streams,
             ),
             start_time=trace.ns(event.accepted_at),
         )

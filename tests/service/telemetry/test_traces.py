@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
@@ -17,6 +18,7 @@ from kestrel_client._pb.kestrel.v1 import image_service_pb2 as image_pb
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.step import StepResult
+from kestrel_grpc.settings.http import HttpConfig
 from kestrel_grpc.settings.telemetry import telemetry_config
 from tests.service.conftest import ENDLESS, NO_END, raw_image
 from tests.service.statuses import failure
@@ -199,6 +201,18 @@ async def test_a_cancelled_stream(serve_traced, collector):
     assert [v.string_value for v in facts["gen_ai.response.finish_reasons"].values] == ["cancelled"]
     assert facts["gen_ai.request.stream"] is True
     assert "decode" in spans
+
+
+async def test_a_stream_by_http_is_a_stream(serve, collector):
+    http = HttpConfig(http_listen=("127.0.0.1:0",), http_metrics=False)
+    config = {"telemetry": telemetry_config(os.environ), "http": http}
+    served = await serve(runtime(), server_config=config)
+    asked = {"question": "what?", "stream": True, "settings": {"max_tokens": 2}}
+    async with httpx.AsyncClient(headers=dict(SAMPLED)) as client:
+        url = f"http://{served.server.http_addresses[0]}/v1/query"
+        assert (await client.post(url, json=asked)).status_code == 200
+    spans = await trace(collector)
+    assert attributes(spans["generate_content"])["gen_ai.request.stream"] is True
 
 
 async def test_a_deadline(serve_traced, collector):
