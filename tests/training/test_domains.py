@@ -18,6 +18,7 @@ from training.domains.screens import questions as screens
 from training.domains.shapes.draw import draw_with_pillow
 from training.domains.text.page import Page
 from training.domains.webcharts import questions as webcharts
+from training.domains.webcharts.plotted import plot
 from training.domains.webcharts.tables import make_table
 from training.mixture import draw_picture
 
@@ -119,6 +120,25 @@ def test_phrasing_keeps_quoted_words() -> None:
     texts = {vary(rng, ('Is "{t}" written here?',), t="ToTaL") for _ in range(300)}
     assert all('"ToTaL"' in text for text in texts) and len(texts) > 4
     assert off_topic(rng).answer == NOT_SHOWN
+
+
+def test_no_label_of_a_chart_is_too_small_to_be_read(sources: Path) -> None:
+    rng = random.Random(0)
+    chart = draw_data(rng, "bar")
+    chart.categories = [f"{'w' * 9}{k}" for k in range(10)]
+    chart.values = [[5.0] * 10]
+    page, font = Page(Image.new("RGB", (300, 200))), "train/plain-400-normal.ttf"
+    with pytest.raises(ValueError, match="no room"):
+        RENDER["line"](page, rng, chart, (30, 10, 290, 180), font, 16, (0, 0, 0))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_plotted_chart_has_the_size_that_is_asked_for(seed: int) -> None:
+    pytest.importorskip("matplotlib")
+    table = make_table(random.Random(seed))
+    pixels = plot(random.Random(seed), table, 500, 380)
+    assert pixels.shape == (380, 500, 3) and webcharts.labels_are_shown(table)
+    assert np.array_equal(pixels, plot(random.Random(seed), table, 500, 380))
 
 
 def test_questions_about_a_page() -> None:

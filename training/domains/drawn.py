@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import random
 import zipfile
@@ -19,6 +20,7 @@ from training.domains.text.fonts import sources
 
 LEAST_SCALE = 0.7
 """Smaller, the small print of a page can't be read."""
+LARGEST = 1.5
 
 
 class Drawings:
@@ -37,13 +39,16 @@ class Drawings:
     ) -> tuple[Pixels, dict[str, Any], Place]:
         """A random picture on a ground of this size in pixels, and where it lies there.
 
-        It is made smaller where it must be. The first of eight random pictures that stays legible is used.
+        It fills as much of the ground as one of eight random pictures can that stays legible.
         """
         choices = [rng.randrange(len(self.shown)) for _ in range(8)]
-        fits = [min(1.0, width / self._sizes[k][0], height / self._sizes[k][1]) for k in choices]
-        best = next(
-            (i for i, fit in enumerate(fits) if fit >= LEAST_SCALE),
-            max(range(8), key=fits.__getitem__),
+        fits = [
+            min(LARGEST, width / self._sizes[k][0], height / self._sizes[k][1]) for k in choices
+        ]
+        legible = [i for i, fit in enumerate(fits) if fit >= LEAST_SCALE]
+        best = max(
+            legible or range(8),
+            key=lambda i: fits[i] ** 2 * math.prod(self._sizes[choices[i]]) if legible else fits[i],
         )
         number, scale = choices[best], fits[best] * rng.choice((1, 1, rng.uniform(0.85, 1)))
         image = Image.open(io.BytesIO(self._read(f"{number}.webp"))).convert("RGB")

@@ -11,6 +11,8 @@ from training.domains.ground import Rgb, luma
 from training.domains.picture import Box
 from training.domains.text.page import Page, fit, width_of
 
+LEGIBLE = 9  # pixels of the letters; what is smaller can't be asked for
+
 
 def _axes(
     page: Page,
@@ -53,6 +55,14 @@ def _axes(
     return end
 
 
+def _label_size(c: Chart, font: str, size: int, side: float) -> int:
+    """Of the categories below the axis, each in a place of ``side`` pixels."""
+    small = min(fit(t, font, size, side * 0.96) for t in c.categories)
+    if small < LEGIBLE:
+        raise ValueError("no room for the labels")
+    return small
+
+
 def _bars(
     page: Page, rng: random.Random, c: Chart, plot: Box, font: str, size: int, ink: Rgb
 ) -> None:
@@ -66,7 +76,7 @@ def _bars(
         plot = (x0, y0, x1, y1)
     end = _axes(page, rng, c, plot, font, size, ink, across)
     side = (y1 - y0 if across else x1 - x0) / n
-    small = size if across else min(fit(t, font, size, side * 0.96) for t in c.categories)
+    small = size if across else _label_size(c, font, size, side)
     fill = rng.uniform(0.5, 0.85)
     c.boxes = [[] for _ in range(m)]
     for k, name in enumerate(c.categories):
@@ -102,7 +112,7 @@ def _bars(
             page.put(
                 x0 - width_of(name, font, small) - 5, middle + 0.35 * small, name, font, small, ink
             )
-        elif small >= 8:
+        else:
             page.put(
                 middle - width_of(name, font, small) / 2, y1 + 1.2 * small, name, font, small, ink
             )
@@ -115,7 +125,7 @@ def _lines(
     x0, y0, x1, y1 = plot
     n = len(c.categories)
     side = (x1 - x0) / n
-    small = min(fit(t, font, size, side * 0.96) for t in c.categories)
+    small = _label_size(c, font, size, side)
     dots = rng.random() < 0.7
     thick = rng.randint(1, 4)
     for row, (_, rgb) in zip(c.values, c.colours, strict=True):

@@ -11,7 +11,7 @@ from training.domains.picture import Ask
 
 SPOKEN = {"bar": "bar chart", "line": "line chart", "pie": "pie chart", "scatter": "scatter plot"}
 PARTS = {"bar": "bars", "pie": "slices", "line": "lines", "scatter": "points"}
-SHOWN_PIE_VALUES = ("echarts", "billboard", "plotly")
+SHOWN_PIE_VALUES = ("echarts", "billboard", "plotly", "matplotlib")
 """Libraries that write a pie's numbers beside its parts where the table says so."""
 
 
@@ -27,8 +27,8 @@ def number(value: float) -> str:
 
 
 def labels_are_shown(table: dict[str, Any]) -> bool:
-    """False where the axis may have no room for each label: libraries then leave out some."""
-    if table["kind"] == "pie" or table["lying"]:
+    """False where the axis may have no room for each label: libraries then leave out some, matplotlib doesn't."""
+    if table["kind"] == "pie" or table["lying"] or "turn" in table:
         return True
     longest = max(map(len, table["labels"]))
     return bool(longest * len(table["labels"]) * 10 < 0.75 * table["width"])
