@@ -51,7 +51,13 @@ def pytest_configure(config: pytest.Config) -> None:
             start_fork_server()  # One for all workers, which find it by their environment.
         return
     import torch
+    from torch.testing import _comparison
 
+    from kestrel_grpc.process.interpreter import GC_THRESHOLDS
+
+    gc.set_threshold(*GC_THRESHOLDS)
+    # Here no tensor is distributed. To see that, torch would import sympy and more, for a second in each process.
+    _comparison._HAS_DTENSOR = False
     # pytest adds handlers to every logger that does not propagate, six times a test. Torch has forty.
     for name, logger in logging.root.manager.loggerDict.items():
         if isinstance(logger, logging.Logger) and name.partition(".")[0] == "torch":

@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import json
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -37,6 +38,7 @@ from kestrel_engine import (
     RuntimeConfig,
 )
 from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_grpc import model_changes
 from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.served_model import State
 from kestrel_grpc.settings.flags import Parser
@@ -55,6 +57,21 @@ from tests.engine.fakes import fake_build
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.security.test_admin import CONFIG, KEY, METADATA
 from tests.waiting import until
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_again() -> Iterator[None]:
+    """What an unload has left unfrozen: each collection of later tests would visit all that was imported."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def unfreed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of other things than memory: to collect all garbage takes 0.3 s."""
+    monkeypatch.setattr(model_changes, "_free_memory", lambda held: None)
+
 
 LETTER_A = 100 + ord("a")
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -225,6 +242,7 @@ async def test_administration_covers_all_models() -> None:
         assert not any(engine.stats.pages_cached for engine in two.engines.values())
 
 
+@pytest.mark.usefixtures("unfreed")
 async def test_models_are_loaded_swapped_and_unloaded_while_others_serve() -> None:
     async with Two(security=CONFIG["security"]) as two:
         await two.server.load()
@@ -306,6 +324,7 @@ async def test_a_model_that_cannot_be_loaded_harms_no_other(tmp_path: Path) -> N
         await admin.aclose()
 
 
+@pytest.mark.usefixtures("unfreed")
 async def test_a_failed_model_may_be_unloaded() -> None:
     async with Two(security=CONFIG["security"]) as two:
         await two.server.load()
@@ -330,7 +349,10 @@ async def test_an_unloaded_model_ends_its_requests_and_is_freed() -> None:
         await admin.aclose()
 
 
-async def test_an_engine_that_something_holds_while_it_is_unloaded_is_freed_later() -> None:
+async def test_an_engine_that_something_holds_while_it_is_unloaded_is_freed_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model_changes, "_PAUSES_S", (0.001,))
     async with Two(security=CONFIG["security"]) as two:
         await two.server.load()
         admin = AsyncKestrelAdmin(two.server.addresses[0], token=KEY)
