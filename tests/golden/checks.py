@@ -23,15 +23,21 @@ Case = dict[str, Any]
 BLOCK_CASES = ("query.0", "query_noimage.0")
 
 
-def new_feed(golden: Golden) -> Feed:
-    return Feed(golden.runtime, pages_for(golden.runtime, 900, seed=7))
+def check_case(golden: Golden, case: Case) -> None:
+    """The end of the prompt, and the first object or the stored steps after it."""
+    feed = Feed(golden.runtime, pages_for(golden.runtime, 900, seed=7))
+    hidden = _check_prefill(golden, case, feed)
+    if case["skill"] in ("point", "detect"):
+        _check_first_object(golden, case, feed, hidden)
+    elif f"{case['id']}.decode_logits" in golden.arrays:
+        _check_decode(golden, case, feed)
 
 
-def check_prefill(golden: Golden, case: Case) -> None:
+def _check_prefill(golden: Golden, case: Case, feed: Feed) -> torch.Tensor:
     """Hidden state and logits at the end of the prompt, and the embeddings of its spatial references."""
     model, name = golden.runtime.model, case["id"]
     prompt = golden.prompt(case)
-    hidden = new_feed(golden)(*prompt)
+    hidden = feed(*prompt)
     golden.check("hidden", hidden, f"{name}.prefill_hidden")
     golden.check("logits", model.text.logits(hidden[None])[0], f"{name}.prefill_logits")
     coords = [token.value for token in prompt if isinstance(token, Coord)]
@@ -42,13 +48,13 @@ def check_prefill(golden: Golden, case: Case) -> None:
     if sizes:
         embedded = model.region.embed_sizes(torch.tensor(sizes))
         golden.check("ref_embeds", embedded, f"{name}.ref_size_embeds")
+    return hidden
 
 
-def check_first_object(golden: Golden, case: Case) -> None:
+def _check_first_object(golden: Golden, case: Case, feed: Feed, hidden: torch.Tensor) -> None:
     """Region logits and bins of a point or detect case's first object, and the decision after it."""
     text, region = golden.runtime.model.text, golden.runtime.model.region
-    feed, name, bins = new_feed(golden), f"{case['id']}.first", case["bins"][0]
-    hidden = feed(*golden.prompt(case))[None]
+    name, bins, hidden = f"{case['id']}.first", case["bins"][0], hidden[None]
     x = region.coord_logits(hidden)[0]
     golden.check("region_logits", x, f"{name}.x_logits")
     hidden = feed(Coord(bins[0] / 1024))[None]
@@ -66,10 +72,9 @@ def check_first_object(golden: Golden, case: Case) -> None:
     golden.check("logits", text.logits(hidden)[0], f"{name}.next_logits")
 
 
-def check_decode(golden: Golden, case: Case) -> None:
+def _check_decode(golden: Golden, case: Case, feed: Feed) -> None:
     """Logits after each stored token of a text or segment case, the stored tokens being fed."""
-    name, feed = case["id"], new_feed(golden)
-    feed(*golden.prompt(case))
+    name = case["id"]
     tokens = fed_tokens(case)
     rest = tokens[_check_steps(golden, feed, tokens, f"{name}.decode_logits") :]
     if case["skill"] != "query_reasoning":
@@ -138,12 +143,11 @@ def check_vision(golden: Golden, name: str, picture: PreparedImage) -> None:
     expected, rows = golden.expected["vision"][name], golden.expected["rows"]
     vision, tiling = golden.runtime.model.vision, tuple(expected["tiling"])
     assert picture.tiling == tiling
-    crops = torch.from_numpy(picture.crops)
-    features = vision.encode_crops(crops)
+    features = vision.encode_crops(torch.from_numpy(picture.crops))
     stitched = vision.stitch(features[1:], tiling)
     assert list(stitched.shape[:2]) == expected["reconstructed_hw"]
     pooled = vision.pool(stitched)
-    (embedding,) = vision.encode_images([(crops, tiling)])
+    embedding = golden.runtime._images[name]  # The runtime has encoded it.
     samples = torch.stack([stitched[y, x] for y, x in expected["reconstructed_sample_yx"]])
     golden.check("crop_features", samples, f"vision.{name}.reconstructed_samples")
     kept = features[rows.get("crop_features_crops", slice(None))]

@@ -14,9 +14,7 @@ from kestrel_engine.types.requests import PreparedImage
 from tests.golden.checks import (
     BLOCK_CASES,
     check_blocks,
-    check_decode,
-    check_first_object,
-    check_prefill,
+    check_case,
     check_vision,
 )
 from tests.golden.goldens import COMPLETE, load_golden
@@ -38,11 +36,7 @@ def test_every_stored_array(
     for picture_name, picture in pictures.items():
         check_vision(golden, picture_name, picture)
     for case in golden.expected["cases"]:
-        check_prefill(golden, case)
-        if case["skill"] in ("point", "detect"):
-            check_first_object(golden, case)
-        else:
-            check_decode(golden, case)
+        check_case(golden, case)
     for case_id in BLOCK_CASES:
         check_blocks(golden, golden.case(case_id))
     followed = {key for key in golden.arrays if not any(part in key for part in OTHER_READINGS)}
