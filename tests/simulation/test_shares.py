@@ -26,10 +26,12 @@ def world(seed, minutes, *habits, max_queue=200):
     return World(seed, minutes, setting, QUESTIONS).run()
 
 
-@pytest.mark.parametrize(
-    "seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (1.0, 2.0, 3.0)])
+EQUAL = (1.0, 1.0, 1.0)
+
+
+@pytest.mark.slow_with(2, 3, EQUAL)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("weights", [EQUAL, (1.0, 2.0, 3.0)])
 def test_tokens_are_shared_by_weight(seed, weights):
     """Each caller gets its share within a tenth, however many requests it has."""
     habits = [

@@ -38,12 +38,12 @@ CHECK = "/grpc.health.v1.Health/Check"
 RUDE, POLITE = "rude-caller-token-0123456789", "polite-caller-token-0123456789"
 CONNECTIONS, SECONDS = 4, 2.0
 ATTACKS = {
-    "bombs": (QUERY, "", bomb, 120 * MIB, 100),
+    "bombs": (QUERY, "", bomb, 120 * MIB, 40),
     "unfinished": (QUERY, "", None, 40 * MIB, 24),
-    "unfinished health": (CHECK, "", None, 40 * MIB, 100),
-    "bombs of a caller": (QUERY, RUDE, bomb, 120 * MIB, 100),
+    "unfinished health": (CHECK, "", None, 40 * MIB, 40),
+    "bombs of a caller": (QUERY, RUDE, bomb, 120 * MIB, 40),
     "unfinished of a caller": (QUERY, RUDE, None, 33 * MIB, 24),
-    "whole of a caller": (QUERY, RUDE, "whole", 33 * MIB, 60),
+    "whole of a caller": (QUERY, RUDE, "whole", 33 * MIB, 40),
 }
 """What is called, by whom, the kind of body, its size, how many."""
 
@@ -69,14 +69,6 @@ async def attack(name: str, address: str) -> None:
     await asyncio.gather(*(connection() for _ in range(CONNECTIONS)))
 
 
-ROUNDS = 4
-"""Attempts at the bar of time: what else runs on the machine only ever adds to it."""
-
-SLOWEST_S, SLOWEST_RATIO = 1.0, 30.0
-"""A polite caller's p99 is below the larger of this many seconds and this many times its p99 alone, which shows how
-busy the machine is. On an idle machine it is 0.05 to 0.3 s, and 0.01 s alone."""
-
-
 class Watched:
     """What became of a server's memory and of a polite caller while a block ran."""
 
@@ -86,16 +78,11 @@ class Watched:
         self._stop = threading.Event()
         self.rest = self.resident
         self.peak = 0
-        self.seconds: list[float] = []
+        self.num_answered = 0
 
     @property
     def resident(self) -> int:
         return int(self._process.memory_info().rss)
-
-    @property
-    def p99(self) -> float:
-        """Seconds, of the polite caller's calls."""
-        return sorted(self.seconds)[int(0.99 * len(self.seconds))]
 
     def _watch(self) -> None:
         while not self._stop.wait(0.02):
@@ -106,9 +93,8 @@ class Watched:
         with grpc.insecure_channel(self._address) as channel:
             vision = VisionServiceStub(channel)
             while not self._stop.wait(0.02):
-                began = time.monotonic()
                 vision.Query(request, metadata=(("authorization", f"Bearer {POLITE}"),))
-                self.seconds.append(time.monotonic() - began)
+                self.num_answered += 1
 
     def __enter__(self) -> Watched:
         self._threads = [threading.Thread(target=each) for each in (self._watch, self._call)]
@@ -144,8 +130,8 @@ def test_memory_stays_within_what_the_flags_promise(server: ServerProcess, name:
     most = 1.1 * HELD if ATTACKS[name][1] or ATTACKS[name][0] == CHECK else 64 * MIB
     with Watched(server) as seen:
         assert run_forked(command, cwd=ROOT, timeout=120).returncode == 0
-        polite = len(seen.seconds)
-        wait_until(lambda: len(seen.seconds) > polite)  # The polite caller is answered.
+        polite = seen.num_answered
+        wait_until(lambda: seen.num_answered > polite)  # The polite caller is answered.
     assert seen.peak - seen.rest < most, f"{name}: {(seen.peak - seen.rest) / MIB:.0f} MiB more"
     wait_until(lambda: seen.resident <= seen.rest + 64 * MIB, lambda: seen.resident)
 
