@@ -1,25 +1,23 @@
 """Draw random pages in Chromium and keep each with its elements.
 
-    python -m training.domains.screens.shoot --modules out/kits/node_modules --pages 1000 --out out/screens
+    python -m training.domains.screens.shoot --modules out/kits/node_modules --count 1000 --out out/screens
 
-The folder of node_modules must hold the packages of pages.THEMES and pages.FONTS and an icon set of @iconify-json. The
+The folder of node_modules must hold the packages of pages.THEMES and pages.FONTS, and @iconify-json/tabler. The
 result is a file ``screens.zip`` with ``N.webp`` and one ``pages.json``: for each page its theme and its elements, each
 with role, name, box in pixels and what else the page says of it.
 """
 
 from __future__ import annotations
 
-import argparse
-import io
 import json
 import random
-import zipfile
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page
 
+from training.domains.browser import drawing, parse_arguments, screenshot
 from training.domains.screens.pages import THEMES, THEMES_HELD_OUT, make_page
 
 ICONS = (
@@ -27,6 +25,8 @@ ICONS = (
     "lock key cloud sun moon map flag bookmark download upload share printer folder file link music microphone volume "
     "video battery wifi bluetooth shield gift shopping-cart credit-card tag filter eye refresh"
 ).split()
+
+ICON_SET = "tabler"
 
 MIN_CONTRAST = 60
 """Levels of grey of 255 between an element's darkest and lightest pixel."""
@@ -51,8 +51,8 @@ def read_icons(modules: Path, collection: str) -> dict[str, str]:
 
 def shoot(
     page: Page, seed: int, theme: str, icons: dict[str, str], modules: Path
-) -> tuple[bytes, list[dict[str, Any]]]:
-    """One page as WebP, and its elements that are wholly visible."""
+) -> tuple[Image.Image, list[dict[str, Any]]]:
+    """One page, and its elements that are wholly visible."""
     text, width, height = make_page(seed, theme, icons, modules.resolve().as_uri())
     page.set_viewport_size({"width": width, "height": height})
     place = modules / "page.html"
@@ -64,13 +64,10 @@ def shoot(
         "Math.min(innerHeight, Math.max(200, document.body.getBoundingClientRect().bottom + 16))"
     )
     right = max((e["box"][2] for e in elements), default=0) + 30 if seed % 2 else width
-    picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-    picture = picture.crop((0, 0, int(min(width, max(right, 300))), int(bottom)))
-    out = io.BytesIO()
-    picture.save(out, "WEBP", quality=85, method=4)
+    picture = screenshot(page).crop((0, 0, int(min(width, max(right, 300))), int(bottom)))
     grey = picture.convert("L")
     kept = [e for e in elements if e["box"][3] <= bottom and is_visible(grey, e["box"])]
-    return out.getvalue(), kept
+    return picture, kept
 
 
 def is_visible(grey: Image.Image, box: list[float]) -> bool:
@@ -80,42 +77,18 @@ def is_visible(grey: Image.Image, box: list[float]) -> bool:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    p.add_argument("--modules", type=Path, required=True, help="folder of node_modules")
-    p.add_argument("--icons", default="tabler", help="icon set of @iconify-json")
-    p.add_argument("--pages", type=int, default=1000)
-    p.add_argument("--seed", type=int, default=1)
-    p.add_argument("--held-out", action="store_true", help="pages of the themes for evaluation")
-    p.add_argument("--chromium", default="/usr/bin/chromium")
-    p.add_argument("--out", type=Path, required=True, help="folder of screens.zip")
-    args = p.parse_args()
+    args = parse_arguments(__doc__)
     themes = [t for t in THEMES if (t in THEMES_HELD_OUT) == args.held_out]
-    icons = read_icons(args.modules, args.icons)
+    icons = read_icons(args.modules, ICON_SET)
     r = random.Random(args.seed)
-    args.out.mkdir(parents=True, exist_ok=True)
-    pages = []
-    with (
-        sync_playwright() as play,
-        zipfile.ZipFile(args.out / "screens.zip", "w", zipfile.ZIP_STORED) as archive,
-    ):
-        flags = [
-            "--no-sandbox",
-            "--allow-file-access-from-files",
-            "--disable-background-networking",
-        ]
-        browser = play.chromium.launch(executable_path=args.chromium, args=flags)
+    with drawing(args, "screens.zip", "pages.json") as (browser, archive):
         page = browser.new_page()
-        for number in range(args.pages):
+        for number in range(args.count):
             theme = r.choice(themes)
-            data, elements = shoot(page, args.seed * 1_000_000 + number, theme, icons, args.modules)
+            seed = args.seed * 1_000_000 + number
+            picture, elements = shoot(page, seed, theme, icons, args.modules)
             if len(elements) >= 3:
-                archive.writestr(f"{len(pages)}.webp", data)
-                pages.append({"theme": theme, "elements": elements})
-        archive.writestr("pages.json", json.dumps(pages, separators=(",", ":")))
-        browser.close()
-    print(f"{len(pages)} pages")
+                archive.add(picture, {"theme": theme, "elements": elements})
 
 
 if __name__ == "__main__":
