@@ -171,7 +171,7 @@ def _step(model: Moondream, rows: list[_Row], device: torch.device) -> None:
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         image = torch.stack([row.image for row in rows])
         mask = torch.where(prompt_mask(document, VIEW.prefix), 0.0, float("-inf")).to(image.dtype)
-        hidden, _ = model.decode(image, ids, values, position, mask)
+        hidden = model.decode(image, ids, values, position, mask)
         picked = hidden[[i for i, _, _ in open_ones], [at for _, _, at in open_ones]]
         words = model.text.logits(picked).float()
         coords = model.region.coord_logits(picked).argmax(-1).tolist()
@@ -226,7 +226,7 @@ def _matched(found: list[Any], wanted: list[Box], score: Any, least: float) -> i
 def score(reply: Reply, width: int, height: int) -> tuple[float, float]:
     """(won, possible): their sums over a kind give its figure. Detect and point count 2 hits over found plus wanted."""
     ask = reply.ask
-    if ask.skill == "query" and ask.kind.startswith("charts value"):
+    if ask.skill == "query" and ask.kind.removeprefix("web").startswith("charts value"):
         try:
             true, said = (float(t.strip("%")) for t in (ask.answer, reply.text))
         except ValueError:

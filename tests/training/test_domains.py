@@ -160,8 +160,20 @@ def test_questions_about_a_table() -> None:
         table = make_table(random.Random(seed))
         table["library"] = "echarts"
         shown = {webcharts.number(v) for s in table["series"] for v in s["values"]}
-        for ask in webcharts.ask_about(random.Random(seed), table):
+        for ask in webcharts.ask_about(random.Random(seed), table, exact=True):
             if ask.kind == "webcharts value":
                 values += 1
                 assert ask.answer in shown
     assert values > 20
+
+
+def test_a_value_is_rounded_as_it_can_be_read() -> None:
+    assert [webcharts.readable(v) for v in (6078, 87, 0.5, 1.04, 11.9, 0)] == [
+        6100,
+        87,
+        0.5,
+        1.05,
+        12,
+        0,
+    ]
+    assert all(abs(webcharts.readable(v) - v) <= 0.05 * v for v in range(1, 3000))

@@ -30,6 +30,7 @@ from training.writing import (
     opening,
     pack,
     write,
+    writer,
 )
 
 RESUME = Path(__file__).parents[2] / "training" / "resume"
@@ -101,6 +102,15 @@ def test_the_truth_has_full_marks(ask: Ask) -> None:
     assert won == pytest.approx(possible, abs=0.02) and possible > 0
     wrong = Reply(ask, ids=[300, 301], numbers=[0.99, 0.99], sizes=[(0.001, 0.001)])
     assert score(wrong, 200, 100)[0] < 0.5 * possible
+
+
+@pytest.mark.parametrize("kind", ["charts value", "charts value shown", "webcharts value"])
+def test_a_value_is_right_within_five_percent(kind: str) -> None:
+    ask = Ask("query", kind, "A?", "200", spelled=True)
+    near, far = (
+        Reply(ask, ids=[i for c in said for i in writer().encode(c)]) for said in ("209", "211")
+    )
+    assert score(near, 100, 100) == (1, 1) and score(far, 100, 100) == (0, 1)
 
 
 def test_distance_is_levenshtein() -> None:

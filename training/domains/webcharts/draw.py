@@ -22,7 +22,7 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     else:
         archive = open_drawings("held/charts.zip" if held else "charts.zip", "charts.json")
         pixels, table, _ = archive.place(rng, width, height)
-    asks = ask_about(rng, table)
+    asks = ask_about(rng, table, exact=held)
     if rng.random() < 0.2:
         asks.append(off_topic(rng))
     return Picture(pixels, asks)

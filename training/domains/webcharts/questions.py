@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -15,15 +16,24 @@ SHOWN_PIE_VALUES = ("echarts", "billboard", "plotly", "matplotlib")
 """Libraries that write a pie's numbers beside its parts where the table says so."""
 
 
-def ask_about(rng: random.Random, table: dict[str, Any]) -> list[Ask]:
-    """All questions of a chart, in a random order."""
-    asks = [*_about_frame(rng, table), *_about_values(rng, table), *_absent(rng, table)]
+def ask_about(rng: random.Random, table: dict[str, Any], exact: bool = False) -> list[Ask]:
+    """All questions of a chart, in a random order. exact: values that aren't written are not rounded."""
+    asks = [*_about_frame(rng, table), *_about_values(rng, table, exact), *_absent(rng, table)]
     rng.shuffle(asks)
     return asks
 
 
 def number(value: float) -> str:
     return f"{value:g}" if value < 1e5 else str(int(value))
+
+
+def readable(value: float) -> float:
+    """As exact as a person reads it from an axis: the error is at most 5 %."""
+    if value <= 0:
+        return value
+    power = 10 ** math.floor(math.log10(value))
+    unit = power / (20 if value < 2 * power else 10)
+    return round(round(value / unit) * unit, 6)
 
 
 def labels_are_shown(table: dict[str, Any]) -> bool:
@@ -70,14 +80,14 @@ def _about_frame(rng: random.Random, t: dict[str, Any]) -> Iterator[Ask]:
         )
 
 
-def _about_values(rng: random.Random, t: dict[str, Any]) -> Iterator[Ask]:
+def _about_values(rng: random.Random, t: dict[str, Any], exact: bool) -> Iterator[Ask]:
     several, pie = len(t["series"]) > 1, t["kind"] == "pie"
     if not labels_are_shown(t):
         return
-    readable = not pie or (t["numbers"] and t["library"] in SHOWN_PIE_VALUES)
+    can_be_read = not pie or (t["numbers"] and t["library"] in SHOWN_PIE_VALUES)
     for s in t["series"]:
         pairs = list(zip(t["labels"], s["values"], strict=True))
-        for label, value in rng.sample(pairs, min(3, len(pairs))) if readable else ():
+        for label, value in rng.sample(pairs, min(3, len(pairs))) if can_be_read else ():
             if several:
                 ways = (
                     "What is the value of {s} for {l}?",
@@ -94,7 +104,8 @@ def _about_values(rng: random.Random, t: dict[str, Any]) -> Iterator[Ask]:
                     "What is {l}?",
                 )
             text = vary(rng, ways, s=s["name"], l=label)
-            yield Ask("query", "webcharts value", text, number(value), spelled=True)
+            said = number(value if exact or t["numbers"] else readable(value))
+            yield Ask("query", "webcharts value", text, said, spelled=True)
         ranked = sorted(pairs, key=lambda pair: pair[1])
         of = f" of {s['name']}" if several else ""
         if ranked[-1][1] >= 1.06 * ranked[-2][1]:
