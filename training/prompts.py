@@ -6,35 +6,26 @@ A coordinate is id 5 with a value, and a size is id 6 with two values. All other
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from kestrel_grpc.scenes.captions import LENGTHS, caption
-from kestrel_grpc.scenes.paths import path_tokens
-from kestrel_grpc.scenes.phrases import (
-    Phrase,
-    draw_absent,
-    draw_present,
-    object_words,
-    refer,
-    with_article,
-)
-from kestrel_grpc.scenes.questions import Question
-from kestrel_grpc.scenes.scenes import Scene, Shape
-from kestrel_grpc.scenes.vocabulary import FOREIGN_NOUNS
-from training.tokenizer import path_token_text
+from kestrel_grpc.scenes.captions import LENGTHS
 
-EOS, ANSWER, THINK, COORD, SIZE, GROUND_START, GROUND_END = 0, 3, 4, 5, 6, 7, 9
+EOS, ANSWER, COORD, SIZE = 0, 3, 5, 6
 COORD_BINS = SIZE_BINS = 1024
 TOKENIZER_FILE = (
     Path(__file__).parents[1] / "kestrel_engine" / "bundled" / "kestrel_tiny" / "tokenizer.json"
 )
 
 Value = tuple[float, float]
+
+
+def path_token_text(token: str) -> str:
+    """How a path token is written in the vocabulary: a space before all but the opening command."""
+    return token if token == "M" else f" {token}"
 
 
 def coord_bin(value: float) -> float:
@@ -124,132 +115,22 @@ class PromptWriter:
         skills = ("query", "detect", "point", "segment")
         return Templates(captions, {name: [1, *self.encode(name), 2] for name in skills})
 
-    def open(
-        self, skill: str, words: str, refs: tuple[tuple[float, ...], ...], opener: int
-    ) -> Prompt:
+    def open(self, skill: str, words: str, refs: tuple[tuple[float, ...], ...] = ()) -> Prompt:
+        """A request without its result; words as the engine's grammar has them."""
         prompt = Prompt(skill)
-        prompt.text(self.templates.prefix["query" if skill == "reasoning" else skill])
+        prompt.text(self.templates.prefix[skill])
         for ref in refs:
             prompt.reference(ref)
-        prompt.text([*self.encode(words), opener])
+        prompt.text([*self.encode(words), ANSWER])
         prompt.begin_answer()
         return prompt
 
-    def ask(self, question: Question) -> Prompt:
-        """A question answered at once; without the answer's ids."""
-        return self.open("query", question.text.strip(), question.refs, ANSWER)
-
-    def ask_reasoning(self, question: Question) -> Prompt:
-        """A question to be reasoned about; without the reasoning."""
-        return self.open("reasoning", question.text.strip(), question.refs, THINK)
-
     def seek(self, skill: str, words: str, refs: tuple[tuple[float, ...], ...] = ()) -> Prompt:
         """Point, detect or segment; without the result."""
-        return self.open(skill, words if skill == "segment" else f" {words}", refs, ANSWER)
+        return self.open(skill, words if skill == "segment" else f" {words}", refs)
 
     def open_caption(self, length: str) -> Prompt:
         prompt = Prompt("caption")
         prompt.text(self.templates.caption[length])
         prompt.begin_answer()
         return prompt
-
-    # Complete examples, with what the model is to say.
-
-    def query(self, question: Question) -> Prompt:
-        prompt = self.ask(question)
-        prompt.text([*self.encode(question.answer), EOS])
-        return prompt
-
-    def reasoning(self, question: Question, scene: Scene) -> Prompt:
-        """I see [a red circle, point] and [blue stars, points]. -> answer"""
-        prompt = self.ask_reasoning(question)
-        prompt.text(self.encode("I see"))
-        for number, (words, indices) in enumerate(question.steps):
-            if number:
-                prompt.text(self.encode(" and"))
-            if not indices:
-                prompt.text(self.encode(" nothing" if words == "nothing" else f" no {words}"))
-                continue
-            named = with_article(words) if len(indices) == 1 else words
-            prompt.text([GROUND_START, *self.encode(f" {named}")])
-            for i in indices:
-                self._point(prompt, scene, scene.shapes[i])
-            prompt.text([GROUND_END])
-        prompt.text([*self.encode("."), ANSWER, *self.encode(question.answer), EOS])
-        return prompt
-
-    def caption(self, scene: Scene, length: str) -> Prompt:
-        prompt = self.open_caption(length)
-        prompt.text([*self.encode(caption(scene, length)), EOS])
-        return prompt
-
-    def point(self, scene: Scene, words: str, indices: list[int]) -> Prompt:
-        prompt = self.seek("point", words)
-        for i in indices:
-            self._point(prompt, scene, scene.shapes[i])
-        prompt.text([EOS])
-        return prompt
-
-    def detect(self, scene: Scene, words: str, indices: list[int]) -> Prompt:
-        prompt = self.seek("detect", words)
-        for i in indices:
-            self._box(prompt, scene, scene.shapes[i])
-        prompt.text([EOS])
-        return prompt
-
-    def segment(
-        self, scene: Scene, words: str, index: int | None, refs: tuple[tuple[float, ...], ...] = ()
-    ) -> Prompt:
-        prompt = self.seek("segment", words, refs)
-        if index is not None:
-            self._box(prompt, scene, scene.shapes[index])
-            for token in path_tokens(scene.shapes[index]):
-                prompt.text(self.encode(path_token_text(token)))
-        prompt.text([EOS])
-        return prompt
-
-    @staticmethod
-    def _point(prompt: Prompt, scene: Scene, shape: Shape) -> None:
-        x, y = shape.anchor
-        prompt.coord(x / scene.width)
-        prompt.coord(y / scene.height)
-
-    @staticmethod
-    def _box(prompt: Prompt, scene: Scene, shape: Shape) -> None:
-        x0, y0, x1, y1 = shape.box
-        prompt.reference((x0 / scene.width, y0 / scene.height, x1 / scene.width, y1 / scene.height))
-
-
-def draw_target(rng: random.Random, scene: Scene, held_out: bool = False) -> tuple[str, list[int]]:
-    """Words for point and detect, and the shapes they mean; about one in six asks for what is not there."""
-    u = rng.random()
-    if u < 0.03:
-        noun = rng.choice(FOREIGN_NOUNS)
-        return (noun if rng.random() < 0.6 else noun + "s"), []
-    phrase = draw_absent(rng, scene, held_out) if u < 0.16 else None
-    phrase = phrase or draw_present(rng, scene) or draw_absent(rng, scene, held_out) or Phrase()
-    return object_words(rng, phrase), phrase.find(scene)
-
-
-def draw_single(
-    rng: random.Random, scene: Scene, held_out: bool = False
-) -> tuple[str, int | None, tuple[tuple[float, ...], ...]]:
-    """Words for segment, the one shape they mean (None: absent) and perhaps a reference to choose it by."""
-    u = rng.random()
-    if not scene.shapes or u < 0.15:
-        phrase = draw_absent(rng, scene, held_out)
-        words = (
-            rng.choice(FOREIGN_NOUNS) if phrase is None or u < 0.03 else object_words(rng, phrase)
-        )
-        return words, None, ()
-    index = rng.randrange(len(scene.shapes))
-    shape = scene.shapes[index]
-    if u < 0.22:
-        x, y = shape.anchor
-        ref = (x / scene.width, y / scene.height)
-        return Phrase(kind=shape.kind).words(rng), index, (ref,)
-    phrase = refer(rng, scene, index)
-    if phrase is not None:
-        return object_words(rng, phrase), index, ()
-    phrase = Phrase(shape.kind, shape.colour)
-    return object_words(rng, phrase), phrase.find(scene)[0], ()

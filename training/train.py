@@ -1,35 +1,38 @@
-"""Train kestrel-tiny on one or more GPUs of a machine.
+"""Train kestrel-small in slices, on one or more GPUs of a machine.
 
-    python -m training.train --minutes 9 --out out/tiny
-    torchrun --nproc-per-node 2 -m training.train --minutes 9 --out out/tiny
+    KESTREL_SOURCES=... torchrun --nproc-per-node 2 -m training.train --minutes 9 --from-minute 0 --out $OUT
+    python -m training.train --resume training/resume --from-minute 18 --minutes 9 --out $OUT
 
-The schedule follows the clock, so a run has the same duration on every machine. --resume continues from a checkpoint
-folder with a new warm-up. At the end, the export for the engine is written beside the checkpoint.
+The learning rate follows the minutes of the whole plan: warm-up, constant, and a decay over its last third. Weights for
+figures, checkpoint and resuming are a moving average. --out gets the checkpoint in pieces, figures.json, gallery.png.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
+import json
 import os
+import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from training.export import export, load_exported
-from training.images.batch_images import ImageMaker
+from training.images.picture_images import PictureMaker
+from training.judging import gallery, held_out, judge, table
+from training.kestrel_small import SIZES
 from training.learning import checkpoints
-from training.learning.batches import Batch, StepData
-from training.learning.losses import JITTER, HelperHead, loss_of, run
+from training.learning.losses import JITTER, PageHelper, loss_of, run
 from training.learning.model import Moondream
 from training.learning.muon import Muon
-from training.learning.validation import Validation
+from training.writing import PictureBatch, Steps
+
+AVERAGE = 0.998  # of the weights, a step
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -37,106 +40,51 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument(
-        "--minutes", type=float, default=9.0, help="length of the learning-rate schedule"
+        "--minutes",
+        type=float,
+        default=9.0,
+        help="training time of this slice, without start and figures",
     )
     p.add_argument(
-        "--max-steps", type=int, default=1_000_000, help="end earlier, after this many steps"
+        "--from-minute", type=float, default=0.0, help="minutes of the plan that earlier slices had"
     )
-    p.add_argument("--batch", type=int, default=192, help="images a step and GPU")
+    p.add_argument("--plan", type=float, default=110.0, help="minutes of the whole plan")
+    p.add_argument(
+        "--until",
+        type=float,
+        default=0.0,
+        help="stop training so many seconds after the start of the process",
+    )
+    p.add_argument("--batch", type=int, default=64, help="one-crop pictures a step and GPU")
     p.add_argument("--lr", type=float, default=1.0, help="multiplies both learning rates")
     p.add_argument("--muon-lr", type=float, default=2e-3)
     p.add_argument("--adam-lr", type=float, default=1e-3)
     p.add_argument("--decay", type=float, default=0.05, help="weight decay")
     p.add_argument(
-        "--annealed",
-        type=float,
-        default=0.0,
-        help="progress 0..1 at which annealed parts of the loss start",
+        "--rate", type=float, default=8.0, help="steps a second, to guess the progress of a batch"
     )
-    p.add_argument(
-        "--warm", type=float, default=0.15, help="share of the run with mostly one-crop images"
-    )
-    p.add_argument("--seed", type=int, default=1, help="another seed, other scenes")
-    p.add_argument(
-        "--resume", type=Path, help="folder of checkpoint pieces, or of an export, to start from"
-    )
-    p.add_argument(
-        "--out",
-        type=Path,
-        default=Path("out/tiny"),
-        help="where checkpoint (each quarter) and export go",
-    )
+    p.add_argument("--seed", type=int, default=1)
+    p.add_argument("--resume", type=Path, help="folder of checkpoint pieces")
+    p.add_argument("--out", type=Path, default=Path("out/small"))
     p.add_argument(
         "--workers",
         type=int,
-        default=max(1, (os.cpu_count() or 2) - 2),
-        help="processes that make scenes, for each GPU",
+        default=0,
+        help="processes that draw, for each GPU; 0: one a core, less two",
     )
-    p.add_argument("--max-pixels", type=int, default=0, help="skip larger images (trials on a CPU)")
     p.add_argument(
-        "--validate", type=int, default=4, help="validation batches, half way and at the end"
+        "--judge", type=int, default=40, help="held-out pictures of each domain; 0: no figures"
     )
+    p.add_argument("--max-steps", type=int, default=1_000_000)
+    p.add_argument("--save-every", type=float, default=3.0, help="minutes")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--eager", action="store_true", help="no torch.compile")
-    p.add_argument(
-        "--profile", action="store_true", help="time the stages of a few steps, then go on"
-    )
+    p.add_argument("--eager", action="store_true")
     return p.parse_args()
 
 
-@dataclass
-class Clock:
-    """Progress 0..1 by wall time, the same on every rank."""
-
-    minutes: float
-    world: int
-    began: float = 0.0
-    progress: float = 0.0
-
-    def start(self) -> None:
-        self.began = time.monotonic()
-
-    def update(self, device: torch.device) -> float:
-        now = (time.monotonic() - self.began) / 60 / self.minutes
-        if self.world > 1:
-            shared = torch.tensor([now], device=device)
-            dist.broadcast(shared, 0)
-            now = float(shared.item())
-        self.progress = min(now, 1.0)
-        return self.progress
-
-
-class Stopwatch:
-    """Milliseconds per stage over some steps; waits for the device, so only while ``active``."""
-
-    def __init__(self) -> None:
-        self.active = False
-        self._mark, self._sums = 0.0, dict[str, float]()
-
-    def lap(self, name: str | None) -> None:
-        """Adds the time since the last lap to ``name``. None only starts a new lap."""
-        if not self.active:
-            return
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        now = time.monotonic()
-        if name is not None:
-            self._sums[name] = self._sums.get(name, 0.0) + now - self._mark
-        self._mark = now
-
-    def report(self, steps: int) -> None:
-        stages = " ".join(
-            f"{name} {1000 * value / steps:.1f}" for name, value in self._sums.items()
-        )
-        memory = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
-        print(f"  ms a step: {stages}; {memory:.1f} GB", flush=True)
-        self.active, self._sums = False, {}
-
-
 def learning_rate(progress: float, step: int) -> float:
-    """Warm-up over 100 steps and cosine to 2 %."""
-    cosine = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress))
-    return cosine * min(1.0, (step + 1) / 100)
+    """Warm-up over 200 steps, constant, linear to 2 % over the last third of the plan."""
+    return min(1.0, (step + 1) / 200, 0.02 + 0.98 * (1 - progress) / 0.33)
 
 
 def compile_blocks(model: Moondream) -> None:
@@ -159,23 +107,114 @@ def share_gradients(parameters: Sequence[Tensor], world: int) -> None:
     )
 
 
-def batches(args: argparse.Namespace, rank: int) -> Iterator[Batch]:
-    """Returns practically endless training batches. The first ``--warm`` share of the estimated steps is cheap."""
-    guess = int(args.minutes * 60 * 10)
-    warm = 0 if args.resume else int(args.warm * guess)
-    data = StepData(args.seed, args.batch, 1_000_000, warm, rank, args.max_pixels)
+class Average:
+    """A copy of the model whose weights follow the trained ones; never compiled."""
+
+    def __init__(self, model: Moondream) -> None:
+        self.model = Moondream(SIZES).to(next(model.parameters()).device)
+        self.model.load_state_dict(model.state_dict())
+        self._pairs = list(self.model.parameters()), list(model.parameters())
+        self._steps = 0
+
+    @torch.no_grad()
+    def update(self) -> None:
+        self._steps += 1
+        keep = min(AVERAGE, 1 - 1 / (1 + 0.3 * self._steps))
+        torch._foreach_lerp_(*self._pairs, 1 - keep)
+
+
+class Trainer:
+    """Model, helper and optimisers of one rank."""
+
+    def __init__(
+        self, args: argparse.Namespace, world: int, rank: int, device: torch.device
+    ) -> None:
+        self.args, self.world, self.rank, self.device = args, world, rank, device
+        torch.manual_seed(args.seed)
+        self.model, self.helper = Moondream(SIZES).to(device), PageHelper(SIZES.dim).to(device)
+        if args.resume:
+            state = checkpoints.load_quantised(args.resume)
+            self.model.load_state_dict(state["model"])
+            if state["helper"]["out.weight"].shape == self.helper.out.weight.shape:
+                self.helper.load_state_dict(state["helper"])
+        if world > 1:
+            for tensor in (*self.model.state_dict().values(), *self.helper.state_dict().values()):
+                dist.broadcast(tensor, 0)
+        self.average = Average(self.model) if rank == 0 else None
+        if not args.eager:
+            compile_blocks(self.model)
+        torch.manual_seed(args.seed * 1000 + rank)
+        self.muon = Muon(self.model, args.muon_lr, decay=args.decay)
+        owned = {id(p) for p in self.muon.parameters}
+        rest = [
+            p for p in (*self.model.parameters(), *self.helper.parameters()) if id(p) not in owned
+        ]
+        self.adam = torch.optim.AdamW(
+            rest,
+            args.adam_lr,
+            betas=(0.9, 0.95),
+            weight_decay=args.decay,
+            fused=device.type == "cuda",
+        )
+        self.parameters: list[nn.Parameter] = [*self.muon.parameters, *rest]
+        self.maker = PictureMaker(compiled=device.type == "cuda" and not args.eager)
+
+    def step(self, batch: PictureBatch, progress: float, rate: float) -> dict[str, Tensor]:
+        on_gpu = self.device.type == "cuda"  # bfloat16 is slow on a CPU
+        self.muon.lr = self.args.muon_lr * rate
+        for group in self.adam.param_groups:
+            group["lr"] = self.args.adam_lr * rate
+        pixels = self.maker(batch).to(torch.bfloat16 if on_gpu else torch.float32)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu):
+            loss, parts = loss_of(
+                run(self.model, pixels, batch, JITTER), batch, self.helper, progress
+            )
+        loss.backward()
+        if self.world > 1:
+            share_gradients(self.parameters, self.world)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.muon.step()
+        self.adam.step()
+        for p in self.parameters:
+            p.grad = None
+        if self.average is not None:
+            self.average.update()
+        return {"loss": loss, "norm": norm, **parts}
+
+    def save(self) -> None:
+        assert self.average is not None
+        state = {"model": self.average.model.state_dict(), "helper": self.helper.state_dict()}
+        checkpoints.save(self.args.out / "checkpoint", checkpoints.halved(state))
+
+
+def batches(args: argparse.Namespace, rank: int, world: int) -> Iterator[PictureBatch]:
+    ends = (args.from_minute / args.plan, (args.from_minute + args.minutes) / args.plan)
+    seed = args.seed * 1000 + round(args.from_minute)
+    data = Steps(seed, args.batch, rank, ends, int(args.minutes * 60 * args.rate))
+    workers = args.workers or max(1, (os.cpu_count() or 2) // world - 2)
     loader = DataLoader(
         data,
         batch_size=None,
-        num_workers=args.workers,
+        num_workers=workers,
         pin_memory=args.device == "cuda",
-        prefetch_factor=4 if args.workers else None,
-        persistent_workers=False,
+        prefetch_factor=3,
     )
     return iter(loader)
 
 
+def report(trainer: Trainer, figures_of: list[Any]) -> None:
+    assert trainer.average is not None
+    began = time.monotonic()
+    figures, judged = judge(trainer.average.model, figures_of, trainer.device)
+    trainer.args.out.mkdir(parents=True, exist_ok=True)
+    (trainer.args.out / "figures.json").write_text(json.dumps(figures, indent=1), encoding="utf-8")
+    print(table(figures), flush=True)
+    gallery(judged).save(trainer.args.out / "gallery.png")
+    print(f"figures took {time.monotonic() - began:.0f} s", flush=True)
+
+
 def main() -> None:
+    born = time.monotonic()
     args = parse_arguments()
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     device = torch.device("cuda", rank) if args.device == "cuda" else torch.device(args.device)
@@ -187,109 +226,51 @@ def main() -> None:
     if world > 1:
         on_gpu = args.device == "cuda"
         dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-    torch.manual_seed(args.seed)
-    model, helper = Moondream().to(device), HelperHead(256).to(device)
-    if args.resume and (args.resume / "model.safetensors").exists():
-        load_exported(args.resume, model)
-    elif args.resume:
-        state = checkpoints.load(args.resume)
-        model.load_state_dict(state["model"])
-        helper.load_state_dict(state["helper"])
-    if world > 1:
-        for tensor in (*model.state_dict().values(), *helper.state_dict().values()):
-            dist.broadcast(tensor, 0)
-    torch.manual_seed(args.seed * 1000 + rank)
-    if not args.eager:
-        compile_blocks(model)
-    muon = Muon(model, args.muon_lr, decay=args.decay)
-    owned = {id(p) for p in muon.parameters}
-    others = [p for p in (*model.parameters(), *helper.parameters()) if id(p) not in owned]
-    adam = torch.optim.AdamW(
-        others,
-        args.adam_lr,
-        betas=(0.9, 0.95),
-        weight_decay=args.decay,
-        fused=args.device == "cuda",
-    )
-    everything = [*muon.parameters, *others]
-    maker = ImageMaker(compiled=not args.eager)
-    validation = (
-        Validation(maker, args.validate, args.max_pixels) if rank == 0 and args.validate else None
-    )
-
-    clock, data = Clock(args.minutes, world), batches(args, rank)
-    clock.start()
-    mark, seen, quarter, done = time.monotonic(), 0, 1, 0
-    sums: dict[str, Tensor] = {}
-    watch = Stopwatch()
+    data = batches(args, rank, world)
+    trainer = Trainer(args, world, rank, device)
+    examples = held_out(args.judge) if rank == 0 and args.judge else []
+    random.seed(args.seed)
+    began = mark = time.monotonic()
+    saved, seen, done, spent, sums = 0.0, 0, 0, 0.0, dict[str, Tensor]()  # spent: minutes
     for step in range(args.max_steps):
-        if step % 20 == 0 and clock.update(device) >= 1.0:
-            break
-        annealed = args.annealed + (1 - args.annealed) * clock.progress
-        rate = learning_rate(clock.progress, step) * args.lr
-        muon.lr = args.muon_lr * rate
-        for group in adam.param_groups:
-            group["lr"] = args.adam_lr * rate
-        watch.active = args.profile and step % 200 >= 160
-        watch.lap(None)
-        batch = next(data).to(device)
-        watch.lap("data")
-        with torch.autocast(device.type, torch.bfloat16):
-            pixels = maker_crops(maker, batch)
-            watch.lap("images")
-            loss, parts = loss_of(run(model, pixels, batch, JITTER), batch, helper, annealed)
-        watch.lap("forward")
-        loss.backward()
-        watch.lap("backward")
-        if world > 1:
-            share_gradients(everything, world)
-        norm = torch.nn.utils.clip_grad_norm_(everything, 1.0)
-        muon.step()
-        adam.step()
-        for p in everything:
-            p.grad = None
-        watch.lap("optimiser")
-        if watch.active and step % 200 == 199:
-            watch.report(40)
-        seen, done = seen + args.batch * world, step + 1
-        for name, value in (("loss", loss), ("norm", norm), *parts.items()):
-            sums[name] = sums.get(name, torch.zeros((), device=device)) + value.detach()
-        if rank == 0 and (step + 1) % 100 == 0:
+        if step % 10 == 0:
             now = time.monotonic()
-            figures = " ".join(f"{name} {float(value) / 100:.3f}" for name, value in sums.items())
-            print(
-                f"step {step + 1} {now - clock.began:.0f} s {seen / (now - mark):.0f} images/s "
-                f"lr {rate:.3f} {figures}",
-                flush=True,
-            )
-            mark, seen, sums = now, 0, {}
-        if clock.progress >= quarter / 4 and quarter < 4:
-            quarter += 1
-            if rank == 0:
-                checkpoints.save(
-                    args.out / "checkpoint",
-                    {"model": model.state_dict(), "helper": helper.state_dict()},
-                )
-            if validation is not None and quarter == 3:
-                validation.report(model, device)
+            late = args.until and now - born > args.until
+            clock = torch.tensor([(now - began) / 60, float(bool(late))], device=device)
             if world > 1:
-                dist.barrier()
+                dist.broadcast(clock, 0)
+            spent, late = clock.tolist()
+            if late or spent >= args.minutes:
+                break
+        progress = (args.from_minute + spent) / args.plan
+        batch = next(data).to(device)
+        rate = learning_rate(progress, step)
+        for name, value in trainer.step(batch, progress, rate * args.lr).items():
+            sums[name] = sums.get(name, torch.zeros((), device=device)) + value.detach()
+        seen, done = seen + len(batch.ids) * world, step + 1
+        if rank == 0 and step == 0:
+            print(f"first step after {time.monotonic() - born:.0f} s", flush=True)
+        if rank == 0 and done % 100 == 0:
+            now = time.monotonic()
+            each = " ".join(f"{name} {float(value) / 100:.3f}" for name, value in sums.items())
+            speed = f"{seen / (now - mark):.0f} pictures/s"
+            print(f"step {done} {now - born:.0f} s {speed} lr {rate:.3f} {each}", flush=True)
+            mark, seen, sums = now, 0, {}
+            if spent > saved + args.save_every:
+                saved = spent
+                trainer.save()
     if rank == 0:
-        checkpoints.save(
-            args.out / "checkpoint", {"model": model.state_dict(), "helper": helper.state_dict()}
+        trainer.save()
+        print(
+            f"{done} steps, {spent:.2f} minutes of the plan, {time.monotonic() - born:.0f} s",
+            flush=True,
         )
-        export(model, args.out / "export")
-        if validation is not None:
-            validation.report(model, device)
-        print(f"{done} steps, {time.monotonic() - clock.began:.0f} s", flush=True)
+        if examples:
+            report(trainer, examples)
+        print(f"end after {time.monotonic() - born:.0f} s", flush=True)
     if world > 1:
-        dist.destroy_process_group()
-
-
-def maker_crops(maker: ImageMaker, batch: Batch) -> Tensor:
-    """Images are made in float32, outside autocast, and handed over as bfloat16."""
-    with torch.autocast(batch.ids.device.type, enabled=False):
-        return maker(batch).bfloat16()
+        dist.barrier()
+    os._exit(0)  # at once: joining the drawing processes takes a minute
 
 
 if __name__ == "__main__":

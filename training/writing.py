@@ -18,9 +18,8 @@ from training.domains.picture import Ask, Picture
 from training.kestrel_small import TOKENIZER_FILE, VIEW
 from training.learning.batches import Packed, Packer, Spoiling
 from training.mixture import draw_domain, draw_picture, draw_size, images_of
-from training.prompts import ANSWER, EOS, Prompt, PromptWriter
+from training.prompts import EOS, Prompt, PromptWriter, path_token_text
 from training.sources import icon_names
-from training.tokenizer import path_token_text
 
 LENGTH = 319  # packed prompt positions a picture; with the prefix a multiple of 16
 PLACES = (2, 4)  # rows and columns of a cell, in each of which the helper head reads one character
@@ -72,7 +71,7 @@ def opening(ask: Ask, width: int, height: int) -> Prompt:
     if ask.skill == "caption":
         return writer().open_caption(ask.text)
     if ask.skill == "query":
-        return writer().open("query", ask.text.strip(), refs, ANSWER)
+        return writer().open("query", ask.text.strip(), refs)
     return writer().seek(ask.skill, ask.text, refs)
 
 
@@ -164,7 +163,6 @@ def draw_spoiling(rng: random.Random, images: int) -> Spoiling:
     """Blur, noise and JPEG down to quality 30; half of the pictures stay clean."""
     dirty = [rng.random() < 0.5 for _ in range(images)]
     return Spoiling(
-        1.0,
         rng.uniform(0.3, 1.0),
         torch.tensor([d and rng.random() < 0.3 for d in dirty]),
         torch.tensor([rng.uniform(0, 14) if d and rng.random() < 0.4 else 0.0 for d in dirty]),

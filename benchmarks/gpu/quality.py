@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -248,13 +249,25 @@ def computed_in(opened: Opened, fp8_gemms: str) -> str:
     return opened.built.info.dtype + ("" if fp8_gemms == "off" else f", FP8 {fp8_gemms}") + cache
 
 
+async def ask(engine: Any, image: bytes, task: Any) -> dict[str, Any]:
+    """The engine's output for one task of a scene, greedily."""
+    settings = {"temperature": 0.0}
+    if task.skill in ("query", "reasoning"):
+        refs, reasoning = [list(r) for r in task.refs] or None, task.skill == "reasoning"
+        result = await engine.query(
+            image, task.text, reasoning=reasoning, spatial_refs=refs, settings=settings
+        )
+    else:
+        result = await getattr(engine, task.skill)(image, task.text, settings=settings)
+    return dict(result.output)
+
+
 async def measure_score(
     opened: Opened, report: GpuReport, *, scenes: int, fp8_gemms: str = "off"
 ) -> None:
     """Returns the share of tasks that kestrel-tiny answers correctly."""
     from kestrel_grpc.scenes.evaluation_set import encode, example
     from kestrel_grpc.scenes.scoring import Record, score
-    from training.evaluate import ask
 
     examples = [example("seen", index) for index in range(scenes)]
     with ThreadPoolExecutor(thread_name_prefix="render") as pool:

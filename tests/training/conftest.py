@@ -2,7 +2,7 @@
 
 import os
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,6 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from kestrel_grpc.scenes.evaluation_set import encode, example
 from training.prompts import PromptWriter
 from training.sources import HELD_SET, ICON_SETS, icon_names
 
@@ -33,13 +32,6 @@ def bundled() -> Path:
 @pytest.fixture(scope="session")
 def writer() -> PromptWriter:
     return PromptWriter.bundled()
-
-
-@pytest.fixture(scope="session")
-def picture() -> Callable[[int], bytes]:
-    """The encoded file of an example of the seen slice."""
-    pytest.importorskip("pyvips")
-    return lambda index: encode(example("seen", index))
 
 
 @pytest.fixture(scope="session")

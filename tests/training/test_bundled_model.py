@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,14 @@ import torch
 from safetensors import safe_open
 
 from kestrel_grpc.scenes.evaluation_set import encode, example
-from kestrel_grpc.scenes.questions import Question
-from kestrel_grpc.scenes.scoring import score
 from kestrel_grpc.scenes.tiling import CROP, PREFIX, WINDOW, View
-from training.evaluate import GREEDY, ask
 from training.export import config_json, load_exported
 from training.images.resize import normalise
-from training.learning.losses import run
-from training.learning.model import Moondream, Sizes
+from training.learning.model import Moondream, Sizes, prompt_mask
 from training.prompts import COORD, SIZE, Prompt, PromptWriter
 
 PAGE = 5
+GREEDY = {"temperature": 0.0}
 
 
 def test_files_fit_the_package(bundled: Path) -> None:
@@ -68,12 +64,10 @@ def _follow(
 ) -> tuple[list[int], list[int], list[list[int]], list[float]]:
     """What the reference would say at each generated position of a finished prompt: ids, coordinates, sizes; and the
     log-probabilities that it gives to the prompt's own ids there."""
-    from training.learning.model import prompt_mask
-
     ids, values = torch.tensor([prompt.ids]), torch.tensor([prompt.values])
     position = torch.arange(PREFIX, PREFIX + ids.shape[1])[None]
     mask = prompt_mask(torch.zeros_like(ids))
-    hidden, _ = model.decode(image, ids, values, position, mask)
+    hidden = model.decode(image, ids, values, position, mask)
     before = hidden[0, prompt.start - 1 : -1]
     logits = model.text.logits(before)
     said = logits.log_softmax(-1).gather(1, ids[0, prompt.start :, None])
@@ -88,11 +82,9 @@ def _follow(
 @torch.no_grad()
 def _box_scores(model: Moondream, image: torch.Tensor, prompt: Prompt) -> list[float]:
     """The raw scores of a finished prompt's boxes by the reference, as docs/scores.md defines them."""
-    from training.learning.model import prompt_mask
-
     ids, values = torch.tensor([prompt.ids]), torch.tensor([prompt.values])
     position = torch.arange(PREFIX, PREFIX + ids.shape[1])[None]
-    hidden, _ = model.decode(image, ids, values, position, prompt_mask(torch.zeros_like(ids)))
+    hidden = model.decode(image, ids, values, position, prompt_mask(torch.zeros_like(ids)))
     before = hidden[0, prompt.start - 1 : -1]
 
     def near(logits: torch.Tensor) -> float:
@@ -128,9 +120,9 @@ async def test_the_engine_says_what_the_reference_says(
         crops, view = _crops(data)
         with torch.no_grad():
             image = model.vision(crops, view)
-        question = Question("count", "How many shapes are there?", "")
+        question = "How many shapes are there?"
         texts: list[tuple[Prompt, Any]] = [
-            (writer.ask(question), await engine.query(data, question.text, settings=scored)),
+            (writer.open("query", question), await engine.query(data, question, settings=scored)),
             (
                 writer.open_caption("normal"),
                 await engine.caption(data, "normal", settings=scored),
@@ -210,7 +202,7 @@ async def test_a_conversation_goes_on_as_the_reference_goes_on(
             arguments = {"question": text, "history": history}
             stream = await engine.submit("query", data, arguments, {**GREEDY, "max_tokens": 40})
             result = await stream.result()
-            ids += writer.ask(Question("count", text, "")).ids
+            ids += writer.open("query", text).ids
             assert list(result.token_ids) == _continue(model, image, ids, 40)
             assert result.metrics.input_tokens == PREFIX + len(ids)
             # All of the turn before is reused, but its last positions, which fill no page.
@@ -219,22 +211,6 @@ async def test_a_conversation_goes_on_as_the_reference_goes_on(
             answer = result.output["answer"]
             ids += writer.encode(answer)
             history.append((text, answer))
-
-
-@pytest.mark.slow
-async def test_a_few_frozen_scenes_through_the_engine(
-    bundled: Path, picture: Callable[[int], bytes]
-) -> None:
-    from kestrel_engine import InferenceEngine, RuntimeConfig
-
-    config = RuntimeConfig(model_path=bundled, device="cpu", cpu_threads=1, max_batch_size=16)
-    records = []
-    async with await InferenceEngine.create(config) as engine:
-        for index in range(4):
-            found = example("seen", index)
-            for task in found.tasks:
-                records.append(score(found.scene, task, await ask(engine, picture(index), task)))
-    assert sum(r["ok"] for r in records) >= len(records) - 1
 
 
 def test_the_calibration_is_that_of_the_weights(bundled: Path) -> None:
@@ -247,19 +223,3 @@ def test_the_calibration_is_that_of_the_weights(bundled: Path) -> None:
     assert calibration.names == CURVES
     for name, facts in stored["fitted"]["curves"].items():
         assert facts["results"] > 1000 and facts["error"] <= 0.03, name
-
-
-def test_run_and_decode_agree(bundled: Path, writer: PromptWriter) -> None:
-    """The packed training path and the single-prompt path are the same function."""
-    import random
-
-    from training.images.batch_images import ImageMaker
-    from training.learning.batches import draw_batch
-
-    model = load_exported(bundled)
-    batch = draw_batch(random.Random(12), writer, 1, 200, 180)
-    with torch.no_grad():
-        pixels = ImageMaker(compiled=False)(batch)
-        out = run(model, pixels, batch)
-        right = (out.text.argmax(-1) == batch.text_target).float().mean()
-    assert float(right) > 0.9

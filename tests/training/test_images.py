@@ -9,11 +9,8 @@ import torch
 from kestrel_grpc.scenes.render import render_scene
 from kestrel_grpc.scenes.scenes import draw_scene
 from kestrel_grpc.scenes.tiling import View
-from training.images.batch_images import ImageMaker
 from training.images.jpeg import dct_matrix, jpeg_round_trip
 from training.images.resize import crops, resize
-from training.learning.batches import draw_batch
-from training.prompts import PromptWriter
 
 pyvips = pytest.importorskip("pyvips")
 
@@ -78,11 +75,3 @@ def test_crops_match_the_engine_on_a_jpeg() -> None:
     found = crops(coded, View.of(640, 480))[0].permute(0, 2, 3, 1).numpy().astype(np.int64)
     assert wanted.shape == found.shape
     assert np.abs(wanted - found).mean() < 1.0
-
-
-def test_a_batch_becomes_normalised_crops(writer: PromptWriter) -> None:
-    batch = draw_batch(random.Random(2), writer, 3, 300, 280)
-    pixels = ImageMaker(compiled=False, chunk_pixels=100_000)(batch)
-    assert pixels.shape == (3, batch.view.crops, 3, 252, 252)
-    assert float(pixels.min()) >= -1 and float(pixels.max()) <= 1
-    assert float(pixels.std()) > 0.05

@@ -1,17 +1,13 @@
 """The tokenizer keeps the segment grammar: one id above 20 for every path token."""
 
 import random
-from pathlib import Path
-
-import pytest
-from tokenizers import Tokenizer
 
 from kestrel_grpc.scenes.captions import LENGTHS, caption
 from kestrel_grpc.scenes.paths import COMMANDS, GRID_VALUES
 from kestrel_grpc.scenes.questions import draw_question
 from kestrel_grpc.scenes.scenes import draw_scene, draw_size
-from training.prompts import PromptWriter
-from training.tokenizer import SPECIAL, build, path_token_text
+from training.domains.vocabulary import SPECIAL
+from training.prompts import PromptWriter, path_token_text
 
 
 def test_every_path_token_is_one_id_above_the_reserved_ones(writer: PromptWriter) -> None:
@@ -39,9 +35,3 @@ def test_texts_survive_and_words_are_whole(writer: PromptWriter) -> None:
         for text in texts:
             assert writer.tokenizer.decode(writer.encode(text)) == text
     assert len(writer.encode(" red circles")) == 2
-
-
-@pytest.mark.slow
-def test_the_committed_file_is_what_the_code_builds(bundled: Path) -> None:
-    committed = Tokenizer.from_file(str(bundled / "tokenizer.json"))
-    assert build().to_str() == committed.to_str()

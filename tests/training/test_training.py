@@ -1,4 +1,4 @@
-"""Batches, the optimiser, checkpoints, and a few steps on the CPU."""
+"""Steps, the optimiser, checkpoints, and a few steps on the CPU."""
 
 import math
 import random
@@ -8,40 +8,44 @@ import pytest
 import torch
 
 from kestrel_grpc.scenes.tiling import GRID, PREFIX
-from training.images.batch_images import ImageMaker
+from training.images.picture_images import PictureMaker
+from training.kestrel_small import SIZES, VIEW
 from training.learning import checkpoints
-from training.learning.batches import SKILLS, TEXT_LENGTH, StepData, draw_batch
-from training.learning.losses import HelperHead, loss_of, run, soft_cross_entropy
+from training.learning.losses import PageHelper, loss_of, run, soft_cross_entropy
 from training.learning.model import Moondream, Sizes, pool_matrix, prompt_mask
 from training.learning.muon import Muon, orthogonalise
-from training.prompts import PromptWriter, coord_bin, size_bin
+from training.mixture import draw_picture
+from training.prompts import coord_bin, size_bin
+from training.writing import PictureBatch, draw_spoiling, pack
 
 SMALL = Sizes(
-    dim=64, ff_dim=64, layers=2, heads=2, rotary=16, expert_inner=16, vision_dim=48, vision_layers=1,
-    vision_heads=2, vision_ff=64, proj_inner=64,
+    dim=64, ff_dim=64, layers=2, heads=2, rotary=16, vocab=SIZES.vocab, moe_start=2, vision_dim=48, vision_layers=1,
+    vision_heads=2, vision_ff=64, proj_inner=64, view=VIEW,
 )  # fmt: skip
 
 
-def test_a_step_is_a_pure_function_of_seed_step_and_rank() -> None:
-    first, again, other = (
-        StepData(1, 2, 9, 0)[3],
-        StepData(1, 2, 9, 0)[3],
-        StepData(1, 2, 9, 0, rank=1)[3],
-    )
-    assert torch.equal(first.ids, again.ids) and torch.equal(first.shapes, again.shapes)
-    assert first.view == other.view and not torch.equal(first.ids, other.ids)
+@pytest.fixture
+def batch() -> PictureBatch:
+    rng = random.Random(4)
+    pictures = [draw_picture(rng, "shapes", (320, 240)) for _ in range(2)]
+    return pack(rng, pictures, draw_spoiling(rng, 2))
 
 
-def test_packed_prompts(writer: PromptWriter) -> None:
-    batch = draw_batch(random.Random(3), writer, 4, 300, 200)
-    assert batch.ids.shape == (4, TEXT_LENGTH) and (PREFIX + TEXT_LENGTH) % 16 == 0
-    assert (batch.document >= 0).float().mean() > 0.85
-    assert set(batch.text_skill.tolist()) == set(range(len(SKILLS)))
-    assert int(batch.position[batch.document >= 0].min()) == PREFIX
-    targets = batch.text_target
-    assert (targets == 5).sum() == len(batch.coord_index) and (targets == 6).sum() == len(
-        batch.size_index
-    )
+@torch.no_grad()
+def test_packed_prompts_are_computed_as_single_ones(batch: PictureBatch) -> None:
+    model = Moondream(SMALL)
+    pixels = PictureMaker(compiled=False)(batch)
+    out = run(model, pixels, batch)
+    image = model.vision(pixels, batch.view)[:1]
+    for number in range(int(batch.document[0].max()) + 1):
+        where = (batch.document[0] == number).nonzero().flatten()
+        ids, values = batch.ids[:1, where], batch.values[:1, where]
+        mask = prompt_mask(torch.zeros_like(ids), VIEW.prefix)
+        alone = model.text.logits(model.decode(image, ids, values, batch.position[:1, where], mask))
+        trained = torch.isin(batch.text_index, where)
+        assert trained.any()
+        at = batch.text_index[trained] - where[0]
+        assert torch.allclose(out.text[trained], alone[0, at], atol=1e-4)
 
 
 def test_bins_round_trip() -> None:
@@ -82,11 +86,10 @@ def test_soft_labels_are_best_at_the_target() -> None:
 
 
 @pytest.mark.slow
-def test_a_few_steps_lower_the_loss(writer: PromptWriter) -> None:
+def test_a_few_steps_lower_the_loss(batch: PictureBatch) -> None:
     torch.manual_seed(0)
-    model, helper = Moondream(SMALL), HelperHead(SMALL.dim)
-    batch = draw_batch(random.Random(4), writer, 2, 140, 130)
-    pixels = ImageMaker(compiled=False)(batch)
+    model, helper = Moondream(SMALL), PageHelper(SMALL.dim)
+    pixels = PictureMaker(compiled=False)(batch)
     muon = Muon(model, 2e-3)
     owned = {id(p) for p in muon.parameters}
     rest = [p for p in (*model.parameters(), *helper.parameters()) if id(p) not in owned]

@@ -4,7 +4,6 @@
 
 If the tokenizer is there already, its ids stay and only spare ones get words.
 A word that isn't listed is spelled in bytes, and digits always are, so that reading and asking use single characters.
-Ids 0..20 are special, as in training/tokenizer.py.
 """
 
 from __future__ import annotations
@@ -17,12 +16,20 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
+from kestrel_grpc.scenes.captions import LENGTHS
 from kestrel_grpc.scenes.paths import COMMANDS, GRID_VALUES
 from training.kestrel_small import SIZES, TOKENIZER_FILE
 from training.mixture import DOMAINS, draw_picture
+from training.prompts import path_token_text
 from training.sources import icon_names
-from training.tokenizer import SKILL_WORDS, SPECIAL, path_token_text
 
+SPECIAL = (
+    "<|endoftext|>",
+    *(f"<|md_reserved_{i}|>" for i in range(9)),
+    *(f"<|reserved_{i}|>" for i in range(10, 21)),
+)
+"""Ids 0 to 9 are Moondream 3's; the segment grammar takes every id above 20 as text."""
+SKILL_WORDS = ("describe", "query", "detect", "point", "segment", *LENGTHS)
 SPARE = "<|spare_"
 LEAST = 8  # times that a word occurs
 

@@ -5,14 +5,24 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from training.images.batch_images import gaussian_blur
 from training.images.jpeg import Stages, jpeg_round_trip
 from training.images.resize import crops, normalise
 from training.writing import PictureBatch
 
 CHUNK_PIXELS = 24_000_000
+
+
+def gaussian_blur(pixels: Tensor, sigma: float) -> Tensor:
+    """Separable blur of [B, 3, H, W], edges repeated."""
+    reach = max(1, math.ceil(2.5 * sigma))
+    taps = torch.exp(-0.5 * (torch.arange(-reach, reach + 1, device=pixels.device) / sigma) ** 2)
+    taps = (taps / taps.sum()).view(1, 1, 1, -1).to(pixels.dtype)
+    b, c, h, w = pixels.shape
+    x = F.pad(pixels.view(b * c, 1, h, w), (reach, reach, reach, reach), mode="replicate")
+    return F.conv2d(F.conv2d(x, taps), taps.transpose(2, 3)).view(b, c, h, w)
 
 
 class PictureMaker:

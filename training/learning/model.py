@@ -262,24 +262,19 @@ class Experts(nn.Module):
         self.fc1 = _Weights(c.experts, 2 * c.expert_inner, c.dim)
         self.fc2 = _Weights(c.experts, c.dim, c.expert_inner)
 
-    def gates(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Softmax over the chosen experts [.., E] and over all [.., E]."""
+    def gates(self, u: Tensor) -> Tensor:
+        """Softmax over the chosen experts, 0 for the others [.., E]."""
         logits = self.router(u).float()
         top, index = logits.topk(self.chosen, -1)
-        gates = torch.zeros_like(logits).scatter(-1, index, top.softmax(-1))
-        return gates, logits.softmax(-1)
+        return torch.zeros_like(logits).scatter(-1, index, top.softmax(-1))
 
-    def forward(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """u [B, S, dim] -> output and the balance loss (1 = even)."""
-        gates, everything = self.gates(u)
+    def forward(self, u: Tensor) -> Tensor:
+        gates = self.gates(u)
         e, both, dim = self.fc1.weight.shape
         hidden = F.linear(u, self.fc1.weight.reshape(e * both, dim)).unflatten(-1, (e, both))
         h, g = hidden.chunk(2, -1)
         active = F.gelu(h) * (g + 1) * gates.unsqueeze(-1).to(h.dtype)
-        out = F.linear(active.flatten(-2), self.fc2.weight.permute(1, 0, 2).reshape(dim, -1))
-        share = (gates > 0).float().flatten(0, -2).mean(0) / self.chosen
-        balance = e * (share * everything.flatten(0, -2).mean(0)).sum()
-        return out, balance
+        return F.linear(active.flatten(-2), self.fc2.weight.permute(1, 0, 2).reshape(dim, -1))
 
 
 class _Weights(nn.Module):
@@ -297,14 +292,10 @@ class TextBlock(nn.Module):
 
     def forward(
         self, x: Tensor, position: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         u = self.ln(x)
-        attended = self.attn(u, position, cos, sin, mask)
-        if isinstance(self.mlp, Experts):
-            mixed, balance = self.mlp(u)
-        else:
-            mixed, balance = self.mlp(u), x.new_ones((), dtype=torch.float32)
-        return x + attended + mixed, balance
+        mixed: Tensor = self.mlp(u)
+        return x + self.attn(u, position, cos, sin, mask) + mixed
 
 
 class Text(nn.Module):
@@ -316,18 +307,16 @@ class Text(nn.Module):
         self.lm_head = nn.Linear(c.dim, c.vocab)
         self.theta, self.rotary = c.rope_theta, c.rotary
 
-    def forward(self, x: Tensor, position: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Input embeddings [B, S, dim] -> residual stream before post_ln, and the mean balance loss."""
+    def forward(self, x: Tensor, position: Tensor, mask: Tensor | None) -> Tensor:
+        """Input embeddings [B, S, dim] -> residual stream before post_ln."""
         rate = self.theta ** (
             -torch.arange(0, self.rotary, 2, device=x.device).float() / self.rotary
         )
         angle = position.float().unsqueeze(-1) * rate
         cos, sin = angle.cos().unsqueeze(1), angle.sin().unsqueeze(1)
-        balances = []
         for block in self.blocks:
-            x, balance = block(x, position, cos, sin, mask)
-            balances.append(balance)
-        return x, torch.stack(balances[1:]).mean()
+            x = block(x, position, cos, sin, mask)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         scores: Tensor = self.lm_head(self.post_ln(hidden))
@@ -397,7 +386,7 @@ class Moondream(nn.Module):
 
     def decode(
         self, image: Tensor, ids: Tensor, values: Tensor, position: Tensor, mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         """Image embeddings [B, patches, dim] and prompts [B, L] -> hidden states of the prompts [B, L, dim].
 
         position [B, L]; mask [B, 1, L, prefix + L] boolean, True where a prompt position may look.
@@ -408,8 +397,8 @@ class Moondream(nn.Module):
         x = torch.cat((bos.to(image.dtype), image, words.to(image.dtype)), 1)
         length = self.config.view.prefix
         prefix = torch.arange(length, device=ids.device).expand(b, -1)
-        hidden, balance = self.text(x, torch.cat((prefix, position), 1), mask)
-        return hidden[:, length:], balance
+        hidden: Tensor = self.text(x, torch.cat((prefix, position), 1), mask)
+        return hidden[:, length:]
 
 
 def prompt_mask(document: Tensor, before: int = TINY.prefix) -> Tensor:

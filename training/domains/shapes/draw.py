@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw
 
 from kestrel_grpc.scenes.captions import LENGTHS, caption
 from kestrel_grpc.scenes.paths import path_tokens
-from kestrel_grpc.scenes.phrases import Phrase
+from kestrel_grpc.scenes.phrases import Phrase, draw_absent, draw_present, object_words, refer
 from kestrel_grpc.scenes.questions import draw_question
 from kestrel_grpc.scenes.render import render_scene
 from kestrel_grpc.scenes.scenes import (
@@ -22,11 +22,10 @@ from kestrel_grpc.scenes.scenes import (
     stripe_gap,
 )
 from kestrel_grpc.scenes.shapes import geometry, place, unit_bounds
-from kestrel_grpc.scenes.vocabulary import COLOURS, MEASURED_COLOURS, SHAPES
+from kestrel_grpc.scenes.vocabulary import COLOURS, FOREIGN_NOUNS, MEASURED_COLOURS, SHAPES
 from training.domains.ground import draw_ground
 from training.domains.phrasing import absent_object, off_topic, vary
 from training.domains.picture import Ask, Mark, Picture, Pixels, in_order
-from training.prompts import draw_single, draw_target
 
 
 def _grid_scene(rng: random.Random, width: int, height: int) -> Scene:
@@ -158,8 +157,43 @@ def _count(rng: random.Random, scene: Scene) -> Ask:
     return Ask("query", "shapes count", text, str(len(phrase.find(scene))))
 
 
+def _target(rng: random.Random, scene: Scene) -> tuple[str, list[int]]:
+    """Words for point and detect, and the shapes they mean; about one in six asks for what is not there."""
+    u = rng.random()
+    if u < 0.03:
+        noun = rng.choice(FOREIGN_NOUNS)
+        return (noun if rng.random() < 0.6 else noun + "s"), []
+    phrase = draw_absent(rng, scene) if u < 0.16 else None
+    phrase = phrase or draw_present(rng, scene) or draw_absent(rng, scene) or Phrase()
+    return object_words(rng, phrase), phrase.find(scene)
+
+
+def _single(
+    rng: random.Random, scene: Scene
+) -> tuple[str, int | None, tuple[tuple[float, ...], ...]]:
+    """Words for segment, the one shape they mean (None: absent) and perhaps a reference to choose it by."""
+    u = rng.random()
+    if not scene.shapes or u < 0.15:
+        phrase = draw_absent(rng, scene)
+        words = (
+            rng.choice(FOREIGN_NOUNS) if phrase is None or u < 0.03 else object_words(rng, phrase)
+        )
+        return words, None, ()
+    index = rng.randrange(len(scene.shapes))
+    shape = scene.shapes[index]
+    if u < 0.22:
+        x, y = shape.anchor
+        ref = (x / scene.width, y / scene.height)
+        return Phrase(kind=shape.kind).words(rng), index, (ref,)
+    phrase = refer(rng, scene, index)
+    if phrase is not None:
+        return object_words(rng, phrase), index, ()
+    phrase = Phrase(shape.kind, shape.colour)
+    return object_words(rng, phrase), phrase.find(scene)[0], ()
+
+
 def _find(rng: random.Random, scene: Scene, skill: str) -> Ask:
-    words, indices = draw_target(rng, scene)
+    words, indices = _target(rng, scene)
     shapes = in_order([scene.shapes[i] for i in indices], scene.width, lambda s: s.centre)
     if skill == "detect":
         return Ask("detect", "shapes detect", words, boxes=tuple(s.box for s in shapes))
@@ -188,7 +222,7 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
         length = rng.choices(LENGTHS, (5, 3, 2))[0]
         asks.append(Ask("caption", f"shapes caption {length}", length, caption(scene, length)))
     asks += [_as_ask(rng, scene) for _ in range(4)] if few else [_count(rng, scene)]
-    words, index, refs = draw_single(rng, scene)
+    words, index, refs = _single(rng, scene)
     if index is None:
         asks.append(Ask("segment", "absent", words))
     elif not refs:

@@ -1,1 +1,0 @@
-"""The segmentation refiner of kestrel-tiny: its samples, its training and its score."""
