@@ -1,5 +1,4 @@
-"""Makes the bundled models: kestrel-tiny from the scenes of ``kestrel_grpc.scenes``, and kestrel-small (README.md).
+"""Makes the bundled model kestrel-small (README.md).
 
-The engine and the server import nothing from this package. The engine only reads the files that ``training.export``
-writes to ``kestrel_engine/bundled/kestrel_tiny``.
+The engine and the server import nothing from this package.
 """
