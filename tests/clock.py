@@ -156,7 +156,8 @@ class Jumps:
 
 
 @contextmanager
-def _installed(own: StillClock | MovedClock) -> Iterator[None]:
+def installed(own: StillClock | MovedClock) -> Iterator[None]:
+    """Installs ``own``."""
     with clock.installed(now=own.now, wall=own.wall, sleep=own.sleep, wait=own.wait, get=own.get):
         yield
 
@@ -167,7 +168,7 @@ def still() -> Iterator[StillClock]:
     own = StillClock()
     if isinstance(loop := _running(), asyncio.SelectorEventLoop):
         Jumps(loop, own)
-    with _installed(own):
+    with installed(own):
         yield own
 
 
@@ -177,7 +178,7 @@ def moved() -> Iterator[MovedClock]:
     own = MovedClock()
     if (loop := _running()) is not None:
         own.follow(loop)
-    with _installed(own):
+    with installed(own):
         yield own
 
 
