@@ -43,10 +43,8 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-re
 test: $(INSTALLED) ## Run the tests, but no slow ones and none that need a GPU
 	$(PYTEST) -m "not slow"
 
-# The soak measures latency, so no other test runs beside it.
 test-slow: $(INSTALLED) ## Run the slow tests only
-	@status=0; $(PYTEST) -m slow --ignore=tests/abuse/test_soak.py || status=$$?; \
-	$(BIN)/python -m pytest -n 0 -m slow tests/abuse/test_soak.py || status=$$?; exit $$status
+	$(PYTEST) -m slow
 
 test-all: test test-slow ## Run all tests that need no GPU
 
