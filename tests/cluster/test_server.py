@@ -15,6 +15,7 @@ from kestrel_grpc.cluster.scaling import KV_USE, QUEUE_WAIT_S, UTILIZATION
 from kestrel_grpc.cluster.server import ServerError, ServerProcess
 from tests.forking.process import create_forked_process
 from tests.service.command_line import ROOT
+from tests.waiting import until
 
 IMAGE = (ROOT / "kestrel_grpc/cli/demo.jpg").read_bytes()
 TASK = ServerTask(
@@ -106,10 +107,7 @@ async def test_a_server_whose_replica_is_killed_drains(start, monkeypatch):
             with open(os.devnull) as null:
                 os.dup2(null.fileno(), pipes[0][1], inheritable=False)
             assert (await stream.result()).caption
-    async with asyncio.timeout(60):
-        while server.has_ended() is None:
-            await asyncio.sleep(0.02)
-    assert server.has_ended() == "exit status 0"
+    assert await until(server.has_ended) == "exit status 0"
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,13 @@
-"""Eight of the most expensive images at once: other callers hardly notice, memory stays within the formula of
+"""Eight of the most expensive images at once: small images overtake them, memory stays within the formula of
 docs/operations.md, and the server ends on SIGTERM."""
 
 from __future__ import annotations
 
 import io
-import math
 import re
 import signal
 import threading
-import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,7 +30,6 @@ LIMITS, CONFIG = ImageLimits(), RuntimeConfig()
 PROCESSES, EXPENSIVE_PROCESSES = 2, 1
 CALLS = 40
 AT_ONCE = 8
-ROUNDS = 3
 
 _PAGE = (Path(__file__).parents[3] / "docs/operations.md").read_text()
 
@@ -95,16 +93,6 @@ def ask(stub: VisionServiceStub, data: bytes, timeout_s: float = 120) -> str:
     return "OK"
 
 
-def p95(stub: VisionServiceStub, images: list[bytes]) -> float:
-    """Seconds, of one caller who asks about one image after the other."""
-    took = []
-    for data in images:
-        began = time.monotonic()
-        assert ask(stub, data) == "OK"
-        took.append(time.monotonic() - began)
-    return sorted(took)[int(0.95 * len(took))]
-
-
 def tree_pss(process: psutil.Process) -> int:
     """Memory of a process and all that it has started; what they share is counted once."""
     total = 0
@@ -146,52 +134,40 @@ class Peak:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPENSIVE)
-def test_small_images_do_not_wait_for_expensive_ones(server, smalls, name, record_property):
+def test_small_images_do_not_wait_for_expensive_ones(server, smalls, name):
+    """Of small images, most are answered while the same expensive ones are being decoded."""
     data = EXPENSIVE[name]()
     with grpc.insecure_channel(server.address) as channel:
         stub = VisionServiceStub(channel)
-        p95(stub, smalls[:5])
-        alone = p95(stub, smalls[CALLS:])
+        assert {ask(stub, image) for image in smalls[CALLS:]} == {"OK"}
         before = tree_pss(psutil.Process(server.popen.pid))
         codes: list[str] = []
         ended = threading.Event()
 
         def attack(number: int) -> None:
             while not ended.is_set():
-                codes.append(ask(stub, data + number.to_bytes(8, "big"), timeout_s=60))
+                codes.append(ask(stub, data + number.to_bytes(8, "big")))
 
         attackers = [threading.Thread(target=attack, args=(n,)) for n in range(AT_ONCE)]
         with Peak(server.popen.pid) as peak:
             for attacker in attackers:
                 attacker.start()
-            time.sleep(0.5)
-            # Other work on the machine only ever adds to it.
-            beside = math.inf
-            for number in range(ROUNDS):
-                others = [image + bytes([number]) for image in smalls[:CALLS]]
-                beside = min(beside, p95(stub, others))
-                if beside <= 3 * alone:
-                    break
-            time.sleep(1)
+            wait_until(lambda: codes)
+            overtaken = 0
+            for image in smalls[:CALLS]:
+                answered = codes.count("OK")
+                assert ask(stub, image) == "OK"
+                overtaken += codes.count("OK") == answered
         server.popen.send_signal(signal.SIGTERM)
-        began = time.monotonic()
         ended.set()
         assert server.popen.wait(60) == 0
-        took = time.monotonic() - began
         for attacker in attackers:
             attacker.join()
-    print(
-        f"{name}: {len(data)} bytes; p95 alone {1e3 * alone:.0f} ms, beside {1e3 * beside:.0f} ms; "
-    )
-    print(
-        f"memory {(peak.bytes - before) / 2**20:.0f} MiB more; ended in {took:.2f} s; {set(codes)}"
-    )
+    print(f"{name}: {len(data)} bytes; {overtaken} of {CALLS} overtook; {Counter(codes)}")
+    print(f"memory {(peak.bytes - before) / 2**20:.0f} MiB more")
     assert set(codes) <= {"OK", "UNAVAILABLE", "RESOURCE_EXHAUSTED"}, set(codes)
-    assert beside <= 3 * alone
+    assert overtaken > CALLS / 2
     assert peak.bytes - before <= documented_bytes()
-    assert took < max(3.0, 30 * alone), (
-        "SIGTERM with --grace 1; 3 s where a small image takes 0.1 s alone"
-    )
 
 
 @pytest.mark.parametrize(
@@ -202,18 +178,20 @@ def test_small_images_do_not_wait_for_expensive_ones(server, smalls, name, recor
     ],
     ids=["AVIF", "WebP"],
 )
-def test_an_expensive_format_has_a_limit_of_its_own(server, image, field, flag):
+def test_an_expensive_format_has_a_limit_of_its_own(tmp_path, image, field, flag):
     """A few hundred bytes of AVIF that would take much memory are refused from the header."""
-    side = math.isqrt(getattr(LIMITS, field)) + 1
-    with grpc.insecure_channel(server.address) as channel:
+    assert getattr(LIMITS, field) < LIMITS.max_pixels
+    side = 100
+    with (
+        ServerProcess(tmp_path, flag, f"{side**2 - 1}") as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
         request = pb.CaptionRequest(image=common_pb2.Image(encoded=image(flat(side**2))))
         with pytest.raises(grpc.RpcError) as caught:
             VisionServiceStub(channel).Caption(request, timeout=60)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
     details = caught.value.details()  # type: ignore[attr-defined]
-    assert re.search(
-        rf"{side**2} pixels, the limit for \w+ is {getattr(LIMITS, field)} \({flag}\)", details
-    )
+    assert re.search(rf"{side**2} pixels, the limit for \w+ is {side**2 - 1} \({flag}\)", details)
 
 
 def test_a_killed_server_leaves_no_decoder_behind(server):

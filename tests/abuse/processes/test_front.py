@@ -11,10 +11,11 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -29,6 +30,7 @@ from kestrel_client._pb.kestrel.v1 import image_service_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import ImageServiceStub
 from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
+from kestrel_grpc.security.identity.front_headers import PEER_HEADER
 from tests.abuse.processes.test_workers import DEADLINE_S, Workers, alive, query, stream
 from tests.service.certificates import Authority, Pair, make_authority
 from tests.service.security.identity.test_tls import served_name
@@ -70,10 +72,42 @@ def front_pids(server: Workers) -> list[int]:
     return [e["pid"] for e in server.events("front_started") if alive(e["pid"])]
 
 
+def listens(pid: int) -> bool:
+    return any(
+        each.status == psutil.CONN_LISTEN for each in psutil.Process(pid).net_connections("tcp")
+    )
+
+
+def carries_calls(pid: int) -> bool:
+    return any(
+        each.status == psutil.CONN_ESTABLISHED
+        for each in psutil.Process(pid).net_connections("tcp")
+    )
+
+
 def call_of(server: Workers, request_id: str) -> dict:
     """The line of the access log of a call that has ended."""
     (found,) = (e for e in server.events("call") if e["request_id"] == request_id)
     return found
+
+
+@contextlib.asynccontextmanager
+async def requests_of(pid: int) -> AsyncIterator[Callable[[int], Awaitable[bool]]]:
+    """Asks a worker, past its front, whether it has so many requests."""
+    (path,) = {
+        each.laddr
+        for each in psutil.Process(pid).net_connections("unix")
+        if Path(each.laddr).name.isdecimal()
+    }
+    async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
+        models = ModelServiceStub(channel)
+
+        async def has(count: int) -> bool:
+            asked = model_service_pb2.GetLoadRequest()
+            load = await models.GetLoad(asked, metadata=((PEER_HEADER, "127.0.0.1:1"),))
+            return load.running_requests + load.waiting_requests >= count
+
+        yield has
 
 
 async def images_of_both(
@@ -203,11 +237,11 @@ async def test_sigkill_of_a_worker_ends_its_calls_with_unavailable(server: Worke
         )
         for image in images
     ]
-    await asyncio.sleep(0.2)
+    async with requests_of(first[0]) as held:
+        await until(lambda: held(4))
     async with AsyncKestrelClient(server.address, timeout=60) as client:
         sdk = [asyncio.ensure_future(client.query(None, "what?", max_tokens=100)) for _ in range(6)]
         stop = asyncio.ensure_future(_drained(client.stream_query(None, "what?", max_tokens=300)))
-        await asyncio.sleep(0.3)
         os.kill(first[0], signal.SIGKILL)
         told = await asyncio.gather(*unary)
         lost = [each for each in told if each is not None]
@@ -252,12 +286,12 @@ async def test_sigkill_of_a_front_and_the_other_takes_its_connections(server: Wo
     async with AsyncKestrelClient(server.address, timeout=60) as client:
         for pid in before:
             long = asyncio.ensure_future(client.query(None, "?", max_tokens=60))
-            await asyncio.sleep(0.1)
+            await until(lambda: any(map(carries_calls, front_pids(server))))
             os.kill(pid, signal.SIGKILL)
             assert (await client.query(None, "?", max_tokens=2)).usage.output_tokens == 2
             assert (await long).usage.output_tokens == 60
             await server.until(lambda: len(front_pids(server)) == 2)
-            await asyncio.sleep(1)
+            await until(lambda: all(map(listens, front_pids(server))))
     assert not set(front_pids(server)) & set(before)
 
 

@@ -10,7 +10,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -259,7 +258,7 @@ def lost_records(metrics: str) -> int:
 
 
 COLLECTOR = ROOT / "tests/service/telemetry/collector.py"
-GRACE_S, FLUSH_S = 3.0, 5.0
+GRACE_S = 3.0
 
 
 @contextmanager
@@ -290,7 +289,7 @@ def collector(kind: str) -> Iterator[tuple[str, subprocess.Popen | None]]:
 
 @pytest.mark.slow
 async def test_without_their_collectors_services_are_the_same(tmp_path):
-    """They stop together: each takes as long over its last spans as it may."""
+    """An exporter gives up later than callers: a call that waited for one would fail."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc")
     servers = {}
     with ExitStack() as stack:
@@ -308,40 +307,32 @@ async def test_without_their_collectors_services_are_the_same(tmp_path):
                     "OTEL_METRICS_EXPORTER": "otlp",
                     "OTEL_METRIC_EXPORT_INTERVAL": "300",
                     "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
+                    "OTEL_EXPORTER_OTLP_TIMEOUT": f"{10 * DEADLINE_S:.0f}",
                     "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
                     "OTEL_BSP_SCHEDULE_DELAY": "100",
                 }
                 flags = ("--grace", str(GRACE_S), "--log-format", "json")
                 server = stack.enter_context(ServerProcess(folder, *flags, **variables))
                 servers[folder.name] = server
-                slowest = await slowest_call(server, process)
-                for _ in range(2):  # Other work on the machine may have been the cause.
-                    if slowest >= 1.0:
-                        slowest = min(slowest, await slowest_call(server, None))
-                assert slowest < 1.0, f"{folder.name}: no call waits for an exporter"
-        ends = await asyncio.gather(
+                await many_calls(server, process)
+        # They stop together: each takes as long over its last spans as it may.
+        await asyncio.gather(
             *(asyncio.to_thread(server.stop, within_s=60) for server in servers.values())
         )
-    for (name, server), seconds in zip(servers.items(), ends, strict=True):
-        assert seconds < GRACE_S + FLUSH_S + 10, name
+    for name, server in servers.items():
         records = [json.loads(line) for line in server.log.read_text().splitlines()]
-        # An exporter that did not end within FLUSH_S is left to itself. It may complain after the server's last event.
+        # An exporter that did not end within 5 s is left to itself. It may complain after the server's last event.
         events = [record["event"] for record in records if "event" in record]
         assert events[-1] == "stopped", name
         complaints = [record for record in records if record["level"] in ("WARNING", "ERROR")]
         assert 1 <= len(complaints) < 40, f"{name}: it is told, not at every call"
 
 
-async def slowest_call(server: ServerProcess, process: subprocess.Popen | None) -> float:
-    """Seconds of the slowest of 60 calls; after 20 ``process`` is killed."""
-    slowest = 0.0
+async def many_calls(server: ServerProcess, process: subprocess.Popen | None) -> None:
+    """After 20 of 60 calls ``process`` is killed."""
     async with channel_to(server.address) as channel:
         stub = VisionServiceStub(channel)
         for number in range(60):
             if number == 20 and process is not None:
                 process.kill()
-            began = time.monotonic()
             await stub.Query(query(), timeout=DEADLINE_S)
-            slowest = max(slowest, time.monotonic() - began)
-            await asyncio.sleep(0.02)
-    return slowest

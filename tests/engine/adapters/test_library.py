@@ -27,6 +27,7 @@ from kestrel_engine.runtime.gpu.adapters.layout import PROJECTOR, SlabLayout
 from kestrel_engine.types.adapter import Adapter
 from tests.engine.adapters.random_adapters import random_tensors
 from tests.engine.models.small import small_config
+from tests.waiting import until
 
 MODEL, EXPERTS = small_config("moondream2"), small_config("moondream3")
 
@@ -72,8 +73,7 @@ async def adapters(tmp_path: Path) -> AsyncIterator[AdapterLibrary]:
 async def test_requests_share_one_reading(adapters: AdapterLibrary, reader: Reader) -> None:
     reader.go.clear()
     tasks = [asyncio.create_task(adapters.acquire("a")) for _ in range(5)]
-    while not reader.names:
-        await asyncio.sleep(0.01)
+    await until(lambda: reader.names)
     tasks.pop().cancel()  # One that ends early does not end the reading.
     reader.go.set()
     leases = await asyncio.gather(*tasks)
@@ -181,8 +181,7 @@ async def test_the_number_that_waits_is_bounded(
     monkeypatch.setattr(library, "MAX_LOADING", 1)
     reader.go.clear()
     first = asyncio.create_task(adapters.acquire("a"))
-    while not reader.names:
-        await asyncio.sleep(0.01)
+    await until(lambda: reader.names)
     with pytest.raises(AdaptersFull, match="1 adapters wait"):
         await adapters.acquire("b")
     reader.go.set()
@@ -192,8 +191,7 @@ async def test_the_number_that_waits_is_bounded(
 async def test_close_fails_those_that_wait(adapters: AdapterLibrary, reader: Reader) -> None:
     reader.go.clear()
     waiting = asyncio.create_task(adapters.acquire("a"))
-    while not reader.names:
-        await asyncio.sleep(0.01)
+    await until(lambda: reader.names)
     closing = asyncio.create_task(adapters.close())
     with pytest.raises(EngineClosed):
         await waiting

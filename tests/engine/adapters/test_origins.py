@@ -34,6 +34,7 @@ from tests.engine.models.small import small_config
 from tests.hub_stand import COMMIT, OLDER, Stand, stand
 from tests.tuning_stand import KEY, TuningStand
 from tests.tuning_stand import tuning as api
+from tests.waiting import until
 
 __all__ = ["api", "stand"]
 
@@ -145,8 +146,7 @@ async def test_many_requests_share_one_transfer(make: Make, api: TuningStand) ->
     api.go.clear()
     libraries = [make() for _ in range(3)]
     tasks = [asyncio.create_task(each.acquire(FINE_TUNE)) for each in libraries for _ in range(4)]
-    while not api.asked("/files/"):
-        await asyncio.sleep(0.01)
+    await until(lambda: api.asked("/files/"))
     tasks.pop().cancel()
     api.go.set()
     keys = {lease.adapter.key for lease in await asyncio.gather(*tasks)}
@@ -379,8 +379,7 @@ async def test_close_ends_a_transfer(make: Make, api: TuningStand) -> None:
     api.go.clear()
     first, second = make(), make()
     tasks = [asyncio.create_task(each.acquire(FINE_TUNE)) for each in (first, second)]
-    while not api.asked("/files/"):
-        await asyncio.sleep(0.01)
+    await until(lambda: api.asked("/files/"))
     closing = [asyncio.create_task(each.close()) for each in (first, second)]
     for task in tasks:
         with pytest.raises(EngineClosed):

@@ -19,6 +19,7 @@ from kestrel_engine import (
 )
 from kestrel_engine.runtime.fake import FakeRuntime
 from tests.engine.fakes import GREEDY, Gate, SlowImage, fake_build, never_ends
+from tests.waiting import until
 
 
 async def test_aclose_cancels_and_frees(make_engine, fake_limits):
@@ -32,17 +33,17 @@ async def test_aclose_cancels_and_frees(make_engine, fake_limits):
     assert result.finish_reason == "cancelled"
     assert result.output["answer"].startswith("a")
     steps = len(runtime.plans)
-    await asyncio.sleep(0.05)
-    assert len(runtime.plans) <= steps + 1
     # All pages are back: a request that needs most of the pool is served at once.
     await engine.query(question="x" * 200, settings={"max_tokens": 60})
+    [cancelled] = (row.sequence_id for row in runtime.plans[0].prefill)
+    later = [row for plan in runtime.plans[steps + 1 :] for row in (*plan.prefill, *plan.decode)]
+    assert later and cancelled not in {row.sequence_id for row in later}
 
 
 async def test_a_cancelled_caller_frees_its_request(make_engine, fake_limits):
     engine = make_engine(FakeRuntime(fake_limits, never_ends, cost=lambda plan: 0.001))
     task = asyncio.create_task(engine.query(question="go on", settings={"max_tokens": 250}))
-    while engine.num_requests == 0:
-        await asyncio.sleep(0.001)
+    await until(lambda: engine.num_requests)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

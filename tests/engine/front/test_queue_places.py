@@ -11,6 +11,7 @@ from kestrel_engine.front.submitting.queue_places import QueuePlaces, until_disp
 from kestrel_engine.preprocess.pool import PreprocessPool
 from kestrel_engine.runtime.fake import FakeRuntime
 from tests.engine.fakes import GREEDY, IMAGE, Gate
+from tests.waiting import until
 
 HIGH, NORMAL, LOW = 0, 1, 2
 
@@ -262,31 +263,35 @@ async def test_a_request_that_is_refused_for_its_arguments_keeps_no_place(make_e
 async def test_beside_a_flood_every_request_of_another_principal_is_answered(
     make_engine, fake_limits
 ):
-    """700 in flight for as long as the other calls; each displaced or refused one is asked again at once."""
+    """700 in flight for as long as the other calls. A displaced one is asked again at once, a refused one after an
+    answer."""
     engine = make_engine(
         FakeRuntime(fake_limits, cost=lambda plan: 0.0005), max_queue=64, default_max_tokens=8
     )
     stop, outcomes = asyncio.Event(), {"answered": 0, "displaced": 0, "refused": 0}
+    again: asyncio.Queue[None] = asyncio.Queue()
 
     async def flood():
         while not stop.is_set():
             try:
                 await (await ask(engine, "flood")).result()
                 outcomes["answered"] += 1
+                again.put_nowait(None)
             except Displaced:
                 outcomes["displaced"] += 1
             except EngineOverloaded:
                 outcomes["refused"] += 1
-                await asyncio.sleep(0.05)
+                await again.get()
 
     callers = [asyncio.create_task(flood()) for _ in range(700)]
-    while not outcomes["refused"]:
-        await asyncio.sleep(0.01)
+    await until(lambda: outcomes["refused"])
     for number in range(20):
         priority = ("normal", "high")[number % 2]
         result = await (await ask(engine, "other", priority=priority)).result()
         assert result.output
     stop.set()
+    for _ in callers:
+        again.put_nowait(None)
     await asyncio.gather(*callers)
     assert outcomes["answered"] > 20
     assert outcomes["displaced"] > 0

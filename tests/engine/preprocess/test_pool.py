@@ -36,7 +36,8 @@ from kestrel_engine.preprocess.pool import EXPENSIVE_NICE, PreprocessPool
 from kestrel_engine.preprocess.processes import decoder_process
 from kestrel_engine.preprocess.processes.decoder_process import template
 from kestrel_engine.types.model_config import VisionConfig
-from tests.engine.preprocess.decoders import decoders, held_up, nice_of, state, until
+from tests.engine.preprocess.decoders import decoders, held_up, nice_of, state
+from tests.waiting import until
 
 LIMITS, VISION = ImageLimits(), VisionConfig()
 ROOT = Path(__file__).parents[3]
@@ -248,15 +249,14 @@ async def test_those_who_ask_together_share_one_image_and_its_error(make_pool):
     assert not pool._making
 
 
-async def test_seconds_leave_waiting_out(make_pool):
-    pool = make_pool()
+async def test_seconds_leave_waiting_out(moved_clock, make_pool):
+    pool = make_pool(timeout_s=10_000.0)
     with held_up(await decoders_of(pool)):
         waiting = [asyncio.create_task(pool.prepare(pixels(seed))) for seed in range(2)]
         await asked(pool, 2)
-        await asyncio.sleep(0.1)
-        released = time.perf_counter()
+        moved_clock.advance(1000)
     found = [await job for job in waiting]
-    assert sum(each.seconds for each in found) <= time.perf_counter() - released
+    assert sum(each.seconds for each in found) < 1000
 
 
 async def test_an_expensive_image_has_a_process_of_its_own_and_small_ones_overtake_it(make_pool):
