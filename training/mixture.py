@@ -24,6 +24,7 @@ DOMAINS: dict[str, tuple[Domain, float, float]] = {
     "screens": (screens, 0.12, 0.16),
     "webcharts": (webcharts, 0.10, 0.12),
 }
+TURNED = 0.1  # share of the pictures that are turned by a few degrees
 TILED = (0.05, 0.3)  # share of the steps whose pictures need more than one crop
 IMAGES = {
     1: 1.0,

@@ -15,9 +15,10 @@ from torch.utils.data import Dataset
 from kestrel_grpc.scenes.tiling import View
 from kestrel_grpc.scenes.vocabulary import COLOURS, SHAPES
 from training.domains.picture import Ask, Picture
+from training.domains.turning import turn_some
 from training.kestrel_small import TOKENIZER_FILE, VIEW
 from training.learning.batches import Packed, Packer, Spoiling
-from training.mixture import draw_domain, draw_picture, draw_size, images_of
+from training.mixture import TURNED, draw_domain, draw_picture, draw_size, images_of
 from training.prompts import EOS, Prompt, PromptWriter, path_token_text
 from training.sources import icon_names
 
@@ -107,6 +108,7 @@ class PictureBatch(Packed):
     labels: Tensor  # [B, patches] int64, 0: nothing
     colours: Tensor  # [B, patches] int64, -1: unknown
     boxes: Tensor  # [B, patches, 4] shares of the picture
+    complete: Tensor  # [B] 1.0, or 0.0 where a cell without a target may have something
 
 
 def helper_targets(picture: Picture) -> tuple[NDArray[np.uint8], ...]:
@@ -156,15 +158,22 @@ def pack(rng: random.Random, pictures: list[Picture], spoiling: Spoiling) -> Pic
     ]
     pixels = torch.from_numpy(np.stack([picture.pixels for picture in pictures]))
     return PictureBatch(View.of(width, height, VIEW), spoiling, **packer.tensors(), pixels=pixels,
-                        characters=targets[0], labels=targets[1], colours=targets[2], boxes=targets[3])  # fmt: skip
+                        characters=targets[0], labels=targets[1], colours=targets[2], boxes=targets[3],
+                        complete=torch.tensor([float(picture.complete) for picture in pictures]))  # fmt: skip
 
 
 def draw_spoiling(rng: random.Random, images: int) -> Spoiling:
-    """Blur, noise and JPEG down to quality 30; half of the pictures stay clean."""
+    """Blur, tint, noise and JPEG down to quality 30; half of the pictures stay clean."""
     dirty = [rng.random() < 0.5 for _ in range(images)]
+    tints = torch.ones(images, 3)
+    for row in range(images):
+        if rng.random() < 0.3:
+            gain = rng.uniform(0.85, 1.1)
+            tints[row] = torch.tensor([gain * rng.uniform(0.92, 1.08) for _ in range(3)])
     return Spoiling(
         rng.uniform(0.3, 1.0),
         torch.tensor([d and rng.random() < 0.3 for d in dirty]),
+        tints,
         torch.tensor([rng.uniform(0, 14) if d and rng.random() < 0.4 else 0.0 for d in dirty]),
         torch.tensor([rng.randint(30, 96) if d else 0 for d in dirty]),
         rng.random() < 0.8,
@@ -197,7 +206,8 @@ class Steps(Dataset[PictureBatch]):
         pictures = []
         while len(pictures) < images_of(size, self.images):
             try:
-                pictures.append(draw_picture(rng, draw_domain(rng, progress), size))
+                picture = draw_picture(rng, draw_domain(rng, progress), size)
+                pictures.append(turn_some(rng, picture, TURNED))
             except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:
                 print(f"step {step}: a picture of {size} failed: {error!r}", flush=True)
         return pack(rng, pictures, draw_spoiling(rng, len(pictures)))

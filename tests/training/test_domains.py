@@ -13,10 +13,11 @@ from training.domains.charts.render import RENDER
 from training.domains.drawn import Place
 from training.domains.ground import Rgb
 from training.domains.phrasing import off_topic, vary
-from training.domains.picture import NOT_SHOWN, Picture, in_order
+from training.domains.picture import NOT_SHOWN, Ask, Mark, Picture, in_order
 from training.domains.screens import questions as screens
 from training.domains.shapes.draw import draw_with_pillow
 from training.domains.text.page import Page
+from training.domains.turning import turn
 from training.domains.webcharts import questions as webcharts
 from training.domains.webcharts.plotted import plot
 from training.domains.webcharts.tables import make_table
@@ -115,6 +116,21 @@ def test_equal_shapes_in_columns_have_one_order() -> None:
     assert in_order(places, 640, lambda p: p) == wanted
 
 
+@pytest.mark.parametrize("degrees", [5.0, -5.0])
+def test_what_is_known_turns_with_the_picture(degrees: float) -> None:
+    pixels = np.full((300, 400, 3), 255, np.uint8)
+    pixels[60:100, 250:310] = 0
+    box = (250.0, 60.0, 310.0, 100.0)
+    ask = Ask("point", "x", "it", boxes=(box,), points=((280.0, 80.0),), refs=(box, (280.0, 80.0)))
+    found = turn(Picture(pixels, [ask], [Mark(box, "bar")], [(280.0, 80.0, "a")]), degrees)
+    rows, columns = np.nonzero(found.pixels[..., 0] < 128)
+    (moved,) = found.asks
+    wanted = (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1)
+    assert moved.boxes[0] == moved.refs[0] == found.marks[0].box == pytest.approx(wanted, abs=2)
+    assert moved.points[0] == moved.refs[1] == found.characters[0][:2]
+    assert moved.points[0] == pytest.approx((columns.mean(), rows.mean()), abs=1)
+
+
 def test_phrasing_keeps_quoted_words() -> None:
     rng = random.Random(3)
     texts = {vary(rng, ('Is "{t}" written here?',), t="ToTaL") for _ in range(300)}
@@ -132,13 +148,24 @@ def test_no_label_of_a_chart_is_too_small_to_be_read(sources: Path) -> None:
         RENDER["line"](page, rng, chart, (30, 10, 290, 180), font, 16, (0, 0, 0))
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_plotted_chart_has_the_size_that_is_asked_for(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(8))
+def test_bars_of_a_plotted_chart_are_as_long_as_their_values(seed: int) -> None:
     pytest.importorskip("matplotlib")
-    table = make_table(random.Random(seed))
-    pixels = plot(random.Random(seed), table, 500, 380)
+    table = {**make_table(random.Random(seed)), "kind": "bar", "numbers": False}
+    pixels, boxes = plot(random.Random(seed), table, 500, 380)
     assert pixels.shape == (380, 500, 3) and webcharts.labels_are_shown(table)
-    assert np.array_equal(pixels, plot(random.Random(seed), table, 500, 380))
+    assert np.array_equal(pixels, plot(random.Random(seed), table, 500, 380)[0])
+    long = 2 if table["lying"] else 3
+    scales = [
+        (box[long] - box[long - 2]) / value
+        for row, series in zip(boxes, table["series"], strict=True)
+        for box, value in zip(row, series["values"], strict=True)
+    ]
+    assert np.allclose(scales, scales[0], rtol=1e-3)
+    x0, y0, x1, y1 = max(
+        (box for row in boxes for box in row), key=lambda b: b[2] - b[0] + b[3] - b[1]
+    )
+    assert np.ptp(pixels[round(y0) + 3 : round(y1) - 3, round((x0 + x1) / 2)], axis=0).max() < 40
 
 
 def test_questions_about_a_page() -> None:

@@ -17,6 +17,7 @@ from training.images.picture_images import PictureMaker
 from training.judging import Reply, distance, score
 from training.kestrel_small import SIZES, TOKENIZER_FILE, VIEW
 from training.learning import checkpoints
+from training.learning.losses import PageHelper
 from training.learning.model import Moondream
 from training.mixture import draw_picture
 from training.prompts import COORD, SIZE
@@ -130,6 +131,17 @@ def test_helper_targets_name_characters_and_objects() -> None:
         cell = int(y / 20) * VIEW.grid + int(x / 20)
         assert labels[cell] > 0 and colours[cell] > 0 and boxes[cell].max() <= 1.01
     assert {m.label for m in picture.marks} <= set(LABELS)
+
+
+def test_the_helper_head_learns_no_emptiness_from_incomplete_pictures() -> None:
+    rng, helper = random.Random(2), PageHelper(32)
+    image = torch.randn(1, VIEW.grid**2, 32, requires_grad=True)
+    for complete in (True, False):
+        picture = draw_picture(random.Random(2), "shapes", (640, 640))
+        picture = Picture(picture.pixels, picture.asks, [], [(30.0, 5.0, "A")], complete)
+        characters, objects = helper(image, pack(rng, [picture], draw_spoiling(rng, 1)))
+        (slope,) = torch.autograd.grad(characters + objects, image)
+        assert slope[0, 1].any() and bool(slope[0, 2:].any()) == complete
 
 
 def test_packed_pictures_become_crops(sources: Path) -> None:

@@ -54,12 +54,16 @@ class Mark:
 
 @dataclass
 class Picture:
-    """pixels [H, W, 3]; characters: (x, y, character) by their centres, in reading order."""
+    """pixels [H, W, 3]; characters: (x, y, character) by their centres, in reading order.
+
+    complete: marks and characters are all that there are, so the rest of the picture is empty.
+    """
 
     pixels: Pixels
     asks: list[Ask] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     characters: list[tuple[float, float, str]] = field(default_factory=list)
+    complete: bool = True
 
 
 Domain = Callable[[random.Random, int, int, bool], Picture]

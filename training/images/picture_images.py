@@ -44,7 +44,7 @@ class PictureMaker:
         return torch.cat(parts)
 
     def _spoil(self, pixels: Tensor, batch: PictureBatch, rows: slice) -> Tensor:
-        """Blur, noise and JPEG, for the pictures that get them; the others stay as they are."""
+        """Blur, tint, noise and JPEG, for the pictures that get them; the others stay as they are."""
         spoiling = batch.spoiling
         dirty = spoiling.quality[rows].nonzero().flatten()
         if not len(dirty):
@@ -54,6 +54,7 @@ class PictureMaker:
             pixels[which] = gaussian_blur(pixels[which], spoiling.blur)
         dirty_there = dirty.to(pixels.device)
         some = pixels[dirty_there]
+        some = some * spoiling.tint[rows][dirty].to(some).view(-1, 3, 1, 1)
         noise = spoiling.noise[rows][dirty].to(some).view(-1, 1, 1, 1)
         some = torch.addcmul(some, torch.randn_like(some), noise).round_().clamp_(0, 255)
         quality = spoiling.quality[rows][dirty].to(pixels.device)

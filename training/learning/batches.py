@@ -21,12 +21,13 @@ PAD = -1
 class Spoiling:
     """The degradation of a step's images between drawing and tiling. Arrays have one entry for each image.
 
-    blur: sigma in pixels for the images flagged in ``blurred``; noise: standard deviation in grey levels; quality: 0
-    leaves the image as it is.
+    blur: sigma in pixels for the images flagged in ``blurred``; tint: factors of red, green and blue; noise: standard
+    deviation in grey levels; quality: 0 leaves the image as it is.
     """
 
     blur: float
     blurred: Tensor
+    tint: Tensor
     noise: Tensor
     quality: Tensor
     subsample: bool

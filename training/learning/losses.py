@@ -39,15 +39,16 @@ class PageHelper(nn.Module):
             target.flatten(),
             reduction="none",
         )
-        weight = torch.where(target.flatten() > 0, 1.0, EMPTY)
-        characters = (found * weight).sum() / weight.sum()
-        weight = torch.where(batch.labels.flatten() > 0, 1.0, EMPTY)
+        empty = EMPTY * batch.complete
+        weight = torch.where(target > 0, 1.0, empty[:, None, None]).flatten()
+        characters = (found * weight).sum() / weight.sum().clamp_min(1e-3)
+        weight = torch.where(batch.labels > 0, 1.0, empty[:, None]).flatten()
         found = F.cross_entropy(
             label.flatten(0, 1).float(), batch.labels.flatten(), reduction="none"
         )
         is_icon = (batch.labels.flatten() > len(SHAPES)) & (batch.labels.flatten() <= ICONS_END)
         weight = torch.where(is_icon, 3.0, weight)
-        objects = (found * weight).sum() / weight.sum()
+        objects = (found * weight).sum() / weight.sum().clamp_min(1e-3)
         known = batch.colours.flatten().clamp_min(0)
         has_colour = (batch.colours.flatten() != NO_COLOUR).float()
         found = F.cross_entropy(colour.flatten(0, 1).float(), known, reduction="none")

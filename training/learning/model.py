@@ -359,7 +359,7 @@ class Region(nn.Module):
     def size_logits(self, hidden: Tensor) -> Tensor:
         """[..., 2, bins]: width, height."""
         scores: Tensor = self.size_decoder(self.ln(hidden))
-        return scores.view(*scores.shape[:-1], 2, -1)
+        return scores.unflatten(-1, (2, scores.shape[-1] // 2))
 
 
 class Moondream(nn.Module):

@@ -39,6 +39,7 @@ class Chart:
     shown: bool = False
     boxes: list[list[Box]] = field(default_factory=list)
     legend: bool = False
+    end: str = ""  # the largest number on the axis
 
     def say(self, value: float) -> str:
         return f"{value:.{self.places}f}"

@@ -30,6 +30,18 @@ def _value_asks(rng: random.Random, c: Chart) -> list[Ask]:
             Ask("query", kind, vary(rng, templates, k=of, s=c.series[s]), answer, spelled=True)
         )
     row = c.values[0]
+    k = rng.randrange(len(row))
+    if len(c.series) == 1 and all(
+        abs(v - row[k]) > 0.08 * max(row) for v in row[:k] + row[k + 1 :]
+    ):
+        templates = (
+            "Which category has the value {v}?",
+            "What has the value {v}?",
+            "Which one is {v}?",
+        )
+        said = c.say(row[k]) + ("%" if c.kind == "pie" else "")
+        text = vary(rng, templates, v=said)
+        asks.append(Ask("query", "charts category", text, c.categories[k], spelled=True))
     order = sorted(range(len(row)), key=lambda i: row[i])
     if len(c.series) == 1 and row[order[-1]] > 1.04 * row[order[-2]]:
         templates = ("Which {n} is the highest?", "What has the highest value?", "Which category is the largest?",
@@ -178,6 +190,13 @@ def asks_of(rng: random.Random, c: Chart, width: int, titled: bool) -> list[Ask]
                 colour,
             )
         )
+    if c.end:
+        templates = (
+            "What is the largest number on the axis?",
+            "Where does the axis end?",
+            "Up to what value does the axis go?",
+        )
+        asks.append(Ask("query", "charts axis", vary(rng, templates), c.end, spelled=True))
     if c.kind == "scatter" and len(c.boxes[0]) >= 6:
         words = {"1": "It rises.", "-1": "It falls.", "0": "There is no trend."}
         asks.append(

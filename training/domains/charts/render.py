@@ -36,7 +36,7 @@ def _axes(
     grid = rng.random() < 0.6
     faint: Rgb = tuple((3 * g + i) // 4 for g, i in zip((255, 255, 255), ink, strict=True))  # type: ignore[assignment]
     for k in range(round(end / step) + 1):
-        text = f"{k * step:.{places}f}"
+        text = c.end = f"{k * step:.{places}f}"
         if across:
             x = x0 + (x1 - x0) * k * step / end
             if grid:

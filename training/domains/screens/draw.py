@@ -24,9 +24,8 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     asks = ask_about(rng, elements, place, width)
     if rng.random() < 0.2:
         asks.append(off_topic(rng))
-    return Picture(
-        pixels, asks, [Mark(place.box(e["box"]), f"screen {e['role']}") for e in elements]
-    )
+    marks = [Mark(place.box(e["box"]), f"screen {e['role']}") for e in elements]
+    return Picture(pixels, asks, marks, complete=False)
 
 
 @cache

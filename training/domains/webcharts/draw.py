@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from training.domains.drawn import open_drawings
 from training.domains.phrasing import off_topic
-from training.domains.picture import Picture
+from training.domains.picture import Ask, Box, Mark, Picture, centre, in_order
 from training.domains.webcharts.plotted import plot
 from training.domains.webcharts.questions import ask_about
 from training.domains.webcharts.tables import make_table
@@ -16,13 +17,34 @@ PLOTTED = 0.5
 
 
 def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
+    boxes: list[list[Box]] = []
     if not held and rng.random() < PLOTTED:
         table = {"library": "matplotlib", **make_table(rng)}
-        pixels = plot(rng, table, width, height)
+        pixels, boxes = plot(rng, table, width, height)
     else:
         archive = open_drawings("held/charts.zip" if held else "charts.zip", "charts.json")
         pixels, table, _ = archive.place(rng, width, height)
-    asks = ask_about(rng, table, exact=held)
+    asks = ask_about(rng, table, exact=held) + _places(rng, table, boxes, width)
     if rng.random() < 0.2:
         asks.append(off_topic(rng))
-    return Picture(pixels, asks)
+    label = "grouped bar" if table["kind"] == "bar" and len(boxes) > 1 else table["kind"]
+    marks = [Mark(box, label) for row in boxes for box in row]
+    return Picture(pixels, asks, marks, complete=False)
+
+
+def _places(
+    rng: random.Random, table: dict[str, Any], boxes: list[list[Box]], width: int
+) -> list[Ask]:
+    """Where is the bar or the point of a label?"""
+    if len(boxes) != 1:
+        return []
+    label, box = rng.choice(list(zip(table["labels"], boxes[0], strict=True)))
+    if table["kind"] != "bar":
+        said = f"the point of {label}"
+        return [Ask("point", "webcharts point", said, boxes=(box,), points=(centre(box),))]
+    bars = tuple(in_order(boxes[0], width, centre))
+    said = rng.choice((f"the bar of {label}", f"{label} bar", f"bar for {label}"))
+    return [
+        Ask("detect", "webcharts detect", said, boxes=(box,)),
+        Ask("detect", "webcharts detect", rng.choice(("bar", "bars", "all bars")), boxes=bars),
+    ]

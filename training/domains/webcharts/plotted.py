@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from training.domains.picture import Pixels
+from training.domains.picture import Box, Pixels
 from training.domains.webcharts.questions import number
 
 STYLES = (
@@ -22,8 +22,13 @@ STYLES = (
 FAMILIES = ("DejaVu Sans", "DejaVu Serif", "DejaVu Sans Mono", "STIXGeneral")
 
 
-def plot(rng: random.Random, table: dict[str, Any], width: int, height: int) -> Pixels:
-    """The table as a chart of this size in pixels. Sets table["turn"], the turn of its labels in degrees."""
+def plot(
+    rng: random.Random, table: dict[str, Any], width: int, height: int
+) -> tuple[Pixels, list[list[Box]]]:
+    """The table as a chart of this size in pixels, and the boxes of its bars or points by series and label.
+
+    Sets table["turn"], the turn of its labels in degrees.
+    """
     # Only the machine that trains has matplotlib.
     from matplotlib import rc_context, style
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -56,7 +61,21 @@ def plot(rng: random.Random, table: dict[str, Any], width: int, height: int) -> 
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
         pixels = np.asarray(canvas.buffer_rgba())[..., :3]
-    return np.ascontiguousarray(pixels[:height, :width])
+        boxes = [
+            [_flipped(bar.get_window_extent(), height) for bar in row] for row in axes.containers
+        ]
+        for line in axes.lines if not boxes else ():
+            r = max(line.get_markersize() / 2, 3)
+            spots = axes.transData.transform(line.get_xydata())
+            boxes.append(
+                [(x - r, height - y - r, x + r, height - y + r) for x, y in spots.tolist()]
+            )
+    return np.ascontiguousarray(pixels[:height, :width]), boxes
+
+
+def _flipped(extent: Any, height: int) -> Box:
+    """matplotlib counts from the lower edge."""
+    return extent.x0, height - extent.y1, extent.x1, height - extent.y0
 
 
 def _frame(rng: random.Random, axes: Any, t: dict[str, Any], size: float, across: bool) -> None:

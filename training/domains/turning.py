@@ -1,0 +1,63 @@
+"""A picture as a camera that is held at a slight angle takes it, with everything that is known about it."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+from PIL import Image
+
+from training.domains.picture import Ask, Box, Mark, Picture, Point
+
+MOST = 6.0  # degrees
+
+
+def turn(picture: Picture, degrees: float) -> Picture:
+    """Turned around its middle against the clock; the ground of its first pixel fills the corners.
+
+    A box becomes the box around the turned one. Requests to segment, and what leaves the picture, are left out.
+    """
+    height, width = picture.pixels.shape[:2]
+    image = Image.fromarray(np.array(picture.pixels))
+    ground = image.getpixel((0, 0))
+    turned = image.rotate(degrees, Image.Resampling.BICUBIC, fillcolor=ground)
+    sin, cos = math.sin(math.radians(degrees)), math.cos(math.radians(degrees))
+
+    def move(x: float, y: float) -> Point:
+        x, y = x - width / 2, y - height / 2
+        return cos * x + sin * y + width / 2, cos * y - sin * x + height / 2
+
+    def around(box: tuple[float, ...]) -> Box:
+        x0, y0, x1, y1 = box
+        xs, ys = zip(*(move(x, y) for x in (x0, x1) for y in (y0, y1)), strict=True)
+        return min(xs), min(ys), max(xs), max(ys)
+
+    def inside(box: Box) -> bool:
+        return box[0] >= -2 and box[1] >= -2 and box[2] <= width + 2 and box[3] <= height + 2
+
+    return Picture(
+        np.asarray(turned),
+        [ask for ask in (_moved(ask, move, around) for ask in picture.asks if ask.skill != "segment")
+         if all(map(inside, ask.boxes))],
+        [Mark(box, m.label, m.colour) for m in picture.marks if inside(box := around(m.box))],
+        [(*move(x, y), c) for x, y, c in picture.characters],
+        picture.complete,
+    )  # fmt: skip
+
+
+def _moved(
+    ask: Ask, move: Callable[[float, float], Point], around: Callable[[tuple[float, ...]], Box]
+) -> Ask:
+    return replace(
+        ask,
+        boxes=tuple(around(box) for box in ask.boxes),
+        points=tuple(move(*point) for point in ask.points),
+        refs=tuple(move(*ref) if len(ref) == 2 else around(ref) for ref in ask.refs),
+    )
+
+
+def turn_some(rng: random.Random, picture: Picture, share: float) -> Picture:
+    return turn(picture, rng.uniform(-MOST, MOST)) if rng.random() < share else picture
