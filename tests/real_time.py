@@ -20,7 +20,6 @@ WHY = {
     "service/cli/evaluation/test_command.py": "slow: kills come at random instants",
     "service/cli/test_batch.py": "slow: kills come at random instants",
     "service/clients/test_sdk_admin.py": "nobody listens: the client gives up by itself",
-    "service/clients/test_several_servers.py": "a kill and a drain come while calls run, or after them",
     "service/edge/test_endings.py": "gRPC's own deadline, beside a runtime that never answers",
     "service/images/test_bucket.py": "S3 tells the time of an object in whole seconds",
     "service/logs/test_log_writer.py": "a thread gets time to fill a pipe",

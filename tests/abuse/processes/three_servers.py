@@ -74,6 +74,11 @@ class Servers:
         variables = {**self._variables, "ABUSE_MODEL": name}
         self.processes[name] = ServerProcess(self.folder / name, listen=listen, **variables)
 
+    async def is_busy(self, name):
+        async with AsyncKestrelClient(self.processes[name].address, timeout=60) as client:
+            load = await client.server_load()
+        return load.running_requests + load.waiting_requests > 0
+
     def kill(self, name):
         self.processes[name].popen.kill()
         self.processes[name].popen.wait()

@@ -1,15 +1,15 @@
 """``health`` names what is wrong, and what to do."""
 
-import signal
 import socket
+from contextlib import ExitStack
 
 import pytest
 
 from kestrel_grpc.cli.operation import health
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of, new_token
+from tests.abuse.process import ServerProcess
 from tests.service.certificates import make_authority
-from tests.service.cli.serve_process import READY, Process
 from tests.service.command_line import here
 
 OPERATOR = new_token()
@@ -26,14 +26,13 @@ def servers(tmp_path_factory, authority, server_pair):
         "tls": (*tls, "--auth-tokens", folder / "tokens"),
         "mutual": (*tls, "--tls-client-ca", authority.ca.cert),
     }
-    started = {
-        name: Process(folder / name, "--listen", "127.0.0.1:0", *each)
-        for name, each in flags.items()
-    }
-    yield {name: READY.match(process.started().ready)[2] for name, process in started.items()}
-    for process in started.values():
-        process.signal(signal.SIGTERM)
-    assert [process.wait(60) for process in started.values()] == [0, 0, 0]
+    with ExitStack() as stack:
+        addresses = {}
+        for name, each in flags.items():
+            (folder / name).mkdir()
+            server = stack.enter_context(ServerProcess(folder / name, *map(str, each)))
+            addresses[name] = server.address
+        yield addresses
 
 
 def ask(address, *flags, **variables):
@@ -96,14 +95,13 @@ def test_a_wrong_token_is_named(servers, authority):
 def test_a_drained_server_is_named(tmp_path, authority):
     address = f"unix:{tmp_path}/s.sock"
     (tmp_path / "tokens").write_text(line_of("ops", [Scope.ADMIN, Scope.INFER], OPERATOR))
-    flags = ("--listen", address, "--auth-tokens", tmp_path / "tokens")
-    process = Process(tmp_path / "log", *flags).started()
-    assert here("admin", "drain", "--server", address, KESTREL_TOKEN=OPERATOR).returncode == 0
-    known = ask(address, KESTREL_TOKEN=OPERATOR)
-    assert (known.returncode, known.stdout) == (1, "NOT_SERVING\n")
-    assert "answers, but it drains, so it takes no new requests" in known.stderr
-    stranger = ask(address)
-    assert (stranger.returncode, stranger.stdout) == (1, "NOT_SERVING\n")
-    assert "it starts, drains or has failed; its log says which" in stranger.stderr
-    process.signal(signal.SIGTERM)
-    assert process.wait(60) == 0
+    flags = ("--auth-tokens", str(tmp_path / "tokens"))
+    with ServerProcess(tmp_path, *flags, listen=address) as server:
+        assert here("admin", "drain", "--server", address, KESTREL_TOKEN=OPERATOR).returncode == 0
+        known = ask(address, KESTREL_TOKEN=OPERATOR)
+        assert (known.returncode, known.stdout) == (1, "NOT_SERVING\n")
+        assert "answers, but it drains, so it takes no new requests" in known.stderr
+        stranger = ask(address)
+        assert (stranger.returncode, stranger.stdout) == (1, "NOT_SERVING\n")
+        assert "it starts, drains or has failed; its log says which" in stranger.stderr
+        server.stop(within_s=60)

@@ -82,19 +82,23 @@ async def test_a_server_that_is_killed_while_it_answers(servers, kind):
     """gRPC does not repeat a call whose server has sent metadata. The client does."""
     async with servers.client(kind) as client:
         before = await places(client)
+        victim = before[0]
+        hang = servers.processes[victim].hang
+        hang.touch()
         calls = [
             asyncio.create_task(client.query(each, "?", temperature=0, max_tokens=60))
             for each in FILES
         ]
-        await asyncio.sleep(0.3)
-        servers.kill("c")
+        await until(lambda: servers.is_busy(victim))
+        servers.kill(victim)
+        hang.unlink()
         try:
             results = [await call for call in calls]
             assert all(result.usage.output_tokens == 60 for result in results)
             pairs = zip(before, results, strict=True)
-            assert all(old == new.model for old, new in pairs if old != "c")
+            assert all(old == new.model for old, new in pairs if old != victim)
         finally:
-            servers.restart("c")
+            servers.restart(victim)
 
 
 async def test_a_batch_uses_all_servers(servers, tmp_path):
@@ -111,18 +115,21 @@ async def test_a_batch_uses_all_servers(servers, tmp_path):
 async def test_a_server_that_drains_is_left(servers):
     async with servers.client("async") as client:
         before = await places(client)
+        leaving = servers.processes[before[0]]
+        leaving.hang.touch()
         calls = [asyncio.create_task(client.query(each, "?", max_tokens=40)) for each in FILES]
-        await asyncio.sleep(0.05)
-        servers.processes["b"].popen.send_signal(signal.SIGTERM)
+        await until(lambda: servers.is_busy(before[0]))
+        leaving.popen.send_signal(signal.SIGTERM)
+        leaving.hang.unlink()
         try:
             assert all([(await call).usage.output_tokens == 40 for call in calls])
             after = await places(client)
-            assert after == await places(client) and "b" not in after
+            assert after == await places(client) and before[0] not in after
             pairs = zip(before, after, strict=True)
-            assert all(old == new for old, new in pairs if old != "b")
-            servers.processes["b"].popen.wait(60)
+            assert all(old == new for old, new in pairs if old != before[0])
+            leaving.popen.wait(60)
         finally:
-            servers.restart("b")
+            servers.restart(before[0])
 
 
 @BOTH
