@@ -22,6 +22,7 @@ from .building.factory import Built, build_off_loop
 from .building.kept_images import kept_images
 from .config.runtime import RuntimeConfig
 from .config.sizes import Sizes
+from .confinement import trial
 from .errors import DeadlineExceeded, EngineClosed, ProfileError, RuntimeFailure
 from .front.calls import SkillCalls
 from .front.lifetime import Lifetime
@@ -121,7 +122,12 @@ class InferenceEngine(SkillCalls):
             preparing=self._preparing,
             images=ImagePreparation(_pool(config, sizes, built), self._preparing, observer),
             constraints=ConstraintCompiler(
-                Grammars(built.codec, built.model.text.vocab_size, built.model.ids.eos_id),
+                Grammars(
+                    built.codec,
+                    built.model.text.vocab_size,
+                    built.model.ids.eos_id,
+                    confine=config.confine,
+                ),
                 self._preparing,
             ),
             adapters=built.adapters,
@@ -161,6 +167,11 @@ class InferenceEngine(SkillCalls):
         if api_key is not None:
             sources = config.adapter_sources.with_key(api_key)
             config = dataclasses.replace(config, adapter_sources=sources)
+        try:
+            confined = await asyncio.to_thread(trial.check, config.confine)
+        except OSError as error:
+            raise RuntimeFailure(f"no process can be started: {error.strerror}") from None
+        logger.info("decoders: %s", confined)
         built = await build_off_loop(config, progress, lora)
         return await cls.warmed(config, built, skills=skills, observer=observer)
 
@@ -480,6 +491,7 @@ def _pool(config: RuntimeConfig, sizes: Sizes, built: Built) -> PreprocessPool:
         max_waiting_pixels=config.max_queued_pixels,
         device_pixels=built.device_pixels,
         with_crop_keys=bool(config.crop_cache_bytes),
+        confine=config.confine,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..confinement import MODES
 from .groups import REQUESTS
 from .images import ImageLimits
 from .setting import setting
@@ -75,6 +76,13 @@ class RequestSettings:
         kind="seconds",
         metavar="SECONDS",
         above=0,
+    )
+    confine: str = setting(
+        "auto",
+        REQUESTS,
+        "confine the processes that decode images and compile constraints: with all that the kernel offers (auto), or "
+        "not at all (off); require: do not start without Landlock and seccomp",
+        choices=MODES,
     )
     max_queue_wait_s: float | None = setting(
         None,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config.runtime import RuntimeConfig
+from ..confinement.steps import hide_memory
 from ..errors import ConfigError
 from .finding import Finding
 
@@ -31,6 +32,7 @@ __all__ = [
     "diagnose",
     "download",
     "downloaded",
+    "hide_memory",
     "read_labelled_images",
     "remove",
     "verify",
@@ -77,11 +79,12 @@ def diagnose(config: RuntimeConfig) -> Iterator[Finding]:
 
     It loads no model and sends no request to the hub.
     """
-    from .device import check_device, check_images
+    from .device import check_confinement, check_device, check_images
     from .model import check_model
 
     yield from check_device(config)
     yield from check_images()
+    yield from check_confinement(config.confine)
     yield from check_model(config)
 
 

@@ -1,4 +1,5 @@
-"""Checks of the machine: torch and its CUDA version, the driver, the GPUs, the kernel libraries, and libvips."""
+"""Checks of the machine: torch and its CUDA version, the driver, the GPUs, the kernel libraries, libvips, and what
+confines decoders."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config.runtime import RuntimeConfig
-from ..errors import KestrelError
+from ..confinement import trial
+from ..errors import ConfigError, KestrelError
 from .finding import Finding, Status
 
 if TYPE_CHECKING:
@@ -86,6 +88,21 @@ def check_images() -> Iterator[Finding]:
     else:
         status: Status = "fail" if "JPEG" in missing or "PNG" in missing else "warn"
         yield Finding("images", status, message, "install pyvips[binary]")
+
+
+def check_confinement(mode: str) -> Iterator[Finding]:
+    """Checks what confines decoders with the setting ``mode``."""
+    try:
+        found = trial.check(mode)
+    except ConfigError as error:
+        yield Finding("decoders", "fail", error.limit, "docs/security.md, Decoders")
+    except OSError as error:
+        yield Finding("decoders", "fail", f"no process can be started: {error.strerror}")
+    else:
+        status: Status = "ok" if mode != "off" and trial.found().suffices else "warn"
+        yield Finding(
+            "decoders", status, found, "" if status == "ok" else "docs/security.md, Decoders"
+        )
 
 
 def _cuda_problem() -> str | None:

@@ -103,17 +103,19 @@ class PreprocessPool:
         max_waiting_pixels: int | None = None,
         device_pixels: int = 0,
         with_crop_keys: bool = False,
+        confine: str = "auto",
     ) -> None:
         """Creates the pool.
 
         Args:
+            confine: As RuntimeConfig.confine.
             device_pixels: As in ``crops.prepare``.
             timeout_s: Limit on the time to decode one image, in seconds.
             with_crop_keys: Whether each crop gets a key, by which the engine recognises equal crops.
         """
         self._device_pixels, self._with_crop_keys = device_pixels, with_crop_keys
         self._limits, self._vision = limits, vision
-        self._processes, self._timeout_s = processes, timeout_s
+        self._processes, self._timeout_s, self._confine = processes, timeout_s, confine
         self._cheap = Cost(
             limits.max_pixels, min(CHEAP_BYTES, decode_bytes // 2 // processes), CHEAP_SECONDS
         )
@@ -290,7 +292,7 @@ class PreprocessPool:
                 stack.callback(os.close, source)
                 write_segment(source, job.payload)
                 decoder = None if expensive else self._idle_decoder()
-                decoder = decoder or self._new_decoder(expensive)
+                decoder = decoder or self._new_decoder(expensive, granted.num_bytes)
             except OSError as error:
                 text = f"no process can be started to decode images: {error.strerror}"
                 self._fail(job, EngineOverloaded(text))
@@ -313,9 +315,14 @@ class PreprocessPool:
                 return decoder
         return None
 
-    def _new_decoder(self, expensive: bool) -> DecoderProcess:
+    def _new_decoder(self, expensive: bool, num_bytes: int) -> DecoderProcess:
         return DecoderProcess(
-            self._limits, self._vision, self._answered, nice=EXPENSIVE_NICE if expensive else 0
+            self._limits,
+            self._vision,
+            self._answered,
+            num_bytes=max(num_bytes, self._cheap.num_bytes),
+            confine=self._confine,
+            nice=EXPENSIVE_NICE if expensive else 0,
         )
 
     def _answered(self, decoder: DecoderProcess, message: dict[str, Any]) -> None:

@@ -102,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
     )
     set_up_logging(config.log_level, config.log_format, buffer_bytes=config.log_buffer_bytes)
     raise_limit()
+    if settled.runtime.confine != "off":
+        maintenance.hide_memory()
     problem = complaint(config)
     if problem is not None:
         logger.warning("%s", problem)

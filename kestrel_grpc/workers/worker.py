@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 
-from kestrel_engine import ConfigError, InferenceEngine, KestrelError, SkillRegistry
+from kestrel_engine import ConfigError, InferenceEngine, KestrelError, SkillRegistry, maintenance
 
 from ..logs.records import set_up_logging
 from ..process.interpreter import set_up_interpreter
@@ -51,6 +51,8 @@ def main(arguments: Sequence[str], create: CreateEngine | None = None) -> int:
         worker=task.index,
     )
     set_up_interpreter()
+    if task.runtime.confine != "off":
+        maintenance.hide_memory()
     try:
         return asyncio.run(_serve(task, skill_registry(config.skills), line, create))
     except ConfigError as error:

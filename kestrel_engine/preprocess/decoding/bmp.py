@@ -6,6 +6,7 @@ Only uncompressed BMP is accepted. Its size follows from the header, so a short 
 from __future__ import annotations
 
 import io
+import struct
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -24,6 +25,15 @@ _ERRORS = (OSError, SyntaxError, ValueError, OverflowError, IndexError, KeyError
 """What Pillow's reader raises for malformed files."""
 _UNSUPPORTED = ("Unsupported BMP compression", "Unsupported BMP bitfields")
 """What Pillow's reader says of valid files, such as JPEG or PNG inside of a BMP."""
+
+
+def load_reader() -> None:
+    """Imports all that Pillow imports when it reads its first BMP. A confined process can't open the modules."""
+    if AVAILABLE:
+        header = struct.pack(
+            "<2sIIIIiiHHIIiiII", MAGIC, 58, 0, 54, 40, 1, 1, 1, 24, 0, 4, 0, 0, 0, 0
+        )
+        BmpImage(header + bytes(4), ImageLimits()).begin().decode()
 
 
 class BmpImage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import platform
 import signal
 from dataclasses import replace
 from typing import Any
@@ -60,7 +61,7 @@ class Answers:
             name, at, text = message["error"]
             return _ERRORS[name](str(at), str(text))
         if "ended" in message:
-            return failure or _lost(message["ended"])
+            return failure or _lost(message)
         if message["fault"] == "MemoryError":
             text = "takes more memory to decode than expected from its format and size (--decode-bytes)"
             return ImageTooLargeError(FIELD, text)
@@ -110,8 +111,16 @@ def _check_key(key: Any) -> str:
     return key
 
 
-def _lost(status: int | None) -> Exception:
+def refused_call(message: dict[str, Any]) -> str:
+    """What ended a decoder with SIGSYS, from its last ``message``."""
+    number = message.get("call")
+    known = f" {number} of {platform.machine()}" if isinstance(number, int) else ""
+    return f"it made the system call{known}, which is not allowed (docs/security.md)"
+
+
+def _lost(message: dict[str, Any]) -> Exception:
     """The error of a job whose decoder ended unexpectedly."""
+    status: int | None = message["ended"]
     if status is None or -status in (signal.SIGKILL, signal.SIGTERM):
         return EngineOverloaded("the process that decoded the image was killed from outside")
     how = signal.Signals(-status).name if status < 0 else f"status {status}"

@@ -1,7 +1,8 @@
 """The code of a decoder process: it checks and decodes one image after the other, and makes crops and content key.
 
-A decoder is forked from the template (template.py) and may be killed at any time. It reads no environment variable and
-opens no file. Images and crops are passed in segments. A decoder ends when its link is closed.
+A decoder is forked from the template (template.py), confined (confinement/), and may be killed at any time. It reads no
+environment variable and can open no file. Images and crops are passed in segments. A decoder ends when its link is
+closed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from ...config.images import ImageLimits
+from ...confinement.own_memory import read_count
 from ...errors import RequestError
 from ...types.model_config import VisionConfig
 from ...types.requests import PreparedImage
@@ -69,9 +71,9 @@ _SWITCH_INTERVAL_S = 0.5e-3
 longer than the work on a band."""
 
 
-def serve(link: socket.socket) -> None:
+def serve(link: socket.socket, memory: int) -> None:
     """Answers jobs until ``link`` is closed. The first message has the limits and the geometry. The others are a
-    segment for the crops of the next image, or an image."""
+    segment for the crops of the next image, or an image. ``memory``: the descriptor of ``own_memory.open_count``."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     _keep_freed_memory()
     received, descriptors = bytearray(), list[int]()
@@ -88,7 +90,7 @@ def serve(link: socket.socket) -> None:
     setup = next_message()
     if setup is None:
         return
-    work = Work(ImageLimits(**setup["limits"]), VisionConfig(**setup["vision"]))
+    work = Work(ImageLimits(**setup["limits"]), VisionConfig(**setup["vision"]), memory)
     while (message := next_message()) is not None:
         descriptor = descriptors.pop(0)
         if "crops" in message:
@@ -102,8 +104,8 @@ def serve(link: socket.socket) -> None:
 class Work:
     """The work on one image after the other."""
 
-    def __init__(self, limits: ImageLimits, vision: VisionConfig) -> None:
-        self._limits, self._vision = limits, vision
+    def __init__(self, limits: ImageLimits, vision: VisionConfig, memory: int = -1) -> None:
+        self._limits, self._vision, self._memory = limits, vision, memory
         self._bytes_per_look = 3 * vision.crop_size**2 * (1 + vision.max_crops)
         self._threads: ThreadPoolExecutor | None = None
         self._most_threads = 0
@@ -132,7 +134,7 @@ class Work:
         """
         began = time.perf_counter()
         try:
-            size = os.fstat(source).st_size
+            size = os.lseek(source, 0, os.SEEK_END)
             image: DecodedImage | Undecoded
             if job["shape"] is None:
                 background = job["background"] and tuple(job["background"])
@@ -194,7 +196,7 @@ class Work:
             in_place = device_makes_crops(width, height, vision, device_pixels)
             return self._allocate_crops(shape) if in_place else new_bytes(shape)
 
-        with memory_bound(cost.num_bytes + _SLACK_BYTES):
+        with memory_bound(self._memory, cost.num_bytes + _SLACK_BYTES):
             decoded = image if isinstance(image, DecodedImage) else image.begin(allocate_pixels)
             # Decoding alone is the work of one thread.
             run = None if in_place else self._run(threads)
@@ -219,7 +221,7 @@ class Work:
         """Decodes the image once, and writes the crops of all looks one after the other."""
         vision = self._vision
         found: list[PreparedImage] = []
-        with memory_bound(cost.num_bytes + _SLACK_BYTES):
+        with memory_bound(self._memory, cost.num_bytes + _SLACK_BYTES):
             decoded = image if isinstance(image, DecodedImage) else image.begin(new_bytes)
             width, height = decoded.width, decoded.height
             looks = regions(width, height, selection)
@@ -302,25 +304,18 @@ def _mapped(descriptor: int, num_bytes: int) -> mmap.mmap:
 
 
 @contextlib.contextmanager
-def memory_bound(num_bytes: int) -> Any:
-    """A context in which this process can allocate at most ``num_bytes`` of private memory beyond the present
-    amount."""
-    used = _data_bytes()
-    if used is None:  # RLIMIT_DATA has no effect on this system.
+def memory_bound(memory: int, num_bytes: int) -> Any:
+    """A context in which this process can allocate at most ``num_bytes`` of private memory beyond the present amount,
+    which ``memory`` counts."""
+    try:
+        _, used = read_count(memory)
+    except OSError:  # RLIMIT_DATA has no effect on this system.
         yield
         return
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (used + num_bytes, hard))
+    most = used + num_bytes if hard == resource.RLIM_INFINITY else min(used + num_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
-
-
-def _data_bytes() -> int | None:
-    """Returns the private memory of this process as RLIMIT_DATA counts it; None on a system without /proc."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[5]) * mmap.PAGESIZE
-    except OSError:
-        return None

@@ -10,33 +10,28 @@ import asyncio
 import atexit
 import contextlib
 import itertools
+import logging
 import os
+import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from ...config.images import ImageLimits
+from ...confinement import children
 from ...types.model_config import VisionConfig
+from .answers import refused_call
 from .segments import new_segment, send_message, take_message
-from .template import FORK, KILL, REQUEST
+from .template import AUTO, FORK, KILL, OFF, REQUEST, REQUIRE
 
-_START = """
-import sys, types
-sys.path[:] = sys.argv[2:]
-package = types.ModuleType("kestrel_engine")
-package.__path__ = [sys.argv[1]]
-sys.modules["kestrel_engine"] = package
-from kestrel_engine.preprocess.processes.template import main
-main(0)
-"""
-"""The package's own __init__ would import the whole engine, which a decoder does not need. The environment and the
-working directory have no effect: modules come from the search path of this process."""
+logger = logging.getLogger(__name__)
 
+_MODES = {"auto": AUTO, "require": REQUIRE, "off": OFF}
+
+_TEMPLATE = "kestrel_engine.preprocess.processes.template"
 
 _RENEWAL_S = 0.001
 """Seconds after an answer until the decoder gets the segment for its next image, unless that image comes first. Sending
@@ -53,11 +48,11 @@ class _Template:
         self._numbers = itertools.count(1)
         self._has_forked = False
 
-    def fork(self, link: socket.socket, nice: int) -> int:
+    def fork(self, link: socket.socket, confine: str, nice: int, num_bytes: int) -> int:
         """Starts a decoder with ``link``. Returns its number. Raises OSError."""
         with self._lock:
             number = next(self._numbers)
-            request = REQUEST.pack(FORK, nice, number)
+            request = REQUEST.pack(FORK, _MODES[confine], nice, number, num_bytes)
             if self._link is not None:
                 with contextlib.suppress(OSError):
                     socket.send_fds(self._link, [request], [link.fileno()])
@@ -73,7 +68,7 @@ class _Template:
         """Kills a decoder that may have ended already."""
         with self._lock, contextlib.suppress(OSError):
             if self._link is not None:
-                self._link.sendall(REQUEST.pack(KILL, 0, number))
+                self._link.sendall(REQUEST.pack(KILL, OFF, 0, number, 0))
 
     def start(self) -> None:
         """Starts the template if it does not run. Does not wait until it is ready. Raises OSError."""
@@ -107,17 +102,8 @@ class _Template:
             self._process.kill()
             self._process.wait()
         ours, theirs = socket.socketpair()
-        package = Path(__file__).parents[2]
-        # OpenBLAS would start more threads, and a process with several threads can't be forked safely.
-        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _START, str(package), *filter(None, sys.path)],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=environment,
-            )
+            self._process = children.start(_TEMPLATE, stdin=theirs.fileno())
         # If it is killed, it is no zombie until an image needs it again.
         threading.Thread(target=self._process.wait, name="template-end", daemon=True).start()
         self._link = ours
@@ -138,9 +124,12 @@ class DecoderProcess:
         vision: VisionConfig,
         on_message: Callable[[DecoderProcess, dict[str, Any]], None],
         *,
+        num_bytes: int,
+        confine: str = "auto",
         nice: int = 0,
     ) -> None:
-        """Raises OSError if no process can be started."""
+        """``num_bytes``: memory that an image may take. ``confine``: one of ``confinement.MODES``. Raises
+        OSError if no process can be started."""
         self._on_message = on_message
         self._received = bytearray()
         self._loop = asyncio.get_running_loop()
@@ -150,7 +139,7 @@ class DecoderProcess:
         self._renewed_bytes = 0
         try:
             with theirs:
-                self._number = template.fork(theirs, nice)
+                self._number = template.fork(theirs, confine, nice, num_bytes)
             self._link.setblocking(False)
             send_message(self._link, {"limits": asdict(limits), "vision": asdict(vision)}, ())
             self._renew_crops(0)
@@ -229,6 +218,8 @@ class DecoderProcess:
             while (message := take_message(self._received)) is not None:
                 if "ended" in message:
                     self.close()
+                    if message["ended"] == -signal.SIGSYS:
+                        logger.warning("a decoder was killed: %s", refused_call(message))
                 self._on_message(self, message)
                 if not self.is_open:
                     return

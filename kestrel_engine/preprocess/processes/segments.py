@@ -115,7 +115,10 @@ def take_message(received: bytearray) -> dict[str, Any] | None:
     end = _LENGTH_BYTES + length
     if len(received) < end:
         return None
-    message = json.loads(bytes(received[_LENGTH_BYTES:end]))
+    try:
+        message = json.loads(bytes(received[_LENGTH_BYTES:end]))
+    except RecursionError:
+        raise ValueError("a message of too many levels") from None
     del received[:end]
     if not isinstance(message, dict):
         raise ValueError("a message that is no object")

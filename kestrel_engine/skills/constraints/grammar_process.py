@@ -14,8 +14,9 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
+from ...confinement import children
+from ...confinement.steps import confine, leave_surroundings
 from ...errors import RuntimeFailure
 from ...types.constraint import Constraint
 
@@ -26,22 +27,15 @@ _WALL_S = 20.0
 _MEMORY = 1 << 30
 """Bytes of address space."""
 
-_START = """
-import sys, types
-sys.path[:] = sys.argv[2:]
-package = types.ModuleType("kestrel_engine")
-package.__path__ = [sys.argv[1]]
-sys.modules["kestrel_engine"] = package
-from kestrel_engine.skills.constraints.grammar_process import main
-main()
-"""
-"""The package's own __init__ would import the whole engine. Environment and working directory have no effect."""
+_MOST_ANSWER_BYTES = 64 * 1024
 
 
 class GrammarProcess:
     """The process, which starts at its first use and again after it ended itself. Belongs to one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, confine: str = "auto") -> None:
+        """``confine``: one of ``confinement.MODES``."""
+        self._confine = confine
         self._process: subprocess.Popen[bytes] | None = None
 
     def problem(self, constraint: Constraint) -> str:
@@ -61,13 +55,18 @@ class GrammarProcess:
             except OSError:
                 self.close()
                 continue
-            answer = process.stdout.readline()
+            # A process that a constraint controls may answer nothing, or without end.
+            end = threading.Timer(2 * _WALL_S, process.kill)
+            end.start()
+            answer = process.stdout.readline(_MOST_ANSWER_BYTES)
+            end.cancel()
             break
-        if not answer:
-            self.close()
-            return "takes too much time or memory to compile"
-        problem: str = json.loads(answer)
-        return problem
+        with contextlib.suppress(ValueError, RecursionError):
+            problem = json.loads(answer)
+            if isinstance(problem, str):
+                return problem
+        self.close()
+        return "takes too much time or memory to compile"
 
     def close(self) -> None:
         """Ends the process. Any thread may call it once no other call is running."""
@@ -78,21 +77,9 @@ class GrammarProcess:
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            package = Path(__file__).parents[2]
             try:
-                self._process = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-I",
-                        "-S",
-                        "-c",
-                        _START,
-                        str(package),
-                        *filter(None, sys.path),
-                    ],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
+                self._process = children.start(
+                    __name__, self._confine, stdin=subprocess.PIPE, stdout=subprocess.PIPE
                 )
             except OSError as error:
                 raise RuntimeFailure(f"no process can be started: {error}") from error
@@ -101,8 +88,8 @@ class GrammarProcess:
         return self._process
 
 
-def main() -> None:
-    """The process: answers requests until its input is closed."""
+def main(mode: str) -> None:
+    """The process: answers requests until its input is closed. ``mode``: of ``confinement.MODES``."""
     from .grammar_text import new_tokenizer, problem
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
@@ -113,8 +100,14 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPROF, signal.SIGALRM))
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit.
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    namespaces = mode != "off" and leave_surroundings()
     # What a constraint costs to compile hardly depends on the vocabulary.
     tokenizer = new_tokenizer([bytes([byte]) for byte in range(256)] + [b""], 256)
+    problem(Constraint("regex", "a"), tokenizer)  # Opens and allocates what the first one needs.
+    if mode != "off":
+        result, _ = confine(_MEMORY, namespaces)
+        if mode == "require" and not result.suffices:
+            return
     for line in sys.stdin.buffer:
         kind, source = json.loads(line)
         # The signals end the process at once, also inside the library.

@@ -132,12 +132,18 @@ class Grammars:
     """Compiles constraints for one vocabulary, in one thread."""
 
     def __init__(
-        self, codec: _Codec, vocab_size: int, eos_id: int, threads: MaskThreads | None = None
+        self,
+        codec: _Codec,
+        vocab_size: int,
+        eos_id: int,
+        threads: MaskThreads | None = None,
+        *,
+        confine: str = "auto",
     ) -> None:
-        """``threads``: those that compute masks."""
+        """``threads``: those that compute masks. ``confine``: as RuntimeConfig.confine."""
         self._codec, self._vocab_size, self._eos_id = codec, vocab_size, eos_id
         self._threads = threads or MaskThreads()
-        self._process = GrammarProcess()
+        self._process = GrammarProcess(confine)
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._unlocked: Unlocked | None = None
 

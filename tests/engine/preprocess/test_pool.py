@@ -547,10 +547,12 @@ def test_a_decoder_has_neither_torch_nor_the_engine(make_pool):
 def test_a_decoder_gets_no_more_memory_than_it_has_reserved():
     """The kernel refuses it, within the process that asks."""
     code = (
-        "import numpy as np; from kestrel_engine.preprocess.processes.decoder import memory_bound\n"
-        "with memory_bound(2**26): np.ones(2**25, np.uint8)\n"
+        "import numpy as np; from kestrel_engine.confinement.own_memory import open_count\n"
+        "from kestrel_engine.preprocess.processes.decoder import memory_bound\n"
+        "memory = open_count()\n"
+        "with memory_bound(memory, 2**26): np.ones(2**25, np.uint8)\n"
         "try:\n"
-        "    with memory_bound(2**26): np.ones(2**27, np.uint8)\n"
+        "    with memory_bound(memory, 2**26): np.ones(2**27, np.uint8)\n"
         "except MemoryError: print('refused')\n"
         "np.ones(2**27, np.uint8)"
     )

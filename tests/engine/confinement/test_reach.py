@@ -1,0 +1,181 @@
+"""What code in a decoder can reach: the real template forks it, and code of the test runs in place of the decoder's."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kestrel_engine.confinement import children, trial
+from kestrel_engine.confinement.steps import Found
+from kestrel_engine.errors import ConfigError
+from kestrel_engine.preprocess.processes import decoder_process
+from kestrel_engine.preprocess.processes.segments import take_message
+from kestrel_engine.skills.constraints.grammar_process import GrammarProcess
+from kestrel_engine.types.constraint import Constraint
+from tests.engine.confinement.probe import ATTACKS, WORK
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux confines decoders")
+
+SECRET = "KESTREL_TEST_SECRET"
+FILES = {"list_a_folder", "open_by_openat2", "read_a_file", "write_a_file"}
+REACHED_OFF = FILES | {
+    "executable_pages", "execute_memory", "fork", "inet_socket", "limits_of_the_server",
+    "new_memory_file", "run_a_shell", "signal_the_server", "signal_the_template",
+    "size_of_a_file", "unix_socket",
+}  # fmt: skip
+"""What every user may do, in a container too."""
+
+
+@pytest.fixture(scope="module")
+def reach():
+    """A function that runs one probe in a decoder, and returns what became of it and how the decoder ended."""
+    templates = {}
+
+    def run(name: str, mode: str = "auto", wall: str = "") -> tuple[str | None, int, int | None]:
+        if wall not in templates:
+            templates[wall] = decoder_process._Template()
+        ours, theirs = socket.socketpair()
+        with ours, pytest.MonkeyPatch.context() as patched:
+            patched.setenv(SECRET, "in the server's environment")
+            patched.setattr(decoder_process, "_TEMPLATE", "tests.engine.confinement.probe")
+            start = children.start
+            patched.setattr(children, "start", lambda module, **how: start(module, wall, **how))
+            with theirs:
+                templates[wall].fork(theirs, mode, 0, 2**27)
+            ours.sendall(name.encode())
+            received, outcome = bytearray(), None
+            while True:
+                data = ours.recv(2**16)
+                assert data, "the template ended"
+                received += data
+                while (message := take_message(received)) is not None:
+                    if "ended" in message:
+                        return outcome, message["ended"], message["call"]
+                    outcome = message["outcome"]
+
+    yield run
+    for template in templates.values():
+        template.stop()
+
+
+@pytest.fixture(scope="module")
+def confined():
+    found = trial.found()
+    if not found.suffices:
+        pytest.skip(f"this kernel offers {found}")
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(REACHED_OFF))
+def test_without_confinement_the_probe_reaches_it(reach, name):
+    assert reach(name, "off") == ("reached", 0, None)
+
+
+@pytest.mark.parametrize("name", sorted(ATTACKS))
+def test_a_confined_decoder_reaches_nothing(reach, confined, name):
+    outcome, ended, call = reach(name, "require")
+    if outcome is None:
+        assert ended == -signal.SIGSYS
+        assert isinstance(call, int)
+    else:
+        assert outcome.startswith("refused: "), outcome
+
+
+@pytest.mark.parametrize("name", sorted(WORK))
+def test_a_confined_decoder_can_work(reach, confined, name):
+    assert reach(name, "require") == ("reached", 0, None)
+
+
+@pytest.mark.parametrize("wall", ["landlock", "seccomp", "namespaces"])
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_each_wall_alone_keeps_files_away(reach, confined, name, wall):
+    if not getattr(confined, wall):
+        pytest.skip(f"this system offers {confined}")
+    outcome, _, _ = reach(name, "auto", wall)
+    assert outcome is None or outcome.startswith("refused: "), outcome
+
+
+def test_the_report_of_a_call_names_it(reach, confined):
+    numbers = {"x86_64": 41, "aarch64": 198}
+    assert reach("inet_socket") == (None, -signal.SIGSYS, numbers[os.uname().machine])
+
+
+_HIDDEN = """
+import os, sys
+from kestrel_engine.confinement.steps import hide_memory
+if os.getuid() == 0:  # Root may read all.
+    os.setgroups([]), os.setresgid(65534, 65534, 65534), os.setresuid(65534, 65534, 65534)
+if sys.argv[1] == "hidden":
+    hide_memory()
+else:
+    import ctypes
+    ctypes.CDLL(None).prctl(4, 1)  # The change of the user has hidden it.
+server, found = os.getpid(), []
+if os.fork():
+    os.wait()
+    print(len(os.listdir("/proc/self/fd")) > 0, len(os.readlink("/proc/self/fd/1")) > 0)
+else:
+    for name in ("environ", "mem", "fd"):
+        try:
+            path = f"/proc/{server}/{name}"
+            os.listdir(path) if name == "fd" else os.close(os.open(path, os.O_RDONLY))
+            found.append(name)
+        except PermissionError:
+            pass
+    print(*found, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("mode", "open_to_others"), [("open", "environ mem fd"), ("hidden", "")])
+def test_a_server_closes_its_memory_and_still_counts_its_own_files(mode, open_to_others):
+    done = subprocess.run(
+        [sys.executable, "-c", _HIDDEN, mode], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{open_to_others}\nTrue True\n"
+
+
+def test_the_compiler_of_constraints_is_confined(confined):
+    process = GrammarProcess("require")
+    assert process.problem(Constraint("regex", "[a-z]{3}")) == ""
+    assert process._process is not None
+    status = Path(f"/proc/{process._process.pid}/status").read_text()
+    process.close()
+    fields = dict(line.split(":\t", 1) for line in status.splitlines())
+    assert (fields["Seccomp"].strip(), fields["NoNewPrivs"], fields["Threads"]) == ("2", "1", "1")
+    assert int(fields["CapEff"], 16) == 0
+
+
+def test_a_machine_that_lacks_it_is_told_and_required_confinement_refuses(monkeypatch):
+    monkeypatch.setattr(trial, "found", lambda: Found(0, True, False))
+    assert trial.check("auto") == "no landlock, seccomp, no namespaces"
+    assert trial.check("off") == "not confined (--confine off)"
+    with pytest.raises(ConfigError, match="confine='require': this system offers no landlock"):
+        trial.check("require")
+
+
+_CONTAINER = """
+import ctypes, os, platform, struct
+from kestrel_engine.confinement import steps, trial
+unshare, mount = {"x86_64": (272, 165), "aarch64": (97, 40)}[platform.machine()]
+rules = [(0x20, 0, 0, 0)]
+for number in (unshare, mount):
+    rules += [(0x15, 0, 1, number), (0x06, 0, 0, 0x00050001)]
+rules.append((0x06, 0, 0, 0x7FFF0000))
+program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *rule) for rule in rules))
+steps._call("prctl", 38, 1, 0, 0, 0)
+header = struct.pack("=HxxxxxxQ", len(rules), ctypes.addressof(program))
+steps._call("syscall", steps._SECCOMP[platform.machine()], 1, 0, header)
+print(trial.check("require"))
+"""
+
+
+def test_it_works_within_the_filter_of_a_container_or_a_unit(confined):
+    """Those of containers and RestrictNamespaces= refuse namespaces, and allow seccomp and Landlock."""
+    done = subprocess.run(
+        [sys.executable, "-c", _CONTAINER], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"landlock {confined.landlock}, seccomp, no namespaces\n"
