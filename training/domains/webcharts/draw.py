@@ -12,7 +12,7 @@ from training.domains.webcharts.plotted import plot
 from training.domains.webcharts.questions import ask_about
 from training.domains.webcharts.tables import make_table
 
-PLOTTED = 0.5
+PLOTTED = 0.7
 """The share that is drawn now: the charts of the archive are few, and a model would learn them by heart."""
 
 
