@@ -1,5 +1,6 @@
 """The service without sockets: requests of Moondream's REST interface go to the application of the HTTP port, past
-guard, limits and edge. Clients send and read slowly, stop to read, and disconnect."""
+guard, limits and edge; those for several samples are OpenAI's. Clients send and read slowly, stop to read, and
+disconnect."""
 
 from __future__ import annotations
 
@@ -49,6 +50,11 @@ def simple_question(rng: random.Random) -> Question:
         asks = f"{'why ' * rng.randint(1, 5)}{rng.choice('xyz')}"
         return Question(skill, picture, (("question", asks),), settings)
     return Question(skill, picture or "png 0", (("length", "short"),), settings)
+
+
+def num_samples(question: Question, is_stream: bool) -> int:
+    """So many answers are asked for. Each is a request of the engine. A stream has one."""
+    return 3 if not is_stream and dict(question.arguments).get("question", "").endswith("z") else 1
 
 
 class Service:
@@ -155,7 +161,9 @@ class HttpCaller(Caller):
         world.watch.began(asked)
         calling = asyncio.get_running_loop().create_task(
             world.service.app(
-                _scope(asked, rng.choice([len(body), len(body), None])), client.receive, client.send
+                _scope(asked, is_stream, rng.choice([len(body), len(body), None])),
+                client.receive,
+                client.send,
             ),
             name=asked.request_id,
         )
@@ -174,6 +182,12 @@ class HttpCaller(Caller):
 
     def _check(self, asked: Asked, client: Client, alone: EngineResult, is_stream: bool) -> None:
         name = _TEXTS[asked.question.skill]
+        samples = num_samples(asked.question, is_stream)
+        if client.status == 200 and samples > 1:
+            choices = orjson.loads(client.body)["choices"]
+            told = [(each["message"]["content"], each["finish_reason"]) for each in choices]
+            assert told == samples * [(alone.output[name], alone.finish_reason)], (asked, told)
+            return
         if client.status == 200 and is_stream:
             told = [orjson.loads(line[6:]) for line in client.body.split(b"\n\n") if line]
             if "error" not in told[-1] and client.is_complete:
@@ -199,14 +213,23 @@ _FAULTS = (
 
 
 def _body(question: Question, is_stream: bool) -> bytes:
+    samples = num_samples(question, is_stream)
+    if samples > 1:
+        content = [{"type": "text", "text": dict(question.arguments)["question"]}]
+        if question.image:
+            url = f"data:image/png;base64,{base64.b64encode(image(question.image)).decode()}"
+            content.append({"type": "image_url", "image_url": {"url": url}})
+        message = {"role": "user", "content": content}
+        return orjson.dumps({"n": samples, "messages": [message], **dict(question.settings)})
     fields: dict[str, Any] = {**dict(question.arguments), "settings": dict(question.settings)}
     if question.image:
         fields["image_url"] = base64.b64encode(image(question.image)).decode()
     return orjson.dumps({**fields, "stream": is_stream})
 
 
-def _scope(asked: Asked, num_bytes: int | None) -> dict[str, Any]:
-    path = f"/v1/{asked.question.skill}"
+def _scope(asked: Asked, is_stream: bool, num_bytes: int | None) -> dict[str, Any]:
+    several = num_samples(asked.question, is_stream) > 1
+    path = "/v1/chat/completions" if several else f"/v1/{asked.question.skill}"
     return {
         "type": "http",
         "http_version": "1.1",
