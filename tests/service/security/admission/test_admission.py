@@ -99,10 +99,12 @@ async def test_a_full_bucket_says_when_to_come_back(serve):
     assert 0 < int(told.trailers["grpc-retry-pushback-ms"]) <= 100_000
 
 
-async def test_a_caller_that_is_refused_again_and_again_is_refused_later(serve, monkeypatch):
+async def test_a_caller_that_is_refused_again_and_again_is_refused_later(
+    serve, moved_clock, monkeypatch
+):
     monkeypatch.setattr(refusal_pace, "AT_ONCE", 2)
-    monkeypatch.setattr(refusal_pace, "RATE", 10.0)
-    monkeypatch.setattr(refusal_pace, "LONGEST_S", 1.0)
+    monkeypatch.setattr(refusal_pace, "RATE", 1 / 60)
+    monkeypatch.setattr(refusal_pace, "LONGEST_S", 60.0)
     served = await serve(EndlessRuntime(), server_config=limited(calls=1))
     guard = served.server.guard
     running = asyncio.ensure_future(served.vision.Query(query(max_tokens=NO_END)))
@@ -113,13 +115,17 @@ async def test_a_caller_that_is_refused_again_and_again_is_refused_later(serve, 
         assert told.reason == "TOO_MANY_CALLS" and told.retry_after_s == 1
 
     calls = [asyncio.ensure_future(refused()) for _ in range(12)]
-    await until(lambda: guard.refusals.num_delayed >= 8)
+    await until(lambda: guard.refusals.num_delayed == 9)  # The first three are not.
     assert guard.admission.calls == 1, "they count no more"
+    moved_clock.advance(61)
     await asyncio.gather(*calls)
     assert guard.refusals.num_delayed == 0
-    await asyncio.gather(*(refused(timeout=60) for _ in range(3)))  # Before the deadline.
+    calls = [asyncio.ensure_future(refused(timeout=60)) for _ in range(3)]
+    await until(lambda: guard.refusals.num_delayed == 2)  # The first is not.
+    moved_clock.advance(31)  # Half of the time that they have.
+    await asyncio.gather(*calls)
     left = [asyncio.ensure_future(refused()) for _ in range(3)]
-    await until(lambda: guard.refusals.num_delayed)
+    await until(lambda: guard.refusals.num_delayed == 3)
     for call in left:
         call.cancel()
     await asyncio.gather(*left, return_exceptions=True)
