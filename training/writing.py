@@ -25,9 +25,8 @@ from training.sources import icon_names
 LENGTH = 319  # packed prompt positions a picture; with the prefix a multiple of 16
 PLACES = (2, 4)  # rows and columns of a cell, in each of which the helper head reads one character
 SLOTS = PLACES[0] * PLACES[1]
-BLANK = 0
 CHARACTERS = [chr(c) for c in range(32, 127)]
-CHARACTER_IDS = {c: i for i, c in enumerate(CHARACTERS)}  # the space's id is BLANK
+CHARACTER_IDS = {c: i for i, c in enumerate(CHARACTERS)}  # 0, the space's id: nothing
 ROLES = (
     "button",
     "link",

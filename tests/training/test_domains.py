@@ -15,7 +15,7 @@ from training.domains.ground import Rgb
 from training.domains.phrasing import off_topic, vary
 from training.domains.picture import NOT_SHOWN, Ask, Mark, Picture, in_order
 from training.domains.screens import questions as screens
-from training.domains.shapes.draw import draw_with_pillow
+from training.domains.shapes.draw import _grid_scene, draw_with_pillow
 from training.domains.text.page import Page
 from training.domains.turning import turn
 from training.domains.webcharts import questions as webcharts
@@ -129,6 +129,12 @@ def test_what_is_known_turns_with_the_picture(degrees: float) -> None:
     assert moved.boxes[0] == moved.refs[0] == found.marks[0].box == pytest.approx(wanted, abs=2)
     assert moved.points[0] == moved.refs[1] == found.characters[0][:2]
     assert moved.points[0] == pytest.approx((columns.mean(), rows.mean()), abs=1)
+
+
+def test_a_grid_is_told_column_by_column() -> None:
+    for seed in range(40):
+        shapes = _grid_scene(random.Random(seed), 640, 480).shapes
+        assert list(shapes) == in_order(shapes, 640, lambda s: s.centre)
 
 
 def test_phrasing_keeps_quoted_words() -> None:

@@ -8,7 +8,7 @@ import random
 import numpy as np
 from PIL import Image
 
-from training.domains.picture import Pixels, as_numpy
+from training.domains.picture import as_numpy
 
 Rgb = tuple[int, int, int]
 
@@ -65,7 +65,3 @@ def ink_for(rng: random.Random, ground: Rgb, contrast: float = 90) -> Rgb:
         if abs(luma(rgb) - luma(ground)) >= contrast:
             return rgb
     return (0, 0, 0) if dark else (255, 255, 255)
-
-
-def to_pixels(image: Image.Image) -> Pixels:
-    return np.asarray(image)

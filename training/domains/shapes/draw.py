@@ -59,7 +59,7 @@ def _grid_scene(rng: random.Random, width: int, height: int) -> Scene:
         shapes.append(
             Shape(kind, colour, own, x, y, size, 0.0, rgb, stripe_gap(colour, rgb), 0.2 * size, 0.5 * size)
         )  # fmt: skip
-    shapes.sort(key=lambda s: s.centre[0])
+    shapes = in_order(shapes, width, lambda s: s.centre)  # so also captions have one order
     return Scene(
         width, height, background, (), tuple(shapes), tuple(range(len(shapes))), len(COLOURS)
     )
