@@ -179,3 +179,19 @@ def test_it_works_within_the_filter_of_a_container_or_a_unit(confined):
         [sys.executable, "-c", _CONTAINER], capture_output=True, text=True, check=True
     )
     assert done.stdout == f"landlock {confined.landlock}, seccomp, no namespaces\n"
+
+
+_LARGE = """
+import os
+from kestrel_engine.confinement import steps
+segment = os.memfd_create("segment")
+steps._bound(2**20)
+os.ftruncate(segment, 2**20 + steps._SPARE_BYTES)
+os.ftruncate(segment, 2**20 + steps._SPARE_BYTES + 1)
+"""
+
+
+def test_a_segment_grows_no_larger_than_the_images_of_a_decoder():
+    done = subprocess.run([sys.executable, "-c", _LARGE], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.endswith("OSError: [Errno 27] File too large\n")
