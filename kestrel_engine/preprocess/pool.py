@@ -41,7 +41,7 @@ from .jobs import Job, Preprocessed
 from .known_bytes import KnownBytes
 from .looks import WHOLE, selection_of, selection_values
 from .prepared_cache import PreparedCache, source_digest, source_key
-from .processes.answers import Answers
+from .processes.answers import MOST_TEXT, Answers
 from .processes.decoder_process import DecoderProcess, template
 from .processes.segments import new_segment, write_segment
 from .raw_images import RawImages
@@ -221,7 +221,6 @@ class PreprocessPool:
             while queue.peek() is not None:
                 self._fail(queue.pop(), EngineClosed("preprocessing is shut down"))
         for decoder, run in list(self._runs.items()):
-            decoder.kill()
             decoder.close()
             self._end_run(decoder)
             self._fail(run.job, EngineClosed("preprocessing is shut down"))
@@ -329,19 +328,19 @@ class PreprocessPool:
         """Handles the answer of a decoder to its job, or the decoder's end."""
         run = self._runs.get(decoder)
         if run is None:
-            if decoder in self._idle:  # It ended while it was idle.
+            # It ended while it was idle, or an image that controls it sent a second answer.
+            decoder.close()
+            if decoder in self._idle:
                 self._idle.remove(decoder)
             return
         try:
             outcome = self._answers.read(message, run.job, decoder.crops, run.failure)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            decoder.kill()
-            decoder.close()
-            outcome = RuntimeFailure(f"a decoder sent an invalid answer: {error!r}")
         except OSError as error:
-            decoder.kill()
             decoder.close()
             outcome = EngineOverloaded(f"no memory is available for an image: {error.strerror}")
+        except Exception as error:  # An image that controls its decoder chose the answer.
+            decoder.close()
+            outcome = RuntimeFailure(f"a decoder sent an invalid answer: {error!r}"[:MOST_TEXT])
         self._end_run(decoder)
         if run.expensive:
             decoder.close()

@@ -33,6 +33,10 @@ _ERRORS = {
 }
 
 
+MOST_TEXT, _MOST_FIELD = 2000, 200
+"""Characters of an error that a decoder reports."""
+
+
 class Answers:
     """``device_pixels``: as in ``crops.prepare``."""
 
@@ -56,23 +60,26 @@ class Answers:
             return Preprocessed(self._looks(done, job, segment), float(done["seconds"]))
         if "cost" in message and job.cost is None:
             pixels, num_bytes = int(message["cost"]["pixels"]), int(message["cost"]["num_bytes"])
-            return Cost(pixels, num_bytes, float(message["cost"]["seconds"]))
+            seconds = float(message["cost"]["seconds"])
+            if not (0 <= pixels <= self._max_pixels and num_bytes >= 0 and seconds >= 0):
+                raise ValueError(f"cost {message['cost']}")
+            return Cost(pixels, num_bytes, seconds)
         if "error" in message:
             name, at, text = message["error"]
-            return _ERRORS[name](str(at), str(text))
+            return _ERRORS[name](str(at)[:_MOST_FIELD], str(text)[:MOST_TEXT])
         if "ended" in message:
             return failure or _lost(message)
         if message["fault"] == "MemoryError":
             text = "takes more memory to decode than expected from its format and size (--decode-bytes)"
             return ImageTooLargeError(FIELD, text)
-        return RuntimeFailure(f"decoding failed: {message['fault']}")
+        return RuntimeFailure(f"decoding failed: {message['fault']}"[:MOST_TEXT])
 
     def _looks(self, done: dict[str, Any], job: Job, segment: int) -> Looks:
         """Returns what a decoder has prepared. The crops or pixels are in memory that the decoder cannot shrink. Raises
         OSError and the errors of ``read``."""
         width, height = int(done["width"]), int(done["height"])
         keys = [str(key) for key in done["keys"]]
-        if width * height > self._max_pixels:
+        if width < 1 or height < 1 or width * height > self._max_pixels:
             raise ValueError(f"{width}x{height} pixels")
         try:
             found = regions(width, height, job.selection)

@@ -193,8 +193,10 @@ class DecoderProcess:
         return self._link.fileno() >= 0
 
     def close(self) -> None:
-        """Releases the decoder. It ends when it is idle, and ``on_message`` does not get its end. Idempotent."""
+        """Releases and kills the decoder: one that an image controls would not end. ``on_message`` does not get its
+        end. Idempotent."""
         if self.is_open:
+            self.kill()
             self._loop.remove_reader(self._link)
             self._release()
 

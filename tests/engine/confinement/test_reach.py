@@ -12,6 +12,8 @@ import pytest
 from kestrel_engine.confinement import children, trial
 from kestrel_engine.confinement.steps import Found
 from kestrel_engine.errors import ConfigError
+from kestrel_engine.maintenance import Finding
+from kestrel_engine.maintenance.device import check_confinement
 from kestrel_engine.preprocess.processes import decoder_process
 from kestrel_engine.preprocess.processes.segments import take_message
 from kestrel_engine.skills.constraints.grammar_process import GrammarProcess
@@ -195,3 +197,11 @@ def test_a_segment_grows_no_larger_than_the_images_of_a_decoder():
     done = subprocess.run([sys.executable, "-c", _LARGE], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.endswith("OSError: [Errno 27] File too large\n")
+
+
+def test_doctor_says_what_confines_decoders(confined, monkeypatch):
+    assert [*check_confinement("auto")] == [Finding("decoders", "ok", str(confined))]
+    assert [found.status for found in check_confinement("off")] == ["warn"]
+    monkeypatch.setattr(trial, "found", lambda: Found(0, True, False))
+    assert [found.status for found in check_confinement("auto")] == ["warn"]
+    assert [found.status for found in check_confinement("require")] == ["fail"]
