@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kestrel_engine import InferenceEngine, ModelLoadError, RuntimeConfig
 from kestrel_engine.confinement import children, trial
 from kestrel_engine.confinement.steps import Found
 from kestrel_engine.errors import ConfigError
@@ -205,3 +206,16 @@ def test_doctor_says_what_confines_decoders(confined, monkeypatch):
     monkeypatch.setattr(trial, "found", lambda: Found(0, True, False))
     assert [found.status for found in check_confinement("auto")] == ["warn"]
     assert [found.status for found in check_confinement("require")] == ["fail"]
+
+
+async def test_the_start_says_it_and_refuses_before_it_reads_weights(monkeypatch, caplog):
+    async def no_weights(*_):
+        raise ModelLoadError("weights are read now")
+
+    monkeypatch.setattr("kestrel_engine.engine.build_off_loop", no_weights)
+    monkeypatch.setattr(trial, "found", lambda: Found(0, True, False))
+    with caplog.at_level("INFO"), pytest.raises(ModelLoadError):
+        await InferenceEngine.create(RuntimeConfig())
+    assert "decoders: no landlock, seccomp, no namespaces" in caplog.messages
+    with pytest.raises(ConfigError, match="confine='require'"):
+        await InferenceEngine.create(RuntimeConfig(confine="require"))
