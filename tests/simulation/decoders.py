@@ -31,8 +31,7 @@ class Decoders:
         limits: ImageLimits,
         vision: VisionConfig,
         on_message: Callable[[Decoder, dict[str, Any]], None],
-        *,
-        nice: int = 0,
+        **options: Any,
     ) -> Decoder:
         return Decoder(self, Work(limits, vision), on_message)
 

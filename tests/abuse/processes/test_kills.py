@@ -61,8 +61,11 @@ async def streams(stub: VisionServiceStub, count: int) -> list:
 
 
 MINUTE_S = 60
-MINUTES = ("--step-timeout", f"{MINUTE_S}", "--grace", f"{MINUTE_S}")
-"""Less than the deadline of calls, which goes by the same clock."""
+MINUTES = (
+    *("--step-timeout", f"{MINUTE_S}", "--grace", f"{MINUTE_S}"),
+    *("--write-timeout", f"{10 * MINUTE_S}"),
+)
+"""Less than the deadline of calls, which goes by the same clock, and in which nobody reads too slowly."""
 MOVING = {MOVED: "1"}
 
 

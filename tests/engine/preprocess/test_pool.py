@@ -163,12 +163,13 @@ async def test_crops_stay_as_they_are_whatever_their_decoder_does_next(make_pool
 async def test_images_leave_no_descriptor_open(make_pool):
     pool = make_pool(cache_bytes=2**28)
     await pool.prepare(png())
+    gc.collect()  # What earlier tests have left is closed now.
     before = len(os.listdir("/proc/self/fd"))
     for seed in range(1, 5):
         await pool.prepare(png(seed=seed))
         with pytest.raises(ImageDecodeError):
             await pool.prepare(b"\xff\xd8\xff" + bytes([seed]))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 async def test_images_up_to_a_size_keep_their_pixels_for_the_device(make_pool):
