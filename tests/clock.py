@@ -156,8 +156,7 @@ class Jumps:
 
 
 @contextmanager
-def installed(own: StillClock | MovedClock) -> Iterator[None]:
-    """Installs ``own``."""
+def _installed(own: StillClock | MovedClock) -> Iterator[None]:
     with clock.installed(now=own.now, wall=own.wall, sleep=own.sleep, wait=own.wait, get=own.get):
         yield
 
@@ -168,7 +167,7 @@ def still() -> Iterator[StillClock]:
     own = StillClock()
     if isinstance(loop := _running(), asyncio.SelectorEventLoop):
         Jumps(loop, own)
-    with installed(own):
+    with _installed(own):
         yield own
 
 
@@ -178,7 +177,7 @@ def moved() -> Iterator[MovedClock]:
     own = MovedClock()
     if (loop := _running()) is not None:
         own.follow(loop)
-    with installed(own):
+    with _installed(own):
         yield own
 
 

@@ -3,9 +3,8 @@
 python -m tests.abuse.fake_server FLAGS OF SERVE…
 
 A step takes STEP_S; no step ends while the file named by HANG_FILE exists, or one with the process's number as its
-suffix. With MOVED set, the clock goes forward by the seconds in the file with the suffix ".jump", which is removed.
-With FAIL set no engine can be made. MODEL names the model. The template of workers runs this module too, as a fork of
-the fork server.
+suffix. With FAIL set no engine can be made. MODEL names the model. The template of workers runs this module too, as a
+fork of the fork server.
 """
 
 from __future__ import annotations
@@ -13,21 +12,19 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kestrel_engine import InferenceEngine, ModelLoadError, RuntimeConfig, engine
+from kestrel_engine import InferenceEngine, ModelLoadError, RuntimeConfig
 from kestrel_engine.preprocess.processes.decoder_process import template
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.step import RuntimeLimits, StepPlan
 from kestrel_grpc.cli import parser
 from kestrel_grpc.workers import forks, worker
 from kestrel_grpc.workers import template as worker_template
-from tests import clock
 from tests.engine.fakes import fake_build, never_ends
 from tests.forking.process import create_forked_process
 
@@ -35,31 +32,15 @@ STEP_S = 0.005
 HANG_FILE = "ABUSE_HANG_FILE"
 FAIL = "ABUSE_FAIL"
 MODEL = "ABUSE_MODEL"
-MOVED = "ABUSE_MOVED"
 TEMPLATE = "--template"
 LIMITS = RuntimeLimits(
     num_pages=4000, page_size=2, max_batch_size=4, max_seq_length=2000, vocab_size=400
 )
 
 
-def moved_by(file: Path) -> clock.MovedClock:
-    moved = clock.MovedClock()
-
-    def look() -> None:
-        while True:
-            time.sleep(0.01)
-            if file.exists():
-                moved.advance(float(file.read_text()))
-                file.unlink()
-
-    threading.Thread(target=look, daemon=True).start()
-    return moved
-
-
 def main() -> int:
     hang = Path(os.environ.get(HANG_FILE, "/nonexistent"))
     for_ever = hang.with_suffix(".forever")
-    moved = moved_by(hang.with_suffix(".jump")) if os.environ.get(MOVED) else None
     device_thread, (never, _) = ThreadPoolExecutor(1), os.pipe()
 
     def cost(plan: StepPlan) -> float:
@@ -78,8 +59,6 @@ def main() -> int:
         built = fake_build(config, FakeRuntime(LIMITS, never_ends, cost=cost))
         info = replace(built.info, model=os.environ.get(MODEL, built.info.model))
         built = replace(built, info=info)
-        if moved is not None:
-            moved.follow(asyncio.get_running_loop())
         return InferenceEngine(config, built, options["skills"], observer=options["observer"])
 
     InferenceEngine.create = create  # type: ignore[assignment, method-assign]
@@ -93,11 +72,7 @@ def main() -> int:
         )
     if sys.platform == "linux":
         asyncio.create_subprocess_exec = create_forked_process  # type: ignore[assignment]
-    if moved is None:
-        return parser.main(["serve", *sys.argv[1:]])
-    engine.STOP_PATIENCE_S = 0.2  # A thread is waited for by the system's clock.
-    with clock.installed(moved):
-        return parser.main(["serve", *sys.argv[1:]])
+    return parser.main(["serve", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

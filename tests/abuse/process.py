@@ -13,7 +13,6 @@ from typing import IO, Any
 
 from tests.abuse.fake_server import HANG_FILE
 from tests.forking.process import ForkedProcess
-from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,13 +50,6 @@ class ServerProcess:
             ready = self.popen.stdout.readline().decode()
             assert "ready" in ready, self.log.read_text(errors="replace")
             self.address = ready.partition("listening on ")[2].partition(",")[0]
-
-    def jump(self, seconds: float) -> None:
-        """Moves the server's clock forward, which needs the variable MOVED."""
-        jump, written = self.hang.with_suffix(".jump"), self.hang.with_suffix(".written")
-        written.write_text(f"{seconds}")
-        written.rename(jump)
-        wait_until(lambda: not jump.exists() or self.popen.poll() is not None)
 
     def stop(self, within_s: float) -> float:
         """SIGTERM; seconds until the process had ended, which it did with status 0."""

@@ -24,7 +24,6 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.process.running import EXIT_ENGINE_FAILED
-from tests.abuse.fake_server import MOVED
 from tests.abuse.process import ROOT, ServerProcess
 from tests.service.statuses import failure
 from tests.waiting import until
@@ -60,24 +59,6 @@ async def streams(stub: VisionServiceStub, count: int) -> list:
     return calls
 
 
-MINUTE_S = 60
-MINUTES = (
-    *("--step-timeout", f"{MINUTE_S}", "--grace", f"{MINUTE_S}"),
-    *("--write-timeout", f"{10 * MINUTE_S}"),
-)
-"""Less than the deadline of calls, which goes by the same clock, and in which nobody reads too slowly."""
-MOVING = {MOVED: "1"}
-
-
-async def end_in_time(server: ServerProcess) -> int:
-    """The server's status, after no more than its time of grace and some seconds."""
-    for _ in range(10):
-        if server.popen.poll() is not None:
-            break
-        server.jump(10)
-    return await asyncio.to_thread(server.popen.wait, 60)
-
-
 async def test_sigkill_ends_all_streams_at_once_and_callers_find_the_next_server(tmp_path: Path):
     with ServerProcess(tmp_path) as first:
         async with channel_to(first.address) as channel:
@@ -96,7 +77,7 @@ async def test_sigkill_ends_all_streams_at_once_and_callers_find_the_next_server
 
 
 async def test_a_hung_step_ends_all_requests_with_a_status_and_the_process_still_stops(tmp_path):
-    with ServerProcess(tmp_path, *MINUTES, **MOVING) as server:
+    with ServerProcess(tmp_path, "--step-timeout", "2", "--grace", "3") as server:
         async with channel_to(server.address) as channel:
             stub, health = VisionServiceStub(channel), health_pb2_grpc.HealthStub(channel)
             check = health_pb2.HealthCheckRequest(service="kestrel.v1.VisionService")
@@ -104,8 +85,6 @@ async def test_a_hung_step_ends_all_requests_with_a_status_and_the_process_still
             assert (await health.Check(check)).status == serving
             calls = await streams(stub, 3)
             server.hang.touch()
-            await until(server.hang.with_suffix(".hung").exists)
-            server.jump(MINUTE_S + 1)
             told = await asyncio.gather(*map(failure, calls))
             assert {(each.code, each.reason) for each in told} == {
                 (Code.INTERNAL, "COMPUTATION_FAILED")
@@ -120,7 +99,7 @@ async def test_a_hung_step_ends_all_requests_with_a_status_and_the_process_still
             load = await ModelServiceStub(channel).GetLoad(model_service_pb2.GetLoadRequest())
             assert load.state == model_service_pb2.MODEL_STATE_FAILED
         # It still hangs: nobody waits for its thread for ever, and a signal isn't needed.
-        assert await end_in_time(server) == EXIT_ENGINE_FAILED
+        assert await asyncio.to_thread(server.popen.wait, 60) == EXIT_ENGINE_FAILED
     log = server.log.read_text()
     assert "no step ended for" in log
     assert "stack of thread kestrel-steps" in log and "fake_server.py" in log
@@ -129,34 +108,30 @@ async def test_a_hung_step_ends_all_requests_with_a_status_and_the_process_still
 async def test_a_device_that_hangs_for_ever_ends_the_process_once_callers_have_their_status(
     tmp_path,
 ):
-    with ServerProcess(tmp_path, *MINUTES, **MOVING) as server:
+    with ServerProcess(tmp_path, "--step-timeout", "2", "--grace", "1") as server:
         async with channel_to(server.address) as channel:
             calls = await streams(VisionServiceStub(channel), 3)
             server.hang.with_suffix(".forever").touch()
-            await until(server.hang.with_suffix(".hung").exists)
-            server.jump(MINUTE_S + 1)
             told = await asyncio.gather(*map(failure, calls))
             assert {(each.code, each.reason) for each in told} == {
                 (Code.INTERNAL, "COMPUTATION_FAILED")
             }
-        assert await end_in_time(server) == EXIT_ENGINE_FAILED
-    assert "the engine has failed: the server ends in 60 s" in server.log.read_text()
+        assert await asyncio.to_thread(server.popen.wait, 60) == EXIT_ENGINE_FAILED
+    assert "the engine has failed: the server ends in 1 s" in server.log.read_text()
 
 
 async def test_sigterm_during_a_step_that_hangs_ends_calls_and_process(tmp_path):
-    with ServerProcess(tmp_path, *MINUTES, "--step-timeout", "3600", **MOVING) as server:
+    with ServerProcess(tmp_path, "--step-timeout", "600", "--grace", "1") as server:
         async with channel_to(server.address) as channel:
             calls = await streams(VisionServiceStub(channel), 3)
             server.hang.with_suffix(".forever").touch()
             await until(server.hang.with_suffix(".hung").exists)
-            server.popen.terminate()
-            await until(lambda: "draining" in server.log.read_text())
-            server.jump(MINUTE_S + 1)
+            stopping = asyncio.create_task(asyncio.to_thread(server.stop, 120))
             told = await asyncio.gather(*map(failure, calls))
             assert {(each.code, each.reason) for each in told} == {
                 (Code.UNAVAILABLE, "SHUTTING_DOWN")
             }
-        assert await end_in_time(server) == 0
+            await stopping  # The step would hang for 600 s.
     assert "the process ends without waiting for its threads" in server.log.read_text()
 
 
