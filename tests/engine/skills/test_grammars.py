@@ -17,7 +17,8 @@ from kestrel_engine.skills.constraints.grammars import Grammars
 from kestrel_engine.skills.constraints.setting import read_constraint
 from kestrel_engine.types.constraint import Constraint
 from tests.engine.fakes import ByteCodec
-from tests.engine.preprocess.decoders import state, until
+from tests.engine.preprocess.decoders import state
+from tests.waiting import until
 
 EOS = 0
 VOCAB = 400
