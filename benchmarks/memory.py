@@ -77,9 +77,9 @@ class Callers:
                 image = next(self._images)
             if number is None:
                 return
-            request = pb.QueryRequest(question="How many circles are there?")
-            request.image.encoded = image
-            request.sampling.max_tokens, request.sampling.temperature = 3, 0.0
+            request = pb.QueryRequest(images=[{"encoded": image}])
+            request.query.question = "How many circles are there?"
+            request.query.max_tokens, request.query.sampling.temperature = 3, 0.0
             try:
                 stub.Query(request, timeout=120)
             except grpc.RpcError:

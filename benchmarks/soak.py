@@ -26,7 +26,7 @@ from typing import Any
 import grpc
 import psutil
 
-from kestrel_client._pb.kestrel.v1 import admin_service_pb2, common_pb2
+from kestrel_client._pb.kestrel.v1 import admin_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceStub
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
@@ -166,8 +166,8 @@ def rest(server: Server, normal: Held | None) -> Held:
 
 def timed(stub: Any) -> list[float]:
     """Returns the milliseconds of calls on an idle server, each with eight tokens and no image."""
-    sampling = common_pb2.Sampling(max_tokens=8, temperature=0.0)
-    request = pb.QueryRequest(question="What is this?", sampling=sampling)
+    task = pb.QueryTask(question="What is this?", max_tokens=8, sampling={"temperature": 0.0})
+    request = pb.QueryRequest(query=task)
     latencies = []
     for _ in range(TIMED_CALLS):
         began = time.perf_counter()

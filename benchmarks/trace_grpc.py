@@ -4,7 +4,7 @@ python -m benchmarks.trace_grpc --model moondream2 --random-weights --device cud
 python -m benchmarks.trace_grpc --model moondream2 --random-weights --device cuda --saturate
 
 It starts ``kestrel-grpc serve`` with the model's flags, or uses the server at --server, which must have been started
-with --skill benchmarks.models.forced_skill:ForcedQuery. It calls StreamSkill, because StreamQuery can't force the
+with --skill benchmarks.models.forced_skill:ForcedQuery. It calls StreamRunSkill, because StreamQuery can't force the
 length of an answer. With --saturate, all streams generate long answers at once, first with the engine alone in a
 separate process (benchmarks.trace --saturate), then through gRPC; the result is tokens/s and their ratio. A separate
 run with the skill benchmarks.models.profile_skill:DeviceProfile measures with torch's profiler how busy the GPU is.
@@ -83,8 +83,8 @@ def described(address: str) -> Served:
     async def ask() -> Served:
         async with AsyncKestrelClient(address) as client:
             await client.wait_ready()
-            info = await client.server_info()
-        return Served(address, info.default_model.partition(" (")[0], info.device, None)
+            model = await client.get_model()
+        return Served(address, model.name.partition(" (")[0], model.device, None)
 
     return asyncio.run(ask())
 

@@ -57,7 +57,14 @@ from .steps.loop import EngineLoop
 from .steps.refining import Refining
 from .types.adapter import AdapterCounts
 from .types.events import EngineMetrics, EngineResult, StreamUpdate
-from .types.info import CompileCounts, EngineInfo, MaskCounts, PlaceCounts, SchedulerStats
+from .types.info import (
+    CompileCounts,
+    EngineInfo,
+    MaskCounts,
+    PlaceCounts,
+    SchedulerStats,
+    SkillDescription,
+)
 from .types.observer import Observer
 from .types.progress import Progress
 from .types.requests import PreparedImage, PreparedTiles
@@ -92,6 +99,8 @@ class InferenceEngine(SkillCalls):
         available = skills.available(built.model)
         self.info: EngineInfo = dataclasses.replace(built.info, skills=available)
         """What this engine serves."""
+        self.skills: tuple[SkillDescription, ...] = skills.descriptions(built.model)
+        """What each of ``info.skills`` takes."""
         sizes = config.sizes(cuda=built.info.device.startswith("cuda"))
         self._aio = asyncio.get_running_loop()
         self._open = OpenRequests(self.info.model, observer, self._note_idle)
@@ -231,6 +240,12 @@ class InferenceEngine(SkillCalls):
         """The adapters that are loaded, now. From any thread."""
         library = self._submitter.adapters
         return AdapterCounts() if library is None else library.counts
+
+    async def list_adapters(self) -> dict[str, int]:
+        """The adapters of the operator's folder and those that are loaded, by name in order: the bytes of memory that
+        each takes, 0 if it is not loaded."""
+        library = self._submitter.adapters
+        return {} if library is None else await library.known()
 
     async def load_adapter(self, name: str) -> int:
         """Loads an adapter, so that its first request does not wait for it. Returns the bytes that it takes.

@@ -60,14 +60,33 @@ class ConfigError(KestrelError, ValueError):
 class RequestError(KestrelError, ValueError):
     """The request can't be served as given. ``field`` names the invalid part, ``message`` describes the problem.
 
-    ``most_tokens``: the largest max_tokens with which the request could be served, if only that is too large.
+    For programs, where they are known: ``value``, what the request has; ``limit``, what it may have at most; ``known``,
+    the names that it may have instead. ``most_tokens``: the largest max_tokens with which the request could be served,
+    if only that is too large.
     """
 
     most_tokens: int | None = None
 
-    def __init__(self, field: str, message: str) -> None:
+    def __init__(
+        self,
+        field: str,
+        message: str,
+        *,
+        value: str | float | None = None,
+        limit: float | None = None,
+        known: tuple[str, ...] = (),
+    ) -> None:
         super().__init__(f"{field}: {message}")
         self.field, self.message = field, message
+        self.value, self.limit, self.known = value, limit, known
+
+    def at(self, field: str) -> RequestError:
+        """The same error in another field."""
+        moved = type(self)(
+            field, self.message, value=self.value, limit=self.limit, known=self.known
+        )
+        moved.most_tokens = self.most_tokens
+        return moved
 
 
 class InvalidRequest(RequestError):

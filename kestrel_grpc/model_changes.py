@@ -7,7 +7,7 @@ import gc
 import logging
 import sys
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from kestrel_engine import ConfigError, InferenceEngine, Observer, RuntimeConfig, clock, maintenance
@@ -75,18 +75,20 @@ class ModelChanges:
         for model in list(self._served)[1:]:
             await self._fill(model, None)
 
-    def load(self, text: str, *, make_default: bool) -> AsyncIterator[Loading | Loaded]:
-        """Loads the model ``text`` and reports the progress, then the end. Loading continues if the reader leaves.
+    def load(
+        self, source: str, settings: Mapping[str, str], *, make_default: bool
+    ) -> AsyncIterator[Loading | Loaded]:
+        """Loads a model (`other_model`) and reports the progress, then the end. Loading continues if the reader leaves.
 
         Raises InvalidRequest and ModelUnavailable at once or while it loads.
         """
+        config = other_model(self._served.config, source, settings, self._folders, self._named)
         if self._load is None:
             raise ModelUnavailable("this server loads no models while it runs")
         if self._task is not None and not self._task.done():
             raise ModelUnavailable("another model is being loaded; try again when it is loaded")
         if len(list(self._served)) >= MOST_MODELS:
             raise ModelUnavailable(f"the server has {MOST_MODELS} models; unload one first")
-        config = other_model(self._served.config, text, self._folders, self._named)
         if (name := maintenance.served_name(config)) in self._served.names:
             raise ModelUnavailable(f"{name} is served already")
         events: asyncio.Queue[Loading] = asyncio.Queue(_MOST_EVENTS)
@@ -105,7 +107,7 @@ class ModelChanges:
     async def unload(self, name: str, grace_s: float) -> None:
         """Ends a model: refuses its new requests, gives running ones ``grace_s`` seconds, and frees its memory. Goes
         on if the caller leaves. Raises ModelNotFoundError, ModelUnavailable."""
-        model = self._served.model(name, "name")
+        model = self._served.model(name)
         if model is self._served.default:
             raise ModelUnavailable(f"{name} is the default model; make another one the default")
         if model.state is State.DRAINING:
@@ -122,7 +124,7 @@ class ModelChanges:
 
     def make_default(self, name: str) -> str:
         """Returns the previous default. Raises ModelNotFoundError, ModelUnavailable."""
-        model = self._served.model(name, "name")
+        model = self._served.model(name)
         if model.state is not State.READY:
             raise ModelUnavailable(f"{name} is not ready")
         before = self._served.name

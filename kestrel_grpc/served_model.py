@@ -23,7 +23,6 @@ from kestrel_engine import (
 
 from .edge.calls.current_call import find_call
 from .edge.failures.errors import ModelNotReady, ShuttingDown
-from .model_names import is_alias
 from .security.identity.principal import ANONYMOUS, Scope
 
 
@@ -198,14 +197,14 @@ class ServedModels:
         served = f"this server serves {', '.join(self.names)}"
         if not name:
             raise InvalidRequest(field, f"is required; {served}")
-        raise ModelNotFoundError(field, f"{name!r} is not served; {served}")
+        raise ModelNotFoundError(
+            field, f"{name!r} is not served; {served}", value=name, known=self.names
+        )
 
     def engine(self, name: str | None = None) -> InferenceEngine:
-        """The engine for a request for the model ``name``, which may be one of `ALIASES`. Raises ModelNotReady,
-        ShuttingDown, ModelNotFoundError."""
+        """The engine for a request for the model ``name``. Raises ModelNotReady, ShuttingDown, ModelNotFoundError."""
         if name is None or name not in self.names:
             engine = self.default.engine  # While the server cannot answer, that is the reason.
-            if name is not None and not is_alias(name):
-                self.model(name)
-            return engine
+            if name is None:
+                return engine
         return self.model(name).engine

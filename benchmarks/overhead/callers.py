@@ -93,7 +93,7 @@ class Callers:
     def read_streams(self, address: str, tokens: int) -> list[Heard]:
         """Each caller starts a stream, all at the same time, and reads it to its end."""
         request = pb.CaptionRequest(image=common_pb2.Image(encoded=jpeg(1, 64, 64)))
-        request.sampling.max_tokens = tokens
+        request.caption.max_tokens = tokens
         for pipe, count in zip(self._pipes, self._shares, strict=True):
             pipe.send(("streams", address, request.SerializeToString(), count))
         return [heard for pipe in self._pipes for heard in pipe.recv()]

@@ -51,7 +51,6 @@ class _Request:
     skill: str
     stream: EngineStream
     wanted: int
-    image_digest: bytes | None
     accepted_at: float
     scheduled_at: float = 0.0
     first_token_at: float = 0.0
@@ -62,7 +61,7 @@ class _Request:
 
     @property
     def has_image(self) -> bool:
-        return self.image_digest is not None
+        return bool(self.stream.images)
 
 
 _Delivery = tuple[_Request, list[tuple[int, StreamUpdate]], EngineResult | None]
@@ -105,9 +104,15 @@ class CannedEngine:
     ) -> EngineStream:
         """As the real engine's, but only ``max_tokens`` has an effect."""
         wanted = min(MOST_TOKENS, (settings or {}).get("max_tokens", 64))
-        stream = EngineStream(request_id or "canned", lambda: setattr(request, "aborted", True))
         digest = source_digest(image)
-        request = _Request(skill, stream, wanted, digest, time.monotonic())
+        seen = () if digest is None else (SeenImage(size=IMAGE_SIZE, digest=digest.hex()),)
+        stream = EngineStream(
+            request_id or "canned",
+            lambda: setattr(request, "aborted", True),
+            images=seen,
+            seed=1,
+        )
+        request = _Request(skill, stream, wanted, time.monotonic())
         self.num_requests += 1
         self._new.append(request)
         return stream
@@ -211,14 +216,9 @@ def _result(request: _Request, model: str) -> EngineResult:
             total_time_ms=1e3 * (now - accepted),
         ),
         model=model,
-        images=_images(request),
-        seed=1,
+        images=request.stream.images,
+        seed=request.stream.seed,
     )
-
-
-def _images(request: _Request) -> tuple[SeenImage, ...]:
-    digest = request.image_digest
-    return () if digest is None else (SeenImage(size=IMAGE_SIZE, digest=digest.hex()),)
 
 
 def _request_event(request: _Request, metrics: EngineMetrics) -> RequestEvent:

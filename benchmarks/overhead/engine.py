@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 
 from ..reports.report import Report, median, quantile
@@ -106,8 +105,8 @@ def measure_unary(report: Report, load: Load, pace: Pace) -> None:
     The device has the same pace as for streams. A device without a pace would run a step for every call, and the
     engine's cost in the server would differ from its cost alone.
     """
-    sampling = common_pb2.Sampling(max_tokens=1)
-    request = pb.QueryRequest(question=QUESTION, sampling=sampling).SerializeToString()
+    task = {"question": QUESTION, "max_tokens": 1}
+    request = pb.QueryRequest(query=task).SerializeToString()
     num_calls, rate = pace.calls * pace.callers, pace.callers / pace.pause_s
     with ChildProcess(run_asked, load, pace) as engine:
         costs = {"engine alone": 1e6 * engine.recv() / num_calls}

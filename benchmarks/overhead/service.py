@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 
 from ..reports.report import Report, Row
@@ -115,9 +114,9 @@ def measure_unary(
     with Callers(num) as callers, _Processes() as processes:
         servers = [processes.add(each.name, run_canned, load, each) for each in settings]
         for name, image in (("a unary call", None), ("a call with an image", jpeg(1, 64, 64))):
-            request = pb.QueryRequest(question=QUESTION, sampling=common_pb2.Sampling(max_tokens=1))
+            request = pb.QueryRequest(query={"question": QUESTION, "max_tokens": 1})
             if image is not None:
-                request.image.encoded = image
+                request.images.add(encoded=image)
             data = request.SerializeToString()
             answers = [callers.call(side.address, data, few)[0] for side in servers]
             echo = (run_echo, UNARY, answers[:1], num)

@@ -55,9 +55,8 @@ class Call:
 
 def query(image: bytes, question: str, priority: Any) -> pb.QueryRequest:
     return pb.QueryRequest(
-        image=common_pb2.Image(encoded=image),
-        question=question,
-        sampling=common_pb2.Sampling(max_tokens=32, temperature=0),
+        images=[common_pb2.Image(encoded=image)],
+        query={"question": question, "max_tokens": 32, "sampling": {"temperature": 0}},
         options=common_pb2.RequestOptions(priority=priority),
     )
 
@@ -106,7 +105,7 @@ def measure(report: Report, address: str, tokens: dict[str, str], args: argparse
                 {"caller": who}
                 | {
                     f"{phase} {p}": quantile(
-                        [getattr(call.answer.timings, f"{phase}_time_ms") for call in made], q
+                        [getattr(call.answer.timings, f"{phase}_ms") for call in made], q
                     )
                     for phase in PHASES
                     for p, q in (("p50", 0.5), ("p95", 0.95))

@@ -34,7 +34,7 @@ METHOD = "/kestrel.v1.VisionService/Query"
 NUM_STEPS = 10
 ROUNDS = 15
 UNSAMPLED_LIMIT_US = 10.0
-MESSAGE = pb.QueryRequest(question="what?")
+MESSAGE = pb.QueryRequest(query={"question": "what?"})
 
 
 class _Dropping(SpanExporter):

@@ -35,6 +35,8 @@ RUDE_HOLD_S = 2.5
 
 QUESTIONS = ("What is this?", "How many red circles are there?", "Is there a star?")
 _TOKENS = 24
+_TEXT: Any = {"max_tokens": _TOKENS, "sampling": {"temperature": 1.0}}
+_DETECT: Any = {"objects": ["red circle"]}
 
 Made = tuple[Callable[..., Any], Message]
 """A method of a stub and its request."""
@@ -112,20 +114,18 @@ class Caller:
             await asyncio.sleep(pause)
 
     def _asked(self) -> Made:
-        rng, sampling, image = self._rng, self._sampling(), self._image()
-        what = rng.choice(QUESTIONS)
+        rng, query, image = self._rng, self._query(), self._image()
+        star = {"objects": ["star"]}
+        outline = {**star, "mask_format": pb.MASK_FORMAT_RLE}
         made: list[Made] = [
-            (self._vision.Query, pb.QueryRequest(question=what, sampling=sampling)),
-            (self._vision.Query, pb.QueryRequest(image=image, question=what, sampling=sampling)),
-            (self._vision.Caption, pb.CaptionRequest(image=image, sampling=sampling)),
-            (self._vision.Point, pb.PointRequest(image=image, object="star")),
-            (self._vision.Detect, pb.DetectRequest(image=image, object="red circle")),
-            (
-                self._vision.Segment,
-                pb.SegmentRequest(image=image, object="star", mask_format="MASK_FORMAT_RLE"),
-            ),
+            (self._vision.Query, pb.QueryRequest(query=query)),
+            (self._vision.Query, pb.QueryRequest(images=[image], query=query)),
+            (self._vision.Caption, pb.CaptionRequest(image=image, caption=_TEXT)),
+            (self._vision.Point, pb.PointRequest(image=image, point=star)),
+            (self._vision.Detect, pb.DetectRequest(image=image, detect=_DETECT)),
+            (self._vision.Segment, pb.SegmentRequest(image=image, segment=outline)),
             (self._vision.Analyze, self._analyze()),
-            (self._vision.Query, pb.QueryRequest(question="")),
+            (self._vision.Query, pb.QueryRequest(query={"question": ""})),
             (self._vision.Caption, pb.CaptionRequest(image=self._broken())),
             (self._image_service.PutImage, image_service_pb2.PutImageRequest(image=image)),
             (
@@ -137,24 +137,18 @@ class Caller:
         return rng.choice(made)
 
     def _streamed(self) -> Made:
-        image, sampling = self._image(), self._sampling()
-        query = pb.QueryRequest(
-            image=image, question=self._rng.choice(QUESTIONS), sampling=sampling
-        )
-        caption = pb.CaptionRequest(image=image, sampling=sampling)
-        detect = pb.DetectRequest(image=image, object="red circle")
+        image = self._image()
         made: list[Made] = [
-            (self._vision.StreamQuery, query),
-            (self._vision.StreamCaption, caption),
-            (self._vision.StreamDetect, detect),
+            (self._vision.StreamQuery, pb.QueryRequest(images=[image], query=self._query())),
+            (self._vision.StreamCaption, pb.CaptionRequest(image=image, caption=_TEXT)),
+            (self._vision.StreamDetect, pb.DetectRequest(image=image, detect=_DETECT)),
             (self._vision.StreamAnalyze, self._analyze()),
         ]
         return self._rng.choice(made)
 
     def _analyze(self) -> pb.AnalyzeRequest:
-        query = pb.QueryTask(question=self._rng.choice(QUESTIONS), sampling=self._sampling())
-        detect = pb.DetectTask(object="red circle", max_objects=3)
-        tasks = [pb.AnalyzeTask(query=query), pb.AnalyzeTask(detect=detect)]
+        detect = {**_DETECT, "max_objects": 3}
+        tasks = [pb.Task(query=self._query()), pb.Task(detect=detect)]
         return pb.AnalyzeRequest(image=self._image(), tasks=tasks)
 
     def _image(self) -> common_pb2.Image:
@@ -170,8 +164,8 @@ class Caller:
         data = self._rng.choice(self._images)
         return common_pb2.Image(encoded=data[: self._rng.randrange(1, len(data) - 10)])
 
-    def _sampling(self) -> common_pb2.Sampling:
-        return common_pb2.Sampling(max_tokens=_TOKENS, temperature=1.0)
+    def _query(self) -> pb.QueryTask:
+        return pb.QueryTask(question=self._rng.choice(QUESTIONS), **_TEXT)
 
 
 async def _run(
@@ -181,7 +175,7 @@ async def _run(
     callers = [
         Caller(address, token, random.Random(rng.random()), images) for _ in range(NUM_CALLERS)
     ]
-    stream = pb.QueryRequest(question=QUESTIONS[0])
+    stream = pb.QueryRequest(query={"question": QUESTIONS[0]})
     asked = Asked("/kestrel.v1.VisionService/StreamQuery", stream.SerializeToString(), token)
     came: Counter[str] = Counter()
 

@@ -85,9 +85,9 @@ class KestrelFunction:
             task = _TASKS[self._shape]
             tasks = [task(name, min_score=context.conf_threshold) for name in asked]
             answered = self._client.analyze(image, tasks)
-            size = answered.image_size or ImageSize(*image.size)
             for number in range(len(asked)):
-                shapes += _shapes(start + number, answered[number], size, is_mask)
+                result = answered[number]
+                shapes += _shapes(start + number, result, answered.image_size, is_mask)
         return shapes
 
 
@@ -119,6 +119,7 @@ def _shapes(
             return [cvataa.mask(label, encode_mask(inside))] if inside.any() else []
     return [
         cvataa.polygon(label, [edge for corner in part for edge in corner])
-        for part in paint.corners(result.outline, size)
+        for segment in result
+        for part in paint.corners(segment.outline, size)
         if len(part) > 2
     ]

@@ -15,29 +15,30 @@ int main(int argc, char** argv) {
   std::string encoded((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
 
   kestrel::v1::QueryRequest question;
-  question.mutable_image()->set_encoded(encoded);
-  question.set_question("How many green crescents are there?");
-  question.mutable_sampling()->set_temperature(0);
+  question.add_images()->set_encoded(encoded);
+  question.mutable_query()->set_question("How many green crescents are there?");
+  question.mutable_query()->mutable_sampling()->set_temperature(0);
   kestrel::v1::QueryResponse asked;
   grpc::ClientContext asking;
   grpc::Status status = client->Query(&asking, question, &asked);
-  if (status.ok()) std::cout << "answer " << asked.answer() << "\n";
+  if (status.ok()) std::cout << "answer " << asked.answers(0).text() << "\n";
 
   if (status.ok()) {
     kestrel::v1::PointRequest wanted;
     wanted.mutable_image()->set_encoded(encoded);
-    wanted.set_object("green crescent");
+    wanted.mutable_point()->add_objects("green crescent");
     kestrel::v1::PointResponse found;
     grpc::ClientContext pointing;
     status = client->Point(&pointing, wanted, &found);
-    for (const auto& point : found.points()) std::cout << "point " << point.x() << " " << point.y() << "\n";
+    for (const auto& each : found.detections())
+      std::cout << "point " << each.point().x() << " " << each.point().y() << "\n";
   }
 
   if (status.ok()) {
     kestrel::v1::CaptionRequest request;
     request.mutable_image()->set_encoded(encoded);
-    request.set_length(kestrel::v1::CAPTION_LENGTH_SHORT);
-    request.mutable_sampling()->set_temperature(0);
+    request.mutable_caption()->set_length(kestrel::v1::CAPTION_LENGTH_SHORT);
+    request.mutable_caption()->mutable_sampling()->set_temperature(0);
     grpc::ClientContext streaming;
     auto stream = client->StreamCaption(&streaming, request);
     kestrel::v1::StreamCaptionResponse message;

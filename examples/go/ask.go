@@ -23,22 +23,20 @@ func main() {
 
 	temperature := 0.0
 	greedy := &pb.Sampling{Temperature: &temperature}
-	question := "How many green crescents are there?"
-	asked, err := client.Query(context.Background(), &pb.QueryRequest{
-		Image: image, Question: question, Sampling: greedy,
-	})
+	question := &pb.QueryTask{Question: "How many green crescents are there?", Sampling: greedy}
+	asked, err := client.Query(context.Background(), &pb.QueryRequest{Images: []*pb.Image{image}, Query: question})
 	check(err)
-	fmt.Println("answer", asked.Answer)
+	fmt.Println("answer", asked.Answers[0].Text)
 
-	found, err := client.Point(context.Background(), &pb.PointRequest{Image: image, Object: "green crescent"})
+	crescents := &pb.PointTask{Objects: []string{"green crescent"}}
+	found, err := client.Point(context.Background(), &pb.PointRequest{Image: image, Point: crescents})
 	check(err)
-	for _, point := range found.Points {
-		fmt.Println("point", point.X, point.Y)
+	for _, each := range found.Detections {
+		fmt.Println("point", each.Point.X, each.Point.Y)
 	}
 
-	stream, err := client.StreamCaption(context.Background(), &pb.CaptionRequest{
-		Image: image, Length: pb.CaptionLength_CAPTION_LENGTH_SHORT, Sampling: greedy,
-	})
+	short := &pb.CaptionTask{Length: pb.CaptionLength_CAPTION_LENGTH_SHORT, Sampling: greedy}
+	stream, err := client.StreamCaption(context.Background(), &pb.CaptionRequest{Image: image, Caption: short})
 	check(err)
 	for {
 		message, err := stream.Recv()

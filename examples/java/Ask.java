@@ -2,10 +2,13 @@
 import com.google.protobuf.ByteString;
 import com.kestrel.v1.CaptionLength;
 import com.kestrel.v1.CaptionRequest;
+import com.kestrel.v1.CaptionTask;
+import com.kestrel.v1.Detection;
 import com.kestrel.v1.Image;
-import com.kestrel.v1.Point;
 import com.kestrel.v1.PointRequest;
+import com.kestrel.v1.PointTask;
 import com.kestrel.v1.QueryRequest;
+import com.kestrel.v1.QueryTask;
 import com.kestrel.v1.Sampling;
 import com.kestrel.v1.VisionServiceGrpc;
 import io.grpc.ManagedChannel;
@@ -23,24 +26,22 @@ public class Ask {
 
     var greedy = Sampling.newBuilder().setTemperature(0).build();
 
-    var question = QueryRequest.newBuilder()
-        .setImage(image)
+    var question = QueryTask.newBuilder()
         .setQuestion("How many green crescents are there?")
-        .setSampling(greedy)
-        .build();
-    System.out.println("answer " + client.query(question).getAnswer());
+        .setSampling(greedy);
+    var asked = client.query(QueryRequest.newBuilder().addImages(image).setQuery(question).build());
+    System.out.println("answer " + asked.getAnswers(0).getText());
 
-    var wanted = PointRequest.newBuilder().setImage(image).setObject("green crescent").build();
-    for (Point point : client.point(wanted).getPointsList()) {
-      System.out.println("point " + point.getX() + " " + point.getY());
+    var crescents = PointTask.newBuilder().addObjects("green crescent");
+    var found = client.point(PointRequest.newBuilder().setImage(image).setPoint(crescents).build());
+    for (Detection each : found.getDetectionsList()) {
+      System.out.println("point " + each.getPoint().getX() + " " + each.getPoint().getY());
     }
 
-    var caption = CaptionRequest.newBuilder()
-        .setImage(image)
+    var caption = CaptionTask.newBuilder()
         .setLength(CaptionLength.CAPTION_LENGTH_SHORT)
-        .setSampling(greedy)
-        .build();
-    client.streamCaption(caption)
+        .setSampling(greedy);
+    client.streamCaption(CaptionRequest.newBuilder().setImage(image).setCaption(caption).build())
         .forEachRemaining(message -> System.out.print(message.getTextDelta().getText()));
     System.out.println();
     channel.shutdownNow();

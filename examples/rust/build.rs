@@ -27,6 +27,7 @@ fn main() -> std::io::Result<()> {
     println!("cargo:rerun-if-changed=descriptors.binpb");
     Config::new()
         .service_generator(Box::new(Clients))
+        .include_file("protos.rs")
         .skip_protoc_run()
         .file_descriptor_set_path("descriptors.binpb")
         .compile_protos(&[] as &[&str], &[] as &[&str])

@@ -20,7 +20,7 @@ from ..types.adapter import Adapter
 from ..types.model_config import TextConfig
 from .names import Target, target_of
 from .peft import CONFIG_NAME, Sides, scales
-from .references import shortened
+from .references import is_adapter_name, shortened
 from .stored import ITEM_BYTES, Description, describe, opened_tensors
 from .targets import MAX_RANK
 
@@ -94,6 +94,21 @@ def find(folder: Path, name: str) -> Found:
         names = ", ".join(sorted(entry.name for entry in there))
         raise AdapterUnfit("adapter", f"{name!r} means several: {names}; keep one of them")
     return found_in(there[0], name)
+
+
+def names_in(folder: Path) -> list[str]:
+    """The names of the adapters in ``folder``, of which not every one needs to fit. Names that no request may have are
+    left out. Empty if the folder can't be read."""
+    try:
+        entries = list(folder.iterdir())
+    except OSError:
+        return []
+    names = {
+        entry.stem if entry.suffix in SUFFIXES else entry.name
+        for entry in entries
+        if entry.suffix in SUFFIXES or entry.is_dir()
+    }
+    return [name for name in names if is_adapter_name(name)]
 
 
 def found_in(place: Path, name: str) -> Found:

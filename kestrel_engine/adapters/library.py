@@ -130,6 +130,15 @@ class AdapterLibrary:
             raise
         return Lease(adapter, partial(self._give_back, entry))
 
+    async def known(self) -> dict[str, int]:
+        """The adapters of the folder and those that are loaded, by name in order: the bytes that each takes, 0 if it is
+        not loaded."""
+        names = dict.fromkeys(await self._origins.local_names(), 0)
+        names |= {
+            name: entry.num_bytes for name, entry in self._entries.items() if entry.loading.done()
+        }
+        return dict(sorted(names.items()))
+
     def drop(self, name: str) -> bool:
         """Drops the adapter ``name``; requests that use it or wait for it keep it. Returns whether it was loaded."""
         entry = self._entries.get(name)
@@ -228,6 +237,8 @@ class AdapterLibrary:
             raise AdapterUnfit(
                 "adapter",
                 f"{name!r} takes {wanted} bytes; the limit of all loaded adapters is {self._max_bytes}",
+                value=wanted,
+                limit=self._max_bytes,
             )
         unused = [each for each in self._entries.values() if not each.users and each.loading.done()]
         in_use = self._num_bytes - sum(each.num_bytes for each in unused)

@@ -32,9 +32,13 @@ class FineTune(NamedTuple):
     step: str
 
 
+def is_adapter_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
+
+
 def checked_adapter_name(name: object) -> str:
     """Returns ``name`` if an adapter may have it. Raises InvalidRequest."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not is_adapter_name(name):
         raise InvalidRequest(
             "adapter",
             f"{shortened(name)} is not the name of an adapter: 1 to 128 letters, digits and any of . _ + -, and "

@@ -112,6 +112,6 @@ class ModelSettings:
         kind="whole",
         metavar="N",
         low=0,
-        high=2**64 - 1,
+        high=2**63 - 1,
         shown="random at each start",
     )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from .. import clock
 from ..errors import EngineClosed, KestrelError, RuntimeFailure
 from ..steps.delivery import Delivery, Finished, RequestEnd
-from ..types.events import EngineMetrics, EngineResult, SeenImage, StreamUpdate
+from ..types.events import EngineMetrics, EngineResult, StreamUpdate
 from ..types.observer import Observer, RequestEvent
 from ..types.requests import ImageRegion, num_positions
 from ..types.stream import EngineStream
@@ -45,13 +45,6 @@ class OpenRequest:
         """The region that the request's only image is; None for another image, and for several."""
         images = self.submission.images
         return images[0].region if len(images) == 1 else None
-
-    @property
-    def images(self) -> tuple[SeenImage, ...]:
-        return tuple(
-            SeenImage(size=image.image_size, digest=(image.source_digest or b"").hex())
-            for image in self.submission.images
-        )
 
 
 class OpenRequests:
@@ -168,9 +161,9 @@ class OpenRequests:
             token_ids=token_ids,
             metrics=metrics,
             model=self._model,
-            images=request.images,
+            images=request.stream.images,
             num_looks=len(submissions),
-            seed=request.submission.sampling.seed,
+            seed=request.stream.seed,
             logprobs=outcome.logprobs,
             absence=outcome.absence,
             abstained=outcome.abstained,

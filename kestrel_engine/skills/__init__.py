@@ -15,6 +15,14 @@ from .base import (
     checked_text,
 )
 from .caption import CaptionSkill
+from .declaration import (
+    FLAG,
+    OBJECT_SETTINGS,
+    TEXT,
+    TEXT_SETTINGS,
+    object_schema,
+    settings_schema,
+)
 from .detect import DetectSkill
 from .objects.locate import LocateControl, LocateOutput
 from .point import PointSkill
@@ -25,6 +33,10 @@ from .settings import read_settings, reject_unknown
 from .text.answer import AnswerControl, AnswerOutput
 
 __all__ = [
+    "FLAG",
+    "OBJECT_SETTINGS",
+    "TEXT",
+    "TEXT_SETTINGS",
     "AnswerControl",
     "AnswerOutput",
     "CaptionSkill",
@@ -53,6 +65,8 @@ __all__ = [
     "TokenLogprob",
     "TokenRule",
     "checked_text",
+    "object_schema",
     "read_settings",
     "reject_unknown",
+    "settings_schema",
 ]

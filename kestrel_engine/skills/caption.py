@@ -7,7 +7,8 @@ from typing import Any
 
 from ..errors import InvalidRequest
 from .base import SkillContext, SkillControl, SkillOutput, SkillRequest
-from .settings import TEXT_KEYS, read_settings, reject_unknown
+from .declaration import TEXT_SETTINGS, names_of, object_schema, settings_schema
+from .settings import read_settings, reject_unknown
 from .text.answer import AnswerOutput, answer_control
 from .text.penalties import read_penalties
 
@@ -18,16 +19,21 @@ class CaptionSkill:
     """Arguments: length ("short", "normal" or "long", any case; default normal). Output: {"caption"}."""
 
     name = "caption"
+    description = "Describes an image."
+    arguments = object_schema({"length": {"enum": list(LENGTHS)}})
+    settings = settings_schema(TEXT_SETTINGS)
 
     def build(
         self, arguments: Mapping[str, Any], settings: Mapping[str, Any], context: SkillContext
     ) -> SkillRequest:
-        reject_unknown(arguments, frozenset({"length"}))
+        reject_unknown(arguments, names_of(self.arguments))
         length = arguments.get("length", "normal")
         key = length.lower() if isinstance(length, str) else ""
         if key not in LENGTHS:
             raise InvalidRequest("length", f"{length!r} is not one of {', '.join(LENGTHS)}")
-        read = read_settings(settings, context.defaults, greedy=False, extra=TEXT_KEYS)
+        read = read_settings(
+            settings, context.defaults, greedy=False, extra=names_of(self.settings)
+        )
         penalties = read_penalties(settings, context.model.text.vocab_size)
         return SkillRequest(
             skill=self.name,

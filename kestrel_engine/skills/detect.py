@@ -13,8 +13,9 @@ from .base import (
     SkillRequest,
     checked_text,
 )
+from .declaration import BOX_SETTINGS, TEXT, names_of, object_schema, settings_schema
 from .objects.locate import LocateControl, LocateOutput
-from .settings import BOX_KEYS, read_settings, reject_unknown
+from .settings import read_settings, reject_unknown
 
 
 class DetectSkill:
@@ -22,13 +23,16 @@ class DetectSkill:
     clipped."""
 
     name = "detect"
+    description = "Finds the bounding box of every object of a kind."
+    arguments = object_schema({"object": TEXT}, required=("object",))
+    settings = settings_schema(BOX_SETTINGS)
 
     def build(
         self, arguments: Mapping[str, Any], settings: Mapping[str, Any], context: SkillContext
     ) -> SkillRequest:
-        reject_unknown(arguments, frozenset({"object"}))
+        reject_unknown(arguments, names_of(self.arguments))
         text = checked_text("object", arguments.get("object"), context)
-        read = read_settings(settings, context.defaults, greedy=True, extra=BOX_KEYS)
+        read = read_settings(settings, context.defaults, greedy=True, extra=names_of(self.settings))
         max_objects = read.max_objects or context.defaults.max_objects
         templates = context.model.templates
         return SkillRequest(

@@ -14,22 +14,33 @@ from .base import (
     SkillRequest,
     checked_text,
 )
+from .declaration import (
+    OBJECT_SETTINGS,
+    SPATIAL_REFS,
+    TEXT,
+    names_of,
+    object_schema,
+    settings_schema,
+)
 from .objects.locate import LocateControl, LocateOutput
-from .settings import OBJECT_KEYS, read_settings, reject_unknown
+from .settings import read_settings, reject_unknown
 
 
 class PointSkill:
     """Arguments: object, spatial_refs. Output: {"points": [{"x", "y", "score"}]}, normalised to [0, 1]."""
 
     name = "point"
+    description = "Finds the centre of every object of a kind."
+    arguments = object_schema({"object": TEXT, "spatial_refs": SPATIAL_REFS}, required=("object",))
+    settings = settings_schema(OBJECT_SETTINGS)
 
     def build(
         self, arguments: Mapping[str, Any], settings: Mapping[str, Any], context: SkillContext
     ) -> SkillRequest:
-        reject_unknown(arguments, frozenset({"object", "spatial_refs"}))
+        reject_unknown(arguments, names_of(self.arguments))
         text = checked_text("object", arguments.get("object"), context)
         refs = check_spatial_refs(arguments.get("spatial_refs"))
-        read = read_settings(settings, context.defaults, greedy=True, extra=OBJECT_KEYS)
+        read = read_settings(settings, context.defaults, greedy=True, extra=names_of(self.settings))
         max_objects = read.max_objects or context.defaults.max_objects
         templates = context.model.templates
         return SkillRequest(

@@ -23,7 +23,12 @@ def check_images(request: SkillRequest, count: int, max_images: int) -> None:
             "images", f"are {count}; {request.skill} takes at most {request.max_images}"
         )
     if count > max_images:
-        raise InvalidRequest("images", f"are {count}; the limit is {max_images} in a request")
+        raise InvalidRequest(
+            "images",
+            f"are {count}; the limit is {max_images} in a request",
+            value=count,
+            limit=max_images,
+        )
     places = request.prompt_suffix.count(IMAGE_PLACE)
     if places > count:
         raise SkillFault(f"the skill's prompt has {places} places for {count} images")
@@ -42,11 +47,15 @@ def check_context(request: SkillRequest, count: int, model: ModelConfig, context
             "images",
             f"take {count * model.image_positions} positions ({count} of {model.image_positions} each) and the text "
             f"{text}; the context has {context}: send at most {fitting} with this text",
+            value=count,
+            limit=fitting,
         )
     raise ContextLengthError(
         request.prompt_field,
         f"the prompt takes {positions} positions; the context has {context}: send less text or fewer "
         "spatial references",
+        value=positions,
+        limit=context,
     )
 
 

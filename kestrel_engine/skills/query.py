@@ -27,20 +27,23 @@ from .base import (
     check_size,
     checked_text,
 )
-from .settings import TEXT_KEYS, read_settings, reject_unknown
+from .declaration import (
+    FLAG,
+    REASONING_SETTINGS,
+    SPATIAL_REFS,
+    TEXT,
+    TEXT_SETTINGS,
+    names_of,
+    object_schema,
+    settings_schema,
+)
+from .settings import read_settings, reject_unknown
 from .text.answer import AnswerOutput, answer_control
 from .text.detokenize import StreamingText
 from .text.penalties import read_penalties
 
 MAX_TURNS = 64
 MAX_PRESUPPOSED = 8
-_SETTINGS = TEXT_KEYS | {"max_reasoning_tokens", "max_absence"}
-_ARGUMENTS = frozenset(
-    {
-        *("question", "reasoning", "spatial_refs", "history", "image_turns", "system"),
-        *("presupposes", "answer_start"),
-    }
-)
 
 
 class QuerySkill:
@@ -67,17 +70,43 @@ class QuerySkill:
     """
 
     name = "query"
+    description = "Answers a question, about images or without one."
+    arguments = object_schema(
+        {
+            "question": TEXT,
+            "reasoning": FLAG,
+            "spatial_refs": SPATIAL_REFS,
+            "history": {
+                "type": "array",
+                "items": {
+                    "type": "array",
+                    "items": {"type": "string"},
+                    "minItems": 2,
+                    "maxItems": 2,
+                },
+                "maxItems": MAX_TURNS,
+            },
+            "image_turns": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+            "system": {"type": "string"},
+            "presupposes": {"type": "array", "items": TEXT, "maxItems": MAX_PRESUPPOSED},
+            "answer_start": {"type": "string"},
+        },
+        required=("question",),
+    )
+    settings = settings_schema(TEXT_SETTINGS, REASONING_SETTINGS)
 
     def build(
         self, arguments: Mapping[str, Any], settings: Mapping[str, Any], context: SkillContext
     ) -> SkillRequest:
-        reject_unknown(arguments, _ARGUMENTS)
+        reject_unknown(arguments, names_of(self.arguments))
         question = checked_text("question", arguments.get("question"), context)
         reasoning = arguments.get("reasoning", False)
         if not isinstance(reasoning, bool):
             raise InvalidRequest("reasoning", f"{reasoning!r} is not true or false")
         refs = check_spatial_refs(arguments.get("spatial_refs"))
-        read = read_settings(settings, context.defaults, greedy=False, extra=_SETTINGS)
+        read = read_settings(
+            settings, context.defaults, greedy=False, extra=names_of(self.settings)
+        )
         if read.max_reasoning_tokens is not None and not reasoning:
             raise InvalidRequest(
                 "max_reasoning_tokens", "is set without reasoning; set reasoning to true"
@@ -160,7 +189,12 @@ def _presupposed(objects: Any, context: SkillContext) -> tuple[str, ...]:
     if isinstance(names, (str, bytes)) or not isinstance(names, Sequence):
         raise InvalidRequest(field, "must be a list of names of objects")
     if len(names) > MAX_PRESUPPOSED:
-        raise InvalidRequest(field, f"has {len(names)} names, the limit is {MAX_PRESUPPOSED}")
+        raise InvalidRequest(
+            field,
+            f"has {len(names)} names, the limit is {MAX_PRESUPPOSED}",
+            value=len(names),
+            limit=MAX_PRESUPPOSED,
+        )
     return tuple(
         checked_text(f"{field}[{index}]", name, context) for index, name in enumerate(names)
     )
@@ -196,7 +230,12 @@ def _earlier_turns(history: Any, context: SkillContext, before: str, last: str) 
     if isinstance(turns, (str, bytes)) or not isinstance(turns, Sequence):
         raise InvalidRequest("history", "must be a list of pairs of question and answer")
     if len(turns) > MAX_TURNS:
-        raise InvalidRequest("history", f"has {len(turns)} turns, the limit is {MAX_TURNS}")
+        raise InvalidRequest(
+            "history",
+            f"has {len(turns)} turns, the limit is {MAX_TURNS}",
+            value=len(turns),
+            limit=MAX_TURNS,
+        )
     pairs: list[tuple[str, str]] = []
     for index, turn in enumerate(turns):
         if isinstance(turn, str) or not isinstance(turn, Sequence) or len(turn) != 2:
@@ -214,6 +253,8 @@ def _earlier_turns(history: Any, context: SkillContext, before: str, last: str) 
         raise ContextLengthError(
             "history",
             f"has {size} UTF-8 bytes with the question and the system text, the limit is {limit}",
+            value=size,
+            limit=limit,
         )
     templates = context.model.templates
     return [

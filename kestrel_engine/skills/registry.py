@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ..errors import ConfigError, SkillUnavailable
+from ..types.info import SkillDescription
 from ..types.model_config import ModelConfig
 from .base import NeedsModel, SkillSpec
 from .caption import CaptionSkill
+from .declaration import describe
 from .detect import DetectSkill
 from .embed import EMBED
 from .point import PointSkill
@@ -28,6 +30,7 @@ class SkillRegistry:
                     "skills", skill.name, "is the engine's own skill; choose another name"
                 )
             self._skills[skill.name] = skill
+        self._descriptions = {skill.name: describe(skill) for skill in self}
 
     @classmethod
     def default(cls) -> SkillRegistry:
@@ -53,6 +56,10 @@ class SkillRegistry:
             for name, skill in self._skills.items()
             if not isinstance(skill, NeedsModel) or skill.can_run(model)
         )
+
+    def descriptions(self, model: ModelConfig) -> tuple[SkillDescription, ...]:
+        """What the skills that ``model`` can do take."""
+        return tuple(self._descriptions[name] for name in self.available(model))
 
     def __iter__(self) -> Iterator[SkillSpec]:
         return iter(self._skills.values())

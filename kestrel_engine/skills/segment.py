@@ -12,6 +12,15 @@ from ..types.model_config import ModelConfig
 from ..types.requests import Coord, Size, check_spatial_refs, spatial_tokens
 from ..types.step import StepToken, TokenRule
 from .base import Outline, SkillContext, SkillControl, SkillOutput, SkillRequest, checked_text
+from .declaration import (
+    FLAG,
+    SCORE_SETTINGS,
+    SPATIAL_REFS,
+    TEXT,
+    names_of,
+    object_schema,
+    settings_schema,
+)
 from .objects.scores import raw_score, rounded
 from .objects.svg_path import PathError, SvgPathDecoder
 from .settings import read_settings, reject_unknown
@@ -28,6 +37,11 @@ class SegmentSkill:
     """
 
     name = "segment"
+    description = "Outlines an object."
+    arguments = object_schema(
+        {"object": TEXT, "spatial_refs": SPATIAL_REFS, "refine": FLAG}, required=("object",)
+    )
+    settings = settings_schema(SCORE_SETTINGS)
 
     def can_run(self, model: ModelConfig) -> bool:
         return model.templates.segment_prefix is not None
@@ -35,16 +49,14 @@ class SegmentSkill:
     def build(
         self, arguments: Mapping[str, Any], settings: Mapping[str, Any], context: SkillContext
     ) -> SkillRequest:
-        reject_unknown(arguments, frozenset({"object", "spatial_refs", "refine"}))
+        reject_unknown(arguments, names_of(self.arguments))
         templates = context.model.templates
         if templates.segment_prefix is None:
             raise SkillUnavailable("segment", "this model can't segment; Moondream 3 models can")
         text = checked_text("object", arguments.get("object"), context)
         refs = check_spatial_refs(arguments.get("spatial_refs"))
         refine = _checked_refine(arguments.get("refine"), context)
-        read = read_settings(
-            settings, context.defaults, greedy=True, extra=frozenset({"max_tokens", "min_score"})
-        )
+        read = read_settings(settings, context.defaults, greedy=True, extra=names_of(self.settings))
         return SkillRequest(
             skill=self.name,
             prompt_field="object",

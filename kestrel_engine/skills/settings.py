@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, cast
@@ -13,16 +13,9 @@ from ..types.requests import SamplingParams, is_number
 from ..types.step import MAX_TOP
 from .base import SkillDefaults
 from .constraints.setting import read_constraint
-from .text.penalties import KEYS as PENALTIES
+from .declaration import SAMPLING_SETTINGS
 from .text.stop_strings import read_stop_strings
 
-SAMPLING_KEYS = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})
-TEXT_KEYS = frozenset({"max_tokens", "stop", "logprobs", "top_logprobs", "constraint"}) | PENALTIES
-"""Further settings of skills that write text."""
-OBJECT_KEYS = frozenset({"max_tokens", "max_objects", "min_score"})
-"""Further settings of skills that find objects."""
-BOX_KEYS = OBJECT_KEYS | {"max_overlap"}
-"""Further settings of skills that find boxes."""
 _MAX_SEED = 2**64 - 1
 
 
@@ -56,7 +49,7 @@ def read_settings(
     defaults: SkillDefaults,
     *,
     greedy: bool,
-    extra: frozenset[str] = frozenset({"max_tokens"}),
+    extra: Set[str] = frozenset({"max_tokens"}),
 ) -> Settings:
     """Checks ``settings``; None values count as absent. ``greedy``: temperature defaults to 0, top_p to 1.
 
@@ -64,7 +57,7 @@ def read_settings(
     """
     if not isinstance(settings, Mapping):
         raise InvalidRequest("settings", "must be a mapping of names to values")
-    known = SAMPLING_KEYS | extra
+    known = SAMPLING_SETTINGS.keys() | extra
     for key in settings:
         if key not in known:
             raise InvalidRequest(
@@ -126,7 +119,7 @@ def _inner_share(name: str, value: object) -> float | None:
     raise InvalidRequest(name, f"{value!r} is not a number above 0 and below 1")
 
 
-def reject_unknown(arguments: Mapping[str, Any], known: frozenset[str]) -> None:
+def reject_unknown(arguments: Mapping[str, Any], known: Set[str]) -> None:
     """Raises InvalidRequest for an argument that the skill does not take."""
     for name in arguments:
         if name not in known:

@@ -91,6 +91,15 @@ class PlaceCounts:
     """Requests that lost their place to others, since the start."""
 
 
+@dataclass(frozen=True, slots=True)
+class SkillDescription:
+    """A skill as callers see it. ``schema``: JSON text, the schema of an object with ``arguments`` and ``settings``."""
+
+    name: str
+    description: str
+    schema: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """Fixed for the engine's life. Positions are KV positions; sizes are bytes."""

@@ -91,9 +91,9 @@ class SamplingParams:
         if (
             not isinstance(self.seed, int)
             or isinstance(self.seed, bool)
-            or not 0 <= self.seed < 2**64
+            or not 0 <= self.seed < 2**63
         ):
-            raise InvalidRequest("seed", f"{self.seed!r} is not a whole number in [0, 2^64)")
+            raise InvalidRequest("seed", f"{self.seed!r} is not a whole number in [0, 2^63)")
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -114,7 +114,9 @@ def check_bytes(field_name: str, text: str, limit: int) -> None:
             field_name, "holds a lone surrogate and is not valid Unicode"
         ) from error
     if size > limit:
-        raise InvalidRequest(field_name, f"has {size} UTF-8 bytes, the limit is {limit}")
+        raise InvalidRequest(
+            field_name, f"has {size} UTF-8 bytes, the limit is {limit}", value=size, limit=limit
+        )
 
 
 Edges: TypeAlias = tuple[float, float, float, float]

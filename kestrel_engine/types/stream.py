@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
-from .events import EngineResult, StreamUpdate
+from .events import EngineResult, SeenImage, StreamUpdate
 
 
 class EngineStream:
@@ -24,9 +24,12 @@ class EngineStream:
         request_id: str,
         abort: Callable[[], None],
         complete: Callable[[EngineResult], EngineResult] | None = None,
+        *,
+        images: tuple[SeenImage, ...] = (),
+        seed: int = 0,
     ) -> None:
-        """``complete``: adds to the result what is known besides."""
-        self.request_id = request_id
+        """``complete``: adds to the result what is known besides. ``images``, ``seed``: as in the result."""
+        self.request_id, self.images, self.seed = request_id, images, seed
         self._abort, self._complete = abort, complete
         self.is_cancelled = False
         """``cancel`` was called. The request may have ended in another way before."""

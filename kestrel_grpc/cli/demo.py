@@ -86,8 +86,8 @@ def run(args: argparse.Namespace) -> int:
 def _call_everything(client: KestrelClient, args: argparse.Namespace, folder: Path) -> list[str]:
     """Calls every skill, unary and as a stream. Returns the calls whose results are empty or contradict each other."""
     image, greedy = args.image, {"temperature": 0.0}
-    info = client.server_info()
-    print(f"{', '.join(m.name for m in client.list_models())} on {info.device_name or info.device}")
+    for model in client.list_models():
+        print(f"{model.name} on {model.device_name or model.device}")
     calls: tuple[tuple[str, str, list[Any], dict[str, Any]], ...] = (
         ("query", args.question, [args.question], greedy),
         ("query", f"{args.question} (thinking)", [args.question], {**greedy, "reasoning": True}),
@@ -103,7 +103,7 @@ def _call_everything(client: KestrelClient, args: argparse.Namespace, folder: Pa
         text = _result_text(result)
         timings = result.timings
         print(f"\n{skill}: {asked}\n  {_shortened(text) or 'nothing'}")
-        print(f"  first token {timings.ttft_ms:.0f} ms, all {timings.total_time_ms:.0f} ms")
+        print(f"  first token {timings.ttft_ms:.0f} ms, all {timings.total_ms:.0f} ms")
         if not text:
             bad.append(f"{skill} {asked!r}")
         if not isinstance(result, (CaptionResult, QueryResult)) or _points_somewhere(result):
@@ -136,7 +136,9 @@ def _call_all_at_once(client: KestrelClient, args: argparse.Namespace) -> list[s
         for kind, result in zip(tasks, alone, strict=True)
     ]
     print(f"\nanalyze: {', '.join(tasks)}\n  {'the same' if all(same) else 'ANOTHER'} result")
-    print(f"  all {analysis.total_time_ms:.0f} ms; {analysis.usage.cached_tokens} positions cached")
+    print(
+        f"  all {analysis.timings.total_ms:.0f} ms; {analysis.usage.cached_tokens} positions cached"
+    )
     named = client.run_skill("caption", handle, {"length": "short"}, temperature=0.0)
     agrees = named.output["caption"] == _result_text(analysis["caption"])
     print(f"run: caption\n  {'the same' if agrees else 'ANOTHER'} result")

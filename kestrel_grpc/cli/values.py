@@ -12,7 +12,7 @@ from collections.abc import Callable
 from ..settings.flags import reported
 
 MAX_UINT32 = 2**32 - 1
-MAX_UINT64 = 2**64 - 1
+MAX_INT64 = 2**63 - 1
 
 
 def whole(low: int = 0, high: int = MAX_UINT32) -> Callable[[str], int]:

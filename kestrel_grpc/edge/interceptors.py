@@ -21,8 +21,6 @@ from typing import Any, cast
 
 import grpc
 
-from kestrel_client._pb.kestrel.v1 import common_pb2
-
 from ..security.admission.guard import Guard
 from ..security.admission.message_limits import ADAPTED_COPIES, COPIES
 from ..service_names import KSERVE_METHODS
@@ -47,8 +45,7 @@ _ENTRY_BYTES = 32
 
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Wraps the handlers of all methods. ``end_call`` is called once at the end of every call. ``trailers`` returns
-    additional trailers for the calls of a method. ``streams``: the methods whose streams carry many requests.
-    ``named``: gives the model and the adapter of a request's options the fields of their own."""
+    additional trailers for the calls of a method. ``streams``: the methods whose streams carry many requests."""
 
     def __init__(
         self,
@@ -58,7 +55,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         watcher: CallWatcher | None = None,
         trailers: Callable[[str], Trailers] | None = None,
         streams: Mapping[str, StreamKind] = MappingProxyType({}),
-        named: Callable[[common_pb2.RequestOptions | None], None] = lambda options: None,
     ) -> None:
         silence_lost_connections()
         self._in_flight, self._guard = in_flight, guard
@@ -67,10 +63,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._limit = CallLimit(guard.limits.deadline_s)
         self._pulls = CallLimit(guard.limits.read_s, _too_slow)
         self._visitors = Visitors(guard, self._endings, self._end_visit)
-        self._streams = RequestStreams(
-            guard, self._endings, in_flight, end_call, watcher, streams, named
-        )
-        self._named = named
+        self._streams = RequestStreams(guard, self._endings, in_flight, end_call, watcher, streams)
         self._most_metadata_bytes = guard.connections.most_metadata_bytes
         self._made: dict[int, tuple[Any, Any]] = {}
         """The handler of each method and its wrapped handler, by the identity of the handler."""
@@ -148,7 +141,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                             if watcher is not None:
                                 watcher.on_message(call)
                             check_priority(options, principal)
-                            self._named(options)
                         if streaming and limits.write_s is not None:
                             writer = BoundedContext(context, limits.write_s)
                             with contextlib.closing(writer):

@@ -21,7 +21,6 @@ from typing import Any, Protocol, cast
 
 import grpc
 
-from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_engine import EngineClosed, Quota
 
 from ..security.admission.admission import TooManyCalls
@@ -37,10 +36,9 @@ from .calls.in_flight import InFlight
 from .calls.request_ids import own_id
 from .failures.endings import Endings, delay_refusal, finish, forget_frames, note
 from .failures.errors import ShuttingDown, SlowReader, SlowSender
-from .failures.statuses import Complaint, complaint
+from .failures.statuses import Complaint, complaint, place_of
 from .messages.bounded_context import BoundedContext
 from .messages.incoming import Incoming
-from .messages.request_options import request_options
 
 _MOST_REQUESTS = 64
 _RETRY_S = 0.1
@@ -105,12 +103,10 @@ class RequestStreams:
         end_call: Callable[[Call], None],
         watcher: CallWatcher | None,
         kinds: Mapping[str, StreamKind],
-        named: Callable[[common_pb2.RequestOptions | None], None] = lambda options: None,
     ) -> None:
-        """``kinds``: by method. A method that is absent has the defaults of StreamKind. ``named``: as for
-        CallInterceptor."""
+        """``kinds``: by method. A method that is absent has the defaults of StreamKind."""
         self.guard, self.in_flight, self.end_call = guard, in_flight, end_call
-        self.watcher, self._kinds, self.named = watcher, kinds, named
+        self.watcher, self._kinds = watcher, kinds
         self._open: Counter[tuple[str, str]] = Counter()
         """The number of open streams by method and principal."""
         self.limit = CallLimit(guard.limits.deadline_s)
@@ -190,6 +186,8 @@ class _RequestStream:
         self._is_stuck = False
         """Whether a write is in progress or was given up."""
         self._running: set[asyncio.Task[None]] = set()
+        self._opening: Any = None
+        """The last message that held no request: what all requests of the stream have in common."""
 
     async def run(self) -> None:
         """Answers the requests until the client has ended the stream and all are answered."""
@@ -214,8 +212,9 @@ class _RequestStream:
                     hold.close()
                     break
                 try:
-                    self._edge.named(request_options(request))
+                    call.message = request  # Whose fields an error names.
                     is_request = self.state.take(request, call.principal)
+                    call.message = None
                     # The next request has arrived by the time that it may begin.
                     while is_request and len(self._running) >= self.state.most_requests:
                         await self._one_ends()
@@ -224,7 +223,7 @@ class _RequestStream:
                     raise
                 if not is_request:
                     hold.close()
-                    del request
+                    self._opening = request
                     continue
                 task = asyncio.create_task(self._answer(request))
                 # The task may be cancelled before it begins.
@@ -285,6 +284,7 @@ class _RequestStream:
             principal=stream.principal,
             longest_s=guard.limits.deadline_s,
             message=request,
+            opening=self._opening,
             streams=True,
         )
         current.set(call)
@@ -318,8 +318,10 @@ class _RequestStream:
         """Raises _EndStream if the error must end the stream."""
         told = None
         if not isinstance(error, SlowReader):
-            told = self._kind.refuse(request, complaint(error, call.request_id), call.metadata)
+            described = complaint(error, call.request_id, *place_of(request))
+            told = self._kind.refuse(request, described, call.metadata)
         if told is None:
+            self._call.message = request
             raise _EndStream(error) from None
         await self.write(told)
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import orjson
 
 from ..edge.calls.call import Call
-from ..edge.failures.statuses import complaint
+from ..edge.failures.statuses import complaint, place_of
 from .refusals import refusal
 
 JSON = b"application/json"
@@ -59,7 +59,7 @@ class JsonForm:
     ending: bytes = b""
 
     def told(self, error: Exception, call: Call, rename: Callable[[str], str]) -> Told:
-        refused = refusal(error, complaint(error, call.request_id), rename)
+        refused = refusal(error, complaint(error, call.request_id, *place_of(call.message)), rename)
         body = orjson.dumps(self.error(refused.body))
         whole = Whole(body, JSON, tuple(refused.headers))
         return Told(refused.status, whole, self.error_event(refused.body))

@@ -139,5 +139,8 @@ class RequestImages:
             raise ImagesNotKept("the server stores no images; send the image with each request")
         if num_bytes > limit:
             raise ImageTooLargeError(
-                "image", f"has {num_bytes} bytes; the image store holds {limit} in all"
+                "image",
+                f"has {num_bytes} bytes; the image store holds {limit} in all",
+                value=num_bytes,
+                limit=limit,
             )

@@ -213,4 +213,9 @@ class Upload:
 
     def _check_size(self, field: str, size: int) -> None:
         if size > self._max_bytes:
-            raise ImageTooLargeError(field, f"has {size} bytes; the limit is {self._max_bytes}")
+            raise ImageTooLargeError(
+                field,
+                f"has {size} bytes; the limit is {self._max_bytes}",
+                value=size,
+                limit=self._max_bytes,
+            )

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from kestrel_client._pb.inference import grpc_service_pb2 as pb
 from kestrel_engine import InvalidRequest, ModelNotFoundError
 
-from ..served_model import ServedModels
+from ..served_model import ServedModel, ServedModels
 from .tensors import BYTES
 
 NAME, VERSION = "moondream", "1"
-"""The name in the vendor's model repository. The served model's own name is accepted too."""
+"""The name in the vendor's model repository. The name of a served model is accepted too."""
 OUTPUT = "TEXT_OUTPUT"
 _PLATFORM = "kestrel"
 _FLOATS = ("FP32", "FP64", "FP16")
@@ -59,16 +59,16 @@ INPUTS = {
 }
 
 
-def check_model(served: ServedModels, name: str, version: str, field: str = "name") -> None:
-    """``field``: the path of the name in the request. Raises ModelNotFoundError, InvalidRequest."""
+def model_of(served: ServedModels, name: str, version: str, field: str = "name") -> ServedModel:
+    """The model that a request names. ``field``: the path of the name. Raises ModelNotFoundError, InvalidRequest."""
     if not name:
         raise InvalidRequest(field, f"is required: {NAME!r}")
-    if name != NAME:
-        served.model(name, field)
+    found = served.default if name == NAME else served.model(name, field)
     if version not in ("", VERSION):
         shown = version[:20]
         field = field.removesuffix("name") + "version"
         raise ModelNotFoundError(field, f"{shown!r} is not served; the only version is {VERSION}")
+    return found
 
 
 def metadata(name: str) -> pb.ModelMetadataResponse:

@@ -18,7 +18,7 @@ from ..edge.calls.current_call import current_call
 from ..edge.failures.errors import NotServed
 from ..edge.failures.statuses import Complaint
 from ..monitoring.call_statistics import CallStatistics
-from ..served_model import ServedModel, ServedModels, State
+from ..served_model import ServedModels, State
 from ..services.vision import VisionService
 from . import model
 from .skills import Asked, Values, asked, located
@@ -67,8 +67,7 @@ class InferenceService(GRPCInferenceServiceServicer):
     async def ModelReady(
         self, request: pb.ModelReadyRequest, context: Context
     ) -> pb.ModelReadyResponse:
-        model.check_model(self._served, request.name, request.version)
-        state = self._model(request.name).state
+        state = model.model_of(self._served, request.name, request.version).state
         return pb.ModelReadyResponse(ready=state is State.READY)
 
     async def ServerMetadata(
@@ -81,20 +80,20 @@ class InferenceService(GRPCInferenceServiceServicer):
     async def ModelMetadata(
         self, request: pb.ModelMetadataRequest, context: Context
     ) -> pb.ModelMetadataResponse:
-        model.check_model(self._served, request.name, request.version)
+        model.model_of(self._served, request.name, request.version)
         return model.metadata(request.name)
 
     async def ModelConfig(
         self, request: pb.ModelConfigRequest, context: Context
     ) -> pb.ModelConfigResponse:
-        model.check_model(self._served, request.name, request.version)
+        model.model_of(self._served, request.name, request.version)
         return pb.ModelConfigResponse(config=model.config(request.name))
 
     async def ModelStatistics(
         self, request: pb.ModelStatisticsRequest, context: Context
     ) -> pb.ModelStatisticsResponse:
         if request.name:  # Without a name: all models.
-            model.check_model(self._served, request.name, request.version)
+            model.model_of(self._served, request.name, request.version)
         return pb.ModelStatisticsResponse(model_stats=[model_statistics(self._calls)])
 
     async def RepositoryIndex(
@@ -169,19 +168,16 @@ class InferenceService(GRPCInferenceServiceServicer):
 
     def _asked(self, request: pb.ModelInferRequest) -> Asked:
         """Raises InvalidRequest, ModelNotFoundError."""
-        model.check_model(self._served, request.model_name, request.model_version, "model_name")
+        named = (request.model_name, request.model_version)
+        served = model.model_of(self._served, *named, field="model_name")
         call = current_call()
         _apply_parameters(request, call)
         _check_outputs(request)
         wanted = asked(request, self._vision)
-        if request.model_name != model.NAME:
-            wanted.message.options.model = request.model_name
+        if served is not self._served.default:
+            wanted.message.options.model = served.name
         call.message, call.streams = wanted.message, wanted.streams
         return wanted
-
-    def _model(self, name: str) -> ServedModel:
-        """The model ``name``, which is served."""
-        return self._served.model(None if name == model.NAME else name)
 
 
 def refuse(

@@ -17,16 +17,19 @@ from ..edge.calls.call import Context
 from ..edge.failures.errors import LocatedError
 from ..services.messages.json_values import (
     CAPTION_LENGTHS,
+    REFINEMENTS,
+    Found,
+    Response,
     absence_values,
     abstention_values,
-    box_values,
     finish_reason,
     metrics_values,
     outline_values,
-    point_values,
+    places_by_name,
     reasoning_values,
     spatial_ref,
 )
+from ..services.messages.task_fields import holder, short_path
 from ..services.vision import VisionService
 from .model import INPUTS
 from .tensors import Tensor, tensors
@@ -37,8 +40,12 @@ _NAMES = {
     "min_score": "THRESHOLD",
     "abstention.objects": "PRESUPPOSES",
     "abstention.max_absence": "MAX_ABSENCE",
+    "refinement": "REFINE",
+    "options.adapter": "ADAPTER",
 }
-"""The inputs that have another name than their field of kestrel.v1."""
+"""The inputs that have another name than their field of kestrel.v1, or than the engine's."""
+_ONLY = {"images": "IMAGE", "objects": "OBJECT"}
+"""The inputs that are the only element of a list."""
 _CHANNELS = {
     1: common_pb2.PIXEL_FORMAT_GRAY8,
     3: common_pb2.PIXEL_FORMAT_RGB8,
@@ -93,18 +100,23 @@ def asked(request: inference.ModelInferRequest, vision: VisionService) -> Asked:
 
 @contextmanager
 def located() -> Iterator[None]:
-    """Raises a service's RequestError as a LocatedError that names the input."""
+    """Raises a service's error as a LocatedError that names the input."""
     try:
         yield
     except RequestError as error:
         raise LocatedError(error, _input_of(error.field)) from error
+    except LocatedError as error:
+        raise LocatedError(error.error, _input_of(error.path)) from error
 
 
-def _input_of(field: str) -> str:
-    """Returns the input for a field of kestrel.v1, such as "spatial_refs[2]". Returns other names unchanged."""
-    path, bracket, index = field.partition("[")
-    name = _NAMES.get(path) or path.removeprefix("sampling.").partition(".")[0].upper()
-    return f"{name}{bracket}{index.partition('.')[0]}" if name in INPUTS else field
+def _input_of(path: str) -> str:
+    """Returns the input for a field of kestrel.v1, such as "query.spatial_refs[2]", or for the engine's name of it.
+    Returns other names unchanged."""
+    root, bracket, index = short_path(path).partition("[")
+    if root in _ONLY:
+        return _ONLY[root]
+    name = _NAMES.get(root) or root.partition(".")[0].upper()
+    return f"{name}{bracket}{index.partition('.')[0]}" if name in INPUTS else path
 
 
 class _Inputs:
@@ -148,25 +160,24 @@ class _Inputs:
 
     def fill(self, request: Any, skill: str) -> None:
         """Image, sampling and the number of objects, which the requests of all skills share."""
+        task = getattr(request, skill)
         if "IMAGE" in self._found:
-            self._fill_image(request.image)
+            self._fill_image(request.images.add() if skill == "query" else request.image)
         elif skill != "query":
             raise InvalidRequest("IMAGE", f"is required for the skill {skill}")
         for name in ("TEMPERATURE", "TOP_P"):
             if name in self._found:
-                setattr(request.sampling, name.lower(), self._found[name].only())
-        if "THRESHOLD" in self._found and "min_score" in request.DESCRIPTOR.fields_by_name:
-            request.min_score = self._found["THRESHOLD"].only()
+                setattr(task.sampling, name.lower(), self._found[name].only())
+        if "THRESHOLD" in self._found and "min_score" in task.DESCRIPTOR.fields_by_name:
+            task.min_score = self._found["THRESHOLD"].only()
         if adapter := self.text("ADAPTER"):
             request.options.adapter = adapter
-        for name, holder in (
-            ("MAX_TOKENS", request.sampling),
-            ("MAX_REASONING_TOKENS", request.sampling),
-            ("MAX_OBJECTS", request),
-        ):
-            field = name.lower()
-            if name in self._found and field in holder.DESCRIPTOR.fields_by_name:
-                setattr(holder, field, self._positive(name))
+        for name in ("MAX_TOKENS", "MAX_REASONING_TOKENS"):
+            if name in self._found:
+                value = self._positive(name)
+                setattr(holder(task, name.lower(), name), name.lower(), value)
+        if "MAX_OBJECTS" in self._found and "max_objects" in task.DESCRIPTOR.fields_by_name:
+            task.max_objects = self._positive("MAX_OBJECTS")
 
     def spatial_refs(self) -> list[common_pb2.SpatialRef]:
         """JSON: a list of [x, y] and [x_min, y_min, x_max, y_max]."""
@@ -179,18 +190,18 @@ class _Inputs:
             refs.append(spatial_ref(item, where))
         return refs
 
-    def fill_abstention(self, request: pb.QueryRequest) -> None:
+    def fill_abstention(self, task: pb.QueryTask) -> None:
         """PRESUPPOSES is JSON: a list of names."""
         name = "PRESUPPOSES"
         for index, item in enumerate(self._items(name, "names of objects")):
             if not isinstance(item, str):
                 raise InvalidRequest(f"{name}[{index}]", "must be a string")
             try:
-                request.abstention.objects.append(item)
+                task.abstention.objects.append(item)
             except UnicodeEncodeError:
                 raise InvalidRequest(f"{name}[{index}]", "has half of a surrogate pair") from None
-        if "MAX_ABSENCE" in self._found and request.HasField("abstention"):
-            request.abstention.max_absence = self._found["MAX_ABSENCE"].only()
+        if "MAX_ABSENCE" in self._found and task.HasField("abstention"):
+            task.abstention.max_absence = self._found["MAX_ABSENCE"].only()
 
     def _items(self, name: str, what: str) -> list[Any]:
         """The list that an input holds as JSON. Empty if the input is not given or empty."""
@@ -244,14 +255,14 @@ class _Inputs:
 
 
 def _query(inputs: _Inputs, vision: VisionService) -> Asked:
-    request = pb.QueryRequest(
+    task = pb.QueryTask(
         question=inputs.required("QUESTION", "query"),
         reasoning=inputs.flag("REASONING"),
         spatial_refs=inputs.spatial_refs(),
+        system=inputs.text("SYSTEM"),
     )
-    if (system := inputs.text("SYSTEM")) is not None:
-        request.system = system
-    inputs.fill_abstention(request)
+    inputs.fill_abstention(task)
+    request = pb.QueryRequest(query=task)
     inputs.fill(request, "query")
     if inputs.flag("STREAM"):
         return Asked(request, vision.StreamQuery, True, _query_values)
@@ -262,7 +273,7 @@ def _caption(inputs: _Inputs, vision: VisionService) -> Asked:
     length = inputs.text("LENGTH") or "normal"
     if length not in CAPTION_LENGTHS:
         raise InvalidRequest("LENGTH", f"must be short, normal or long, got {length[:40]!r}")
-    request = pb.CaptionRequest(length=CAPTION_LENGTHS[length])
+    request = pb.CaptionRequest(caption=pb.CaptionTask(length=CAPTION_LENGTHS[length]))
     inputs.fill(request, "caption")
     if inputs.flag("STREAM"):
         return Asked(request, vision.StreamCaption, True, _caption_values)
@@ -270,25 +281,26 @@ def _caption(inputs: _Inputs, vision: VisionService) -> Asked:
 
 
 def _point(inputs: _Inputs, vision: VisionService) -> Asked:
-    request = pb.PointRequest(
-        object=inputs.required("OBJECT", "point"), spatial_refs=inputs.spatial_refs()
-    )
+    request = pb.PointRequest()
+    request.point.objects.append(inputs.required("OBJECT", "point"))
+    request.point.spatial_refs.extend(inputs.spatial_refs())
     inputs.fill(request, "point")
-    return Asked(request, vision.Point, False, _point_values)
+    return Asked(request, vision.Point, False, lambda found: _found_values(found, "points"))
 
 
 def _detect(inputs: _Inputs, vision: VisionService) -> Asked:
-    request = pb.DetectRequest(object=inputs.required("OBJECT", "detect"))
+    request = pb.DetectRequest()
+    request.detect.objects.append(inputs.required("OBJECT", "detect"))
     inputs.fill(request, "detect")
-    return Asked(request, vision.Detect, False, _detect_values)
+    return Asked(request, vision.Detect, False, lambda found: _found_values(found, "objects"))
 
 
 def _segment(inputs: _Inputs, vision: VisionService) -> Asked:
-    request = pb.SegmentRequest(
-        object=inputs.required("OBJECT", "segment"), spatial_refs=inputs.spatial_refs()
-    )
+    request = pb.SegmentRequest()
+    request.segment.objects.append(inputs.required("OBJECT", "segment"))
+    request.segment.spatial_refs.extend(inputs.spatial_refs())
     if inputs.has("REFINE"):
-        request.refine = inputs.flag("REFINE")
+        request.segment.refinement = REFINEMENTS[inputs.flag("REFINE")]
     inputs.fill(request, "segment")
     return Asked(request, vision.Segment, False, _segment_values)
 
@@ -303,33 +315,30 @@ _SKILLS = {
 
 
 def _query_values(response: pb.QueryResponse) -> Values:
-    values = _values(response, answer=response.answer)
-    if response.HasField("reasoning"):
-        values["reasoning"] = reasoning_values(response.reasoning)
+    (answer,) = response.answers
+    values = _values(response, answer=answer.text)
+    if answer.HasField("reasoning"):
+        values["reasoning"] = reasoning_values(answer.reasoning)
     return values | abstention_values(response)
 
 
 def _caption_values(response: pb.CaptionResponse) -> Values:
-    return _values(response, caption=response.caption)
+    (caption,) = response.captions
+    return _values(response, caption=caption.text)
 
 
-def _point_values(response: pb.PointResponse) -> Values:
-    points = [point_values(point) for point in response.points]
-    return _values(response, points=points, **absence_values(response))
-
-
-def _detect_values(response: pb.DetectResponse) -> Values:
-    objects = [box_values(box) for box in response.objects]
-    return _values(response, objects=objects, **absence_values(response))
+def _found_values(response: Found, key: str) -> Values:
+    (search,), (places,) = response.searches, places_by_name(response)
+    return _values(response, **{key: places}, **absence_values(search))
 
 
 def _segment_values(response: pb.SegmentResponse) -> Values:
     return _values(response, **outline_values(response))
 
 
-def _values(response: Any, **output: Any) -> Values:
+def _values(response: Response, **output: Any) -> Values:
     return {
-        "request_id": response.request_id,
+        "request_id": response.info.request_id,
         "finish_reason": finish_reason(response),
         **output,
         "metrics": metrics_values(response),

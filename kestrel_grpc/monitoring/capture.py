@@ -78,6 +78,8 @@ class _Failed:
 
     message: Any
     """The request, or the ReceivedParts of an upload."""
+    opening: Any
+    """As Call.opening."""
     facts: dict[str, Any]
     stored: Mapping[str, bytes | np.ndarray]
     """The stored images that the request names, by id, as far as they were found."""
@@ -128,7 +130,10 @@ class Capture:
             return
         engine = self._served.loaded
         facts = _facts(call, None if engine is None else engine.info)
-        failed = _Failed(call.message, facts, call.stored, self._with_images, call.request_id)
+        failed = _Failed(
+            *(call.message, call.opening, facts),
+            *(call.stored, self._with_images, call.request_id),
+        )
         task = asyncio.create_task(self._write(failed))
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)
@@ -169,8 +174,8 @@ class Capture:
 def described(failed: _Failed) -> dict[str, Any]:
     """The contents of the file.
 
-    The request is in protobuf's JSON form, with the field names of the .proto files. The requests of an upload are a
-    list.
+    The request is in protobuf's JSON form, with the field names of the .proto files. The messages of an upload and of a
+    stream of frames are a list.
     """
     if isinstance(failed.message, ReceivedParts):
         request, left_out = _describe_upload(failed.message, failed.with_image)
@@ -179,21 +184,16 @@ def described(failed: _Failed) -> dict[str, Any]:
     return {
         "kestrel_capture": FORMAT,
         **failed.facts,
-        "picture_left_out": left_out,
+        "images_left_out": left_out,
         "request": request,
     }
 
 
-def _describe_request(failed: _Failed) -> tuple[Any, dict[str, Any] | None]:
-    """The request, and the facts about its image if the image is left out. If several are, ``more`` holds the facts
-    about the others, and their fields stay, empty."""
-    request = type(failed.message)()
-    request.CopyFrom(failed.message)
-    images = request_images(request)
-    if (options := request_options(request)) is not None:
-        options.ClearField("cache_salt")
+def _describe_request(failed: _Failed) -> tuple[Any, list[dict[str, Any]]]:
+    """The request, and the facts about its images that are left out, whose fields stay, empty."""
+    request = _without_salt(failed.message)
     left_out: list[dict[str, Any]] = []
-    for image in images:
+    for image in request_images(request):
         source = image.WhichOneof("source")
         if source == "image_id" and image.image_id in failed.stored:
             _inline(image, failed.stored[image.image_id])
@@ -201,23 +201,27 @@ def _describe_request(failed: _Failed) -> tuple[Any, dict[str, Any] | None]:
             left_out.append({**_image_facts(image), "source": source})
             for name in ("encoded", "raw", "image_id"):
                 image.ClearField(name)
-    if not left_out:
-        return _plain(request), None
-    if len(images) == 1 and "image" in request.DESCRIPTOR.fields_by_name:
-        request.ClearField("image")
-    first, *more = left_out
-    return _plain(request), {**first, "more": more} if more else first
+    if failed.opening is None:
+        return _plain(request), left_out
+    return [_plain(_without_salt(failed.opening)), _plain(request)], left_out
 
 
-def _describe_upload(
-    received: ReceivedParts, with_image: bool
-) -> tuple[Any, dict[str, Any] | None]:
+def _without_salt(message: Any) -> Any:
+    """A copy of a request without the cache_salt of its options."""
+    copy = type(message)()
+    copy.CopyFrom(message)
+    if (options := request_options(copy)) is not None:
+        options.ClearField("cache_salt")
+    return copy
+
+
+def _describe_upload(received: ReceivedParts, with_image: bool) -> tuple[Any, list[dict[str, Any]]]:
     """The messages of an upload, with all chunks in one message, and the facts about the image if it is left out."""
     data = b"".join(received.chunks)
     sent = [image_service_pb2.UploadImageRequest(info=received.info)] if received.info else []
     if with_image:
         sent.append(image_service_pb2.UploadImageRequest(chunk=data))
-    left_out = None if with_image else {"source": "upload", **_data_facts(data)}
+    left_out = [] if with_image else [{"source": "upload", **_data_facts(data)}]
     return [_plain(message) for message in sent], left_out
 
 

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 _LAST_S = 10.0
 SUFFIX = ".trace.json.gz"
-DEFAULT_SECONDS, MAX_SECONDS, MIN_SECONDS = 10.0, 60.0, 0.1
+DEFAULT_MS, MAX_MS, MIN_MS = 10_000, 60_000, 100
 DEFAULT_STEPS, MAX_STEPS = 500, 10_000
 
 

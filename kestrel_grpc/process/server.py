@@ -55,7 +55,6 @@ from ..images.upload import UploadRoom
 from ..kserve import service as kserve
 from ..logs.records import log_lifecycle
 from ..model_changes import LoadModel, ModelChanges
-from ..model_names import split_model
 from ..monitoring.access_log import AccessLog
 from ..monitoring.call_statistics import CallStatistics
 from ..monitoring.capture import Capture
@@ -239,7 +238,6 @@ class KestrelServer:
                 f"{KSERVE_METHODS}ModelStreamInfer": StreamKind(kserve.refuse),
                 f"{VISION_METHODS}StreamFrames": FRAMES,
             },
-            lambda options: split_model(options, self.served.names),
         )
         self._health.start()
         if http.http_listen:

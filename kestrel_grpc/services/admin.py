@@ -7,32 +7,32 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from kestrel_client._pb.kestrel.v1 import admin_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceServicer
-from kestrel_engine import InferenceEngine, InvalidRequest, RequestError, clock
+from kestrel_engine import InvalidRequest, clock
 
 from ..edge.calls.call import Context
 from ..edge.calls.current_call import current_call
 from ..edge.calls.request_ids import valid_request_id
-from ..edge.failures.errors import LocatedError
 from ..images.store import ImageStore
 from ..model_changes import Loading, ModelChanges
 from ..monitoring.call_statistics import CallStatistics, MethodCounts
 from ..monitoring.capture import DEFAULT_REQUESTS, MAX_REQUESTS, Capture
 from ..monitoring.profiles import (
-    DEFAULT_SECONDS,
+    DEFAULT_MS,
     DEFAULT_STEPS,
-    MAX_SECONDS,
+    MAX_MS,
     MAX_STEPS,
-    MIN_SECONDS,
+    MIN_MS,
     Profiles,
 )
 from ..security.admission.guard import Guard
 from ..served_model import ServedModels
-from .messages.responses import rounded_s
+from .messages.options import checked_model_name
+from .model import adapter_message, named_model
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _LEVELS = {
     pb.LOG_LEVEL_WARNING: logging.WARNING,
     pb.LOG_LEVEL_ERROR: logging.ERROR,
 }
-_MOST_GRACE_S = 86_400
+_MOST_GRACE_MS = 86_400_000
 _NAMES = {level: name for name, level in _LEVELS.items()}
 
 
@@ -77,10 +77,7 @@ class AdminService(AdminServiceServicer):
         self, request: pb.CancelRequestRequest, context: Context
     ) -> pb.CancelRequestResponse:
         if not valid_request_id(request.request_id):
-            error = InvalidRequest(
-                "request_id", "must be 1 to 128 visible ASCII characters (! to ~)"
-            )
-            raise LocatedError(error, "request_id")
+            raise InvalidRequest("request_id", "must be 1 to 128 visible ASCII characters (! to ~)")
         count = sum(engine.cancel(request.request_id) for engine in self._served.engines)
         _log_action("cancel %d requests with id %s", count, request.request_id)
         return pb.CancelRequestResponse(cancelled_requests=count)
@@ -92,7 +89,7 @@ class AdminService(AdminServiceServicer):
             await engine.flush_caches()
         removed = self._images.clear() if request.stored_images else 0
         _log_action("flush caches and %d stored images", removed)
-        return pb.FlushCachesResponse(forgotten_images=removed)
+        return pb.FlushCachesResponse(deleted_images=removed)
 
     async def SetLogLevel(
         self, request: pb.SetLogLevelRequest, context: Context
@@ -115,19 +112,15 @@ class AdminService(AdminServiceServicer):
     async def StartProfile(
         self, request: pb.StartProfileRequest, context: Context
     ) -> pb.StartProfileResponse:
-        seconds = request.seconds if request.HasField("seconds") else DEFAULT_SECONDS
-        steps = request.steps if request.HasField("steps") else DEFAULT_STEPS
-        if not MIN_SECONDS <= seconds <= MAX_SECONDS:
-            raise InvalidRequest("seconds", f"must be {MIN_SECONDS:g} to {MAX_SECONDS:g}")
-        if not 1 <= steps <= MAX_STEPS:
-            raise InvalidRequest("steps", f"must be 1 to {MAX_STEPS}")
+        duration_ms = _in_range(request, "duration_ms", MIN_MS, MAX_MS, DEFAULT_MS)
+        steps = _in_range(request, "steps", 1, MAX_STEPS, DEFAULT_STEPS)
         file = await self._profiles.start(
             self._served.loaded,
-            seconds=seconds,
+            seconds=duration_ms / 1e3,
             steps=steps,
             python_functions=request.python_functions,
         )
-        _log_action("profile %s of %g s or %d steps", file, seconds, steps)
+        _log_action("profile %s of %d ms or %d steps", file, duration_ms, steps)
         return pb.StartProfileResponse(file=file)
 
     async def StopProfile(
@@ -137,21 +130,19 @@ class AdminService(AdminServiceServicer):
         return pb.StopProfileResponse(
             file=os.path.basename(profile.path),
             size_bytes=profile.file_bytes,
-            seconds=rounded_s(profile.seconds),
+            duration_ms=_rounded_ms(profile.seconds),
             steps=profile.steps,
         )
 
     async def StartCapture(
         self, request: pb.StartCaptureRequest, context: Context
     ) -> pb.StartCaptureResponse:
-        requests = request.requests if request.HasField("requests") else DEFAULT_REQUESTS
-        if not 1 <= requests <= MAX_REQUESTS:
-            raise InvalidRequest("requests", f"must be 1 to {MAX_REQUESTS}")
-        self._capture.start(requests, images=request.pictures)
+        requests = _in_range(request, "requests", 1, MAX_REQUESTS, DEFAULT_REQUESTS)
+        self._capture.start(requests, images=request.images)
         _log_action(
             "capture %d failing requests, %s images",
             requests,
-            "with" if request.pictures else "without",
+            "with" if request.images else "without",
         )
         return pb.StartCaptureResponse(requests=requests)
 
@@ -165,72 +156,60 @@ class AdminService(AdminServiceServicer):
     async def LoadModel(  # type: ignore[override]
         self, request: pb.LoadModelRequest, context: Context
     ) -> None:
-        _log_action("load model %s", request.model[:200])
-        try:
-            events = self._models.load(request.model, make_default=request.make_default)
-        except InvalidRequest as error:
-            raise LocatedError(error, "model") from error
+        _log_action("load model %s", request.source[:200])
+        events = self._models.load(
+            request.source, request.settings, make_default=request.make_default
+        )
         await current_call().accept()
         async for event in events:
             if isinstance(event, Loading):
                 progress = pb.LoadingProgress(step=event.step, done=event.done, total=event.total)
                 await context.write(pb.LoadModelResponse(progress=progress))
             else:
-                final = pb.LoadedModel(
-                    name=event.name, device=event.device, seconds=rounded_s(event.seconds)
-                )
+                final = pb.LoadedModel(model=event.name, load_ms=_rounded_ms(event.seconds))
                 await context.write(pb.LoadModelResponse(final=final))
 
     async def UnloadModel(
         self, request: pb.UnloadModelRequest, context: Context
     ) -> pb.UnloadModelResponse:
-        grace_s = request.grace_seconds if request.HasField("grace_seconds") else self._grace_s
-        if not 0 <= grace_s <= _MOST_GRACE_S:
-            raise InvalidRequest("grace_seconds", f"must be 0 to {_MOST_GRACE_S}")
-        _log_action("unload model %s", request.name[:200])
-        await self._models.unload(request.name, grace_s)
+        name = checked_model_name(request.model)
+        grace_ms = _in_range(request, "grace_ms", 0, _MOST_GRACE_MS, round(1e3 * self._grace_s))
+        _log_action("unload model %s", name)
+        await self._models.unload(name, grace_ms / 1e3)
         return pb.UnloadModelResponse()
 
     async def SetDefaultModel(
         self, request: pb.SetDefaultModelRequest, context: Context
     ) -> pb.SetDefaultModelResponse:
-        previous = self._models.make_default(request.name)
-        _log_action("default model %s in place of %s", request.name, previous)
-        return pb.SetDefaultModelResponse(previous=previous)
+        name = checked_model_name(request.model)
+        previous = self._models.make_default(name)
+        _log_action("default model %s in place of %s", name, previous)
+        return pb.SetDefaultModelResponse(previous_model=previous)
 
     async def LoadAdapter(
         self, request: pb.LoadAdapterRequest, context: Context
     ) -> pb.LoadAdapterResponse:
-        engine = self._engine_of(request)
-        with _located("name"):
-            num_bytes = await engine.load_adapter(request.name)
-        _log_action("load adapter %s", request.name)
-        return pb.LoadAdapterResponse(adapter_bytes=num_bytes)
+        engine = named_model(self._served, request).engine
+        num_bytes = await engine.load_adapter(request.adapter)
+        _log_action("load adapter %s", request.adapter)
+        return pb.LoadAdapterResponse(adapter=adapter_message(request.adapter, num_bytes))
 
     async def UnloadAdapter(
         self, request: pb.UnloadAdapterRequest, context: Context
     ) -> pb.UnloadAdapterResponse:
-        engine = self._engine_of(request)
-        with _located("name"):
-            was_loaded = engine.unload_adapter(request.name)
-        _log_action("unload adapter %s", request.name)
+        engine = named_model(self._served, request).engine
+        was_loaded = engine.unload_adapter(request.adapter)
+        _log_action("unload adapter %s", request.adapter)
         return pb.UnloadAdapterResponse(was_loaded=was_loaded)
-
-    def _engine_of(
-        self, request: pb.LoadAdapterRequest | pb.UnloadAdapterRequest
-    ) -> InferenceEngine:
-        """Raises ModelNotReady, ShuttingDown, ModelNotFoundError."""
-        with _located("model"):
-            return self._served.engine(request.model if request.HasField("model") else None)
 
     async def GetStatistics(
         self, request: pb.GetStatisticsRequest, context: Context
     ) -> pb.GetStatisticsResponse:
         response = pb.GetStatisticsResponse(
-            uptime_seconds=rounded_s(clock.now() - self._started_at),
+            uptime_ms=_rounded_ms(clock.now() - self._started_at),
             calls=self._guard.admission.calls,
             held_bytes=self._guard.held_bytes,
-            refused_calls=self._guard.refused,
+            limited_calls=self._guard.limited,
             stored_images=len(self._images),
             stored_image_bytes=self._images.size_bytes,
             methods=[
@@ -261,11 +240,11 @@ def _method_statistics(method: str, counts: MethodCounts) -> pb.MethodStatistics
         input_tokens=counts.input_tokens,
         output_tokens=counts.output_tokens,
         cached_tokens=counts.cached_tokens,
-        total_seconds=rounded_s(counts.total_s),
-        preprocess_seconds=rounded_s(counts.preprocess_s),
-        queue_seconds=rounded_s(counts.queue_s),
-        prefill_seconds=rounded_s(counts.prefill_s),
-        decode_seconds=rounded_s(counts.decode_s),
+        total_ms=_rounded_ms(counts.total_s),
+        preprocess_ms=_rounded_ms(counts.preprocess_s),
+        queue_ms=_rounded_ms(counts.queue_s),
+        prefill_ms=_rounded_ms(counts.prefill_s),
+        decode_ms=_rounded_ms(counts.decode_s),
     )
 
 
@@ -277,13 +256,18 @@ def _find_logger(module: str) -> logging.Logger:
     return logging.getLogger(module)
 
 
-@contextmanager
-def _located(path: str) -> Iterator[None]:
-    """Raises errors of a request with the path of the field in the requests of this service."""
-    try:
-        yield
-    except RequestError as error:
-        raise LocatedError(error, path) from error
+def _in_range(request: Any, name: str, least: int, most: int, default: int) -> int:
+    """The value of an optional field. Raises InvalidRequest."""
+    if not request.HasField(name):
+        return default
+    value: int = getattr(request, name)
+    if not least <= value <= most:
+        raise InvalidRequest(name, f"is {value}; must be {least} to {most}")
+    return value
+
+
+def _rounded_ms(duration_s: float) -> float:
+    return round(1e3 * duration_s, 3)
 
 
 def _log_action(action: str, *arguments: object) -> None:

@@ -9,16 +9,19 @@ import platform
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from kestrel_client._pb.kestrel.v1 import model_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceServicer
-from kestrel_engine import IMAGE_FORMATS, InvalidRequest
+from kestrel_engine import IMAGE_FORMATS
 
 from .. import __version__
 from ..edge.calls.call import Context
 from ..monitoring.load import LoadMeter
 from ..served_model import ServedModel, ServedModels, State
 from .answers.analysis import MAX_TASKS
+from .messages.options import checked_model_name
+from .paging import page_of
 
 API_VERSION = "kestrel.v1"
 
@@ -52,7 +55,7 @@ _FORMATS = {
 
 
 class ModelService(ModelServiceServicer):
-    """Reads the models' states for every call. Limits and capabilities are those of the default model."""
+    """Reads the models' states for every call. Limits are those of the default model."""
 
     def __init__(
         self,
@@ -70,36 +73,33 @@ class ModelService(ModelServiceServicer):
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Context
     ) -> pb.ListModelsResponse:
-        return pb.ListModelsResponse(models=[_model(each) for each in self._served])
+        default, *others = self._served
+        items = [("", default), *sorted((each.name, each) for each in others)]
+        shown, token = page_of(request, items, "models")
+        return pb.ListModelsResponse(models=map(_model, shown), next_page_token=token)
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
-        name = request.name if request.HasField("name") else None
-        if name is not None and not 1 <= len(name) <= 512:
-            raise InvalidRequest("name", "must have 1 to 512 characters")
-        return pb.GetModelResponse(model=_model(self._served.model(name, field="name")))
+        return pb.GetModelResponse(model=_model(named_model(self._served, request)))
+
+    async def ListAdapters(
+        self, request: pb.ListAdaptersRequest, context: Context
+    ) -> pb.ListAdaptersResponse:
+        model = named_model(self._served, request)
+        known = {} if model.loaded is None else await model.loaded.list_adapters()
+        adapters = [(name, adapter_message(name, size)) for name, size in known.items()]
+        shown, token = page_of(request, adapters, f"adapters of {model.name}")
+        return pb.ListAdaptersResponse(adapters=shown, next_page_token=token)
 
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
-        config, engine = self._served.config, self._served.loaded
-        device = engine.info.device if engine is not None else config.device
-        driver_name = engine.info.device_name if engine is not None else ""
         return pb.GetServerInfoResponse(
             server_version=__version__,
             api_version=API_VERSION,
             library_versions=self._versions,
-            device="" if device == "auto" else device,
-            device_name=_cpu_name() if device == "cpu" else driver_name,
-            dtype=engine.info.dtype if engine is not None else "",
             default_model=self._served.name,
-            weights_fingerprint=engine.info.weights_fingerprint if engine is not None else "",
             limits=self._limits(),
-            capabilities=pb.ServerCapabilities(
-                skills=engine.info.skills if engine is not None else (),
-                image_formats=[_FORMATS.get(name, name.lower()) for name in IMAGE_FORMATS],
-                reasoning=True,
-                spatial_refs=True,
-            ),
+            image_formats=[_FORMATS.get(name, name.lower()) for name in IMAGE_FORMATS],
         )
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
@@ -124,7 +124,7 @@ class ModelService(ModelServiceServicer):
         )
 
     def _limits(self) -> pb.ServerLimits:
-        config, engine = self._served.config, self._served.loaded
+        config = self._served.config
         images = config.image_limits
         return pb.ServerLimits(
             max_message_bytes=self._max_message_bytes,
@@ -132,12 +132,6 @@ class ModelService(ModelServiceServicer):
             max_image_pixels=images.max_pixels,
             max_image_aspect_ratio=images.max_aspect_ratio,
             max_text_bytes=config.max_text_bytes,
-            max_context_positions=engine.info.max_context
-            if engine is not None
-            else config.max_seq_length or 0,
-            max_batch_size=engine.info.max_batch_size
-            if engine is not None
-            else config.max_batch_size or 0,
             max_queue=config.max_queue,
             default_max_tokens=min(
                 config.default_max_tokens, config.max_new_tokens or config.default_max_tokens
@@ -153,23 +147,51 @@ class ModelService(ModelServiceServicer):
         )
 
 
+def named_model(served: ServedModels, request: Any) -> ServedModel:
+    """The model that a request names in its field ``model``; the default one if it names none. Raises InvalidRequest,
+    ModelNotFoundError."""
+    if not request.HasField("model"):
+        return served.default
+    return served.model(checked_model_name(request.model))
+
+
+def adapter_message(name: str, size_bytes: int) -> pb.Adapter:
+    """``size_bytes``: 0 for an adapter that is not loaded."""
+    return pb.Adapter(name=name, loaded=size_bytes > 0, size_bytes=size_bytes)
+
+
 def _model(served: ServedModel) -> pb.Model:
+    config, engine = served.config, served.loaded
+    device = config.device if engine is None else engine.info.device
     model = pb.Model(
         name=served.name,
-        default_max_objects=served.config.default_max_objects,
         license=_LICENSES.get(served.name, ""),
         state=_STATES[served.state],
+        device="" if device == "auto" else device,
+        device_name=_cpu_name() if device == "cpu" else "",
+        max_batch_size=config.max_batch_size or 0,
     )
-    if served.loaded is not None:
-        info = served.loaded.info
-        model.family = info.family
-        model.context_positions = info.max_context
-        model.image_positions = info.image_positions
-        model.skills.extend(info.skills)
-        model.weights_fingerprint = info.weights_fingerprint
-        model.parameter_count = info.num_parameters
-        model.refines = info.refines
-        model.calibrated_scores.extend(info.calibrated)
+    if engine is None:
+        return model
+    info = engine.info
+    model.MergeFrom(
+        pb.Model(
+            family=info.family,
+            context_positions=info.max_context,
+            image_positions=info.image_positions,
+            skills=[
+                pb.Skill(name=each.name, description=each.description, arguments_schema=each.schema)
+                for each in engine.skills
+            ],
+            device_name=info.device_name,
+            dtype=info.dtype,
+            max_batch_size=info.max_batch_size,
+            weights_fingerprint=info.weights_fingerprint,
+            num_parameters=info.num_parameters,
+            refines=info.refines,
+            calibrated_scores=info.calibrated,
+        )
+    )
     return model
 
 
@@ -181,6 +203,7 @@ def _version(name: str) -> str:
         return ""
 
 
+@cache
 def _cpu_name() -> str:
     """The processor's model name on Linux, its architecture on other systems."""
     try:

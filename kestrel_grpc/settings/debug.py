@@ -56,7 +56,6 @@ class DebugConfig:
         False,
         DEBUG,
         "allow captures to hold images of the requests",
-        aliases=("--capture-pictures",),
         bare="on",
     )
     capture_max_files: int = setting(

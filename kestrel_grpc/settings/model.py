@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 from collections.abc import Container, Iterable, Mapping
 from difflib import get_close_matches
@@ -42,6 +43,7 @@ DEVICE_FLAGS = (*SOURCE_FLAGS, "device")
 
 MOST_MODELS = 16
 _MOST_TEXT = 4096
+_MOST_SETTINGS, _MOST_KEY = 64, 64
 _PLACES = frozenset(
     {
         *("model_path", "tokenizer_path", "refiner", "calibration"),
@@ -113,39 +115,64 @@ def runtime_configs(args: argparse.Namespace) -> tuple[RuntimeConfig, ...]:
 
 
 def other_model(
-    base: RuntimeConfig, text: str, folders: Iterable[str] = (), named: Container[str] = ()
+    base: RuntimeConfig,
+    source: str,
+    settings: Mapping[str, str],
+    folders: Iterable[str] = (),
+    named: Container[str] = (),
 ) -> RuntimeConfig:
-    """The configuration of a further model, ``text`` as behind ``--model``, with the settings of ``base`` otherwise.
-    A caller may only name files in ``folders``, and the models ``named`` at the start. Raises InvalidRequest."""
-    if not 1 <= len(text) <= _MOST_TEXT:
-        raise InvalidRequest("model", f"must have 1 to {_MOST_TEXT} characters")
-    name, *overrides = text.split(",")
+    """The configuration of a further model: ``source`` as `--model`, ``settings`` by the names of their flags, and the
+    settings of ``base`` otherwise. A caller may only name files in ``folders``, and the models ``named`` at the start.
+    Raises InvalidRequest."""
+    if not 1 <= len(source) <= _MOST_TEXT:
+        raise InvalidRequest("source", f"must have 1 to {_MOST_TEXT} characters")
+    if len(settings) > _MOST_SETTINGS:
+        raise InvalidRequest(
+            "settings", f"has {len(settings)} settings; the limit is {_MOST_SETTINGS}"
+        )
+    values: dict[str, Any] = {}
+    for key, text in sorted(settings.items()):
+        where = _entry(key)
+        if not 1 <= len(key) <= _MOST_KEY:
+            raise InvalidRequest(
+                where, f"has a name of {len(key)} characters; must be 1 to {_MOST_KEY}"
+            )
+        if len(text) > _MOST_TEXT:
+            raise InvalidRequest(where, f"has {len(text)} characters; the limit is {_MOST_TEXT}")
+        try:
+            field, value = _override(key, text)
+        except SettingsError as error:
+            raise InvalidRequest(where, str(error)) from None
+        if field in _PLACES and value not in _NO_PLACES:
+            _check_place(where, str(value), folders, named)
+        values[field] = value
+    if not maintenance.is_model_name(source):
+        _check_place("source", source, folders, named)
+    own = {"model_path": None, "tokenizer_path": None, **_one_pool(values)}
     try:
-        values = _overrides(overrides, "model")
-        if not maintenance.is_model_name(name):
-            _check_place("model", name, folders, named)
-        for field in _PLACES & values.keys():
-            if values[field] not in _NO_PLACES:
-                _check_place(field, str(values[field]), folders, named)
-        own = {"model_path": None, "tokenizer_path": None, **values}
-        config = dataclasses.replace(base, model=name, **own)
+        config = dataclasses.replace(base, model=source, **own)
         maintenance.check_model_names(config)
-    except SettingsError as error:
-        raise InvalidRequest("model", str(error).removeprefix("model: ")) from None
     except ConfigError as error:
-        raise InvalidRequest("model", f"{error.field}={error.value}: {error.limit}") from None
+        flag = _flags().get(error.field)
+        where = "source" if flag not in settings else _entry(str(flag))
+        raise InvalidRequest(where, f"{error.value}: {error.limit}") from None
     return config
 
 
-def _check_place(field: str, place: str, folders: Iterable[str], named: Container[str]) -> None:
+def _entry(key: str) -> str:
+    """The path of a setting in a request."""
+    return f'settings["{key[:_MOST_KEY]}"]'
+
+
+def _check_place(where: str, place: str, folders: Iterable[str], named: Container[str]) -> None:
     """Raises InvalidRequest for a file, folder or address that a caller may not name. Its text does not depend on what
     the disk holds."""
     if place in named:
         return
     if not any(_is_in(place, folder) for folder in folders):
         raise InvalidRequest(
-            "model",
-            f"{field}={place[:200]!r} is no known model, no hub id, and in no folder from which this server "
+            where,
+            f"{place[:200]!r} is no known model, no hub id, and in no folder from which this server "
             "loads models by path (--model-folders)",
         )
 
@@ -171,35 +198,55 @@ def config_error(error: ConfigError, args: argparse.Namespace) -> SettingsError:
 
 def _overrides(texts: Iterable[str], where: str) -> dict[str, Any]:
     """The fields that the settings behind a model's name set. ``where``: for errors. Raises SettingsError."""
-    values = dict(_override(each, where) for each in texts)
-    if not _POOL_SIZES.isdisjoint(values):  # They replace the one that applies to all models.
-        values = dict.fromkeys(_POOL_SIZES) | values
-    return values
+    values: dict[str, Any] = {}
+    for each in texts:
+        key, equals, value = each.partition("=")
+        if not equals:
+            raise SettingsError(f"{where}: {each!r} is not SETTING=VALUE of a model's setting")
+        try:
+            field, read = _override(key, value)
+        except SettingsError as error:
+            raise SettingsError(f"{where}: {key}={value}: {error}") from None
+        values[field] = read
+    return _one_pool(values)
 
 
-def _override(text: str, where: str) -> tuple[str, Any]:
-    """The field and the value of KEY=VALUE behind a model's name. ``where``: for errors. Raises SettingsError."""
-    key, equals, value = text.partition("=")
-    fields = {
-        setting.flag.removeprefix("--"): (field, setting)
+def _one_pool(values: dict[str, Any]) -> dict[str, Any]:
+    """``values``, with a size of the pool that replaces the one that applies to all models."""
+    if _POOL_SIZES.isdisjoint(values):
+        return values
+    return dict.fromkeys(_POOL_SIZES) | values
+
+
+@functools.cache
+def _flags() -> dict[str, str]:
+    """The names of the flags of a model's settings, without their dashes, by field."""
+    return {
+        field: setting.flag.removeprefix("--")
         for field, setting in settings_of(RuntimeConfig).items()
         if field != "model"
     }
-    if not equals or key not in fields:
+
+
+def _override(key: str, value: str) -> tuple[str, Any]:
+    """The field and the value of a setting, by the name of its flag. Raises SettingsError."""
+    fields = {flag: field for field, flag in _flags().items()}
+    if key not in fields:
         near = get_close_matches(key, fields, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise SettingsError(f"{where}: {text!r} is not SETTING=VALUE of a model's setting{hint}")
-    field, setting = fields[key]
+        raise SettingsError(f"is not a setting of a model{hint}")
+    field = fields[key]
+    setting = settings_of(RuntimeConfig)[field]
     if setting.kind == "bool":
         if value.lower() not in (*ON, *OFF):
-            raise SettingsError(f"{where}: {key} must be on or off")
+            raise SettingsError("must be on or off")
         return field, field_value(setting, "on" if value.lower() in ON else "off")
     try:
         parsed = parser_of(setting)(value)
     except ValueError as error:
-        raise SettingsError(f"{where}: {key}={value}: {error}") from None
+        raise SettingsError(str(error)) from None
     if setting.choices and parsed not in setting.choices:
-        raise SettingsError(f"{where}: {key} must be one of {', '.join(setting.choices)}")
+        raise SettingsError(f"must be one of {', '.join(setting.choices)}")
     return field, field_value(setting, parsed)
 
 

@@ -14,6 +14,7 @@ import grpc
 from kestrel_engine import ImageEvent, RequestEvent, StepEvent
 
 from ..edge.calls.call import Call
+from ..edge.messages.tasks import task_of
 from . import names
 
 Value: TypeAlias = str | int | float | bool | tuple[str, ...]
@@ -40,7 +41,7 @@ _SAMPLING = {
     "top_k": names.REQUEST_TOP_K,
     "seed": names.REQUEST_SEED,
 }
-"""By the field of ``Sampling``."""
+"""By the field of ``Sampling`` or of the task."""
 
 
 def of_call(call: Call) -> Attributes:
@@ -72,9 +73,9 @@ def _of_peer(peer: str) -> Attributes:
 
 
 def of_request(
-    event: RequestEvent, message: Any, *, model: str, image_positions: int, streaming: bool
+    event: RequestEvent, call: Call, *, model: str, image_positions: int, streaming: bool
 ) -> Attributes:
-    """The attributes of a finished request of the engine. ``message``: the call's message, which holds the sampling."""
+    """The attributes of a finished request of the engine, which ``call`` made."""
     metrics = event.metrics
     attributes: Attributes = {
         names.OPERATION: operation_of(event.skill),
@@ -88,7 +89,7 @@ def of_request(
         names.OUTPUT_TOKENS: metrics.output_tokens,
         names.REASONING_TOKENS: metrics.reasoning_tokens,
         names.CACHED_TOKENS: metrics.cached_tokens,
-        **_of_sampling(message),
+        **_of_sampling(_task(call, event.skill)),
     }
     if generates(event.skill):
         attributes[names.OUTPUT_TYPE] = "text" if event.skill in _TEXT_SKILLS else "json"
@@ -129,14 +130,19 @@ def of_image(event: ImageEvent) -> Attributes:
     return attributes
 
 
-def _of_sampling(message: Any) -> Attributes:
-    sampling = getattr(message, "sampling", None)
-    if sampling is None:
+def _task(call: Call, skill: str | None = None) -> Any:
+    return task_of(call.message if call.opening is None else call.opening, skill)
+
+
+def _of_sampling(task: Any) -> Attributes:
+    if task is None:
         return {}
+    holders = [task, task.sampling] if "sampling" in task.DESCRIPTOR.fields_by_name else []
     return {
-        name: getattr(sampling, field)
+        name: getattr(holder, field)
         for field, name in _SAMPLING.items()
-        if sampling.HasField(field)
+        for holder in holders
+        if field in holder.DESCRIPTOR.fields_by_name and holder.HasField(field)
     }
 
 
@@ -161,10 +167,11 @@ def of_step(event: StepEvent) -> Attributes:
 
 
 def content(call: Call) -> Attributes:
-    """The question or object of a request, and the answer, as JSON in the form of OpenTelemetry's convention."""
-    asked = getattr(call.message, "question", "") or getattr(call.message, "object", "")
+    """The question or the objects of a request, and the answer, as JSON in the form of OpenTelemetry's convention."""
+    task = _task(call)
+    asked = getattr(task, "question", "") or ", ".join(getattr(task, "objects", ()))
     attributes: Attributes = {}
-    if isinstance(asked, str) and asked:
+    if asked:
         attributes[names.INPUT_MESSAGES] = _messages("user", asked)
     if call.result is not None and call.result.output:
         output = call.result.output

@@ -69,7 +69,7 @@ class ServiceMetrics:
         self._reasoning = self._shared_rows = self._shared_groups = 0
         self._requests: Counter[tuple[str, str, str, str, str]] = Counter()
         self._principals: dict[str, _Usage] = {}
-        self._refused: Counter[str] = Counter()
+        self._unauthorized: Counter[str] = Counter()
         self._frames = dict.fromkeys(FRAME_OUTCOMES, 0)
         self._models = ModelGauges(self._observe)
         self.lora_info = self._models.lora_info
@@ -100,8 +100,10 @@ class ServiceMetrics:
         self._observe(names.REQUESTS, self._read_requests)
         self._observe(names.TOKENS, self._read_tokens)
         self._observe(
-            names.REFUSED_CALLS,
-            lambda: [Observation(n, {names.REASON: k}) for k, n in self._refused.copy().items()],
+            names.UNAUTHORIZED_CALLS,
+            lambda: [
+                Observation(n, {names.REASON: k}) for k, n in self._unauthorized.copy().items()
+            ],
         )
         self._observe(
             names.FRAMES,
@@ -204,8 +206,8 @@ class ServiceMetrics:
         if call.code in SERVER_ERRORS:
             attributes[names.ERROR_TYPE] = call.code.name
         self._call_duration.record(call.duration_ms / 1e3, attributes)
-        if call.code in _REFUSALS:
-            self._refused[call.reason] += 1
+        if call.code in _UNAUTHORIZED:
+            self._unauthorized[call.reason] += 1
         if call.frame:
             self._frames[call.frame] += 1
         usage = self._usage(call.principal.name)
@@ -280,7 +282,7 @@ class ServiceMetrics:
         return observations
 
 
-_REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+_UNAUTHORIZED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 _NO_SKILL = {names.SKILL: ""}
 _VISION, _PREFILL, _DECODE = ({names.PHASE: phase} for phase in ("vision", "prefill", "decode"))
 

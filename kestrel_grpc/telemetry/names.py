@@ -242,8 +242,8 @@ PRINCIPAL_TOKENS = Metric(
     "Tokens of the calls that ended with OK, by principal",
     (PRINCIPAL, TOKEN_TYPE),
 )
-REFUSED_CALLS = Metric(
-    "kestrel.calls.refused",
+UNAUTHORIZED_CALLS = Metric(
+    "kestrel.calls.unauthorized",
     "counter",
     "{call}",
     "Calls that ended with UNAUTHENTICATED or PERMISSION_DENIED, by the reason in their error",

@@ -219,7 +219,7 @@ class CallTracing:
             context=below,
             attributes=attributes.of_request(
                 event,
-                call.message,
+                call,
                 model=model,
                 image_positions=image_positions,
                 streaming=call.streams,

@@ -103,9 +103,12 @@ def jpeg(seed: int, width: int = 640, height: int = 480) -> bytes:
 
 def query(image: bytes | None = None, max_tokens: int = 3, **options: int) -> pb.QueryRequest:
     return pb.QueryRequest(
-        image=None if image is None else common_pb2.Image(encoded=image),
-        question="How many green crescents are there?",
-        sampling=common_pb2.Sampling(max_tokens=max_tokens, temperature=0),
+        images=[] if image is None else [common_pb2.Image(encoded=image)],
+        query=pb.QueryTask(
+            question="How many green crescents are there?",
+            max_tokens=max_tokens,
+            sampling={"temperature": 0},
+        ),
         options=common_pb2.RequestOptions(**options),
     )
 

@@ -25,8 +25,7 @@ NORMAL, HIGH = common_pb2.PRIORITY_NORMAL, common_pb2.PRIORITY_HIGH
 
 def query(max_tokens, priority=NORMAL, question="what?"):
     return pb.QueryRequest(
-        question=question,
-        sampling=common_pb2.Sampling(max_tokens=max_tokens, temperature=0),
+        query={"question": question, "max_tokens": max_tokens, "sampling": {"temperature": 0}},
         options=common_pb2.RequestOptions(priority=priority),
     )
 

@@ -28,9 +28,9 @@ from kestrel_client._pb.kestrel.v1 import (
     image_service_pb2_grpc,
     model_service_pb2,
     model_service_pb2_grpc,
-    vision_service_pb2,
     vision_service_pb2_grpc,
 )
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 
 ANSWER = "Two red circles — één is größer. 👍"
 REASONING = "I see 👀 a circle here."
@@ -51,7 +51,7 @@ LOGPROBS = common_pb2.Logprobs(
     mean=-0.875,
 )
 SVG_PATH = "M 0 0 L 1 0 L 1 1 L 0 1 z"
-SEED = 2**63 + 7
+SEED = 2**62 + 7
 IMAGE_ID = "img_" + 32 * "7"
 
 
@@ -67,103 +67,116 @@ class Peer(vision_service_pb2_grpc.VisionServiceServicer):
 
     # The unary methods.
 
-    def Query(self, request: Any, context: Any) -> vision_service_pb2.QueryResponse:
-        self._receive(request, request.question, context)
-        response = vision_service_pb2.QueryResponse(
-            answer=ANSWER, **self._common(request, with_image=request.HasField("image"))
-        )
-        if request.sampling.logprobs:
-            response.logprobs.CopyFrom(LOGPROBS)
-        if request.reasoning:
-            span = vision_service_pb2.GroundingSpan(
+    def Query(self, request: Any, context: Any) -> pb.QueryResponse:
+        task = request.query
+        self._receive(request, task.question, context)
+        answer = _answer(task)
+        if task.reasoning:
+            span = pb.GroundingSpan(
                 start=8, end=18, points=[common_pb2.Point(x=x, y=y) for x, y in POINTS]
             )
-            response.reasoning.text = REASONING
-            response.reasoning.grounding.append(span)
-        return response
+            answer.reasoning.text = REASONING
+            answer.reasoning.grounding.append(span)
+        return pb.QueryResponse(answers=[answer], **self._common(request, len(request.images)))
 
-    def Caption(self, request: Any, context: Any) -> vision_service_pb2.CaptionResponse:
+    def Caption(self, request: Any, context: Any) -> pb.CaptionResponse:
         self._receive(request, "", context)
-        return vision_service_pb2.CaptionResponse(caption=ANSWER, **self._common(request))
+        return pb.CaptionResponse(captions=[_answer(request.caption)], **self._common(request))
 
-    def Point(self, request: Any, context: Any) -> vision_service_pb2.PointResponse:
-        self._receive(request, request.object, context)
-        points = [common_pb2.Point(x=x, y=y) for x, y in POINTS]
-        return vision_service_pb2.PointResponse(points=points, **self._common(request))
+    def Point(self, request: Any, context: Any) -> pb.PointResponse:
+        self._receive(request, request.point.objects[0], context)
+        found = [
+            pb.Detection(label=name, score=0.75, point=common_pb2.Point(x=x, y=y))
+            for name in request.point.objects
+            for x, y in POINTS
+        ]
+        return pb.PointResponse(detections=found, **self._found(request, request.point))
 
-    def Detect(self, request: Any, context: Any) -> vision_service_pb2.DetectResponse:
-        self._receive(request, request.object, context)
-        boxes = [common_pb2.Box(x_min=a, y_min=b, x_max=c, y_max=d) for a, b, c, d in BOXES]
-        return vision_service_pb2.DetectResponse(objects=boxes, **self._common(request))
+    def Detect(self, request: Any, context: Any) -> pb.DetectResponse:
+        self._receive(request, request.detect.objects[0], context)
+        found = [
+            pb.Detection(label=name, score=0.75, box=_box(*edges))
+            for name in request.detect.objects
+            for edges in BOXES
+        ]
+        return pb.DetectResponse(detections=found, **self._found(request, request.detect))
 
-    def Segment(self, request: Any, context: Any) -> vision_service_pb2.SegmentResponse:
-        self._receive(request, request.object, context)
-        a, b, c, d = BOXES[0]
-        response = vision_service_pb2.SegmentResponse(
-            svg_path=SVG_PATH,
-            box=common_pb2.Box(x_min=a, y_min=b, x_max=c, y_max=d),
-            **self._common(request),
-        )
-        if request.mask_format == vision_service_pb2.MASK_FORMAT_RLE:
+    def Segment(self, request: Any, context: Any) -> pb.SegmentResponse:
+        task = request.segment
+        self._receive(request, task.objects[0], context)
+        outline = pb.Outline(svg_path=SVG_PATH)
+        if task.mask_format == pb.MASK_FORMAT_RLE:
             # 8 x 4 pixels, the box covers columns 1 to 3 and rows 1 to 2.
             counts = [5, 2, 2, 2, 2, 2, 17]
-            response.mask.width, response.mask.height = 8, 4
-            response.mask.rle.counts.extend(counts)
-        return response
+            outline.mask.width, outline.mask.height = 8, 4
+            outline.mask.rle.counts.extend(counts)
+        found = [
+            pb.Detection(label=name, score=0.75, box=_box(*BOXES[0]), outline=outline)
+            for name in task.objects
+        ]
+        return pb.SegmentResponse(detections=found, **self._found(request, task))
 
     # The streams: the result comes from the unary method, the events from the result.
 
     def StreamQuery(self, request: Any, context: Any) -> Iterator[Any]:
         final = self.Query(request, context)
+        (answer,) = final.answers
         thoughts: list[dict[str, Any]] = []
-        if final.HasField("reasoning"):
+        if answer.HasField("reasoning"):
             thoughts = [
-                {"reasoning_delta": vision_service_pb2.ReasoningDelta(text=t, output_tokens=i + 1)}
-                for i, t in enumerate(_pieces(final.reasoning.text))
+                {"reasoning_delta": pb.ReasoningDelta(text=t, output_tokens=i + 1)}
+                for i, t in enumerate(_pieces(answer.reasoning.text))
             ]
-        deltas = self._text_deltas(final.answer, request.question, context)
+        deltas = self._text_deltas(answer.text, request.query.question, context)
         events = itertools.chain(thoughts, deltas)
-        yield from self._stream(vision_service_pb2.StreamQueryResponse, final, events, request)
+        yield from self._stream(pb.StreamQueryResponse, final, events, request)
 
     def StreamCaption(self, request: Any, context: Any) -> Iterator[Any]:
         final = self.Caption(request, context)
-        deltas = self._text_deltas(final.caption, "", context)
-        yield from self._stream(vision_service_pb2.StreamCaptionResponse, final, deltas, request)
+        deltas = self._text_deltas(final.captions[0].text, "", context)
+        yield from self._stream(pb.StreamCaptionResponse, final, deltas, request)
 
     def StreamPoint(self, request: Any, context: Any) -> Iterator[Any]:
         final = self.Point(request, context)
-        objects = [{"object": p} for p in final.points]
-        yield from self._stream(vision_service_pb2.StreamPointResponse, final, objects, request)
+        yield from self._stream(pb.StreamPointResponse, final, _found(final), request)
 
     def StreamDetect(self, request: Any, context: Any) -> Iterator[Any]:
         final = self.Detect(request, context)
-        objects = [{"object": b} for b in final.objects]
-        yield from self._stream(vision_service_pb2.StreamDetectResponse, final, objects, request)
+        yield from self._stream(pb.StreamDetectResponse, final, _found(final), request)
 
     def StreamSegment(self, request: Any, context: Any) -> Iterator[Any]:
         final = self.Segment(request, context)
-        pieces = ["M 0 0", "L 1 0", "L 1 1", "L 0 1", "z"]
-        events: list[dict[str, Any]] = [{"object": final.box}]
-        events += [{"path_piece": vision_service_pb2.PathPiece(path=p)} for p in pieces]
-        yield from self._stream(vision_service_pb2.StreamSegmentResponse, final, events, request)
+        (found,) = final.detections
+        pieces = [
+            {"path_piece": pb.PathPiece(path=piece, label=found.label)}
+            for piece in ("M 0 0", "L 1 0", "L 1 1", "L 0 1", "z")
+        ]
+        first = pb.Detection(label=found.label, score=found.score, box=found.box)
+        ends = [{"search": each} for each in final.searches]
+        events = [{"detection": first}, *pieces, *ends]
+        yield from self._stream(pb.StreamSegmentResponse, final, events, request)
 
     # Several at once, and any by name: put together from the methods above.
 
-    def Analyze(self, request: Any, context: Any) -> vision_service_pb2.AnalyzeResponse:
+    def Analyze(self, request: Any, context: Any) -> pb.AnalyzeResponse:
         results = []
         for position, task in enumerate(request.tasks):
             kind = task.WhichOneof("task")
-            wanted = getattr(vision_service_pb2, f"{kind.capitalize()}Request")
-            alone = wanted.FromString(getattr(task, kind).SerializeToString())
+            wanted = getattr(pb, f"{kind.capitalize()}Request")
+            alone = wanted(**{kind: getattr(task, kind)})
             outcome = getattr(self, kind.capitalize())(alone, context)
             key = task.key if task.HasField("key") else str(position)
-            results.append(vision_service_pb2.TaskResult(key=key, **{kind: outcome}))
-        return vision_service_pb2.AnalyzeResponse(results=results, image_id=IMAGE_ID)
+            results.append(pb.TaskResult(key=key, **{kind: outcome}))
+        info = self._common(request)["info"]
+        info.images[0].image_id = IMAGE_ID
+        return pb.AnalyzeResponse(results=results, info=info)
 
-    def RunSkill(self, request: Any, context: Any) -> vision_service_pb2.RunSkillResponse:
+    def RunSkill(self, request: Any, context: Any) -> pb.RunSkillResponse:
         self._receive(request, "", context)
-        response = vision_service_pb2.RunSkillResponse(**self._common(request))
-        response.output.update({"skill": request.skill, "yes": True})
+        response = pb.RunSkillResponse(
+            finish_reason=common_pb2.FINISH_REASON_STOP, **self._common(request)
+        )
+        response.output.update({"skill": request.skill.name, "yes": True})
         return response
 
     # What the methods share.
@@ -173,18 +186,17 @@ class Peer(vision_service_pb2_grpc.VisionServiceServicer):
         while True:
             for piece in _pieces(text):
                 i += 1
-                yield {"text_delta": vision_service_pb2.TextDelta(text=piece, output_tokens=i)}
+                yield {"text_delta": pb.TextDelta(text=piece, output_tokens=i)}
             if words != "endless" or not context.is_active():
                 return
             time.sleep(0.01)
 
     def _stream(self, kind: Any, final: Any, events: Any, request: Any) -> Iterator[Any]:
-        started = vision_service_pb2.StreamStarted(request_id=final.request_id, model=final.model)
         sequence = 0
-        yield kind(sequence=0, started=started)
+        yield kind(sequence=0, started=final.info)
         for sequence, event in enumerate(events, start=1):
             yield kind(sequence=sequence, **event)
-        if getattr(request, "question", "") != "cut":
+        if not hasattr(request, "query") or request.query.question != "cut":
             yield kind(sequence=sequence + 1, final=final)
 
     def _receive(self, request: Any, words: str, context: Any) -> None:
@@ -202,27 +214,50 @@ class Peer(vision_service_pb2_grpc.VisionServiceServicer):
             if words == "slow":
                 self.cancelled.wait(60)
 
-    def _common(self, request: Any, with_image: bool = True) -> dict[str, Any]:
-        size = common_pb2.ImageSize(width=8, height=4) if with_image else None
+    def _common(self, request: Any, num_images: int = 1) -> dict[str, Any]:
+        seen = common_pb2.SeenImage(size=common_pb2.ImageSize(width=8, height=4))
         return {
-            "finish_reason": common_pb2.FINISH_REASON_STOP,
             "usage": common_pb2.Usage(
                 input_tokens=740, output_tokens=9, cached_tokens=730, image_tokens=729
             ),
             "timings": common_pb2.Timings(
-                queue_time_ms=1.5,
-                preprocess_time_ms=2,
-                prefill_time_ms=3,
-                decode_time_ms=4,
+                queue_ms=1.5,
+                preprocess_ms=2,
+                prefill_ms=3,
+                decode_ms=4,
                 ttft_ms=5,
-                processing_time_ms=6,
-                total_time_ms=7.25,
+                processing_ms=6,
+                total_ms=7.25,
             ),
-            "model": request.options.model or "kestrel-tiny",
-            "request_id": request.options.request_id or "made-by-server",
-            "image_size": size,
-            "seed": SEED,
+            "info": common_pb2.RequestInfo(
+                model=request.options.model or "kestrel-tiny",
+                request_id=request.options.request_id or "made-by-server",
+                images=[seen] * num_images,
+                seed=SEED,
+            ),
         }
+
+    def _found(self, request: Any, task: Any) -> dict[str, Any]:
+        stop = common_pb2.FINISH_REASON_STOP
+        searches = [pb.ObjectSearch(object=n, finish_reason=stop) for n in task.objects]
+        return {"searches": searches, **self._common(request)}
+
+
+def _answer(task: Any) -> pb.Answer:
+    answer = pb.Answer(text=ANSWER, seed=SEED, finish_reason=common_pb2.FINISH_REASON_STOP)
+    if task.text.logprobs:
+        answer.logprobs.CopyFrom(LOGPROBS)
+    return answer
+
+
+def _box(*edges: float) -> common_pb2.Box:
+    return common_pb2.Box(x_min=edges[0], y_min=edges[1], x_max=edges[2], y_max=edges[3])
+
+
+def _found(final: Any) -> list[dict[str, Any]]:
+    """The events of a stream of objects."""
+    found = [{"detection": each} for each in final.detections]
+    return found + [{"search": each} for each in final.searches]
 
 
 class Images(image_service_pb2_grpc.ImageServiceServicer):
@@ -249,10 +284,15 @@ class Models(model_service_pb2_grpc.ModelServiceServicer):
         family="moondream3",
         context_positions=1024,
         image_positions=729,
-        skills=["query", "caption", "point", "detect", "segment"],
-        default_max_objects=150,
+        skills=[
+            model_service_pb2.Skill(name=name)
+            for name in ("query", "caption", "point", "detect", "segment")
+        ],
+        device="cpu",
+        dtype="float32",
+        max_batch_size=4,
         weights_fingerprint="0badcafe",
-        parameter_count=8_000_000,
+        num_parameters=8_000_000,
         license="Apache-2.0",
         state=model_service_pb2.MODEL_STATE_READY,
     )
@@ -261,8 +301,8 @@ class Models(model_service_pb2_grpc.ModelServiceServicer):
         return model_service_pb2.ListModelsResponse(models=[self.model])
 
     def GetModel(self, request: Any, context: Any) -> model_service_pb2.GetModelResponse:
-        if request.HasField("name") and request.name != self.model.name:
-            context.abort(grpc.StatusCode.NOT_FOUND, f"no model named {request.name}")
+        if request.HasField("model") and request.model != self.model.name:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"no model named {request.model}")
         return model_service_pb2.GetModelResponse(model=self.model)
 
     def GetServerInfo(self, request: Any, context: Any) -> model_service_pb2.GetServerInfoResponse:
@@ -270,13 +310,9 @@ class Models(model_service_pb2_grpc.ModelServiceServicer):
             server_version="0.1.0",
             api_version="kestrel.v1",
             library_versions={"grpcio": grpc.__version__},
-            device="cpu",
-            dtype="float32",
             default_model="kestrel-tiny",
-            limits=model_service_pb2.ServerLimits(max_batch_size=4, default_top_p=0.9),
-            capabilities=model_service_pb2.ServerCapabilities(
-                skills=["query"], image_formats=["jpeg", "png"], reasoning=True
-            ),
+            limits=model_service_pb2.ServerLimits(default_top_p=0.9),
+            image_formats=["jpeg", "png"],
         )
 
     def GetLoad(self, request: Any, context: Any) -> model_service_pb2.GetLoadResponse:
@@ -308,8 +344,8 @@ def _pieces(text: str) -> list[str]:
 def _refuse(context: Any) -> None:
     bad_request = error_details_pb2.BadRequest(
         field_violations=[
-            {"field": "sampling.top_p", "description": "1.5 is not in (0, 1]"},
-            {"field": "question", "description": "must not be empty"},
+            {"field": "query.sampling.top_p", "description": "1.5 is not in (0, 1]"},
+            {"field": "query.question", "description": "must not be empty"},
         ]
     )
     _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "two fields are wrong", [bad_request])
@@ -319,7 +355,7 @@ def _overload(context: Any, pushback_ms: int) -> None:
     retry = error_details_pb2.RetryInfo(
         retry_delay=duration_pb2.Duration(seconds=1, nanos=500_000_000)
     )
-    info = error_details_pb2.ErrorInfo(reason="QUEUE_FULL", domain="kestrel")
+    info = error_details_pb2.ErrorInfo(reason="QUEUE_FULL", domain="kestrel.internal")
     quota = error_details_pb2.QuotaFailure(
         violations=[{"subject": "camera", "description": "9 places in the queue, the share is 8"}]
     )

@@ -8,7 +8,7 @@ import sys
 LIGHT = """
 import sys
 import kestrel_client
-heavy = {"numpy", "PIL", "torch", "google.rpc", "kestrel_engine", "kestrel_grpc"}
+heavy = {"numpy", "PIL", "torch", "kestrel_engine", "kestrel_grpc"}
 print(sorted(heavy & set(sys.modules)))
 """
 
@@ -18,8 +18,8 @@ sys.modules["PIL"] = None
 import kestrel_client
 from kestrel_client import PointResult, Timings, Usage
 result = PointResult(
-    object="x", points=(), finish_reason="stop", usage=Usage(), timings=Timings(), model="",
-    request_id="", image_size=None, seed=0, source=b"x",
+    points=(), finish_reason="stop", usage=Usage(), timings=Timings(), model="",
+    request_id="", image_size=(1, 1), seed=0, source=b"x",
 )
 try:
     result.draw()

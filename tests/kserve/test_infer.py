@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 import pytest
 
@@ -22,15 +24,16 @@ async def test_every_skill_answers_as_kestrel_v1_does(serve):
     served = await serve()
     stub = GRPCInferenceServiceStub(served.channel)
     encoded = jpeg()
-    shared = {
-        "image": common_pb2.Image(encoded=encoded),
-        "sampling": common_pb2.Sampling(temperature=0, max_tokens=12),
-    }
+    image = common_pb2.Image(encoded=encoded)
+    settings: Any = {"sampling": {"temperature": 0}, "max_tokens": 12}
+    dot = {"objects": ["dot"], **settings}
     given = {"IMAGE": encoded, **SETTINGS}
 
     got = output(await stub.ModelInfer(infer(id="seven", SKILL="query", QUESTION="What?", **given)))
-    answer = await served.vision.Query(vision_service_pb2.QueryRequest(question="What?", **shared))
-    assert got.keys() == {"answer", *KEYS} and got["answer"] == answer.answer
+    answer = await served.vision.Query(
+        vision_service_pb2.QueryRequest(images=[image], query={"question": "What?", **settings})
+    )
+    assert got.keys() == {"answer", *KEYS} and got["answer"] == answer.answers[0].text
     assert got["request_id"] == "seven" and got["finish_reason"] in ("stop", "length")
     assert got["metrics"].keys() == {
         *("input_tokens", "output_tokens", "prefill_time_ms", "decode_time_ms", "ttft_ms")
@@ -38,21 +41,22 @@ async def test_every_skill_answers_as_kestrel_v1_does(serve):
     assert got["metrics"]["output_tokens"] == answer.usage.output_tokens
 
     got = output(await stub.ModelInfer(infer(SKILL="caption", LENGTH="short", **given)))
-    length = vision_service_pb2.CAPTION_LENGTH_SHORT
+    short = {"length": vision_service_pb2.CAPTION_LENGTH_SHORT, **settings}
     caption = await served.vision.Caption(
-        vision_service_pb2.CaptionRequest(length=length, **shared)
+        vision_service_pb2.CaptionRequest(image=image, caption=short)
     )
-    assert got.keys() == {"caption", *KEYS} and got["caption"] == caption.caption
+    assert got.keys() == {"caption", *KEYS} and got["caption"] == caption.captions[0].text
 
     got = output(await stub.ModelInfer(infer(SKILL="detect", OBJECT="dot", **given)))
-    found = await served.vision.Detect(vision_service_pb2.DetectRequest(object="dot", **shared))
-    assert got.keys() == {"objects", "absence", *KEYS} and got["absence"] == found.absence
-    scores = [box.score for box in found.objects]
+    found = await served.vision.Detect(vision_service_pb2.DetectRequest(image=image, detect=dot))
+    assert got.keys() == {"objects", "absence", *KEYS}
+    assert got["absence"] == found.searches[0].absence
+    scores = [each.score for each in found.detections]
     for threshold, kept in ((min(scores), scores), (2 * max(scores), [])):
         asked = infer(SKILL="detect", OBJECT="dot", THRESHOLD=threshold, **given)
         objects = output(await stub.ModelInfer(asked))["objects"]
         assert [box["score"] for box in objects] == kept
-    assert [box["x_min"] for box in got["objects"]] == [box.x_min for box in found.objects]
+    assert [box["x_min"] for box in got["objects"]] == [each.box.x_min for each in found.detections]
 
     refs = "[[0.5, 0.5], [0, 0, 1, 0.25]]"
     got = output(
@@ -60,25 +64,31 @@ async def test_every_skill_answers_as_kestrel_v1_does(serve):
     )
     points = await served.vision.Point(
         vision_service_pb2.PointRequest(
-            object="dot",
-            spatial_refs=[
-                common_pb2.SpatialRef(point=common_pb2.Point(x=0.5, y=0.5)),
-                common_pb2.SpatialRef(box=common_pb2.Box(x_min=0, y_min=0, x_max=1, y_max=0.25)),
-            ],
-            **shared,
+            image=image,
+            point=vision_service_pb2.PointTask(
+                spatial_refs=[
+                    {"point": {"x": 0.5, "y": 0.5}},
+                    {"box": {"x_min": 0, "y_min": 0, "x_max": 1, "y_max": 0.25}},
+                ],
+                **dot,
+            ),
         )
     )
-    assert got.keys() == {"points", "absence", *KEYS} and got["absence"] == points.absence
+    assert got.keys() == {"points", "absence", *KEYS}
+    assert got["absence"] == points.searches[0].absence
     assert got["points"] == [
-        {"x": point.x, "y": point.y, "score": point.score} for point in points.points
+        {"x": each.point.x, "y": each.point.y, "score": each.score} for each in points.detections
     ]
     assert got["metrics"]["input_tokens"] == points.usage.input_tokens
 
     got = output(await stub.ModelInfer(infer(SKILL="segment", OBJECT="dot", **given)))
-    outline = await served.vision.Segment(vision_service_pb2.SegmentRequest(object="dot", **shared))
-    assert got["path"] == outline.svg_path
+    outlines = await served.vision.Segment(
+        vision_service_pb2.SegmentRequest(image=image, segment=dot)
+    )
+    path = "".join(each.outline.svg_path for each in outlines.detections)
+    assert got["path"] == path
     coarse = infer(SKILL="segment", OBJECT="dot", REFINE=False, ADAPTER="", **given)
-    assert output(await stub.ModelInfer(coarse))["path"] == outline.svg_path
+    assert output(await stub.ModelInfer(coarse))["path"] == path
 
 
 async def test_reasoning_has_its_text_and_grounding(serve):
@@ -122,13 +132,14 @@ async def test_pixels_and_typed_contents(serve):
     request.inputs.add(name="IMAGE", datatype="UINT8", shape=[40, 60, 3])
     request.raw_input_contents.append(raw.raw.data)
     got = output(await stub.ModelInfer(request))
-    sampling = common_pb2.Sampling(temperature=0, max_tokens=12)
-    caption = await served.vision.Caption(
-        vision_service_pb2.CaptionRequest(image=raw, sampling=sampling)
+    task = {"sampling": {"temperature": 0}, "max_tokens": 12}
+    response = await served.vision.Caption(
+        vision_service_pb2.CaptionRequest(image=raw, caption=task)
     )
-    assert got["caption"] == caption.caption
+    (caption,) = response.captions
+    assert got["caption"] == caption.text
     request.inputs[-1].shape[:] = [1, 40, 60, 3]
-    assert output(await stub.ModelInfer(request))["caption"] == caption.caption
+    assert output(await stub.ModelInfer(request))["caption"] == caption.text
     encoded = output(await stub.ModelInfer(infer(SKILL="caption", IMAGE=jpeg(), **SETTINGS)))
     for shape in ([len(jpeg())], [1, len(jpeg())]):
         request.inputs[-1].shape[:] = shape
@@ -367,7 +378,7 @@ async def test_what_is_known_about_server_and_model(serve):
 
     await stub.ModelInfer(infer(SKILL="query", QUESTION="What?", MAX_TOKENS=2))
     await failure(stub.ModelInfer(infer(SKILL="query")))
-    await served.vision.Query(vision_service_pb2.QueryRequest(question="What?"))
+    await served.vision.Query(vision_service_pb2.QueryRequest(query={"question": "What?"}))
     (counted,) = (await stub.ModelStatistics(pb.ModelStatisticsRequest(**named))).model_stats
     assert counted.inference_count == counted.inference_stats.success.count == 2
     # The request while the model loaded has failed, too.

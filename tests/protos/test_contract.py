@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 from google.protobuf import descriptor_pb2, text_format
-from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor
+from google.protobuf.descriptor import Descriptor, FileDescriptor
 
 from kestrel_client._pb.inference import grpc_service_pb2
 from kestrel_client._pb.kestrel.client.internal import wire_pb2
@@ -37,8 +37,18 @@ FILES = [
     )
 ]
 VISION = vision_service_pb2.DESCRIPTOR.services_by_name["VisionService"]
-SKILLS = ("Query", "Caption", "Point", "Detect", "Segment")
-TAKES_AN_IMAGE = (*SKILLS, "Analyze", "RunSkill", "Embed")
+PARTS = {
+    "Query": ("query", "QueryTask"),
+    "Caption": ("caption", "CaptionTask"),
+    "Point": ("point", "PointTask"),
+    "Detect": ("detect", "DetectTask"),
+    "Segment": ("segment", "SegmentTask"),
+    "RunSkill": ("skill", "SkillTask"),
+    "Embed": ("embed", "EmbedTask"),
+    "Analyze": ("tasks", "Task"),
+}
+"""Of each request, the field that says what to do, and its message."""
+TASKS = [name for name, (field, _) in PARTS.items() if field not in ("embed", "tasks")]
 MESSAGES: dict[str, Descriptor] = {
     name: message for file in FILES for name, message in file.message_types_by_name.items()
 }
@@ -168,9 +178,13 @@ def test_reflection_shows_clean_names_and_no_foreign_files() -> None:
         "kestrel/v1/admin_service.proto",
     ]
     for file in FILES:
-        # Struct comes with protobuf itself; nothing else is foreign.
+        # They come with protobuf itself and with googleapis-common-protos.
         foreign = {d.name for d in file.dependencies if not d.name.startswith("kestrel/v1/")}
-        assert foreign <= {"google/protobuf/struct.proto"}
+        assert foreign <= {
+            "google/protobuf/struct.proto",
+            "google/protobuf/timestamp.proto",
+            "google/rpc/status.proto",
+        }
         assert file.package == "kestrel.v1"
 
 
@@ -182,11 +196,11 @@ def test_python_names_are_below_the_client() -> None:
 
 
 def test_methods_are_named_alike() -> None:
-    assert {*SKILLS, *(f"Stream{s}" for s in SKILLS)} <= set(VISION.methods_by_name)
+    assert {*PARTS, *(f"Stream{name}" for name in PARTS)} <= set(VISION.methods_by_name)
     for method in VISION.methods:
         assert method.server_streaming == method.name.startswith("Stream")
         assert method.client_streaming == (method.name == "StreamFrames")
-        unary = {"StreamSkill": "RunSkill"}.get(method.name, method.name.removeprefix("Stream"))
+        unary = method.name.removeprefix("Stream")
         request = method.name if method.client_streaming else unary
         assert method.input_type.name == f"{request}Request"
         assert method.output_type.name == f"{method.name}Response"
@@ -200,117 +214,46 @@ def test_methods_are_named_alike() -> None:
     assert {m.GetOptions().idempotency_level for m in models.methods} == {no_side_effects}
 
 
-@pytest.mark.parametrize("skill", [*SKILLS, "RunSkill"])
-def test_every_result_tells_the_same(skill: str) -> None:
-    fields = MESSAGES[f"{skill}Response"].fields_by_number
-    assert {number: fields[number].name for number in range(10, 18)} == {
-        10: "finish_reason",
-        11: "usage",
-        12: "timings",
-        13: "model",
-        14: "request_id",
-        15: "image_size",
-        16: "seed",
-        17: "image_id",
-    }
-    has_text = skill in ("Query", "Caption", "RunSkill")
-    assert [fields[n].name for n in fields if n > 17] == (["logprobs"] if has_text else [])
-    request = MESSAGES[f"{skill}Request"].fields_by_number
-    assert {n: request[n].name for n in (1, 10, 11)} == {1: "image", 10: "sampling", 11: "options"}
+@pytest.mark.parametrize("name", PARTS)
+def test_every_request_and_result_has_the_same_form(name: str) -> None:
+    """The image, what to do with it, the options; and what a result tells beside the answer."""
+    field, message = PARTS[name]
+    request = [(f.name, f.number) for f in MESSAGES[f"{name}Request"].fields]
+    assert request == [("images" if name == "Query" else "image", 1), (field, 2), ("options", 3)]
+    assert MESSAGES[f"{name}Request"].fields_by_name[field].message_type is MESSAGES[message]
+    shared = {f.number: f.name for f in MESSAGES[f"{name}Response"].fields if f.number >= 10}
+    without = {"Embed": (10,)}.get(name, ())
+    numbers = {10: "usage", 11: "timings", 12: "info"}
+    assert shared == {n: told for n, told in numbers.items() if n not in without}
 
 
-@pytest.mark.parametrize("skill", SKILLS)
-def test_every_stream_has_the_same_shape(skill: str) -> None:
-    message = MESSAGES[f"Stream{skill}Response"]
-    event = message.oneofs_by_name["event"]
-    sequence = message.fields_by_name["sequence"]
-    assert sequence.number == 1 and sequence.containing_oneof is None
-    numbers = {
-        "started": 2,
-        "text_delta": 3,
-        "reasoning_delta": 4,
-        "object": 5,
-        "path_piece": 6,
-        "final": 7,
-        "task_final": 9,
-    }
-    assert [f.name for f in event.fields] == sorted([f.name for f in event.fields], key=numbers.get)  # type: ignore[arg-type]
-    assert all(numbers[field.name] == field.number for field in event.fields)
-    assert message.fields_by_name["final"].message_type is MESSAGES[f"{skill}Response"]
-    several = ["key"] if skill in ("Point", "Detect") else []
-    others = [f.name for f in message.fields if f.containing_oneof is None]
-    assert others == ["sequence", *several]
-    assert ("task_final" in [f.name for f in event.fields]) == bool(several)
+@pytest.mark.parametrize("name", PARTS)
+def test_every_stream_begins_and_ends_alike(name: str) -> None:
+    """tests/protos/test_conventions.py holds the numbers between."""
+    message = MESSAGES[f"Stream{name}Response"]
+    assert message.fields[0].name == "sequence"
+    event = {f.name: f for f in message.oneofs_by_name["event"].fields}
+    assert event["started"].message_type is MESSAGES["RequestInfo"]
+    assert event["final"].message_type is MESSAGES[f"{name}Response"]
 
 
-SEVERAL = ("objects", "num_samples", "images", "tiles")
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_is_one_message_everywhere(name: str) -> None:
+    field, message = PARTS[name]
+    assert MESSAGES["Task"].fields_by_name[field].message_type is MESSAGES[message]
+    outcome = MESSAGES["TaskResult"].fields_by_name[field]
+    assert outcome.message_type is MESSAGES[f"{name}Response"]
 
 
-@pytest.mark.parametrize("skill", SKILLS)
-def test_a_task_has_the_fields_of_the_method_with_their_numbers(skill: str) -> None:
-    """All but image and options, which the call has once, and several objects, samples or looks, which are several
-    tasks."""
-    task, request = MESSAGES[f"{skill}Task"], MESSAGES[f"{skill}Request"]
-    theirs = [f for f in request.fields if f.name not in ("image", "options", *SEVERAL)]
-    shape = [(f.name, f.number, f.type, f.has_presence, f.is_repeated) for f in theirs]
-    assert [(f.name, f.number, f.type, f.has_presence, f.is_repeated) for f in task.fields] == shape
-    outcome = MESSAGES["TaskResult"].fields_by_name[skill.lower()]
-    assert outcome.message_type is MESSAGES[f"{skill}Response"]
-
-
-@pytest.mark.parametrize("skill", TAKES_AN_IMAGE)
-def test_image_and_options_stand_in_the_same_place(skill: str) -> None:
-    fields = MESSAGES[f"{skill}Request"].fields_by_number
-    assert (fields[1].name, fields[11].name) == ("image", "options")
-    assert MESSAGES[f"{skill}Response"].fields_by_name["image_id"].number == 17
-
-
-@pytest.mark.parametrize(("stream", "final"), [("Analyze", "Analyze"), ("Skill", "RunSkill")])
-def test_streams_of_any_skill_number_their_events_alike(stream: str, final: str) -> None:
-    message = MESSAGES[f"Stream{stream}Response"]
-    numbers = {f.name: f.number for f in message.oneofs_by_name["event"].fields}
-    numbers.pop("task_final", None)
-    assert numbers == {
-        "started": 2,
-        "text_delta": 3,
-        "reasoning_delta": 4,
-        "point": 5,
-        "path_piece": 6,
-        "final": 7,
-        "box": 8,
-    }
-    assert message.fields_by_name["final"].message_type is MESSAGES[f"{final}Response"]
-
-
-def test_embeddings_have_the_shared_fields_at_their_numbers() -> None:
-    shared = {12: "timings", 13: "model", 14: "request_id", 15: "image_size", 17: "image_id"}
-    fields = MESSAGES["EmbedResponse"].fields_by_number
-    assert {number: fields[number].name for number in fields if number > 9} == shared
-    stream = MESSAGES["StreamEmbedResponse"]
-    numbers = {f.name: f.number for f in stream.oneofs_by_name["event"].fields}
-    assert numbers == {"started": 2, "whole_image": 5, "crop": 6, "final": 7}
-    assert stream.fields_by_name["final"].message_type is MESSAGES["EmbedResponse"]
-
-
-def test_every_tunable_has_presence() -> None:
-    """A list has none; the empty one means none of its values."""
-    sampling = MESSAGES["Sampling"].fields
-    tunables: list[FieldDescriptor] = [f for f in sampling if not f.is_repeated]
-    tunables += [MESSAGES["QueryRequest"].fields_by_name["reasoning"]]
-    tunables += [MESSAGES[f"{s}Request"].fields_by_name["max_objects"] for s in ("Point", "Detect")]
-    tunables += [
-        MESSAGES[f"{s}Request"].fields_by_name["min_score"] for s in ("Point", "Detect", "Segment")
-    ]
-    tunables += [
-        MESSAGES[f"{s}Request"].fields_by_name["num_samples"] for s in ("Query", "Caption")
-    ]
-    tunables += [MESSAGES["EmbedRequest"].fields_by_name[name] for name in ("whole_image", "crops")]
-    for field in tunables:
-        assert field.has_presence, field.full_name
-
-
-def test_durations_and_sizes_say_their_unit() -> None:
-    for field in MESSAGES["Timings"].fields:
-        assert field.name.endswith("_ms") and field.type == FieldDescriptor.TYPE_DOUBLE
-    for name in ("max_message_bytes", "max_image_bytes", "max_text_bytes"):
-        assert name in MESSAGES["ServerLimits"].fields_by_name
+def test_the_fields_of_all_tasks_have_the_same_numbers() -> None:
+    """From 9 up they mean the same; the skills that find objects share the numbers below, too."""
+    for names, least in (
+        (("Query", "Caption", "Point", "Detect", "Segment", "Skill"), 9),
+        (("Point", "Detect"), 1),
+    ):
+        numbers: dict[str, int] = {}
+        for name in names:
+            for field in MESSAGES[f"{name}Task"].fields:
+                if field.number >= least:
+                    assert numbers.setdefault(field.name, field.number) == field.number
+        assert len(set(numbers.values())) == len(numbers)

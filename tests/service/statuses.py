@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,7 @@ class Failure:
     fields: list[str]
     reason: str
     domain: str
+    metadata: dict[str, str]
     retry_after_s: float | None
     quota_subject: str | None
     request_id: str
@@ -41,7 +44,13 @@ def read(error: grpc.aio.AioRpcError) -> Failure:
     if status.code:
         assert status.code == error.code().value[0]
         assert status.message == error.details()
-    fields: list[str] = []
+    return replace(
+        of_message(status), code=error.code(), message=error.details() or "", trailers=trailers
+    )
+
+
+def of_message(status: status_pb2.Status) -> Failure:
+    """What a status says that is a message."""
     info = error_details_pb2.ErrorInfo()
     request = error_details_pb2.RequestInfo()
     retry, subject = None, None
@@ -50,24 +59,31 @@ def read(error: grpc.aio.AioRpcError) -> Failure:
         delay = error_details_pb2.RetryInfo()
         quota = error_details_pb2.QuotaFailure()
         if detail.Unpack(violations):
-            fields += [violation.field for violation in violations.field_violations]
             assert all(violation.description for violation in violations.field_violations)
         elif detail.Unpack(delay):
             retry = delay.retry_delay.ToNanoseconds() / 1e9
         elif detail.Unpack(quota):
             [violation] = quota.violations
-            assert violation.description == error.details()
+            assert violation.description == status.message
             subject = violation.subject
         else:
             assert detail.Unpack(info) or detail.Unpack(request)
     return Failure(
-        code=error.code(),
-        message=error.details() or "",
-        fields=fields,
+        code=_CODES[status.code],
+        message=status.message,
+        fields=fields_of(status),
+        metadata=dict(info.metadata),
         reason=info.reason,
         domain=info.domain,
         retry_after_s=retry,
         quota_subject=subject,
         request_id=request.request_id,
-        trailers=trailers,
+        trailers={},
     )
+
+
+def fields_of(status: status_pb2.Status) -> list[str]:
+    """The paths of the invalid fields that a status names."""
+    request = error_details_pb2.BadRequest()
+    found = [detail for detail in status.details if detail.Unpack(request)]
+    return [violation.field for violation in request.field_violations] if found else []

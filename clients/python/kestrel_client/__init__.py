@@ -26,6 +26,8 @@ from .calls.requests.options import (
     HandlingOptions,
     LateFrames,
     Priority,
+    QueryOptions,
+    TextOptions,
 )
 from .calls.streams import AsyncStream, Stream
 from .connection import Metadata, Tls
@@ -53,23 +55,24 @@ from .errors import (
     UnavailableError,
     UnimplementedError,
 )
-from .geometry import Box, ImageSize, Point, SpatialRef, Tiles
+from .geometry import Box, DetectedBox, DetectedPoint, ImageSize, Point, SpatialRef, Tiles
 from .images.images import ImageHandle, ImageInput
 from .images.known import ImageSource
 from .values.constraint import Constraint
-from .values.description import Model, ServerCapabilities, ServerInfo, ServerLimits, ServerLoad
+from .values.description import Adapter, Model, ServerInfo, ServerLimits, ServerLoad, Skill
 from .values.embeddings import Embedding, EmbedResult
 from .values.events import Event, PathPiece, ReasoningDelta, TextDelta
 from .values.frames import Dropped, FrameResult
 from .values.results.base import FinishReason, Result, Timings, Usage
 from .values.results.named_skill import SkillResult
 from .values.results.objects import DetectResult, PointResult
-from .values.results.outline import SegmentResult
+from .values.results.outline import Segment, SegmentResult
+from .values.results.searches import ObjectSearch
 from .values.results.text import (
+    Answer,
     CaptionResult,
     GroundingSpan,
     Logprobs,
-    ObjectAbsence,
     QueryResult,
     Reasoning,
     SeenImage,
@@ -79,10 +82,12 @@ from .values.tasks import (
     AnalyzeResult,
     CaptionTask,
     DetectTask,
+    ObjectNames,
     Outcome,
     PointTask,
     QueryTask,
     SegmentTask,
+    SkillTask,
     Task,
     TaskDone,
     TaskEvent,
@@ -94,7 +99,9 @@ from .values.tracking import ObjectTracker
 from .version import __version__
 
 __all__ = [
+    "Adapter",
     "AnalyzeResult",
+    "Answer",
     "AsyncFrameSource",
     "AsyncFrames",
     "AsyncKestrelAdmin",
@@ -111,6 +118,8 @@ __all__ = [
     "DeadlineExceededError",
     "DetectResult",
     "DetectTask",
+    "DetectedBox",
+    "DetectedPoint",
     "Dropped",
     "EmbedResult",
     "Embedding",
@@ -147,7 +156,8 @@ __all__ = [
     "MissingDependencyError",
     "Model",
     "NotFoundError",
-    "ObjectAbsence",
+    "ObjectNames",
+    "ObjectSearch",
     "ObjectTracker",
     "Outcome",
     "OverloadedError",
@@ -158,6 +168,7 @@ __all__ = [
     "PointTask",
     "Priority",
     "Profile",
+    "QueryOptions",
     "QueryResult",
     "QueryTask",
     "QuotaViolation",
@@ -168,15 +179,17 @@ __all__ = [
     "Result",
     "RpcError",
     "SeenImage",
+    "Segment",
     "SegmentResult",
     "SegmentTask",
-    "ServerCapabilities",
     "ServerError",
     "ServerInfo",
     "ServerLimits",
     "ServerLoad",
     "ServerStatistics",
+    "Skill",
     "SkillResult",
+    "SkillTask",
     "SpatialRef",
     "Stream",
     "Task",
@@ -185,6 +198,7 @@ __all__ = [
     "TaskOf",
     "Tasks",
     "TextDelta",
+    "TextOptions",
     "Tiles",
     "Timings",
     "Tls",

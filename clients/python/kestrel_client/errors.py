@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import grpc.aio
+from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError
-
-from ._pb.kestrel.client.internal import wire_pb2
-from ._pb.kestrel.v1 import vision_service_pb2
+from google.rpc import error_details_pb2, status_pb2
 
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
@@ -194,25 +194,37 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 def from_status(
     code: grpc.StatusCode, message: str, trailers: Iterable[tuple[str, str | bytes]]
 ) -> RpcError:
-    """Returns the error of a status. ``trailers`` may contain google.rpc details; unreadable details are ignored."""
+    """Returns the error of a status. ``trailers`` may contain google.rpc details."""
+    return _from_details(code, message, _details(trailers))
+
+
+def from_rpc_status(status: status_pb2.Status) -> RpcError:
+    """Returns the error of a part of a call, such as a task of ``analyze``: the error that a separate call would have
+    raised."""
+    code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+    return _from_details(code, status.message, status.details)
+
+
+def _from_details(code: grpc.StatusCode, message: str, details: Iterable[any_pb2.Any]) -> RpcError:
+    """Unreadable details are ignored."""
     violations: list[FieldViolation] = []
     quotas: list[QuotaViolation] = []
     reason, retry_after_s = "", None
-    for detail in _details(trailers):
+    for detail in details:
         kind = detail.type_url.rpartition("/")[2]
         try:
             if kind == "google.rpc.BadRequest":
-                bad_request = wire_pb2.BadRequest.FromString(detail.value)
+                bad_request = error_details_pb2.BadRequest.FromString(detail.value)
                 violations += [
                     FieldViolation(v.field, v.description) for v in bad_request.field_violations
                 ]
             elif kind == "google.rpc.ErrorInfo":
-                reason = wire_pb2.ErrorInfo.FromString(detail.value).reason
+                reason = error_details_pb2.ErrorInfo.FromString(detail.value).reason
             elif kind == "google.rpc.RetryInfo":
-                delay = wire_pb2.RetryInfo.FromString(detail.value).retry_delay
+                delay = error_details_pb2.RetryInfo.FromString(detail.value).retry_delay
                 retry_after_s = delay.seconds + delay.nanos / 1e9
             elif kind == "google.rpc.QuotaFailure":
-                failure = wire_pb2.QuotaFailure.FromString(detail.value)
+                failure = error_details_pb2.QuotaFailure.FromString(detail.value)
                 quotas += [QuotaViolation(v.subject, v.description) for v in failure.violations]
         except DecodeError:
             continue
@@ -254,20 +266,12 @@ def from_rpc_error(error: grpc.RpcError) -> RpcError:
     return from_status(code, message, trailers)
 
 
-def from_task_error(error: vision_service_pb2.TaskError) -> RpcError:
-    """Returns the error of one task of ``analyze``: the error that a separate call would have raised."""
-    code = _CODES.get(error.code, grpc.StatusCode.UNKNOWN)
-    violations = [FieldViolation(v.field, v.description) for v in error.field_violations]
-    return _BY_CODE.get(code, ServerError)(
-        code, error.message, field_violations=violations, reason=error.reason
-    )
-
-
-def _details(trailers: Iterable[tuple[str, str | bytes]]) -> Sequence[wire_pb2.Detail]:
+def _details(trailers: Iterable[tuple[str, str | bytes]]) -> Iterable[any_pb2.Any]:
     for key, value in trailers:
         if key == STATUS_DETAILS_KEY and isinstance(value, bytes):
             try:
-                return wire_pb2.Status.FromString(value).details
+                details: Iterable[any_pb2.Any] = status_pb2.Status.FromString(value).details
+                return details
             except DecodeError:
                 return ()
     return ()

@@ -24,17 +24,10 @@ class ImageSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A point of the image. Both coordinates are in [0, 1].
-
-    ``score``: in results of ``point``, how sure the model is of the object, in [0, 1]; None elsewhere.
-    """
+    """A point of the image. Both coordinates are in [0, 1]."""
 
     x: float
     y: float
-    score: float | None = None
-
-    def __repr__(self) -> str:
-        return f"Point(x={self.x}, y={self.y}{_shown(self.score)})"
 
     def to_pixels(self, size: tuple[int, int]) -> tuple[int, int]:
         """Returns column and row of the pixel at the point, in an image of ``size`` (width, height)."""
@@ -47,20 +40,12 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle of the image, parallel to its edges. All coordinates are in [0, 1].
-
-    ``score``: in results of ``detect`` and ``segment``, how sure the model is of the object, in [0, 1]; None elsewhere.
-    """
+    """A rectangle of the image, parallel to its edges. All coordinates are in [0, 1]."""
 
     x_min: float
     y_min: float
     x_max: float
     y_max: float
-    score: float | None = None
-
-    def __repr__(self) -> str:
-        edges = f"x_min={self.x_min}, y_min={self.y_min}, x_max={self.x_max}, y_max={self.y_max}"
-        return f"Box({edges}{_shown(self.score)})"
 
     def to_pixels(self, size: tuple[int, int]) -> tuple[int, int, int, int]:
         """Returns left, upper, right and lower edge in an image of ``size`` (width, height), rounded to whole pixels.
@@ -90,6 +75,35 @@ class Box:
         return Point((self.x_min + self.x_max) / 2, (self.y_min + self.y_max) / 2)
 
 
+@dataclass(frozen=True, slots=True)
+class DetectedPoint(Point):
+    """The centre of an object."""
+
+    label: str
+    """The object's name, as in the call."""
+    score: float
+    """How sure the model is of the object, in [0, 1]."""
+
+    def __repr__(self) -> str:
+        return (
+            f"DetectedPoint(x={self.x}, y={self.y}, label={self.label!r}, score={self.score:.3f})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DetectedBox(Box):
+    """The bounding box of an object."""
+
+    label: str
+    """The object's name, as in the call."""
+    score: float
+    """How sure the model is of the object, in [0, 1]."""
+
+    def __repr__(self) -> str:
+        edges = f"x_min={self.x_min}, y_min={self.y_min}, x_max={self.x_max}, y_max={self.y_max}"
+        return f"DetectedBox({edges}, label={self.label!r}, score={self.score:.3f})"
+
+
 SpatialRef: TypeAlias = Point | Box | Sequence[float]
 """A point or a box, or its 2 or 4 numbers in order."""
 
@@ -99,13 +113,13 @@ class Tiles:
     """How ``point`` and ``detect`` cut an image into overlapping tiles: 2 to 16 of them.
 
     ``overlap``: the part of a tile that it shares with its neighbour, in [0, 0.5]; default: the server's, 0.2.
-    ``whole_image``: False leaves out the look at the whole image.
+    ``tiles_only``: leaves out the look at the whole image.
     """
 
     rows: int
     columns: int
     overlap: float | None = None
-    whole_image: bool | None = None
+    tiles_only: bool = False
 
 
 TilesInput: TypeAlias = Tiles | str | tuple[int, int]
@@ -131,7 +145,7 @@ def to_tiles(tiles: TilesInput | None) -> vision_service_pb2.Tiles | None:
             rows=tiles.rows,
             columns=tiles.columns,
             overlap=tiles.overlap,
-            whole_image=tiles.whole_image,
+            tiles_only=tiles.tiles_only,
         )
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"tiles: {error}") from error
@@ -178,19 +192,29 @@ def _spatial_ref(index: int, ref: SpatialRef) -> common_pb2.SpatialRef:
 
 
 def from_point(message: common_pb2.Point) -> Point:
-    return Point(message.x, message.y, read_score(message))
+    return Point(message.x, message.y)
 
 
 def from_box(message: common_pb2.Box) -> Box:
-    edges = (message.x_min, message.y_min, message.x_max, message.y_max)
-    return Box(*edges, read_score(message))
+    return Box(message.x_min, message.y_min, message.x_max, message.y_max)
 
 
-def read_score(
-    message: common_pb2.Point | common_pb2.Box | vision_service_pb2.SegmentResponse,
-) -> float | None:
-    return message.score if message.HasField("score") else None
+def from_detection(message: vision_service_pb2.Detection) -> DetectedPoint | DetectedBox:
+    """The point of a detection, or its box."""
+    if message.HasField("point"):
+        return to_detected_point(message)
+    return to_detected_box(message)
 
 
-def _shown(score: float | None) -> str:
-    return "" if score is None else f", score={score:.3f}"
+def to_detected_point(message: vision_service_pb2.Detection) -> DetectedPoint:
+    return DetectedPoint(message.point.x, message.point.y, message.label, message.score)
+
+
+def to_detected_box(message: vision_service_pb2.Detection) -> DetectedBox:
+    box = message.box
+    edges = (box.x_min, box.y_min, box.x_max, box.y_max)
+    return DetectedBox(*edges, message.label, message.score)
+
+
+def read_size(message: common_pb2.ImageSize) -> ImageSize:
+    return ImageSize(message.width, message.height)

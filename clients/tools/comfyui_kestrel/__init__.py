@@ -183,18 +183,14 @@ def _listed(answered: Any) -> str:
     width, height = answered.image_size
     found = []
     for key in answered:
-        result = answered[key]
-        if hasattr(result, "svg_path"):
-            places = [] if result.box is None else [result.box]
-        else:
-            places = list(result)
-        for place in places:
+        for each in answered[key]:
+            place = getattr(each, "box", each)
             if hasattr(place, "x_min"):
                 edges = (place.x_min, place.y_min, place.x_max, place.y_max)
                 at = {"bbox": [e * (height if i % 2 else width) for i, e in enumerate(edges)]}
             else:
                 at = {"point": [place.x * width, place.y * height]}
-            found.append({"object": result.object, **at, "score": place.score})
+            found.append({"object": each.label, **at, "score": each.score})
     return json.dumps(found, ensure_ascii=False)
 
 

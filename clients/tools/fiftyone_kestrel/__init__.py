@@ -15,7 +15,15 @@ import fiftyone as fo
 import fiftyone.core.models as fom
 import numpy as np
 
-from kestrel_client import DetectTask, KestrelClient, PointTask, SegmentResult, SegmentTask
+from kestrel_client import (
+    DetectedBox,
+    DetectTask,
+    ImageSize,
+    KestrelClient,
+    PointTask,
+    Segment,
+    SegmentTask,
+)
 from kestrel_client.drawing import paint
 
 _PLACES = {"detect": DetectTask, "point": PointTask, "segment": SegmentTask}
@@ -168,13 +176,14 @@ class KestrelModel(fom.SamplesMixin, fom.Model):  # type: ignore[misc]  # FiftyO
     def _label(self, found: list[tuple[str, Any]]) -> fo.Label:
         match self.config.skill, self.config.outlines:
             case "detect", _:
-                return fo.Detections(detections=[_box(n, b) for n, boxes in found for b in boxes])
+                return fo.Detections(detections=[_box(b) for _, boxes in found for b in boxes])
             case "point", _:
                 return fo.Keypoints(keypoints=[_points(n, each) for n, each in found if len(each)])
             case _, "masks":
-                outlined = (_mask(name, each) for name, each in found)
+                outlined = (_mask(s, each.image_size) for _, each in found for s in each)
                 return fo.Detections(detections=[each for each in outlined if each is not None])
-        return fo.Polylines(polylines=[_outline(n, each) for n, each in found if each.svg_path])
+        paths = [(s, each.image_size) for _, each in found for s in each if s.svg_path]
+        return fo.Polylines(polylines=[_outline(segment, size) for segment, size in paths])
 
 
 def _source(pixels: np.ndarray, sample: Any) -> Any:
@@ -185,45 +194,43 @@ def _source(pixels: np.ndarray, sample: Any) -> Any:
     return pixels
 
 
-def _box(name: str, box: Any) -> fo.Detection:
-    return fo.Detection(
-        label=name, bounding_box=[box.x_min, box.y_min, box.width, box.height], confidence=box.score
-    )
+def _box(box: DetectedBox) -> fo.Detection:
+    edges = [box.x_min, box.y_min, box.width, box.height]
+    return fo.Detection(label=box.label, bounding_box=edges, confidence=box.score)
 
 
 def _points(name: str, points: Any) -> fo.Keypoint:
-    scores = [point.score for point in points]
     return fo.Keypoint(
         label=name,
         points=[(point.x, point.y) for point in points],
-        confidence=None if None in scores else scores,
+        confidence=[point.score for point in points],
     )
 
 
-def _mask(name: str, outline: SegmentResult) -> fo.Detection | None:
+def _mask(segment: Segment, size: ImageSize) -> fo.Detection | None:
     """FiftyOne's mask covers the box only. So the box is that of whole pixels around the mask."""
-    width, height = outline.image_size
-    inside = np.asarray(outline.to_mask()) > 127
+    width, height = size
+    inside = np.asarray(segment.to_mask(size)) > 127
     rows, columns = np.flatnonzero(inside.any(1)), np.flatnonzero(inside.any(0))
     if not len(rows):
         return None
     (top, bottom), (left, right) = rows[[0, -1]] + [0, 1], columns[[0, -1]] + [0, 1]
     sides = [left / width, top / height, (right - left) / width, (bottom - top) / height]
     return fo.Detection(
-        label=name,
+        label=segment.label,
         bounding_box=[float(side) for side in sides],
         mask=inside[top:bottom, left:right],
-        confidence=outline.score,
+        confidence=segment.score,
     )
 
 
-def _outline(name: str, outline: SegmentResult) -> fo.Polyline:
-    width, height = outline.image_size
-    parts = paint.corners(outline.outline, outline.image_size)
+def _outline(segment: Segment, size: ImageSize) -> fo.Polyline:
+    width, height = size
+    parts = paint.corners(segment.outline, size)
     return fo.Polyline(
-        label=name,
+        label=segment.label,
         points=[[(x / width, y / height) for x, y in part] for part in parts],
-        confidence=outline.score,
+        confidence=segment.score,
         closed=True,
         filled=True,
     )

@@ -6,7 +6,7 @@ import { attempts, sleep, type Call } from "./calls/attempts.js";
 import { events, type Opening, type StreamEvent } from "./calls/events.js";
 import { frames, type FrameOptions, type FrameResult, type FrameSource } from "./calls/frames.js";
 import { mapped, type MapOptions } from "./calls/mapping.js";
-import { Requests, type EmbedOptions, type SkillOptions } from "./calls/preparing.js";
+import { Requests, type EmbedOptions } from "./calls/preparing.js";
 import { ROOM_BYTES } from "./calls/requests.js";
 import { Connection, type Platform } from "./connection.js";
 import {
@@ -21,34 +21,27 @@ import { ImageSchema, type Image } from "./gen/kestrel/v1/common_pb.js";
 import { ImageService } from "./gen/kestrel/v1/image_service_pb.js";
 import {
   ModelService,
+  type Adapter,
   type GetLoadResponse,
   type GetServerInfoResponse,
   type Model,
 } from "./gen/kestrel/v1/model_service_pb.js";
 import {
-  DetectRequestSchema,
-  PointRequestSchema,
   VisionService,
   type CaptionRequest,
-  type CaptionResponse,
   type DetectRequest,
-  type DetectResponse,
-  type EmbedResponse,
   type PointRequest,
-  type PointResponse,
   type QueryRequest,
-  type QueryResponse,
-  type RunSkillResponse,
+  type RunSkillRequest,
   type SegmentRequest,
-  type SegmentResponse,
   type StreamAnalyzeResponse,
   type StreamCaptionResponse,
   type StreamDetectResponse,
   type StreamEmbedResponse,
   type StreamPointResponse,
   type StreamQueryResponse,
+  type StreamRunSkillResponse,
   type StreamSegmentResponse,
-  type StreamSkillResponse,
 } from "./gen/kestrel/v1/vision_service_pb.js";
 import { sha256 } from "./images/digests.js";
 import { bytesOf, ImageHandle, toImage, type ImageInput } from "./images/images.js";
@@ -56,6 +49,18 @@ import { KnownImages, type KnownImagesOptions } from "./images/known.js";
 import { pieces, UPLOAD_BYTES } from "./images/uploads.js";
 import type { CallOptions, HandlingOptions } from "./options.js";
 import { Outcomes, type ResultsOf, type Tasks } from "./outcomes.js";
+import {
+  toResult,
+  type CaptionResult,
+  type DetectResult,
+  type EmbedResult,
+  type PointResult,
+  type QueryResult,
+  type Results,
+  type SegmentResult,
+  type Skill,
+  type SkillResult,
+} from "./results.js";
 import { KestrelStream, type Run } from "./stream.js";
 import {
   captionTask,
@@ -63,16 +68,19 @@ import {
   pointTask,
   queryTask,
   segmentTask,
+  skillTask,
   type CaptionOptions,
   type DetectOptions,
   type Length,
+  type Names,
   type PointOptions,
   type QueryOptions,
-  type Results,
   type SegmentOptions,
-  type Skill,
+  type SkillTaskOptions,
   type Task,
 } from "./tasks.js";
+
+type Page = { pageToken: string };
 
 const LARGEST_UPLOAD_BYTES = 1024 ** 3;
 const DEADLINE_EXCEEDED = 4;
@@ -116,7 +124,7 @@ export class Client {
     image: ImageInput | null,
     question: string,
     options: QueryOptions & HandlingOptions = {},
-  ): Promise<QueryResponse> {
+  ): Promise<QueryResult> {
     return this.#task(image, () => queryTask(question, options), options);
   }
 
@@ -125,45 +133,23 @@ export class Client {
     image: ImageInput,
     length: Length = "normal",
     options: CaptionOptions & HandlingOptions = {},
-  ): Promise<CaptionResponse> {
+  ): Promise<CaptionResult> {
     return this.#task(image, () => captionTask(length, options), options);
   }
 
-  /** Finds the centre of every object of a kind. */
-  point(image: ImageInput, object: string, options: PointOptions & HandlingOptions = {}): Promise<PointResponse> {
-    return this.#task(image, () => pointTask(object, options), options);
+  /** Finds the centre of every object of a kind, or of several kinds: one list, with the names as labels. */
+  point(image: ImageInput, objects: Names, options: PointOptions & HandlingOptions = {}): Promise<PointResult> {
+    return this.#task(image, () => pointTask(objects, options), options);
   }
 
-  /** Finds the bounding box of every object of a kind. */
-  detect(image: ImageInput, object: string, options: DetectOptions & HandlingOptions = {}): Promise<DetectResponse> {
-    return this.#task(image, () => detectTask(object, options), options);
+  /** Finds the bounding box of every object of a kind, or of several kinds: one list, with the names as labels. */
+  detect(image: ImageInput, objects: Names, options: DetectOptions & HandlingOptions = {}): Promise<DetectResult> {
+    return this.#task(image, () => detectTask(objects, options), options);
   }
 
-  /** Outlines one object. */
-  segment(image: ImageInput, object: string, options: SegmentOptions & HandlingOptions = {}): Promise<SegmentResponse> {
-    return this.#task(image, () => segmentTask(object, options), options);
-  }
-
-  /** As `point`, for up to 256 kinds in one call; the results have the names as keys. */
-  async pointSeveral<N extends string>(
-    image: ImageInput,
-    objects: readonly N[],
-    options: PointOptions & HandlingOptions = {},
-  ): Promise<Outcomes<Record<N, PointResponse>>> {
-    const { call, request } = await this.#requests.several(PointRequestSchema, image, objects, options);
-    const response = await this.#unary(call, (sending) => this.#vision.point(request, sending));
-    return new Outcomes(response, objects);
-  }
-
-  /** As `detect`, for up to 256 kinds in one call; the results have the names as keys. */
-  async detectSeveral<N extends string>(
-    image: ImageInput,
-    objects: readonly N[],
-    options: DetectOptions & HandlingOptions = {},
-  ): Promise<Outcomes<Record<N, DetectResponse>>> {
-    const { call, request } = await this.#requests.several(DetectRequestSchema, image, objects, options);
-    const response = await this.#unary(call, (sending) => this.#vision.detect(request, sending));
-    return new Outcomes(response, objects);
+  /** Outlines one object of each name. */
+  segment(image: ImageInput, objects: Names, options: SegmentOptions & HandlingOptions = {}): Promise<SegmentResult> {
+    return this.#task(image, () => segmentTask(objects, options), options);
   }
 
   /** Runs several tasks on one image at once. A task that fails does not affect the others. */
@@ -177,15 +163,18 @@ export class Client {
   }
 
   /** Runs any skill of the server by its name. `null`: the skill takes no image. */
-  async runSkill(skill: string, image: ImageInput | null, options: SkillOptions = {}): Promise<RunSkillResponse> {
-    const { call, request } = await this.#requests.skill(skill, image, options);
-    return this.#unary(call, (sending) => this.#vision.runSkill(request, sending));
+  runSkill(
+    skill: string,
+    image: ImageInput | null,
+    options: SkillTaskOptions & HandlingOptions = {},
+  ): Promise<SkillResult> {
+    return this.#task(image, () => skillTask(skill, options), options);
   }
 
   /** Returns embeddings of an image, for search and comparison; `vectors` reads them. */
-  async embed(image: ImageInput, options: EmbedOptions = {}): Promise<EmbedResponse> {
+  async embed(image: ImageInput, options: EmbedOptions = {}): Promise<EmbedResult> {
     const { call, request } = await this.#requests.embedding(image, options);
-    return this.#unary(call, (sending) => this.#vision.embed(request, sending));
+    return toResult(await this.#unary(call, (sending) => this.#vision.embed(request, sending)));
   }
 
   /** As `query`, with the text as it is generated: events `textDelta` and `reasoningDelta`. */
@@ -193,7 +182,7 @@ export class Client {
     image: ImageInput | null,
     question: string,
     options: QueryOptions & HandlingOptions = {},
-  ): KestrelStream<EventOf<StreamQueryResponse>, QueryResponse> {
+  ): KestrelStream<EventOf<StreamQueryResponse>, QueryResult> {
     const open = (request: QueryRequest, sending: Sending) => this.#vision.streamQuery(request, sending);
     return this.#streamTask(image, () => queryTask(question, options), options, open);
   }
@@ -203,39 +192,39 @@ export class Client {
     image: ImageInput,
     length: Length = "normal",
     options: CaptionOptions & HandlingOptions = {},
-  ): KestrelStream<EventOf<StreamCaptionResponse>, CaptionResponse> {
+  ): KestrelStream<EventOf<StreamCaptionResponse>, CaptionResult> {
     const open = (request: CaptionRequest, sending: Sending) => this.#vision.streamCaption(request, sending);
     return this.#streamTask(image, () => captionTask(length, options), options, open);
   }
 
-  /** As `point`, with each point as soon as it is found: events `object`. */
+  /** As `point`, with each object as soon as it is found: events `detection`, and `search` at the end of each name. */
   streamPoint(
     image: ImageInput,
-    object: string,
+    objects: Names,
     options: PointOptions & HandlingOptions = {},
-  ): KestrelStream<EventOf<StreamPointResponse>, PointResponse> {
+  ): KestrelStream<EventOf<StreamPointResponse>, PointResult> {
     const open = (request: PointRequest, sending: Sending) => this.#vision.streamPoint(request, sending);
-    return this.#streamTask(image, () => pointTask(object, options), options, open);
+    return this.#streamTask(image, () => pointTask(objects, options), options, open);
   }
 
-  /** As `detect`, with each box as soon as it is found: events `object`. */
+  /** As `detect`, with each object as soon as it is found: events `detection`, and `search` at the end of each name. */
   streamDetect(
     image: ImageInput,
-    object: string,
+    objects: Names,
     options: DetectOptions & HandlingOptions = {},
-  ): KestrelStream<EventOf<StreamDetectResponse>, DetectResponse> {
+  ): KestrelStream<EventOf<StreamDetectResponse>, DetectResult> {
     const open = (request: DetectRequest, sending: Sending) => this.#vision.streamDetect(request, sending);
-    return this.#streamTask(image, () => detectTask(object, options), options, open);
+    return this.#streamTask(image, () => detectTask(objects, options), options, open);
   }
 
-  /** As `segment`: the model's box as event `object`, then its path in events `pathPiece`. */
+  /** As `segment`: an object's box as event `detection`, its path in events `pathPiece`, then `search`. */
   streamSegment(
     image: ImageInput,
-    object: string,
+    objects: Names,
     options: SegmentOptions & HandlingOptions = {},
-  ): KestrelStream<EventOf<StreamSegmentResponse>, SegmentResponse> {
+  ): KestrelStream<EventOf<StreamSegmentResponse>, SegmentResult> {
     const open = (request: SegmentRequest, sending: Sending) => this.#vision.streamSegment(request, sending);
-    return this.#streamTask(image, () => segmentTask(object, options), options, open);
+    return this.#streamTask(image, () => segmentTask(objects, options), options, open);
   }
 
   /** As `analyze`, with the events of all tasks as they happen, each with the `key` of its task. */
@@ -257,23 +246,17 @@ export class Client {
   }
 
   /** As `runSkill`, with the events of the skill as they happen. */
-  streamSkill(
+  streamRunSkill(
     skill: string,
     image: ImageInput | null,
-    options: SkillOptions = {},
-  ): KestrelStream<EventOf<StreamSkillResponse>, RunSkillResponse> {
-    const prepare = async () => {
-      const { call, request } = await this.#requests.skill(skill, image, options);
-      return { call, open: (sending: Sending) => this.#vision.streamSkill(request, sending) };
-    };
-    return this.#stream(options, prepare, (each) => each.event);
+    options: SkillTaskOptions & HandlingOptions = {},
+  ): KestrelStream<EventOf<StreamRunSkillResponse>, SkillResult> {
+    const open = (request: RunSkillRequest, sending: Sending) => this.#vision.streamRunSkill(request, sending);
+    return this.#streamTask(image, () => skillTask(skill, options), options, open);
   }
 
   /** As `embed`, with the embeddings one by one. Together they may exceed the limit of a message. */
-  streamEmbed(
-    image: ImageInput,
-    options: EmbedOptions = {},
-  ): KestrelStream<EventOf<StreamEmbedResponse>, EmbedResponse> {
+  streamEmbed(image: ImageInput, options: EmbedOptions = {}): KestrelStream<EventOf<StreamEmbedResponse>, EmbedResult> {
     const prepare = async () => {
       const { call, request } = await this.#requests.embedding(image, options);
       return { call, open: (sending: Sending) => this.#vision.streamEmbed(request, sending) };
@@ -332,12 +315,20 @@ export class Client {
 
   /** The models of the server, the default model first. */
   async listModels(options: CallOptions = {}): Promise<Model[]> {
-    return (await this.#unary({ options, about: "" }, (sending) => this.#models.listModels({}, sending))).models;
+    const list = (page: Page, sending: Sending) => this.#models.listModels(page, sending);
+    return (await this.#pages(list, options)).flatMap((page) => page.models);
+  }
+
+  /** The adapters of a model; default: of the server's default model. */
+  async listAdapters(model?: string, options: CallOptions = {}): Promise<Adapter[]> {
+    const of = model === undefined ? {} : { model };
+    const list = (page: Page, sending: Sending) => this.#models.listAdapters({ ...of, ...page }, sending);
+    return (await this.#pages(list, options)).flatMap((page) => page.adapters);
   }
 
   /** One model; default: the server's default model. Throws NotFoundError. */
-  async getModel(name?: string, options: CallOptions = {}): Promise<Model> {
-    const request: { name?: string } = name === undefined ? {} : { name };
+  async getModel(model?: string, options: CallOptions = {}): Promise<Model> {
+    const request = model === undefined ? {} : { model };
     const response = await this.#unary({ options, about: "" }, (sending) => this.#models.getModel(request, sending));
     if (response.model === undefined) throw rpcError(2, "the server sent no model");
     return response.model;
@@ -395,14 +386,15 @@ export class Client {
     const task = make();
     const { call, request } = await this.#requests.task(image, task, options);
     const vision = this.#vision;
-    const send: { [K in Skill]: (sending: Sending) => Promise<Results[K]> } = {
+    const send: { [K in Skill]: (sending: Sending) => Promise<object> } = {
       query: (sending) => vision.query(request, sending),
       caption: (sending) => vision.caption(request, sending),
       point: (sending) => vision.point(request, sending),
       detect: (sending) => vision.detect(request, sending),
       segment: (sending) => vision.segment(request, sending),
+      skill: (sending) => vision.runSkill(request, sending),
     };
-    return this.#unary(call, send[task.skill]);
+    return toResult(await this.#unary(call, send[task.skill]));
   }
 
   /** `about`: selects the server; empty for the image itself. `source`: the image as the caller gave it. */
@@ -421,6 +413,20 @@ export class Client {
     const handle = new ImageHandle(stored?.imageId ?? "", stored?.size, source);
     this.#known.learn(handle.imageId, image, digest);
     return handle;
+  }
+
+  async #pages<P extends { nextPageToken: string }>(
+    list: (page: Page, sending: Sending) => Promise<P>,
+    options: CallOptions,
+  ): Promise<P[]> {
+    const pages: P[] = [];
+    for (let pageToken: string | undefined = ""; pageToken !== undefined;) {
+      const page: Page = { pageToken };
+      const got = await this.#unary({ options, about: "" }, (sending) => list(page, sending));
+      pages.push(got);
+      pageToken = got.nextPageToken || undefined;
+    }
+    return pages;
   }
 
   async #unary<T extends object>(call: Call, send: (sending: Sending) => Promise<T>): Promise<T> {
@@ -447,7 +453,7 @@ export class Client {
     options: CallOptions,
     prepare: () => Promise<Opening<M>>,
     read: (message: M) => StreamEvent,
-    finish: (final: never) => R = (final) => final,
+    finish: (final: never) => R = (final) => toResult(final),
   ): KestrelStream<E, R> {
     const run: Run<StreamEvent, R> = (signal) => events(this.#connection, prepare, read, finish, signal);
     return new KestrelStream(run as Run<never, R>, options.signal);

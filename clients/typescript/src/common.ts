@@ -1,8 +1,8 @@
 /** What the package offers on all platforms. */
-export { toKestrelError } from "./calls/statuses.js";
+export { fromStatus, toKestrelError } from "./calls/statuses.js";
 export type { FrameOptions, FrameResult, FrameSource } from "./calls/frames.js";
 export type { MapOptions } from "./calls/mapping.js";
-export type { EmbedOptions, SkillOptions } from "./calls/preparing.js";
+export type { EmbedOptions } from "./calls/preparing.js";
 export type { EventOf } from "./client.js";
 export type { ClientOptions } from "./connection.js";
 export { similarity, vectors } from "./embeddings.js";
@@ -10,8 +10,19 @@ export * from "./errors.js";
 export { toPixels, type BoxInput, type PointInput, type SpatialRef, type TilesInput } from "./geometry.js";
 export { ImageHandle, type ImageInput, type RawPixels } from "./images/images.js";
 export type { ImageSource, KnownImagesOptions } from "./images/known.js";
-export type { CallOptions, Constraint, HandlingOptions, SamplingOptions } from "./options.js";
+export type { CallOptions, Constraint, HandlingOptions, SamplingOptions, TextOptions } from "./options.js";
 export { Outcomes, type ResultsOf, type Tasks } from "./outcomes.js";
+export type {
+  CaptionResult,
+  DetectResult,
+  EmbedResult,
+  PointResult,
+  QueryResult,
+  Results,
+  SegmentResult,
+  Skill,
+  SkillResult,
+} from "./results.js";
 export { KestrelStream } from "./stream.js";
 export {
   captionTask,
@@ -19,14 +30,15 @@ export {
   pointTask,
   queryTask,
   segmentTask,
+  skillTask,
   type CaptionOptions,
   type DetectOptions,
   type Length,
+  type Names,
   type PointOptions,
   type QueryOptions,
-  type Results,
   type SegmentOptions,
-  type Skill,
+  type SkillTaskOptions,
   type Task,
   type Turn,
 } from "./tasks.js";
@@ -37,22 +49,22 @@ export {
   type ImageSize,
   type Logprobs,
   type Point,
+  type RequestInfo,
   type Timings,
   type Usage,
 } from "./gen/kestrel/v1/common_pb.js";
 export {
   ModelState,
+  type Adapter,
   type GetLoadResponse,
   type GetServerInfoResponse,
   type Model,
 } from "./gen/kestrel/v1/model_service_pb.js";
 export type {
-  CaptionResponse,
-  DetectResponse,
+  Answer,
+  Detection,
   Embedding,
-  EmbedResponse,
-  PointResponse,
-  QueryResponse,
-  RunSkillResponse,
-  SegmentResponse,
+  ObjectSearch,
+  Outline,
+  Reasoning,
 } from "./gen/kestrel/v1/vision_service_pb.js";

@@ -18,7 +18,7 @@ export type SpatialRef = PointInput | BoxInput;
 
 /** How `point` and `detect` cut an image into tiles: as "2x3" (rows by columns), or with all settings. */
 export type TilesInput =
-  `${number}x${number}` | { rows: number; columns: number; overlap?: number; wholeImage?: boolean };
+  `${number}x${number}` | { rows: number; columns: number; overlap?: number; tilesOnly?: boolean };
 
 /** Pixels of a point or the edges of a box, in an image of `size`. */
 export function toPixels(place: PointInput, size: { width: number; height: number }): { x: number; y: number };

@@ -1,5 +1,5 @@
 /** The options of a call, and the parts of a request that they make. */
-import { create } from "@bufbuild/protobuf";
+import { create, type MessageInitShape } from "@bufbuild/protobuf";
 
 import { InvalidRequestError } from "./errors.js";
 import type { BoxInput } from "./geometry.js";
@@ -7,8 +7,11 @@ import {
   Priority,
   RequestOptionsSchema,
   SamplingSchema,
+  TextOptionsSchema,
+  type ConstraintSchema,
   type RequestOptions,
   type Sampling,
+  type TextOptions as TextMessage,
 } from "./gen/kestrel/v1/common_pb.js";
 
 /** How a call is sent. */
@@ -59,7 +62,7 @@ export interface Constraint {
   jsonSchema?: string | object;
 }
 
-/** The settings of sampling. The server has a default for each one that is omitted. */
+/** How tokens are drawn, and how many. The server has a default for each setting that is omitted. */
 export interface SamplingOptions {
   /** 0 is greedy; in [0, 100]. */
   temperature?: number | undefined;
@@ -69,27 +72,26 @@ export interface SamplingOptions {
   topK?: number | undefined;
   /** In [0, 1]: tokens whose probability is below this part of the largest one are not sampled. */
   minP?: number | undefined;
+  /** In [0, 2^63): the same seed and request give the same result. Use a bigint above 2^53. */
+  seed?: number | bigint | undefined;
   /**
-   * Largest number of tokens to generate, at least 1. Reasoning and answer each have this limit. A point takes 2 tokens
-   * and a box 3; an incomplete object is dropped.
+   * Largest number of tokens to generate, at least 1. Reasoning and answer each have this limit, and so has each name. A
+   * point takes 2 tokens and a box 3; an incomplete object is dropped.
    */
   maxTokens?: number | undefined;
-  /**
-   * For `query` with reasoning: largest number of tokens of the reasoning, at least 1; `maxTokens` then limits the
-   * answer alone. `reasoning.finishReason` tells whether the reasoning was cut.
-   */
-  maxReasoningTokens?: number | undefined;
-  /** In [0, 2^64): the same seed and request give the same result. Use a bigint above 2^53. */
-  seed?: number | bigint | undefined;
-  /** For `query` and `caption`: the text ends before the first of these texts; at most 16. */
+}
+
+/** How a text is written. The server has a default for each setting that is omitted. */
+export interface TextOptions extends SamplingOptions {
+  /** The text ends before the first of these texts; at most 16. */
   stop?: string | readonly string[] | undefined;
-  /** For `query` and `caption`: whether the result has the log-probability of each token (`logprobs`). */
+  /** Whether the result has the log-probability of each token (`logprobs`). */
   logprobs?: boolean | undefined;
   /** With `logprobs`: how many of the likeliest tokens the result has at the place of each token, at most 20. */
   topLogprobs?: number | undefined;
-  /** For `query` and `caption`: what the text must match. */
+  /** What the text must match. */
   constraint?: Constraint | undefined;
-  /** For `query` and `caption`, as the options below. In [0.01, 10]; above 1 the model repeats less. */
+  /** In [0.01, 10]; above 1 the model repeats less. */
   repetitionPenalty?: number | undefined;
   /** In [-2, 2]: subtracted from the logits of all tokens of the text so far. */
   presencePenalty?: number | undefined;
@@ -101,14 +103,8 @@ export interface SamplingOptions {
 
 const PRIORITIES = { low: Priority.LOW, normal: Priority.NORMAL, high: Priority.HIGH };
 const HANDLING = ["model", "adapter", "requestId", "priority", "cacheSalt"] as const;
-const SAMPLING = [
-  "temperature",
-  "topP",
-  "topK",
-  "minP",
-  "maxTokens",
-  "maxReasoningTokens",
-  "seed",
+const SAMPLING = ["temperature", "topP", "topK", "minP", "seed"] as const;
+const TEXT = [
   "stop",
   "logprobs",
   "topLogprobs",
@@ -132,11 +128,22 @@ export function toHandling(options: HandlingOptions): RequestOptions | undefined
 /** Undefined if no setting is set. */
 export function toSampling(options: SamplingOptions): Sampling | undefined {
   if (SAMPLING.every((name) => options[name] === undefined)) return undefined;
-  const { seed, stop, constraint, logitBias, ...plain } = options;
+  const { seed, ...plain } = options;
   return checked("sampling", () =>
     create(SamplingSchema, {
       ...only(plain, SAMPLING),
       ...(seed === undefined ? {} : { seed: toSeed(seed) }),
+    }),
+  );
+}
+
+/** Undefined if no setting is set. */
+export function toText(options: TextOptions): TextMessage | undefined {
+  if (TEXT.every((name) => options[name] === undefined)) return undefined;
+  const { stop, constraint, logitBias, ...plain } = options;
+  return checked("text", () =>
+    create(TextOptionsSchema, {
+      ...only(plain, TEXT),
       ...(stop === undefined ? {} : { stop: typeof stop === "string" ? [stop] : [...stop] }),
       ...(constraint === undefined ? {} : { constraint: toConstraint(constraint) }),
       ...(logitBias === undefined
@@ -174,19 +181,20 @@ function toSeed(seed: number | bigint): bigint {
     throw new InvalidRequestError(`seed=${seed}: must be a whole number; above 2^53 a bigint`);
   }
   const whole = BigInt(seed);
-  if (whole < 0n || whole >= 1n << 64n) throw new InvalidRequestError(`seed=${seed}: must be in [0, 2^64)`);
+  if (whole < 0n || whole >= 1n << 63n) throw new InvalidRequestError(`seed=${seed}: must be in [0, 2^63)`);
   return whole;
 }
 
-function toConstraint({ choices, regex, grammar, jsonSchema }: Constraint) {
-  return {
-    ...(choices === undefined ? {} : { choices: [...choices] }),
-    ...(regex === undefined ? {} : { regex }),
-    ...(grammar === undefined ? {} : { grammar }),
-    ...(jsonSchema === undefined
-      ? {}
-      : { jsonSchema: typeof jsonSchema === "string" ? jsonSchema : JSON.stringify(jsonSchema) }),
-  };
+function toConstraint(given: Constraint): MessageInitShape<typeof ConstraintSchema> {
+  const rules = Object.entries(given).filter(([, value]) => value !== undefined);
+  const [rule] = rules;
+  if (rule === undefined || rules.length > 1) {
+    throw new InvalidRequestError("constraint: must have exactly one of choices, regex, grammar and jsonSchema");
+  }
+  const [kind, value] = rule;
+  if (kind === "choices") return { rule: { case: kind, value: { texts: [...(value as readonly string[])] } } };
+  const text = typeof value === "object" ? JSON.stringify(value) : (value as string);
+  return { rule: { case: kind as "regex" | "grammar" | "jsonSchema", value: text } };
 }
 
 function only<T extends object, K extends PropertyKey>(values: T, names: readonly K[]): Pick<T, Extract<keyof T, K>> {

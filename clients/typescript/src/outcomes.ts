@@ -1,9 +1,10 @@
-/** Outcomes: the results of several tasks, or of several names, by their keys. */
-import { fromTaskError } from "./calls/statuses.js";
+/** Outcomes: the results of several tasks, by their keys. */
+import { fromStatus } from "./calls/statuses.js";
 import { InvalidRequestError, rpcError, RpcError } from "./errors.js";
-import type { ImageSize, Usage } from "./gen/kestrel/v1/common_pb.js";
-import type { TaskResult } from "./gen/kestrel/v1/vision_service_pb.js";
-import type { Results, Task } from "./tasks.js";
+import type { ImageSize, RequestInfo, Usage } from "./gen/kestrel/v1/common_pb.js";
+import type { AnalyzeResponse, TaskResult } from "./gen/kestrel/v1/vision_service_pb.js";
+import { imageSizeOf, toResult, type Results } from "./results.js";
+import type { Task } from "./tasks.js";
 
 /** Tasks by your names for them: 1 to 128 visible ASCII characters each. */
 export type Tasks = Readonly<Record<string, Task>>;
@@ -16,22 +17,16 @@ const UNKNOWN = 2;
 /** The results by key. A task that failed has an error in place of its result, and does not affect the others. */
 export class Outcomes<M extends object> {
   readonly #outcomes: ReadonlyMap<string, unknown>;
-  readonly usage: Usage | undefined;
-  readonly model: string;
-  readonly requestId: string;
+  readonly usage: Usage;
+  readonly info: RequestInfo;
   /** Size of the upright image. */
   readonly imageSize: ImageSize | undefined;
-  /** Id of the stored image, for ImageHandle; empty if the server does not store it. */
-  readonly imageId: string;
 
-  /** `names`: the keys in place of those of the results, by their positions. */
-  constructor(response: Shared, names?: readonly string[]) {
-    this.#outcomes = new Map(response.results.map((each) => [nameOf(each, names), outcomeOf(each)]));
-    this.usage = response.usage;
-    this.model = response.model;
-    this.requestId = response.requestId;
-    this.imageSize = response.imageSize;
-    this.imageId = response.imageId;
+  constructor(response: AnalyzeResponse) {
+    this.#outcomes = new Map(response.results.map((each) => [each.key, outcomeOf(each)]));
+    this.usage = response.usage as Usage; // A server always sends both.
+    this.info = response.info as RequestInfo;
+    this.imageSize = imageSizeOf(response.info);
   }
 
   /** The keys, in the order of the request. */
@@ -59,21 +54,8 @@ export class Outcomes<M extends object> {
   }
 }
 
-interface Shared {
-  results: readonly TaskResult[];
-  usage?: Usage | undefined;
-  model: string;
-  requestId: string;
-  imageSize?: ImageSize | undefined;
-  imageId: string;
-}
-
 /** The result of one task, or its error. */
-export function outcomeOf({ outcome }: TaskResult): Results[keyof Results] | RpcError {
+function outcomeOf({ outcome }: TaskResult): Results[keyof Results] | RpcError {
   if (outcome.case === undefined) return rpcError(UNKNOWN, "the server sent an outcome that this client does not know");
-  return outcome.case === "error" ? fromTaskError(outcome.value) : outcome.value;
-}
-
-function nameOf({ key }: TaskResult, names: readonly string[] | undefined): string {
-  return names?.[Number(key)] ?? key;
+  return outcome.case === "error" ? fromStatus(outcome.value) : toResult(outcome.value);
 }

@@ -1,29 +1,12 @@
 /** Tasks: what a skill is asked to do, for a call of its own, for `analyze`, `map` and `frames`. */
+import type { JsonObject } from "@bufbuild/protobuf";
+
 import { InvalidRequestError } from "./errors.js";
 import { toSpatialRef, toTiles, type SpatialRef, type TilesInput } from "./geometry.js";
-import type { Image } from "./gen/kestrel/v1/common_pb.js";
-import {
-  CaptionLength,
-  MaskFormat,
-  type CaptionResponse,
-  type DetectResponse,
-  type PointResponse,
-  type QueryResponse,
-  type SegmentResponse,
-} from "./gen/kestrel/v1/vision_service_pb.js";
+import { CaptionLength, MaskFormat, Refinement } from "./gen/kestrel/v1/vision_service_pb.js";
 import type { ImageInput } from "./images/images.js";
-import { checked, choice, toSampling, type SamplingOptions } from "./options.js";
-
-/** The results of the skills, by their names. */
-export interface Results {
-  query: QueryResponse;
-  caption: CaptionResponse;
-  point: PointResponse;
-  detect: DetectResponse;
-  segment: SegmentResponse;
-}
-
-export type Skill = keyof Results;
+import { checked, choice, toSampling, toText, type SamplingOptions, type TextOptions } from "./options.js";
+import type { Skill } from "./results.js";
 
 /** An earlier question with its answer, and the images that it showed besides that of the conversation. */
 export interface Turn {
@@ -32,9 +15,14 @@ export interface Turn {
   images?: readonly ImageInput[];
 }
 
-export interface QueryOptions extends SamplingOptions {
+export interface QueryOptions extends TextOptions {
   /** Whether the model reasons before it answers. */
   reasoning?: boolean | undefined;
+  /**
+   * With reasoning: largest number of tokens of the reasoning, at least 1; `maxTokens` then limits the answer alone. The
+   * reasoning's `finishReason` tells whether it was cut.
+   */
+  maxReasoningTokens?: number | undefined;
   /** Places in the image that the question refers to. */
   spatialRefs?: readonly SpatialRef[] | undefined;
   /** Earlier turns of the conversation, oldest first. */
@@ -49,144 +37,167 @@ export interface QueryOptions extends SamplingOptions {
   maxAbsence?: number | undefined;
   /** The beginning of the answer, which the model continues. The result has only what follows. */
   answerStart?: string | undefined;
-  /** Number of answers to generate, 1 to 16 (`samples`). Only in calls of their own that are no streams. */
+  /** Number of answers to generate, 1 to 16 (`answers`). Not in a stream of its own. */
   numSamples?: number | undefined;
 }
 
-export interface CaptionOptions extends SamplingOptions {
-  /** Number of descriptions to generate, 1 to 16 (`samples`). Only in calls of their own that are no streams. */
+export interface CaptionOptions extends TextOptions {
+  /** Number of descriptions to generate, 1 to 16 (`captions`). Not in a stream of its own. */
   numSamples?: number | undefined;
 }
 
 export interface PointOptions extends SamplingOptions {
+  /** Largest number of detections of each name. */
   maxObjects?: number | undefined;
   spatialRefs?: readonly SpatialRef[] | undefined;
   /** Points with a lower score are omitted. */
   minScore?: number | undefined;
-  /** For small objects: how to cut the image. Not in `analyze` and `frames`. */
+  /** For small objects: how to cut the image. */
   tiles?: TilesInput | undefined;
 }
 
 export interface DetectOptions extends SamplingOptions {
+  /** Largest number of detections of each name. */
   maxObjects?: number | undefined;
   /** Boxes with a lower score are omitted. */
   minScore?: number | undefined;
   /** Of boxes that overlap by more than this, only one stays. In (0, 1). */
   maxOverlap?: number | undefined;
-  /** For small objects: how to cut the image. Not in `analyze` and `frames`. */
+  /** For small objects: how to cut the image. */
   tiles?: TilesInput | undefined;
 }
 
 export interface SegmentOptions extends SamplingOptions {
   spatialRefs?: readonly SpatialRef[] | undefined;
   /** The encoding of a mask that the server sends besides the path. */
-  mask?: "none" | "svg" | "png" | "rle" | "polygons" | undefined;
+  mask?: "svg" | "png" | "rle" | "polygons" | undefined;
   /** An outline with a lower score is omitted. */
   minScore?: number | undefined;
   /** False gives the model's own outline; the default refines it if the model has a refiner. */
   refine?: boolean | undefined;
 }
 
+export interface SkillTaskOptions extends TextOptions {
+  /** Plain values by name; the skill defines them. */
+  arguments?: JsonObject | undefined;
+  settings?: JsonObject | undefined;
+}
+
 export type Length = "short" | "normal" | "long";
-export type ToImage = (image: ImageInput) => Promise<Image>;
+/** The name of what to find, or up to 256 names. */
+export type Names = string | readonly string[];
 
 /** A task whose result is that of the skill `S`. */
 export class Task<S extends Skill = Skill> {
   constructor(
     readonly skill: S,
-    /** For the client: the fields of the request that belong to the task. Throws InvalidRequestError. */
-    readonly fields: (toImage: ToImage) => Promise<object>,
-    /** For the client: the options that only a call of its own can have. */
-    readonly alone: readonly string[],
+    /** For the client: the fields of the task's message. */
+    readonly fields: object,
+    /** For the client: the images of the turns of a query, and last the further ones of its question. */
+    readonly images: readonly (readonly ImageInput[])[] = [],
   ) {}
 }
 
 /** As `query`. */
 export function queryTask(question: string, options: QueryOptions = {}): Task<"query"> {
-  const fields = async (toImage: ToImage) => {
-    const { reasoning, spatialRefs, history, images, system, presupposes, maxAbsence } = options;
-    const { answerStart, numSamples } = options;
-    return checkedFields({
-      question: text("question", question),
-      reasoning,
-      system,
-      answerStart,
-      spatialRefs: spatialRefs?.map(toSpatialRef),
-      history: history && (await Promise.all(history.map((turn, index) => toTurn(turn, index, toImage)))),
-      images: images && (await Promise.all(images.map(toImage))),
-      abstention: presupposes === undefined ? undefined : { objects: [...presupposes], maxAbsence },
-      numSamples,
-      sampling: toSampling(options),
-    });
-  };
-  if (options.maxAbsence !== undefined && options.presupposes === undefined) {
+  const { reasoning, spatialRefs, history = [], images = [], system, presupposes, maxAbsence } = options;
+  const { answerStart, numSamples, maxReasoningTokens } = options;
+  if (maxAbsence !== undefined && presupposes === undefined) {
     throw new InvalidRequestError("maxAbsence: needs presupposes");
   }
-  return new Task("query", fields, given(options, ["images", "numSamples"]));
+  const fields = checkedFields({
+    question: text("question", question),
+    reasoning,
+    maxReasoningTokens,
+    system,
+    answerStart,
+    spatialRefs: spatialRefs?.map(toSpatialRef),
+    history: history.map(toTurn),
+    abstention: presupposes === undefined ? undefined : { objects: [...presupposes], maxAbsence },
+    numSamples,
+    ...textFields(options),
+  });
+  return new Task("query", fields, [...history.map((turn) => turn.images ?? []), images]);
 }
 
 /** As `caption`. */
 export function captionTask(length: Length = "normal", options: CaptionOptions = {}): Task<"caption"> {
   const lengths = { short: CaptionLength.SHORT, normal: CaptionLength.NORMAL, long: CaptionLength.LONG };
-  const chosen = choice("length", length, lengths);
   const { numSamples } = options;
-  const fields = async () => checkedFields({ length: chosen, numSamples, sampling: toSampling(options) });
-  return new Task("caption", fields, given(options, ["numSamples"]));
+  const chosen = choice("length", length, lengths);
+  return new Task("caption", checkedFields({ length: chosen, numSamples, ...textFields(options) }));
 }
 
 /** As `point`. */
-export function pointTask(object: string, options: PointOptions = {}): Task<"point"> {
-  return new Task("point", objectFields(object, options), given(options, ["tiles"]));
+export function pointTask(objects: Names, options: PointOptions = {}): Task<"point"> {
+  return new Task("point", objectFields(objects, options));
 }
 
 /** As `detect`. */
-export function detectTask(object: string, options: DetectOptions = {}): Task<"detect"> {
-  return new Task("detect", objectFields(object, options), given(options, ["tiles"]));
+export function detectTask(objects: Names, options: DetectOptions = {}): Task<"detect"> {
+  return new Task("detect", objectFields(objects, options));
 }
 
 /** As `segment`. */
-export function segmentTask(object: string, options: SegmentOptions = {}): Task<"segment"> {
-  const formats = {
-    none: MaskFormat.NONE,
-    svg: MaskFormat.SVG,
-    png: MaskFormat.PNG,
-    rle: MaskFormat.RLE,
-    polygons: MaskFormat.POLYGONS,
-  };
+export function segmentTask(objects: Names, options: SegmentOptions = {}): Task<"segment"> {
+  const formats = { svg: MaskFormat.SVG, png: MaskFormat.PNG, rle: MaskFormat.RLE, polygons: MaskFormat.POLYGONS };
   const { spatialRefs, mask, minScore, refine } = options;
-  const maskFormat = mask === undefined ? undefined : choice("mask", mask, formats);
-  const fields = async () =>
-    checkedFields({
-      object: text("object", object),
-      spatialRefs: spatialRefs?.map(toSpatialRef),
-      maskFormat,
-      minScore,
-      refine,
-      sampling: toSampling(options),
-    });
-  return new Task("segment", fields, []);
+  const fields = checkedFields({
+    objects: names(objects),
+    spatialRefs: spatialRefs?.map(toSpatialRef),
+    maskFormat: mask === undefined ? undefined : choice("mask", mask, formats),
+    minScore,
+    refinement: refine === undefined ? undefined : refine ? Refinement.REQUIRED : Refinement.NONE,
+    ...samplingFields(options),
+  });
+  return new Task("segment", fields);
 }
 
-/** The fields of Point and Detect besides the name: for one call about several names. */
-export function objectFields(object: string | undefined, options: PointOptions & DetectOptions) {
+/** As `runSkill`. */
+export function skillTask(name: string, options: SkillTaskOptions = {}): Task<"skill"> {
+  const { arguments: given, settings } = options;
+  for (const [key, value] of Object.entries({ arguments: given, settings })) {
+    if (value !== undefined && (typeof value !== "object" || value === null || Array.isArray(value))) {
+      throw new InvalidRequestError(`${key}: must be an object of plain values by name`);
+    }
+  }
+  const fields = { name: text("name", name), arguments: given, settings, ...textFields(options) };
+  return new Task("skill", checkedFields(fields));
+}
+
+function objectFields(objects: Names, options: PointOptions & DetectOptions) {
   const { maxObjects, spatialRefs, minScore, maxOverlap, tiles } = options;
-  return async () =>
-    checkedFields({
-      object: object === undefined ? undefined : text("object", object),
-      maxObjects,
-      spatialRefs: spatialRefs?.map(toSpatialRef),
-      minScore,
-      maxOverlap,
-      tiles: tiles === undefined ? undefined : toTiles(tiles),
-      sampling: toSampling(options),
-    });
+  return checkedFields({
+    objects: names(objects),
+    maxObjects,
+    spatialRefs: spatialRefs?.map(toSpatialRef),
+    minScore,
+    maxOverlap,
+    tiles: tiles === undefined ? undefined : toTiles(tiles),
+    ...samplingFields(options),
+  });
 }
 
-async function toTurn({ question, answer, images }: Turn, index: number, toImage: ToImage) {
+function samplingFields(options: SamplingOptions) {
+  return { maxTokens: options.maxTokens, sampling: toSampling(options) };
+}
+
+function textFields(options: TextOptions) {
+  return { ...samplingFields(options), text: toText(options) };
+}
+
+function names(objects: Names): string[] {
+  const all = typeof objects === "string" ? [objects] : objects;
+  if (!Array.isArray(all) || all.length === 0 || all.some((each) => typeof each !== "string")) {
+    throw new InvalidRequestError("objects: must be a name, or a list of one name or more");
+  }
+  return [...all];
+}
+
+function toTurn({ question, answer }: Turn, index: number) {
   return {
     question: text(`history[${index}].question`, question),
     answer: text(`history[${index}].answer`, answer),
-    images: images === undefined ? [] : await Promise.all(images.map(toImage)),
   };
 }
 
@@ -200,8 +211,4 @@ function checkedFields(fields: Readonly<Record<string, unknown>>): object {
 function text(name: string, value: string): string {
   if (typeof value === "string") return value;
   throw new InvalidRequestError(`${name}: must be a string`);
-}
-
-function given(options: object, names: readonly string[]): readonly string[] {
-  return names.filter((name) => (options as Record<string, unknown>)[name] !== undefined);
 }

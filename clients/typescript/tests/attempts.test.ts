@@ -67,7 +67,7 @@ function failing(errors: ConnectError[]) {
         const error = errors[times.length];
         times.push(performance.now());
         if (error !== undefined) throw error;
-        return { answer: "yes" };
+        return { answers: [{ text: "yes" }] };
       },
     });
   return { times, routes };
@@ -140,7 +140,7 @@ test("a unary call whose connection is lost is repeated, a stream that has begun
     router.service(VisionService, {
       query: async (_, { signal }) => {
         calls += 1;
-        if (calls > 1) return { answer: "yes" };
+        if (calls > 1) return { answers: [{ text: "yes" }] };
         setTimeout(drop, 20);
         return new Promise((resolve) => signal.addEventListener("abort", () => resolve({})));
       },
@@ -175,13 +175,13 @@ test("a stream ends with its result, without one, or where its reader leaves it"
   let ended = 0;
   const { client } = await served((router) =>
     router.service(VisionService, {
-      streamCaption: async function* ({ length }, { signal }): Messages<typeof StreamCaptionResponseSchema> {
+      streamCaption: async function* ({ caption }, { signal }): Messages<typeof StreamCaptionResponseSchema> {
         signal.addEventListener("abort", () => (ended += 1));
         yield { event: { case: "started", value: {} } };
         yield { event: { case: "textDelta", value: { text: "a " } } };
-        if (length === 1) return;
-        if (length === 3) await new Promise((resolve) => signal.addEventListener("abort", resolve));
-        yield { event: { case: "final", value: { caption: "a cat" } } };
+        if (caption?.length === 1) return;
+        if (caption?.length === 3) await new Promise((resolve) => signal.addEventListener("abort", resolve));
+        yield { event: { case: "final", value: { captions: [{ text: "a cat" }] } } };
       },
     }),
   );
@@ -206,16 +206,18 @@ async function forgetful(options: NodeOptions = {}) {
       putImage: () => ({ image: { imageId: `img_${calls.push("put")}` } }),
     });
     router.service(VisionService, {
-      query: ({ image, images }) => {
-        const all = [image, ...images].map((each) => each?.source);
-        calls.push(all.map((each) => (each?.case === "imageId" ? each.value : each?.case)).join(" "));
-        if (all.some((each) => each?.case === "imageId" && each.value !== "known")) throw notFound();
-        return { answer: "yes", images: all.map((_, place) => ({ imageId: `new_${place}` })) };
+      query: ({ images }) => {
+        const all = images.map((each) => each.source);
+        calls.push(all.map((each) => (each.case === "imageId" ? each.value : each.case)).join(" "));
+        if (all.some((each) => each.case === "imageId" && each.value !== "known")) throw notFound();
+        return { answers: [{ text: "yes" }], info: { images: all.map((_, place) => ({ imageId: `new_${place}` })) } };
       },
-      streamQuery: async function* ({ image }): Messages<typeof StreamQueryResponseSchema> {
+      streamQuery: async function* ({ images: [image] }): Messages<typeof StreamQueryResponseSchema> {
         calls.push(`stream ${image?.source.case}`);
         if (image?.source.case === "imageId") throw notFound();
-        yield { event: { case: "final", value: { answer: "yes", imageId: "new_s" } } };
+        yield {
+          event: { case: "final", value: { answers: [{ text: "yes" }], info: { images: [{ imageId: "new_s" }] } } },
+        };
       },
     });
   }, options);
@@ -298,7 +300,7 @@ test("map keeps the order, bounds its requests, and gives errors in place of res
         running -= 1;
         const [number] = image?.source.value as Uint8Array;
         if (number === 3) throw new ConnectError("bad", Code.InvalidArgument);
-        return { caption: String(number) };
+        return { captions: [{ text: String(number) }] };
       },
     }),
   );

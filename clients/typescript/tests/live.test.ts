@@ -13,6 +13,7 @@ import {
   DeadlineExceededError,
   detectTask,
   FinishReason,
+  fromStatus,
   ImageHandle,
   InvalidArgumentError,
   KestrelClient,
@@ -21,6 +22,7 @@ import {
   queryTask,
   RequestCancelledError,
   similarity,
+  skillTask,
   toKestrelError,
   UnauthenticatedError,
   UnavailableError,
@@ -51,33 +53,33 @@ for (const [name, client] of [
       await client.waitReady();
       const answer = await client.query(IMAGE, QUESTION, { temperature: 0, logprobs: true, topLogprobs: 2, seed: 7 });
       assert.equal(answer.answer, "2");
-      assert.equal(answer.finishReason, FinishReason.STOP);
-      assert.equal(answer.seed, 7n);
-      assert.equal(answer.logprobs?.tokens[0]?.top.length, 2);
-      assert.ok((answer.timings?.totalTimeMs ?? 0) > 0 && answer.imageSize && answer.requestId);
+      assert.equal(answer.answers[0]?.finishReason, FinishReason.STOP);
+      assert.equal(answer.info.seed, 7n);
+      assert.equal(answer.answers[0]?.logprobs?.tokens[0]?.top.length, 2);
+      assert.ok(answer.timings.totalMs > 0 && answer.imageSize && answer.info.requestId);
       assert.match((await client.caption(IMAGE, "short", { temperature: 0 })).caption, /green crescent/);
-      assert.equal((await client.point(IMAGE, "green crescent")).points.length, 2);
-      const { objects } = await client.detect(IMAGE, "green crescent", { maxObjects: 5 });
-      assert.equal(objects.length, 2);
-      assert.ok(objects.every((box) => box.xMin < box.xMax && (box.score ?? 0) > 0.5));
-      const outline = await client.segment(IMAGE, "pink star", { mask: "polygons" });
-      assert.ok(outline.svgPath && outline.box && outline.mask?.encoding.case === "polygons");
+      assert.equal((await client.point(IMAGE, "green crescent")).detections.length, 2);
+      const { detections, imageSize } = await client.detect(IMAGE, "green crescent", { maxObjects: 5 });
+      assert.equal(detections.length, 2);
+      assert.ok(detections.every(({ box, score }) => box.xMin < box.xMax && score > 0.5) && imageSize.width > 0);
+      const [found] = (await client.segment(IMAGE, "pink star", { mask: "polygons" })).detections;
+      assert.ok(found?.box && found.outline.svgPath && found.outline.mask?.encoding.case === "polygons");
     });
 
     test("options of a query", async () => {
       const first = await client.query(IMAGE, QUESTION, { temperature: 0, requestId: "mine-1", priority: "high" });
-      assert.equal(first.requestId, "mine-1");
+      assert.equal(first.info.requestId, "mine-1");
       const history = [{ question: QUESTION, answer: first.answer }];
       const second = await client.query(IMAGE, "And squares?", { temperature: 0, history, system: "Be brief." });
-      assert.ok((second.usage?.cachedTokens ?? 0) >= 0 && second.answer);
+      assert.ok(second.usage.cachedTokens >= 0 && second.answer);
       const plain = await client.query(IMAGE, QUESTION, { temperature: 0 });
       const rest = await client.query(IMAGE, QUESTION, { temperature: 0, answerStart: "There are" });
-      assert.ok((rest.usage?.inputTokens ?? 0) > (plain.usage?.inputTokens ?? 0));
+      assert.ok(rest.usage.inputTokens > plain.usage.inputTokens);
       const yes = await client.query(IMAGE, "Is it?", { constraint: { choices: ["yes", "no"] }, maxTokens: 5 });
       assert.match(yes.answer, /^(yes|no)$/);
       const drawn = await client.query(IMAGE, QUESTION, { numSamples: 3, seed: 1n, temperature: 1 });
       assert.deepEqual(
-        drawn.samples.map((each) => each.seed),
+        drawn.answers.map((each) => each.seed),
         [1n, 2n, 3n],
       );
       const part = await client.query(IMAGE, QUESTION, { region: { xMin: 0, yMin: 0, xMax: 0.5, yMax: 0.5 } });
@@ -85,7 +87,7 @@ for (const [name, client] of [
       const none = await client.query(IMAGE, "What colour is the dog?", { presupposes: ["dog"], maxAbsence: 0 });
       assert.equal(none.abstained, true);
       const thought = await client.query(IMAGE, QUESTION, { reasoning: true, maxReasoningTokens: 3 });
-      assert.equal(thought.reasoning?.finishReason, FinishReason.LENGTH);
+      assert.equal(thought.answers[0]?.reasoning?.finishReason, FinishReason.LENGTH);
       const pointed = await client.query(IMAGE, "What is here?", { spatialRefs: [{ x: 0.5, y: 0.5 }], stop: "." });
       assert.ok(!pointed.answer.includes("."));
     });
@@ -106,14 +108,14 @@ for (const [name, client] of [
       assert.deepEqual([...cases], ["reasoningDelta", "textDelta"]);
       const boxes = [];
       for await (const event of client.streamDetect(IMAGE, "green crescent")) {
-        if (event.case === "object") boxes.push(event.value);
+        if (event.case === "detection") boxes.push(event.value.box);
       }
       assert.equal(boxes.length, 2);
-      assert.equal((await client.streamPoint(IMAGE, "pink star").result()).points.length, 1);
+      assert.equal((await client.streamPoint(IMAGE, "pink star").result()).detections.length, 1);
       const kinds: string[] = [];
       for await (const event of client.streamSegment(IMAGE, "pink star")) kinds.push(event.case);
-      assert.equal(kinds[0], "object");
-      assert.equal(kinds[1], "pathPiece");
+      assert.deepEqual(kinds.slice(0, 2), ["detection", "pathPiece"]);
+      assert.equal(kinds.at(-1), "search");
     });
 
     test("several tasks and several names", async () => {
@@ -121,22 +123,33 @@ for (const [name, client] of [
         about: captionTask("short", { temperature: 0 }),
         found: detectTask("green crescent"),
         wrong: queryTask("Why?", { topP: 2 }),
+        named: skillTask("query", { arguments: { question: QUESTION }, temperature: 0 }),
       };
       const results = await client.analyze(IMAGE, tasks);
       assert.match(results.get("about").caption, /cross/);
-      assert.equal(results.get("found").objects.length, 2);
+      assert.equal(results.get("found").detections.length, 2);
+      assert.equal(results.get("named").output?.["answer"], "2");
       assert.throws(() => results.get("wrong"), InvalidArgumentError);
       assert.equal(results.errors.get("wrong")?.fieldViolations[0]?.field, "tasks[2].query.sampling.top_p");
       const stream = client.streamAnalyze(IMAGE, { about: tasks.about, found: tasks.found });
       const keys = new Set<string>();
       for await (const event of stream) keys.add(`${event.key} ${event.case}`);
-      assert.ok(keys.has("about textDelta") && keys.has("found box") && keys.has("found taskFinal"), [...keys].join());
-      assert.equal((await stream.result()).get("found").objects.length, 2);
-      const found = await client.detectSeveral(IMAGE, ["green crescent", "pink star"]);
-      assert.deepEqual(found.keys, ["green crescent", "pink star"]);
-      assert.equal(found.get("green crescent").objects.length, 2);
-      const points = await client.pointSeveral(IMAGE, ["pink star"]);
-      assert.equal(points.get("pink star").points.length, 1);
+      for (const key of ["about textDelta", "found detection", "found search", "found taskFinal"]) {
+        assert.ok(keys.has(key), [...keys].join());
+      }
+      assert.equal((await stream.result()).get("found").detections.length, 2);
+      const found = await client.detect(IMAGE, ["green crescent", " ", "pink star"]);
+      assert.deepEqual(
+        found.detections.map((each) => each.label),
+        ["green crescent", "green crescent", "pink star"],
+      );
+      const [, failed] = found.searches;
+      assert.ok(failed?.error && fromStatus(failed.error) instanceof InvalidArgumentError);
+      assert.equal(fromStatus(failed.error).fieldViolations[0]?.field, "detect.objects[1]");
+      assert.deepEqual(
+        found.searches.map((each) => (each.absence ?? 1) < 0.5),
+        [true, false, true],
+      );
     });
 
     test("stored images", async () => {
@@ -156,21 +169,22 @@ for (const [name, client] of [
     });
 
     test("embeddings, skills by name, models and load", async () => {
-      const result = await client.embed(IMAGE, { crops: true });
-      const [one] = vectors(result.wholeImage as never);
+      const result = await client.embed(IMAGE, { parts: "image-and-crops" });
+      const [one] = vectors(result.embeddings[0] as never);
       assert.ok(one && Math.abs(similarity(one, one) - 1) < 1e-5);
       const half = await client.embed(IMAGE, { dtype: "float16" });
-      const [other] = vectors(half.wholeImage as never);
+      const [other] = vectors(half.embeddings[0] as never);
       assert.ok(other && similarity(one, other) > 0.999);
-      assert.ok((await client.streamEmbed(IMAGE).result()).model);
+      assert.ok((await client.streamEmbed(IMAGE).result()).info.model);
       const options = { arguments: { question: QUESTION }, settings: { temperature: 0 } };
       assert.deepEqual((await client.runSkill("query", IMAGE, options)).output?.["answer"], "2");
-      assert.equal((await client.streamSkill("query", IMAGE, options).result()).output?.["answer"], "2");
+      assert.equal((await client.streamRunSkill("query", IMAGE, options).result()).output?.["answer"], "2");
       assert.deepEqual(
         (await client.listModels()).map((model) => model.name),
         ["kestrel-tiny"],
       );
       assert.equal((await client.getModel()).family, "moondream3");
+      assert.deepEqual(await client.listAdapters("kestrel-tiny"), []);
       await assert.rejects(client.getModel("none"), NotFoundError);
       assert.equal((await client.serverInfo()).limits?.maxImages, 16);
       assert.equal((await client.serverLoad()).ready, true);
@@ -179,7 +193,9 @@ for (const [name, client] of [
     test("errors have the field, the reason and the request's id", async () => {
       await assert.rejects(client.query(IMAGE, "What?", { topP: 1.5 }), (error: InvalidArgumentError) => {
         assert.ok(error instanceof InvalidArgumentError);
-        assert.deepEqual(error.fieldViolations, [{ field: "sampling.top_p", description: "1.5 is not in (0, 1]" }]);
+        assert.deepEqual(error.fieldViolations, [
+          { field: "query.sampling.top_p", description: "1.5 is not in (0, 1]" },
+        ]);
         assert.equal(error.code, "INVALID_ARGUMENT");
         assert.equal(error.reason, "INVALID_REQUEST");
         assert.ok(error.requestId);
@@ -187,7 +203,7 @@ for (const [name, client] of [
       });
       const stream = client.streamQuery(IMAGE, "What?", { topP: 1.5 });
       await assert.rejects(stream.result(), (error: InvalidArgumentError) => {
-        return error.fieldViolations[0]?.field === "sampling.top_p";
+        return error.fieldViolations[0]?.field === "query.sampling.top_p";
       });
       await assert.rejects(client.caption(Uint8Array.of(1, 2, 3)), /IMAGE_|image/);
       await assert.rejects(client.query(IMAGE, "What?", { timeoutMs: 1 }), DeadlineExceededError);
@@ -235,7 +251,7 @@ test("gRPC alone: paths, uploads in pieces, frames, and AdminService", async () 
   for await (const frame of node.frames({ found: detectTask("green crescent") }, [IMAGE, PATH, Uint8Array.of(1)])) {
     ids.push(frame.id);
     if (frame.id === 3n) assert.ok(frame.error instanceof InvalidArgumentError);
-    else assert.equal(frame.outcomes?.get("found").objects.length, 2);
+    else assert.equal(frame.outcomes?.get("found").detections.length, 2);
   }
   assert.deepEqual(ids.sort(), [1n, 2n, 3n]);
   for await (const frame of node.frames({ found: detectTask("star") }, endless())) if (frame.id === 2n) break;
@@ -256,7 +272,7 @@ test("TLS and tokens", async () => {
   const options = { tls: { rootCertificates }, token: given("KESTREL_TOKEN") };
   const client = new KestrelClient(secure, options);
   assert.equal((await client.query(IMAGE, QUESTION, { temperature: 0 })).answer, "2");
-  assert.ok((await client.raw(AdminService).getStatistics({})).uptimeSeconds > 0);
+  assert.ok((await client.raw(AdminService).getStatistics({})).uptimeMs > 0);
   const stranger = new KestrelClient(secure, { ...options, token: "wrong" });
   await assert.rejects(stranger.query(null, "What?"), UnauthenticatedError);
   const unknown = new KestrelClient(secure, { tls: true });

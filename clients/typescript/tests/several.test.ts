@@ -65,7 +65,7 @@ function places(
   images: readonly ImageInput[] = FILES,
   options: HandlingOptions = {},
 ): Promise<string[]> {
-  return Promise.all(images.map(async (each) => (await client.query(each, "?", { ...GREEDY, ...options })).model));
+  return Promise.all(images.map(async (each) => (await client.query(each, "?", { ...GREEDY, ...options })).info.model));
 }
 
 async function until(done: () => Promise<boolean> | boolean): Promise<void> {
@@ -83,12 +83,12 @@ test("calls about an image stay on one server, which is that of the Python clien
     for (const [number, place] of before.slice(0, 6).entries()) {
       const handle = await client.putImage(FILES[number] as Uint8Array);
       const byId = new ImageHandle(handle.imageId);
-      assert.equal((await client.caption(handle, "short", GREEDY)).model, place);
-      assert.equal((await client.streamQuery(byId, "?", GREEDY).result()).model, place);
+      assert.equal((await client.caption(handle, "short", GREEDY)).info.model, place);
+      assert.equal((await client.streamQuery(byId, "?", GREEDY).result()).info.model, place);
       assert.equal(await client.deleteImage(byId), true);
     }
     assert.equal(new Set(await places(client, FILES, { session: "of-one-user" })).size, 1);
-    assert.ok((await client.query(null, "?", GREEDY)).model);
+    assert.ok((await client.query(null, "?", GREEDY)).info.model);
     assert.equal((await client.listModels()).length, 1);
   });
 });
@@ -107,7 +107,7 @@ test("a server that is killed costs no call, and gets its images back", async ()
         "no other image moves",
       );
       const streamed = await Promise.all(
-        ids.map(async (each) => (await client.streamQuery(each, "?", GREEDY).result()).model),
+        ids.map(async (each) => (await client.streamQuery(each, "?", GREEDY).result()).info.model),
       );
       assert.deepEqual(streamed, after);
     } finally {
@@ -134,8 +134,8 @@ test("a server that is killed while it answers", async () => {
     await order("kill/c");
     try {
       const results = await Promise.all(asked);
-      assert.ok(results.every((each) => each.usage?.outputTokens === 60));
-      results.forEach(({ model }, number) => before[number] === "c" || assert.equal(model, before[number]));
+      assert.ok(results.every((each) => each.usage.outputTokens === 60));
+      results.forEach(({ info: { model } }, number) => before[number] === "c" || assert.equal(model, before[number]));
       await assert.rejects(begun.result(), (error: ConnectionLostError) => {
         assert.ok(error instanceof ConnectionLostError);
         assert.deepEqual([error.code, error.reason, error.retryAfterMs], ["UNAVAILABLE", "CONNECTION_LOST", 100]);
@@ -155,7 +155,7 @@ test("a server that drains is left, and its streams end whole", async () => {
     await order("stop/b");
     try {
       const ended = await Promise.all(asked);
-      assert.ok(ended.every((each) => each.usage?.outputTokens === 40));
+      assert.ok(ended.every((each) => each.usage.outputTokens === 40));
       const after = await places(client);
       assert.ok(!after.includes("b"));
       after.forEach((name, number) => before[number] === "b" || assert.equal(name, before[number]));
@@ -196,8 +196,8 @@ test("a front that gives each call to another server: the image goes with the re
       const handle = await client.putImage(FILES[0] as Uint8Array);
       const other = await client.putImage(FILES[1] as Uint8Array);
       for (let round = 0; round < 4; round += 1) {
-        assert.ok((await client.query(handle, "?", { ...GREEDY, images: [other] })).model);
-        assert.ok((await client.streamQuery(new ImageHandle(handle.imageId), "?", GREEDY).result()).model);
+        assert.ok((await client.query(handle, "?", { ...GREEDY, images: [other] })).info.model);
+        assert.ok((await client.streamQuery(new ImageHandle(handle.imageId), "?", GREEDY).result()).info.model);
       }
       await assert.rejects(client.query(new ImageHandle(`img_${"0".repeat(32)}`), "?"), NotFoundError);
     },
@@ -223,7 +223,7 @@ for (const target of [`directory:${DIRECTORY}`, `directory:${COMMANDS}/directory
           const options = { temperature: 0, maxTokens: 12 };
           const call = number % 2 ? client.streamQuery(image, "?", options).result() : client.query(image, "?", GREEDY);
           await call.then(
-            ({ model }) => answered.push(model),
+            ({ info }) => answered.push(info.model),
             (error: unknown) => failures.push(error),
           );
         }
@@ -244,7 +244,7 @@ for (const target of [`directory:${DIRECTORY}`, `directory:${COMMANDS}/directory
         await order("list", "b c");
         await order("stop/a");
         await are("b", "c");
-        assert.equal((await long).usage?.outputTokens, 300, "a stream that has begun goes on");
+        assert.equal((await long).usage.outputTokens, 300, "a stream that has begun goes on");
         // The other order: a server is killed before the directory says so.
         await order("kill/b");
         await are("c");

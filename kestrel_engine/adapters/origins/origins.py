@@ -25,7 +25,7 @@ from ...errors import (
     AdapterUnfit,
     EngineClosed,
 )
-from ..files import Found, find, found_in
+from ..files import Found, find, found_in, names_in
 from ..references import Repository, fine_tune_of, repository_of
 from .disk import AdapterDisk, Fetch
 from .repository import HubRepositories
@@ -113,6 +113,10 @@ class Origins:
             raise known.error
         assert known.version is not None
         return known.version
+
+    async def local_names(self) -> list[str]:
+        """The names of the adapters in the operator's folder, in no order."""
+        return [] if self._folder is None else await asyncio.to_thread(names_in, self._folder)
 
     async def opened(self, version: Version) -> tuple[Found, Callable[[], None]]:
         """The files, downloaded, and what gives them back. Raises what ``Version.open`` does."""

@@ -5,8 +5,6 @@ Canonical names are the hub's names (moondream.md section 2.2) without the leadi
 
 from __future__ import annotations
 
-from math import prod
-
 from ...types.model_config import ModelConfig, RegionConfig, TextConfig, VisionConfig
 
 OPTIONAL = frozenset({"region.ln.weight", "region.ln.bias"})
@@ -18,11 +16,6 @@ Shapes = dict[str, tuple[int, ...]]
 def expected_tensors(config: ModelConfig) -> Shapes:
     """Returns the shape of every tensor by canonical name, including those `OPTIONAL` ones that the model may have."""
     return {**text_tensors(config.text), **_vision(config.vision), **_region(config.region)}
-
-
-def parameter_count(config: ModelConfig) -> int:
-    """Returns the number of elements of all expected tensors."""
-    return sum(prod(shape) for shape in expected_tensors(config).values())
 
 
 def _linear(name: str, rows: int, columns: int) -> Shapes:

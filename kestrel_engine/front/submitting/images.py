@@ -107,7 +107,7 @@ class ImagePreparation:
                     prepared.append(await task)
                 except RequestError as error:
                     field = f"images[{index}]{error.field.removeprefix('image')}"
-                    raise type(error)(field, error.message) from error
+                    raise error.at(field) from error
             return prepared
         finally:
             for task in tasks:

@@ -78,7 +78,7 @@ async def find_absences(
                 except RequestError as error:
                     if error.field != "object":
                         raise
-                    raise type(error)(f"presupposes[{index}]", error.message) from error
+                    raise error.at(f"presupposes[{index}]") from error
         results = await asyncio.gather(*(stream.result() for stream in streams))
     finally:
         for stream in streams:

@@ -21,7 +21,10 @@ def checked_request_id(request_id: str | None) -> str:
         raise InvalidRequest("request_id", "must be printable text")
     if len(request_id) > MAX_REQUEST_ID_LENGTH:
         raise InvalidRequest(
-            "request_id", f"has {len(request_id)} characters, the limit is {MAX_REQUEST_ID_LENGTH}"
+            "request_id",
+            f"has {len(request_id)} characters, the limit is {MAX_REQUEST_ID_LENGTH}",
+            value=len(request_id),
+            limit=MAX_REQUEST_ID_LENGTH,
         )
     return request_id
 

@@ -17,4 +17,4 @@ class Seeds:
         if self._next is None:
             return secrets.randbits(53)
         first, *_ = itertools.islice(self._next, count)
-        return first % 2**64
+        return first % 2**63

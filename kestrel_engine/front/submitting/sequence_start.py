@@ -22,6 +22,7 @@ from ...steps.active import Work
 from ...steps.loop import EngineLoop
 from ...types.adapter import Adapter
 from ...types.embedding import EmbeddingSpec
+from ...types.events import SeenImage
 from ...types.requests import PreparedImage
 from ...types.step import TokenRule
 from ...types.stream import EngineStream
@@ -98,7 +99,11 @@ class SequenceStart:
         abort = partial(for_all, self._loop.abort)
         presence = ready.presence
         adds = None if presence is None else presence.added_to
-        stream = EngineStream(asked.request_id, abort, adds)
+        seen_images = tuple(
+            SeenImage(size=image.image_size, digest=(image.source_digest or b"").hex())
+            for image in looks[0]
+        )
+        stream = EngineStream(asked.request_id, abort, adds, images=seen_images, seed=seed)
         group, merging = None, request.merging
         if merging is not None and (is_tiled or merging.max_overlap is not None):
             group = LookGroup(len(looks), merging, abort)
@@ -164,6 +169,8 @@ class SequenceStart:
             raise InvalidRequest(
                 "pooling",
                 f"{count} embeddings take {num_bytes} bytes, the limit is {limit}: pool them, use float16{other}",
+                value=num_bytes,
+                limit=limit,
             )
         if spec.crops:
             # The runtime drops the features of other images. So this one does not share their embedding.

@@ -29,9 +29,13 @@ def token_limit(
             error = ContextLengthError(
                 field,
                 f"{shown} exceeds the {room} positions left after a prompt of {positions} in a context of {context}",
+                value=needed,
+                limit=room,
             )
         elif most is not None and needed > most:
-            error = InvalidRequest(field, f"{shown} exceeds this engine's limit of {most}")
+            error = InvalidRequest(
+                field, f"{shown} exceeds this engine's limit of {most}", value=needed, limit=most
+            )
         else:
             continue
         if request.max_tokens is not None and fitting >= 1:

@@ -104,6 +104,8 @@ def check_pixels(kind: Kind, width: int, height: int, limits: ImageLimits) -> No
             raise ImageTooLargeError(
                 FIELD,
                 f"has {width}x{height} = {pixels} pixels, the limit{whose} is {limit} ({flag})",
+                value=pixels,
+                limit=limit,
             )
 
 
@@ -117,4 +119,6 @@ def check_size(width: int, height: int, limits: ImageLimits, kind: Kind) -> None
         raise ImageTooLargeError(
             FIELD,
             f"of {width}x{height} has sides of {ratio:.4g}:1, the limit is {limits.max_aspect_ratio:g}:1",
+            value=ratio,
+            limit=limits.max_aspect_ratio,
         )

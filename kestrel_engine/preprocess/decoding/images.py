@@ -452,7 +452,12 @@ def _array_pixels(array: np.ndarray, limits: ImageLimits, background: Colour | N
 
 def _check_bytes(size: int, limits: ImageLimits) -> None:
     if size > limits.max_bytes:
-        raise ImageTooLargeError(FIELD, f"has {size} bytes, the limit is {limits.max_bytes}")
+        raise ImageTooLargeError(
+            FIELD,
+            f"has {size} bytes, the limit is {limits.max_bytes}",
+            value=size,
+            limit=limits.max_bytes,
+        )
 
 
 def _metadata(image: pyvips.Image, name: str) -> Any:

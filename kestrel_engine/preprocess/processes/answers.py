@@ -65,8 +65,10 @@ class Answers:
                 raise ValueError(f"cost {message['cost']}")
             return Cost(pixels, num_bytes, seconds)
         if "error" in message:
-            name, at, text = message["error"]
-            return _ERRORS[name](str(at)[:_MOST_FIELD], str(text)[:MOST_TEXT])
+            name, at, text, *facts = message["error"]
+            value, limit = (None if fact is None else float(fact) for fact in facts)
+            at, text = str(at)[:_MOST_FIELD], str(text)[:MOST_TEXT]
+            return _ERRORS[name](at, text, value=value, limit=limit)
         if "ended" in message:
             return failure or _lost(message)
         if message["fault"] == "MemoryError":

@@ -173,7 +173,8 @@ class Work:
             seconds = time.perf_counter() - began
             return {"done": {**done, "width": width, "height": height, "seconds": seconds}}
         except RequestError as error:
-            return {"error": [type(error).__name__, error.field, error.message]}
+            facts = (error.value, error.limit)
+            return {"error": [type(error).__name__, error.field, error.message, *facts]}
         except MemoryError:
             return {"fault": "MemoryError"}
         except Exception as error:

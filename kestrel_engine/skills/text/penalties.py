@@ -117,7 +117,12 @@ def _bias(value: object, vocab_size: int) -> tuple[tuple[int, float], ...]:
     else:
         raise InvalidRequest("logit_bias", "must be an object from ids to numbers")
     if len(pairs) > MAX_BIASED:
-        raise InvalidRequest("logit_bias", f"has {len(pairs)} ids, the limit is {MAX_BIASED}")
+        raise InvalidRequest(
+            "logit_bias",
+            f"has {len(pairs)} ids, the limit is {MAX_BIASED}",
+            value=len(pairs),
+            limit=MAX_BIASED,
+        )
     read: dict[int, float] = {}
     for name, pair in zip(names, pairs, strict=True):
         field = f"logit_bias[{name}]"

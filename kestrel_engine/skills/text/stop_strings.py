@@ -87,7 +87,12 @@ def read_stop_strings(value: object) -> tuple[str, ...]:
     if not isinstance(value, Sequence) or isinstance(value, (bytes, bytearray)):
         raise InvalidRequest("stop", "must be a text or a list of texts")
     if len(value) > MAX_STOP_STRINGS:
-        raise InvalidRequest("stop", f"has {len(value)} texts, the limit is {MAX_STOP_STRINGS}")
+        raise InvalidRequest(
+            "stop",
+            f"has {len(value)} texts, the limit is {MAX_STOP_STRINGS}",
+            value=len(value),
+            limit=MAX_STOP_STRINGS,
+        )
     for index, string in enumerate(value):
         _check(f"stop[{index}]", string)
     return tuple(value)
@@ -101,4 +106,9 @@ def _check(field: str, string: object) -> None:
     # Lone surrogates are no valid Unicode, but they can't occur in a text either: they only fail to match.
     size = len(string.encode(errors="surrogatepass"))
     if size > MAX_STOP_BYTES:
-        raise InvalidRequest(field, f"has {size} UTF-8 bytes, the limit is {MAX_STOP_BYTES}")
+        raise InvalidRequest(
+            field,
+            f"has {size} UTF-8 bytes, the limit is {MAX_STOP_BYTES}",
+            value=size,
+            limit=MAX_STOP_BYTES,
+        )

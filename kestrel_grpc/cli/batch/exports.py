@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kestrel_client import Box, ImageSize
+from kestrel_client import DetectedBox, ImageSize
 from kestrel_client.drawing.marks import Outline
-from kestrel_client.values.results.exports import outline_to_coco, to_coco
+from kestrel_client.values.results.exports import outlines_to_coco, to_coco
 
 from ..parser import CommandError
 
@@ -87,10 +87,11 @@ def write_coco(lines: Iterable[Line], path: Path) -> None:
         images.append(
             {"id": image_id, "file_name": line["image"], "width": size.width, "height": size.height}
         )
-        for name, found in _objects(line):
-            category = categories.setdefault(name, len(categories) + 1)
-            for annotation in _annotations(found, size, image_id, category):
-                annotations.append({**annotation, "id": len(annotations) + 1})
+        for name in _names(line):
+            categories.setdefault(name, len(categories) + 1)
+        for found in _objects(line):
+            annotation = _annotation(found, size, image_id, categories)
+            annotations.append({**annotation, "id": len(annotations) + 1})
     whole = {
         "images": images,
         "annotations": annotations,
@@ -118,12 +119,15 @@ def write_yolo(lines: Iterable[Line], path: Path) -> None:
                 f"--export yolo:{path}: {files[stem]!r} and {line['image']!r} would have the same file of labels"
             )
         rows = []
-        for name, found in _objects(line):
-            number = classes.setdefault(name, len(classes))
-            for box in _boxes(found):
+        for name in _names(line):
+            classes.setdefault(name, len(classes))
+        for found in _objects(line):
+            box = _box(found)
+            if box is not None:
                 centre = (box.x_min + box.x_max) / 2, (box.y_min + box.y_max) / 2
                 values = (*centre, box.width, box.height)
-                rows.append(f"{number} " + " ".join(f"{value:.6f}" for value in values))
+                numbers = " ".join(f"{value:.6f}" for value in values)
+                rows.append(f"{classes[box.label]} {numbers}")
         (labels / f"{stem}.txt").write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
     names = "".join(
         f"  {n}: {json.dumps(name, ensure_ascii=False)}\n" for name, n in classes.items()
@@ -137,7 +141,7 @@ def _flat(line: Line) -> Line:
     for key, result in line.get("tasks", {}).items():
         text = next((result[name] for name in ("answer", "caption") if name in result), None)
         if text is None:
-            kept = ("error", "objects", "points", "box", "svg_path", "score")
+            kept = ("error", "objects", "points", "segments")
             shown = {name: result[name] for name in kept if name in result}
             text = json.dumps(shown, ensure_ascii=False)
         flat[key] = text
@@ -149,30 +153,43 @@ def _size(line: Line) -> ImageSize | None:
     return None if size is None else ImageSize(size["width"], size["height"])
 
 
-def _objects(line: Line) -> Iterator[tuple[str, Line]]:
-    """The name and the result of each task that looks for an object."""
+def _names(line: Line) -> Iterator[str]:
+    """The names that the tasks look for."""
     for result in line["tasks"].values():
-        if "object" in result:
-            yield result["object"], result
+        yield from (search["object"] for search in result.get("searches", ()))
 
 
-def _boxes(result: Line) -> list[Box]:
-    found = result.get("objects") or ([result["box"]] if result.get("box") else [])
-    return [Box(**{name: box.get(name) for name in Box.__dataclass_fields__}) for box in found]
+def _objects(line: Line) -> Iterator[Line]:
+    """What the tasks found: points, boxes and segments."""
+    for result in line["tasks"].values():
+        for kind in ("points", "objects", "segments"):
+            yield from result.get(kind, ())
 
 
-def _annotations(result: Line, size: ImageSize, image_id: int, category: int) -> list[Line]:
-    if "svg_path" in result:
-        outlines = [Outline(result["svg_path"], box, None) for box in _boxes(result)]
-        return [a for each in outlines for a in outline_to_coco(each, size, image_id, category)]
-    if "points" in result:
-        return [_keypoint(point, size, image_id, category) for point in result["points"]]
-    return to_coco(_boxes(result), size, image_id, category)
+def _box(found: Line) -> DetectedBox | None:
+    """The box of an object; None for a point."""
+    edges = found.get("box", found)
+    if "x_min" not in edges:
+        return None
+    corners = (edges["x_min"], edges["y_min"], edges["x_max"], edges["y_max"])
+    return DetectedBox(*corners, found["label"], found["score"])
+
+
+def _annotation(found: Line, size: ImageSize, image_id: int, categories: dict[str, int]) -> Line:
+    box = _box(found)
+    if box is None:
+        return _keypoint(found, size, image_id, categories[found["label"]])
+    if "svg_path" in found:
+        outline = Outline(found["svg_path"], box)
+        (annotation,) = outlines_to_coco([(box, outline)], categories, size, image_id)
+    else:
+        (annotation,) = to_coco([box], categories, size, image_id)
+    return annotation
 
 
 def _keypoint(point: Line, size: ImageSize, image_id: int, category: int) -> Line:
     x, y = point["x"] * size.width, point["y"] * size.height
-    annotation: Line = {
+    return {
         "image_id": image_id,
         "category_id": category,
         "keypoints": [x, y, 2],
@@ -180,5 +197,5 @@ def _keypoint(point: Line, size: ImageSize, image_id: int, category: int) -> Lin
         "bbox": [x, y, 0.0, 0.0],  # Many programs read the box of every annotation.
         "area": 0.0,
         "iscrowd": 0,
+        "score": point["score"],
     }
-    return annotation if point.get("score") is None else {**annotation, "score": point["score"]}

@@ -62,17 +62,21 @@ def _marks(task: Mapping[str, Any]) -> Marks:
     """What the result of a task draws, from its plain values (``Result.to_dict``)."""
     match task:
         case {"points": points}:
-            return Marks(points=tuple(Point(**point) for point in points))
-        case {"object": label, "objects": boxes}:
-            return Marks(boxes=labelled(tuple(Box(**box) for box in boxes), label))
-        case {"object": label, "svg_path": path, "box": box}:
-            found = None if box is None else Box(**box)
-            boxes = () if found is None else labelled((found,), label)
-            return Marks(outline=Outline(path, found), boxes=boxes)
-        case {"question": question, "answer": answer, "reasoning": reasoning}:
+            return Marks(points=tuple(Point(point["x"], point["y"]) for point in points))
+        case {"objects": objects}:
+            return Marks(boxes=labelled((_box(o), o["label"], o["score"]) for o in objects))
+        case {"segments": segments}:
+            outlines = tuple(Outline(s["svg_path"], _box(s["box"])) for s in segments)
+            boxes = labelled((_box(s["box"]), s["label"], s["score"]) for s in segments)
+            return Marks(outlines=outlines, boxes=boxes)
+        case {"question": question, "answers": [{"text": answer, "reasoning": reasoning}, *_]}:
             spans = [] if reasoning is None else reasoning["grounding"]
             points = tuple(Point(**point) for span in spans for point in span["points"])
             return Marks(points=points, text=tuple(filter(None, (question, answer))))
         case {"caption": caption}:
             return Marks(text=(caption,))
     return Marks()  # It failed.
+
+
+def _box(edges: Mapping[str, float]) -> Box:
+    return Box(edges["x_min"], edges["y_min"], edges["x_max"], edges["y_max"])

@@ -123,8 +123,7 @@ def run_rows(
                 await check(client)
             most = args.concurrency
             if most is None:
-                batch_size = (await client.server_info()).limits.max_batch_size
-                most = batch_size * len(servers_of(args))
+                most = (await client.get_model(args.model)).max_batch_size * len(servers_of(args))
             return await Runner(
                 client, journal, tasks, options, most, args.patience, on_result, on_done
             ).run(rows)

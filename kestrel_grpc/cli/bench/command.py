@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from typing import cast
 
-from kestrel_client import ServerInfo
 from kestrel_client.connection import is_local
 
 from ... import __version__
@@ -73,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
     results: list[Plain] = []
     interrupted = False
     with sdk_errors(args), open_fleet(plan, args.processes) as fleet:
-        info = fleet.server_info()  # Connects, and fails if there is no server.
-        content = _content(args, info, results)
+        described = fleet.describe()  # Connects, and fails if there is no server.
+        content = _content(args, described, results)
         for number, level in enumerate(ramp.levels()):
             try:
                 tally, health = _run_stage(args, fleet, number, level)
@@ -175,7 +174,7 @@ def _client(args: argparse.Namespace, tally: Tally, health: ClientHealth) -> Pla
     }
 
 
-def _content(args: argparse.Namespace, info: ServerInfo, results: list[Plain]) -> Plain:
+def _content(args: argparse.Namespace, described: Plain, results: list[Plain]) -> Plain:
     """The content of the file of results. ``results`` grows."""
     ramp, limits, slo = ramp_of(args), limits_of(args), slo_of(args)
     is_open = ramp.loop == "open"
@@ -204,7 +203,7 @@ def _content(args: argparse.Namespace, info: ServerInfo, results: list[Plain]) -
         "settings": _settings(args),
         "machine": describe_machine(),
         "client_version": __version__,
-        "server": info.to_dict(),
+        "server": described,
         "results": results,
         "figures": [],
     }

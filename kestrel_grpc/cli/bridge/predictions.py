@@ -13,6 +13,7 @@ from kestrel_client import (
     ImageSize,
     Point,
     PointTask,
+    Segment,
     SegmentTask,
     Task,
 )
@@ -76,27 +77,20 @@ class Predictor:
         async with self._places:
             for field, those in by_field.items():
                 image = await self._images.read(data.get(field), f"{name}.data.{field}")
-                regions += await self._regions(image, those, name)
+                regions += await self._regions(image, those)
         scores = [region["score"] for region in regions if "score" in region]
         numbered = [{"id": f"kestrel-{i}", **region} for i, region in enumerate(regions)]
         return {"result": numbered, "score": sum(scores) / len(scores) if scores else 0.0}
 
-    async def _regions(
-        self, image: bytes, controls: list[Control], name: str
-    ) -> list[dict[str, Any]]:
+    async def _regions(self, image: bytes, controls: list[Control]) -> list[dict[str, Any]]:
         wanted = [(control, *names) for control in controls for names in control.labels]
         regions: list[dict[str, Any]] = []
         for start in range(0, len(wanted), _TASKS_OF_A_CALL):
             part = wanted[start : start + _TASKS_OF_A_CALL]
             tasks: list[Task] = [_TASKS[control.kind](asked) for control, asked, _ in part]
             answered = await self._client.analyze(image, tasks)
-            size = answered.image_size
-            if size is None:
-                raise RequestRefused(
-                    f"{name}: the server does not tell the image's size; upgrade it"
-                )
             for number, (control, _, label) in enumerate(part):
-                regions += _labelled(control, label, answered[number], size)
+                regions += _labelled(control, label, answered[number], answered.image_size)
         return regions
 
 
@@ -113,21 +107,21 @@ def _labelled(
             "original_height": size.height,
             "image_rotation": 0,
             "value": {**value, control.kind: [label]},
-            **({} if score is None else {"score": score}),
+            "score": score,
         }
 
 
-def _values(result: Any, size: ImageSize) -> Iterator[tuple[dict[str, Any], float | None]]:
+def _values(result: Any, size: ImageSize) -> Iterator[tuple[dict[str, Any], float]]:
     """The places of a result as Label Studio has them, in per cent of the image's sides, and their scores."""
-    if hasattr(result, "svg_path"):
-        from kestrel_client.drawing import paint
-
-        for polygon in paint.corners(result.outline, size):
-            corners = [[100 * x / size.width, 100 * y / size.height] for x, y in polygon]
-            yield {"points": corners, "closed": True}, result.score
-        return
     for found in result:
-        yield (_rectangle(found) if isinstance(found, Box) else _key_point(found)), found.score
+        if isinstance(found, Segment):
+            from kestrel_client.drawing import paint
+
+            for polygon in paint.corners(found.outline, size):
+                corners = [[100 * x / size.width, 100 * y / size.height] for x, y in polygon]
+                yield {"points": corners, "closed": True}, found.score
+        else:
+            yield (_rectangle(found) if isinstance(found, Box) else _key_point(found)), found.score
 
 
 def _rectangle(box: Box) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class Asking:
     def query(self, question: str, prompt: str, **options: Any) -> QueryTask:
         """``prompt``: that of the data set."""
         text = (self.prompt or prompt).replace("{question}", question)
-        reasoning = options.pop("reasoning", self.reasoning) or None
+        reasoning = options.pop("reasoning", self.reasoning)
         return QueryTask(
             text,
             reasoning=reasoning,

@@ -262,9 +262,10 @@ async def _check_skills(
 ) -> None:
     """Raises CommandError if the model lacks a skill that the data set needs."""
     model = await client.get_model(args.model)
-    missing = [skill for skill in chosen.skills if model.skills and skill not in model.skills]
+    names = model.skill_names
+    missing = [skill for skill in chosen.skills if names and skill not in names]
     if missing:
         raise CommandError(
             f"the model {model.name!r} has no skill {' and '.join(map(repr, missing))}, which eval {chosen.name} "
-            f"needs; its skills are {', '.join(model.skills)}"
+            f"needs; its skills are {', '.join(names)}"
         )

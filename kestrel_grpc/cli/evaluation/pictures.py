@@ -56,15 +56,18 @@ def _found(outcome: Outcome | None, size: tuple[int, int]) -> Iterator[str]:
     for box in outcome.get("objects", ())[:_MOST]:
         yield _rectangle(_pixels(box, size), "found")
     points = list(outcome.get("points", ()))
-    for chunk in (outcome.get("reasoning") or {}).get("grounding", ()):
-        points += chunk["points"]
+    for answer in outcome.get("answers", ()):
+        for chunk in (answer["reasoning"] or {}).get("grounding", ()):
+            points += chunk["points"]
     radius = max(width, height) / 80
     for point in points[:_MOST]:
         x, y = point["x"] * width, point["y"] * height
         yield f'<circle class="point" cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}"/>'
-    box, path = outcome.get("box"), outcome.get("svg_path", "")
-    if box is not None and path and _PATH.fullmatch(path):
-        left, top, right, bottom = _pixels(box, size)
+    for segment in outcome.get("segments", ()):
+        path = segment["svg_path"]
+        if not _PATH.fullmatch(path):
+            continue
+        left, top, right, bottom = _pixels(segment["box"], size)
         place = f"translate({left:.2f} {top:.2f}) scale({right - left:.4f} {bottom - top:.4f})"
         yield f'<path class="found" transform="{place}" d="{path}"/>'
 

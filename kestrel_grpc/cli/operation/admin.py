@@ -136,7 +136,6 @@ def _add_capture(actions: Any) -> None:
     )
     capture.add_argument(
         "--images",
-        "--pictures",
         action="store_true",
         help="also write the images of the requests, if the server has --capture-images",
     )
@@ -199,7 +198,7 @@ def _profile(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
             time.sleep(args.seconds)
     done = admin.stop_profile()
     return [
-        f"profile {done.file}: {done.file_bytes} bytes, {done.steps} steps in {done.seconds:.2f} s"
+        f"profile {done.file}: {done.size_bytes} bytes, {done.steps} steps in {done.duration_ms / 1e3:.2f} s"
     ]
 
 
@@ -212,15 +211,25 @@ def _capture(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
 
 
 def _load_model(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
+    source, *own = args.model.split(",")
+    settings = dict(_setting(text) for text in own)
     shown = -1
-    with admin.load_model(args.model, make_default=args.default) as loading:
+    with admin.load_model(source, settings, make_default=args.default) as loading:
         for progress in loading:
             tenths = 10 * progress.done // progress.total if progress.total else 0
             if tenths != shown:
                 shown = tenths
                 print(f"{10 * tenths} %: {progress.step}", file=sys.stderr, flush=True)
         loaded = loading.result()
-    return [f"{loaded.name} is loaded on {loaded.device}, in {loaded.seconds:.1f} s"]
+    return [f"{loaded.model} is loaded, in {loaded.load_ms / 1e3:.1f} s"]
+
+
+def _setting(text: str) -> tuple[str, str]:
+    """The name and the value of a setting behind a model's name. Raises CommandError."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise CommandError(f"{text!r} is not SETTING=VALUE of a model's setting")
+    return name, value
 
 
 def _unload_model(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
@@ -234,8 +243,8 @@ def _default_model(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
 
 
 def _load_adapter(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
-    num_bytes = admin.load_adapter(args.adapter, model=args.model)
-    return [f"{args.adapter} is loaded: {num_bytes / 1e6:.1f} MB"]
+    adapter = admin.load_adapter(args.adapter, model=args.model)
+    return [f"{adapter.name} is loaded: {adapter.size_bytes / 1e6:.1f} MB"]
 
 
 def _unload_adapter(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:

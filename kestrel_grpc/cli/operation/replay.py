@@ -38,15 +38,15 @@ _SERVICES = (vision_service_pb2.DESCRIPTOR, image_service_pb2.DESCRIPTOR)
 class Captured:
     """The contents of a file.
 
-    ``request`` is a message, or the list of the messages of an upload. ``left_out`` holds the facts about the
-    image if the file does not hold the image, otherwise None.
+    ``request`` is a message, or the list of the messages of a method that takes a stream. ``left_out`` holds the facts
+    about the images that the file does not hold.
     """
 
     method: MethodDescriptor
     request: Any
     code: str
     model: str | None
-    left_out: dict[str, Any] | None
+    left_out: list[dict[str, Any]]
 
     @property
     def path(self) -> str:
@@ -107,14 +107,13 @@ def read_captured(path: str) -> Captured:
             raise ValueError(f"there is no method {fields['method']!r}")
         make = message_factory.GetMessageClass(method.input_type)
         request: Any
-        if method.client_streaming and not method.server_streaming:
+        if method.client_streaming:
             request = [json_format.ParseDict(message, make()) for message in fields["request"]]
         else:
             request = json_format.ParseDict(fields["request"], make())
-        left_out = fields["picture_left_out"]
-        more = left_out.get("more", []) if isinstance(left_out, dict) else []
-        if not isinstance(left_out, dict | None) or not all(isinstance(m, dict) for m in more):
-            raise ValueError("picture_left_out must be an object")
+        left_out = fields["images_left_out"]
+        if not isinstance(left_out, list) or not all(isinstance(each, dict) for each in left_out):
+            raise ValueError("images_left_out must be a list of objects")
         return Captured(method, request, fields["code"], fields["model"], left_out)
     except KeyError as error:
         raise CommandError(f"{path!r} is not a captured request: it has no {error}") from None
@@ -134,8 +133,7 @@ def _methods() -> dict[tuple[str, str], MethodDescriptor]:
 
 def _set_images(captured: Captured, paths: Sequence[str]) -> None:
     """Puts the images of the files ``paths`` in the place of those that were left out. Raises CommandError."""
-    first = captured.left_out
-    left_out = [] if first is None else [first, *first.get("more", ())]
+    left_out = captured.left_out
     if len(paths) < len(left_out):
         facts = left_out[len(paths)]
         about = (
@@ -147,12 +145,35 @@ def _set_images(captured: Captured, paths: Sequence[str]) -> None:
         raise CommandError(f"--image is given {len(paths)} times for {len(left_out)} images")
     if not paths:
         return
-    if len(left_out) <= 1:
-        _set_image(captured, paths[0])
+    data = [_read(path) for path in paths]
+    if captured.method.input_type is image_service_pb2.UploadImageRequest.DESCRIPTOR:
+        _set_upload(captured.request, data[0])
         return
-    empty = [i for i in request_images(captured.request) if i.WhichOneof("source") is None]
-    for image, path in zip(empty, paths, strict=True):
-        image.encoded = _read(path)
+    request = captured.request[-1] if isinstance(captured.request, list) else captured.request
+    images = request_images(request)
+    empty = [image for image in images if image.WhichOneof("source") is None] or images[:1]
+    if not empty:
+        empty = [_new_image(request, captured.path.removeprefix("/"))]
+    for image, each in zip(empty, data, strict=True):
+        image.encoded = each
+
+
+def _new_image(request: Any, method: str) -> Any:
+    """The image of a request that has none. Raises CommandError."""
+    names = request.DESCRIPTOR.fields_by_name
+    if "images" in names:
+        return request.images.add()
+    if "image" not in names:
+        raise CommandError(f"{method} takes no image")
+    return request.image
+
+
+def _set_upload(messages: list[Any], data: bytes) -> None:
+    # The captured size and hash belong to another image.
+    upload = image_service_pb2.UploadImageRequest
+    begin = upload(info=image_service_pb2.UploadInfo())
+    starts = range(0, len(data), _CHUNK_BYTES)
+    messages[:] = [begin, *(upload(chunk=data[start : start + _CHUNK_BYTES]) for start in starts)]
 
 
 def _read(path: str) -> bytes:
@@ -161,23 +182,6 @@ def _read(path: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise CommandError(f"cannot read {path!r}: {error.strerror}") from None
-
-
-def _set_image(captured: Captured, path: str) -> None:
-    data = _read(path)
-    if isinstance(captured.request, list):
-        # The captured size and hash belong to another image.
-        upload = image_service_pb2.UploadImageRequest
-        begin = upload(info=image_service_pb2.UploadInfo())
-        starts = range(0, len(data), _CHUNK_BYTES)
-        chunks = [upload(chunk=data[start : start + _CHUNK_BYTES]) for start in starts]
-        captured.request[:] = [begin, *chunks]
-        return
-    empty = [i for i in request_images(captured.request) if i.WhichOneof("source") is None]
-    try:
-        (empty[0] if empty else captured.request.image).encoded = data
-    except AttributeError:
-        raise CommandError(f"{captured.path.removeprefix('/')} takes no image") from None
 
 
 def _call(channel: grpc.Channel, metadata: CallMetadata, captured: Captured, timeout: float) -> int:
@@ -198,7 +202,7 @@ def _call(channel: grpc.Channel, metadata: CallMetadata, captured: Captured, tim
     )
     sent = captured.request
     if takes:
-        sent = iter(sent if isinstance(sent, list) else [sent])
+        sent = iter(sent)
     try:
         answered: Any = call(sent, metadata=metadata, timeout=timeout)
         for message in answered if captured.method.server_streaming else (answered,):
@@ -225,8 +229,9 @@ async def _in_process(args: argparse.Namespace, captured: Captured) -> int:
     from ...settings.server import ServerConfig
 
     runtime = runtime_config(args)
-    if not isinstance(captured.request, list):
-        if (options := request_options(captured.request)) is not None:
+    requests = captured.request if isinstance(captured.request, list) else [captured.request]
+    for request in requests:
+        if (options := request_options(request)) is not None:
             options.ClearField("model")  # This server has only one model.
     with tempfile.TemporaryDirectory(prefix="kestrel-replay-") as folder:
         address = f"unix:{folder}/replay.sock"

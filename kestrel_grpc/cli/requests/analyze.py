@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from kestrel_client import (
@@ -108,14 +108,17 @@ def run(args: argparse.Namespace) -> int:
     tasks = tasks_of(args)
     if not args.words:
         raise SettingsError("no image is given: kestrel-grpc analyze IMAGE TASK ...")
-    titles = {str(n): f"{kind} {asked!r}" for n, (kind, asked) in enumerate(args.tasks)}
-    options = request_options(args)
-    return run_several(
-        args,
-        titles,
-        lambda client, image: client.analyze(image, tasks, **options),
-        lambda client, image: client.stream_analyze(image, tasks, **options),
-    )
+    inputs = open_inputs(list(args.words))
+    painter = None if args.save is None else Painter(args.save, inputs, args.save_on)
+    failed = 0
+    with connected(args) as client:
+        for each in inputs:
+            with reported_failures(each.name, alone=len(inputs) == 1) as attempt:
+                named = {"image": each.name} if len(inputs) > 1 else {}
+                analysis = _analyze(client, args, each, named, tasks, painter)
+                failed += bool(analysis.errors)
+            failed += attempt.failed
+    return EXIT_FAILED if failed else 0
 
 
 def task_of(kind: str, asked: Any, args: argparse.Namespace) -> Task:
@@ -124,46 +127,25 @@ def task_of(kind: str, asked: Any, args: argparse.Namespace) -> Task:
     return _KINDS[kind](asked, max_tokens=args.max_tokens, **scored)
 
 
-Ask = Callable[[KestrelClient, Any], AnalyzeResult]
-AskStream = Callable[[KestrelClient, Any], Stream[AnalyzeResult, TaskEvent | TaskDone]]
-
-
-def run_several(
-    args: argparse.Namespace, titles: Mapping[str, str], ask: Ask, stream: AskStream
-) -> int:
-    """Makes one call with several results for each image of ``args.words``. ``titles``: of the results, by key."""
-    inputs = open_inputs(list(args.words))
-    painter = None if args.save is None else Painter(args.save, inputs, args.save_on)
-    failed = 0
-    with connected(args) as client:
-        for each in inputs:
-            with reported_failures(each.name, alone=len(inputs) == 1) as attempt:
-                named = {"image": each.name} if len(inputs) > 1 else {}
-                analysis = _analyze(client, args, each, named, titles, ask, stream, painter)
-                failed += bool(analysis.errors)
-            failed += attempt.failed
-    return EXIT_FAILED if failed else 0
-
-
 def _analyze(
     client: KestrelClient,
     args: argparse.Namespace,
     given: Input,
     named: dict[str, str],
-    titles: Mapping[str, str],
-    ask: Ask,
-    stream: AskStream,
+    tasks: list[Task],
     painter: Painter | None,
 ) -> AnalyzeResult:
     """``named``: the first fields of each JSON object."""
     silent = painter is not None and painter.takes_output
+    titles = {str(n): f"{kind} {asked!r}" for n, (kind, asked) in enumerate(args.tasks)}
+    options = request_options(args)
     if named and not args.json and not silent:
         print(styled(f"{given.name}:", "bold", sys.stdout), flush=True)
     if args.stream and not silent:
-        with stream(client, given.source) as events:
+        with client.stream_analyze(given.source, tasks, **options) as events:
             analysis = _print_stream(args, events, titles, named)
     else:
-        analysis = ask(client, given.source)
+        analysis = client.analyze(given.source, tasks, **options)
         if args.json and not silent:
             _print_json({**named, **analysis.to_dict()})
         elif not silent:

@@ -13,7 +13,7 @@ from kestrel_client import (
 )
 
 from ...settings.flags import SettingsError
-from ..values import MAX_UINT64, number, whole
+from ..values import MAX_INT64, number, whole
 from .painted import SAVE_HELP
 
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -55,8 +55,8 @@ def add_sampling_flags(
     if not has_seed:
         group.add_argument(
             "--seed",
-            type=whole(0, MAX_UINT64),
-            help="seed of sampling, from 0 to 2^64 - 1; the same seed gives the same answer",
+            type=whole(0, MAX_INT64),
+            help="seed of sampling, from 0 to 2^63 - 1; the same seed gives the same answer",
         )
     if text:
         group.add_argument(
@@ -133,7 +133,7 @@ def add_abstention_flags(parser: argparse.ArgumentParser, *, has_limit: bool = F
 def question_options(args: argparse.Namespace) -> dict[str, Any]:
     """The values of the flags of questions, as keyword arguments of the client's methods."""
     return {
-        "reasoning": args.reasoning or None,
+        "reasoning": args.reasoning,
         "system": args.system,
         "presupposes": args.presupposes,
         "max_absence": args.max_absence,
@@ -213,8 +213,11 @@ def _text_of(flag: str, path: str | None) -> str | None:
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:
     """The values of the flags of ``add_sampling_flags``, as keyword arguments of the client's methods."""
-    biases = getattr(args, "logit_bias", None)
-    return {name: getattr(args, name, None) for name in _SAMPLING} | {
+    given = {name: getattr(args, name) for name in _SAMPLING if hasattr(args, name)}
+    if not hasattr(args, "logit_bias"):
+        return given
+    biases = args.logit_bias
+    return given | {
         "constraint": _constraint(args),
         "logit_bias": None if biases is None else dict(biases),
     }
@@ -312,6 +315,5 @@ def object_options(args: argparse.Namespace) -> dict[str, Any]:
             if getattr(args, flag):
                 raise SettingsError(f"--{flag.replace('_', '-')}: needs --tiles, like --tiles 2x3")
         return options
-    whole_image = False if args.tiles_only else None
     rows, columns = args.tiles
-    return {**options, "tiles": Tiles(rows, columns, args.tile_overlap, whole_image)}
+    return {**options, "tiles": Tiles(rows, columns, args.tile_overlap, args.tiles_only)}

@@ -105,11 +105,6 @@ def _server(args: argparse.Namespace, root: Path | None) -> MCPServer[Any]:
         except _ImageRefused as error:
             raise ToolError(str(error)) from None
 
-    def named(object: str | None, objects: list[str] | None) -> dict[str, Any]:
-        if (object is None) == (not objects):
-            raise ToolError("give either object or objects")
-        return {"objects": objects} if objects else {"object": object}
-
     @server.tool(structured_output=False)
     async def query(
         image: str,
@@ -138,22 +133,16 @@ def _server(args: argparse.Namespace, root: Path | None) -> MCPServer[Any]:
         return await answer(client().caption(source(image), length))
 
     @server.tool(structured_output=False)
-    async def detect(
-        image: str, object: str | None = None, objects: list[str] | None = None
-    ) -> list[Any]:
-        """Finds the bounding box of every object of a kind, and draws the boxes on the image. Give `objects` in place
-        of `object` for several kinds."""
-        given = named(object, objects)
-        return await answer(client().detect(source(image), **given), draws=True)
+    async def detect(image: str, objects: list[str]) -> list[Any]:
+        """Finds the bounding box of every object of each kind, and draws the boxes on the image. `objects`: the kinds,
+        like ["red circle"]."""
+        return await answer(client().detect(source(image), objects), draws=True)
 
     @server.tool(structured_output=False)
-    async def point(
-        image: str, object: str | None = None, objects: list[str] | None = None
-    ) -> list[Any]:
-        """Finds the centre of every object of a kind, and draws the points on the image. Give `objects` in place of
-        `object` for several kinds."""
-        given = named(object, objects)
-        return await answer(client().point(source(image), **given), draws=True)
+    async def point(image: str, objects: list[str]) -> list[Any]:
+        """Finds the centre of every object of each kind, and draws the points on the image. `objects`: as for
+        detect."""
+        return await answer(client().point(source(image), objects), draws=True)
 
     @server.tool(structured_output=False)
     async def segment(image: str, object: str) -> list[Any]:

@@ -6,17 +6,20 @@ import sys
 from typing import Any
 
 from kestrel_client import (
-    Box,
+    Answer,
     CaptionResult,
+    DetectedBox,
+    DetectedPoint,
     DetectResult,
     ImageSize,
     Logprobs,
+    ObjectSearch,
     PathPiece,
-    Point,
     PointResult,
     QueryResult,
     ReasoningDelta,
     Result,
+    Segment,
     SegmentResult,
     TextDelta,
 )
@@ -33,15 +36,20 @@ def event_dict(event: object) -> dict[str, Any]:
         case ReasoningDelta():
             return {"reasoning": event.text, "output_tokens": event.output_tokens}
         case PathPiece():
-            return {"path": event.path, "output_tokens": event.output_tokens}
-        case Point():
+            return {
+                "path": event.path,
+                "output_tokens": event.output_tokens,
+                "label": event.label,
+            }
+        case DetectedPoint():
             return {"point": plain_value(event)}
-        case Box():
+        case DetectedBox():
             return {"box": plain_value(event)}
     raise AssertionError(f"an unknown event {event!r}")
 
 
-def print_event(event: object) -> None:
+def print_event(event: object, *, labelled: bool = False) -> None:
+    """``labelled``: the label of an object stands before it."""
     match event:
         case TextDelta():
             print(event.text, end="", flush=True)
@@ -49,39 +57,47 @@ def print_event(event: object) -> None:
             print(styled(event.text, "dim", sys.stdout), end="", flush=True)
         case PathPiece():
             print(event.path, flush=True)
-        case Point() | Box():
-            print(_place(event, None), flush=True)
+        case DetectedPoint() | DetectedBox():
+            label = f"{event.label}: " if labelled else ""
+            print(f"{label}{_place(event, None)}", flush=True)
 
 
 def print_result(result: Result) -> None:
-    """Prints several samples one after the other, each below a line with its seed."""
     match result:
-        case QueryResult(samples=(_, *_) as samples) | CaptionResult(samples=(_, *_) as samples):
-            for each in samples:
-                print(styled(f"seed {each.seed}:", "cyan", sys.stdout))
-                print_result(each)
-            return
         case QueryResult():
-            if result.reasoning is not None:
-                print(styled(result.reasoning.text, "dim", sys.stdout) + "\n")
-            if not result.abstained:
-                print(result.answer)
-            print_logprobs(result.logprobs)
+            _print_answers(result.answers, result.abstained)
         case CaptionResult():
-            print(result.caption)
-            print_logprobs(result.logprobs)
-        case PointResult():
-            for point in result.points:
-                print(_place(point, result.image_size))
-        case DetectResult():
-            for box in result.objects:
-                print(_place(box, result.image_size))
-        case SegmentResult():
-            if result.box is not None:
-                print(_place(result.box, result.image_size))
-            if result.svg_path:
-                print(result.svg_path)
+            _print_answers(result.captions, False)
+        case PointResult() | DetectResult() | SegmentResult():
+            several = len(result.searches) > 1
+            for search in result.searches:
+                if several:
+                    print(styled(f"{search.object}:", "cyan", sys.stdout))
+                for found in result:
+                    if found.label == search.object:
+                        _print_object(found, result.image_size)
     print_nothing(result)
+
+
+def _print_answers(answers: tuple[Answer, ...], abstained: bool) -> None:
+    """Prints several samples one after the other, each below a line with its seed."""
+    for each in answers:
+        if len(answers) > 1:
+            print(styled(f"seed {each.seed}:", "cyan", sys.stdout))
+        if each.reasoning is not None:
+            print(styled(each.reasoning.text, "dim", sys.stdout) + "\n")
+        if not abstained:
+            print(each.text)
+        print_logprobs(each.logprobs)
+
+
+def _print_object(found: DetectedPoint | DetectedBox | Segment, size: ImageSize) -> None:
+    if isinstance(found, Segment):
+        print(_place(found.labelled_box, size))
+        if found.svg_path:
+            print(found.svg_path)
+    else:
+        print(_place(found, size))
 
 
 def print_logprobs(logprobs: Logprobs | None) -> None:
@@ -96,43 +112,44 @@ def print_logprobs(logprobs: Logprobs | None) -> None:
 
 def print_nothing(result: Result) -> None:
     """Reports on standard error that nothing was found or that the result is incomplete."""
-    match result:
-        case PointResult(points=()) | DetectResult(objects=()):
-            print(f"no {result.object} found{_absence(result)}", file=sys.stderr)
-        case QueryResult(abstained=True):
-            for each in result.absences:
-                shown = f"{each.object}: absent with probability {each.absence:.3f}"
-                print(shown, file=sys.stderr)
-            print("not answered: the image does not show it", file=sys.stderr)
-        case SegmentResult(box=None):
-            print(f"no {result.object} found", file=sys.stderr)
-        case SegmentResult(parse_error=str() as why):
-            print(f"the outline cannot be parsed: {why}", file=sys.stderr)
+    if isinstance(result, QueryResult) and result.abstained:
+        for each in result.presupposed:
+            print(f"{each.object}: absent with probability {each.absence:.3f}", file=sys.stderr)
+        print("not answered: the image does not show it", file=sys.stderr)
+    if isinstance(result, (PointResult, DetectResult, SegmentResult)):
+        found = {each.label for each in result}
+        for search in result.searches:
+            if search.error is not None:
+                why = f"{search.error.message} [{search.error.code.name}]"
+                print(f"{search.object} failed: {why}", file=sys.stderr)
+            elif search.object not in found:
+                print(f"no {search.object} found{_absence(search)}", file=sys.stderr)
+    if isinstance(result, SegmentResult):
+        for segment in result:
+            if segment.parse_error is not None:
+                print(f"the outline cannot be parsed: {segment.parse_error}", file=sys.stderr)
     if result.finish_reason == "length":
         print("a limit was reached; the result may be incomplete", file=sys.stderr)
 
 
-def _absence(result: PointResult | DetectResult) -> str:
+def _absence(search: ObjectSearch) -> str:
     """What the model itself says about an object of which there is nothing in the result."""
-    if result.absence is None:
+    if search.absence is None:
         return ""
-    if result.absence < 0.5:  # The model found it, and a limit of the request left nothing.
-        return f"; present with probability {1 - result.absence:.3f}, but omitted by its score or overlap"
-    return f"; absent with probability {result.absence:.3f}"
+    if search.absence < 0.5:  # The model found it, and a limit of the request left nothing.
+        return f"; present with probability {1 - search.absence:.3f}, but omitted by its score or overlap"
+    return f"; absent with probability {search.absence:.3f}"
 
 
-def _place(place: Point | Box, size: ImageSize | None) -> str:
-    """Coordinates as fractions of the image, in pixels if its size is known, and the score if there is one."""
-    numbers = [place.x, place.y] if isinstance(place, Point) else list(_edges(place).values())
+def _place(place: DetectedPoint | DetectedBox, size: ImageSize | None) -> str:
+    """Coordinates as fractions of the image, in pixels if its size is known, and the score."""
+    if isinstance(place, DetectedPoint):
+        numbers = [place.x, place.y]
+    else:
+        numbers = [place.x_min, place.y_min, place.x_max, place.y_max]
     parts = [" ".join(f"{number:.4f}" for number in numbers)]
     if size is not None:
         sides = (size.width, size.height) * 2
         pixels = ", ".join(str(round(n * side)) for n, side in zip(numbers, sides, strict=False))
         parts.append(f"({pixels} px)")
-    if place.score is not None:
-        parts.append(f"score {place.score:.3f}")
-    return "  ".join(parts)
-
-
-def _edges(box: Box) -> dict[str, float]:
-    return {name: getattr(box, name) for name in ("x_min", "y_min", "x_max", "y_max")}
+    return "  ".join([*parts, f"score {place.score:.3f}"])

@@ -17,6 +17,7 @@ from kestrel_client import (
     Result,
     TextDelta,
 )
+from kestrel_client.values.results.objects import ObjectsResult
 
 from ...settings.flags import SettingsError
 from ..connection import add_connection_flags, connected, reported_failures
@@ -41,7 +42,6 @@ from .flags import (
 from .inputs import IMAGE_HELP, Input, Source, open_inputs, split_words
 from .output import event_dict, print_event, print_logprobs, print_nothing, print_result
 from .painted import Painter
-from .several_objects import run_objects
 
 _LENGTHS = ("short", "normal", "long")
 _TEXT_COMMANDS = ("query", "caption")
@@ -154,8 +154,6 @@ def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if getattr(args, "objects", None):
-        return run_objects(args)
     if args.stream and (getattr(args, "samples", None) or 1) > 1:
         raise SettingsError("--samples: a stream has one sample; leave out --stream")
     names, word = _words(args)
@@ -173,16 +171,22 @@ def run(args: argparse.Namespace) -> int:
         for each in inputs:
             # If one of several images fails, the command continues with the others.
             with reported_failures(each.name if each else "", alone=len(inputs) == 1) as attempt:
-                _ask(client, args, each, len(inputs) > 1, arguments, options, painter)
+                result = _ask(client, args, each, len(inputs) > 1, arguments, options, painter)
+                failed += isinstance(result, ObjectsResult) and bool(result.errors)
             failed += attempt.failed
     return EXIT_FAILED if failed else 0
 
 
-def _words(args: argparse.Namespace) -> tuple[list[str], str]:
-    """The images, and the question, object or length. Raises SettingsError."""
+def _words(args: argparse.Namespace) -> tuple[list[str], str | list[str]]:
+    """The images, and the question, the object or objects, or the length. Raises SettingsError."""
     command, words = args.command, args.words
     usage = f"kestrel-grpc {command} IMAGE {_OWN_WORD.get(command, 'OBJECT')}"
-    if command != "caption":
+    images: list[str]
+    word: str | list[str]
+    if getattr(args, "objects", None):
+        images, word = words, args.objects
+        usage = f"kestrel-grpc {command} IMAGE --object NAME"
+    elif command != "caption":
         what = "question" if command == "query" else "object"
         images, word = split_words(words, what, usage)
     elif words and words[-1] in _LENGTHS and not args.length:
@@ -206,7 +210,7 @@ def _ask(
     arguments: list[Any],
     options: dict[str, Any],
     painter: Painter | None,
-) -> None:
+) -> Result:
     silent = painter is not None and painter.takes_output
     source = None if given is None else given.source
     if several and not args.json and not silent:
@@ -214,7 +218,7 @@ def _ask(
         print(styled(f"{given.name}:", "bold", sys.stdout), flush=True)
     named = {"image": given.name} if several and given is not None else {}
     if args.stream and not silent:
-        result = _stream(client, args, source, arguments, options, named)
+        result: Result = _stream(client, args, source, arguments, options, named)
     else:
         result = getattr(client, args.command)(source, *arguments, **options)
         if silent:
@@ -225,9 +229,10 @@ def _ask(
             print_result(result)
     if painter is not None and given is not None:
         painter.write(result, given)
+    return result
 
 
-def _arguments(args: argparse.Namespace, word: str) -> tuple[list[Any], dict[str, Any]]:
+def _arguments(args: argparse.Namespace, word: str | list[str]) -> tuple[list[Any], dict[str, Any]]:
     """The skill's positional arguments and all keywords, for the client's method."""
     options = sampling(args) | request_options(args)
     if args.command in _TEXT_COMMANDS and (args.samples or 1) > 1:
@@ -253,7 +258,7 @@ def _stream(
     """Prints a stream. ``named``: the first fields of each JSON object."""
     method: Callable[..., Any] = getattr(client, f"stream_{args.command}")
     with method(image, *arguments, **options) as stream:
-        thinking = False
+        thinking, labelled = False, len(getattr(args, "objects", None) or ()) > 1
         for event in stream:
             if args.json:
                 print(json.dumps({**named, **event_dict(event)}, ensure_ascii=False), flush=True)
@@ -261,7 +266,7 @@ def _stream(
             if thinking and isinstance(event, TextDelta):
                 print("\n")
             thinking = isinstance(event, ReasoningDelta)
-            print_event(event)
+            print_event(event, labelled=labelled)
         result: Result = stream.result()
     if args.json:
         final = {**named, "final": result.to_dict()}

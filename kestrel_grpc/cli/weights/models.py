@@ -75,26 +75,26 @@ def _served(args: argparse.Namespace) -> int:
         models, server = client.list_models(), client.server_info()
     if args.json:
         described = {
-            "models": [dataclasses.asdict(model) for model in models],
-            "server": dataclasses.asdict(server),
+            "models": [model.to_dict() for model in models],
+            "server": server.to_dict(),
         }
         print(json.dumps(described))
         return 0
     for model in models:
         print(f"{model.name}: {model.state}")
         if model.family:
-            print(f"  {model.family}, {model.parameter_count / 1e6:,.1f} M parameters")
-            print(f"  skills: {', '.join(model.skills)}")
+            print(f"  {model.family}, {model.num_parameters / 1e6:,.1f} M parameters")
+            print(f"  skills: {', '.join(model.skill_names)}")
             print(
                 f"  context: {model.context_positions} positions, an image takes {model.image_positions}"
             )
+            print(f"  {model.device} {model.dtype}, {model.max_batch_size} requests at once")
             print(f"  weights: {model.weights_fingerprint}")
-    where = f"{server.device} {server.dtype}".strip() or "starting"
-    print(f"server {server.server_version}: {where}")
+    print(f"server {server.server_version}")
     limits = server.limits
     print(
         f"  images up to {limits.max_image_bytes / 2**20:g} MiB and {limits.max_image_pixels / 1e6:g} megapixels: "
-        f"{', '.join(server.capabilities.image_formats)}"
+        f"{', '.join(server.image_formats)}"
     )
-    print(f"  {limits.max_batch_size} requests at once, {limits.max_queue} may wait")
+    print(f"  {limits.max_queue} requests may wait")
     return 0

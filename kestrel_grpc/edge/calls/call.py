@@ -54,6 +54,8 @@ class Call:
     """The reason in the ErrorInfo of a call that failed; "" if it succeeded or its caller ended it."""
     message: Any = None
     """The request message once it is read; for an upload that failed, its ReceivedParts; None for other streams."""
+    opening: Any = None
+    """The message that opened the call's stream, if several calls share it; otherwise None."""
     streams: bool = False
     """Whether the method that takes ``message`` answers with a stream."""
     caps_max_tokens: bool = False
@@ -90,7 +92,7 @@ class Call:
         """Drops large objects at the end of the call. A cancelled timer keeps its task's context, and so this object,
         until its time."""
         self.context = cast(Context, None)
-        self.message = self.result = self.error = self.trace = None
+        self.message = self.opening = self.result = self.error = self.trace = None
         self.stored = {}
 
     async def accept(self) -> None:

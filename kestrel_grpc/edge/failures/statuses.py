@@ -8,11 +8,13 @@ For any other error it sees only the request's id.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
-from google.protobuf import any_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
@@ -46,9 +48,7 @@ from .errors import (
     UnsupportedBody,
     UploadsFull,
 )
-
-DOMAIN = "kestrel.v1"
-"""The domain of every ErrorInfo. Reasons are unique within it."""
+from .status_message import DOMAIN, status_message
 
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 """The trailer that tells gRPC clients with a retry policy when to retry (gRFC A6)."""
@@ -141,28 +141,17 @@ _MAX_MESSAGE_BYTES = 500
 _MAX_PATH_BYTES = 200
 """Limit on the path of a field. Only a name that the caller made up is longer, in the arguments of RunSkill."""
 
-_SAMPLING_FIELDS = frozenset(
-    {
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "max_tokens",
-        "max_reasoning_tokens",
-        "seed",
-        "stop",
-        "logprobs",
-        "top_logprobs",
-        "constraint",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
-    }
-)
-_OPTION_FIELDS = frozenset({"request_id", "priority", "model", "cache_salt", "adapter"})
-_MODEL_FIELDS = frozenset({"skill", "segment"})
-"""The engine's field names for a skill that the model does not have. The caller can change only options.model."""
+_ENGINE_WORDS = {
+    "object": "objects[0]",
+    "image": "images[0]",
+    "presupposes": "abstention.objects",
+    "refine": "refinement",
+}
+"""The fields whose name in the engine is another one, at least in some requests."""
+_MODEL_FIELDS = ("skill", "segment")
+"""The engine's fields of a skill that the model does not have."""
+_CHOICES = ("constraint.choices[", "constraint.choices.texts[")
+"""The engine's path of a choice, and that of the message."""
 
 
 def row_of(error: BaseException) -> _Row:
@@ -176,70 +165,150 @@ def row_of(error: BaseException) -> _Row:
     return _UNFORESEEN
 
 
-def field_path(name: str, prefix: str = "") -> str:
-    """The path of the request field for the engine's name of an argument. "" stands for the whole request, or for the
-    message that ``prefix`` names."""
-    root = name.partition("[")[0].partition(".")[0]
-    if root in _SAMPLING_FIELDS:
-        name = f"sampling.{name}"
-    elif root in _OPTION_FIELDS:
-        name = f"options.{name}"
-    elif root in _MODEL_FIELDS:
-        name = "options.model"
-    elif root == "presupposes":
-        name = f"abstention.objects{name.removeprefix(root)}"
-    elif root == "max_absence":
-        name = "abstention.max_absence"
-    return (prefix + name).rstrip(".")
+Place = tuple[str, Any]
+"""Where a request may hold a field: the path of a message, which is empty or ends with a dot, and its descriptor."""
+
+
+def place_of(message: Any) -> tuple[Place, ...]:
+    """A whole request as the only place. ``message``: none, if it is no message."""
+    return (("", message.DESCRIPTOR),) if isinstance(message, Message) else ()
+
+
+def field_path(name: str, *places: Place) -> str:
+    """The path of the field for the engine's name of an argument, which may be empty: the field of this name that is
+    least deep in the first of ``places`` that has one."""
+    root = _first(name)
+    rest = name.replace(*_CHOICES)[len(root) :]
+    for prefix, kind in places:
+        if not root:
+            return prefix.rstrip(".")
+        for word in (root, _ENGINE_WORDS.get(root, root)):
+            first = _first(word)
+            path = _path_in(kind, first)
+            if path is not None:
+                return prefix + path + word[len(first) :] + rest
+    return name
+
+
+def _first(path: str) -> str:
+    return re.split(r"[.\[]", path, maxsplit=1)[0]
+
+
+@functools.cache
+def _path_in(kind: Any, name: str) -> str | None:
+    level = [("", kind)]
+    while level:
+        for prefix, each in level:
+            if name in each.fields_by_name:
+                return f"{prefix}{name}"
+        level = [
+            (f"{prefix}{field.name}.", field.message_type)
+            for prefix, each in level
+            for field in each.fields
+            if field.message_type is not None
+            and not field.is_repeated
+            and field.message_type.file.package == kind.file.package
+        ]
+    return None
 
 
 @dataclass(frozen=True, slots=True)
 class Complaint:
-    """The description of an error for the caller, for any transport. ``violations``: field paths and descriptions."""
+    """The description of an error for the caller, for any transport. ``violations``: field paths and descriptions.
+    ``details``: messages of google.rpc."""
 
     code: grpc.StatusCode
     message: str
     reason: str
     violations: tuple[tuple[str, str], ...] = ()
+    details: tuple[Message, ...] = ()
+
+    @property
+    def status(self) -> status_pb2.Status:
+        """The status as a message, with its details."""
+        return status_message(self.code.value[0], self.message, self.details)
 
 
-def complaint(error: BaseException, request_id: str, prefix: str = "") -> Complaint:
-    """Describes an error. ``prefix`` precedes every field path, like ``tasks[0].detect.``."""
+def complaint(error: BaseException, request_id: str, *places: Place) -> Complaint:
+    """Describes an error. ``places``: the messages in which the invalid field may be, in order; without them, the
+    engine's name of the field is its path."""
     row = row_of(error)
+    path, text = "", ""
     if not row.public:
         what = "the computation failed" if row.reason == "COMPUTATION_FAILED" else "internal error"
-        message = f"{what}; the server's log has details under request id {request_id}"
-        return Complaint(row.code, message, row.reason)
-    if isinstance(error, LocatedError):
-        path, text = prefix + error.path, _bounded(error.error.message)
+        text = f"{what}; the server's log has details under request id {request_id}"
+    elif isinstance(error, LocatedError):
+        path, text = error.path, error.error.message
+    elif isinstance(error, engine.SkillUnavailable) and error.field in _MODEL_FIELDS:
+        # The caller can change only the model.
+        path, text = field_path("model", *places), error.message
     elif isinstance(error, engine.RequestError):
-        path, text = field_path(error.field, prefix), _bounded(error.message)
+        path, text = field_path(error.field, *places), error.message
     else:
-        return Complaint(row.code, _bounded(str(error)), row.reason)
-    if not path:
-        return Complaint(row.code, text, row.reason)
-    path = _bounded(path, _MAX_PATH_BYTES)
-    return Complaint(row.code, f"{path}: {text}", row.reason, ((path, text),))
+        text = str(error)
+    text, path = _bounded(text), _bounded(path, _MAX_PATH_BYTES)
+    message = f"{path}: {text}" if path else text
+    violations = ((path, text),) if path else ()
+    return Complaint(
+        *(row.code, message, row.reason, violations),
+        details=tuple(_details(error, row.reason, message, violations, request_id)),
+    )
 
 
-def status_of(error: BaseException, request_id: str) -> tuple[grpc.StatusCode, str, Metadata]:
-    """Code, message and trailers of the status for ``error``."""
-    described = complaint(error, request_id)
-    details: list[Message] = [error_details_pb2.ErrorInfo(reason=described.reason, domain=DOMAIN)]
-    trailers: Metadata = ()
-    for path, description in described.violations:
-        details.append(_bad_request(path, description, described.reason))
+def _details(
+    error: BaseException,
+    reason: str,
+    message: str,
+    violations: tuple[tuple[str, str], ...],
+    request_id: str,
+) -> Iterator[Message]:
+    yield error_details_pb2.ErrorInfo(
+        reason=reason, domain=DOMAIN, metadata=_metadata(error, violations)
+    )
+    for path, description in violations:
+        yield _bad_request(path, description, reason)
     if isinstance(error, engine.EngineOverloaded):
-        details.append(_retry_after(error.retry_after_s))
-        details.append(_quota_failure(error.quota, described.message))
+        yield _retry_after(error.retry_after_s)
+        yield _quota_failure(error.quota, message)
+    elif isinstance(error, (ModelNotReady, engine.EngineClosed, engine.AdapterUnavailable)):
+        yield _retry_after(1.0)
+    yield error_details_pb2.RequestInfo(request_id=request_id)
+
+
+def _metadata(error: BaseException, violations: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    """What a program needs of an error: the invalid field, its value and the limit, the names that it may have."""
+    facts = {"field": violations[0][0]} if violations else {}
+    if isinstance(error, LocatedError):
+        error = error.error
+    if isinstance(error, engine.RequestError):
+        told = {"value": error.value, "limit": error.limit, "known": ", ".join(error.known)}
+        facts |= {
+            name: _bounded(_number(value) if isinstance(value, (int, float)) else value)
+            for name, value in told.items()
+            if value not in (None, "")
+        }
+    quota = error.quota if isinstance(error, engine.EngineOverloaded) else None
+    if quota is not None:
+        facts |= {"limit": str(quota.share), "value": str(quota.held), "unit": quota.what}
+    return facts
+
+
+def _number(value: float) -> str:
+    return f"{value:.15g}" if isinstance(value, float) else str(value)
+
+
+def status_of(
+    error: BaseException, request_id: str, message: Any = None
+) -> tuple[grpc.StatusCode, str, Metadata]:
+    """Code, message and trailers of the status for ``error``. ``message``: the request, if it was read."""
+    described = complaint(error, request_id, *place_of(message))
+    trailers: Metadata = ()
+    if isinstance(error, engine.EngineOverloaded):
         trailers = ((PUSHBACK_KEY, str(round(1000 * error.retry_after_s))),)
     elif isinstance(error, (MessageTooLarge, SlowReader, SlowSender)):
         trailers = ((PUSHBACK_KEY, DONT_RETRY),)
-    elif isinstance(error, (ModelNotReady, engine.EngineClosed, engine.AdapterUnavailable)):
-        details.append(_retry_after(1.0))
-    details.append(error_details_pb2.RequestInfo(request_id=request_id))
-    code, message = described.code, described.message
-    return code, message, (*_packed(code, message, details), *trailers)
+    details = tuple(rpc_status.to_status(described.status).trailing_metadata)
+    return described.code, described.message, (*details, *trailers)
 
 
 def _bounded(text: str, most: int = _MAX_MESSAGE_BYTES) -> str:
@@ -265,12 +334,3 @@ def _retry_after(seconds: float) -> error_details_pb2.RetryInfo:
     info = error_details_pb2.RetryInfo()
     info.retry_delay.FromNanoseconds(round(1e9 * seconds))
     return info
-
-
-def _packed(code: grpc.StatusCode, message: str, details: Sequence[Message]) -> Metadata:
-    packed = []
-    for detail in details:
-        packed.append(any_pb2.Any())
-        packed[-1].Pack(detail)
-    status = status_pb2.Status(code=code.value[0], message=message, details=packed)
-    return tuple(rpc_status.to_status(status).trailing_metadata)

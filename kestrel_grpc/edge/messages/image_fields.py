@@ -9,9 +9,7 @@ def request_images(request: Any) -> list[Any]:
     """The Image messages that are set in a request, in the order of the prompt."""
     names = request.DESCRIPTOR.fields_by_name
     if "frame" in names:
-        return [request.frame.image] if request.frame.HasField("image") else []
-    images = [request.image] if "image" in names and request.HasField("image") else []
+        request, names = request.frame, request.frame.DESCRIPTOR.fields_by_name
     if "images" in names:
-        for each in (*request.history, request):
-            images += each.images
-    return images
+        return list(request.images)
+    return [request.image] if "image" in names and request.HasField("image") else []

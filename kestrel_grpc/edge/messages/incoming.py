@@ -108,7 +108,10 @@ class Incoming:
         limits = self._limits
         if num_bytes > limits.largest:
             raise MessageTooLarge(
-                "", f"the message has {num_bytes} bytes; the limit is {limits.largest}"
+                "",
+                f"the message has {num_bytes} bytes; the limit is {limits.largest}",
+                value=num_bytes,
+                limit=limits.largest,
             )
         if limits.held is not None and self._copies * num_bytes > limits.held:
             raise MessageTooLarge(

@@ -19,9 +19,10 @@ def options_of(request: Any) -> common_pb2.RequestOptions | None:
 
 
 def request_options(request: Any) -> Any:
-    """The options of a request, to change them; None if its type has none. Those of a frame belong to its stream."""
+    """The options of a request, to change them; None if its type has none. Those of frames are in the stream's first
+    message."""
     names = request.DESCRIPTOR.fields_by_name
-    if "config" in names and "frame" in names:
+    if "config" in names:
         return request.config.options if request.HasField("config") else None
     return request.options if "options" in names else None
 

@@ -28,7 +28,7 @@ from .known_fields import COMPLETIONS
 from .openai import (
     fill,
     fill_top_logprobs,
-    finish_reason,
+    reason_of,
     samples,
     usage_json,
 )
@@ -64,11 +64,13 @@ def _complete(fields: Fields, service: VisionService, names: Sequence[str]) -> A
         raise InvalidRequest("prompt", f"must be one text in a stream, got {len(prompts)}")
     requests = []
     for prompt in prompts:
-        request = pb.QueryRequest(question=prompt, num_samples=samples(fields))
-        rename = fill(request, fields, names)
+        request = pb.QueryRequest()
+        task = request.query
+        task.question, task.num_samples = prompt, samples(fields)
+        rename = fill(task, request.options, fields, names)
         if fields.values.get("logprobs") is not None and fields.values["logprobs"] is not False:
-            fill_top_logprobs(request.sampling, fields, "logprobs")
-            request.sampling.logprobs = True
+            fill_top_logprobs(task, fields, "logprobs")
+            task.text.logprobs = True
         requests.append(request)
 
     def name(path: str) -> str:
@@ -131,22 +133,22 @@ def _answer_all(answer: _Behaviour) -> _Behaviour:
 
 
 def _completion(responses: Sequence[pb.QueryResponse]) -> dict[str, Any]:
-    texts = [sample for each in responses for sample in (each.samples or [each])]
+    answers = [answer for each in responses for answer in each.answers]
     total: dict[str, Any] = {}
     for each in responses:
         for key, value in usage_json(each).items():
             if isinstance(value, int):
                 total[key] = total.get(key, 0) + value
     return {
-        **_head(responses[0]),
+        **_head(responses[0].info),
         "choices": [
             _choice(
                 index,
-                each.answer,
-                finish_reason(each),
+                each.text,
+                reason_of(each),
                 _TokenLists().of(each.logprobs.tokens) if each.HasField("logprobs") else None,
             )
-            for index, each in enumerate(texts)
+            for index, each in enumerate(answers)
         ],
         "usage": total,
     }
@@ -168,24 +170,23 @@ def _chunks(usage: bool) -> Callable[[Any], Iterable[bytes]]:
             choice = _choice(0, delta.text, None, tokens)
             yield _event({**head, "choices": [choice]})
         elif kind == "final":
-            final = message.final
-            scores = final.HasField("logprobs") and not final.logprobs.tokens
-            choice = _choice(0, "", finish_reason(final), lists.of(()) if scores else None)
+            (answer,) = message.final.answers
+            scores = answer.HasField("logprobs") and not answer.logprobs.tokens
+            choice = _choice(0, "", reason_of(answer), lists.of(()) if scores else None)
             yield _event({**head, "choices": [choice]})
             if usage:
-                yield _event({**head, "choices": [], "usage": usage_json(final)})
+                yield _event({**head, "choices": [], "usage": usage_json(message.final)})
             yield b"data: [DONE]\n\n"
 
     return events
 
 
-def _head(source: Any) -> dict[str, Any]:
-    """``source`` has the request's id and the model's name."""
+def _head(info: common_pb2.RequestInfo) -> dict[str, Any]:
     return {
-        "id": f"cmpl-{source.request_id}",
+        "id": f"cmpl-{info.request_id}",
         "object": "text_completion",
         "created": int(clock.wall()),
-        "model": source.model,
+        "model": info.model,
     }
 
 

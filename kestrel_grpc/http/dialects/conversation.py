@@ -48,24 +48,16 @@ class Conversation:
         return [image for asked in turns for image in asked.images]
 
     def request(self, *, reasoning: bool) -> pb.QueryRequest:
-        """The request that asks the question. Its ``image`` is that of the first turn, if this has one image."""
-        request = pb.QueryRequest(
-            question=self.last.question,
-            reasoning=reasoning,
-            system=self.system,
-            answer_start=self.begun or None,
-        )
-        fields = [
-            (asked.images, request.history.add(question=asked.question, answer=answer).images)
-            for asked, answer in self.history
-        ]
-        fields.append((self.last.images, request.images))
-        for turn, (images, images_field) in enumerate(fields):
-            if turn == 0 and len(images) == 1:
-                request.image.encoded = images[0]
-                continue
-            for image in images:
-                images_field.add(encoded=image)
+        """The request that asks the question."""
+        request = pb.QueryRequest()
+        for image in self.images:
+            request.images.add(encoded=image)
+        task = request.query
+        task.question, task.reasoning, task.system = self.last.question, reasoning, self.system
+        if self.begun:
+            task.answer_start = self.begun
+        for asked, answer in self.history:
+            task.history.add(question=asked.question, answer=answer, num_images=len(asked.images))
         return request
 
 

@@ -8,7 +8,7 @@ consists of their results. So the model writes no numbers as text, and every obj
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import InvalidRequest, RuntimeFailure
 
+from ...services.messages.task_fields import fault_of
 from ..fields import Fields
 
 _COMMAND = re.compile(r"\s*(detect|point)\s*:\s*(.+)", re.IGNORECASE | re.DOTALL)
@@ -31,7 +32,6 @@ _SCORES = ("score", "confidence")
 _SCHEMA = "response_format.json_schema.schema"
 _MOST_REFERENCES = 8
 
-_Place = common_pb2.Box | common_pb2.Point
 _Size = common_pb2.ImageSize
 
 
@@ -77,53 +77,36 @@ class Wanted:
 
     def request(self) -> pb.DetectRequest | pb.PointRequest:
         """A request for the objects, without image and settings."""
-        request: pb.DetectRequest | pb.PointRequest
-        request = pb.DetectRequest() if self.skill == "detect" else pb.PointRequest()
-        if len(self.names) == 1:
-            request.object = self.names[0]
-        else:
-            request.objects.extend(self.names)
-        if self.most is not None:
-            request.max_objects = self.most
-        return request
+        if self.skill == "detect":
+            task = pb.DetectTask(objects=self.names, max_objects=self.most)
+            return pb.DetectRequest(detect=task)
+        return pb.PointRequest(point=pb.PointTask(objects=self.names, max_objects=self.most))
 
     def text(self, response: pb.DetectResponse | pb.PointResponse) -> str:
         """The answer, as JSON. Raises InvalidRequest or RuntimeFailure if the search for a name has failed."""
-        size, convert = response.image_size, _PLACES[self.place][1]
+        for search in response.searches:
+            if search.HasField("error"):
+                fault = fault_of(search.error)
+                message = f"{search.object!r}: {fault.message}"
+                if fault.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]:
+                    raise InvalidRequest(_SCHEMA, message)
+                raise RuntimeFailure(message)
+        size, convert = response.info.images[0].size, _PLACES[self.place][1]
         items: list[dict[str, Any]] = []
-        for name, found in self._found(response):
+        for found in response.detections:
             item: dict[str, Any] = {self.place: convert(_numbers(found), size)}
             if self.has_label:
-                item["label"] = name
-            if self.score and found.HasField("score"):
+                item["label"] = found.label
+            if self.score:
                 item[self.score] = found.score
             items.append(item)
         return orjson.dumps({self.around: items} if self.around else items).decode()
 
-    def _found(
-        self, response: pb.DetectResponse | pb.PointResponse
-    ) -> Iterator[tuple[str, _Place]]:
-        if len(self.names) == 1:
-            yield from ((self.names[0], place) for place in _places(response))
-            return
-        for name, result in zip(self.names, response.results, strict=True):
-            if result.HasField("error"):
-                message = f"{name!r}: {result.error.message}"
-                if result.error.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]:
-                    raise InvalidRequest(_SCHEMA, message)
-                raise RuntimeFailure(message)
-            found = result.detect if self.skill == "detect" else result.point
-            yield from ((name, place) for place in _places(found))
 
-
-def _places(response: pb.DetectResponse | pb.PointResponse) -> Sequence[_Place]:
-    return response.objects if isinstance(response, pb.DetectResponse) else response.points
-
-
-def _numbers(place: _Place) -> Sequence[float]:
-    if isinstance(place, common_pb2.Point):
-        return (place.x, place.y)
-    return (place.x_min, place.y_min, place.x_max, place.y_max)
+def _numbers(found: pb.Detection) -> Sequence[float]:
+    if found.HasField("point"):
+        return (found.point.x, found.point.y)
+    return (found.box.x_min, found.box.y_min, found.box.x_max, found.box.y_max)
 
 
 def wanted_places(text: str, form: Fields) -> Wanted | None:

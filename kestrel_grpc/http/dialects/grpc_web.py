@@ -124,7 +124,7 @@ class _Form:
         return _trailers(grpc.StatusCode.OK, "", ())
 
     def told(self, error: Exception, call: Call, rename: Callable[[str], str]) -> Told:
-        frame = _trailers(*status_of(error, call.request_id))
+        frame = _trailers(*status_of(error, call.request_id, call.message))
         status = 415 if isinstance(error, UnsupportedBody) else 200
         return Told(status, Whole(frame, _TYPE), frame)
 

@@ -6,6 +6,7 @@ an object of their own, coordinates in [0, 1], a stream as server-sent events th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,32 +20,27 @@ from kestrel_engine import InvalidRequest
 from ...service_names import VISION_METHODS
 from ...services.messages.json_values import (
     CAPTION_LENGTHS,
+    REFINEMENTS,
+    Found,
+    Response,
     absence_values,
     abstention_values,
-    box_values,
     finish_reason,
     metrics_values,
     outline_values,
-    point_values,
+    place_values,
+    places_by_name,
     reasoning_values,
     spatial_ref,
 )
+from ...services.messages.task_fields import fault_of, short_path
 from ...services.vision import VisionService
 from ..edge import Asked, Endpoint
 from ..fields import Fields, image_bytes, numbers, positive
 from .known_fields import MOONDREAM, MOONDREAM_SAMPLING, MOONDREAM_SETTINGS, MOONDREAM_TILES
 from .models import set_model
 
-_NAMES = {
-    "image": "image_url",
-    "image.encoded": "image_url",
-    "abstention.max_absence": "settings.max_absence",
-    "max_objects": "settings.max_objects",
-    "min_score": "settings.min_score",
-    "max_overlap": "settings.max_overlap",
-    "image.region": "settings.region",
-    "options.model": "model",
-}
+_IMAGE = re.compile(r"(?:image|images\[0\])(?:\.encoded)?(?:\.(region))?")
 
 
 def endpoints(
@@ -55,13 +51,18 @@ def endpoints(
 
     def query(fields: Fields) -> Asked:
         request = pb.QueryRequest(
-            question=fields.text("question"),
-            reasoning=fields.flag("reasoning"),
-            spatial_refs=_spatial_refs(fields),
-            system=fields.text("system", ""),
+            query=pb.QueryTask(
+                question=fields.text("question"),
+                reasoning=fields.flag("reasoning"),
+                spatial_refs=_spatial_refs(fields),
+                system=fields.text("system", ""),
+            )
         )
-        _fill_abstention(request, fields)
-        _fill(request, fields, served(), needs_image=False)
+        _fill_abstention(request.query, fields)
+        image = None
+        if fields.values.get("image_url") is not None:
+            image = request.images.add(encoded=_image(fields))
+        _fill(request.query, image, request.options, fields, served())
         if not fields.flag("stream"):
             return Asked(request, service.Query, query_json)
         return Asked(request, service.StreamQuery, query_json, _text_events(query_json))
@@ -70,30 +71,32 @@ def endpoints(
         length = fields.text("length", "normal")
         if length not in CAPTION_LENGTHS:
             raise InvalidRequest("length", f"must be short, normal or long, got {length!r}")
-        request = pb.CaptionRequest(length=CAPTION_LENGTHS[length])
-        _fill(request, fields, served())
+        request = pb.CaptionRequest(image=common_pb2.Image(encoded=_image(fields)))
+        request.caption.length = CAPTION_LENGTHS[length]
+        _fill(request.caption, request.image, request.options, fields, served())
         if not fields.flag("stream"):
             return Asked(request, service.Caption, caption_json)
         return Asked(request, service.StreamCaption, caption_json, _text_events(caption_json))
 
     def point(fields: Fields) -> Asked:
-        refs, names = _spatial_refs(fields), _objects(fields)
-        request = pb.PointRequest(spatial_refs=refs, **names)
-        _fill(request, fields, served())
-        return Asked(request, service.Point, _several(names, point_json))
+        task = pb.PointTask(spatial_refs=_spatial_refs(fields), objects=_objects(fields))
+        request = pb.PointRequest(image=common_pb2.Image(encoded=_image(fields)), point=task)
+        _fill(request.point, request.image, request.options, fields, served())
+        return Asked(request, service.Point, _several_json if _are_several(fields) else _one_json)
 
     def detect(fields: Fields) -> Asked:
-        names = _objects(fields)
-        request = pb.DetectRequest(**names)
-        _fill(request, fields, served())
-        return Asked(request, service.Detect, _several(names, detect_json))
+        task = pb.DetectTask(objects=_objects(fields))
+        request = pb.DetectRequest(image=common_pb2.Image(encoded=_image(fields)), detect=task)
+        _fill(request.detect, request.image, request.options, fields, served())
+        return Asked(request, service.Detect, _several_json if _are_several(fields) else _one_json)
 
     def segment(fields: Fields) -> Asked:
         refs = _spatial_refs(fields)
-        request = pb.SegmentRequest(object=fields.text("object"), spatial_refs=refs)
+        task = pb.SegmentTask(objects=[fields.text("object")], spatial_refs=refs)
         if fields.values.get("refine") is not None:
-            request.refine = fields.flag("refine")
-        _fill(request, fields, served())
+            task.refinement = REFINEMENTS[fields.flag("refine")]
+        request = pb.SegmentRequest(image=common_pb2.Image(encoded=_image(fields)), segment=task)
+        _fill(request.segment, request.image, request.options, fields, served())
         if not fields.flag("stream"):
             return Asked(request, service.Segment, segment_json)
         return Asked(request, service.StreamSegment, segment_json, _segment_events)
@@ -112,51 +115,62 @@ def _endpoint(skill: str, read: Callable[[Fields], Asked]) -> Endpoint:
     def checked(fields: Fields) -> Asked:
         MOONDREAM[skill].check(fields)
         adapter = next((name for name, _ in _adapters(fields)), "model")
-        return replace(
-            read(fields),
-            rename=lambda path: adapter if path.endswith("options.adapter") else json_name(path),
-        )
+        own = {"options.adapter": adapter}
+        if not _are_several(fields):
+            own |= {"objects": "object", "objects[0]": "object"}
+        return replace(read(fields), rename=lambda path: own.get(name := _json_name(path), name))
 
     method = f"{VISION_METHODS}{skill.title()}"
     return Endpoint(method, checked, caps_max_tokens=True)
 
 
-def json_name(path: str) -> str:
+def _json_name(path: str) -> str:
     """Returns the field of Moondream's JSON for a field of kestrel.v1."""
-    if path.startswith("sampling."):
-        return f"settings.{path.removeprefix('sampling.')}"
-    if path.partition(".")[0] == "tiles":
-        return f"settings.{path}"
-    if path.startswith("abstention.objects"):
-        return path.replace("abstention.objects", "presupposes")
-    return _NAMES.get(path, path)
+    name = short_path(path).removeprefix("abstention.")
+    if path.endswith("abstention.objects") or "abstention.objects[" in path:
+        return name.replace("objects", "presupposes", 1)
+    image = _IMAGE.fullmatch(name)
+    if image is not None:
+        name = image[1] or "image_url"
+    root = name.partition("[")[0].partition(".")[0]
+    if root in MOONDREAM_SETTINGS.honoured:
+        return f"settings.{name}"
+    return {"options.model": "model", "refinement": "refine"}.get(name, name)
 
 
-def _fill(request: Any, fields: Fields, names: Sequence[str], *, needs_image: bool = True) -> None:
-    """Image, settings and model, which all skills' requests share. Raises InvalidRequest, ModelNotFoundError."""
-    if needs_image or fields.values.get("image_url") is not None:
-        request.image.encoded = image_bytes(fields.text("image_url"), "image_url")
+def _image(fields: Fields) -> bytes:
+    """Raises InvalidRequest, UnsupportedImageError."""
+    return image_bytes(fields.text("image_url"), "image_url")
+
+
+def _fill(
+    task: Any,
+    image: common_pb2.Image | None,
+    options: common_pb2.RequestOptions,
+    fields: Fields,
+    names: Sequence[str],
+) -> None:
+    """Settings and model, which all skills' requests share. Raises InvalidRequest, ModelNotFoundError."""
     settings = fields.inner("settings")
     MOONDREAM_SETTINGS.check(settings)
-    MOONDREAM_SAMPLING.fill(request.sampling, settings)
-    max_objects = positive(settings, "max_objects")
-    if max_objects is not None and "max_objects" in request.DESCRIPTOR.fields_by_name:
-        request.max_objects = max_objects
-    min_score = settings.number("min_score")
-    if min_score is not None and "min_score" in request.DESCRIPTOR.fields_by_name:
-        request.min_score = min_score
-    max_overlap = settings.number("max_overlap")
-    if max_overlap is not None and "max_overlap" in request.DESCRIPTOR.fields_by_name:
-        request.max_overlap = max_overlap
-    _fill_looks(request, settings, fields)
+    MOONDREAM_SAMPLING.fill(task, settings)
+    for key, value in (
+        ("max_objects", positive(settings, "max_objects")),
+        ("min_score", settings.number("min_score")),
+        ("max_overlap", settings.number("max_overlap")),
+    ):
+        if value is not None and key in task.DESCRIPTOR.fields_by_name:
+            setattr(task, key, value)
+    _fill_region(image, settings, fields)
+    _fill_tiles(task, settings)
     model = fields.values.get("model")
     if model is not None:
-        set_model(request.options, fields.text("model"), names)
+        set_model(options, fields.text("model"), names)
     for name, adapter in _adapters(fields):
-        named = request.options.adapter
+        named = options.adapter
         if named and named != adapter:
             raise InvalidRequest(name, f"is {adapter!r}, beside {named!r}; name only one adapter")
-        request.options.adapter = adapter
+        options.adapter = adapter
 
 
 def _adapters(fields: Fields) -> Iterator[tuple[str, str]]:
@@ -167,39 +181,43 @@ def _adapters(fields: Fields) -> Iterator[tuple[str, str]]:
                 yield given.name(key), given.text(key)
 
 
-def _fill_abstention(request: pb.QueryRequest, fields: Fields) -> None:
+def _fill_abstention(task: pb.QueryTask, fields: Fields) -> None:
     """Raises InvalidRequest."""
     most = fields.inner("settings").number("max_absence")
     objects = fields.texts("presupposes")
     if objects:
-        request.abstention.objects.extend(objects)
+        task.abstention.objects.extend(objects)
         if most is not None:
-            request.abstention.max_absence = most
+            task.abstention.max_absence = most
 
 
-def _fill_looks(request: Any, settings: Fields, fields: Fields) -> None:
-    """The region of the image, as [x_min, y_min, x_max, y_max], and for point and detect its tiles, as an object.
-    Raises InvalidRequest."""
+def _fill_region(image: common_pb2.Image | None, settings: Fields, fields: Fields) -> None:
+    """The region of the image, as [x_min, y_min, x_max, y_max]. Raises InvalidRequest."""
     edges = settings.items("region")
-    if edges:
-        if not request.HasField("image"):
-            raise InvalidRequest(settings.name("region"), f"needs {fields.name('image_url')}")
-        read = numbers(edges, settings.name("region"))
-        if len(read) != 4:
-            raise InvalidRequest(settings.name("region"), f"must have 4 numbers, got {len(read)}")
-        region = request.image.region
-        region.x_min, region.y_min, region.x_max, region.y_max = read
+    if not edges:
+        return
+    if image is None:
+        raise InvalidRequest(settings.name("region"), f"needs {fields.name('image_url')}")
+    read = numbers(edges, settings.name("region"))
+    if len(read) != 4:
+        raise InvalidRequest(settings.name("region"), f"must have 4 numbers, got {len(read)}")
+    region = image.region
+    region.x_min, region.y_min, region.x_max, region.y_max = read
+
+
+def _fill_tiles(task: Any, settings: Fields) -> None:
+    """The tiles of point and detect, as an object. Raises InvalidRequest."""
     tiles = settings.inner("tiles")
-    if not tiles.values or "tiles" not in request.DESCRIPTOR.fields_by_name:
+    if not tiles.values or "tiles" not in task.DESCRIPTOR.fields_by_name:
         return
     MOONDREAM_TILES.check(tiles)
     for key in ("rows", "columns"):
-        setattr(request.tiles, key, positive(tiles, key) or 1)
+        setattr(task.tiles, key, positive(tiles, key) or 1)
     overlap = tiles.number("overlap")
     if overlap is not None:
-        request.tiles.overlap = overlap
+        task.tiles.overlap = overlap
     if tiles.values.get("whole_image") is not None:
-        request.tiles.whole_image = tiles.flag("whole_image")
+        task.tiles.tiles_only = not tiles.flag("whole_image")
 
 
 def _spatial_refs(fields: Fields) -> list[common_pb2.SpatialRef]:
@@ -211,71 +229,66 @@ def _spatial_refs(fields: Fields) -> list[common_pb2.SpatialRef]:
     return refs
 
 
-def _objects(fields: Fields) -> dict[str, Any]:
-    """The field ``object``, or ``objects`` with several names. Raises InvalidRequest."""
-    names = fields.items("objects")
-    if not names:
-        return {"object": fields.text("object")}
+def _are_several(fields: Fields) -> bool:
+    """Whether the request has the field ``objects``, which gives a list of results, in place of ``object``."""
+    return bool(fields.values.get("objects"))
+
+
+def _objects(fields: Fields) -> Sequence[str]:
+    """The names of the objects. Raises InvalidRequest."""
+    if not fields.items("objects"):
+        return [fields.text("object")]
     if fields.values.get("object") is not None:
         raise InvalidRequest("objects", "is set beside object; set only one of them")
-    return {"objects": fields.texts("objects")}
-
-
-def _several(names: dict[str, Any], one: Callable[[Any], dict[str, Any]]) -> Callable[[Any], Any]:
-    """``one``, or for several names a function that converts a response with the results of all, in their order."""
-    if "objects" not in names:
-        return one
-
-    def all_json(response: Any) -> dict[str, Any]:
-        results = []
-        for name, result in zip(names["objects"], response.results, strict=True):
-            outcome = result.WhichOneof("outcome")
-            if outcome == "error":
-                error = {"message": result.error.message, "code": result.error.reason.lower()}
-                results.append({"object": name, "error": error})
-            else:
-                found = one(getattr(result, outcome))
-                places = ("points", "objects", "count", "absence")
-                results.append({"object": name, **{k: v for k, v in found.items() if k in places}})
-        return {"results": results, **_shared(response)}
-
-    return all_json
+    return fields.texts("objects")
 
 
 def query_json(response: pb.QueryResponse) -> dict[str, Any]:
-    body: dict[str, Any] = {"answer": response.answer, **_shared(response)}
-    if response.HasField("reasoning"):
-        body["reasoning"] = reasoning_values(response.reasoning)
+    (answer,) = response.answers
+    body: dict[str, Any] = {"answer": answer.text, **_shared(response)}
+    if answer.HasField("reasoning"):
+        body["reasoning"] = reasoning_values(answer.reasoning)
     return body | abstention_values(response)
 
 
 def caption_json(response: pb.CaptionResponse) -> dict[str, Any]:
-    return {"caption": response.caption, **_shared(response)}
+    (caption,) = response.captions
+    return {"caption": caption.text, **_shared(response)}
 
 
-def point_json(response: pb.PointResponse) -> dict[str, Any]:
-    points = [point_values(point) for point in response.points]
-    return {
-        "points": points,
-        "count": len(points),
-        **absence_values(response),
-        **_shared(response),
-    }
+def _several_json(response: Found) -> dict[str, Any]:
+    results: list[dict[str, Any]] = []
+    for search, places in zip(response.searches, places_by_name(response), strict=True):
+        if search.HasField("error"):
+            fault = fault_of(search.error)
+            outcome: Any = {"error": {"message": fault.message, "code": fault.reason.lower()}}
+        else:
+            outcome = _places_json(response, search, places)
+        results.append({"object": search.object, **outcome})
+    return {"results": results, **_shared(response)}
 
 
-def detect_json(response: pb.DetectResponse) -> dict[str, Any]:
-    objects = [box_values(box) for box in response.objects]
-    return {"objects": objects, **absence_values(response), **_shared(response)}
+def _one_json(response: Found) -> dict[str, Any]:
+    (search,), (places,) = response.searches, places_by_name(response)
+    return {**_places_json(response, search, places), **_shared(response)}
+
+
+def _places_json(
+    response: Found, search: pb.ObjectSearch, places: list[dict[str, float]]
+) -> dict[str, Any]:
+    if isinstance(response, pb.DetectResponse):
+        return {"objects": places, **absence_values(search)}
+    return {"points": places, "count": len(places), **absence_values(search)}
 
 
 def segment_json(response: pb.SegmentResponse) -> dict[str, Any]:
     return {**outline_values(response), **_shared(response)}
 
 
-def _shared(response: Any) -> dict[str, Any]:
+def _shared(response: Response) -> dict[str, Any]:
     return {
-        "request_id": response.request_id,
-        "model": response.model,
+        "request_id": response.info.request_id,
+        "model": response.info.model,
         "finish_reason": finish_reason(response),
         "metrics": metrics_values(response),
     }
@@ -302,8 +315,8 @@ def _text_events(final: Callable[[Any], dict[str, Any]]) -> Callable[[Any], Iter
 
 def _segment_events(message: Any) -> Iterable[bytes]:
     kind = message.WhichOneof("event")
-    if kind == "object":
-        yield _event(type="bbox", bbox=box_values(message.object), completed=False)
+    if kind == "detection":
+        yield _event(type="bbox", bbox=place_values(message.detection), completed=False)
     elif kind == "path_piece":
         # The client concatenates the pieces without changes.
         yield _event(type="path_delta", chunk=f"{message.path_piece.path} ", completed=False)

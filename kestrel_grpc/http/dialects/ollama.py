@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import orjson
 
-from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
+from kestrel_client._pb.kestrel.v1 import model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import InvalidRequest, clock
 
 from ...service_names import MODEL_METHODS, VISION_METHODS
+from ...services.messages.json_values import finish_reason
+from ...services.messages.task_fields import short_path
 from ...services.model import ModelService
 from ...services.vision import VisionService
 from ..edge import Asked, Endpoint
@@ -38,10 +41,8 @@ _VERSION = "0.12.0"
 _NS_PER_MS = 1_000_000
 _LEVELS = ("low", "medium", "high")
 _NAMES = {
-    "image": "images",
-    "image.encoded": "images",
     "question": "prompt",
-    "sampling.constraint.json_schema": "format",
+    "constraint.json_schema": "format",
     "options.model": "model",
     "options.adapter": "model",
 }
@@ -77,7 +78,8 @@ def endpoints(
         def answer(text: str, thinking: str) -> dict[str, Any]:
             return {"response": text, **({"thinking": thinking} if thinking else {})}
 
-        return _ask(fields, vision, names(), messages, answer)
+        rename = partial(_generate_name, num_images=len(images))
+        return _ask(fields, vision, names(), messages, answer, rename)
 
     def chat(fields: Fields) -> Asked:
         OLLAMA_CHAT.check(fields)
@@ -92,7 +94,7 @@ def endpoints(
         ]
         if not messages:
             return _loaded(models, names(), part(""))
-        return _ask(fields, vision, names(), messages, part)
+        return _ask(fields, vision, names(), messages, part, _chat_name)
 
     def tags(fields: Fields) -> Asked:
         request = model_service_pb2.ListModelsRequest()
@@ -110,17 +112,15 @@ def endpoints(
         name = fields.values.get("model") or fields.values.get("name") or names()[0]
         if not isinstance(name, str):
             raise InvalidRequest("model", "must be a string")
-        request = model_service_pb2.GetModelRequest(name=served_name(name, names()))
+        request = model_service_pb2.GetModelRequest(model=served_name(name, names()))
         return Asked(request, models.GetModel, lambda response: _shown(response.model))
 
     return {
-        ("POST", "/api/generate"): Endpoint(
-            _QUERY, generate, json_name, form=FORM, caps_max_tokens=True
-        ),
-        ("POST", "/api/chat"): Endpoint(_QUERY, chat, _chat_name, form=FORM, caps_max_tokens=True),
+        ("POST", "/api/generate"): Endpoint(_QUERY, generate, form=FORM, caps_max_tokens=True),
+        ("POST", "/api/chat"): Endpoint(_QUERY, chat, form=FORM, caps_max_tokens=True),
         ("GET", "/api/tags"): Endpoint(_LIST, tags, takes_body=False, form=FORM),
         ("GET", "/api/ps"): Endpoint(_LIST, loaded, takes_body=False, form=FORM),
-        ("POST", "/api/show"): Endpoint(f"{MODEL_METHODS}GetModel", show, _show_name, form=FORM),
+        ("POST", "/api/show"): Endpoint(f"{MODEL_METHODS}GetModel", show, form=FORM),
     }
 
 
@@ -129,22 +129,20 @@ def version() -> dict[str, str]:
     return {"version": _VERSION}
 
 
-def json_name(path: str) -> str:
-    """Returns the field of Ollama's JSON for a field of kestrel.v1."""
-    if path.startswith(("history", "answer_start")):
-        return "messages"
-    if path.startswith("sampling.") and path not in _NAMES:
-        return f"options.{OLLAMA_SAMPLING.name(path.removeprefix('sampling.'), {})}"
-    return _NAMES.get(path, path)
+def _generate_name(path: str, num_images: int) -> str:
+    """The field of /api/generate for a field of kestrel.v1. ``num_images``: of the request."""
+    name = short_path(path)
+    if name.startswith("image"):
+        is_one = num_images == 1 or "[" not in name
+        return "images" if is_one else name.removesuffix(".encoded")
+    setting = OLLAMA_SAMPLING.name(name, {})
+    return _NAMES.get(name, name) if setting is None else f"options.{setting}"
 
 
 def _chat_name(path: str) -> str:
-    name = json_name(path)
-    return "messages" if name in ("prompt", "system") or name.startswith("images") else name
-
-
-def _show_name(path: str) -> str:
-    return "model" if path == "name" else json_name(path)
+    name = _generate_name(path, 1)
+    has_it = name in ("prompt", "system", "images") or name.startswith(("history", "answer_start"))
+    return "messages" if has_it else name
 
 
 def _message(item: Any, name: str) -> Message:
@@ -184,33 +182,33 @@ def _ask(
     names: Sequence[str],
     messages: list[Message],
     part: Callable[[str, str], dict[str, Any]],
+    rename: Callable[[str], str],
 ) -> Asked:
-    """``part`` converts text and thinking to the form of the path. Raises InvalidRequest."""
+    """``part`` converts text and thinking to the form of the path, ``rename`` is as Asked's. Raises InvalidRequest."""
     talk = conversation(messages)
     request = talk.request(reasoning=_thinks(fields))
     options = fields.inner("options")
     OLLAMA_OPTIONS.check(options)
-    OLLAMA_SAMPLING.fill(request.sampling, options)
+    OLLAMA_SAMPLING.fill(request.query, options)
     schema = _schema(fields)
     if schema is not None:
-        request.sampling.constraint.json_schema = schema
+        request.query.text.constraint.json_schema = schema
     if fields.values.get("model") is not None:
         set_model(request.options, fields.text("model"), names)
 
     def final(response: pb.QueryResponse, text: str, thinking: str) -> dict[str, Any]:
         timings, usage = response.timings, response.usage
-        is_cut = response.finish_reason == common_pb2.FINISH_REASON_LENGTH
         return {
-            **_begin(response.model),
+            **_begin(response.info.model),
             **part(text, thinking),
             "done": True,
-            "done_reason": "length" if is_cut else "stop",
-            "total_duration": round(timings.total_time_ms * _NS_PER_MS),
+            "done_reason": finish_reason(response),
+            "total_duration": round(timings.total_ms * _NS_PER_MS),
             "load_duration": 0,
             "prompt_eval_count": usage.input_tokens,
-            "prompt_eval_duration": round(timings.prefill_time_ms * _NS_PER_MS),
+            "prompt_eval_duration": round(timings.prefill_ms * _NS_PER_MS),
             "eval_count": usage.output_tokens,
-            "eval_duration": round(timings.decode_time_ms * _NS_PER_MS),
+            "eval_duration": round(timings.decode_ms * _NS_PER_MS),
         }
 
     def events(message: Any) -> Iterable[bytes]:
@@ -223,11 +221,12 @@ def _ask(
             yield _line(final(message.final, "", ""))
 
     def whole(response: pb.QueryResponse) -> dict[str, Any]:
-        return final(response, response.answer, response.reasoning.text)
+        (answer,) = response.answers
+        return final(response, answer.text, answer.reasoning.text)
 
     if fields.values.get("stream") is False:
-        return Asked(request, vision.Query, whole)
-    return Asked(request, vision.StreamQuery, whole, events)
+        return Asked(request, vision.Query, whole, rename=rename)
+    return Asked(request, vision.StreamQuery, whole, events, rename)
 
 
 def _thinks(fields: Fields) -> bool:

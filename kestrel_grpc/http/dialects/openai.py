@@ -7,8 +7,8 @@ or Point.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -18,6 +18,8 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import InvalidRequest, clock
 
 from ...service_names import MODEL_METHODS, VISION_METHODS
+from ...services.messages.json_values import finish_reason
+from ...services.messages.task_fields import holder, short_path
 from ...services.model import ModelService
 from ...services.vision import VisionService
 from ..edge import Asked, Endpoint
@@ -27,13 +29,9 @@ from .grounding import Wanted, wanted_places
 from .known_fields import CHAT, CHAT_MESSAGE, CHAT_PARTS, OPENAI_SAMPLING, RESPONSE_FORMAT
 from .models import served_name, set_model
 
+_MESSAGES = re.compile(r"(?:images?|question|system|answer_start|history)(?![^.\[])")
+"""The fields of kestrel.v1 that the messages fill."""
 _NAMES = {
-    "image": "messages",
-    "image.encoded": "messages",
-    "question": "messages",
-    "system": "messages",
-    "answer_start": "messages",
-    "object": "messages",
     "num_samples": "n",
     "options.model": "model",
     "options.adapter": "model",
@@ -65,7 +63,8 @@ def endpoints(
         return Asked(model_service_pb2.ListModelsRequest(), models.ListModels, _models_json)
 
     def described(fields: Fields) -> Asked:
-        request = model_service_pb2.GetModelRequest(name=served_name(fields.text("model"), names()))
+        name = served_name(fields.text("model"), names())
+        request = model_service_pb2.GetModelRequest(model=name)
         return Asked(request, models.GetModel, lambda response: _model_json(response.model))
 
     return {
@@ -76,19 +75,18 @@ def endpoints(
         ("GET", "/v1/models/{model:path}"): Endpoint(
             f"{MODEL_METHODS}GetModel",
             described,
-            lambda path: "model" if path == "name" else path,
             takes_body=False,
             parse=lambda scope, body: Fields(scope["path_params"]),
         ),
     }
 
 
-def json_name(path: str, sent: Mapping[str, str] = MappingProxyType({})) -> str:
+def _json_name(path: str, sent: Mapping[str, str]) -> str:
     """The field of OpenAI's JSON that stands for a field of kestrel.v1. ``sent``: as SamplingFields.fill returns it."""
-    setting = path.removeprefix("sampling.")
-    if setting != path and setting not in _NAMES:
-        return OPENAI_SAMPLING.name(setting, sent)
-    return "messages" if path.startswith(("history", "images")) else _NAMES.get(setting, setting)
+    name = short_path(path)
+    if _MESSAGES.match(name):
+        return "messages"
+    return OPENAI_SAMPLING.name(name, sent) or _NAMES.get(name, name)
 
 
 def _chat(fields: Fields, service: VisionService, names: Sequence[str]) -> Asked:
@@ -102,12 +100,12 @@ def _chat(fields: Fields, service: VisionService, names: Sequence[str]) -> Asked
     if wanted is not None:
         return _grounded(fields, service, names, talk, wanted, usage if streams else None)
     request = talk.request(reasoning=_reasons(fields))
-    rename = fill(request, fields, names)
-    _fill_logprobs(request.sampling, fields)
+    rename = fill(request.query, request.options, fields, names)
+    _fill_logprobs(request.query, fields)
     schema = _schema(fields)
     if schema is not None:
-        request.sampling.constraint.json_schema = schema
-    request.num_samples = samples(fields)
+        request.query.text.constraint.json_schema = schema
+    request.query.num_samples = samples(fields)
     if not streams:
         return Asked(request, service.Query, _completion, rename=rename)
     return Asked(request, service.StreamQuery, _completion, _chunks(usage), rename)
@@ -133,11 +131,18 @@ def _grounded(
     request = wanted.request()
     behaviour = service.Detect if wanted.skill == "detect" else service.Point
     request.image.encoded = talk.images[0]
-    rename = fill(request, fields, names)
-    _fill_logprobs(request.sampling, fields)
+    task = getattr(request, wanted.skill)
+    renamed = fill(task, request.options, fields, names)
+
+    def rename(path: str) -> str:
+        is_message = len(wanted.names) == 1 and short_path(path).startswith("objects")
+        return "messages" if is_message else renamed(path)
+
+    _fill_logprobs(task, fields)
 
     def answer(response: Any) -> dict[str, Any]:
-        return _completion(response, wanted.text(response))
+        message = {"role": "assistant", "content": wanted.text(response)}
+        return _whole(response, [_choice(0, message, None, finish_reason(response))])
 
     if usage is None:
         return Asked(request, behaviour, answer, rename=rename)
@@ -146,8 +151,8 @@ def _grounded(
         await context.write(await behaviour(message, context))
 
     def events(response: Any) -> Iterable[bytes]:
-        yield _chunk(response, {"role": "assistant", "content": ""})
-        yield _chunk(response, {"content": wanted.text(response)})
+        yield _chunk(response.info, {"role": "assistant", "content": ""})
+        yield _chunk(response.info, {"content": wanted.text(response)})
         yield from _last(response, usage)
 
     return Asked(request, stream, answer, events, rename)
@@ -225,68 +230,62 @@ def _content(content: Any, name: str) -> tuple[str, list[bytes]]:
     return "\n".join(texts), images
 
 
-def fill(request: Any, fields: Fields, names: Sequence[str]) -> Callable[[str], str]:
+def fill(
+    task: Any, options: common_pb2.RequestOptions, fields: Fields, names: Sequence[str]
+) -> Callable[[str], str]:
     """Fills in what all requests share. Returns the names of fields of kestrel.v1 (Asked.rename). Raises
     InvalidRequest."""
-    sent = OPENAI_SAMPLING.fill(request.sampling, fields)
+    sent = OPENAI_SAMPLING.fill(task, fields)
     if fields.values.get("model") is not None:
-        set_model(request.options, fields.text("model"), names)
-    return lambda path: json_name(path, sent)
+        set_model(options, fields.text("model"), names)
+    return lambda path: _json_name(path, sent)
 
 
-def _fill_logprobs(sampling: common_pb2.Sampling, fields: Fields) -> None:
+def _fill_logprobs(task: Any, fields: Fields) -> None:
     """Raises InvalidRequest."""
     if fields.flag("logprobs"):
-        sampling.logprobs = True
-    fill_top_logprobs(sampling, fields, "top_logprobs")
+        holder(task, "logprobs", "logprobs").logprobs = True
+    fill_top_logprobs(task, fields, "top_logprobs")
 
 
-def fill_top_logprobs(sampling: common_pb2.Sampling, fields: Fields, key: str) -> None:
+def fill_top_logprobs(task: Any, fields: Fields, key: str) -> None:
     """Raises InvalidRequest."""
     wanted = fields.whole(key)
     if wanted is not None:
         if not 0 <= wanted <= _MOST_TOP:
             raise InvalidRequest(key, f"must be from 0 to {_MOST_TOP}, got {wanted}")
-        sampling.top_logprobs = wanted
+        holder(task, "top_logprobs", key).top_logprobs = wanted
 
 
-def _completion(response: Any, content: str | None = None) -> dict[str, Any]:
-    """``content``: that of a response which is no QueryResponse."""
-    given = [response] if content is not None else response.samples or [response]
+def _completion(response: pb.QueryResponse) -> dict[str, Any]:
+    choices: list[dict[str, Any]] = []
+    for answer in response.answers:
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+        if answer.HasField("reasoning"):
+            message["reasoning_content"] = answer.reasoning.text
+        logprobs = _logprobs(answer.logprobs.tokens) if answer.HasField("logprobs") else None
+        choices.append(_choice(len(choices), message, logprobs, reason_of(answer)))
+    return _whole(response, choices)
+
+
+def _whole(response: Any, choices: list[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "id": f"chatcmpl-{response.request_id}",
+        "id": f"chatcmpl-{response.info.request_id}",
         "object": "chat.completion",
         "created": int(clock.wall()),
-        "model": response.model,
-        "choices": [_choice(index, each, content) for index, each in enumerate(given)],
+        "model": response.info.model,
+        "choices": choices,
         "usage": usage_json(response),
     }
 
 
-def _choice(index: int, response: Any, content: str | None) -> dict[str, Any]:
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": response.answer if content is None else content,
-    }
-    if content is None and response.HasField("reasoning"):
-        message["reasoning_content"] = response.reasoning.text
-    return {
-        "index": index,
-        "message": message,
-        "logprobs": _logprobs(_tokens(response)),
-        "finish_reason": finish_reason(response),
-    }
+def _choice(
+    index: int, message: dict[str, Any], logprobs: dict[str, Any] | None, reason: str
+) -> dict[str, Any]:
+    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _tokens(response: Any) -> Sequence[common_pb2.TokenLogprob] | None:
-    """None unless the request asked for log-probabilities."""
-    has_them = isinstance(response, pb.QueryResponse) and response.HasField("logprobs")
-    return response.logprobs.tokens if has_them else None
-
-
-def _logprobs(tokens: Sequence[common_pb2.TokenLogprob] | None) -> dict[str, Any] | None:
-    if tokens is None:
-        return None
+def _logprobs(tokens: Sequence[common_pb2.TokenLogprob]) -> dict[str, Any]:
     content = [
         {**_token(token), "top_logprobs": [_token(each) for each in token.top]} for token in tokens
     ]
@@ -309,7 +308,7 @@ def _chunks(usage: bool) -> Callable[[Any], Iterable[bytes]]:
             yield _chunk(begun, {"role": "assistant", "content": ""})
         elif kind == "text_delta":
             delta = message.text_delta
-            yield _chunk(begun, {"content": delta.text}, tokens=delta.tokens or None)
+            yield _chunk(begun, {"content": delta.text}, tokens=delta.tokens)
         elif kind == "reasoning_delta":
             yield _chunk(begun, {"reasoning_content": message.reasoning_delta.text})
         elif kind == "final":
@@ -319,39 +318,39 @@ def _chunks(usage: bool) -> Callable[[Any], Iterable[bytes]]:
 
 
 def _last(response: Any, usage: bool) -> Iterable[bytes]:
-    yield _chunk(response, {}, finish_reason=finish_reason(response))
+    yield _chunk(response.info, {}, reason=finish_reason(response))
     if usage:
-        yield _chunk(response, None, usage=usage_json(response))
+        yield _chunk(response.info, None, usage=usage_json(response))
     yield b"data: [DONE]\n\n"
 
 
 def _chunk(
-    source: Any,
+    info: common_pb2.RequestInfo,
     delta: dict[str, Any] | None,
-    finish_reason: str | None = None,
+    reason: str | None = None,
     usage: dict[str, Any] | None = None,
-    tokens: Sequence[common_pb2.TokenLogprob] | None = None,
+    tokens: Sequence[common_pb2.TokenLogprob] = (),
 ) -> bytes:
-    """``source`` has the request's id and the model's name. ``delta`` None: no choices."""
+    """``delta`` None: no choices."""
     choice = {
         "index": 0,
         "delta": delta,
-        "logprobs": _logprobs(tokens),
-        "finish_reason": finish_reason,
+        "logprobs": _logprobs(tokens) if tokens else None,
+        "finish_reason": reason,
     }
     body = {
-        "id": f"chatcmpl-{source.request_id}",
+        "id": f"chatcmpl-{info.request_id}",
         "object": "chat.completion.chunk",
         "created": int(clock.wall()),
-        "model": source.model,
+        "model": info.model,
         "choices": [] if delta is None else [choice],
         **({} if usage is None else {"usage": usage}),
     }
     return b"data: " + orjson.dumps(body) + b"\n\n"
 
 
-def finish_reason(response: Any) -> str:
-    return "length" if response.finish_reason == common_pb2.FINISH_REASON_LENGTH else "stop"
+def reason_of(answer: pb.Answer) -> str:
+    return "length" if answer.finish_reason == common_pb2.FINISH_REASON_LENGTH else "stop"
 
 
 def usage_json(response: Any) -> dict[str, Any]:

@@ -9,16 +9,16 @@ from typing import Any
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_engine import InvalidRequest
 
+from ...services.messages.task_fields import holder
 from ..fields import Fields, positive
 
 _MOST = 2**31 - 1
-_MOST_TOP_K = 2**32 - 1
 _NO_LIMIT = range(0)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingFields:
-    """``names``: for each field of a dialect, the field of kestrel.v1.Sampling; of two for the same field the first
+    """``names``: for each field of a dialect, the setting of a task; of two for the same setting the first
     counts. ``hottest``: the highest temperature. ``unlimited``: limits on the tokens that mean none. ``no_seed``: the
     seed that means none."""
 
@@ -27,33 +27,33 @@ class SamplingFields:
     unlimited: range = _NO_LIMIT
     no_seed: int | None = None
 
-    def fill(self, sampling: common_pb2.Sampling, fields: Fields) -> dict[str, str]:
-        """Returns the field that was sent for each field of Sampling that was set. Raises InvalidRequest."""
+    def fill(self, task: Any, fields: Fields) -> dict[str, str]:
+        """Returns the field that was sent for each setting of the task that was set. Raises InvalidRequest."""
         sent: dict[str, str] = {}
         for key, name in self.names.items():
             if fields.values.get(key) is None or name in sent:
                 continue
             sent[name] = key
             value = _READERS[name](fields, key, self)
-            if name == "seed" and value is None:
+            if value in _NOTHING or value == _NEUTRAL.get(name):
                 continue
-            if name == "logit_bias":
-                sampling.logit_bias.extend(value)
-            elif name == "stop":
-                sampling.stop.extend(value)
-            elif value != _NEUTRAL.get(name):
-                setattr(sampling, name, value)
-        if sampling.HasField("top_p") and sampling.top_p == 0:
+            has_it = holder(task, name, fields.name(key))
+            if isinstance(value, list):
+                getattr(has_it, name).extend(value)
+            else:
+                setattr(has_it, name, value)
+        if task.sampling.HasField("top_p") and task.sampling.top_p == 0:
             # The likeliest token alone. kestrel.v1 has one way to say that.
-            sampling.ClearField("top_p")
-            sampling.temperature = 0
+            task.sampling.ClearField("top_p")
+            task.sampling.temperature = 0
         return sent
 
-    def name(self, path: str, sent: Mapping[str, str]) -> str:
-        """The dialect's name of a field of Sampling, such as "stop[1]". ``sent``: as `fill` returns it."""
+    def name(self, path: str, sent: Mapping[str, str]) -> str | None:
+        """The dialect's name of a setting, such as "stop[1]"; None if it has no such setting. ``sent``: as `fill`
+        returns it."""
         root = path.partition("[")[0].partition(".")[0]
-        named = sent.get(root) or next((k for k, v in self.names.items() if v == root), root)
-        return named + path.removeprefix(root)
+        named = sent.get(root) or next((k for k, v in self.names.items() if v == root), None)
+        return named and named + path.removeprefix(root)
 
 
 _NEUTRAL = {
@@ -64,6 +64,9 @@ _NEUTRAL = {
     "top_k": 0,
 }
 """Values that change nothing. Clients send them for all requests, and skills that find objects refuse the penalties."""
+
+_NOTHING: tuple[Any, ...] = (None, [])
+"""Values of a seed and of lists that set nothing."""
 
 _Reader = Callable[[Fields, str, SamplingFields], Any]
 
@@ -80,12 +83,12 @@ def _temperature(fields: Fields, key: str, dialect: SamplingFields) -> float | N
 
 
 def _top_k(fields: Fields, key: str, dialect: SamplingFields) -> int:
-    return min(max(fields.whole(key) or 0, 0), _MOST_TOP_K)  # Below 0 keeps all, too.
+    return min(max(fields.whole(key) or 0, 0), _MOST)  # Below 0 keeps all, too.
 
 
 def _seed(fields: Fields, key: str, dialect: SamplingFields) -> int | None:
     seed = fields.whole(key)
-    return None if seed is None or seed == dialect.no_seed else seed % 2**64
+    return None if seed is None or seed == dialect.no_seed else seed % 2**63
 
 
 def _max_tokens(fields: Fields, key: str, dialect: SamplingFields) -> int:

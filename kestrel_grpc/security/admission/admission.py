@@ -44,8 +44,8 @@ class Admission:
         self._accounts: OrderedDict[str, _Account] = OrderedDict()
         """By principal, the least recently seen first."""
         self.calls = 0
-        self.refused = 0
-        """Number of calls refused since the start."""
+        self.limited = 0
+        """Number of calls refused because of a limit since the start."""
 
     def admit(self, principal: str) -> AbstractContextManager[None]:
         """A context manager around a call. Entering it raises RateExceeded, TooManyCalls."""
@@ -57,7 +57,7 @@ class Admission:
         try:
             self._check(principal, account)
         except EngineOverloaded:
-            self.refused += 1
+            self.limited += 1
             raise
         self.calls += 1
         account.calls += 1

@@ -89,9 +89,9 @@ class Guard:
         return freed
 
     @property
-    def refused(self) -> int:
+    def limited(self) -> int:
         """Number of calls refused since the start because of a limit."""
-        return self.admission.refused + self._room.refused + self._strangers_room.refused
+        return self.admission.limited + self._room.limited + self._strangers_room.limited
 
     def principal(self, metadata: Metadata, context: Any) -> Principal:
         """The principal of a call. Raises NotAuthenticated."""

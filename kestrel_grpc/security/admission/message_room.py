@@ -78,7 +78,7 @@ class MessageRoom:
         self.held_bytes = 0
         self.peak_bytes = 0
         """The largest value of ``held_bytes`` since this was last set."""
-        self.refused = 0
+        self.limited = 0
         """Number of calls since the start that got no memory."""
 
     def hold(self, who: str) -> Hold:
@@ -220,7 +220,7 @@ class MessageRoom:
         self._reading[who] += 1
 
     def _full(self, why: str) -> MessagesFull:
-        self.refused += 1
+        self.limited += 1
         return MessagesFull(
             f"the messages of all calls hold {self.held_bytes} of {self.max_bytes} bytes; {why}"
         )

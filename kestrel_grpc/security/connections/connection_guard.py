@@ -175,7 +175,12 @@ class ConnectionGuard:
         self._freed_bytes += COPIES * num_bytes
         self._refused_bytes += num_bytes
         self._collect(TOTAL_BYTES)
-        return MessageTooLarge("", f"the metadata has {num_bytes} bytes; the limit is {most}")
+        return MessageTooLarge(
+            "",
+            f"the metadata has {num_bytes} bytes; the limit is {most}",
+            value=num_bytes,
+            limit=most,
+        )
 
     def take_freed_bytes(self) -> int:
         """Bytes that the core has freed for ended connections since the last call of this method."""

@@ -1,4 +1,4 @@
-"""Adds the drawn mask to a segment response, in the requested format. Decides whether a thread draws it."""
+"""Adds the drawn mask to an outline, in the requested format. Decides whether a thread draws it."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ _INLINE_PIXELS = 200_000
 thread."""
 
 
-async def add_mask(response: pb.SegmentResponse, mask_format: pb.MaskFormat.ValueType) -> None:
-    """Sets ``response.mask`` if a mask is requested and the response has an outline. Raises InvalidRequest if the image
-    is too large."""
-    if mask_format in (pb.MASK_FORMAT_UNSPECIFIED, pb.MASK_FORMAT_NONE):
+async def add_mask(
+    found: pb.Detection, mask_format: pb.MaskFormat.ValueType, size: tuple[int, int]
+) -> None:
+    """Sets the mask of an outline, if one is requested and there is a path. ``size``: width and height of the image in
+    pixels. Raises InvalidRequest if the image is too large."""
+    path, (width, height) = found.outline.svg_path, size
+    if mask_format == pb.MASK_FORMAT_UNSPECIFIED or not path or not found.HasField("box"):
         return
-    if not response.svg_path or not response.HasField("box"):
-        return
-    size = response.image_size
-    box = (response.box.x_min, response.box.y_min, response.box.x_max, response.box.y_max)
+    mask = found.outline.mask
+    box = (found.box.x_min, found.box.y_min, found.box.x_max, found.box.y_max)
     if mask_format == pb.MASK_FORMAT_SVG:
-        document = masks.svg_document(response.svg_path, box, size.width, size.height)
-        response.mask.CopyFrom(pb.Mask(width=size.width, height=size.height, svg=document))
-        return
-    if mask_format == pb.MASK_FORMAT_POLYGONS:
-        corners = masks.corners(response.svg_path, box, size.width, size.height)
-        found = pb.Polygons(polygons=[pb.Polygon(coordinates=each) for each in corners])
-        response.mask.CopyFrom(pb.Mask(width=size.width, height=size.height, polygons=found))
-        return
-    if size.width * size.height > masks.MAX_MASK_PIXELS:
+        mask.svg = masks.svg_document(path, box, width, height)
+    elif mask_format == pb.MASK_FORMAT_POLYGONS:
+        corners = masks.corners(path, box, width, height)
+        mask.polygons.polygons.extend(pb.Polygon(coordinates=each) for each in corners)
+        mask.polygons.SetInParent()
+    elif width * height > masks.MAX_MASK_PIXELS:
         raise InvalidRequest(
             "mask_format",
-            f"the image has {size.width}x{size.height} = {size.width * size.height} pixels; PNG and RLE masks are "
-            f"limited to images of {masks.MAX_MASK_PIXELS}; request SVG, polygons or no mask",
+            f"the image has {width}x{height} = {width * height} pixels; PNG and RLE masks are limited to images of "
+            f"{masks.MAX_MASK_PIXELS}; request SVG, polygons or no mask",
         )
-    if size.width * size.height <= _INLINE_PIXELS:
-        mask = _encoded(response.svg_path, box, size.width, size.height, mask_format)
+    elif width * height <= _INLINE_PIXELS:
+        _encode(mask, path, box, size, mask_format)
     else:
-        mask = await asyncio.to_thread(
-            _encoded, response.svg_path, box, size.width, size.height, mask_format
-        )
-    response.mask.CopyFrom(mask)
+        await asyncio.to_thread(_encode, mask, path, box, size, mask_format)
+    mask.width, mask.height = size
 
 
-def _encoded(
-    path: str, box: masks.Box, width: int, height: int, mask_format: pb.MaskFormat.ValueType
-) -> pb.Mask:
-    drawn = masks.draw_mask(path, box, width, height)
+def _encode(
+    mask: pb.Mask,
+    path: str,
+    box: masks.Box,
+    size: tuple[int, int],
+    mask_format: pb.MaskFormat.ValueType,
+) -> None:
+    drawn = masks.draw_mask(path, box, *size)
     if mask_format == pb.MASK_FORMAT_PNG:
-        return pb.Mask(width=width, height=height, png=masks.mask_png(drawn))
-    runs = pb.RunLengths(counts=masks.run_lengths(drawn))
-    return pb.Mask(width=width, height=height, rle=runs)
+        mask.MergeFrom(pb.Mask(png=masks.mask_png(drawn)))
+    else:
+        mask.rle.counts.extend(masks.run_lengths(drawn))

@@ -7,32 +7,30 @@ stream share: the config, the frames that are computed, and the one that waits.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import InvalidRequest, PreparedImage, RequestError, clock
+from kestrel_engine import InvalidRequest, clock
 
 from ...edge.calls.call import Metadata
 from ...edge.calls.current_call import current_call
-from ...edge.failures.errors import LocatedError
-from ...edge.failures.statuses import Complaint, field_path
+from ...edge.failures.statuses import Complaint
 from ...edge.request_streams import StreamKind
+from ...images.request_images import RequestImages
 from ...security.admission.message_limits import COPIES
 from ...security.identity.principal import Principal, Scope
-from ..messages.images import required_image
-from ..messages.named_skill import skill_event
+from ...served_model import ServedModels
+from ..messages.images import images_of
 from ..messages.options import CallOptions, call_options
 from ..messages.responses import rounded_ms
 from ..messages.values import known_value
-from .analysis import Task, described_error, read_tasks, run_tasks
+from .analysis import read_tasks, run_tasks
 from .repeats import LastFrames
-from .starting import Starter
+from .running import CallTask, Run
 
 MOST_STREAMS = 32
 """Limit on the open streams of one principal."""
@@ -60,12 +58,12 @@ _ENDS_THE_STREAM = frozenset(
 class _Config:
     """A checked FramesConfig."""
 
-    message: pb.FramesConfig
-    tasks: list[Task]
+    tasks: list[CallTask[Any, Any]]
     options: CallOptions
     budget_s: float | None
     overview_if_late: bool
     in_flight: int
+    has_tiles: bool
 
 
 class FrameStream:
@@ -99,30 +97,27 @@ class FrameStream:
         return self._config.in_flight + (0 if self._config.budget_s is None else 2)
 
     def take(self, message: pb.StreamFramesRequest, principal: Principal) -> bool:
-        """As in StreamState. A later message gets the config, so that each holds all that its call needs. Raises
-        InvalidRequest, ScopeMissing."""
+        """As in StreamState. Raises InvalidRequest, ScopeMissing."""
         if self._config is None:
             self._config = _checked(message, principal)
             self._last_frames = LastFrames(
                 self._config.tasks, self._config.options, self._config.in_flight
             )
-            self._last_id = message.config.last_frame
-            if not message.HasField("frame"):
-                return False
-        elif message.HasField("config"):
+            self._last_id = message.config.last_frame_id
+            return False
+        if message.HasField("config"):
             raise InvalidRequest("config", "must be in the first message only")
-        elif not message.HasField("frame"):
+        if not message.HasField("frame"):
             raise InvalidRequest("frame", "is required in every message after the first")
-        if message.frame.id < 1:
-            raise InvalidRequest("frame.id", "must be at least 1")
-        if message.frame.id <= self._last_id:
+        frame_id = message.frame.frame_id
+        if frame_id < 1:
+            raise InvalidRequest("frame_id", "must be at least 1")
+        if frame_id <= self._last_id:
             raise InvalidRequest(
-                "frame.id",
-                f"is {message.frame.id}, but must be above {self._last_id}, the id of the frame before it",
+                "frame_id",
+                f"is {frame_id}, but must be above {self._last_id}, the id of the frame before it",
             )
-        self._last_id = message.frame.id
-        if not message.HasField("config"):
-            message.config.CopyFrom(self._config.message)
+        self._last_id = frame_id
         return True
 
     async def begin(self) -> pb.DropReason.ValueType:
@@ -166,7 +161,9 @@ class FrameStream:
             self._num_running -= 1
 
 
-async def answer_frame(starter: Starter, request: pb.StreamFramesRequest, context: Any) -> None:
+async def answer_frame(
+    served: ServedModels, stored: RequestImages, frame: pb.Frame, context: Any
+) -> None:
     """Writes the response of one frame. Raises an error that is about the frame, or about the whole stream."""
     stream: FrameStream = context.state
     call, config = current_call(), stream.config
@@ -174,55 +171,42 @@ async def answer_frame(starter: Starter, request: pb.StreamFramesRequest, contex
     waited_ms = rounded_ms(call.duration_ms)
     if reason != pb.DROP_REASON_UNSPECIFIED:
         call.frame = "dropped"
-        await context.write(
-            _response(
-                request.frame, {"waited_ms": waited_ms}, dropped=pb.FrameDropped(reason=reason)
-            )
-        )
+        await context.write(_response(frame, {"waited_ms": waited_ms}, dropped=reason))
         return
     took_s: float | None = None
     is_whole, encoded, reused = True, 0, 0
     began = clock.now()
     try:
-        with _located():
-            source = required_image(request.frame)
-            image = await starter.prepare(config.options, source, keep=False)
-            prepared = image.prepared
-            assert isinstance(prepared, PreparedImage), "frames have no tiles"
-            if config.overview_if_late and stream.is_late(call.duration_ms / 1e3):
-                is_whole = prepared.num_distinct == 1
-                prepared = prepared.overview()
-                image = replace(image, prepared=prepared)
-            async with stream.last_frames.repeating(prepared) as repeat:
-                results = repeat.results(call.request_id)
-                is_repeated = results is not None
-                if results is None:
-                    done = await run_tasks(
-                        *(starter, config.options, source, config.tasks, None, skill_event),
-                        image=image,
-                        prefix="config.",
-                    )
-                    results = pb.FrameResults(
-                        results=done.results,
-                        image_size=done.image_size,
-                        usage=done.usage,
-                        model=done.model,
-                    )
-                    encoded, reused = done.metrics.encoded_crops, done.metrics.reused_crops
-                    repeat.keep(results)
-                    took_s = clock.now() - began
+        run = Run(served, stored, config.options, keeps_images=False)
+        images = run.images
+        await images.find(images_of(frame))
+        await images.prepare()
+        await run.begin()
+        if config.overview_if_late and stream.is_late(call.duration_ms / 1e3):
+            is_whole = images.only.num_distinct == 1 and not config.has_tiles
+            images.take_overview()
+        async with stream.last_frames.repeating(images.only) as repeat:
+            results = repeat.results(run.info())
+            is_repeated = results is not None
+            if results is None:
+                results = await run_tasks(run, config.tasks)
+                assert call.result is not None, "run_tasks sets it"
+                used = call.result.metrics
+                encoded, reused = used.encoded_crops, used.reused_crops
+                repeat.keep(results)
+                took_s = clock.now() - began
     finally:
         stream.end(took_s, is_whole=is_whole)
     call.frame = "repeated" if is_repeated else "answered" if is_whole else "overview"
     work = {
-        "crops": prepared.num_distinct,
+        "crops": images.num_crops,
         "encoded_crops": encoded,
         "reused_crops": reused,
         "overview_only": not is_whole,
         "repeated": is_repeated,
         "waited_ms": waited_ms,
     }
-    await context.write(_response(request.frame, work, results=results))
+    await context.write(_response(frame, work, results=results))
 
 
 def refuse(
@@ -232,7 +216,7 @@ def refuse(
     if complaint.code in _ENDS_THE_STREAM or complaint.reason == "MODEL_NOT_FOUND":
         return None
     current_call().frame = "failed"
-    return _response(request.frame, {}, error=described_error(complaint))
+    return _response(request.frame, {}, error=complaint.status)
 
 
 FRAMES = StreamKind(refuse, FrameStream, COPIES, MOST_STREAMS)
@@ -243,8 +227,8 @@ def _response(frame: pb.Frame, work: dict[str, Any], **outcome: Any) -> pb.Strea
     """``work``: the fields of FrameWork but the last. ``outcome``: the field of the response that holds it."""
     call = current_call()
     return pb.StreamFramesResponse(
-        frame_id=frame.id,
-        captured_at_us=frame.captured_at_us if frame.HasField("captured_at_us") else None,
+        frame_id=frame.frame_id,
+        capture_time=frame.capture_time if frame.HasField("capture_time") else None,
         work=pb.FrameWork(**work, total_ms=rounded_ms(call.duration_ms)),
         request_id=call.request_id,
         **outcome,
@@ -256,29 +240,30 @@ def _checked(message: pb.StreamFramesRequest, principal: Principal) -> _Config:
     if not message.HasField("config"):
         raise InvalidRequest("config", "is required in the first message")
     config = message.config
-    # The message of a frame is released at the frame's end.
-    kept = pb.FramesConfig()
-    kept.CopyFrom(config)
-    with _located():
-        tasks = read_tasks(kept.tasks)
-        if config.options.HasField("request_id"):
-            raise InvalidRequest("request_id", "must not be set: each frame has an id of its own")
-        options = call_options(config.options)
-        overview = known_value("late", config.late, pb.LateFrames, _LATE)
-        _check_range("latency_budget_ms", config, _MOST_BUDGET_MS)
-        _check_range("max_in_flight", config, _MOST_IN_FLIGHT)
-        has_budget = config.HasField("latency_budget_ms")
-        if overview and not has_budget:
-            raise InvalidRequest("late", "needs latency_budget_ms")
+    # The message is released when it is read.
+    kept = pb.StreamFramesRequest()
+    kept.CopyFrom(message)
+    tasks = read_tasks(kept)
+    if config.options.HasField("request_id"):
+        raise InvalidRequest("request_id", "must not be set: each frame has an id of its own")
+    if config.last_frame_id < 0:
+        raise InvalidRequest("last_frame_id", "must be at least 0")
+    options = call_options(config.options)
+    overview = known_value("late", config.late, pb.LateFrames, _LATE)
+    _check_range("latency_budget_ms", config, _MOST_BUDGET_MS)
+    _check_range("max_in_flight", config, _MOST_IN_FLIGHT)
+    has_budget = config.HasField("latency_budget_ms")
+    if overview and not has_budget:
+        raise InvalidRequest("late", "needs latency_budget_ms")
     if config.options.priority == common_pb2.PRIORITY_HIGH:
         principal.check(Scope.HIGH)
     return _Config(
-        message=kept,
         tasks=tasks,
         options=options,
         budget_s=config.latency_budget_ms / 1e3 if has_budget else None,
         overview_if_late=overview,
         in_flight=config.max_in_flight if config.HasField("max_in_flight") else _IN_FLIGHT,
+        has_tiles=any(task.has_tiles for task in tasks),
     )
 
 
@@ -287,13 +272,3 @@ def _check_range(name: str, config: pb.FramesConfig, most: int) -> None:
     value = getattr(config, name)
     if config.HasField(name) and not 1 <= value <= most:  # type: ignore[arg-type]
         raise InvalidRequest(name, f"is {value}; must be 1 to {most}")
-
-
-@contextmanager
-def _located() -> Iterator[None]:
-    """Raises an error of a field with its path in the message: an image is in the frame, the rest in the config."""
-    try:
-        yield
-    except RequestError as error:
-        root = "frame." if error.field.startswith("image") else "config."
-        raise LocatedError(error, field_path(error.field, root)) from error

@@ -10,26 +10,29 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import PreparedImage
 
 from ..messages.options import CallOptions
-from .analysis import Task
+from .running import CallTask
 
-_SAMPLES = ("query", "caption")
-"""Skills that sample by default."""
+_SAMPLE = ("query", "caption", "skill")
+"""Tasks that sample by default, or may do so."""
 
 
 class LastFrames:
     """``most``: the number of frames that are computed at the same time, and the results that are kept."""
 
-    def __init__(self, tasks: Sequence[Task], options: CallOptions, most: int) -> None:
+    def __init__(
+        self, tasks: Sequence[CallTask[Any, Any]], options: CallOptions, most: int
+    ) -> None:
         # The file of an adapter may change while the stream is open.
         self._repeats = options.adapter is None and all(map(_is_repeatable, tasks))
         self._most = most
-        self._kept: OrderedDict[object, pb.FrameResults] = OrderedDict()
+        self._kept: OrderedDict[object, pb.AnalyzeResponse] = OrderedDict()
         self._computing: dict[object, asyncio.Event] = {}
 
     @asynccontextmanager
@@ -62,27 +65,28 @@ class LastFrames:
 class Repeat:
     """What is known of one frame. ``earlier``: the results of an equal frame. ``new``: its own."""
 
-    def __init__(self, earlier: pb.FrameResults | None = None) -> None:
+    def __init__(self, earlier: pb.AnalyzeResponse | None = None) -> None:
         self.earlier = earlier
-        self.new: pb.FrameResults | None = None
+        self.new: pb.AnalyzeResponse | None = None
 
-    def keep(self, results: pb.FrameResults) -> None:
+    def keep(self, results: pb.AnalyzeResponse) -> None:
         """Keeps the results, unless a task has failed."""
         if not any(each.HasField("error") for each in results.results):
             self.new = results
 
-    def results(self, request_id: str) -> pb.FrameResults | None:
-        """The results of the equal frame, for a request that computes nothing."""
+    def results(self, info: common_pb2.RequestInfo) -> pb.AnalyzeResponse | None:
+        """The results of the equal frame, for a request that computes nothing. ``info``: of this request."""
         if self.earlier is None:
             return None
-        found = pb.FrameResults()
+        found = pb.AnalyzeResponse()
         found.CopyFrom(self.earlier)
-        found.ClearField("usage")
-        for each in found.results:
-            response = getattr(each, each.WhichOneof("outcome") or "")
-            response.request_id = request_id
-            response.usage.CopyFrom(common_pb2.Usage())
-            response.timings.CopyFrom(common_pb2.Timings())
+        every = [getattr(each, each.WhichOneof("outcome") or "") for each in found.results]
+        for response in (found, *every):
+            seed = response.info.seed
+            response.info.CopyFrom(info)
+            response.info.seed = seed
+            response.usage.Clear()
+            response.timings.Clear()
         return found
 
 
@@ -91,10 +95,10 @@ def _identity(image: PreparedImage) -> object:
     return image.key, image.region, image.image_size
 
 
-def _is_repeatable(task: Task) -> bool:
-    sampling: common_pb2.Sampling = task.fields.sampling
+def _is_repeatable(task: CallTask[Any, Any]) -> bool:
+    sampling: common_pb2.Sampling = task.message.sampling
     if sampling.HasField("seed"):
         return True
     if sampling.HasField("temperature"):
         return sampling.temperature == 0
-    return task.name not in _SAMPLES
+    return task.kind.name not in _SAMPLE

@@ -1,4 +1,4 @@
-"""Conversions of the messages of Embed and StreamEmbed: pure functions, as those of calls.py and responses.py."""
+"""Conversions of the messages of Embed and StreamEmbed: pure functions, as in tasks.py and responses.py."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import EngineResult
 
-from .calls import SkillCall
-from .images import required_image
-from .options import call_options
-from .responses import timings_message
+from .tasks import EngineRequest
 from .values import known_value
 
 _REST_BYTES = 16 * 1024
 """Room in a message for all but the numbers."""
 
+_PARTS = {
+    pb.EMBEDDING_PARTS_UNSPECIFIED: (True, False),
+    pb.EMBEDDING_PARTS_IMAGE: (True, False),
+    pb.EMBEDDING_PARTS_CROPS: (False, True),
+    pb.EMBEDDING_PARTS_IMAGE_AND_CROPS: (True, True),
+}
+"""Whether the whole image, and whether each crop, has an embedding."""
 _POOLINGS = {
     pb.EMBEDDING_POOLING_UNSPECIFIED: "mean",
     pb.EMBEDDING_POOLING_MEAN: "mean",
@@ -37,63 +41,36 @@ _NAMES = {
 _WHOLE = (0.0, 0.0, 1.0, 1.0)
 
 
-def embed_call(
-    request: pb.EmbedRequest, max_message_bytes: int | None, *, streamed: bool = False
-) -> SkillCall:
+def embed_requests(
+    task: pb.EmbedTask, max_message_bytes: int | None, *, streamed: bool
+) -> list[EngineRequest]:
     """Raises InvalidRequest. ``streamed``: the limit is on each embedding, not on all together."""
+    whole_image, crops = known_value("parts", task.parts, pb.EmbeddingParts, _PARTS)
     arguments: dict[str, Any] = {
-        "pooling": known_value("pooling", request.pooling, pb.EmbeddingPooling, _POOLINGS),
-        "dtype": known_value("dtype", request.dtype, pb.EmbeddingDtype, _DTYPES),
-        "crops": request.crops,
+        "pooling": known_value("pooling", task.pooling, pb.EmbeddingPooling, _POOLINGS),
+        "dtype": known_value("dtype", task.dtype, pb.EmbeddingDtype, _DTYPES),
+        "whole_image": whole_image,
+        "crops": crops,
         "one_by_one": streamed,
     }
-    if request.HasField("whole_image"):
-        arguments["whole_image"] = request.whole_image
     if max_message_bytes is not None:
         arguments["max_bytes"] = max_message_bytes - _REST_BYTES
-    return SkillCall(
-        skill="embed",
-        image=required_image(request),
-        arguments=arguments,
-        settings={},
-        options=call_options(request.options),
-    )
+    return [EngineRequest(skill="embed", arguments=arguments, settings={})]
 
 
-def embed_response(result: EngineResult, image_positions: int) -> pb.EmbedResponse:
-    """The response with all embeddings."""
-    response = embed_final(result, image_positions)
-    for event in embed_events(result):
-        if "whole_image" in event:
-            response.whole_image.CopyFrom(event["whole_image"])
-        else:
-            response.crops.append(event["crop"])
-    return response
-
-
-def embed_final(result: EngineResult, image_positions: int) -> pb.EmbedResponse:
-    """The response without embeddings."""
-    assert result.image_size is not None, "an embedding has an image"
-    width, height = result.image_size
-    return pb.EmbedResponse(
-        timings=timings_message(result.metrics),
-        model=result.model,
-        request_id=result.request_id,
-        image_size=common_pb2.ImageSize(width=width, height=height),
-    )
-
-
-def embed_events(result: EngineResult) -> Iterator[dict[str, pb.Embedding]]:
-    """The embeddings one by one, each under its field's name in StreamEmbedResponse."""
+def embeddings(result: EngineResult) -> Iterator[pb.Embedding]:
+    """The embeddings one by one: of the whole image, then of the crops."""
     whole, crops = result.output["image"], result.output["crops"]
     if whole is not None:
-        yield {"whole_image": _embedding(whole, _WHOLE)}
+        yield _embedding(whole, _WHOLE)
     if crops is not None:
-        for vectors, box in zip(crops, result.output["boxes"], strict=True):
-            yield {"crop": _embedding(vectors, box)}
+        for number, (vectors, box) in enumerate(zip(crops, result.output["boxes"], strict=True)):
+            yield _embedding(vectors, box, number)
 
 
-def _embedding(vectors: np.ndarray, box: tuple[float, float, float, float]) -> pb.Embedding:
+def _embedding(
+    vectors: np.ndarray, box: tuple[float, float, float, float], crop: int | None = None
+) -> pb.Embedding:
     """``vectors``: [dim] or [patches, dim]."""
     x_min, y_min, x_max, y_max = box
     rows = vectors[None] if vectors.ndim == 1 else vectors
@@ -103,4 +80,5 @@ def _embedding(vectors: np.ndarray, box: tuple[float, float, float, float]) -> p
         dimensions=rows.shape[1],
         dtype=_NAMES[rows.dtype],
         box=common_pb2.Box(x_min=x_min, y_min=y_min, x_max=x_max, y_max=y_max),
+        crop=crop,
     )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import (
     InRegion,
     InvalidRequest,
@@ -25,7 +24,7 @@ from .values import known_value, meant_float
 
 _COLOUR = re.compile(r"#[0-9a-fA-F]{6}")
 _MAX_IMAGE_ID = 64
-MAX_IMAGES = settings_of(RuntimeConfig)["max_images"].high
+MAX_IMAGES = int(settings_of(RuntimeConfig)["max_images"].high or 0)
 """The most that --max-images may be. The engine then applies the server's own limit."""
 
 _BYTES_PER_PIXEL = {
@@ -48,23 +47,11 @@ class LocatedImage(NamedTuple):
     source: ImageSource
 
 
-class HasImage(Protocol):
-    """A request with an image."""
-
-    @property
-    def image(self) -> common_pb2.Image: ...
-    def HasField(self, field_name: Any, /) -> bool: ...
-
-
-@contextmanager
-def at_image(path: str) -> Iterator[None]:
-    """Raises an error of the field ``image`` as a LocatedError with the image's ``path`` in the request."""
-    try:
-        yield
-    except RequestError as error:
-        if not error.field.startswith("image"):
-            raise
-        raise LocatedError(error, path + error.field.removeprefix("image")) from error
+def at_image(error: RequestError, path: str) -> Exception:
+    """``error`` with the ``path`` of the image in the request, if it is in the field ``image`` and that is another."""
+    if path == "image" or not error.field.startswith("image"):
+        return error
+    return LocatedError(error, path + error.field.removeprefix("image"))
 
 
 def image_source(image: common_pb2.Image) -> ImageSource:
@@ -129,7 +116,28 @@ def _raw_pixels(raw: common_pb2.RawImage) -> np.ndarray:
     return pixels[:, :, ::-1] if raw.format == common_pb2.PIXEL_FORMAT_BGR8 else pixels
 
 
-def required_image(request: HasImage) -> ImageSource:
+def required_image(request: Any) -> ImageSource:
+    """The image of a request with the field ``image``. Raises InvalidRequest."""
     if not request.HasField("image"):
         raise InvalidRequest("image", "is required")
     return image_source(request.image)
+
+
+def images_of(request: Any) -> list[LocatedImage]:
+    """The images of a request, in the order of the prompt. Raises InvalidRequest."""
+    if isinstance(request, pb.QueryRequest):
+        if len(request.images) > MAX_IMAGES:
+            raise InvalidRequest("images", f"are {len(request.images)}; the limit is {MAX_IMAGES}")
+        if len(request.images) == 1:
+            return [LocatedImage("image", image_source(request.images[0]))]
+        found = []
+        for index, image in enumerate(request.images):
+            path = f"images[{index}]"
+            try:
+                found.append(LocatedImage(path, image_source(image)))
+            except RequestError as error:
+                raise at_image(error, path) from error
+        return found
+    if isinstance(request, pb.RunSkillRequest) and not request.HasField("image"):
+        return []
+    return [LocatedImage("image", required_image(request))]

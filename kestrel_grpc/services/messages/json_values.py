@@ -12,37 +12,46 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import InvalidRequest
 
+Found = pb.PointResponse | pb.DetectResponse
+Response = pb.QueryResponse | pb.CaptionResponse | Found | pb.SegmentResponse
 CAPTION_LENGTHS = {
     "short": pb.CAPTION_LENGTH_SHORT,
     "normal": pb.CAPTION_LENGTH_NORMAL,
     "long": pb.CAPTION_LENGTH_LONG,
 }
+REFINEMENTS = {True: pb.REFINEMENT_REQUIRED, False: pb.REFINEMENT_NONE}
 
 
-def point_values(point: common_pb2.Point) -> dict[str, float]:
-    return {"x": point.x, "y": point.y, **score_values(point)}
+def place_values(found: pb.Detection) -> dict[str, float]:
+    """The box of an object, or its centre, with its score."""
+    if found.HasField("box"):
+        return _box_values(found.box, found.score)
+    return {"x": found.point.x, "y": found.point.y, "score": found.score}
 
 
-def box_values(box: common_pb2.Box) -> dict[str, float]:
+def _box_values(box: common_pb2.Box, score: float) -> dict[str, float]:
     edges = {"x_min": box.x_min, "y_min": box.y_min, "x_max": box.x_max, "y_max": box.y_max}
-    return {**edges, **score_values(box)}
+    return {**edges, "score": score}
 
 
-def score_values(found: common_pb2.Point | common_pb2.Box) -> dict[str, float]:
-    """Empty if there is no score."""
-    return {"score": found.score} if found.HasField("score") else {}
+def places_by_name(response: Found) -> list[list[dict[str, float]]]:
+    """The places of the objects of each name, in the order of the task."""
+    found: dict[str, list[dict[str, float]]] = {each.object: [] for each in response.searches}
+    for each in response.detections:
+        found[each.label].append(place_values(each))
+    return list(found.values())
 
 
-def absence_values(response: pb.PointResponse | pb.DetectResponse) -> dict[str, float]:
+def absence_values(search: pb.ObjectSearch) -> dict[str, float]:
     """The probability that the image has no such object. Empty if it is unknown."""
-    return {"absence": response.absence} if response.HasField("absence") else {}
+    return {"absence": search.absence} if search.HasField("absence") else {}
 
 
 def abstention_values(response: pb.QueryResponse) -> dict[str, Any]:
     """Empty if the question presupposed no object."""
-    if not response.absences:
+    if not response.presupposed:
         return {}
-    absences = [{"object": each.object, "absence": each.absence} for each in response.absences]
+    absences = [{"object": each.object, "absence": each.absence} for each in response.presupposed]
     return {"absences": absences, "abstained": response.abstained}
 
 
@@ -61,31 +70,44 @@ def reasoning_values(reasoning: pb.Reasoning) -> dict[str, Any]:
 
 
 def outline_values(response: pb.SegmentResponse) -> dict[str, Any]:
-    values: dict[str, Any] = {"path": response.svg_path}
-    if response.HasField("box"):
-        values["bbox"] = box_values(response.box)
-    if response.HasField("score"):
-        values["score"] = response.score
-    if response.HasField("parse_error"):
-        values["parse_error"] = response.parse_error
-    if response.HasField("coarse_path"):
-        values["coarse_path"] = response.coarse_path
-        values["coarse_bbox"] = box_values(response.coarse_box)
+    """``response``: of one name."""
+    (search,) = response.searches
+    if not response.detections:
+        omitted = {"score": search.omitted_score} if search.HasField("omitted_score") else {}
+        return {"path": "", **omitted}
+    (found,) = response.detections
+    outline = found.outline
+    values: dict[str, Any] = {"path": outline.svg_path}
+    if found.HasField("box"):
+        values |= {"bbox": place_values(found), "score": found.score}
+    if outline.HasField("parse_error"):
+        values["parse_error"] = outline.parse_error
+    if outline.HasField("coarse"):
+        values["coarse_path"] = outline.coarse.svg_path
+        values["coarse_bbox"] = _box_values(outline.coarse.box, found.score)
     return values
 
 
-def finish_reason(response: Any) -> str:
-    """ "stop" or "length". ``response``: of any skill, as for ``metrics_values``."""
-    return "length" if response.finish_reason == common_pb2.FINISH_REASON_LENGTH else "stop"
+def finish_reason(response: Response) -> str:
+    """ "stop" or "length": of the first answer, or of all names together."""
+    parts: Sequence[pb.Answer] | Sequence[pb.ObjectSearch]
+    if isinstance(response, pb.QueryResponse):
+        parts = response.answers[:1]
+    elif isinstance(response, pb.CaptionResponse):
+        parts = response.captions[:1]
+    else:
+        parts = response.searches
+    is_cut = any(each.finish_reason == common_pb2.FINISH_REASON_LENGTH for each in parts)
+    return "length" if is_cut else "stop"
 
 
-def metrics_values(response: Any) -> dict[str, float]:
+def metrics_values(response: Response) -> dict[str, float]:
     timings = response.timings
     return {
         "input_tokens": response.usage.input_tokens,
         "output_tokens": response.usage.output_tokens,
-        "prefill_time_ms": timings.prefill_time_ms,
-        "decode_time_ms": timings.decode_time_ms,
+        "prefill_time_ms": timings.prefill_ms,
+        "decode_time_ms": timings.decode_ms,
         "ttft_ms": timings.ttft_ms,
     }
 

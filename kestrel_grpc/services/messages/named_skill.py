@@ -5,100 +5,90 @@ This module turns a Struct into plain Python values. It also finds the path of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from google.protobuf import struct_pb2
 
+from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import (
-    ContextLengthError,
-    EngineResult,
-    InvalidRequest,
-    RequestError,
-    StreamUpdate,
-)
+from kestrel_engine import ContextLengthError, EngineResult, InvalidRequest, RequestError
 
 from ...edge.failures.errors import LocatedError, SkillNotFound
-from ...edge.failures.statuses import field_path
-from .calls import SkillCall
-from .images import image_source
-from .options import call_options, sampling_settings
-from .responses import event_fields, logprobs_message, shared_fields
+from .options import sampling_settings, text_settings
+from .responses import FINISH_REASONS, logprobs_message
+from .tasks import EngineRequest
 
 _MAX_NAME = 128
-
-
-def skill_call(request: pb.RunSkillRequest) -> SkillCall:
-    """Raises InvalidRequest."""
-    if not 1 <= len(request.skill) <= _MAX_NAME:
-        raise LocatedError(
-            InvalidRequest("skill", f"must have 1 to {_MAX_NAME} characters"), "skill"
-        )
-    sampling = sampling_settings(request.sampling)
-    settings = plain(request.settings)
-    for name in settings:
-        if name in sampling:
-            error = InvalidRequest(name, "is set in sampling too; set it only once")
-            raise LocatedError(error, f"settings.{name}")
-    return SkillCall(
-        skill=request.skill,
-        image=image_source(request.image) if request.HasField("image") else None,
-        arguments=plain(request.arguments),
-        settings={**settings, **sampling},
-        options=call_options(request.options),
+_OWN_FIELDS = frozenset(
+    field.name
+    for kind in (
+        *(pb.RunSkillRequest, pb.SkillTask),
+        *(common_pb2.RequestOptions, common_pb2.Sampling, common_pb2.TextOptions),
     )
+    for field in kind.DESCRIPTOR.fields
+)
+"""Fields of a request that are no arguments of a skill."""
 
 
-@contextmanager
-def located(request: pb.RunSkillRequest) -> Iterator[None]:
-    """Raises a skill's RequestError as a LocatedError with the path of the argument or setting in ``request``."""
-    try:
-        yield
-    except RequestError as error:
-        raise LocatedError(error, _path(error, request)) from error
+def skill_requests(task: pb.SkillTask, num_images: int) -> list[EngineRequest]:
+    """Raises InvalidRequest."""
+    if not 1 <= len(task.name) <= _MAX_NAME:
+        raise InvalidRequest("name", f"must have 1 to {_MAX_NAME} characters")
+    typed = sampling_settings(task.sampling) | text_settings(task.text)
+    if task.HasField("max_tokens"):
+        typed["max_tokens"] = task.max_tokens
+    settings, arguments = plain(task.settings), plain(task.arguments)
+    for name in settings:
+        if name in typed:
+            raise InvalidRequest(name, "is set in a field of its own too; set it only once")
+    label = arguments.get("object")
+    return [
+        EngineRequest(
+            skill=task.name,
+            arguments=arguments,
+            settings={**settings, **typed},
+            label=label if isinstance(label, str) else "",
+        )
+    ]
 
 
-def _path(error: RequestError, request: pb.RunSkillRequest) -> str:
-    name = error.field.partition("[")[0].partition(".")[0]
+def located(error: RequestError, task: pb.SkillTask, path: str) -> Exception:
+    """``error``, with the path of the argument or setting that it is about, if it is about one. ``path``: precedes the
+    fields of ``task``."""
+    field = error.field
+    name = field.partition("[")[0].partition(".")[0]
     if isinstance(error, SkillNotFound) or not name:
-        return error.field
-    if name in request.settings.fields:
-        return f"settings.{error.field}"
-    if name in request.arguments.fields:
-        return f"arguments.{error.field}"
+        return error
+    if name in task.settings.fields:
+        return LocatedError(error, f"{path}settings.{field}")
+    if name in task.arguments.fields:
+        return LocatedError(error, f"{path}arguments.{field}")
     if isinstance(error, ContextLengthError) and name != "max_tokens":
         # The prompt is too long. Only the skill knows which arguments it is made of.
-        return "arguments"
-    path = field_path(error.field)
-    # The field is not set in the request. It is one of RunSkillRequest's own fields, or a missing argument.
-    is_own_field = path != error.field or name in ("image", "options", "sampling")
-    return path if is_own_field else f"arguments.{error.field}"
+        return LocatedError(error, f"{path}arguments")
+    is_own_field = name in _OWN_FIELDS
+    return error if is_own_field else LocatedError(error, f"{path}arguments.{field}")
 
 
 def check_skill(name: str, available: tuple[str, ...]) -> None:
     """Raises SkillNotFound, which names the available skills."""
     if name not in available:
         shown = ", ".join(available)
-        raise SkillNotFound("skill", f"the model has no skill {name!r}; its skills are {shown}")
+        raise SkillNotFound(
+            "name",
+            f"the model has no skill {name!r}; its skills are {shown}",
+            value=name,
+            known=available,
+        )
 
 
-def skill_response(result: EngineResult, image_positions: int) -> pb.RunSkillResponse:
+def skill_response(result: EngineResult) -> pb.RunSkillResponse:
+    """The response without what all responses have."""
     response = pb.RunSkillResponse(
-        logprobs=logprobs_message(result), **shared_fields(result, image_positions)
+        finish_reason=FINISH_REASONS[result.finish_reason], logprobs=logprobs_message(result)
     )
     response.output.update(result.output)
     return response
-
-
-def skill_event(update: StreamUpdate) -> dict[str, Any]:
-    """Like event_fields, for streams that have separate fields for points and boxes."""
-    fields = event_fields(update)
-    found = fields.pop("object", None)
-    if found is not None:
-        fields["box" if found.DESCRIPTOR.name == "Box" else "point"] = found
-    return fields
 
 
 def plain(struct: struct_pb2.Struct) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The options and the sampling of a request, in the form that the engine expects."""
+"""The options of a request and the settings of its sampling and texts, in the form that the engine expects."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_engine import InvalidRequest, checked_adapter_name
 
-from ...model_names import MOST_CHARACTERS
 from .values import known_value
 
 _MAX_SALT_BYTES = 128
+_MOST_NAME = 512
 _PRIORITIES = {
     common_pb2.PRIORITY_UNSPECIFIED: "normal",
     common_pb2.PRIORITY_LOW: "low",
@@ -33,12 +33,17 @@ class CallOptions:
 NO_OPTIONS = CallOptions()
 
 
+def checked_model_name(name: str) -> str:
+    """Returns a name that a model may have. Raises InvalidRequest."""
+    if not 1 <= len(name) <= _MOST_NAME:
+        raise InvalidRequest("model", f"must have 1 to {_MOST_NAME} characters")
+    return name
+
+
 def call_options(options: common_pb2.RequestOptions) -> CallOptions:
     """Raises InvalidRequest."""
     priority = known_value("priority", options.priority, common_pb2.Priority, _PRIORITIES)
-    model = options.model if options.HasField("model") else None
-    if model is not None and not 1 <= len(model) <= MOST_CHARACTERS:
-        raise InvalidRequest("model", f"must have 1 to {MOST_CHARACTERS} characters")
+    model = checked_model_name(options.model) if options.HasField("model") else None
     salt = options.cache_salt
     if (size := len(salt.encode())) > _MAX_SALT_BYTES:
         raise InvalidRequest(
@@ -50,12 +55,19 @@ def call_options(options: common_pb2.RequestOptions) -> CallOptions:
 
 def sampling_settings(sampling: common_pb2.Sampling) -> dict[str, Any]:
     """The values of the fields that are set, by name."""
-    values = {descriptor.name: value for descriptor, value in sampling.ListFields()}
+    return {descriptor.name: value for descriptor, value in sampling.ListFields()}
+
+
+def text_settings(text: common_pb2.TextOptions) -> dict[str, Any]:
+    """As ``sampling_settings``."""
+    values = {descriptor.name: value for descriptor, value in text.ListFields()}
     if "stop" in values:
         values["stop"] = list(values["stop"])
     if "logit_bias" in values:
         values["logit_bias"] = [(each.id, each.bias) for each in values["logit_bias"]]
     if "constraint" in values:
-        constraint = values["constraint"]
-        values["constraint"] = {each.name: value for each, value in constraint.ListFields()}
+        rules = {each.name: rule for each, rule in values["constraint"].ListFields()}
+        if "choices" in rules:
+            rules["choices"] = list(rules["choices"].texts)
+        values["constraint"] = rules
     return values

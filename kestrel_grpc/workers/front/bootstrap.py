@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import any_pb2, duration_pb2
-from google.rpc import code_pb2, error_details_pb2, status_pb2
+from google.protobuf import duration_pb2
+from google.rpc import code_pb2, error_details_pb2
 
+from ...edge.failures.status_message import DOMAIN, status_message
 from ...security.identity.front_headers import NOT_BEGUN, PEER_HEADER
 from ...settings.server import ServerConfig
 
@@ -307,13 +308,9 @@ def _overload(most_connections: int | None) -> dict[str, Any]:
 
 def _lost() -> dict[str, Any]:
     """Gives Envoy's own UNAVAILABLE the details of the server's."""
-    info = error_details_pb2.ErrorInfo(reason="WORKER_UNAVAILABLE", domain="kestrel.v1")
+    info = error_details_pb2.ErrorInfo(reason="WORKER_UNAVAILABLE", domain=DOMAIN)
     retry = error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=1))
-    status = status_pb2.Status(code=code_pb2.UNAVAILABLE, message=_LOST)
-    for detail in (info, retry):
-        packed = any_pb2.Any()
-        packed.Pack(detail)
-        status.details.append(packed)
+    status = status_message(code_pb2.UNAVAILABLE, _LOST, (info, retry))
     text = base64.b64encode(status.SerializeToString()).decode().rstrip("=")
     return {
         "filter": {

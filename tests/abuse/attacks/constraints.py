@@ -22,9 +22,10 @@ async def ambiguous_grammars(target: Target) -> Counter[str]:
 
     def ask(_: int) -> pb.QueryRequest:
         constraint = common_pb2.Constraint(grammar=_AMBIGUOUS)
-        sampling = common_pb2.Sampling(max_tokens=700, temperature=1, constraint=constraint)
-        sampling.logit_bias.add(id=_END_ID, bias=-100)
-        return pb.QueryRequest(question="What is it?", sampling=sampling)
+        task = pb.QueryTask(question="What is it?", max_tokens=700, sampling={"temperature": 1})
+        task.text.constraint.CopyFrom(constraint)
+        task.text.logit_bias.add(id=_END_ID, bias=-100)
+        return pb.QueryRequest(query=task)
 
     return await _callers(target, 24, 60, ask)
 
@@ -40,8 +41,9 @@ async def new_schemas(target: Target) -> Counter[str]:
             name = f"a{number}_{level}"
             schema = {"type": "object", "properties": {name: schema, "b": words}, "required": ["b"]}
         constraint = common_pb2.Constraint(json_schema=json.dumps(schema))
-        sampling = common_pb2.Sampling(max_tokens=1, temperature=0, constraint=constraint)
-        return pb.QueryRequest(question="What is it?", sampling=sampling)
+        task = pb.QueryTask(question="What is it?", max_tokens=1, sampling={"temperature": 0})
+        task.text.constraint.CopyFrom(constraint)
+        return pb.QueryRequest(query=task)
 
     return await _callers(target, 60, 15, ask)
 

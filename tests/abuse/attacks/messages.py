@@ -13,6 +13,7 @@ from google.protobuf.internal import encoder
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from tests.abuse.attacks.registry import MIB, QUERY, attack, ending_of, many
 from tests.abuse.connections.hand_made_calls import Body, HandMadeCalls, bomb
+from tests.abuse.inputs.edge_messages import length_delimited
 from tests.abuse.target import OWN, Target, jpeg
 
 
@@ -107,11 +108,12 @@ async def small_fields(target: Target) -> Counter[str]:
     calls = []
     for size, count in ((32 * MIB, 8), (38_000, 67)):
         for method, kind, name, value in (
-            ("Query", pb.QueryRequest, "spatial_refs", b"\x0a\x00"),
-            ("Query", pb.QueryRequest, "history", b""),
-            ("Detect", pb.DetectRequest, "objects", b""),
+            ("Query", pb.QueryTask, "spatial_refs", b"\x0a\x00"),
+            ("Query", pb.QueryTask, "history", b""),
+            ("Detect", pb.DetectTask, "objects", b""),
         ):
-            calls += [(method, _repeated(kind, name, value, size))] * count
+            task = _repeated(kind, name, value, size)
+            calls += [(method, length_delimited(2, task))] * count
     return await _raw_calls(target, calls)
 
 
@@ -119,9 +121,10 @@ async def small_fields(target: Target) -> Counter[str]:
 async def long_texts(target: Target) -> Counter[str]:
     """16 calls with 256 names of 32 kB each, and 64 with 64 long turns."""
     text = "a " * 16_000
-    names = pb.DetectRequest(objects=[f"{n} {text}"[:32_000] for n in range(256)])
+    names = pb.DetectRequest(detect={"objects": [f"{n} {text}"[:32_000] for n in range(256)]})
     names.image.encoded = jpeg(5)
-    turns = pb.QueryRequest(question="what?", history=[pb.Turn(question=text, answer=text)] * 64)
+    history = [pb.Turn(question=text, answer=text)] * 64
+    turns = pb.QueryRequest(query=pb.QueryTask(question="what?", history=history))
     calls = [("Detect", names.SerializeToString())] * 16
     return await _raw_calls(target, [*calls, *[("Query", turns.SerializeToString())] * 64])
 

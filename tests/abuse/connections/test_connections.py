@@ -20,7 +20,6 @@ import psutil
 import pytest
 
 from benchmarks.soaking.rude_sockets import PREFACE, frame
-from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from tests.abuse.connections.hand_made_calls import head
@@ -59,7 +58,7 @@ class Polite:
         self.failed = 0
 
     def _call(self) -> None:
-        request = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=2))
+        request = pb.QueryRequest(query={"question": "?", "max_tokens": 2})
         while not self._stop.wait(0.02):
             began = time.monotonic()
             own = [("grpc.use_local_subchannel_pool", 1)]

@@ -21,7 +21,6 @@ import psutil
 import pytest
 
 from benchmarks.soaking.rude_sockets import Asked, RudeCaller
-from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.security.identity.principal import Scope
@@ -89,7 +88,7 @@ class Watched:
             self.peak = max(self.peak, self.resident)
 
     def _call(self) -> None:
-        request = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=2))
+        request = pb.QueryRequest(query={"question": "?", "max_tokens": 2})
         with grpc.insecure_channel(self._address) as channel:
             vision = VisionServiceStub(channel)
             while not self._stop.wait(0.02):
@@ -138,7 +137,7 @@ def test_memory_stays_within_what_the_flags_promise(server: ServerProcess, name:
 
 async def vanish(address: str) -> None:
     """Callers of every kind of method who open no window, and go before or after the server gives them up."""
-    request = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=2))
+    request = pb.QueryRequest(query={"question": "?", "max_tokens": 2})
     messages = {
         QUERY: request.SerializeToString(),
         "/kestrel.v1.VisionService/StreamQuery": request.SerializeToString(),
@@ -161,7 +160,7 @@ async def vanish(address: str) -> None:
 def test_callers_who_open_no_window_and_vanish_leave_no_traceback(server: ServerProcess) -> None:
     asyncio.run(vanish(server.address))
     with grpc.insecure_channel(server.address) as channel:
-        request = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=2))
+        request = pb.QueryRequest(query={"question": "?", "max_tokens": 2})
         metadata = (("authorization", f"Bearer {POLITE}"),)
         assert VisionServiceStub(channel).Query(request, metadata=metadata, timeout=60)
     assert "Traceback" not in server.log.read_text(errors="replace")

@@ -8,7 +8,6 @@ from collections import Counter
 import grpc
 import pytest
 
-from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_grpc.settings.security import ConnectionLimits, SecurityConfig
 from tests.abuse.attacks.registry import ending_of
@@ -21,13 +20,12 @@ __all__ = ["serve"]
 async def test_no_call_beyond_the_limit_of_a_connection_is_refused(serve, streams, num_calls):
     connections = ConnectionLimits(streams=streams)
     served = await serve(server_config={"security": SecurityConfig(connections=connections)})
-    sampling = common_pb2.Sampling(max_tokens=2)
     most = 0
 
     async def call(number: int) -> str:
         nonlocal most
         ended = await ending_of(
-            served.vision.Query(pb.QueryRequest(question="?", sampling=sampling))
+            served.vision.Query(pb.QueryRequest(query={"question": "?", "max_tokens": 2}))
         )
         most = max(most, served.server._in_flight.count)
         return ended

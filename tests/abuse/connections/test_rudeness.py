@@ -25,7 +25,7 @@ EACH = 6
 
 
 async def _abuse(address: str) -> None:
-    request = pb.QueryRequest(question="What is this?")
+    request = pb.QueryRequest(query={"question": "What is this?"})
     asked = Asked("/kestrel.v1.VisionService/StreamQuery", request.SerializeToString(), TOKEN)
     caller = RudeCaller(address, asked, random.Random(1))
 

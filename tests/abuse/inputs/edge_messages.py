@@ -142,13 +142,14 @@ def mangled(draw: Draw, data: bytes) -> bytes:
 
 
 def nested(depth: int) -> bytes:
-    """A field 3 (RunSkillRequest.arguments) that holds a Struct of ``depth`` lists within each other."""
+    """A RunSkillRequest whose arguments hold a Struct of ``depth`` lists within each other."""
     value = b"\x11" + bytes(8)  # Value.number_value
     for _ in range(depth):
         inner = length_delimited(1, value)  # ListValue.values
         value = length_delimited(6, inner)  # Value.list_value
     entry = length_delimited(1, b"question") + length_delimited(2, value)
-    return length_delimited(2, b"query") + length_delimited(3, length_delimited(1, entry))
+    arguments = length_delimited(2, length_delimited(1, entry))
+    return length_delimited(2, length_delimited(1, b"query") + arguments)
 
 
 def length_delimited(number: int, data: bytes) -> bytes:

@@ -85,7 +85,7 @@ def server(tmp_path) -> Iterator[ServerProcess]:
 def ask(stub: VisionServiceStub, data: bytes, timeout_s: float = 120) -> str:
     """The code that a call with an image of ``data`` ends with."""
     request = pb.CaptionRequest(image=common_pb2.Image(encoded=data))
-    request.sampling.max_tokens = 1
+    request.caption.max_tokens = 1
     try:
         stub.Caption(request, timeout=timeout_s)
     except grpc.RpcError as error:

@@ -23,6 +23,7 @@ from kestrel_client._pb.kestrel.v1 import (
     model_service_pb2,
 )
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_grpc.edge.failures.status_message import DOMAIN
 from tests.abuse.inputs.edge_messages import mangled, near, nested
 from tests.abuse.served import METADATA, ServedInThread
 
@@ -64,29 +65,41 @@ RAW = common_pb2.Image(
     )
 )
 JPEG = common_pb2.Image(encoded=jpeg())
-SAMPLING = common_pb2.Sampling(temperature=0.5, top_p=0.9, top_k=5, max_tokens=8, seed=1)
+SETTINGS: Any = {
+    "max_tokens": 8,
+    "sampling": {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 1},
+}
 REF = common_pb2.SpatialRef(point=common_pb2.Point(x=0.5, y=0.5))
 BOX = common_pb2.SpatialRef(box=common_pb2.Box(x_min=0.1, y_min=0.1, x_max=0.9, y_max=0.9))
-QUERY = pb.QueryRequest(image=RAW, question="what?", spatial_refs=[REF, BOX], sampling=SAMPLING)
-CAPTION = pb.CaptionRequest(image=JPEG, sampling=SAMPLING)
-CAPTION.sampling.stop.extend(["one", "two"])
-CAPTION.sampling.logprobs = True
-SAMPLES = pb.CaptionRequest(num_samples=2)
+ASKED = pb.QueryTask(question="what?", spatial_refs=[REF, BOX], **SETTINGS)
+QUERY = pb.QueryRequest(images=[RAW, JPEG], query=ASKED)
+CAPTION = pb.CaptionRequest(image=JPEG, caption=SETTINGS)
+CAPTION.caption.text.stop.extend(["one", "two"])
+CAPTION.caption.text.logprobs = True
+SAMPLES = pb.CaptionRequest(caption={"num_samples": 2})
 SAMPLES.MergeFrom(CAPTION)
-POINT = pb.PointRequest(image=JPEG, object="a", max_objects=3, sampling=SAMPLING)
-DETECT = pb.DetectRequest(image=JPEG, object="a", max_objects=3)
-SEGMENT = pb.SegmentRequest(image=RAW, object="a", mask_format="MASK_FORMAT_PNG", sampling=SAMPLING)
+POINT = pb.PointRequest(
+    image=JPEG, point=pb.PointTask(objects=["a", "b"], max_objects=3, **SETTINGS)
+)
+DETECT = pb.DetectRequest(image=JPEG, detect={"objects": ["a"], "max_objects": 3})
+OUTLINED = pb.SegmentTask(objects=["a"], mask_format=pb.MASK_FORMAT_PNG, **SETTINGS)
+SEGMENT = pb.SegmentRequest(image=RAW, segment=OUTLINED)
 ANALYZE = pb.AnalyzeRequest(
     image=RAW,
     tasks=[
-        pb.AnalyzeTask(key="q", query=pb.QueryTask(question="?", sampling=SAMPLING)),
-        pb.AnalyzeTask(key="d", detect=pb.DetectTask(object="a", max_objects=2)),
+        pb.Task(key="q", query=pb.QueryTask(question="?", **SETTINGS)),
+        pb.Task(key="d", detect=pb.DetectTask(objects=["a"], max_objects=2)),
     ],
 )
-SKILL = pb.RunSkillRequest(image=RAW, skill="query", sampling=SAMPLING)
-SKILL.arguments.update({"question": "what?"})
+SKILL = pb.RunSkillRequest(image=RAW, skill=pb.SkillTask(name="query", **SETTINGS))
+SKILL.skill.arguments.update({"question": "what?"})
 EMBED = pb.EmbedRequest(
-    image=RAW, crops=True, pooling="EMBEDDING_POOLING_NONE", dtype="EMBEDDING_DTYPE_FLOAT16"
+    image=RAW,
+    embed=pb.EmbedTask(
+        parts=pb.EMBEDDING_PARTS_IMAGE_AND_CROPS,
+        pooling=pb.EMBEDDING_POOLING_NONE,
+        dtype=pb.EMBEDDING_DTYPE_FLOAT16,
+    ),
 )
 
 VISION: dict[str, Message] = {
@@ -104,11 +117,10 @@ VISION: dict[str, Message] = {
     "StreamDetect": DETECT,
     "StreamSegment": SEGMENT,
     "StreamAnalyze": ANALYZE,
-    "StreamSkill": SKILL,
+    "StreamRunSkill": SKILL,
     "StreamEmbed": EMBED,
     "StreamFrames": pb.StreamFramesRequest(
-        config=pb.FramesConfig(tasks=ANALYZE.tasks, latency_budget_ms=1000, max_in_flight=3),
-        frame=pb.Frame(id=1, image=JPEG, captured_at_us=1),
+        frame=pb.Frame(frame_id=1, image=JPEG, capture_time={"seconds": 1})
     ),
 }
 IMAGES: dict[str, Message] = {
@@ -117,8 +129,9 @@ IMAGES: dict[str, Message] = {
     "DeleteImage": image_service_pb2.DeleteImageRequest(image_id="x"),
 }
 MODELS: dict[str, Message] = {
-    "ListModels": model_service_pb2.ListModelsRequest(),
-    "GetModel": model_service_pb2.GetModelRequest(name="fake"),
+    "ListModels": model_service_pb2.ListModelsRequest(page_size=1),
+    "GetModel": model_service_pb2.GetModelRequest(model="fake"),
+    "ListAdapters": model_service_pb2.ListAdaptersRequest(model="fake"),
     "GetServerInfo": model_service_pb2.GetServerInfoRequest(),
     "GetLoad": model_service_pb2.GetLoadRequest(),
 }
@@ -213,18 +226,24 @@ def _check_details(error: Any) -> None:
     info, request = error_details_pb2.ErrorInfo(), error_details_pb2.RequestInfo()
     assert any(detail.Unpack(info) for detail in status.details)
     assert any(detail.Unpack(request) for detail in status.details)
-    assert info.reason and info.domain == "kestrel.v1"
+    assert info.reason and info.domain == DOMAIN
     assert request.request_id == trailers["x-request-id"]
 
 
-UPLOAD = image_service_pb2.UploadImageRequest(
-    info=image_service_pb2.UploadInfo(size_bytes=len(jpeg()))
-)
+FIRST: dict[str, Message] = {
+    "UploadImage": image_service_pb2.UploadImageRequest(
+        info=image_service_pb2.UploadInfo(size_bytes=len(jpeg()))
+    ),
+    "StreamFrames": pb.StreamFramesRequest(
+        config=pb.FramesConfig(tasks=ANALYZE.tasks, latency_budget_ms=1000, max_in_flight=3)
+    ),
+}
+"""The first message of a stream of messages, which says what is to come."""
 
 
 def around(name: str, message: Message | bytes) -> tuple[Message | bytes, ...]:
-    """What is sent: an upload begins with what is to come."""
-    return (UPLOAD, message) if name == "UploadImage" else (message,)
+    """What is sent."""
+    return (FIRST[name], message) if name in FIRST else (message,)
 
 
 def test_every_method_is_abused():
@@ -256,13 +275,14 @@ def test_fields_at_their_edges(served, caller, service, name, examples):
 
 
 @FEW_AND_MANY
-def test_uploads_in_any_order(served, caller, examples):
-    chunk = IMAGES["UploadImage"]
-
+@pytest.mark.parametrize(
+    ("service", "name"), [("ImageService", "UploadImage"), ("VisionService", "StreamFrames")]
+)
+def test_messages_of_a_stream_in_any_order(served, caller, service, name, examples):
     @fuzz(examples)
-    @given(st.lists(near(UPLOAD) | near(chunk), max_size=5))
+    @given(st.lists(near(FIRST[name]) | near(SERVICES[service][1][name]), max_size=5))
     def abuse(messages: list[Message]) -> None:
-        caller.check("ImageService", "UploadImage", *messages)
+        caller.check(service, name, *messages)
 
     abuse()
     served.assert_at_rest()
@@ -283,7 +303,7 @@ def test_bytes_that_are_no_message(served, caller, service, name, examples):
 
 
 @pytest.mark.parametrize("depth", [10, 30, 45, 60, 200, 5000])
-@pytest.mark.parametrize("name", ["RunSkill", "StreamSkill"])
+@pytest.mark.parametrize("name", ["RunSkill", "StreamRunSkill"])
 def test_values_within_values(served, caller, name, depth):
     assert caller.check("VisionService", name, nested(depth)) is grpc.StatusCode.INVALID_ARGUMENT
     served.assert_at_rest()

@@ -161,7 +161,7 @@ async def test_metadata_deadlines_and_statuses_pass_whole(server: Workers, chann
     assert call_of(server, "own")["peer"].startswith("ipv4:127.0.0.1:")
     # A fault of the request has its details.
     told = await failure(stub.Query(query("bad", max_tokens=0)))
-    assert (told.code, told.fields) == (Code.INVALID_ARGUMENT, ["sampling.max_tokens"])
+    assert (told.code, told.fields) == (Code.INVALID_ARGUMENT, ["query.max_tokens"])
 
     # The worker knows the deadline.
     async def late(timeout):

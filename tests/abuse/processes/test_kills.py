@@ -19,7 +19,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
+from kestrel_client._pb.kestrel.v1 import model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
@@ -45,7 +45,7 @@ async def channel_to(address: str) -> AsyncIterator[grpc.aio.Channel]:
 
 def query(max_tokens: int = 2) -> pb.QueryRequest:
     return pb.QueryRequest(
-        question="what?", sampling=common_pb2.Sampling(max_tokens=max_tokens, temperature=0)
+        query={"question": "what?", "max_tokens": max_tokens, "sampling": {"temperature": 0}}
     )
 
 

@@ -96,8 +96,7 @@ def alive(pid: int) -> bool:
 
 def query(request_id: str | None = None, max_tokens: int = 2) -> pb.QueryRequest:
     return pb.QueryRequest(
-        question="what?",
-        sampling=common_pb2.Sampling(max_tokens=max_tokens, temperature=0),
+        query={"question": "what?", "max_tokens": max_tokens, "sampling": {"temperature": 0}},
         options=common_pb2.RequestOptions(request_id=request_id),
     )
 

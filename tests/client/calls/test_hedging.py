@@ -44,7 +44,7 @@ class Late(VisionServiceServicer):
                 await context.abort(self.fails[about], about)
             if about == "a":
                 await asyncio.Event().wait()
-            return pb.QueryResponse(answer=about)
+            return pb.QueryResponse(answers=[pb.Answer(text=about)])
         except asyncio.CancelledError:
             self.cancelled.append(about)
             raise

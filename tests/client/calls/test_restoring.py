@@ -18,9 +18,8 @@ FILE = b"x" * 5000
 
 def by_id(*ids: str) -> pb.QueryRequest:
     return pb.QueryRequest(
-        question="?",
-        image=common_pb2.Image(image_id=ids[0], background="#ffffff"),
-        images=[common_pb2.Image(image_id=each) for each in ids[1:]],
+        query=pb.QueryTask(question="?"),
+        images=[common_pb2.Image(image_id=each, background="#ffffff") for each in ids],
     )
 
 
@@ -39,18 +38,18 @@ def test_the_request_holds_the_image(known: KnownImages) -> None:
     request = by_id("a", "a", "b")
     found = restoring(known, request)
     assert not list(found.puts(UNKNOWN, None))
-    assert request.image.encoded == request.images[0].encoded == FILE
-    assert request.image.background == "#ffffff" and request.images[1].image_id == "b"
-    found.answered(request.images[1], "other")
+    assert request.images[0].encoded == request.images[1].encoded == FILE
+    assert request.images[0].background == "#ffffff" and request.images[2].image_id == "b"
+    found.answered(request.images[2], "other")
     assert known.current_id("a") == "a"
-    found.answered(request.image, "new")
-    assert known.current_id("a") == "new" and known.key(by_id("a").image) == known.key(
-        request.image
+    found.answered(request.images[0], "new")
+    assert known.current_id("a") == "new" and known.key(by_id("a").images[0]) == known.key(
+        request.images[0]
     )
     # The server lacks the other image, which this client has never seen.
     with pytest.raises(NotFoundError):
         list(found.puts(UNKNOWN, None))
-    assert request.image.encoded == FILE
+    assert request.images[0].encoded == FILE
 
 
 def test_an_image_without_room_is_put(known: KnownImages) -> None:
@@ -60,7 +59,7 @@ def test_an_image_without_room_is_put(known: KnownImages) -> None:
         ((given, put),) = found.puts(UNKNOWN, None)
         assert given == "a" and put.encoded == FILE  # type: ignore[attr-defined]
         found.stored("a", ImageHandle(f"new-{attempt}"))
-        assert request.image.image_id == request.images[0].image_id == f"new-{attempt}"
+        assert request.images[0].image_id == request.images[1].image_id == f"new-{attempt}"
     with pytest.raises(NotFoundError):
         list(found.puts(UNKNOWN, None))
 
@@ -70,4 +69,4 @@ def test_other_errors_are_the_caller_s(known: KnownImages) -> None:
     other = NotFoundError(grpc.StatusCode.NOT_FOUND, "no such model", reason="MODEL_NOT_FOUND")
     with pytest.raises(NotFoundError, match="no such model"):
         list(restoring(known, request).puts(other, None))
-    assert request.image.image_id == "a"
+    assert request.images[0].image_id == "a"

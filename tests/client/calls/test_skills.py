@@ -11,6 +11,9 @@ from kestrel_client import (
     AsyncKestrelClient,
     Box,
     CaptionTask,
+    DetectedBox,
+    DetectedPoint,
+    DetectTask,
     ImageSize,
     InvalidRequestError,
     KestrelClient,
@@ -23,12 +26,20 @@ from kestrel_client import (
     TextDelta,
     TokenLogprob,
 )
-from kestrel_client._pb.kestrel.v1 import common_pb2, vision_service_pb2
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 
 ANSWER = "Two red circles — één is größer. 👍"
 REASONING = "I see 👀 a circle here."
-POINTS = (Point(0.25, 0.5), Point(0.75, 0.125))
-BOXES = (Box(0.125, 0.25, 0.5, 0.75), Box(0.5, 0.5, 1.0, 1.0))
+POINTS = (
+    DetectedPoint(0.25, 0.5, "circle", 0.75),
+    DetectedPoint(0.75, 0.125, "circle", 0.75),
+)
+BOXES = (
+    DetectedBox(0.125, 0.25, 0.5, 0.75, "circle", 0.75),
+    DetectedBox(0.5, 0.5, 1.0, 1.0, "circle", 0.75),
+)
+BOX = Box(0.125, 0.25, 0.5, 0.75)
 SVG_PATH = "M 0 0 L 1 0 L 1 1 L 0 1 z"
 IMAGE = b"not decoded by anybody here"
 
@@ -36,18 +47,25 @@ IMAGE = b"not decoded by anybody here"
 CASES: list[tuple[str, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = [
     ("query", (IMAGE, "How many?"), {}, {"answer": ANSWER, "reasoning": None, "grounding": ()}),
     ("caption", (IMAGE, "short"), {}, {"caption": ANSWER}),
-    ("point", (IMAGE, "circle"), {"max_objects": 3}, {"points": POINTS, "object": "circle"}),
-    ("detect", (IMAGE, "circle"), {}, {"objects": BOXES, "object": "circle"}),
-    ("segment", (IMAGE, "circle"), {}, {"svg_path": SVG_PATH, "box": BOXES[0], "mask": None}),
+    ("point", (IMAGE, "circle"), {"max_objects": 3}, {"points": POINTS}),
+    ("detect", (IMAGE, "circle"), {}, {"objects": BOXES}),
+    ("segment", (IMAGE, "circle"), {}, {"svg_path": SVG_PATH, "box": BOX, "mask": None}),
 ]
 EVENTS: dict[str, list[Any]] = {
     "query": [TextDelta(t, i + 1) for i, t in enumerate(ANSWER.replace(" ", " \0").split("\0"))],
     "caption": [TextDelta(t, i + 1) for i, t in enumerate(ANSWER.replace(" ", " \0").split("\0"))],
     "point": list(POINTS),
     "detect": list(BOXES),
-    "segment": [BOXES[0], *map(PathPiece, ["M 0 0", "L 1 0", "L 1 1", "L 0 1", "z"])],
+    "segment": [
+        BOXES[0],
+        *(PathPiece(piece, 0, "circle") for piece in ("M 0 0", "L 1 0", "L 1 1", "L 0 1", "z")),
+    ],
 }
 IDS = [case[0] for case in CASES]
+
+
+def task_of(request: Any) -> Any:
+    return request.query if isinstance(request, pb.QueryRequest) else request.caption
 
 
 def check(result: Result, own: dict[str, Any]) -> None:
@@ -56,10 +74,10 @@ def check(result: Result, own: dict[str, Any]) -> None:
     assert result.finish_reason == "stop"
     assert result.usage.input_tokens == 740 and result.usage.image_tokens == 729
     assert result.usage.output_tokens == 9 and result.usage.cached_tokens == 730
-    assert result.timings.queue_time_ms == 1.5 and result.timings.total_time_ms == 7.25
+    assert result.timings.queue_ms == 1.5 and result.timings.total_ms == 7.25
     assert (result.model, result.request_id) == ("kestrel-tiny", "made-by-server")
     assert result.image_size == (8, 4) == ImageSize(8, 4)
-    assert result.seed == 2**63 + 7
+    assert result.seed == 2**62 + 7
     assert result.source is IMAGE
     plain = json.loads(json.dumps(result.to_dict()))
     assert plain["image_size"] == {"width": 8, "height": 4}
@@ -119,13 +137,16 @@ def test_reasoning_comes_first_and_grounds_code_points(client: KestrelClient) ->
     assert (
         REASONING[span.start : span.end] == "a circle h"
     )  # behind a character of two UTF-16 units
-    assert span.points == POINTS
-    assert result.to_dict()["reasoning"]["grounding"][0]["points"][0] == {"x": 0.25, "y": 0.5}
+    assert span.points == (Point(0.25, 0.5), Point(0.75, 0.125))
+    assert result.to_dict()["answers"][0]["reasoning"]["grounding"][0]["points"][0] == {
+        "x": 0.25,
+        "y": 0.5,
+    }
 
 
 def test_text_only_query_sends_no_image(client: KestrelClient, peer: Any) -> None:
     result = client.query(None, "What is red?")
-    assert not peer.vision.requests[0].HasField("image")
+    assert not peer.vision.requests[0].images
     assert result.image_size is None and result.source is None
 
 
@@ -133,8 +154,10 @@ def test_what_is_not_given_is_not_sent(client: KestrelClient, peer: Any) -> None
     client.query(None, "q")
     client.point(IMAGE, "x")
     query, point = peer.vision.requests
-    assert [field.name for field, _ in query.ListFields()] == ["question"]
-    assert [field.name for field, _ in point.ListFields()] == ["image", "object"]
+    assert [field.name for field, _ in query.ListFields()] == ["query"]
+    assert [field.name for field, _ in query.query.ListFields()] == ["question"]
+    assert [field.name for field, _ in point.ListFields()] == ["image", "point"]
+    assert [field.name for field, _ in point.point.ListFields()] == ["objects"]
 
 
 def test_everything_given_is_sent(client: KestrelClient, peer: Any) -> None:
@@ -147,24 +170,23 @@ def test_everything_given_is_sent(client: KestrelClient, peer: Any) -> None:
         top_p=0.9,
         top_k=0,
         max_tokens=12,
-        seed=2**64 - 1,
+        seed=2**63 - 1,
         model="other",
         request_id="mine-1",
         priority="high",
     )
     (request,) = peer.vision.requests
-    assert request.image.encoded == IMAGE
-    assert request.HasField("reasoning") and request.reasoning is False
-    sampling = request.sampling
+    assert [image.encoded for image in request.images] == [IMAGE]
+    sampling = request.query.sampling
     assert sampling.HasField("temperature") and sampling.temperature == 0
     assert sampling.top_p == 0.9  # a double: not 0.8999999761581421
     assert sampling.HasField("top_k") and sampling.top_k == 0
-    assert (sampling.max_tokens, sampling.seed) == (12, 2**64 - 1)
+    assert (request.query.max_tokens, sampling.seed) == (12, 2**63 - 1)
     assert (request.options.model, request.options.request_id) == ("other", "mine-1")
     assert request.options.priority == common_pb2.PRIORITY_HIGH
-    kinds = [ref.WhichOneof("ref") for ref in request.spatial_refs]
+    kinds = [ref.WhichOneof("ref") for ref in request.query.spatial_refs]
     assert kinds == ["point", "point", "box", "box"]
-    assert request.spatial_refs[2].box.y_min == 0.25
+    assert request.query.spatial_refs[2].box.y_min == 0.25
 
 
 def test_stop_strings_go_out_as_a_list(client: KestrelClient, peer: Any) -> None:
@@ -173,7 +195,7 @@ def test_stop_strings_go_out_as_a_list(client: KestrelClient, peer: Any) -> None
     client.analyze(IMAGE, [CaptionTask(stop=("x", "y")), QueryTask("q", stop="END")])
     client.query(IMAGE, "q", stop=[])
     # The peer answers each task of analyze as a request.
-    stops = [list(request.sampling.stop) for request in peer.vision.requests]
+    stops = [list(task_of(request).text.stop) for request in peer.vision.requests]
     assert stops == [["END"], ["a", "b"], ["x", "y"], ["END"], []]
     with pytest.raises(InvalidRequestError, match=r"^stop: "):
         client.caption(IMAGE, stop=[1])  # type: ignore[list-item]
@@ -190,7 +212,7 @@ def test_log_probabilities_come_typed(client: KestrelClient, peer: Any) -> None:
         -0.875,
     )
     assert [token.id for token in result.logprobs] == [7, 9] and len(result.logprobs) == 2
-    plain = json.loads(json.dumps(result.to_dict()))["logprobs"]
+    plain = json.loads(json.dumps(result.to_dict()))["answers"][0]["logprobs"]
     other = {"text": "Too", "utf8": [84, 111, 111], "id": 8, "logprob": -2.0, "top": []}
     assert plain["tokens"][0]["top"] == [other]
     assert plain["tokens"][1] == {
@@ -198,10 +220,9 @@ def test_log_probabilities_come_typed(client: KestrelClient, peer: Any) -> None:
     }  # fmt: skip
     assert client.query(IMAGE, "q").logprobs is None
     client.analyze(IMAGE, [CaptionTask(logprobs=True, top_logprobs=3), QueryTask("q")])
-    sent = [request.sampling for request in peer.vision.requests]
-    assert [sampling.top_logprobs for sampling in sent] == [0, 0, 3, 0]
-    assert [sampling.logprobs for sampling in sent] == [True, False, True, False]
-    assert not sent[1].HasField("logprobs")
+    sent = [task_of(request).text for request in peer.vision.requests]
+    assert [text.top_logprobs for text in sent] == [0, 0, 3, 0]
+    assert [text.logprobs for text in sent] == [True, False, True, False]
     with pytest.raises(InvalidRequestError, match=r"^logprobs: "):
         client.caption(IMAGE, logprobs="yes")  # type: ignore[arg-type]
 
@@ -212,7 +233,7 @@ def test_earlier_turns_go_out_as_texts(client: KestrelClient, peer: Any) -> None
     with client.stream_query(IMAGE, "Which?", history=(turn for turn in [first])) as stream:
         stream.result()
     client.analyze(IMAGE, [QueryTask("Which?", history=[("a", "b")])])
-    turns = [[(t.question, t.answer) for t in r.history] for r in peer.vision.requests]
+    turns = [[(t.question, t.answer) for t in r.query.history] for r in peer.vision.requests]
     answered = ("How many?", ANSWER)
     assert turns == [[], [answered, ("And where?", "")], [answered], [("a", "b")]]
     bad: list[Any] = ["text", ("a",), ("a", 3), 5]
@@ -228,11 +249,11 @@ def test_further_images_go_out_with_their_turns(client: KestrelClient, peer: Any
     with client.stream_query(None, "Both?", images=tuple(others)) as stream:
         assert stream.result().more_sources == tuple(others)
     asked, turned, streamed = peer.vision.requests
-    assert [image.encoded for image in asked.images] == others and asked.HasField("image")
-    shown = [[image.encoded for image in turn.images] for turn in turned.history]
-    assert shown == [others, [b"fourth"], []] and not turned.images
-    assert len(streamed.images) == 2 and not streamed.HasField("image")
-    assert "more_sources" not in first.to_dict() and first.images == ()
+    assert [image.encoded for image in asked.images] == [IMAGE, *others]
+    assert [image.encoded for image in turned.images] == [IMAGE, *others, b"fourth"]
+    assert [turn.num_images for turn in turned.query.history] == [3, 1, 0]
+    assert [image.encoded for image in streamed.images] == others
+    assert "more_sources" not in first.to_dict() and len(first.images) == 3
     for bad in ("picture.jpg", b"x"):
         with pytest.raises(InvalidRequestError, match=r"^images: is one image"):
             client.query(IMAGE, "Which?", images=bad)  # type: ignore[arg-type]
@@ -242,25 +263,57 @@ def test_further_images_go_out_with_their_turns(client: KestrelClient, peer: Any
         client.analyze(IMAGE, [QueryTask("Which?", history=[first])])
 
 
+def test_several_objects_have_one_result(client: KestrelClient, peer: Any) -> None:
+    found = client.detect(IMAGE, ["dog", "cat"], max_objects=2)
+    assert [box.label for box in found] == ["dog", "dog", "cat", "cat"]
+    assert [search.object for search in found.searches] == ["dog", "cat"] and not found.errors
+    with client.stream_point(IMAGE, objects=["dog", "cat"]) as stream:
+        assert [point.label for point in stream] == ["dog", "dog", "cat", "cat"]
+    outlines = client.segment(IMAGE, ("dog", "cat"))
+    assert [segment.label for segment in outlines] == ["dog", "cat"]
+    analysis = client.analyze(IMAGE, [DetectTask(["dog", "cat"], tiles="1x2", seed=3)])
+    assert len(analysis[0].objects) == 4
+    asked = peer.vision.requests
+    assert [list(r.detect.objects) for r in (asked[0], asked[3])] == [["dog", "cat"]] * 2
+    assert asked[3].detect.tiles.columns == 2 and asked[3].detect.sampling.seed == 3
+    for bad in (7, ["dog", 7]):
+        with pytest.raises(InvalidRequestError, match=r"objects: .* is neither a name nor"):
+            client.detect(IMAGE, bad)  # type: ignore[arg-type]
+
+
+def test_a_skill_by_its_name_is_a_task_too(client: KestrelClient, peer: Any) -> None:
+    result = client.run_skill("yes", IMAGE, {"a": 1}, {"b": 2}, max_tokens=3, stop="x")
+    assert result.output == {"skill": "yes", "yes": True} and result.finish_reason == "stop"
+    skill = peer.vision.requests[0].skill
+    assert (skill.name, skill.max_tokens, list(skill.text.stop)) == ("yes", 3, ["x"])
+
+
+def test_what_a_skill_cannot_take_is_refused(client: KestrelClient) -> None:
+    with pytest.raises(TypeError, match="'stop'"):
+        client.detect(IMAGE, "x", stop="y")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="'max_reasoning_tokens'"):
+        client.caption(IMAGE, max_reasoning_tokens=3)  # type: ignore[call-arg]
+
+
 def test_choices_go_out_as_enums(client: KestrelClient, peer: Any) -> None:
     client.caption(IMAGE, "long")
     client.segment(IMAGE, "circle", mask="png")
     caption, segment = peer.vision.requests
-    assert caption.length == vision_service_pb2.CAPTION_LENGTH_LONG
-    assert segment.mask_format == vision_service_pb2.MASK_FORMAT_PNG
-    assert not segment.HasField("refine")
+    assert caption.caption.length == pb.CAPTION_LENGTH_LONG
+    assert segment.segment.mask_format == pb.MASK_FORMAT_PNG
+    assert segment.segment.refinement == pb.REFINEMENT_UNSPECIFIED
     client.segment(IMAGE, "circle", refine=False)
-    assert peer.vision.requests[-1].HasField("refine") and not peer.vision.requests[-1].refine
+    assert peer.vision.requests[-1].segment.refinement == pb.REFINEMENT_NONE
 
 
 def test_models(client: KestrelClient) -> None:
     (model,) = client.list_models()
     assert client.get_model() == client.get_model("kestrel-tiny") == model
     assert (model.name, model.state, model.image_positions) == ("kestrel-tiny", "ready", 729)
-    assert json.loads(json.dumps(model.to_dict()))["skills"][0] == "query"
+    assert json.loads(json.dumps(model.to_dict()))["skills"][0]["name"] == "query"
     info = client.server_info()
-    assert (info.api_version, info.device, info.limits.max_batch_size) == ("kestrel.v1", "cpu", 4)
-    assert info.capabilities.image_formats == ("jpeg", "png") and "grpcio" in info.library_versions
+    assert (info.api_version, model.device, model.max_batch_size) == ("kestrel.v1", "cpu", 4)
+    assert info.image_formats == ("jpeg", "png") and "grpcio" in info.library_versions
     assert json.loads(json.dumps(info.to_dict()))["limits"]["default_top_p"] == 0.9
     load = client.server_load()
     assert (load.ready, load.state, load.running_requests) == (True, "ready", 3)

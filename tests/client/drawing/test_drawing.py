@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,23 @@ import pytest
 from PIL import Image
 
 from kestrel_client import (
+    Answer,
     Box,
     CaptionResult,
+    DetectedBox,
+    DetectedPoint,
     DetectResult,
     GroundingSpan,
     ImageSize,
     InvalidImageError,
     Mask,
+    ObjectSearch,
     Point,
     PointResult,
     QueryResult,
     Reasoning,
     Result,
+    Segment,
     SegmentResult,
     Timings,
     Usage,
@@ -51,6 +57,25 @@ def made(kind: type[Result], **own: Any) -> Any:
     return kind(**{**common, **own})
 
 
+def detected(label: str, *boxes: tuple[float, float, float, float], score: float = 1) -> Any:
+    objects = tuple(DetectedBox(*edges, label, score) for edges in boxes)
+    return made(DetectResult, objects=objects, searches=(ObjectSearch(object=label),))
+
+
+def pointed(label: str, *places: tuple[float, float], score: float = 1) -> Any:
+    points = tuple(DetectedPoint(*place, label, score) for place in places)
+    return made(PointResult, points=points, searches=(ObjectSearch(object=label),))
+
+
+def outlined(label: str, svg_path: str, box: Box, **own: Any) -> Any:
+    segment = Segment(label=label, score=1, box=box, svg_path=svg_path, **own)
+    return made(SegmentResult, segments=(segment,), searches=(ObjectSearch(object=label),))
+
+
+def answer(text: str, reasoning: Reasoning | None = None) -> Answer:
+    return Answer(text=text, reasoning=reasoning, finish_reason="stop", seed=0)
+
+
 def changed(image: Image.Image) -> np.ndarray:
     """Where the image isn't grey any more."""
     different: np.ndarray = (np.asarray(image) != GREY).any(-1)
@@ -58,7 +83,7 @@ def changed(image: Image.Image) -> np.ndarray:
 
 
 def test_points_lie_where_they_should() -> None:
-    result = made(PointResult, object="x", points=(Point(0.25, 0.5), Point(0.75, 0.25)))
+    result = pointed("x", (0.25, 0.5), (0.75, 0.25))
     image = result.draw()
     assert image.getpixel((100, 100)) == COLOURS[0]
     assert image.getpixel((300, 50)) == COLOURS[1]
@@ -71,13 +96,12 @@ def test_points_lie_where_they_should() -> None:
 
 
 def test_a_point_on_the_edge() -> None:
-    image = made(PointResult, object="x", points=(Point(1, 1),)).draw()
+    image = pointed("x", (1, 1)).draw()
     assert image.getpixel((399, 199)) == COLOURS[0]
 
 
 def test_boxes_have_edges_and_labels() -> None:
-    boxes = (Box(0.25, 0.5, 0.5, 1), Box(0.75, 0.5, 0.875, 0.75))
-    image = made(DetectResult, object="red circle", objects=boxes).draw()
+    image = detected("red circle", (0.25, 0.5, 0.5, 1), (0.75, 0.5, 0.875, 0.75)).draw()
     for (left, top, right, bottom), colour in zip(
         [(100, 100, 200, 200), (300, 100, 350, 150)], COLOURS, strict=False
     ):
@@ -96,45 +120,39 @@ def test_boxes_have_edges_and_labels() -> None:
 
 
 def test_labels_have_scores() -> None:
-    scored = (Box(0.25, 0.5, 0.5, 1, score=0.987), Box(0.75, 0.5, 0.875, 0.75))
-    labels = [label for _, label in made(DetectResult, object="car", objects=scored).marks.boxes]
-    assert labels == ["car 1 (0.99)", "car 2"]
-    outlined = made(SegmentResult, object="car", svg_path=CIRCLE, box=scored[0])
-    assert [label for _, label in outlined.marks.boxes] == ["car (0.99)"]
-    bare = made(DetectResult, object="car", objects=(Box(0.25, 0.5, 0.5, 1),))
-    assert wide(made(DetectResult, object="car", objects=scored[:1])) > wide(bare)
-
-
-def wide(result: DetectResult) -> int:
-    """The pixels of the label above the first box."""
-    return int((np.asarray(result.draw())[:99] == COLOURS[0]).all(-1).any(0).sum())
+    boxes = (Box(0.25, 0.5, 0.5, 1), Box(0.75, 0.5, 0.875, 0.75), Box(0, 0, 0.1, 0.1))
+    given = zip(boxes, ("car", "dog", "car"), (0.987, 1, 0.5), strict=True)
+    objects = tuple(
+        DetectedBox(b.x_min, b.y_min, b.x_max, b.y_max, label, score) for b, label, score in given
+    )
+    labels = [label for _, label in made(DetectResult, objects=objects).marks.boxes]
+    assert labels == ["car 1 (0.99)", "dog (1.00)", "car 2 (0.50)"]
+    assert [label for _, label in outlined("car", CIRCLE, boxes[0]).marks.boxes] == ["car (1.00)"]
 
 
 def test_a_label_stays_inside_the_image() -> None:
-    boxes = (Box(0.9, 0, 1, 0.5),)
-    image = made(DetectResult, object="a rather long description", objects=boxes).draw()
+    image = detected("a rather long description", (0.9, 0, 1, 0.5)).draw()
     ground = (np.asarray(image) == COLOURS[0]).all(-1)
     assert ground[102:112, 150:360].any()  # below the box, as there is no room above
 
 
 def test_labels_hide_no_small_object() -> None:
     """Ten small boxes in a column: each stays visible."""
-    boxes = tuple(Box(0.4, n / 10 + 0.02, 0.44, n / 10 + 0.06) for n in range(10))
-    image = made(DetectResult, object="button", objects=boxes).draw()
-    pixels = np.asarray(image)
-    for i, box in enumerate(boxes):
+    found = detected("button", *((0.4, n / 10 + 0.02, 0.44, n / 10 + 0.06) for n in range(10)))
+    pixels = np.asarray(found.draw())
+    for i, box in enumerate(found):
         left, top, _, bottom = box.to_pixels((400, 200))
         edge = pixels[top:bottom, left]
         assert (edge == COLOURS[i % len(COLOURS)]).all(-1).mean() > 0.7, i
 
 
 def test_a_box_without_extent() -> None:
-    image = made(DetectResult, object="", objects=(Box(0.5, 0.5, 0.5, 0.5),)).draw()
+    image = detected("", (0.5, 0.5, 0.5, 0.5)).draw()
     assert image.getpixel((200, 100)) == COLOURS[0]
 
 
 def test_an_outline_is_filled_and_lies_in_its_box() -> None:
-    result = made(SegmentResult, object="circle", svg_path=CIRCLE, box=Box(0.25, 0.25, 0.5, 0.75))
+    result = outlined("circle", CIRCLE, Box(0.25, 0.25, 0.5, 0.75))
     image = result.draw()
     mixed = tuple(g + 0.45 * (c - g) for g, c in zip(GREY, COLOURS[0], strict=True))
     assert image.getpixel((150, 100)) == pytest.approx(mixed, abs=2)
@@ -143,7 +161,7 @@ def test_an_outline_is_filled_and_lies_in_its_box() -> None:
 
 
 def test_mask_of_a_circle_has_its_area() -> None:
-    result = made(SegmentResult, object="o", svg_path=CIRCLE, box=Box(0.25, 0.25, 0.5, 0.75))
+    result = outlined("o", CIRCLE, Box(0.25, 0.25, 0.5, 0.75))
     mask = np.asarray(result.to_mask())
     assert mask.shape == (200, 400) and set(np.unique(mask)) == {0, 255}
     assert (mask > 0).sum() == pytest.approx(math.pi * 50 * 50, rel=0.01)
@@ -156,14 +174,14 @@ def test_mask_of_a_circle_has_its_area() -> None:
 def test_an_inner_outline_of_the_other_direction_is_a_hole() -> None:
     hole, island = "M0 0H1V1H0z M.25 .25V.75H.75V.25z", "M0 0H1V1H0z M.25 .25H.75V.75H.25z"
     box = Box(0, 0, 1, 1)
-    with_hole = np.asarray(made(SegmentResult, object="", svg_path=hole, box=box).to_mask())
-    without = np.asarray(made(SegmentResult, object="", svg_path=island, box=box).to_mask())
+    with_hole = np.asarray(outlined("", hole, box).to_mask())
+    without = np.asarray(outlined("", island, box).to_mask())
     assert with_hole[100, 200] == 0 and with_hole[20, 20] == 255
     assert without.min() == 255
 
 
 def test_a_pixel_is_inside_if_its_centre_is() -> None:
-    result = made(SegmentResult, object="", svg_path="M0 0H1V1H0z", box=Box(0.1, 0.25, 0.6, 1))
+    result = outlined("", "M0 0H1V1H0z", Box(0.1, 0.25, 0.6, 1))
     # Edges at 1, 2, 6 and 8 of 10 x 8 pixels, then at 0.6 and 3.6 of 6 columns.
     assert np.argwhere(np.asarray(result.to_mask((10, 8)))).tolist() == [
         [y, x] for y in range(2, 8) for x in range(1, 6)
@@ -173,36 +191,44 @@ def test_a_pixel_is_inside_if_its_centre_is() -> None:
 
 def test_an_outline_beyond_its_box_is_clipped() -> None:
     path = "M -9 -9 H 9 V 9 H -9 z"
-    result = made(SegmentResult, object="", svg_path=path, box=Box(0.25, 0.25, 0.5, 0.5))
+    result = outlined("", path, Box(0.25, 0.25, 0.5, 0.5))
     assert np.asarray(result.to_mask()).min() == 255
 
 
 def test_nothing_found_draws_nothing() -> None:
-    result = made(SegmentResult, object="x", svg_path="", box=None, parse_error="no path")
-    assert not changed(result.draw()).any()
+    result = made(SegmentResult, segments=())
+    assert not changed(result.draw()).any() and (result.svg_path, result.box) == ("", None)
     assert np.asarray(result.to_mask()).max() == 0
 
 
 def test_the_servers_mask_is_taken_as_it_is() -> None:
     # COCO's example of order: column by column. 3 wide, 2 high; the second column and the last pixel are set.
-    rle = made(
-        SegmentResult,
-        object="x",
-        svg_path="",
-        box=None,
-        image_size=ImageSize(3, 2),
-        mask=Mask("rle", 3, 2, rle=(2, 2, 1, 1)),
+    rle = outlined("x", "", Box(0, 0, 1, 1), mask=Mask("rle", 3, 2, rle=(2, 2, 1, 1)))
+    assert np.asarray(rle.to_mask((3, 2))).tolist() == [[0, 255, 0], [0, 255, 255]]
+    (segment,) = rle.to_dict()["segments"]
+    assert segment["mask"] == {"format": "rle", "width": 3, "height": 2, "rle": [2, 2, 1, 1]}
+
+
+def test_several_outlines_have_colours_of_their_own() -> None:
+    halves = {"a": Box(0, 0, 0.5, 1), "b": Box(0.5, 0, 1, 1)}
+    segments = tuple(
+        Segment(label=label, score=1, box=box, svg_path="M0 0H1V1H0z")
+        for label, box in halves.items()
     )
-    assert np.asarray(rle.to_mask()).tolist() == [[0, 255, 0], [0, 255, 255]]
-    assert rle.to_dict()["mask"] == {"format": "rle", "width": 3, "height": 2, "rle": [2, 2, 1, 1]}
+    result = made(SegmentResult, segments=segments)
+    image = result.draw()
+    assert image.getpixel((100, 100)) != image.getpixel((300, 100))
+    assert np.asarray(result.to_mask()).min() == 255 and len(result) == 2
+    assert np.asarray(segments[0].to_mask((4, 1))).tolist() == [[255, 255, 0, 0]]
 
 
 def test_grounding_is_painted_and_text_is_not() -> None:
     span = GroundingSpan(0, 3, (Point(0.5, 0.5),))
-    query = made(QueryResult, answer="a", reasoning=Reasoning("abc", (span,)))
+    query = made(QueryResult, answers=(answer("a", Reasoning("abc", (span,))),))
     assert query.draw().getpixel((200, 100)) == COLOURS[0]
-    answered = made(QueryResult, question="What is this?", answer="A very long answer. " * 9)
-    for result in (answered, made(CaptionResult, caption="a circle")):
+    texts = (answer("A very long answer. " * 9),)
+    answered = made(QueryResult, question="What is this?", answers=texts)
+    for result in (answered, made(CaptionResult, captions=(answer("a circle"),))):
         image = result.draw()
         assert not changed(image)[:200].any()
         below = np.asarray(image)[200:]
@@ -211,7 +237,7 @@ def test_grounding_is_painted_and_text_is_not() -> None:
 
 
 def test_save_and_another_image(tmp_path: Path) -> None:
-    result = made(PointResult, object="x", points=(Point(0.5, 0.5),), source=None)
+    result = dataclasses.replace(pointed("x", (0.5, 0.5)), source=None)
     with pytest.raises(InvalidImageError, match="no image to draw on"):
         result.draw()
     source = tmp_path / "in.png"

@@ -11,17 +11,20 @@ from tests.environments import python_with
 
 CLIENT = Path(__file__).parents[3] / "clients/python"
 MADE = """
-from kestrel_client import Box, DetectResult, ObjectTracker, Point, PointResult, SegmentResult
+from kestrel_client import (
+    Box, DetectedBox, DetectedPoint, DetectResult, ObjectSearch, ObjectTracker, PointResult, Segment, SegmentResult
+)
 from kestrel_client.geometry import ImageSize
 import dataclasses
 
 def made(kind, **given):
     fields = {f.name: None for f in dataclasses.fields(kind) if f.init}
-    return kind(**{**fields, "object": "cat", "image_size": ImageSize(400, 200), **given})
+    searches = (ObjectSearch(object="cat"),)
+    return kind(**{**fields, "searches": searches, "image_size": ImageSize(400, 200), **given})
 """
 TRACKED = """
 def found(*lefts):
-    boxes = tuple(Box(x, 0.2, x + 0.2, 0.6, score=0.9) for x in lefts)
+    boxes = tuple(DetectedBox(x, 0.2, x + 0.2, 0.6, "cat", 0.9) for x in lefts)
     return made(DetectResult, objects=boxes)
 
 tracker = ObjectTracker()
@@ -36,7 +39,7 @@ DETECTIONS = """
 import supervision
 import supervision.metrics
 
-boxes = (Box(0.25, 0.5, 0.5, 1, 0.75), Box(0, 0, 1, 0.5, 0.5))
+boxes = (DetectedBox(0.25, 0.5, 0.5, 1, "cat", 0.75), DetectedBox(0, 0, 1, 0.5, "cat", 0.5))
 found = made(DetectResult, objects=boxes).to_supervision()
 assert isinstance(found, supervision.Detections)
 assert found.xyxy.tolist() == [[100, 100, 200, 200], [0, 0, 400, 100]]
@@ -46,16 +49,15 @@ assert found[found.confidence > 0.6].xyxy.tolist() == [[100, 100, 200, 200]]
 precision = supervision.metrics.MeanAveragePrecision().update(found, found).compute()
 assert precision.map50_95 == 1, precision.map50_95
 
-unscored = tuple(dataclasses.replace(box, score=None) for box in boxes)
-assert made(DetectResult, objects=unscored).to_supervision().confidence is None
 assert len(made(DetectResult, objects=()).to_supervision()) == 0
 
-points = made(PointResult, points=(Point(0.25, 0.5, 0.75),)).to_supervision()
+points = made(PointResult, points=(DetectedPoint(0.25, 0.5, "cat", 0.75),)).to_supervision()
 assert points.xy.tolist() == [[[100, 100]]], points.xy
 assert points.keypoint_confidence.tolist() == [[0.75]], points
 
 box = Box(0.25, 0.25, 0.5, 0.75)
-outline = made(SegmentResult, svg_path="M 0 0 L 1 0 1 1 0 1 z", box=box).to_supervision()
+segment = Segment(label="cat", score=0.5, box=box, svg_path="M 0 0 L 1 0 1 1 0 1 z")
+outline = made(SegmentResult, segments=(segment,)).to_supervision()
 assert outline.xyxy.tolist() == [[100, 50, 200, 150]]
 assert outline.mask.shape == (1, 200, 400) and outline.mask.sum() == 100 * 100
 assert outline.mask[0, 50:150, 100:200].all()

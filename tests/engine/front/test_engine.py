@@ -119,6 +119,15 @@ async def test_a_seed_decides_and_is_reported(make_engine):
     assert seeds == [5, 6]
 
 
+async def test_a_stream_knows_its_images_and_its_seed_before_its_result(make_engine):
+    engine = make_engine(seed=5)
+    async with await engine.submit("query", IMAGE, {"question": "a"}) as stream:
+        known = stream.images, stream.seed
+        result = await stream.result()
+    assert known == (result.images, result.seed) and known[1] == 5
+    assert [seen.size for seen in known[0]] == [(IMAGE.shape[1], IMAGE.shape[0])]
+
+
 async def test_a_second_question_on_a_image_reports_what_was_cached(make_engine, fake_limits):
     runtime = FakeRuntime(fake_limits)
     engine = make_engine(runtime)

@@ -26,7 +26,7 @@ def found(findings):
 
 def test_this_machine_can_serve_the_bundled_model():
     told = found(maintenance.diagnose(RuntimeConfig(device="cpu")))
-    assert list(told) == ["torch", "cpu", "images", "model", "memory"]
+    assert list(told) == ["torch", "cpu", "images", "decoders", "model", "memory"]
     assert {name for name, f in told.items() if f.status != "ok"} <= {"images"}
     assert torch.__version__ in told["torch"].message
     assert "JPEG, PNG, WebP" in told["images"].message

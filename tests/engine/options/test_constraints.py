@@ -53,7 +53,7 @@ def shared_grammars():
 
 @pytest.fixture(autouse=True)
 def one_compiler(monkeypatch, shared_grammars):
-    monkeypatch.setattr(engine_module, "Grammars", lambda *arguments: shared_grammars)
+    monkeypatch.setattr(engine_module, "Grammars", lambda *arguments, **options: shared_grammars)
 
 
 def matches(constraint, text):
@@ -278,7 +278,7 @@ def costly_masks(monkeypatch):
     threads = MaskThreads(cpu_clock=lambda: 0.05 * next(ticks))
     model = parse_model_config(SMALL, family="moondream3")
     grammars = Grammars(ByteCodec(), model.text.vocab_size, model.ids.eos_id, threads)
-    monkeypatch.setattr(engine_module, "Grammars", lambda *arguments: grammars)
+    monkeypatch.setattr(engine_module, "Grammars", lambda *arguments, **options: grammars)
 
 
 async def test_a_request_that_takes_too_long_to_follow_fails_alone(make_engine, costly_masks):

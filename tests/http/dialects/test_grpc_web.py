@@ -21,7 +21,7 @@ from tests.service.conftest import NO_END, EndlessRuntime
 TYPE = {"content-type": "application/grpc-web+proto"}
 VISION = "/kestrel.v1.VisionService/"
 IMAGE = common_pb2.Image(encoded=base64.b64decode(data_url().partition(",")[2]))
-SAMPLING = common_pb2.Sampling(temperature=0, max_tokens=12, seed=1)
+SETTINGS = {"max_tokens": 12, "sampling": {"temperature": 0, "seed": 1}}
 
 
 def frame(message: Any) -> bytes:
@@ -56,7 +56,7 @@ def details(trailers: dict[str, str]) -> status_pb2.Status:
 
 async def test_a_unary_call_and_a_stream_answer_as_grpc_does(http):
     served, client = await http()
-    request = pb.QueryRequest(image=IMAGE, question="What?", sampling=SAMPLING)
+    request = pb.QueryRequest(images=[IMAGE], query={"question": "What?", **SETTINGS})
     request.options.request_id = "mine"
     (answer,), trailers, headers = await call(client, f"{VISION}Query", request, pb.QueryResponse)
     expected = await served.vision.Query(request)
@@ -64,14 +64,15 @@ async def test_a_unary_call_and_a_stream_answer_as_grpc_does(http):
     for message in (answer, expected):
         message.ClearField("timings")
         message.usage.ClearField("cached_tokens")
-    assert answer == expected and answer.answer
+    assert answer == expected and answer.answers[0].text
 
     events, trailers, _ = await call(
         client, f"{VISION}StreamQuery", request, pb.StreamQueryResponse
     )
     assert trailers["grpc-status"] == "0"
     assert [each.WhichOneof("event") for each in (events[0], events[-1])] == ["started", "final"]
-    assert "".join(e.text_delta.text for e in events) == events[-1].final.answer == answer.answer
+    text = "".join(each.text_delta.text for each in events)
+    assert text == events[-1].final.answers[0].text == answer.answers[0].text
 
 
 async def test_every_method_is_there_that_takes_one_message(http):
@@ -97,11 +98,10 @@ async def test_images_are_stored_and_an_empty_request_is_a_request(http):
     put = image_service_pb2.PutImageRequest(image=IMAGE)
     path = "/kestrel.v1.ImageService/PutImage"
     (stored,), *_ = await call(client, path, put, image_service_pb2.PutImageResponse)
-    request = pb.CaptionRequest(
-        image=common_pb2.Image(image_id=stored.image.image_id), sampling=SAMPLING
-    )
+    image = common_pb2.Image(image_id=stored.image.image_id)
+    request = pb.CaptionRequest(image=image, caption=SETTINGS)
     (caption,), *_ = await call(client, f"{VISION}Caption", request, pb.CaptionResponse)
-    assert caption.image_id == stored.image.image_id
+    assert caption.info.images[0].image_id == stored.image.image_id
     path = "/kestrel.v1.ModelService/GetLoad"
     (load,), *_ = await call(
         client, path, model_service_pb2.GetLoadRequest(), model_service_pb2.GetLoadResponse
@@ -111,17 +111,17 @@ async def test_images_are_stored_and_an_empty_request_is_a_request(http):
 
 async def test_a_failed_call_has_the_status_and_the_details_of_grpc(http):
     _, client = await http()
-    request = pb.QueryRequest(image=IMAGE, question="What?")
-    request.sampling.top_p = 1.5
+    request = pb.QueryRequest(images=[IMAGE], query={"question": "What?"})
+    request.query.sampling.top_p = 1.5
     for method in ("Query", "StreamQuery"):
         messages, trailers, headers = await call(client, VISION + method, request)
         assert not messages and trailers["grpc-status"] == "3"
         bad = error_details_pb2.BadRequest()
         assert any(each.Unpack(bad) for each in details(trailers).details)
-        assert bad.field_violations[0].field == "sampling.top_p"
-        assert trailers["grpc-message"].startswith("sampling.top_p: ")
+        assert bad.field_violations[0].field == "query.sampling.top_p"
+        assert trailers["grpc-message"].startswith("query.sampling.top_p: ")
         assert headers["x-request-id"]
-    request.sampling.top_p = 1
+    request.query.sampling.top_p = 1
     request.options.model = "50 % größer\n"
     _, trailers, _ = await call(client, f"{VISION}Query", request)
     assert trailers["grpc-status"] == "5" and "50 %25 gr%C3%B6%C3%9Fer" in trailers["grpc-message"]
@@ -156,8 +156,8 @@ async def test_a_malformed_call_is_refused(http):
 
 async def test_the_deadline_of_the_call_ends_its_request(http):
     served, client = await http(runtime=EndlessRuntime())
-    request = pb.QueryRequest(image=IMAGE, question="What?")
-    request.sampling.max_tokens = NO_END
+    request = pb.QueryRequest(images=[IMAGE], query={"question": "What?"})
+    request.query.max_tokens = NO_END
     for method in ("Query", "StreamQuery"):
         _, trailers, _ = await call(
             *(client, VISION + method, request, pb.StreamQueryResponse), **{"grpc-timeout": "300m"}
@@ -171,7 +171,7 @@ async def test_a_call_needs_a_token_and_the_scope_of_its_priority(http, tmp_path
     tokens.write_text(line_of("someone", [Scope.INFER], "k" * 40))
     security = SecurityConfig(auth_tokens=str(tokens))
     _, client = await http(server_config={"security": security})
-    request = pb.QueryRequest(image=IMAGE, question="What?", sampling=SAMPLING)
+    request = pb.QueryRequest(images=[IMAGE], query={"question": "What?", **SETTINGS})
     _, trailers, _ = await call(client, f"{VISION}Query", request)
     assert trailers["grpc-status"] == "16"
     known = {"authorization": f"Bearer {'k' * 40}"}
@@ -197,7 +197,7 @@ async def test_pages_of_allowed_origins_only_may_call(http):
     response = await client.options(f"{VISION}Query", headers=asks)
     assert response.headers["access-control-allow-origin"] == asks["origin"]
     assert "grpc-timeout" in response.headers["access-control-allow-headers"]
-    request = frame(pb.QueryRequest(question="What?", sampling=SAMPLING))
+    request = frame(pb.QueryRequest(query={"question": "What?", **SETTINGS}))
     response = await client.post(
         f"{VISION}Query", content=request, headers={**TYPE, "origin": asks["origin"]}
     )

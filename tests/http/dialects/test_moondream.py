@@ -29,42 +29,40 @@ async def test_every_skill_answers_as_grpc_does(http):
     served, client = await http()
     url = data_url()
     image = common_pb2.Image(encoded=base64.b64decode(url.partition(",")[2]))
-    sampling = common_pb2.Sampling(temperature=0, max_tokens=12)
+    settings: Any = {"max_tokens": 12, "sampling": {"temperature": 0}}
+    dot = {"objects": ["dot"], **settings}
     asked = {"image_url": url, "settings": SETTINGS}
 
     body = (await client.post("/v1/query", json={**asked, "question": "What?"})).json()
     response = await served.vision.Query(
-        pb.QueryRequest(image=image, question="What?", sampling=sampling)
+        pb.QueryRequest(images=[image], query={"question": "What?", **settings})
     )
-    assert body["answer"] == response.answer and response.answer
+    assert body["answer"] == response.answers[0].text and body["answer"]
     assert body["metrics"]["output_tokens"] == response.usage.output_tokens
     assert body["finish_reason"] in ("stop", "length") and body["request_id"]
 
     body = (await client.post("/v1/caption", json={**asked, "length": "short"})).json()
-    caption = await served.vision.Caption(
-        pb.CaptionRequest(image=image, length=pb.CAPTION_LENGTH_SHORT, sampling=sampling)
-    )
-    assert body["caption"] == caption.caption
+    short = pb.CaptionTask(length=pb.CAPTION_LENGTH_SHORT, **settings)
+    caption = await served.vision.Caption(pb.CaptionRequest(image=image, caption=short))
+    assert body["caption"] == caption.captions[0].text
 
     body = (await client.post("/v1/point", json={**asked, "object": "dot"})).json()
-    points = await served.vision.Point(
-        pb.PointRequest(image=image, object="dot", sampling=sampling)
-    )
-    assert body["points"] == [{"x": p.x, "y": p.y, "score": p.score} for p in points.points]
-    assert body["count"] == len(points.points) and body["absence"] == points.absence
+    points = await served.vision.Point(pb.PointRequest(image=image, point=dot))
+    assert body["points"] == [
+        {"x": each.point.x, "y": each.point.y, "score": each.score} for each in points.detections
+    ]
+    assert body["count"] == len(points.detections)
+    assert body["absence"] == points.searches[0].absence
 
     body = (await client.post("/v1/detect", json={**asked, "object": "dot"})).json()
-    found = await served.vision.Detect(
-        pb.DetectRequest(image=image, object="dot", sampling=sampling)
-    )
-    assert [box["x_min"] for box in body["objects"]] == [box.x_min for box in found.objects]
-    assert body["absence"] == found.absence and 0 <= found.absence <= 1
+    found = await served.vision.Detect(pb.DetectRequest(image=image, detect=dot))
+    left = [each.box.x_min for each in found.detections]
+    assert [box["x_min"] for box in body["objects"]] == left
+    assert 0 <= body["absence"] == found.searches[0].absence <= 1
 
     body = (await client.post("/v1/segment", json={**asked, "object": "dot"})).json()
-    outline = await served.vision.Segment(
-        pb.SegmentRequest(image=image, object="dot", sampling=sampling)
-    )
-    assert body["path"] == outline.svg_path
+    outlines = await served.vision.Segment(pb.SegmentRequest(image=image, segment=dot))
+    assert body["path"] == "".join(each.outline.svg_path for each in outlines.detections)
 
 
 async def test_an_outline_is_refined_unless_the_request_says_no(http):

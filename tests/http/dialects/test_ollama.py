@@ -112,24 +112,24 @@ async def test_thinking_is_the_reasoning(http):
     served, client = await http()
     options = {"temperature": 0, "num_predict": 8}
     message = {"role": "user", "content": "What?", "images": [IMAGE]}
-    request = pb.QueryRequest(question="What?", reasoning=True)
-    request.image.encoded = base64.b64decode(IMAGE)
-    request.sampling.temperature, request.sampling.max_tokens = 0, 8
-    expected = await served.vision.Query(request)
+    request = pb.QueryRequest(images=[{"encoded": base64.b64decode(IMAGE)}])
+    request.query.question, request.query.reasoning = "What?", True
+    request.query.sampling.temperature, request.query.max_tokens = 0, 8
+    (expected,) = (await served.vision.Query(request)).answers
     assert expected.reasoning.text
     for think in (True, "low", "medium", "high"):
         asked = {"messages": [message], "options": options, "think": think, "stream": False}
         chat = (await client.post("/api/chat", json=asked)).json()
         assert chat["message"] == {
             "role": "assistant",
-            "content": expected.answer,
+            "content": expected.text,
             "thinking": expected.reasoning.text,
         }
     asked = {**ASKED, "options": options, "think": "high"}
     lines = (await client.post("/api/generate", json=asked)).text.splitlines()
     pieces = [json.loads(line) for line in lines]
     assert "".join(each.get("thinking", "") for each in pieces) == expected.reasoning.text
-    assert "".join(each["response"] for each in pieces) == expected.answer
+    assert "".join(each["response"] for each in pieces) == expected.text
     for think in (False, None):
         asked = {"messages": [message], "options": options, "think": think, "stream": False}
         chat = (await client.post("/api/chat", json=asked)).json()

@@ -41,18 +41,16 @@ async def test_a_conversation_is_a_query_with_its_history(http):
         {"role": "user", "content": "And its colour?"},
     ]
     body = (await client.post("/v1/chat/completions", json={**ASKED, "messages": messages})).json()
-    request = pb.QueryRequest(
-        question="And its colour?",
-        history=[pb.Turn(question="Be brief.\n\nWhat is it?", answer="A dot.")],
-    )
-    request.image.encoded = base64.b64decode(url.partition(",")[2])
-    request.sampling.temperature, request.sampling.max_tokens = 0, 12
+    request = pb.QueryRequest(images=[{"encoded": base64.b64decode(url.partition(",")[2])}])
+    request.query.question = "And its colour?"
+    request.query.history.add(question="Be brief.\n\nWhat is it?", answer="A dot.")
+    request.query.sampling.temperature, request.query.max_tokens = 0, 12
     response = await served.vision.Query(request)
     [choice] = body["choices"]
-    assert choice["message"] == {"role": "assistant", "content": response.answer}
+    assert choice["message"] == {"role": "assistant", "content": response.answers[0].text}
     assert body["usage"]["prompt_tokens"] == response.usage.input_tokens
     assert body["object"] == "chat.completion" and body["id"].startswith("chatcmpl-")
-    assert body["model"] == response.model
+    assert body["model"] == response.info.model
 
 
 async def test_a_response_format_gives_json(http):
@@ -100,16 +98,13 @@ async def test_a_message_may_hold_several_images(http):
     ]
     body = (await client.post("/v1/chat/completions", json={**ASKED, "messages": messages})).json()
     images = [base64.b64decode(url.partition(",")[2]) for url in (first, second)]
-    request = pb.QueryRequest(
-        image={"encoded": images[0]},
-        history=[pb.Turn(question="Compare.", answer="Both red.", images=[{"encoded": images[1]}])],
-        question="And this?",
-        images=[{"encoded": images[1]}],
-        sampling={"temperature": 0, "max_tokens": 12},
-    )
+    request = pb.QueryRequest(images=[{"encoded": images[each]} for each in (0, 1, 1)])
+    request.query.question = "And this?"
+    request.query.history.add(question="Compare.", answer="Both red.", num_images=2)
+    request.query.sampling.temperature, request.query.max_tokens = 0, 12
     response = await served.vision.Query(request)
     [choice] = body["choices"]
-    assert choice["message"]["content"] == response.answer
+    assert choice["message"]["content"] == response.answers[0].text
     assert body["usage"]["prompt_tokens"] == response.usage.input_tokens
     assert response.usage.image_tokens == 3 * served.engine.info.image_positions
 

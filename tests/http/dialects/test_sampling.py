@@ -53,10 +53,11 @@ async def test_settings_are_those_of_the_query(http, path: str):
     runtime = RecordingRuntime(LIMITS, never_ends)
     served, client = await http(runtime=runtime)
     settings: dict[str, Any] = {"temperature": 1.5, "top_p": 0.75, "top_k": 40, "min_p": 0.125}
-    settings |= {"seed": 7, "max_tokens": 30, "repetition_penalty": 1.5}
-    settings |= {"presence_penalty": 0.5, "frequency_penalty": 0.25}
-    request = pb.QueryRequest(question="What?", sampling=settings)
-    await served.vision.Query(request)
+    settings |= {"seed": 7}
+    text = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    task = pb.QueryTask(question="What?", sampling=settings, text=text, max_tokens=30)
+    await served.vision.Query(pb.QueryRequest(query=task))
+    settings |= {**text, "max_tokens": 30}
     expected = runtime.drawn
     assert expected.rule.edits and expected.sampling.top_k == 40
     for given in (settings, {name: float(value) for name, value in settings.items()}):
@@ -151,7 +152,7 @@ async def test_the_limit_of_an_answer_leaves_room_for_its_reasoning(http):
 
 async def test_by_grpc_such_a_limit_is_an_error(http):
     served, _ = await http()
-    request = pb.QueryRequest(question="What?", sampling={"max_tokens": 100_000})
+    request = pb.QueryRequest(query={"question": "What?", "max_tokens": 100_000})
     with pytest.raises(Exception, match="exceeds the"):
         await served.vision.Query(request)
 

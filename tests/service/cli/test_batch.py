@@ -60,7 +60,10 @@ async def test_results_errors_and_exports(serve, images, tmp_path, capsys):
     failed = lines.pop(str(images / "broken.png"))
     assert failed["error"]["reason"] == "IMAGE_FORMAT_UNSUPPORTED"
     for line in lines.values():
-        assert line["tasks"]["detect"]["object"] == "cat" and line["tasks"]["caption"]["caption"]
+        assert (
+            line["tasks"]["detect"]["searches"][0]["object"] == "cat"
+            and line["tasks"]["caption"]["caption"]
+        )
         assert line["image_size"] == {"width": 40, "height": 30}
     drawn = {path.name: path.read_bytes() for path in (tmp_path / "drawn").iterdir()}
     assert len(drawn) == 12
@@ -103,7 +106,7 @@ async def test_rows_of_a_file(serve, images, tmp_path, capsys):
     file.write_text("picture,who\nimages/01.png,dog\nimages/01.png,cow\n")
     words = ["--rows", file, "--image-column", "picture", "--output", output, "--detect"]
     assert await run(served, *words, "a {who}") == 0
-    found = {line["row"]: line["tasks"]["detect"]["object"] for line in read(output)}
+    found = {line["row"]: line["tasks"]["detect"]["searches"][0]["object"] for line in read(output)}
     assert found == {1: "a dog", 2: "a cow"}
     assert await run(served, *words, "a {what}", "--fresh") == 1
     assert "row 1 has no column 'what'; its columns are picture, who" in capsys.readouterr().err

@@ -73,7 +73,11 @@ def test_a_question_is_answered(server):
     assert described["image_size"] == {"width": 857, "height": 783}
     thought = json.loads(ask(server, *question, "--reasoning", "--json").stdout)
     assert thought["answer"] == "2"
-    points = [point for span in thought["reasoning"]["grounding"] for point in span["points"]]
+    points = [
+        point
+        for span in thought["answers"][0]["reasoning"]["grounding"]
+        for point in span["points"]
+    ]
     assert len(points) == 2
 
 
@@ -114,7 +118,7 @@ def test_regions_and_tiles(server):
     tiled = json.loads(ask(server, "detect", IMAGE, "green crescent", *tiles, "--json").stdout)
     assert len(tiled["objects"]) == 2
     several = ["--object", "green crescent", "--tiles", "1x2", "--tiles-only", "--min-score", 0.5]
-    assert len(ask(server, "point", IMAGE, *several).stdout.splitlines()) == 3
+    assert len(ask(server, "point", IMAGE, *several).stdout.splitlines()) == 2
     for flags, why in (
         (["--tile-overlap", 0.2], "--tile-overlap: needs --tiles"),
         (["--tiles", "2"], "must be rows and columns, like 2x3"),
@@ -129,13 +133,13 @@ def test_several_objects_are_found_in_one_call(server):
     done = ask(server, *words)
     assert done.returncode == 0 and "no red circle found" in done.stderr
     assert done.stdout == f"green crescent:\n{alone}red circle:\n"
-    streamed = ask(server, *words, "--stream").stdout
-    assert sorted(streamed.splitlines()) == sorted(done.stdout.splitlines())
+    streamed = ask(server, *words, "--stream").stdout.splitlines()
+    assert len(streamed) == 2 and all(line.startswith("green crescent: ") for line in streamed)
     described = json.loads(ask(server, *words, "--json").stdout)
-    assert [len(task["objects"]) for task in described["tasks"].values()] == [2, 0]
-    assert list(described["tasks"]) == ["green crescent", "red circle"]
+    assert [box["label"] for box in described["objects"]] == ["green crescent"] * 2
+    assert [each["object"] for each in described["searches"]] == ["green crescent", "red circle"]
     points = json.loads(ask(server, "point", *words[1:], "--json", "--max-objects", 1).stdout)
-    assert len(points["tasks"]["green crescent"]["points"]) == 1
+    assert len(points["points"]) == 1
     assert "no image is given" in ask(server, "detect", "--object", "cat").stderr
 
 
@@ -147,8 +151,8 @@ def test_several_samples_are_printed_with_their_seeds(server):
         f"seed {n}:\n{text}" for n, text in zip((3, 4, 5), texts, strict=True)
     )
     described = json.loads(ask(server, *words, "--seed", 3, "--samples", 3, "--json").stdout)
-    assert [sample["caption"] + "\n" for sample in described["samples"]] == texts
-    assert described["caption"] == described["samples"][0]["caption"]
+    assert [sample["text"] + "\n" for sample in described["captions"]] == texts
+    assert described["caption"] == described["captions"][0]["text"]
     assert "samples" in ask(server, *words, "--samples", 17).stderr
     assert "leave out --stream" in ask(server, *words, "--samples", 2, "--stream").stderr
     assert "--samples" not in ask(server, "detect", "--help").stdout
@@ -169,11 +173,11 @@ def test_an_answer_of_a_given_form(server, tmp_path):
     assert said[0] + said[-1] == "<>" and len(said) == 5
     assert ask(server, *words, "--regex", "[xyz]").stdout.strip() in "xyz"
     failed = ask(server, *words, "--regex", "(x").stderr
-    assert "sampling.constraint.regex: unclosed group at character 1" in failed
+    assert "query.text.constraint.regex: unclosed group at character 1" in failed
     assert "not allowed with" in ask(server, *words, "--regex", "x", "--choice", "y").stderr
     assert "--grammar" in ask(server, *words, "--grammar", tmp_path / "none").stderr
     plain = json.loads(ask(server, *words, "--logprobs", "--json").stdout)
-    bias = f"{plain['logprobs']['tokens'][0]['id']}=-100"
+    bias = f"{plain['answers'][0]['logprobs']['tokens'][0]['id']}=-100"
     assert ask(server, *words, "--logit-bias", bias).stdout.strip() != plain["answer"].strip()
     assert "like 17=-100" in ask(server, *words, "--logit-bias", "x").stderr
     assert "presence_penalty: 3.0 is not" in ask(server, *words, "--presence-penalty", 3).stderr
@@ -190,14 +194,15 @@ def test_log_probabilities_follow_the_answer(server):
     assert float(last.split()[0]) == pytest.approx(sum(logprobs), abs=1e-3) and "a token" in last
     assert ask(server, *words, "--logprobs", "--stream").stdout == done
     described = json.loads(ask(server, *words, "--logprobs", "--json").stdout)
-    assert len(described["logprobs"]["tokens"]) == described["usage"]["output_tokens"]
-    assert described["logprobs"]["mean"] == pytest.approx(sum(logprobs) / len(logprobs), abs=1e-3)
+    logged = described["captions"][0]["logprobs"]
+    assert len(logged["tokens"]) == described["usage"]["output_tokens"]
+    assert logged["mean"] == pytest.approx(sum(logprobs) / len(logprobs), abs=1e-3)
     lines = ask(server, *words, "--logprobs", "--json", "--stream").stdout.splitlines()
     told = [token for line in lines for token in json.loads(line).get("tokens", [])]
     assert (
         told
-        == json.loads(lines[-1])["final"]["logprobs"]["tokens"]
-        == described["logprobs"]["tokens"]
+        == json.loads(lines[-1])["final"]["captions"][0]["logprobs"]["tokens"]
+        == logged["tokens"]
     )
     assert "--logprobs" not in ask(server, "detect", "--help").stdout
     likeliest = ask(server, *words, "--logprobs", "--top-logprobs", 2).stdout
@@ -217,7 +222,7 @@ def test_stop_strings_end_a_description(server):
     assert ask(server, *words, *flags, "--stream").stdout == f"{expected}\n"
     assert json.loads(ask(server, *words, *flags, "--json").stdout)["finish_reason"] == "stop"
     refused = ask(server, *words, "--stop", "")
-    assert refused.returncode != 0 and "sampling.stop[0]: must not be empty" in refused.stderr
+    assert refused.returncode != 0 and "caption.text.stop[0]: must not be empty" in refused.stderr
     assert "--stop" not in ask(server, "detect", "--help").stdout
 
 
@@ -259,7 +264,7 @@ def test_an_outline_and_its_mask(server, tmp_path):
     painted = tmp_path / "star.png"
     done = ask(server, "segment", IMAGE, "pink star", "--json", "--mask", "rle", "--save", painted)
     assert done.returncode == 0, done.stderr
-    described = json.loads(done.stdout)
+    (described,) = json.loads(done.stdout)["segments"]
     assert described["svg_path"].startswith("M ")
     assert described["parse_error"] is None
     counts = described["mask"]["rle"]
@@ -272,7 +277,8 @@ def test_an_outline_and_its_mask(server, tmp_path):
     _, *pieces = streamed.stdout.splitlines()
     assert " ".join(pieces) == described["coarse_path"] != described["svg_path"]
     assert painted.exists()
-    coarse = json.loads(ask(server, "segment", IMAGE, "pink star", "--json", "--coarse").stdout)
+    told = ask(server, "segment", IMAGE, "pink star", "--json", "--coarse").stdout
+    (coarse,) = json.loads(told)["segments"]
     assert (coarse["svg_path"], coarse["box"]) == (
         described["coarse_path"],
         described["coarse_box"],
@@ -303,8 +309,9 @@ def test_models_and_health(server):
     assert described["models"][0]["name"] == "kestrel-tiny"
     assert described["models"][0]["license"] == "Apache-2.0"
     assert len(described["models"][0]["weights_fingerprint"]) == 64
-    assert described["server"]["device"] == "cpu"
-    assert described["server"]["dtype"] == "float32"
+    assert described["models"][0]["device"] == "cpu"
+    assert described["models"][0]["dtype"] == "float32"
+    assert described["server"]["default_model"] == "kestrel-tiny"
     done = ask(server, "health")
     assert (done.returncode, done.stdout) == (0, "SERVING\n")
 
@@ -312,9 +319,12 @@ def test_models_and_health(server):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["detect", "{picture}", " "], "object: must not be empty [INVALID_ARGUMENT]"),
-        (["query", "hi", "--model", "gpt"], "'gpt' is not served"),
-        (["query", "hi", "--max-tokens", "0"], "sampling.max_tokens"),
+        (["detect", "{picture}", " "], "detect.objects[0]: must not be empty [INVALID_ARGUMENT]"),
+        (
+            ["query", "{picture}", "what?", "--model", "moondream3"],
+            "options.model: 'moondream3' is not served; this server serves kestrel-tiny",
+        ),
+        (["query", "hi", "--max-tokens", "0"], "query.max_tokens"),
         (["caption", "nowhere.jpg"], "there is no image 'nowhere.jpg'"),
         (["caption", "."], "the folder '.' holds no image"),
         (["caption", "img_gone", "--save", "x.png"], "give its file with --save-on FILE"),
@@ -414,7 +424,7 @@ def test_a_locale_of_ascii(server):
     """What it lacks is escaped as in JSON, and arguments are read as UTF-8."""
     done = ask(server, "detect", IMAGE, "größer 🐞", "--json", run=executed, **ASCII)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["object"] == "größer 🐞"
+    assert json.loads(done.stdout)["searches"][0]["object"] == "größer 🐞"
     done = executed("doctor", "--help", **ASCII)
     assert done.returncode == 0 and "Traceback" not in done.stderr
     assert "\\u2026" in done.stdout

@@ -53,7 +53,7 @@ async def test_one_question_about_all_images_together(kestrel, folder):
     status, told, errors = await kestrel(*asked, "--json")
     assert status == 0 and len(told.splitlines()) == 1, errors
     seen = json.loads(told)["images"]
-    assert [image["image_size"]["width"] for image in seen] == [857, 30]
+    assert [image["size"]["width"] for image in seen] == [857, 30]
     status, streamed, _ = await kestrel(*asked, "--stream")
     assert status == 0 and streamed.strip() == json.loads(told)["answer"].strip()
     status, _, errors = await kestrel("query", *[folder / "b.jpg"] * 4, "same?", "--together")
@@ -90,7 +90,7 @@ async def test_one_of_several_that_fails_leaves_the_others_alone(kestrel, folder
 
 async def test_words_may_stand_behind_flags(kestrel):
     status, told, _ = await kestrel("detect", "--max-objects", 1, IMAGE, "--json", "cat")
-    assert status == 0 and json.loads(told)["object"] == "cat"
+    assert status == 0 and json.loads(told)["searches"][0]["object"] == "cat"
     status, told, _ = await kestrel("caption", IMAGE, "--json", *ARGUMENTS, "short")
     assert status == 0
 
@@ -275,12 +275,11 @@ async def test_chat_sends_the_earlier_turns(kestrel, monkeypatch):
 
     _, alone, _ = await kestrel("query", IMAGE, "where?", *ARGUMENTS)
     _, first, _ = await kestrel("query", IMAGE, "what?", *ARGUMENTS)
-    request = pb.QueryRequest(
-        question="where?", history=[pb.Turn(question="what?", answer=first[:-1])]
-    )
-    request.image.encoded = IMAGE.read_bytes()
-    request.sampling.temperature, request.sampling.max_tokens = 0, 4
-    second = (await kestrel.served.vision.Query(request)).answer
+    history = [pb.Turn(question="what?", answer=first[:-1])]
+    request = pb.QueryRequest(query=pb.QueryTask(question="where?", history=history, max_tokens=4))
+    request.images.add(encoded=IMAGE.read_bytes())
+    request.query.sampling.temperature = 0
+    second = (await kestrel.served.vision.Query(request)).answers[0].text
     assert alone[:-1] != second
     assert (await chat(["what?", "where?"]))[1] == f"{first}{second}\n"
     assert (await chat(["what?", "where?"], "--independent"))[1] == first + alone

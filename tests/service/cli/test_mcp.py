@@ -51,17 +51,16 @@ async def test_five_tools_answer_over_standard_input(serve, folder: Path):
         asked = {"image": "grey.png", "question": "What?"}
         found = await client.call_tool("query", asked)
         assert not found.is_error and json.loads(found.content[0].text)["answer"]
-        found = await client.call_tool("detect", {"image": "grey.png", "object": "dot"})
+        found = await client.call_tool("detect", {"image": "grey.png", "objects": ["dot"]})
         assert json.loads(found.content[0].text)["objects"] is not None
         assert [part.type for part in found.content] == ["text", "image"]
         several = {"image": "grey.png", "objects": ["dot", "line"]}
         found = await client.call_tool("point", several)
-        assert {"dot", "line"} <= json.loads(found.content[0].text)["tasks"].keys()
+        searches = json.loads(found.content[0].text)["searches"]
+        assert [each["object"] for each in searches] == ["dot", "line"]
         assert [part.type for part in found.content] == ["text", "image"]
-        refused = await client.call_tool("detect", {**several, "object": "dot"})
-        assert refused.is_error and "either object or objects" in refused.content[0].text
         found = await client.call_tool("query", {**asked, "presupposes": ["dog"]})
-        assert json.loads(found.content[0].text)["absences"][0]["object"] == "dog"
+        assert json.loads(found.content[0].text)["presupposed"][0]["object"] == "dog"
         asked["stop"] = [""]
         refused = await client.call_tool("query", asked)
         assert refused.is_error and "stop[0]" in refused.content[0].text

@@ -72,7 +72,7 @@ def test_a_server_is_managed_by_who_may(served, authority, token, admin_token):
     here("query", "what?", "--max-tokens", 2, *flags, KESTREL_TOKEN=token)
     told = admin("statistics").stdout.splitlines()
     assert any(re.fullmatch("calls: [1-9][0-9]*", line) for line in told)
-    assert any(line.startswith("uptime_seconds: ") for line in told)
+    assert any(line.startswith("uptime_ms: ") for line in told)
     assert any(re.fullmatch("Query output_tokens: [1-9][0-9]*", line) for line in told)
     assert admin("cancel", "nobody").stdout == "0 requests cancelled\n"
     assert admin("flush", "--stored-images").stdout == "flushed; 0 stored images deleted\n"

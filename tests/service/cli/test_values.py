@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from kestrel_grpc.cli.values import MAX_UINT64, number, seconds, timeout, whole
+from kestrel_grpc.cli.values import MAX_INT64, number, seconds, timeout, whole
 from tests.service.command_line import ROOT, here
 
 IMAGE = ROOT / "kestrel_grpc/cli/demo.jpg"
@@ -19,7 +19,7 @@ UINT32 = "must be a whole number from 0 to 4294967295"
         (["--max-objects", "-1"], 2, UINT32),
         (["--max-objects", "1e3"], 2, UINT32),
         (["--top-k", "x"], 2, f"argument --top-k: 'x': {UINT32}"),
-        (["--seed", str(2**64)], 2, "must be a whole number from 0 to 18446744073709551615"),
+        (["--seed", str(2**63)], 2, "must be a whole number from 0 to 9223372036854775807"),
         (["--temperature", "nan"], 2, "argument --temperature: 'nan': must be a number"),
         (["--top-p", "much"], 2, "argument --top-p: 'much': must be a number"),
         (["--timeout", "nan"], 2, "--timeout: 'nan': must be a number of seconds above 0"),
@@ -101,7 +101,7 @@ def test_an_address_may_be_saved_over_an_earlier_result(tmp_path):
 
 def test_the_parsers_take_every_value_up_to_their_limits():
     assert whole()("0") == 0 and whole()("4294967295") == 2**32 - 1
-    assert whole(0, MAX_UINT64)(str(MAX_UINT64)) == MAX_UINT64
+    assert whole(0, MAX_INT64)(str(MAX_INT64)) == MAX_INT64
     assert number("-1.5e3") == -1500
     assert seconds(0.1, 60)("60") == 60
     assert timeout("inf") == float("inf"), "no limit"

@@ -22,6 +22,7 @@ IMAGE = ROOT / "kestrel_grpc/cli/demo.jpg"
 DEBIAN_GO = Path("/usr/share/gocode")
 DEBIAN_JARS = Path("/usr/share/java")
 DEBIAN_CRATES = Path("/usr/share/cargo/registry")
+PROTOS = "--path protos/kestrel --path protos/third_party/google/rpc/status.proto"
 CRESCENTS = [(0.601, 0.730), (0.903, 0.275)]
 """Where the points on the image's two green crescents are, as fractions."""
 
@@ -110,6 +111,7 @@ def test_cpp(address, generated):
     # Only what the client calls: g++ takes long for each service.
     files = "common.pb.cc vision_service.pb.cc vision_service.grpc.pb.cc"
     sources = " ".join(f"gen/cpp/kestrel/v1/{name}" for name in files.split())
+    sources += " gen/cpp/google/rpc/status.pb.cc"
     flags = "$(pkg-config --cflags --libs grpc++ protobuf)"
     shell(f"g++ -std=c++17 -O0 -I gen/cpp ask.cc {sources} -o ask {flags}", folder)
     check("./ask", address, folder)
@@ -120,7 +122,7 @@ def test_rust(address, tmp_path):
     require("cargo", files=[DEBIAN_CRATES / "prost-build-0.11.6", DEBIAN_CRATES / "h2-0.3.13"])
     folder = tmp_path / "ask"
     shutil.copytree(ROOT / "examples/rust", folder, ignore=shutil.ignore_patterns("target"))
-    shell(f"buf build --path protos/kestrel --exclude-imports -o {folder}/descriptors.binpb", ROOT)
+    shell(f"buf build {PROTOS} --exclude-imports -o {folder}/descriptors.binpb", ROOT)
     home = tmp_path / "home"
     home.mkdir()
     (home / "config.toml").write_text(

@@ -45,7 +45,10 @@ def test_cpp(address, folder):
     shell(lines_for("cpp"), folder)
     shutil.copy(ROOT / "examples/cpp/ask.cc", folder)
     # Without the stubs of the operators' service, which the client does not call.
-    names = "buf/validate/validate.pb kestrel/v1/common.pb kestrel/v1/vision_service{.pb,.grpc.pb}"
+    names = (
+        "buf/validate/validate.pb google/rpc/status.pb kestrel/v1/common.pb"
+        " kestrel/v1/vision_service{.pb,.grpc.pb}"
+    )
     sources = " ".join(f"gen/cpp/{name}.cc" for name in names.split())
     flags = "$(pkg-config --cflags --libs grpc++ protobuf)"
     shell(f"g++ -std=c++17 -O0 -I gen/cpp ask.cc {sources} -o ask {flags}", folder)
@@ -92,6 +95,6 @@ def test_the_descriptors_of_a_release_replace_the_files(folder):
     require("protoc")
     shutil.rmtree(folder / "protos")
     shutil.copy(ROOT / "kestrel_grpc/services/kestrel.v1.binpb", folder)
-    files = "kestrel/v1/{common,vision_service}.proto buf/validate/validate.proto"
+    files = "kestrel/v1/{common,vision_service}.proto buf/validate/validate.proto google/rpc/status.proto"
     shell(f"protoc --descriptor_set_in=kestrel.v1.binpb --cpp_out=. {files}", folder)
     assert (folder / "kestrel/v1/vision_service.pb.cc").exists()

@@ -112,12 +112,12 @@ async def test_failures_arrive_as_the_sdks_own_errors(serve, golden_images):
     async with AsyncKestrelClient(served.server.addresses[0]) as client:
         with pytest.raises(InvalidArgumentError) as caught:
             await client.query(None, "?", top_p=1.5)
-        assert [v.field for v in caught.value.field_violations] == ["sampling.top_p"]
+        assert [v.field for v in caught.value.field_violations] == ["query.sampling.top_p"]
         assert caught.value.reason == "INVALID_REQUEST"
         with pytest.raises(InvalidArgumentError) as caught:
             async with client.stream_query(None, "?", top_p=1.5) as stream:
                 await stream.result()
-        assert [v.field for v in caught.value.field_violations] == ["sampling.top_p"]
+        assert [v.field for v in caught.value.field_violations] == ["query.sampling.top_p"]
         with pytest.raises(NotFoundError):
             await client.query(None, "?", model="other")
         with pytest.raises(FailedPreconditionError):

@@ -88,7 +88,7 @@ async def test_statistics_cancel_and_drain(serve, kind):
         await until(lambda: served.engine.stats.running >= 2)
         found = await admin.statistics()
         assert (found.running_requests, found.calls) == (2, 3)
-        assert found.pages > 0 and found.to_dict()["uptime_seconds"] > 0
+        assert found.pages > 0 and found.to_dict()["uptime_ms"] > 0
         assert found.methods == ()
         assert await admin.cancel("two") == 1
         await running[1]
@@ -145,8 +145,8 @@ async def test_profiles(serve, kind, tmp_path):
         await served.vision.Query(query(max_tokens=60), metadata=METADATA)
         profile = await admin.stop_profile()
         assert isinstance(profile, Profile) and (profile.file, profile.steps) == (file, 20)
-        assert (tmp_path / file).stat().st_size == profile.file_bytes
-        assert profile.to_dict()["seconds"] > 0
+        assert (tmp_path / file).stat().st_size == profile.size_bytes
+        assert profile.to_dict()["duration_ms"] > 0
         with pytest.raises(InvalidArgumentError):
             await admin.start_profile(seconds=61)
         with pytest.raises(InvalidRequestError, match="steps=-1"):

@@ -98,6 +98,10 @@ class ThreadedStream:
 def comparable(result):
     """Without what differs from one request to the next."""
     neutral = dict.fromkeys(("timings", "request_id", "seed", "usage"))
+    for name in ("answers", "captions"):
+        if hasattr(result, name):
+            texts = getattr(result, name)
+            neutral[name] = tuple(dataclasses.replace(each, seed=0) for each in texts)
     return dataclasses.replace(result, **neutral)
 
 
@@ -119,7 +123,7 @@ async def test_a_image_put_goes_wherever_a_image_goes(client, picture, served):
     with pytest.raises(NotFoundError, match="send the image again") as caught:
         await client.query(handle, "what?")
     assert caught.value.reason == "IMAGE_NOT_FOUND"
-    assert [v.field for v in caught.value.field_violations] == ["image.image_id"]
+    assert [v.field for v in caught.value.field_violations] == ["images[0].image_id"]
     assert len(served.server.images) == 0
 
 
@@ -257,7 +261,7 @@ async def test_tasks_that_are_none(client, picture, served):
         (["caption"], "is not a task"),
         ([CaptionTask("tiny")], "length"),
         ([QueryTask(7)], "question"),
-        ([QueryTask("?", seed=-1)], "seed"),
+        ([QueryTask("?", seed=2**63)], "seed"),
     ):
         with pytest.raises(InvalidRequestError, match=words):
             await client.analyze(picture, tasks)
@@ -292,7 +296,7 @@ async def test_skills_by_name(client, picture, served):
     assert caught.value.reason == "SKILL_NOT_FOUND"
     with pytest.raises(InvalidArgumentError) as bad:
         await client.run_skill("query", arguments={"question": ""})
-    assert [v.field for v in bad.value.field_violations] == ["arguments.question"]
+    assert [v.field for v in bad.value.field_violations] == ["skill.arguments.question"]
     for arguments in ({"x": object()}, {"x": {1, 2}}, {7: "x"}, 7):
         with pytest.raises(InvalidRequestError, match="arguments"):
             await client.run_skill("query", arguments=arguments)

@@ -17,7 +17,7 @@ from tests.service.statuses import failure
 from tests.waiting import until
 
 TEXT = (Path(__file__).parents[3] / "clients/service_config.json").read_text()
-QUERY = pb.QueryRequest(question="?")
+QUERY = pb.QueryRequest(query=pb.QueryTask(question="?"))
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ async def test_a_call_is_repeated_until_the_server_is_ready(plain):
     call = asyncio.ensure_future(stub.Query(QUERY))
     await until(lambda: codes())
     await served.server.load()
-    assert (await call).model == "fake"
+    assert (await call).info.model == "fake"
     *before, last = codes()
     assert set(before) == {"UNAVAILABLE"} and last == "OK"
 
@@ -80,7 +80,7 @@ async def test_after_the_pause_that_the_server_asks_for(plain):
 
 async def test_what_would_fail_again_is_not_repeated(plain):
     _, stub, codes = await plain(server_config={"max_message_bytes": 1000})
-    told = await failure(stub.Query(pb.QueryRequest(question="?" * 1100)))
+    told = await failure(stub.Query(pb.QueryRequest(query=pb.QueryTask(question="?" * 1100))))
     assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE")
     await failure(stub.Query(pb.QueryRequest()))
     await until(lambda: len(codes()) >= 2)

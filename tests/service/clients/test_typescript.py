@@ -150,7 +150,7 @@ def test_the_packed_package_installs_alone(built: Path, servers: dict[str, str],
     (tmp_path / "typed.mts").write_text(
         'import { KestrelClient } from "kestrel-client";\n'
         'const client = new KestrelClient("127.0.0.1:1");\n'
-        'export const found: number = (await client.detect("a.jpg", "car")).objects.length;\n'
+        'export const found: number = (await client.detect("a.jpg", "car")).detections.length;\n'
     )
     typescript = built / "node_modules/.bin/tsc"
     shell(f"{typescript} --noEmit --strict --module nodenext typed.mts", tmp_path)
@@ -187,7 +187,7 @@ PAGE = """<!doctype html>
     const failed = await client.query(image, "What?", { topP: 2 }).catch((error) => error);
     return {
       answer: answer.answer, several: events > 3, same: text === (await stream.result()).caption,
-      points: (await client.point(handle, "pink star")).points.length, width: drawn.imageSize.width,
+      points: (await client.point(handle, "pink star")).detections.length, width: drawn.imageSize.width,
       field: failed instanceof InvalidArgumentError && failed.fieldViolations[0].field, id: failed.requestId !== "",
     };
   }
@@ -246,7 +246,7 @@ def test_in_a_browser(built: Path, servers: dict[str, str], tmp_path: Path):
     expected = {"answer": "2", "several": True, "same": True, "points": 1, "width": 20}
     try:
         told = json.loads(found.get(timeout=120))
-        assert told == {**expected, "field": "sampling.top_p", "id": True}
+        assert told == {**expected, "field": "query.sampling.top_p", "id": True}
     finally:
         os.killpg(browser.pid, signal.SIGKILL)
         browser.wait()

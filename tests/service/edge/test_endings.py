@@ -14,14 +14,14 @@ from tests.service.statuses import failure
 from tests.waiting import until
 
 LONG = pb.QueryRequest(
-    image=raw_image(), question="what?", sampling=common_pb2.Sampling(max_tokens=NO_END)
+    images=[raw_image()], query=pb.QueryTask(question="what?", max_tokens=NO_END)
 )
 
 
 async def all_freed(served):
     """The engine forgets the requests, and then takes as much as ever: no page is lost."""
     await until(lambda: served.engine.num_requests == 0)
-    short = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=2))
+    short = pb.QueryRequest(query=pb.QueryTask(question="?", max_tokens=2))
     full = await asyncio.gather(*(served.vision.Query(short) for _ in range(6)))
     assert all(response.usage.output_tokens == 2 for response in full)
 
@@ -63,7 +63,9 @@ async def test_a_deadline_frees_the_engine(serve, streaming):
 
 async def test_a_deadline_passes_while_a_step_hangs(serve):
     served = await serve(HeldRuntime())
-    told = await failure(served.vision.Query(pb.QueryRequest(question="?"), timeout=0.1))
+    told = await failure(
+        served.vision.Query(pb.QueryRequest(query=pb.QueryTask(question="?")), timeout=0.1)
+    )
     assert told.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
@@ -90,7 +92,7 @@ async def test_urgent_requests_are_taken_up_first(serve):
     order = []
 
     async def ask(name, priority):
-        request = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=1))
+        request = pb.QueryRequest(query=pb.QueryTask(question="?", max_tokens=1))
         request.options.priority = priority
         await served.vision.Query(request)
         order.append(name)
@@ -143,25 +145,29 @@ async def test_a_slow_reader_gets_everything_and_holds_nobody_up(serve):
     served = await serve(FakeRuntime(LIMITS, lambda fed: 197))
     request = pb.QueryRequest()
     request.CopyFrom(LONG)
-    request.sampling.max_tokens = 200
+    request.query.max_tokens = 200
     call = aiter(served.vision.StreamQuery(request))
     first = await anext(call)
     assert first.WhichOneof("event") == "started"
     await until(lambda: served.engine.num_requests == 0)  # The engine does not wait for the reader.
     events = [event async for event in call]
-    assert events[-1].final.answer == "".join(e.text_delta.text for e in events[:-1]) == "a" * 200
+    assert (
+        events[-1].final.answers[0].text
+        == "".join(e.text_delta.text for e in events[:-1])
+        == "a" * 200
+    )
 
 
 async def test_the_request_id_is_echoed_field_before_metadata_before_our_own(serve):
     served = await serve()
-    request = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=2))
+    request = pb.QueryRequest(query=pb.QueryTask(question="?", max_tokens=2))
 
     async def echoed(request, **kwargs):
         call = served.vision.Query(request, **kwargs)
         response = await call
         metadata = dict(await call.initial_metadata())
-        assert metadata["x-request-id"] == response.request_id
-        return response.request_id
+        assert metadata["x-request-id"] == response.info.request_id
+        return response.info.request_id
 
     assert len(await echoed(request)) == 32
     assert await echoed(request, metadata=(("x-request-id", "from-metadata"),)) == "from-metadata"
@@ -171,14 +177,14 @@ async def test_the_request_id_is_echoed_field_before_metadata_before_our_own(ser
     assert await echoed(request, metadata=(("x-request-id", "from-metadata"),)) == "from-field"
     stream = served.vision.StreamQuery(request)
     events = [event async for event in stream]
-    assert events[0].started.request_id == events[-1].final.request_id == "from-field"
+    assert events[0].started.request_id == events[-1].final.info.request_id == "from-field"
     assert dict(await stream.initial_metadata())["x-request-id"] == "from-field"
 
 
 async def test_the_access_log_has_a_line_for_every_call(serve, caplog):
     caplog.set_level(logging.INFO, "kestrel_grpc.access")
     served = await serve(EndlessRuntime(), server_config={"access_log": "text"})
-    request = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=2))
+    request = pb.QueryRequest(query=pb.QueryTask(question="?", max_tokens=2))
     request.options.request_id = "good"
     lines = []
 
@@ -192,7 +198,7 @@ async def test_the_access_log_has_a_line_for_every_call(serve, caplog):
 
     await served.vision.Query(request)
     await logged()
-    await failure(served.vision.Query(pb.QueryRequest(question="")))
+    await failure(served.vision.Query(pb.QueryRequest(query=pb.QueryTask(question=""))))
     await logged()
     await served.overdue(lambda timeout: served.vision.Query(LONG, timeout=timeout))
     await logged()

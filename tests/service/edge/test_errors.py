@@ -44,24 +44,28 @@ def options(**fields):
     return common_pb2.RequestOptions(**fields)
 
 
-def query(**fields):
-    return pb.QueryRequest(**({"image": raw_image(), "question": "what?"} | fields))
+IMAGE = raw_image()
 
 
-def caption(**fields):
-    return pb.CaptionRequest(**({"image": raw_image()} | fields))
+def query(images=(IMAGE,), options=None, **task):
+    task = pb.QueryTask(**({"question": "what?"} | task))
+    return pb.QueryRequest(images=images, query=task, options=options)
 
 
-def point(**fields):
-    return pb.PointRequest(**({"image": raw_image(), "object": "cat"} | fields))
+def about(skill):
+    """Makes requests of a skill about one image: from the image, the options and the fields of the task."""
+
+    def make(image=IMAGE, options=None, **fields):
+        if skill != "Caption":
+            fields = {"objects": ["cat"]} | fields
+        task = getattr(pb, f"{skill}Task")(**fields)
+        request = getattr(pb, f"{skill}Request")
+        return request(**{"image": image, "options": options, skill.lower(): task})
+
+    return make
 
 
-def detect(**fields):
-    return pb.DetectRequest(**({"image": raw_image(), "object": "cat"} | fields))
-
-
-def segment(**fields):
-    return pb.SegmentRequest(**({"image": raw_image(), "object": "cat"} | fields))
+caption, point, detect, segment = map(about, ("Caption", "Point", "Detect", "Segment"))
 
 
 def ref(**box):
@@ -76,8 +80,8 @@ def bad(request, field, words, reason="INVALID_REQUEST"):
 
 
 BAD = {
-    "no picture": bad(caption(image=None), "image", "required"),
-    "an empty picture message": bad(caption(image=common_pb2.Image()), "image", "encoded, raw"),
+    "no image": bad(caption(image=None), "image", "required"),
+    "an empty image message": bad(caption(image=common_pb2.Image()), "image", "encoded, raw"),
     "zero bytes": bad(caption(image=encoded(b"")), "image", "empty", "IMAGE_BROKEN"),
     "noise": bad(
         caption(image=encoded(bytes(range(256)))), "image", "JPEG", "IMAGE_FORMAT_UNSUPPORTED"
@@ -99,11 +103,18 @@ BAD = {
     "raw pixels too few": bad(
         caption(image=raw(data=b"123", width=2, height=2)), "image.raw.data", "has 3 bytes"
     ),
+    "raw of negative height": bad(
+        caption(image=raw(data=b"123", width=1, height=-1)), "image.raw.height", "at least 1"
+    ),
+    "a negative seed": bad(query(sampling=sampling(seed=-1)), "query.sampling.seed", "-1"),
+    "a negative top_k": bad(query(sampling=sampling(top_k=-1)), "query.sampling.top_k", "-1"),
+    "a negative max_tokens": bad(query(max_tokens=-5), "query.max_tokens", "-5"),
+    "a negative max_objects": bad(detect(max_objects=-5), "detect.max_objects", "-5"),
     "raw without width": bad(
         caption(image=raw(data=b"123", height=2)), "image.raw.width", "at least 1"
     ),
     "raw of absurd size": bad(
-        caption(image=raw(data=b"1", width=2**32 - 1, height=2**32 - 1)),
+        caption(image=raw(data=b"1", width=2**31 - 1, height=2**31 - 1)),
         "image.raw.data",
         "has 1 bytes",
     ),
@@ -116,54 +127,54 @@ BAD = {
         "400x300",
         "IMAGE_TOO_LARGE",
     ),
-    "empty question": bad(query(question=""), "question", "empty"),
-    "blank question": bad(query(question=" \n\t "), "question", "empty"),
-    "32 KiB of question": bad(query(question="x" * 32768), "question", "32768"),
+    "empty question": bad(query(question=""), "query.question", "empty"),
+    "blank question": bad(query(question=" \n\t "), "query.question", "empty"),
+    "32 KiB of question": bad(query(question="x" * 32768), "query.question", "32768"),
     "a question beyond the context": bad(
-        query(question="x" * 400), "question", "300", "CONTEXT_LENGTH_EXCEEDED"
+        query(question="x" * 400), "query.question", "300", "CONTEXT_LENGTH_EXCEEDED"
     ),
-    "empty object": bad(detect(object=""), "object", "empty"),
-    "unknown length": bad(caption(length=17), "length", "17 is not"),
-    "unknown mask format": bad(segment(mask_format=17), "mask_format", "17 is not"),
+    "empty object": bad(detect(objects=[""]), "detect.objects[0]", "empty"),
+    "unknown length": bad(caption(length=17), "caption.length", "17 is not"),
+    "unknown mask format": bad(segment(mask_format=17), "segment.mask_format", "17 is not"),
     "unknown priority": bad(query(options=options(priority=17)), "options.priority", "17 is not"),
-    "max_tokens 0": bad(
-        query(sampling=sampling(max_tokens=0)), "sampling.max_tokens", "at least 1"
-    ),
+    "max_tokens 0": bad(query(max_tokens=0), "query.max_tokens", "at least 1"),
     "max_tokens beyond the context": bad(
-        query(sampling=sampling(max_tokens=4000)),
-        "sampling.max_tokens",
+        query(max_tokens=4000),
+        "query.max_tokens",
         "4000",
         "CONTEXT_LENGTH_EXCEEDED",
     ),
-    "top_p 1.5": bad(query(sampling=sampling(top_p=1.5)), "sampling.top_p", "1.5"),
-    "top_p 0": bad(query(sampling=sampling(top_p=0)), "sampling.top_p", "(0, 1]"),
-    "top_p NaN": bad(query(sampling=sampling(top_p=math.nan)), "sampling.top_p", "nan"),
+    "top_p 1.5": bad(query(sampling=sampling(top_p=1.5)), "query.sampling.top_p", "1.5"),
+    "top_p 0": bad(query(sampling=sampling(top_p=0)), "query.sampling.top_p", "(0, 1]"),
+    "top_p NaN": bad(query(sampling=sampling(top_p=math.nan)), "query.sampling.top_p", "nan"),
     "temperature NaN": bad(
-        query(sampling=sampling(temperature=math.nan)), "sampling.temperature", "nan"
+        query(sampling=sampling(temperature=math.nan)), "query.sampling.temperature", "nan"
     ),
     "temperature infinite": bad(
-        query(sampling=sampling(temperature=math.inf)), "sampling.temperature", "inf"
+        query(sampling=sampling(temperature=math.inf)), "query.sampling.temperature", "inf"
     ),
-    "temperature -1": bad(query(sampling=sampling(temperature=-1)), "sampling.temperature", "-1"),
-    "max_objects 0": bad(detect(max_objects=0), "max_objects", "at least 1"),
+    "temperature -1": bad(
+        query(sampling=sampling(temperature=-1)), "query.sampling.temperature", "-1"
+    ),
+    "max_objects 0": bad(detect(max_objects=0), "detect.max_objects", "at least 1"),
     "an empty reference": bad(
         query(spatial_refs=[ref(x_max=1, y_max=1), common_pb2.SpatialRef()]),
-        "spatial_refs[1]",
+        "query.spatial_refs[1]",
         "point or box",
     ),
-    "a reference beyond the picture": bad(
-        point(spatial_refs=[ref(x_max=1.5, y_max=1)]), "spatial_refs[0]", "[0, 1]"
+    "a reference beyond the image": bad(
+        point(spatial_refs=[ref(x_max=1.5, y_max=1)]), "point.spatial_refs[0]", "[0, 1]"
     ),
     "a reference of NaN": bad(
-        point(spatial_refs=[ref(x_max=math.nan, y_max=1)]), "spatial_refs[0]", "nan"
+        point(spatial_refs=[ref(x_max=math.nan, y_max=1)]), "point.spatial_refs[0]", "nan"
     ),
     "a box inside out": bad(
         segment(spatial_refs=[ref(x_min=0.5, x_max=0.25, y_max=1)]),
-        "spatial_refs[0]",
+        "segment.spatial_refs[0]",
         "x_min <= x_max",
     ),
-    "references without a picture": bad(
-        query(image=None, spatial_refs=[ref(x_max=1, y_max=1)]), "image", "required"
+    "references without an image": bad(
+        query(images=[], spatial_refs=[ref(x_max=1, y_max=1)]), "images[0]", "required"
     ),
     "an empty request id": bad(query(options=options(request_id="")), "options.request_id", "128"),
     "a request id with a blank": bad(
@@ -183,7 +194,7 @@ def skill_of(request):
 
 async def answers(served):
     """Whether the server still does its work."""
-    response = await served.vision.Query(query(sampling=sampling(max_tokens=2)))
+    response = await served.vision.Query(query(max_tokens=2))
     return response.usage.output_tokens == 2
 
 
@@ -205,7 +216,7 @@ async def test_bad_input_gets_invalid_argument_naming_the_field(strict):
             assert told.fields == [field], name
             assert told.message.startswith(f"{field}: "), name
             assert words in told.message, name
-            assert (told.reason, told.domain) == (reason, "kestrel.v1"), name
+            assert (told.reason, told.domain) == (reason, "kestrel.internal"), name
             assert "Traceback" not in told.message, name
     assert strict.engine.num_requests == 0
     assert await answers(strict)
@@ -218,7 +229,7 @@ async def test_bytes_that_are_no_message_are_refused(serve):
     assert told.code is INVALID
     assert "not a valid message" in told.message
     # Text that is not UTF-8.
-    told = await failure(call(b"\x12\x02\xff\xfe"))
+    told = await failure(call(b"\x12\x04\x0a\x02\xff\xfe"))
     assert told.code is INVALID
 
 
@@ -230,9 +241,9 @@ async def test_an_unknown_model_is_not_found(serve):
     assert told.reason == "MODEL_NOT_FOUND"
     assert "'gpt'" in told.message
     assert "fake" in told.message, "it says what is served"
-    assert (await served.vision.Query(query(options=options(model="fake")))).model == "fake"
-    told = await failure(served.models.GetModel(model_service_pb2.GetModelRequest(name="gpt")))
-    assert (told.code, told.fields) == (grpc.StatusCode.NOT_FOUND, ["name"])
+    assert (await served.vision.Query(query(options=options(model="fake")))).info.model == "fake"
+    told = await failure(served.models.GetModel(model_service_pb2.GetModelRequest(model="gpt")))
+    assert (told.code, told.fields) == (grpc.StatusCode.NOT_FOUND, ["model"])
 
 
 async def test_a_long_complaint_is_cut_to_what_every_client_takes(serve):
@@ -246,12 +257,12 @@ async def test_a_long_complaint_is_cut_to_what_every_client_takes(serve):
 async def test_a_long_name_of_the_callers_own_is_cut(serve):
     """Clients refuse trailers of more than 8 KiB, and would not see the status."""
     served = await serve()
-    request = pb.RunSkillRequest(skill="query")
-    request.arguments.update({"question": "what?", "x" * 1_000_000: 1})
+    request = pb.RunSkillRequest(skill=pb.SkillTask(name="query"))
+    request.skill.arguments.update({"question": "what?", "x" * 1_000_000: 1})
     told = await failure(served.vision.RunSkill(request))
     assert (told.code, told.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
     (field,) = told.fields
-    assert field.startswith("arguments.xxx") and len(field) < 210
+    assert field.startswith("skill.arguments.xxx") and len(field) < 210
     assert told.message.startswith(field) and "is not an argument" in told.message
 
 
@@ -274,7 +285,7 @@ async def test_a_full_queue_says_when_to_come_back(serve):
 
     served = await serve(FakeRuntime(LIMITS, hold), max_queue=1)
     held = [
-        asyncio.ensure_future(served.vision.Query(query(sampling=sampling(max_tokens=1))))
+        asyncio.ensure_future(served.vision.Query(query(max_tokens=1)))
         for _ in range(1 + LIMITS.max_batch_size)
     ]
     try:
@@ -287,7 +298,7 @@ async def test_a_full_queue_says_when_to_come_back(serve):
     assert told.retry_after_s == 1.0
     assert told.quota_subject == "anonymous", "whoever has no name"
     assert told.trailers["grpc-retry-pushback-ms"] == "1000"
-    assert all(response.answer for response in await asyncio.gather(*held))
+    assert all(response.answers[0].text for response in await asyncio.gather(*held))
 
 
 async def test_a_failed_step_is_internal_and_the_server_goes_on(serve):
@@ -369,7 +380,7 @@ async def test_a_retrying_client_obeys_the_pushback(serve):
     ) as channel:
         stub = type(served.vision)(channel)
         started = asyncio.get_running_loop().time()
-        assert (await stub.Query(query(sampling=sampling(max_tokens=2)))).usage.output_tokens == 2
+        assert (await stub.Query(query(max_tokens=2))).usage.output_tokens == 2
         assert asyncio.get_running_loop().time() - started >= 0.2
     assert calls == 2
 
@@ -393,3 +404,33 @@ def test_a_refusal_names_whose_limit_was_reached(error, subject):
     assert [quota.violations[:] for detail in status.details if detail.Unpack(quota)]
     [violation] = quota.violations
     assert (violation.subject, violation.description) == (subject, message)
+
+
+async def test_an_error_tells_programs_what_they_need(strict):
+    """Without the message's words: the field, what it has, what it may have, and the names that are known."""
+    vision = strict.vision
+    for call, metadata in (
+        (
+            vision.Query(query(options=options(model="gpt"))),
+            {"field": "options.model", "value": "gpt", "known": "fake"},
+        ),
+        (
+            vision.Caption(caption(image=encoded(bytes(60_000)))),
+            {"field": "image", "value": "60000", "limit": "50000"},
+        ),
+        (
+            vision.Query(query(max_tokens=4000)),
+            {"field": "query.max_tokens", "value": "4000", "limit": "209"},
+        ),
+        (vision.Query(query(question="")), {"field": "query.question"}),
+    ):
+        assert (await failure(call)).metadata == metadata
+
+
+def test_a_quota_tells_programs_its_limit():
+    quota = kestrel_engine.Quota("camera", "calls at once", 9, 8)
+    _, _, trailers = status_of(TooManyCalls("many", quota=quota), "r-1")
+    status = status_pb2.Status.FromString(dict(trailers)["grpc-status-details-bin"])
+    info = error_details_pb2.ErrorInfo()
+    assert any(detail.Unpack(info) for detail in status.details)
+    assert info.metadata == {"value": "9", "limit": "8", "unit": "calls at once"}

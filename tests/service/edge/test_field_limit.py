@@ -53,13 +53,13 @@ REFS = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=5)
 @settings(deadline=None)
 @given(st.text(max_size=9), TURNS, REFS, st.binary(max_size=50))
 def test_all_fields_are_counted(question, turns, refs, image):
-    message = pb.QueryRequest(question=question)
+    message = pb.QueryRequest(query=pb.QueryTask(question=question))
     if image:
-        message.image.encoded = image
+        message.images.add().encoded = image
     for asked, answer in turns:
-        message.history.add(question=asked, answer=answer)
+        message.query.history.add(question=asked, answer=answer)
     for x, y in refs:
-        point = message.spatial_refs.add().point
+        point = message.query.spatial_refs.add().point
         point.x, point.y = x, y
     found = field_limit._num_fields(message.SerializeToString(), message.DESCRIPTOR)
     assert found == counted(message)
@@ -69,13 +69,13 @@ def test_all_fields_are_counted(question, turns, refs, image):
 @pytest.mark.parametrize(
     ("kind", "small"),
     [
-        (pb.QueryRequest, lambda n: part(pb.QueryRequest, "history", b"") * n),
+        (pb.QueryRequest, lambda n: part(pb.QueryRequest, "images", b"") * n),
         (pb.QueryRequest, lambda n: b"\xf8\x7f\x00" * n),
         (pb.QueryRequest, lambda n: b"\xfb\x7f\xfc\x7f" * (n // 2) + b"\xf8\x7f\x00" * (n % 2)),
-        (pb.DetectRequest, lambda n: part(pb.DetectRequest, "objects", b"") * n),
+        (pb.DetectTask, lambda n: part(pb.DetectTask, "objects", b"") * n),
         (
             pb.QueryRequest,
-            lambda n: part(pb.QueryRequest, "history", part(pb.Turn, "images", b"") * (n - 1)),
+            lambda n: part(pb.QueryRequest, "query", part(pb.QueryTask, "history", b"") * (n - 1)),
         ),
         (
             kserve.InferTensorContents,
@@ -103,8 +103,8 @@ def test_the_limit(kind, small, beyond):
 
 
 def test_large_bytes_and_texts_count_as_one():
-    message = pb.QueryRequest(question="a" * 100_000)
-    message.image.encoded = bytes(itertools.islice(itertools.cycle(range(256)), 3_000_000))
+    message = pb.QueryRequest(query=pb.QueryTask(question="a" * 100_000))
+    message.images.add().encoded = bytes(itertools.islice(itertools.cycle(range(256)), 3_000_000))
     data = message.SerializeToString()
     check_fields(data, message.DESCRIPTOR)
     check_fields(memoryview(data), message.DESCRIPTOR)
@@ -118,12 +118,12 @@ def test_large_bytes_and_texts_count_as_one():
         b"\x0a\x05abc",
         b"\x09\x00",
         b"\xff" * 11,
-        part(pb.QueryRequest, "history", b"\x0a\x7f"),
+        part(pb.QueryRequest, "query", b"\x0a\x7f"),
     ],
 )
 def test_what_is_no_message_is_refused_at_once(end):
     """A later part that is invalid must not hide the fields of an earlier one."""
-    data = pb.QueryRequest(question="a" * 50_000).SerializeToString() + end
+    data = pb.QueryRequest(query=pb.QueryTask(question="a" * 50_000)).SerializeToString() + end
     with pytest.raises(DecodeError):
         pb.QueryRequest.FromString(data)
     with pytest.raises(InvalidRequest, match="not a valid message"):
@@ -133,7 +133,7 @@ def test_what_is_no_message_is_refused_at_once(end):
 @pytest.mark.parametrize("method", ["Query", "StreamQuery"])
 async def test_a_server_refuses_such_a_message(serve, method):
     served = await serve()
-    data = part(pb.QueryRequest, "spatial_refs", part(common_pb2.SpatialRef, "point", b""))
+    data = part(pb.QueryRequest, "images", part(common_pb2.Image, "region", b""))
     many = data * 1_000_000
     call = served.channel.unary_unary if method == "Query" else served.channel.unary_stream
     told = await failure(call(f"/kestrel.v1.VisionService/{method}")(many))

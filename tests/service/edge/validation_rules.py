@@ -131,7 +131,11 @@ class Rules:
         for rule, values in self._changes(message.DESCRIPTOR):
             yield from (Change(path, rule, value, edit) for value, edit in values)
         for field, value in message.ListFields():
-            if field.message_type is None or not field.full_name.startswith("kestrel."):
+            if (
+                is_map(field)
+                or field.message_type is None
+                or not field.full_name.startswith("kestrel.")
+            ):
                 continue
             if field.is_repeated:
                 for index, item in enumerate(value):
@@ -178,14 +182,42 @@ def field_changes(
         for limit in {rules.repeated.min_items, rules.repeated.max_items} - {0}:
             for count in (limit - 1, limit, limit + 1):
                 yield f"{count} items", repeater(field.name, count)
+        if rules.repeated.unique:
+            yield "two equal items", repeater(field.name, 2, equal=True)
         rules = rules.repeated.items
         kind = rules.WhichOneof("type")
         if kind is not None:
             for value in VALUES[kind](getattr(rules, kind), field):
                 yield f"[{value!r}]", item_setter(field.name, value)
         return
+    if kind == "map":
+        yield from map_changes(field, rules.map)
+        return
     for value in VALUES[kind](getattr(rules, kind), field):
         yield repr(value), setter(**{field.name: value})
+
+
+def map_changes(field: FieldDescriptor, rules: Any) -> Iterator[tuple[str, Callable[[Any], None]]]:
+    """Of a map of texts. The maps have no other keys, because a server may know only some."""
+
+    def only(entries: dict[str, str]) -> Callable[[Any], None]:
+        def apply(message: Any) -> None:
+            getattr(message, field.name).clear()
+            getattr(message, field.name).update(entries)
+
+        return apply
+
+    for count in (rules.max_pairs, rules.max_pairs + 1):
+        yield f"{count} pairs", only({f"key{i}": "1" for i in range(count)})
+    for key in texts(rules.keys.string, field):
+        yield f"key {key!r}", only({key: "1"})
+    for value in texts(rules.values.string, field):
+        yield f"value {value!r}", only({"key": value})
+
+
+def is_map(field: FieldDescriptor) -> bool:
+    kind = field.message_type
+    return kind is not None and kind.GetOptions().map_entry
 
 
 def setter(**values: Any) -> Callable[[Any], None]:
@@ -207,7 +239,9 @@ def clearer(name: str) -> Callable[[Any], None]:
     return lambda message: message.ClearField(name)
 
 
-def repeater(name: str, count: int) -> Callable[[Any], None]:
+def repeater(name: str, count: int, *, equal: bool = False) -> Callable[[Any], None]:
+    """``equal``: the items are equal texts. Otherwise texts differ."""
+
     def apply(message: Any) -> None:
         items = getattr(message, name)
         if not items:
@@ -218,7 +252,10 @@ def repeater(name: str, count: int) -> Callable[[Any], None]:
             if "key" in first.DESCRIPTOR.fields_by_name:
                 first.ClearField("key")  # Keys differ.
         del items[:]
-        items.extend([first] * count)
+        if isinstance(first, str) and not equal:
+            items.extend(f"{first}{index}" for index in range(count))
+        else:
+            items.extend([first] * count)
 
     return apply
 
@@ -246,8 +283,10 @@ def blobs(rules: Any, field: FieldDescriptor) -> Iterator[bytes]:
 
 
 def whole_numbers(rules: Any, field: FieldDescriptor) -> Iterator[int]:
+    most = 2 ** (31 if "int32" in rules.DESCRIPTOR.name.lower() else 63) - 1
+    yield from (-1, -1 - most, most)
     for limit in limits(rules):
-        yield from (limit + difference for difference in (-1, 0, 1) if limit + difference >= 0)
+        yield from (limit + difference for difference in (-1, 0, 1))
 
 
 def real_numbers(
@@ -272,8 +311,8 @@ def enum_values(rules: Any, field: FieldDescriptor) -> Iterator[int]:
 VALUES: dict[str, Callable[[Any, FieldDescriptor], Iterator[Any]]] = {
     "string": texts,
     "bytes": blobs,
-    "uint32": whole_numbers,
-    "uint64": whole_numbers,
+    "int32": whole_numbers,
+    "int64": whole_numbers,
     "float": real_numbers(np.float32),
     "double": real_numbers(np.float64),
     "enum": enum_values,

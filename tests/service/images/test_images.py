@@ -21,7 +21,7 @@ from tests.service.statuses import failure
 from tests.waiting import outlived, until
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
-SHORT = common_pb2.Sampling(max_tokens=2, temperature=0)
+GREEDY = common_pb2.Sampling(temperature=0)
 
 
 def picture(seed=0, width=60, height=40):
@@ -37,7 +37,16 @@ def by_id(image_id):
 
 
 def query(image, **fields):
-    return pb.QueryRequest(image=image, question="what?", sampling=SHORT, **fields)
+    return pb.QueryRequest(
+        images=[image],
+        query=pb.QueryTask(question="what?", max_tokens=2, sampling=GREEDY),
+        **fields,
+    )
+
+
+def id_of(response):
+    """The id of the image that a response is about."""
+    return response.info.images[0].image_id
 
 
 async def put(served, data=PNG):
@@ -64,9 +73,9 @@ async def test_a_image_put_is_named_afterwards(serve, image):
     assert stored.size_bytes == (len(PNG) if image.encoded else 60 * 40 * 3)
     sent = await served.vision.Query(query(image))
     named = await served.vision.Query(query(by_id(stored.image_id)))
-    assert named.answer == sent.answer
-    assert named.image_id == sent.image_id == stored.image_id
-    assert (named.image_size.width, named.image_size.height) == (60, 40)
+    assert named.answers[0].text == sent.answers[0].text
+    assert id_of(named) == id_of(sent) == stored.image_id
+    assert (named.info.images[0].size.width, named.info.images[0].size.height) == (60, 40)
     again = await served.images.PutImage(
         image_service_pb2.PutImageRequest(image=by_id(stored.image_id))
     )
@@ -78,17 +87,29 @@ async def test_every_reply_names_the_image_that_came_with_it(serve):
     image = common_pb2.Image(encoded=PNG)
     replies = [
         await served.vision.Query(query(image)),
-        await served.vision.Caption(pb.CaptionRequest(image=image, sampling=SHORT)),
-        await served.vision.Point(pb.PointRequest(image=image, object="cat", max_objects=1)),
-        await served.vision.Detect(pb.DetectRequest(image=image, object="cat", max_objects=1)),
-        await served.vision.Segment(pb.SegmentRequest(image=image, object="cat", sampling=SHORT)),
+        await served.vision.Caption(
+            pb.CaptionRequest(image=image, caption=pb.CaptionTask(max_tokens=2, sampling=GREEDY))
+        ),
+        await served.vision.Point(
+            pb.PointRequest(image=image, point=pb.PointTask(objects=["cat"], max_objects=1))
+        ),
+        await served.vision.Detect(
+            pb.DetectRequest(image=image, detect=pb.DetectTask(objects=["cat"], max_objects=1))
+        ),
+        await served.vision.Segment(
+            pb.SegmentRequest(
+                image=image, segment=pb.SegmentTask(objects=["cat"], max_tokens=2, sampling=GREEDY)
+            )
+        ),
     ]
     stream = served.vision.StreamQuery(query(image))
     replies += [event.final async for event in stream if event.HasField("final")]
-    assert len({reply.image_id for reply in replies}) == 1
-    assert replies[0].image_id.startswith("img_")
-    text = await served.vision.Query(pb.QueryRequest(question="?", sampling=SHORT))
-    assert not text.image_id
+    assert len(set(map(id_of, replies))) == 1
+    assert id_of(replies[0]).startswith("img_")
+    text = await served.vision.Query(
+        pb.QueryRequest(query=pb.QueryTask(question="?", max_tokens=2, sampling=GREEDY))
+    )
+    assert not text.info.images
     assert len(served.server.images) == 1
 
 
@@ -105,10 +126,10 @@ async def test_an_unknown_id_says_what_to_do(serve):
     served = await serve(server_config={"image_store_bytes": 50_000})
     told = await failure(served.vision.Query(query(by_id("img_" + 32 * "0"))))
     assert told.code is grpc.StatusCode.NOT_FOUND
-    assert (told.reason, told.fields) == ("IMAGE_NOT_FOUND", ["image.image_id"])
+    assert (told.reason, told.fields) == ("IMAGE_NOT_FOUND", ["images[0].image_id"])
     assert "send the image again" in told.message and "50000 bytes" in told.message
     stream = served.vision.StreamQuery(query(by_id("x")))
-    assert (await failure(stream)).fields == ["image.image_id"]
+    assert (await failure(stream)).fields == ["images[0].image_id"]
     put = served.images.PutImage(image_service_pb2.PutImageRequest(image=by_id("x")))
     assert (await failure(put)).code is grpc.StatusCode.NOT_FOUND
 
@@ -124,14 +145,14 @@ async def test_the_least_recently_used_is_pushed_out(serve):
     told = await failure(served.vision.Query(query(by_id(second.image_id))))
     assert told.reason == "IMAGE_NOT_FOUND"
     for kept in (first, third):
-        assert (await served.vision.Query(query(by_id(kept.image_id)))).answer
+        assert (await served.vision.Query(query(by_id(kept.image_id)))).answers[0].text
     served.server.images.check()
 
 
 async def test_a_server_may_keep_none(serve):
     served = await serve(server_config={"image_store_bytes": 0})
     reply = await served.vision.Query(query(common_pb2.Image(encoded=PNG)))
-    assert reply.answer and not reply.image_id
+    assert reply.answers[0].text and not id_of(reply)
     request = image_service_pb2.PutImageRequest(image=common_pb2.Image(encoded=PNG))
     told = await failure(served.images.PutImage(request))
     assert (told.code, told.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "IMAGES_NOT_KEPT")
@@ -142,7 +163,7 @@ async def test_a_server_may_keep_none(serve):
 
 async def test_a_image_larger_than_the_store_is_answered_and_not_kept(serve):
     served = await serve(server_config={"image_store_bytes": 100})
-    assert not (await served.vision.Query(query(common_pb2.Image(encoded=PNG)))).image_id
+    assert not id_of(await served.vision.Query(query(common_pb2.Image(encoded=PNG))))
     request = image_service_pb2.PutImageRequest(image=common_pb2.Image(encoded=PNG))
     told = await failure(served.images.PutImage(request))
     assert (told.reason, told.fields) == ("IMAGE_TOO_LARGE", ["image"])

@@ -43,9 +43,9 @@ async def test_no_call_leaves_anything_once_the_caches_are_full(serve, calls):
 
     async def call(until: int) -> None:
         for number in numbers:
-            request = pb.QueryRequest(question="what?")
-            request.image.encoded = encoded(number)
-            request.sampling.max_tokens = 1
+            request = pb.QueryRequest(query=pb.QueryTask(question="what?"))
+            request.images.add().encoded = encoded(number)
+            request.query.max_tokens = 1
             await served.vision.Query(request)
             if number + CALLERS >= until:
                 return

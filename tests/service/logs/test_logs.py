@@ -159,7 +159,7 @@ async def test_what_is_logged_during_a_call_has_its_id(serve, logs):
         raise RuntimeError("broken")
 
     served = await serve(FakeRuntime(LIMITS, broken), server_config={"access_log": "text"})
-    request = pb.QueryRequest(question="?")
+    request = pb.QueryRequest(query=pb.QueryTask(question="?"))
     request.options.request_id = "r-7"
     assert (await failure(served.vision.Query(request))).code is grpc.StatusCode.INTERNAL
     # The access log has its line after the caller has its status.

@@ -23,6 +23,7 @@ from kestrel_grpc.settings.debug import DebugConfig
 from kestrel_grpc.settings.http import HttpConfig
 from tests.kserve.conftest import infer
 from tests.service.conftest import NO_END, EndlessRuntime, raw_image
+from tests.service.images.test_images import id_of
 from tests.service.security.test_admin import CONFIG, METADATA, Admin, query
 from tests.service.statuses import failure
 from tests.waiting import outlived, until
@@ -52,7 +53,7 @@ async def test_refused_without_a_folder_and_images_without_leave(serve, tmp_path
     told = await failure(admin.StartCapture())
     assert (told.code, told.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "CAPTURE_UNAVAILABLE")
     admin = Admin(await serve(server_config=config(tmp_path)))
-    told = await failure(admin.StartCapture(pictures=True))
+    told = await failure(admin.StartCapture(images=True))
     assert told.message == "the server was started without --capture-images"
     for number in (0, 101):
         assert (await failure(admin.StartCapture(requests=number))).fields == ["requests"]
@@ -91,9 +92,9 @@ async def test_what_a_file_holds_and_what_not(serve, tmp_path):
     assert (told["method"], told["code"]) == ("kestrel.v1.VisionService/Query", "INTERNAL")
     assert (told["request_id"], told["model"]) == ("the-id", "fake")
     assert told["error"] == "RuntimeFailure" and "RuntimeFailure" in told["traceback"][-1]
-    assert told["request"]["question"] == "what?"
-    assert "image" not in told["request"]
-    assert told["picture_left_out"]["bytes"] == 60 * 40 * 3
+    assert told["request"]["query"]["question"] == "what?"
+    assert told["request"]["images"] == [{}]
+    assert [each["bytes"] for each in told["images_left_out"]] == [60 * 40 * 3]
 
 
 async def test_requests_by_kserve_and_http_are_captured_as_what_they_became(serve, tmp_path):
@@ -111,35 +112,34 @@ async def test_requests_by_kserve_and_http_are_captured_as_what_they_became(serv
         response = await client.post(url, json={"question": "why?", "stream": True})
     assert "computation_failed" in response.text
     await files(admin)
-    streamed, by_kserve = sorted(read(tmp_path), key=lambda told: told["method"], reverse=True)
-    assert by_kserve["method"] == "kestrel.v1.VisionService/Query"
-    assert by_kserve["request"]["question"] == "what?"
-    assert streamed["method"] == "kestrel.v1.VisionService/StreamQuery"
-    assert streamed["request"]["question"] == "why?"
+    captured = read(tmp_path)
+    asked = {told["method"]: told["request"]["query"]["question"] for told in captured}
+    service = "kestrel.v1.VisionService"
+    assert asked == {f"{service}/Query": "what?", f"{service}/StreamQuery": "why?"}
 
 
 async def test_images_where_both_allow_it_also_those_named_by_id(serve, tmp_path):
     served = await serve(server_config=config(tmp_path, capture_images=True))
     admin = Admin(served)
     kept = await served.vision.Query(query(raw_image()), metadata=METADATA)
-    await admin.StartCapture(pictures=True)
+    await admin.StartCapture(images=True)
     await fail(served, query(raw_image()), "StreamQuery")
-    by_id = common_pb2.Image(image_id=kept.image_id)
+    by_id = common_pb2.Image(image_id=id_of(kept))
     await fail(served, query(by_id))
     await files(admin)
     streamed, named = sorted(read(tmp_path), key=lambda told: told["method"], reverse=True)
-    picture = streamed["request"]["image"]["raw"]
-    assert named["request"]["image"]["raw"]["data"] == picture["data"]
-    assert streamed["picture_left_out"] is None
+    (sent,) = streamed["request"]["images"]
+    assert named["request"]["images"][0]["raw"]["data"] == sent["raw"]["data"]
+    assert streamed["images_left_out"] == []
 
 
 async def test_a_image_by_id_is_there_though_it_was_deleted_meanwhile(serve, tmp_path):
     served = await serve(EndlessRuntime(), server_config=config(tmp_path, capture_images=True))
     admin = Admin(served)
     kept = await served.vision.Query(query(raw_image(), max_tokens=2), metadata=METADATA)
-    await admin.StartCapture(pictures=True)
-    by_id = common_pb2.Image(image_id=kept.image_id)
-    image_id = image_pb2.DeleteImageRequest(image_id=kept.image_id)
+    await admin.StartCapture(images=True)
+    by_id = common_pb2.Image(image_id=id_of(kept))
+    image_id = image_pb2.DeleteImageRequest(image_id=id_of(kept))
     call = served.vision.Query(query(by_id, max_tokens=NO_END), metadata=METADATA)
     await until(lambda: served.engine.num_requests)
     assert (await served.images.DeleteImage(image_id, metadata=METADATA)).existed
@@ -148,7 +148,7 @@ async def test_a_image_by_id_is_there_though_it_was_deleted_meanwhile(serve, tmp
     await until(lambda: not served.server.guard.admission.calls)
     await files(admin)
     [told] = read(tmp_path)
-    assert told["request"]["image"]["raw"]["width"] == 60 and told["picture_left_out"] is None
+    assert told["request"]["images"][0]["raw"]["width"] == 60 and told["images_left_out"] == []
 
 
 @pytest.mark.parametrize("task", ["analyze", "run"])
@@ -156,11 +156,11 @@ async def test_every_method_that_takes_an_id_gives_its_image(serve, tmp_path, ta
     served = await serve(server_config=config(tmp_path, capture_images=True))
     admin = Admin(served)
     kept = await served.vision.Query(query(raw_image()), metadata=METADATA)
-    by_id = common_pb2.Image(image_id=kept.image_id)
-    await admin.StartCapture(pictures=True)
+    by_id = common_pb2.Image(image_id=id_of(kept))
+    await admin.StartCapture(images=True)
     if task == "run":
         served.runtime.fail_next = RuntimeError("x")
-        request = pb.RunSkillRequest(skill="caption", image=by_id)
+        request = pb.RunSkillRequest(image=by_id, skill=pb.SkillTask(name="caption"))
         call = served.vision.RunSkill(request, metadata=METADATA)
     else:
         request = pb.AnalyzeRequest(image=by_id, tasks=[{"caption": {}}])
@@ -180,12 +180,12 @@ async def test_without_leave_a_image_by_id_is_left_out_with_what_tells_it(serve,
     admin = Admin(served)
     kept = await served.vision.Query(query(raw_image()), metadata=METADATA)
     await admin.StartCapture()
-    await fail(served, query(common_pb2.Image(image_id=kept.image_id)))
+    await fail(served, query(common_pb2.Image(image_id=id_of(kept))))
     await files(admin)
     [told] = read(tmp_path)
     sha = hashlib.sha256(raw_image().raw.data).hexdigest()
-    assert told["picture_left_out"] == {"source": "image_id", "bytes": 7200, "sha256": sha}
-    assert "image" not in told["request"]
+    assert told["images_left_out"] == [{"source": "image_id", "bytes": 7200, "sha256": sha}]
+    assert told["request"]["images"] == [{}]
 
 
 def broken_once(served):
@@ -215,7 +215,7 @@ def upload_of(data, info=None):
 async def test_an_upload_that_fails_is_captured_and_done_again(serve, tmp_path, replay):
     served = await serve(server_config=config(tmp_path, capture_images=True))
     admin = Admin(served)
-    await admin.StartCapture(pictures=True)
+    await admin.StartCapture(images=True)
     served.server.served.engine().prepare_image = broken_once(served)
     data = png()
     info = image_pb2.UploadInfo(size_bytes=len(data), sha256=hashlib.sha256(data).digest())
@@ -241,7 +241,7 @@ async def test_an_upload_without_its_image_asks_for_one(serve, tmp_path, replay,
     [name] = await files(admin)
     [told] = read(tmp_path)
     sha = hashlib.sha256(data).hexdigest()
-    assert told["picture_left_out"] == {"source": "upload", "bytes": len(data), "sha256": sha}
+    assert told["images_left_out"] == [{"source": "upload", "bytes": len(data), "sha256": sha}]
     assert [list(message) for message in told["request"]] == [["info"]]
     other = tmp_path / "other.png"
     other.write_bytes(png(width=9))
@@ -260,7 +260,7 @@ async def test_an_upload_that_stalls_is_captured_with_what_came(serve, tmp_path)
         await stalled.wait()
 
     async def captured(timeout):
-        await admin.StartCapture(pictures=True)
+        await admin.StartCapture(images=True)
         call = served.images.UploadImage(stalls(), metadata=METADATA, timeout=timeout)
         assert (await failure(call)).code is grpc.StatusCode.DEADLINE_EXCEEDED
         await until(lambda: not served.server.guard.admission.calls)
@@ -316,7 +316,7 @@ async def test_a_full_disk_costs_the_file_only(serve, tmp_path, monkeypatch, cap
         assert (await admin.StopCapture()).lost == 1
     assert "No space left" in caplog.text
     assert list(tmp_path.iterdir()) == []
-    assert (await served.vision.Query(query(), metadata=METADATA)).answer
+    assert (await served.vision.Query(query(), metadata=METADATA)).answers[0].text
 
 
 @pytest.fixture
@@ -335,7 +335,7 @@ def replay(monkeypatch, capsys):
 async def test_a_replay_does_it_again(serve, tmp_path, replay):
     served = await serve(server_config=config(tmp_path, capture_images=True))
     admin = Admin(served)
-    await admin.StartCapture(pictures=True)
+    await admin.StartCapture(images=True)
     await fail(served, query(raw_image()), "StreamQuery")
     [name] = await files(admin)
     status, told = await replay(served, tmp_path / name)
@@ -351,35 +351,30 @@ async def test_several_images_are_captured_or_left_out_and_given_again(serve, tm
     served = await serve(server_config=config(tmp_path, capture_images=True))
     admin = Admin(served)
     kept = await served.vision.Query(query(raw_image(), max_tokens=2), metadata=METADATA)
-    by_id = common_pb2.Image(image_id=kept.image_id)
+    by_id = common_pb2.Image(image_id=id_of(kept))
     request = query(raw_image(30, 30))
-    request.history.add(question="a", answer="b", images=[by_id])
-    request.images.append(raw_image(20, 20))
-    await admin.StartCapture(pictures=True)
+    request.query.history.add(question="a", answer="b", num_images=2)
+    request.images.extend([by_id, raw_image(20, 20)])
+    await admin.StartCapture(images=True)
     await fail(served, request)
     [name] = await files(admin)
     [told] = read(tmp_path)
-    sizes = [
-        told["request"]["image"]["raw"]["width"],
-        told["request"]["history"][0]["images"][0]["raw"]["width"],
-        told["request"]["images"][0]["raw"]["width"],
-    ]
-    assert sizes == [30, 60, 20] and told["picture_left_out"] is None
+    sizes = [image["raw"]["width"] for image in told["request"]["images"]]
+    assert sizes == [30, 60, 20] and told["images_left_out"] == []
     (tmp_path / name).unlink()
     await admin.StartCapture()
     await fail(served, request)
     [name] = await files(admin)
     [told] = read(tmp_path)
-    facts = told["picture_left_out"]
-    assert [facts["bytes"], *(each["bytes"] for each in facts["more"])] == [2700, 7200, 1200]
-    assert told["request"]["image"] == {} and told["request"]["images"] == [{}]
+    assert [each["bytes"] for each in told["images_left_out"]] == [2700, 7200, 1200]
+    assert told["request"]["images"] == [{}, {}, {}]
     images = []
     for side in (30, 40, 20):
         images += ["--image", str(tmp_path / f"{side}.png")]
         Image.new("RGB", (side, side)).save(images[-1])
     status, lines = await replay(served, tmp_path / name, *images)
     assert status == 0
-    assert [i["image_size"]["width"] for i in json.loads(lines[-2])["images"]] == [30, 40, 20]
+    assert [i["size"]["width"] for i in json.loads(lines[-2])["info"]["images"]] == [30, 40, 20]
     status, lines = await replay(served, tmp_path / name, *images[:2])
     assert status == 1 and not lines
 
@@ -389,23 +384,23 @@ def test_a_replay_asks_for_the_image_that_was_left_out(tmp_path, capsys):
     told = {
         "kestrel_capture": 1,
         "method": "kestrel.v1.VisionService/Query",
-        "request": {"question": "what?"},
+        "request": {"query": {"question": "what?"}, "images": [{}]},
         "code": "INTERNAL",
         "model": None,
-        "picture_left_out": {"source": "encoded", "bytes": 3, "sha256": "abc"},
+        "images_left_out": [{"source": "encoded", "bytes": 3, "sha256": "abc"}],
     }
     path.write_text(json.dumps(told))
     assert main(["replay", str(path)]) == 1
     words = "the capture does not hold the image, of 3 bytes, SHA-256 abc: give it with --image"
     assert words in capsys.readouterr().err
-    told["picture_left_out"]["more"] = [{"source": "image_id"}]
+    told["images_left_out"].append({"source": "image_id"})
     path.write_text(json.dumps(told))
     assert main(["replay", str(path)]) == 1
     assert "does not hold image 1 of 2, of 3 bytes" in capsys.readouterr().err
     upload = {"method": "kestrel.v1.ImageService/UploadImage", "request": 5}
     wrong = (
         {"kestrel_capture": 2}, {"method": ["a"]}, {"method": "x/y"}, upload, {"request": "no"},
-        {"request": {"nofield": 1}}, {"picture_left_out": "bytes"},
+        {"request": {"nofield": 1}}, {"images_left_out": "bytes"},
     )  # fmt: skip
     for broken in ("{}", "no", "[]", "[" * 10**5, *(json.dumps({**told, **bad}) for bad in wrong)):
         path.write_text(broken)
@@ -420,35 +415,37 @@ def test_a_replay_in_process(tmp_path, capsys):
     told = {
         "kestrel_capture": 1,
         "method": "kestrel.v1.VisionService/Query",
-        "request": {"question": "ready?", "options": {"model": "another"}},
+        "request": {"query": {"question": "ready?"}, "options": {"model": "another"}},
         "code": "INTERNAL",
         "model": "another",
-        "picture_left_out": None,
+        "images_left_out": [],
     }
     path.write_text(json.dumps(told))
     assert main(["replay", str(path), "--in-process"]) == 0
     assert "captured from another, repeated with kestrel-tiny" in capsys.readouterr().out
 
 
-async def test_a_frame_is_captured_as_a_stream_of_one_message(serve, tmp_path, replay):
+async def test_a_frame_is_captured_with_the_message_that_opened_its_stream(serve, tmp_path, replay):
     """The image only if that is allowed, as for other requests, and never the salt."""
     served = await serve(server_config=config(tmp_path))
     admin = Admin(served)
     await admin.StartCapture()
-    tasks = [{"caption": {"sampling": {"max_tokens": 2}}}]
+    tasks = [{"caption": {"max_tokens": 2}}]
     frames = [
         pb.StreamFramesRequest(config={"tasks": tasks, "options": {"cache_salt": SECRET}}),
-        pb.StreamFramesRequest(frame=pb.Frame(id=5, image=raw_image())),
+        pb.StreamFramesRequest(frame=pb.Frame(frame_id=5, image=raw_image())),
     ]
     served.server.served.engine().prepare_image = broken_once(served)
     responses = [r async for r in served.vision.StreamFrames(frames, metadata=METADATA)]
     assert [r.error.code for r in responses] == [grpc.StatusCode.INTERNAL.value[0]]
     [name] = await files(admin)
     [told] = read(tmp_path)
-    assert told["request"]["frame"] == {"id": "5", "image": {}}
-    assert SECRET not in json.dumps(told) and told["picture_left_out"]["source"] == "raw"
-    picture = tmp_path / "picture.png"
-    Image.new("RGB", (60, 40)).save(picture)
-    status, lines = await replay(served, tmp_path / name, "--image", str(picture))
+    opening, frame = told["request"]
+    assert opening["config"]["tasks"] == tasks
+    assert frame == {"frame": {"frame_id": "5", "image": {}}}
+    assert SECRET not in json.dumps(told) and told["images_left_out"][0]["source"] == "raw"
+    path = tmp_path / "image.png"
+    Image.new("RGB", (60, 40)).save(path)
+    status, lines = await replay(served, tmp_path / name, "--image", str(path))
     assert status == 0 and lines[-1] == "OK"
     assert json.loads(lines[-2])["frame_id"] == "5" and "results" in json.loads(lines[-2])

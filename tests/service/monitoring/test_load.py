@@ -32,13 +32,17 @@ from tests.waiting import until
 
 TRAILER = "endpoint-load-metrics-bin"
 BUF = Path(sys.executable).parent / "buf"
-SHORT = {"question": "?", "sampling": {"maxTokens": 2}}
+SHORT = {"query": {"question": "?", "maxTokens": 2}}
 LOAD = model_service_pb2.GetLoadRequest()
 
 
 def query(max_tokens=2, **fields):
-    sampling = common_pb2.Sampling(max_tokens=max_tokens, temperature=0)
-    return pb.QueryRequest(question="what?", sampling=sampling, **fields)
+    return pb.QueryRequest(
+        query=pb.QueryTask(
+            question="what?", max_tokens=max_tokens, sampling=common_pb2.Sampling(temperature=0)
+        ),
+        **fields,
+    )
 
 
 def orca_message():
@@ -119,7 +123,7 @@ async def test_the_load_of_a_busy_server(stopped_clock, serve):
         served.runtime.ends.set()
         answers = await asyncio.gather(*calls)
         for _ in range(2):
-            answers.append(await served.vision.Query(query(image=raw_image())))
+            answers.append(await served.vision.Query(query(images=[raw_image()])))
         tokens = sum(answer.usage.output_tokens for answer in answers)
         after = await client.server_load()
         assert (after.running_requests, after.waiting_requests) == (0, 0)

@@ -27,14 +27,14 @@ async def test_refused_without_a_folder_a_model_or_a_start(serve, tmp_path):
     assert (await failure(admin.StopProfile())).message == "no profile was started"
     admin = Admin(await serve(load=False, server_config=config(tmp_path)))
     assert (await failure(admin.StartProfile())).message == "no model is ready"
-    for field, value in (("seconds", 61), ("seconds", float("nan")), ("steps", 0)):
+    for field, value in (("duration_ms", 60_001), ("duration_ms", -1), ("steps", 0)):
         assert (await failure(admin.StartProfile(**{field: value}))).fields == [field]
 
 
 async def test_it_records_steps_and_tells_of_its_file(serve, tmp_path):
     served = await serve(EndlessRuntime(), server_config=config(tmp_path))
     admin = Admin(served)
-    started = await admin.StartProfile(seconds=60, steps=20)
+    started = await admin.StartProfile(duration_ms=60_000, steps=20)
     assert (await failure(admin.StartProfile())).message == "a profile is being recorded already"
     await served.vision.Query(query(max_tokens=60), metadata=METADATA)
     stopped = await admin.StopProfile()
@@ -44,7 +44,7 @@ async def test_it_records_steps_and_tells_of_its_file(serve, tmp_path):
     assert (path.name, path.stat().st_size) == (started.file, stopped.size_bytes)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    again = await admin.StartProfile(seconds=0.1)
+    again = await admin.StartProfile(duration_ms=100)
     assert again.file != started.file
     assert (await admin.StopProfile()).file == again.file
 
@@ -62,6 +62,6 @@ async def test_the_folder_has_a_bound(serve, tmp_path):
 
 async def test_a_server_that_stops_writes_what_it_has(serve, tmp_path):
     served = await serve(server_config=config(tmp_path))
-    started = await Admin(served).StartProfile(seconds=60)
+    started = await Admin(served).StartProfile(duration_ms=60_000)
     await served.server.stop(grace_s=0)
     assert [path.name for path in tmp_path.iterdir()] == [started.file]

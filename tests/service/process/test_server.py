@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
+from kestrel_client._pb.kestrel.v1 import model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.service_names import ADMIN_SERVICE, IMAGE_SERVICE, MODEL_SERVICE, VISION_SERVICE
@@ -30,8 +30,8 @@ from tests.waiting import until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-SHORT = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=2))
-LONG = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=200))
+SHORT = pb.QueryRequest(query=pb.QueryTask(question="?", max_tokens=2))
+LONG = pb.QueryRequest(query=pb.QueryTask(question="?", max_tokens=200))
 BUF = Path(sys.executable).parent / "buf"
 
 
@@ -208,10 +208,10 @@ async def test_buf_curl_lists_and_calls_without_protos(serve, reflection):
     assert f"{VISION_SERVICE}/StreamSegment" in methods
     assert f"{MODEL_SERVICE}/GetServerInfo" in methods
     answer = await curl("-d", SHORT_JSON, f"{url}/{VISION_SERVICE}/Query")
-    assert json.loads(answer)["model"] == "fake"
+    assert json.loads(answer)["info"]["model"] == "fake"
 
 
-SHORT_JSON = '{"question": "?", "sampling": {"maxTokens": 2}}'
+SHORT_JSON = '{"query": {"question": "?", "maxTokens": 2}}'
 
 
 async def test_the_model_service_answers_before_and_after_loading(serve):
@@ -220,17 +220,23 @@ async def test_the_model_service_answers_before_and_after_loading(serve):
     assert model.state == model_service_pb2.MODEL_STATE_LOADING
     assert model.name == "kestrel-tiny"
     info = await served.models.GetServerInfo(model_service_pb2.GetServerInfoRequest())
-    assert info.weights_fingerprint == ""
     assert info.limits.max_queue == 7
     await served.server.load()
     (model,) = (await served.models.ListModels(model_service_pb2.ListModelsRequest())).models
     assert model.state == model_service_pb2.MODEL_STATE_READY
     assert model.family == "moondream3"
-    assert list(model.skills) == ["query", "caption", "point", "detect", "segment"]
+    assert (model.device, model.dtype, model.max_batch_size) == ("fake", "none", 3)
+    assert [each.name for each in model.skills] == [
+        "query",
+        "caption",
+        "point",
+        "detect",
+        "segment",
+    ]
     assert (model.image_positions, model.context_positions) == (81, 300)
     got = await served.models.GetModel(model_service_pb2.GetModelRequest())
     assert got.model == model
-    named = await served.models.GetModel(model_service_pb2.GetModelRequest(name=model.name))
+    named = await served.models.GetModel(model_service_pb2.GetModelRequest(model=model.name))
     assert named.model == model
     info = await served.models.GetServerInfo(model_service_pb2.GetServerInfoRequest())
     assert info.api_version == "kestrel.v1"
@@ -238,17 +244,16 @@ async def test_the_model_service_answers_before_and_after_loading(serve):
     assert info.limits.max_message_bytes == 33 * 1024 * 1024
     assert info.limits.max_image_bytes == 32 * 1024 * 1024
     assert info.limits.default_temperature == 0.2
-    assert info.limits.max_context_positions == 300
-    assert {"jpeg", "png", "webp"} <= set(info.capabilities.image_formats)
+    assert {"jpeg", "png", "webp"} <= set(info.image_formats)
     assert info.library_versions["grpcio"] == grpc.__version__
 
 
 async def test_messages_up_to_the_limit_are_taken(serve):
     served = await serve(server_config={"max_message_bytes": 6 * 1024 * 1024})
-    request = pb.CaptionRequest(image=raw_image(1600, 1200), sampling=SHORT.sampling)
+    request = pb.CaptionRequest(image=raw_image(1600, 1200), caption=pb.CaptionTask(max_tokens=2))
     assert request.ByteSize() > 5 * 1024 * 1024
-    assert (await served.vision.Caption(request)).image_size.width == 1600
-    request = pb.CaptionRequest(image=raw_image(2000, 1200), sampling=SHORT.sampling)
+    assert (await served.vision.Caption(request)).info.images[0].size.width == 1600
+    request = pb.CaptionRequest(image=raw_image(2000, 1200), caption=pb.CaptionTask(max_tokens=2))
     told = await failure(served.vision.Caption(request))
     assert told.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert (await served.vision.Query(SHORT)).usage.output_tokens == 2
@@ -284,7 +289,7 @@ async def test_answers_are_compressed_for_who_takes_it(serve, compression):
         for taken in (7, 1):  # gzip, deflate and none; none
             options = [("grpc.compression_enabled_algorithms_bitset", taken)]
             async with grpc.aio.insecure_channel(address, options=options) as channel:
-                assert (await type(served.vision)(channel).Query(LONG)).answer == "a" * 200
+                assert (await type(served.vision)(channel).Query(LONG)).answers[0].text == "a" * 200
             sizes.append(received - sum(sizes))
         await asyncio.gather(*passed)
     assert (sizes[0] < sizes[1] - 100) == (compression != "off"), sizes
@@ -294,10 +299,12 @@ async def test_a_unix_socket_serves_and_leaves_no_file(serve, tmp_path):
     path = tmp_path / "kestrel.sock"
     served = await serve(listen=f"unix:{path}")
     assert served.server.addresses == (f"unix:{path}",)
-    assert (await served.vision.Query(SHORT)).model == "fake"
+    assert (await served.vision.Query(SHORT)).info.model == "fake"
     with pytest.raises(AddressError, match="already in use"):
         await serve(listen=f"unix:{path}")
-    assert (await served.vision.Query(SHORT)).model == "fake", "the second did not harm the first"
+    assert (await served.vision.Query(SHORT)).info.model == "fake", (
+        "the second did not harm the first"
+    )
     await served.server.stop(grace_s=0)
     assert not path.exists()
 
@@ -308,7 +315,7 @@ async def test_the_socket_of_a_dead_server_is_taken_over(serve, tmp_path):
     dead.bind(os.fspath(path))
     dead.close()
     served = await serve(listen=f"unix:{path}")
-    assert (await served.vision.Query(SHORT)).model == "fake"
+    assert (await served.vision.Query(SHORT)).info.model == "fake"
 
 
 async def test_addresses_that_cannot_be_listened_on_are_named(serve, tmp_path):
@@ -335,7 +342,7 @@ async def test_stopping_lets_running_requests_end_and_refuses_new_ones(serve):
     assert (told.reason, told.retry_after_s) == ("SHUTTING_DOWN", 1.0)
     served.runtime.gate.set()
     events = [event async for event in call]
-    assert events[-1].final.answer == "a" * 200
+    assert events[-1].final.answers[0].text == "a" * 200
     await stopping
     told = await failure(served.vision.Query(SHORT, timeout=60))
     assert told.code is grpc.StatusCode.UNAVAILABLE
@@ -366,7 +373,7 @@ async def test_an_engine_that_dies_ends_the_delay(serve):
 
 async def test_the_end_of_the_grace_period_ends_what_still_runs(serve):
     served = await serve(EndlessRuntime())
-    request = pb.QueryRequest(question="?", sampling=common_pb2.Sampling(max_tokens=NO_END))
+    request = pb.QueryRequest(query=pb.QueryTask(question="?", max_tokens=NO_END))
     call = aiter(served.vision.StreamQuery(request))
     await anext(call)
     stopping = asyncio.create_task(served.server.stop(grace_s=0.1))

@@ -54,11 +54,14 @@ async def test_whole_image_and_crops(client):
     assert boxes[1].x_max > boxes[2].x_min > 0
     assert len({tuple(crop.array) for crop in result.crops}) == len(result.crops)
     assert result.image_size == (300, 200) and result.model == "fake" and result.request_id
-    assert result.timings.total_time_ms > 0
+    assert result.timings.total_ms > 0
     again = await client.embed(
         ImageHandle(result.image_id), whole_image=False, crops=True, dtype="float16"
     )
-    assert again.whole_image is None and again.crops[0].array.dtype == np.float16
+    assert (
+        not any(each.crop is None for each in again.embeddings)
+        and again.crops[0].array.dtype == np.float16
+    )
     plain = result.to_dict()
     assert plain["whole_image"]["vector"] == vector.tolist() and len(plain["crops"]) == len(boxes)
     json.dumps(plain)
@@ -106,12 +109,13 @@ async def test_many_images_in_one_call_of_the_client(client):
 async def test_what_is_refused(serve):
     served = await serve()
     cases = [
-        ({"whole_image": False}, "crops", "must be true if whole_image is false"),
-        ({"pooling": 9}, "pooling", "9 is not a value of EmbeddingPooling"),
-        ({"dtype": 9}, "dtype", "9 is not a value of EmbeddingDtype"),
+        ({"parts": 9}, "embed.parts", "9 is not a value of EmbeddingParts"),
+        ({"pooling": 9}, "embed.pooling", "9 is not a value of EmbeddingPooling"),
+        ({"dtype": 9}, "embed.dtype", "9 is not a value of EmbeddingDtype"),
     ]
     for fields, field, text in cases:
-        error = await failure(served.vision.Embed(pb.EmbedRequest(image=raw_image(), **fields)))
+        request = pb.EmbedRequest(image=raw_image(), embed=fields)
+        error = await failure(served.vision.Embed(request))
         assert error.code is grpc.StatusCode.INVALID_ARGUMENT
         assert (error.fields, text in error.message) == ([field], True), error
     error = await failure(served.vision.Embed(pb.EmbedRequest()))
@@ -130,7 +134,7 @@ async def test_embeddings_larger_than_a_message_need_a_stream(serve):
     async with AsyncKestrelClient(served.server.addresses[0]) as client:
         with pytest.raises(InvalidArgumentError) as refused:
             await client.embed(WIDE, crops=True, pooling="none")
-        assert "pooling: 4 embeddings take 2654208 bytes, the limit is" in str(refused.value)
+        assert "embed.pooling: 4 embeddings take 2654208 bytes, the limit is" in str(refused.value)
         assert "use a stream" in str(refused.value)
         assert not any(plan.embed for plan in served.runtime.plans)
         assert (
@@ -156,17 +160,28 @@ async def test_a_failed_step_fails_the_call_and_the_next_one_works(serve):
     runtime = FakeRuntime(LIMITS)
     served = await serve(runtime)
     runtime.fail_next = RuntimeError("scripted")
-    request = pb.EmbedRequest(image=raw_image(), crops=True)
+    request = pb.EmbedRequest(
+        image=raw_image(), embed={"parts": pb.EMBEDDING_PARTS_IMAGE_AND_CROPS}
+    )
     assert (await failure(served.vision.Embed(request))).code is grpc.StatusCode.INTERNAL
-    assert (await served.vision.Embed(request)).whole_image.rows == 1
+    response = await served.vision.Embed(request)
+    assert [each.rows for each in response.embeddings] == [1, 1]
+    assert [each.HasField("crop") for each in response.embeddings] == [False, True]
+    assert not response.info.seed and response.info.images[0].image_id
+    events = [event async for event in served.vision.StreamEmbed(request)]
+    assert events[0].started.images == response.info.images
+    assert [event.embedding for event in events[1:-1]] == list(response.embeddings)
+    assert not events[-1].final.embeddings and [e.sequence for e in events] == [0, 1, 2, 3]
 
 
 async def test_it_is_no_skill_of_the_registry(serve):
     served = await serve()
     model = (await served.models.GetModel(model_service_pb2.GetModelRequest())).model
-    assert "embed" not in model.skills
+    assert "embed" not in {skill.name for skill in model.skills}
     error = await failure(
-        served.vision.RunSkill(pb.RunSkillRequest(skill="embed", image=raw_image()))
+        served.vision.RunSkill(
+            pb.RunSkillRequest(image=raw_image(), skill=pb.SkillTask(name="embed"))
+        )
     )
     assert error.code is grpc.StatusCode.NOT_FOUND
 

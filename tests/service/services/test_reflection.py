@@ -24,13 +24,11 @@ async def files_of(channel, symbol):
 
 async def test_a_field_has_its_comment_and_its_rule(serve):
     served = await serve()
-    vision, *others = await files_of(served.channel, "kestrel.v1.QueryRequest")
+    vision, *others = await files_of(served.channel, "kestrel.v1.QueryTask")
     assert {file.name for file in others} >= {
         "kestrel/v1/common.proto", "buf/validate/validate.proto"
     }  # fmt: skip
-    index, query = next(
-        (i, m) for i, m in enumerate(vision.message_type) if m.name == "QueryRequest"
-    )
+    index, query = next((i, m) for i, m in enumerate(vision.message_type) if m.name == "QueryTask")
     place, field = next((i, f) for i, f in enumerate(query.field) if f.name == "question")
     comments = {tuple(p.path): p.leading_comments for p in vision.source_code_info.location}
     assert "question" in comments[4, index, 2, place].lower()

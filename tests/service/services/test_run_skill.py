@@ -1,4 +1,4 @@
-"""RunSkill and StreamSkill over a real socket: the five skills by name, and the plug-in of docs/skills.md itself."""
+"""RunSkill and StreamRunSkill over a real socket: the five skills by name, and the plug-in of docs/skills.md itself."""
 
 import asyncio
 import re
@@ -43,18 +43,21 @@ def struct(**values):
     return message
 
 
-def run(skill="query", arguments=None, *, image=True, settings=None, **fields):
+def run(skill="query", arguments=None, *, image=True, settings=None, options=None, **fields):
     return pb.RunSkillRequest(
-        skill=skill,
         image=raw_image() if image else None,
-        arguments=struct(**({"question": "what?"} if arguments is None else arguments)),
-        settings=struct(**(settings or {})),
-        **fields,
+        options=options,
+        skill=pb.SkillTask(
+            name=skill,
+            arguments=struct(**({"question": "what?"} if arguments is None else arguments)),
+            settings=struct(**(settings or {})),
+            **fields,
+        ),
     )
 
 
 def stream(served, request):
-    return served.vision.StreamSkill(request)
+    return served.vision.StreamRunSkill(request)
 
 
 async def test_the_guides_skill_answers_over_the_wire(serve, plugin):
@@ -64,10 +67,12 @@ async def test_the_guides_skill_answers_over_the_wire(serve, plugin):
     assert reply.output.fields.keys() == {"yes"}
     assert reply.finish_reason == common_pb2.FINISH_REASON_STOP
     assert reply.usage.output_tokens == 1
-    assert (reply.image_size.width, reply.image_size.height) == (60, 40)
-    assert reply.image_id and reply.model == "fake"
+    (seen,) = reply.info.images
+    assert (seen.size.width, seen.size.height) == (60, 40)
+    assert seen.image_id and reply.info.model == "fake"
     events = [event async for event in stream(served, run("yes_no", question))]
     assert [e.WhichOneof("event") for e in events] == ["started", "text_delta", "final"]
+    assert events[0].started == events[2].final.info
     assert events[1].text_delta.text == ("yes" if reply.output["yes"] else "no")
     assert events[2].final.output == reply.output
     direct = await served.engine.submit("yes_no", PIXELS, question)
@@ -82,21 +87,28 @@ async def test_the_guides_skill_answers_over_the_wire(serve, plugin):
 async def test_the_guides_skill_is_listed_and_refuses_well(serve, plugin):
     served = await serve(skills=plugin)
     (model,) = (await served.models.ListModels(model_service_pb2.ListModelsRequest())).models
-    assert list(model.skills) == ["query", "caption", "point", "detect", "segment", "yes_no"]
+    assert [skill.name for skill in model.skills] == [
+        "query",
+        "caption",
+        "point",
+        "detect",
+        "segment",
+        "yes_no",
+    ]
     told = await failure(served.vision.RunSkill(run("yes_no", {"question": " "})))
-    assert (told.code, told.fields) == (INVALID, ["arguments.question"])
+    assert (told.code, told.fields) == (INVALID, ["skill.arguments.question"])
     told = await failure(served.vision.RunSkill(run("yes_no", {})))
-    assert told.fields == ["arguments.question"]
+    assert told.fields == ["skill.arguments.question"]
     told = await failure(served.vision.RunSkill(run("yes_no", {"question": "?", "x": 1})))
-    assert told.fields == ["arguments.x"]
+    assert told.fields == ["skill.arguments.x"]
     told = await failure(served.vision.RunSkill(run("yes_no", {"question": "x" * 400})))
-    assert (told.fields, told.reason) == (["arguments.question"], "CONTEXT_LENGTH_EXCEEDED")
+    assert (told.fields, told.reason) == (["skill.arguments.question"], "CONTEXT_LENGTH_EXCEEDED")
     told = await failure(served.vision.RunSkill(run("yes_no", image=False)))
     assert told.fields == ["image"]
     told = await failure(
-        served.vision.RunSkill(run("yes_no", sampling=common_pb2.Sampling(max_tokens=3)))
+        served.vision.RunSkill(run("yes_no", max_tokens=3, sampling={"top_p": 0.5}))
     )
-    assert told.fields == ["sampling.max_tokens"]
+    assert told.fields == ["skill.max_tokens"]
 
 
 async def test_the_guides_call_runs_as_it_stands(serve, plugin, capsys):
@@ -107,40 +119,42 @@ async def test_the_guides_call_runs_as_it_stands(serve, plugin, capsys):
     assert capsys.readouterr().out in ("True\n", "False\n")
 
 
-GREEDY = common_pb2.Sampling(temperature=0, max_tokens=6)
+GREEDY = {"max_tokens": 6, "sampling": common_pb2.Sampling(temperature=0)}
 
 
 async def test_the_five_skills_by_name(serve):
     served = await serve()
-    reply = await served.vision.RunSkill(run(sampling=GREEDY))
+    reply = await served.vision.RunSkill(run(**GREEDY))
     typed = await served.vision.Query(
-        pb.QueryRequest(image=raw_image(), question="what?", sampling=GREEDY)
+        pb.QueryRequest(images=[raw_image()], query=pb.QueryTask(question="what?", **GREEDY))
     )
-    assert reply.output["answer"] == typed.answer
+    assert reply.output["answer"] == typed.answers[0].text
     same = run(settings={"temperature": 0, "max_tokens": 6})
     assert (await served.vision.RunSkill(same)).output == reply.output
     found = await served.vision.RunSkill(
         run("detect", {"object": "cat"}, settings={"max_objects": 2})
     )
     boxes = await served.vision.Detect(
-        pb.DetectRequest(image=raw_image(), object="cat", max_objects=2)
+        pb.DetectRequest(image=raw_image(), detect=pb.DetectTask(objects=["cat"], max_objects=2))
     )
     clipped = [
         {edge: min(1.0, max(0.0, value)) for edge, value in item.items()}
         for item in found.output["objects"]
     ]
     assert [pytest.approx(item, abs=1e-6) for item in clipped] == [
-        {edge: getattr(box, edge) for edge in ("x_min", "y_min", "x_max", "y_max", "score")}
-        for box in boxes.objects
+        {edge: getattr(each.box, edge) for edge in ("x_min", "y_min", "x_max", "y_max")}
+        | {"score": each.score}
+        for each in boxes.detections
     ]
     refs = {"object": "cat", "spatial_refs": [[0.25, 0.5], [0, 0, 1, 1]]}
     assert (await served.vision.RunSkill(run("point", refs))).output["points"]
     two = run("detect", {"object": "cat"}, settings={"max_objects": 2})
     events = [event async for event in stream(served, two)]
     kinds = [event.WhichOneof("event") for event in events]
-    assert kinds == ["started", *["box"] * len(boxes.objects), "final"]
+    assert kinds == ["started", *["detection"] * len(boxes.detections), "final"]
+    assert {event.detection.label for event in events[1:-1]} == {"cat"}
     assert [event.sequence for event in events] == list(range(len(events)))
-    assert (await served.vision.RunSkill(run(image=False, sampling=GREEDY))).output["answer"]
+    assert (await served.vision.RunSkill(run(image=False, **GREEDY))).output["answer"]
 
 
 @pytest.mark.parametrize("family", ["moondream2", "moondream3"])
@@ -149,37 +163,40 @@ async def test_an_unknown_skill_is_not_found(serve, family):
     name = "segment" if family == "moondream2" else "dream"
     told = await failure(served.vision.RunSkill(run(name, {"object": "cat"})))
     assert told.code is grpc.StatusCode.NOT_FOUND
-    assert (told.reason, told.fields) == ("SKILL_NOT_FOUND", ["skill"])
+    assert (told.reason, told.fields) == ("SKILL_NOT_FOUND", ["skill.name"])
     assert f"{name!r}" in told.message and "query, caption, point, detect" in told.message
-    assert (await failure(stream(served, run(name)))).fields == ["skill"]
+    assert (await failure(stream(served, run(name)))).fields == ["skill.name"]
 
 
 BAD = {
-    "no skill": (run(""), "skill"),
-    "a long name": (run("x" * 129), "skill"),
-    "a setting out of range": (run(settings={"top_p": 2}), "settings.top_p"),
-    "sampling out of range": (run(sampling=common_pb2.Sampling(top_p=2)), "sampling.top_p"),
-    "both": (run(settings={"seed": 1}, sampling=common_pb2.Sampling(seed=1)), "settings.seed"),
-    "an unknown setting": (run(settings={"depth": 1}), "settings.depth"),
-    "text for a number": (run(settings={"max_tokens": "2"}), "settings.max_tokens"),
-    "half a token": (run(settings={"max_tokens": 2.5}), "settings.max_tokens"),
-    "a number for text": (run(arguments={"question": 7}), "arguments.question"),
-    "nothing for text": (run(arguments={"question": None}), "arguments.question"),
+    "no skill": (run(""), "skill.name"),
+    "a long name": (run("x" * 129), "skill.name"),
+    "a setting out of range": (run(settings={"top_p": 2}), "skill.settings.top_p"),
+    "sampling out of range": (run(sampling=common_pb2.Sampling(top_p=2)), "skill.sampling.top_p"),
+    "both": (
+        run(settings={"seed": 1}, sampling=common_pb2.Sampling(seed=1)),
+        "skill.settings.seed",
+    ),
+    "an unknown setting": (run(settings={"depth": 1}), "skill.settings.depth"),
+    "text for a number": (run(settings={"max_tokens": "2"}), "skill.settings.max_tokens"),
+    "half a token": (run(settings={"max_tokens": 2.5}), "skill.settings.max_tokens"),
+    "a number for text": (run(arguments={"question": 7}), "skill.arguments.question"),
+    "nothing for text": (run(arguments={"question": None}), "skill.arguments.question"),
     "a ref of three": (
         run("point", {"object": "cat", "spatial_refs": [[0, 0, 0]]}),
-        "arguments.spatial_refs[0]",
+        "skill.arguments.spatial_refs[0]",
     ),
-    "a long prompt": (run(arguments={"question": "x" * 400}), "arguments.question"),
-    "too many tokens": (run(settings={"max_tokens": 1000}), "settings.max_tokens"),
+    "a long prompt": (run(arguments={"question": "x" * 400}), "skill.arguments.question"),
+    "too many tokens": (run(settings={"max_tokens": 1000}), "skill.settings.max_tokens"),
     "salt": (run(options=common_pb2.RequestOptions(cache_salt="x" * 129)), "options.cache_salt"),
     "a picture of nothing": (
-        pb.RunSkillRequest(skill="query", image=common_pb2.Image()),
+        pb.RunSkillRequest(image=common_pb2.Image(), skill=pb.SkillTask(name="query")),
         "image",
     ),
     "raw pixels too few": (
         pb.RunSkillRequest(
-            skill="query",
             image=common_pb2.Image(raw=common_pb2.RawImage(data=b"1", width=2, height=2)),
+            skill=pb.SkillTask(name="query"),
         ),
         "image.raw.data",
     ),

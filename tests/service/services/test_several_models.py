@@ -135,14 +135,14 @@ class Two:
     async def answer(
         self, model: str | None = None, image_id: str | None = None, metadata=()
     ) -> str:
-        request = pb.QueryRequest(question="What?", sampling={"max_tokens": 3})
+        request = pb.QueryRequest(query=pb.QueryTask(question="What?", max_tokens=3))
         if model is not None:
             request.options.model = model
         if image_id is not None:
-            request.image.image_id = image_id
+            request.images.add(image_id=image_id)
         response = await self.vision.Query(request, metadata=metadata)
-        assert response.model == model or model is None
-        return response.answer
+        assert response.info.model == model or model is None
+        return response.answers[0].text
 
     async def health(self, name: str) -> int:
         stub = health_pb2_grpc.HealthStub(self.channel)
@@ -160,11 +160,12 @@ async def test_each_request_reaches_its_model() -> None:
         assert "this server serves first, second" in str(refused.value.details())
         streamed = two.vision.StreamQuery(
             pb.QueryRequest(
-                question="What?", options={"model": "second"}, sampling={"max_tokens": 3}
+                query=pb.QueryTask(question="What?", max_tokens=3), options={"model": "second"}
             )
         )
         events = [event async for event in streamed]
-        assert events[0].started.model == "second" and events[-1].final.answer == "bbb"
+        assert events[0].started.model == "second"
+        assert events[-1].final.answers[0].text == "bbb"
 
 
 async def test_a_stored_image_serves_all_models() -> None:
@@ -182,7 +183,7 @@ async def test_models_are_listed_and_have_health() -> None:
         await two.server.load()
         listed = await models.ListModels(model_service_pb2.ListModelsRequest())
         assert [model.name for model in listed.models] == ["first", "second"]
-        one = await models.GetModel(model_service_pb2.GetModelRequest(name="second"))
+        one = await models.GetModel(model_service_pb2.GetModelRequest(model="second"))
         assert one.model.name == "second"
         info = await models.GetServerInfo(model_service_pb2.GetServerInfoRequest())
         assert info.default_model == "first"
@@ -248,7 +249,7 @@ async def test_models_are_loaded_swapped_and_unloaded_while_others_serve() -> No
         await two.server.load()
         admin = AsyncKestrelAdmin(two.server.addresses[0], token=KEY)
         two.held.clear()
-        loading = admin.load_model("/tmp,max-queue=7", make_default=True)
+        loading = admin.load_model("/tmp", {"max-queue": "7"}, make_default=True)
         assert (await anext(loading)).step == "parts"
         with pytest.raises(FailedPreconditionError, match="another model is being loaded"):
             await admin.load_model("/tmp").result()
@@ -271,7 +272,7 @@ async def test_models_are_loaded_swapped_and_unloaded_while_others_serve() -> No
         two.held.set()
         rest = [event async for event in loading]
         loaded = await loading.result()
-        assert loaded.name == "tmp" and rest[-1].done == 2
+        assert loaded.model == "tmp" and rest[-1].done == 2
         two.held.clear()  # A second load of it would not end.
         with pytest.raises(FailedPreconditionError, match="tmp is served already"):
             await admin.load_model("/tmp").result()
@@ -305,16 +306,19 @@ async def test_a_model_that_cannot_be_loaded_harms_no_other(tmp_path: Path) -> N
     async with Two(security=CONFIG["security"]) as two:
         await two.server.load()
         admin = AsyncKestrelAdmin(two.server.addresses[0], token=KEY)
-        for model, kind, words in (
-            ("", InvalidArgumentError, "must have 1 to 4096 characters"),
-            ("nosuch", InvalidArgumentError, "nosuch"),
-            ("/etc/passwd", InvalidArgumentError, "in no folder from which this server loads"),
-            ("/tmp,max-queu=3", InvalidArgumentError, "did you mean max-queue"),
-            ("/tmp,max-queue=-3", InvalidArgumentError, "max_queue=-3"),
-            (f"{tmp_path}/broken", FailedPreconditionError, "no such weights"),
+        own = {"max-queue": "3"}
+        for source, settings, kind, words in (
+            ("", {}, InvalidArgumentError, "source: must have 1 to 4096 characters"),
+            ("nosuch", {}, InvalidArgumentError, "source: 'nosuch' is no known model"),
+            ("/etc/passwd", {}, InvalidArgumentError, "in no folder from which this server loads"),
+            ("/tmp,max-queue=3", {}, InvalidArgumentError, "source: '/tmp,max-queue=3' is no"),
+            ("/tmp", {"max-queu": "3"}, InvalidArgumentError, "did you mean max-queue"),
+            ("/tmp", {"max-queue": "x"}, InvalidArgumentError, r'settings\["max-queue"\]: '),
+            ("/tmp", {"max-queue": "-3"}, InvalidArgumentError, r'settings\["max-queue"\]: -3'),
+            (f"{tmp_path}/broken", own, FailedPreconditionError, "no such weights"),
         ):
             with pytest.raises(kind, match=words):
-                await admin.load_model(model).result()
+                await admin.load_model(source, settings).result()
         with pytest.raises(NotFoundError, match="this server serves first, second"):
             await admin.unload_model("third")
         with pytest.raises(NotFoundError):
@@ -421,9 +425,9 @@ def test_settings_of_one_model() -> None:
     pages = parsed("--kv-cache-pages", "9", "--model", "kestrel-tiny", "--model", text)
     first, second = runtime_configs(pages)
     assert (first.kv_cache_pages, second.kv_cache_pages, second.kv_cache_gib) == (9, None, 8)
-    assert other_model(first, "kestrel-tiny,kv-cache-gib=2").kv_cache_pages is None
+    assert other_model(first, "kestrel-tiny", {"kv-cache-gib": "2"}).kv_cache_pages is None
     with pytest.raises(InvalidRequest, match="set only one of the two"):
-        other_model(first, "kestrel-tiny,kv-cache-gib=2,kv-cache-pages=3")
+        other_model(first, "kestrel-tiny", {"kv-cache-gib": "2", "kv-cache-pages": "3"})
     (only,) = runtime_configs(parsed())
     assert only == runtime_config(parsed(several=False)) == RuntimeConfig()
 
@@ -435,32 +439,32 @@ def test_a_caller_names_files_in_the_servers_folders_only(tmp_path: Path) -> Non
     (allowed / "link").symlink_to(outside)
     (only,) = runtime_configs(parsed())
 
-    def told(place: str, text: str = "{}", folders: tuple[str, ...] = (str(allowed),)) -> str:
+    def told(source: str, folders: tuple[str, ...] = (str(allowed),), **settings: str) -> str:
         with pytest.raises(InvalidRequest) as caught:
-            other_model(only, text.format(place), folders)
-        assert caught.value.field == "model"
+            other_model(only, source, settings, folders)
+        (place,) = settings.values() or [source]
+        where = [f'settings["{name}"]' for name in settings] or ["source"]
+        assert [caught.value.field] == where
         return caught.value.message.replace(place, "PLACE")
 
-    for text in (
-        "{}",
-        "kestrel-tiny,weights={}",
-        "kestrel-tiny,tokenizer={}",
-        "kestrel-tiny,refiner={}",
-    ):
-        there = told(str(outside), text)
+    def told_of(name: str, place: str, folders: tuple[str, ...] = (str(allowed),)) -> str:
+        if name == "source":
+            return told(place, folders)
+        return told("kestrel-tiny", folders, **{name: place})
+
+    for name in ("source", "weights", "tokenizer", "refiner"):
+        there = told_of(name, str(outside))
         assert "--model-folders" in there
         # The same words for what does not exist, what a link names, and what climbs out of a folder.
-        assert there == told(f"{outside}/none", text) == told(f"{allowed}/link", text)
-        assert there == told(f"{allowed}/../secret", text) == told("/dev/zero", text)
-        assert there == told(str(outside), text, ())
-    assert (
-        told("secret") == told("s3://other/x") == told("s3://models/../x", "{}", ("s3://models",))
-    )
-    assert other_model(only, str(allowed), (str(allowed),)).model == str(allowed)
-    assert other_model(only, str(outside), (), {str(outside)}).model == str(outside)
-    assert other_model(only, "s3://models/x", ("s3://models/",)).model == "s3://models/x"
+        assert there == told_of(name, f"{outside}/none") == told_of(name, f"{allowed}/link")
+        assert there == told_of(name, f"{allowed}/../secret") == told_of(name, "/dev/zero")
+        assert there == told_of(name, str(outside), ())
+    assert told("secret") == told("s3://other/x") == told("s3://models/../x", ("s3://models",))
+    assert other_model(only, str(allowed), {}, (str(allowed),)).model == str(allowed)
+    assert other_model(only, str(outside), {}, (), {str(outside)}).model == str(outside)
+    assert other_model(only, "s3://models/x", {}, ("s3://models/",)).model == "s3://models/x"
     for name in ("moondream2", "org/repo", "org/repo@main:a.safetensors"):
-        assert other_model(only, name).model == name
+        assert other_model(only, name, {}).model == name
 
 
 @pytest.mark.parametrize(
@@ -470,7 +474,10 @@ def test_a_caller_names_files_in_the_servers_folders_only(tmp_path: Path) -> Non
         (["--model", "a,kv-cach-gib=3"], "did you mean kv-cache-gib?"),
         (["--model", "a,kv-cache-gib"], "is not SETTING=VALUE"),
         (["--model", "a,kv-cache-gib=much"], "kv-cache-gib=much"),
-        (["--model", "a,decode-beside=perhaps"], "decode-beside must be one of auto, on, off"),
+        (
+            ["--model", "a,decode-beside=perhaps"],
+            "decode-beside=perhaps: must be one of auto, on, off",
+        ),
         (["--model", "a", "--model", "b", "--weights", "w"], "--model NAME,weights=PATH"),
         (["--model", "a"] * 17, "17 models are given"),
     ],

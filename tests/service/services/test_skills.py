@@ -12,18 +12,26 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.services.answers import masks
-from tests.service.conftest import LIMITS, raw_image
+from tests.service.conftest import LIMITS, NO_END, EndlessRuntime, raw_image
+from tests.service.statuses import failure
+from tests.waiting import until
 
-GREEDY = common_pb2.Sampling(temperature=0, max_tokens=8)
+GREEDY = {"max_tokens": 8, "sampling": common_pb2.Sampling(temperature=0)}
 
 REQUESTS = {
-    "Query": pb.QueryRequest(image=raw_image(), question="what is it?", sampling=GREEDY),
-    "Caption": pb.CaptionRequest(
-        image=raw_image(), length=pb.CAPTION_LENGTH_SHORT, sampling=GREEDY
+    "Query": pb.QueryRequest(
+        images=[raw_image()], query=pb.QueryTask(question="what is it?", **GREEDY)
     ),
-    "Point": pb.PointRequest(image=raw_image(), object="cat", max_objects=3),
-    "Detect": pb.DetectRequest(image=raw_image(), object="cat", max_objects=3),
-    "Segment": pb.SegmentRequest(image=raw_image(), object="cat", sampling=GREEDY),
+    "Caption": pb.CaptionRequest(
+        image=raw_image(), caption=pb.CaptionTask(length=pb.CAPTION_LENGTH_SHORT, **GREEDY)
+    ),
+    "Point": pb.PointRequest(image=raw_image(), point=pb.PointTask(objects=["cat"], max_objects=3)),
+    "Detect": pb.DetectRequest(
+        image=raw_image(), detect=pb.DetectTask(objects=["cat"], max_objects=3)
+    ),
+    "Segment": pb.SegmentRequest(
+        image=raw_image(), segment=pb.SegmentTask(objects=["cat"], **GREEDY)
+    ),
 }
 
 
@@ -31,9 +39,24 @@ def without_timings(response):
     copy = type(response)()
     copy.CopyFrom(response)
     copy.ClearField("timings")
-    copy.ClearField("request_id")
+    copy.info.request_id, copy.info.seed = (
+        "",
+        0,
+    )  # Drawn anew for each request; greedy does not use the seed.
+    for answer in texts(copy):
+        answer.seed = 0
     copy.usage.cached_tokens = 0  # What was there before depends on what was asked before.
     return copy
+
+
+def texts(response):
+    """The answers or descriptions."""
+    return getattr(response, "answers", ()) or getattr(response, "captions", ())
+
+
+def finish_reason(response):
+    (part,) = texts(response) or response.searches
+    return part.finish_reason
 
 
 async def collect(call):
@@ -45,16 +68,16 @@ async def test_a_stream_tells_what_one_answer_tells(serve, skill):
     served = await serve()
     request = REQUESTS[skill]
     response = await getattr(served.vision, skill)(request)
-    assert response.model == "fake"
-    assert response.request_id
-    assert (response.image_size.width, response.image_size.height) == (60, 40)
+    assert response.info.model == "fake"
+    assert response.info.request_id and response.info.seed
+    assert (response.info.images[0].size.width, response.info.images[0].size.height) == (60, 40)
     assert response.usage.image_tokens == 81
     assert response.usage.input_tokens > 81
-    assert response.finish_reason in (
+    assert finish_reason(response) in (
         common_pb2.FINISH_REASON_STOP,
         common_pb2.FINISH_REASON_LENGTH,
     )
-    assert response.timings.total_time_ms >= response.timings.ttft_ms > 0
+    assert response.timings.total_ms >= response.timings.ttft_ms > 0
     for _, duration in response.timings.ListFields():
         assert duration == round(duration, 3)
 
@@ -64,23 +87,46 @@ async def test_a_stream_tells_what_one_answer_tells(serve, skill):
     assert kinds[0] == "started"
     assert kinds[-1] == "final"
     assert kinds.count("started") == kinds.count("final") == 1
-    assert events[0].started.model == "fake"
     final = events[-1].final
-    assert events[0].started.request_id == final.request_id
-    final_seed, final.seed = (
-        final.seed,
-        response.seed,
-    )  # Drawn anew for each request; greedy does not use it.
-    assert final_seed
+    assert events[0].started == final.info
     assert without_timings(final) == without_timings(response)
     if skill in ("Query", "Caption"):
-        text = final.answer if skill == "Query" else final.caption
+        text = texts(final)[0].text
         assert text
         assert "".join(e.text_delta.text for e in events[1:-1]) == text
-    elif skill in ("Point", "Detect"):
-        found = final.points if skill == "Point" else final.objects
-        assert found
-        assert [e.object for e in events[1:-1]] == list(found)
+        return
+    if skill in ("Point", "Detect"):
+        assert final.detections
+        assert [e.detection for e in events[1:-2]] == list(final.detections)
+        assert {found.label for found in final.detections} == {"cat"}
+    assert [events[-2].search] == list(final.searches)
+    assert final.searches[0].object == "cat"
+
+
+@pytest.mark.parametrize("skill", ["Query", "Detect", "Analyze"])
+async def test_a_stream_that_is_cut_has_named_its_image_and_seed(serve, skill):
+    """The image is stored as soon as it is known to be valid."""
+    served = await serve(EndlessRuntime())
+    task = pb.QueryTask(question="what?", max_tokens=NO_END, sampling={"seed": 5})
+    requests = {
+        "Query": pb.QueryRequest(images=[raw_image()], query=task),
+        "Detect": pb.DetectRequest(
+            image=raw_image(),
+            detect=pb.DetectTask(objects=["cat", "dog"], max_objects=300, sampling={"seed": 5}),
+        ),
+        "Analyze": pb.AnalyzeRequest(image=raw_image(), tasks=[pb.Task(query=task)]),
+    }
+    call = getattr(served.vision, f"Stream{skill}")(requests[skill])
+    started = (await call.read()).started
+    call.cancel()
+    assert started.seed == (0 if skill == "Analyze" else 5)
+    (seen,) = started.images
+    assert (seen.size.width, seen.size.height) == (60, 40)
+    served.runtime.ends.set()
+    await until(lambda: not served.engine.num_requests)
+    named = common_pb2.Image(image_id=seen.image_id)
+    response = await served.vision.Caption(pb.CaptionRequest(image=named))
+    assert response.info.images == started.images
 
 
 async def test_reasoning_comes_before_the_answer_and_joins_to_the_whole(serve):
@@ -92,46 +138,47 @@ async def test_reasoning_comes_before_the_answer_and_joins_to_the_whole(serve):
 
     served = await serve(FakeRuntime(LIMITS, think))
     request = pb.QueryRequest(
-        image=raw_image(),
-        question="why?",
-        reasoning=True,
-        sampling=common_pb2.Sampling(temperature=0),
+        images=[raw_image()],
+        query=pb.QueryTask(
+            question="why?", reasoning=True, sampling=common_pb2.Sampling(temperature=0)
+        ),
     )
     events = await collect(served.vision.StreamQuery(request))
     # Tokens that come together are one message.
     kinds = [kind for kind, _ in itertools.groupby(e.WhichOneof("event") for e in events)]
     assert kinds == ["started", "reasoning_delta", "text_delta", "final"]
     final = events[-1].final
-    assert "".join(e.reasoning_delta.text for e in events) == final.reasoning.text
-    assert final.answer == "y"
-    assert final.reasoning.text == "äb"
-    (span,) = final.reasoning.grounding
+    (answer,) = final.answers
+    assert "".join(e.reasoning_delta.text for e in events) == answer.reasoning.text
+    assert answer.text == "y"
+    assert answer.reasoning.text == "äb"
+    (span,) = answer.reasoning.grounding
     # Offsets count code points, not bytes of UTF-8.
     assert (span.start, span.end) == (1, 2)
     assert len(span.points) == 1
-    assert final.finish_reason == common_pb2.FINISH_REASON_STOP
+    assert answer.finish_reason == common_pb2.FINISH_REASON_STOP
     unary = await served.vision.Query(request)
-    assert unary.reasoning == final.reasoning
+    assert unary.answers[0].reasoning == answer.reasoning
 
 
 async def test_reasoning_is_unset_unless_asked_for(serve):
     served = await serve()
     response = await served.vision.Query(REQUESTS["Query"])
-    assert not response.HasField("reasoning")
+    assert not response.answers[0].HasField("reasoning")
 
 
 async def test_a_stop_string_ends_answers_and_descriptions(serve):
     served = await serve()
-    for skill, field in (("Query", "answer"), ("Caption", "caption")):
+    for skill in ("Query", "Caption"):
         request = type(REQUESTS[skill])()
         request.CopyFrom(REQUESTS[skill])
-        text = getattr(await getattr(served.vision, skill)(request), field)
+        text = texts(await getattr(served.vision, skill)(request))[0].text
         stop = text[2:4]
         expected = text[: text.index(stop)]
-        request.sampling.stop.extend(["not in the text", stop])
+        getattr(request, skill.lower()).text.stop.extend(["not in the text", stop])
         response = await getattr(served.vision, skill)(request)
-        assert getattr(response, field) == expected
-        assert response.finish_reason == common_pb2.FINISH_REASON_STOP
+        assert texts(response)[0].text == expected
+        assert finish_reason(response) == common_pb2.FINISH_REASON_STOP
         events = await collect(getattr(served.vision, f"Stream{skill}")(request))
         assert "".join(event.text_delta.text for event in events) == expected
         assert without_timings(events[-1].final).usage == without_timings(response).usage
@@ -140,32 +187,28 @@ async def test_a_stop_string_ends_answers_and_descriptions(serve):
 @pytest.mark.parametrize(
     ("stop", "field", "message"),
     [
-        (["x"] * 17, "sampling.stop", "has 17 texts"),
-        (["x", ""], "sampling.stop[1]", "must not be empty"),
-        (["x" * 257], "sampling.stop[0]", "has 257 UTF-8 bytes"),
+        (["x"] * 17, "query.text.stop", "has 17 texts"),
+        (["x", ""], "query.text.stop[1]", "must not be empty"),
+        (["x" * 257], "query.text.stop[0]", "has 257 UTF-8 bytes"),
     ],
 )
 async def test_invalid_stop_strings_name_their_field(serve, stop, field, message):
     served = await serve()
-    sampling = common_pb2.Sampling(stop=stop)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await served.vision.Query(pb.QueryRequest(question="a", sampling=sampling))
+        await served.vision.Query(
+            pb.QueryRequest(query=pb.QueryTask(question="a", text={"stop": stop}))
+        )
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert field in caught.value.details() and message in caught.value.details()
-    for skill in ("Point", "Detect", "Segment"):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            request = getattr(pb, f"{skill}Request")
-            await getattr(served.vision, skill)(
-                request(image=raw_image(), object="a", sampling=common_pb2.Sampling(stop=["x"]))
-            )
-        assert "sampling.stop" in caught.value.details()
 
 
 async def test_a_question_needs_no_image(serve):
     served = await serve()
-    response = await served.vision.Query(pb.QueryRequest(question="hello?", sampling=GREEDY))
-    assert response.answer
-    assert not response.HasField("image_size")
+    response = await served.vision.Query(
+        pb.QueryRequest(query=pb.QueryTask(question="hello?", **GREEDY))
+    )
+    assert response.answers[0].text
+    assert not response.info.images
     assert response.usage.image_tokens == 0
 
 
@@ -185,36 +228,46 @@ def segment_script(path):
 async def test_segment_sends_the_box_first_then_the_path_and_a_mask_on_request(serve):
     path = [100 + b for b in b"M0L9H9Z"]
     served = await serve(FakeRuntime(LIMITS, segment_script(path)))
-    request = pb.SegmentRequest(image=raw_image(), object="cat", mask_format=pb.MASK_FORMAT_RLE)
+    request = pb.SegmentRequest(
+        image=raw_image(), segment=pb.SegmentTask(objects=["cat"], mask_format=pb.MASK_FORMAT_RLE)
+    )
     events = await collect(served.vision.StreamSegment(request))
     kinds = [event.WhichOneof("event") for event in events]
-    assert kinds == ["started", "object", *["path_piece"] * 4, "final"]
+    assert kinds == ["started", "detection", *["path_piece"] * 4, "search", "final"]
     final = events[-1].final
-    assert " ".join(e.path_piece.path for e in events[2:-1]) == final.svg_path
-    assert events[1].object == final.box
-    assert (final.mask.width, final.mask.height) == (60, 40)
-    assert sum(final.mask.rle.counts) == 60 * 40
+    (found,) = final.detections
+    assert " ".join(e.path_piece.path for e in events[2:-2]) == found.outline.svg_path
+    assert {e.path_piece.label for e in events[2:-2]} == {"cat"} == {found.label}
+    assert (events[1].detection.box, events[1].detection.score) == (found.box, found.score)
+    assert not events[1].detection.HasField("outline")
+    mask = found.outline.mask
+    assert (mask.width, mask.height) == (60, 40)
+    assert sum(mask.rle.counts) == 60 * 40
 
 
-@pytest.mark.parametrize("mask_format", [pb.MASK_FORMAT_NONE, pb.MASK_FORMAT_UNSPECIFIED])
-async def test_segment_draws_no_mask_unless_asked_to(serve, mask_format):
+async def test_segment_draws_no_mask_unless_asked_to(serve):
     served = await serve(FakeRuntime(LIMITS, segment_script([])))
     response = await served.vision.Segment(
-        pb.SegmentRequest(image=raw_image(), object="cat", mask_format=mask_format)
+        pb.SegmentRequest(image=raw_image(), segment=pb.SegmentTask(objects=["cat"]))
     )
-    assert response.HasField("box")
-    assert not response.HasField("mask")
+    (found,) = response.detections
+    assert found.HasField("box")
+    assert not found.outline.HasField("mask")
 
 
 async def test_a_mask_as_polygons(serve):
     path = [100 + b for b in b"M0L9H9Z"]
     served = await serve(FakeRuntime(LIMITS, segment_script(path)))
     response = await served.vision.Segment(
-        pb.SegmentRequest(image=raw_image(), object="cat", mask_format=pb.MASK_FORMAT_POLYGONS)
+        pb.SegmentRequest(
+            image=raw_image(),
+            segment=pb.SegmentTask(objects=["cat"], mask_format=pb.MASK_FORMAT_POLYGONS),
+        )
     )
-    assert (response.mask.width, response.mask.height) == (60, 40)
-    assert response.mask.WhichOneof("encoding") == "polygons"
-    assert not response.mask.polygons.polygons  # Half of each pair is dropped: no corner is left.
+    mask = response.detections[0].outline.mask
+    assert (mask.width, mask.height) == (60, 40)
+    assert mask.WhichOneof("encoding") == "polygons"
+    assert not mask.polygons.polygons  # Half of each pair is dropped: no corner is left.
     square = masks.corners("M 0 0 L 1 0 L 1 1 L 0 1 z", (0.25, 0.5, 0.75, 1.0), 60, 40)
     assert square == [[15, 20, 45, 20, 45, 40, 15, 40]]
 
@@ -224,32 +277,37 @@ async def test_a_refined_outline_comes_with_the_coarse_one(serve):
     path = [100 + b for b in b"M00" + b"l90" * 80 + b"l09" * 80 + b"z"]
     limits = dataclasses.replace(LIMITS, refines=True, max_seq_length=1200, num_pages=1300)
     served = await serve(FakeRuntime(limits, segment_script(path)))
-    request = pb.SegmentRequest(image=raw_image(), object="cat")
+    request = pb.SegmentRequest(image=raw_image(), segment=pb.SegmentTask(objects=["cat"]))
     events = await collect(served.vision.StreamSegment(request))
     final = events[-1].final
     pieces = [e.path_piece.path for e in events if e.WhichOneof("event") == "path_piece"]
-    assert " ".join(pieces) == final.coarse_path != final.svg_path
-    assert events[1].object == final.coarse_box != final.box
-    request.refine = False
-    coarse = await served.vision.Segment(request)
-    assert (coarse.svg_path, coarse.box) == (final.coarse_path, final.coarse_box)
-    assert not coarse.HasField("coarse_path") and not coarse.HasField("coarse_box")
+    (fine,) = final.detections
+    assert " ".join(pieces) == fine.outline.coarse.svg_path != fine.outline.svg_path
+    assert events[1].detection.box == fine.outline.coarse.box != fine.box
+    request.segment.refinement = pb.REFINEMENT_NONE
+    (coarse,) = (await served.vision.Segment(request)).detections
+    assert coarse.outline.svg_path == fine.outline.coarse.svg_path
+    assert coarse.box == fine.outline.coarse.box
+    assert not coarse.outline.HasField("coarse")
 
 
 async def test_asking_for_a_refiner_that_is_not_there_is_an_error(serve):
     served = await serve(FakeRuntime(LIMITS, segment_script([])))
-    with pytest.raises(grpc.RpcError) as caught:
-        await served.vision.Segment(pb.SegmentRequest(image=raw_image(), object="cat", refine=True))
-    assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
-    assert "no refiner" in caught.value.details()
+    task = pb.SegmentTask(objects=["cat"], refinement=pb.REFINEMENT_REQUIRED)
+    told = await failure(served.vision.Segment(pb.SegmentRequest(image=raw_image(), segment=task)))
+    assert told.code == grpc.StatusCode.FAILED_PRECONDITION
+    assert told.fields == ["segment.refinement"] and "no refiner" in told.message
 
 
 async def test_results_are_clipped_to_the_image(serve):
     served = await serve(FakeRuntime(LIMITS, lambda fed: 5))
-    request = pb.DetectRequest(image=raw_image(), object="cat", max_objects=40)
+    request = pb.DetectRequest(
+        image=raw_image(), detect=pb.DetectTask(objects=["cat"], max_objects=40)
+    )
     response = await served.vision.Detect(request)
-    assert len(response.objects) == 40
-    edges = np.array([[b.x_min, b.y_min, b.x_max, b.y_max] for b in response.objects])
+    boxes = [found.box for found in response.detections]
+    assert len(boxes) == 40
+    edges = np.array([[b.x_min, b.y_min, b.x_max, b.y_max] for b in boxes])
     assert edges.min() == 0
     assert edges.max() == 1
     assert (edges[:, :2] <= edges[:, 2:]).all()
@@ -275,12 +333,12 @@ async def test_raw_images_of_the_same_pixels_give_the_same_in_every_format(serve
     images.append(common_pb2.Image(raw=grey))
     answers = await asyncio.gather(
         *(
-            served.vision.Caption(pb.CaptionRequest(image=image, sampling=GREEDY))
+            served.vision.Caption(pb.CaptionRequest(image=image, caption=pb.CaptionTask(**GREEDY)))
             for image in images
         )
     )
-    assert len({answer.caption for answer in answers[:-1]}) == 1
-    assert answers[-1].caption != answers[0].caption
+    assert len({answer.captions[0].text for answer in answers[:-1]}) == 1
+    assert answers[-1].captions[0].text != answers[0].captions[0].text
 
 
 async def test_every_skill_at_once_gives_what_each_gives_alone(serve):
@@ -293,7 +351,6 @@ async def test_every_skill_at_once_gives_what_each_gives_alone(serve):
         *(getattr(served.vision, skill)(request) for skill, request in list(REQUESTS.items()) * 4)
     )
     for skill, response in zip(list(REQUESTS) * 4, mixed, strict=True):
-        response.seed = alone[skill].seed
         assert without_timings(response) == alone[skill]
     assert served.engine.num_requests == 0
 
@@ -301,9 +358,11 @@ async def test_every_skill_at_once_gives_what_each_gives_alone(serve):
 async def test_sampling_reaches_the_engine(serve):
     served = await serve()
     request = pb.QueryRequest(
-        image=raw_image(), question="what?", sampling=common_pb2.Sampling(max_tokens=3, seed=7)
+        images=[raw_image()],
+        query=pb.QueryTask(question="what?", max_tokens=3, sampling=common_pb2.Sampling(seed=7)),
     )
     response = await served.vision.Query(request)
     assert response.usage.output_tokens == 3
-    assert response.finish_reason == common_pb2.FINISH_REASON_LENGTH
-    assert response.seed == 7
+    (answer,) = response.answers
+    assert answer.finish_reason == common_pb2.FINISH_REASON_LENGTH
+    assert answer.seed == response.info.seed == 7

@@ -42,11 +42,6 @@ def test_flags_and_variables_reach_their_fields(tmp_path):
     )
 
 
-def test_the_former_name_of_capture_images_still_works():
-    assert settled("--capture-pictures").capture_images
-    assert settled(KESTREL_CAPTURE_PICTURES="on").capture_images
-
-
 @pytest.mark.parametrize("flag", ["--profile-dir", "--capture-dir"])
 def test_a_folder_that_is_of_no_use_is_named(flag, tmp_path, capsys):
     with pytest.raises(SystemExit):

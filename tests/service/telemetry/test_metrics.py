@@ -33,11 +33,9 @@ from tests.service.statuses import failure
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
-QUERY = pb.QueryRequest(
-    image=raw_image(), question="what?", sampling=common_pb2.Sampling(max_tokens=4)
-)
+QUERY = pb.QueryRequest(images=[raw_image()], query=pb.QueryTask(question="what?", max_tokens=4))
 LONG = pb.QueryRequest(
-    image=raw_image(), question="what?", sampling=common_pb2.Sampling(max_tokens=NO_END)
+    images=[raw_image()], query=pb.QueryTask(question="what?", max_tokens=NO_END)
 )
 
 
@@ -146,7 +144,7 @@ async def test_what_is_counted(measured):
     assert found.value("kestrel_requests_total", error_type="RuntimeFailure") == 1
     assert found.value("kestrel_tokens_total", gen_ai_token_type="output") >= 8
     assert found.value("kestrel_principal_calls_total", kestrel_principal="") == 7
-    assert found.value("kestrel_calls_refused_total", kestrel_reason="SCOPE_MISSING") == 1
+    assert found.value("kestrel_calls_unauthorized_total", kestrel_reason="SCOPE_MISSING") == 1
     assert found.value(calls, rpc_method="_OTHER", rpc_response_status_code="UNIMPLEMENTED") == 1
     assert found.value("kestrel_principal_tokens_total", gen_ai_token_type="output") == 8
     assert found.value("gen_ai_server_time_to_first_token_seconds_count") == 3
@@ -183,13 +181,15 @@ async def test_what_is_counted(measured):
 
 async def test_reasoning_masks_and_shared_reads_are_counted(measured):
     served = await measured()
-    thinking = pb.QueryRequest(question="what?", reasoning=True, sampling=QUERY.sampling)
+    thinking = pb.QueryRequest(query=pb.QueryTask(question="what?", reasoning=True, max_tokens=4))
     response = await served.vision.Query(thinking)
     # The fourth token is the last of the reasoning; the fifth begins the answer.
     assert (response.usage.reasoning_tokens, response.usage.output_tokens) == (4, 8)
-    choices = common_pb2.Constraint(choices=["red", "green"])
-    sampling = common_pb2.Sampling(max_tokens=9, constraint=choices)
-    answer = await served.vision.Query(pb.QueryRequest(question="what?", sampling=sampling))
+    choices = common_pb2.Constraint(choices=common_pb2.Choices(texts=["red", "green"]))
+    text = common_pb2.TextOptions(constraint=choices)
+    answer = await served.vision.Query(
+        pb.QueryRequest(query=pb.QueryTask(question="what?", max_tokens=9, text=text))
+    )
     assert answer.usage.reasoning_tokens == 0
     found = await scrape(served)
     assert found.value("kestrel_tokens_reasoning_total") == 4
@@ -204,7 +204,7 @@ async def test_reasoning_masks_and_shared_reads_are_counted(measured):
 async def test_images_prepared_ahead_count_as_prepared(measured):
     served = await measured()
     await served.images.PutImage(image_pb.PutImageRequest(image=raw_image()))
-    task = pb.AnalyzeTask(caption=pb.CaptionTask(sampling=QUERY.sampling))
+    task = pb.Task(caption=pb.CaptionTask(max_tokens=4))
     await served.vision.Analyze(pb.AnalyzeRequest(image=raw_image(90), tasks=[task, task]))
     await failure(
         served.images.PutImage(

@@ -10,7 +10,6 @@ from unittest.mock import Mock
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import EngineMetrics, RequestEvent
 from kestrel_engine.types.adapter import AdapterCounts
@@ -41,7 +40,7 @@ __all__ = ["folder"]
 PROMETHEUS = TelemetryConfig(prometheus="127.0.0.1:0")
 MODEL = "gen_ai_request_model"
 LONG = pb.QueryRequest(
-    image=raw_image(), question="what?", sampling=common_pb2.Sampling(max_tokens=NO_END)
+    images=[raw_image()], query=pb.QueryTask(question="what?", max_tokens=NO_END)
 )
 
 
@@ -55,7 +54,7 @@ async def test_what_an_adapter_counts(serve, folder: Path) -> None:
             await call
         else:
             await failure(call)
-    await served.vision.Query(pb.QueryRequest(question="?"))
+    await served.vision.Query(pb.QueryRequest(query=pb.QueryTask(question="?")))
     found = await scrape(served)
     mine = {MODEL: "fake", "kestrel_adapter": NAME}
     assert found.value("kestrel_requests_total", **mine) == 2

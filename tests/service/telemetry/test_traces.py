@@ -28,10 +28,11 @@ TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT_ID = "b7ad6b7169203331"
 SAMPLED = (("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-01"),)
 QUERY = pb.QueryRequest(
-    image=raw_image(), question="a secret?", sampling=common_pb2.Sampling(max_tokens=4, top_p=0.5)
+    images=[raw_image()],
+    query=pb.QueryTask(question="a secret?", max_tokens=4, sampling=common_pb2.Sampling(top_p=0.5)),
 )
 LONG = pb.QueryRequest(
-    image=raw_image(), question="what?", sampling=common_pb2.Sampling(max_tokens=NO_END)
+    images=[raw_image()], query=pb.QueryTask(question="what?", max_tokens=NO_END)
 )
 
 
@@ -82,7 +83,7 @@ async def test_a_call_becomes_a_trace_below_its_callers(serve_traced, collector)
     call = served.vision.Query(QUERY, metadata=SAMPLED)
     told = dict(await call.initial_metadata())
     response = await call
-    assert told == {"x-request-id": response.request_id, "x-trace-id": TRACE_ID}
+    assert told == {"x-request-id": response.info.request_id, "x-trace-id": TRACE_ID}
     spans = await trace(collector)
     server, generate = spans["kestrel.v1.VisionService/Query"], spans["generate_content"]
     assert server.parent_span_id.hex() == PARENT_ID
@@ -105,7 +106,7 @@ async def test_a_call_becomes_a_trace_below_its_callers(serve_traced, collector)
     assert facts["rpc.method"] == "kestrel.v1.VisionService/Query"
     assert facts["rpc.response.status_code"] == facts["rpc.status_code"] == "OK"
     assert facts["network.peer.address"] == "127.0.0.1" and facts["network.peer.port"] > 0
-    assert facts["kestrel.request.id"] == response.request_id
+    assert facts["kestrel.request.id"] == response.info.request_id
     facts = attributes(generate)
     assert facts["gen_ai.operation.name"] == "generate_content"
     assert facts["gen_ai.request.model"] == facts["gen_ai.response.model"] == "fake"
@@ -150,7 +151,9 @@ async def test_a_cached_image_has_no_vision_span(serve_traced, collector):
 
 async def test_embeddings_have_an_operation_of_their_own(serve_traced, collector):
     served = await serve_traced()
-    request = pb.EmbedRequest(image=raw_image(), crops=True)
+    request = pb.EmbedRequest(
+        image=raw_image(), embed=pb.EmbedTask(parts="EMBEDDING_PARTS_IMAGE_AND_CROPS")
+    )
     await served.vision.Embed(request, metadata=SAMPLED)
     spans = await trace(collector)
     assert "vision.encode" in spans and "queue" in spans
@@ -235,7 +238,7 @@ async def test_a_deadline(serve_traced, collector):
 
 async def test_tasks_of_one_call_have_spans_of_their_own(serve_traced, collector):
     served = await serve_traced()
-    tasks = [pb.AnalyzeTask(query=pb.QueryTask(question=q, sampling=QUERY.sampling)) for q in "abc"]
+    tasks = [pb.Task(query=pb.QueryTask(question=q, max_tokens=4)) for q in "abc"]
     request = pb.AnalyzeRequest(image=raw_image(), tasks=tasks)
     await served.vision.Analyze(request, metadata=SAMPLED)
     spans = await trace(collector)
@@ -369,7 +372,7 @@ async def test_a_collector_that_does_not_answer_holds_nothing_up(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "60")
     served = await serve(server_config={"telemetry": telemetry_config(os.environ)})
-    assert (await served.vision.Query(QUERY)).answer
+    assert (await served.vision.Query(QUERY)).answers[0].text
     await served.server.telemetry.close(timeout_s=0.1)
     assert not gate.is_set() and "not exported in 0.1 s" in caplog.text
     gate.set()

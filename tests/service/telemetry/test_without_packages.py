@@ -39,7 +39,7 @@ SERVE_ONCE = textwrap.dedent("""
         await server.start()
         await server.load()
         async with grpc.aio.insecure_channel(server.addresses[0]) as channel:
-            call = VisionServiceStub(channel).Query(pb.QueryRequest(question="?"))
+            call = VisionServiceStub(channel).Query(pb.QueryRequest(query={"question": "?"}))
             print("METADATA", *sorted(dict(await call.initial_metadata())))
             await call
         await server.stop(0)

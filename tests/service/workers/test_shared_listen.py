@@ -67,8 +67,11 @@ async def test_it_is_at_the_shared_address_only_while_it_answers(shared):
     assert await health(shared) == await health(own) == "SERVING"
     async with grpc.aio.insecure_channel(shared) as channel:
         stub = VisionServiceStub(channel)
-        sampling = common_pb2.Sampling(max_tokens=40, temperature=0)
-        asked = pb.QueryRequest(question="?", sampling=sampling)
+        asked = pb.QueryRequest(
+            query=pb.QueryTask(
+                question="?", max_tokens=40, sampling=common_pb2.Sampling(temperature=0)
+            )
+        )
         running = asyncio.create_task(_answer(stub, asked))
         await until(lambda: server.served.loaded.num_requests)
         await server.drain()

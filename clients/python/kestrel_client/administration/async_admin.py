@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import TracebackType
 
 from ..calls.async_channel import AsyncChannel
 from ..calls.streams import AsyncStream
 from ..connection import DEFAULT_TARGET, ChannelOptions, Connection, Metadata, Tls
+from ..values.description import Adapter
 from .messages import (
     DEFAULT_TIMEOUT_S,
     STUBS,
@@ -125,15 +127,23 @@ class AsyncKestrelAdmin:
         return await self._channel.send(self._requests.stop_capture(timeout))
 
     def load_model(
-        self, model: str, *, make_default: bool = False, timeout: float | None = None
+        self,
+        source: str,
+        settings: Mapping[str, str] | None = None,
+        *,
+        make_default: bool = False,
+        timeout: float | None = None,
     ) -> AsyncStream[LoadedModel, LoadingProgress]:
-        """Loads another model, as ``--model`` names it, with settings of its own behind it: "moondream2,device=cuda:1".
+        """Loads another model. ``source``: as ``--model`` names it. ``settings``: the model's own, by the names of
+        their flags, like {"device": "cuda:1"}; other settings are those of the server.
 
         The stream gives the progress and ends with the loaded model. Loading continues if the stream is closed.
         ``make_default``: whether the model answers requests that name none, once it is loaded. Raises
         FailedPreconditionError if it cannot be loaded.
         """
-        return self._channel.stream(self._requests.load_model, model, make_default, timeout)
+        return self._channel.stream(
+            self._requests.load_model, source, settings, make_default, timeout
+        )
 
     async def unload_model(
         self, name: str, *, grace_s: float | None = None, timeout: float | None = None
@@ -148,11 +158,11 @@ class AsyncKestrelAdmin:
 
     async def load_adapter(
         self, name: str, *, model: str | None = None, timeout: float | None = None
-    ) -> int:
+    ) -> Adapter:
         """Loads an adapter of ``model`` (default: the default model), so that its first request does not wait for it.
 
-        Returns the bytes that it takes. It stays until its memory is needed for another one. Raises what a request with
-        ``adapter=name`` raises.
+        Returns the adapter with the bytes that it takes. It stays until its memory is needed for another one. Raises
+        what a request with ``adapter=name`` raises.
         """
         return await self._channel.send(self._requests.load_adapter(name, model, timeout))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -11,9 +11,11 @@ from google.protobuf.message import Message
 from .._pb.kestrel.v1 import admin_service_pb2 as pb
 from .._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceStub
 from ..calls.prepared import Method, Prepared, prepare
+from ..calls.requests.building import build
 from ..calls.streams import Reading
 from ..connection import Connection
 from ..errors import InvalidRequestError
+from ..values.description import Adapter, read_adapter
 
 R = TypeVar("R")
 
@@ -46,14 +48,14 @@ class LoadingProgress:
 class LoadedModel:
     """A model that was loaded."""
 
-    name: str
-    device: str
-    seconds: float
+    model: str
+    """The name under which it is served."""
+    load_ms: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodStatistics:
-    """Calls of one method that have ended since the server's start. Tokens and seconds are totals of the calls that
+    """Calls of one method that have ended since the server's start. Tokens and durations are totals of the calls that
     succeeded; see MethodStatistics in admin_service.proto."""
 
     method: str
@@ -67,23 +69,23 @@ class MethodStatistics:
     input_tokens: int
     output_tokens: int
     cached_tokens: int
-    total_seconds: float
-    preprocess_seconds: float
-    queue_seconds: float
-    prefill_seconds: float
-    decode_seconds: float
+    total_ms: float
+    preprocess_ms: float
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerStatistics:
     """The server's present state, and counts since its start; see GetStatisticsResponse in admin_service.proto."""
 
-    uptime_seconds: float
+    uptime_ms: float
     calls: int
     """Calls in progress, including the one that asks."""
     held_bytes: int
     """Bytes of the messages of these calls."""
-    refused_calls: int
+    limited_calls: int
     """Calls that a limit of callers refused, since the start."""
     running_requests: int
     waiting_requests: int
@@ -111,8 +113,8 @@ class Profile:
 
     file: str
     """Its name in the server's --profile-dir: a trace for Perfetto, with gzip."""
-    file_bytes: int
-    seconds: float
+    size_bytes: int
+    duration_ms: float
     """Duration of the recording."""
     steps: int
 
@@ -154,7 +156,7 @@ class AdminRequests:
 
     def flush_caches(self, stored_images: bool, timeout: float | None) -> Prepared[int]:
         request = pb.FlushCachesRequest(stored_images=stored_images)
-        return self._call("FlushCaches", request, lambda r: int(r.forgotten_images), timeout)
+        return self._call("FlushCaches", request, lambda r: int(r.deleted_images), timeout)
 
     def set_log_level(
         self, level: LogLevel, module: str, timeout: float | None
@@ -175,7 +177,9 @@ class AdminRequests:
         timeout: float | None,
     ) -> Prepared[str]:
         request = pb.StartProfileRequest(
-            seconds=seconds, steps=_whole("steps", steps), python_functions=python_functions
+            duration_ms=_milliseconds(seconds),
+            steps=_whole("steps", steps),
+            python_functions=python_functions,
         )
         return self._call("StartProfile", request, lambda r: str(r.file), timeout)
 
@@ -185,7 +189,7 @@ class AdminRequests:
     def start_capture(
         self, requests: int | None, images: bool, timeout: float | None
     ) -> Prepared[int]:
-        request = pb.StartCaptureRequest(requests=_whole("requests", requests), pictures=images)
+        request = pb.StartCaptureRequest(requests=_whole("requests", requests), images=images)
         return self._call("StartCapture", request, lambda r: int(r.requests), timeout)
 
     def stop_capture(self, timeout: float | None) -> Prepared[Captures]:
@@ -195,9 +199,15 @@ class AdminRequests:
         return self._call("StopCapture", pb.StopCaptureRequest(), read, timeout)
 
     def load_model(
-        self, model: str, make_default: bool, timeout: float | None
+        self,
+        source: str,
+        settings: Mapping[str, str] | None,
+        make_default: bool,
+        timeout: float | None,
     ) -> Prepared[LoadedModel]:
-        request = pb.LoadModelRequest(model=model, make_default=make_default)
+        request = build(
+            pb.LoadModelRequest, source=source, settings=settings, make_default=make_default
+        )
         method = Method(AdminServiceStub, "", stream="LoadModel")
         reading = Reading(_loaded, _loading)
         return prepare(self._connection, method, request, reading, timeout=timeout)
@@ -205,19 +215,21 @@ class AdminRequests:
     def unload_model(
         self, name: str, grace_s: float | None, timeout: float | None
     ) -> Prepared[None]:
-        request = pb.UnloadModelRequest(name=name, grace_seconds=grace_s)
+        request = pb.UnloadModelRequest(model=name, grace_ms=_milliseconds(grace_s))
         return self._call("UnloadModel", request, lambda r: None, timeout)
 
     def set_default_model(self, name: str, timeout: float | None) -> Prepared[str]:
-        request = pb.SetDefaultModelRequest(name=name)
-        return self._call("SetDefaultModel", request, lambda r: str(r.previous), timeout)
+        request = pb.SetDefaultModelRequest(model=name)
+        return self._call("SetDefaultModel", request, lambda r: str(r.previous_model), timeout)
 
-    def load_adapter(self, name: str, model: str | None, timeout: float | None) -> Prepared[int]:
-        request = pb.LoadAdapterRequest(name=name, model=model)
-        return self._call("LoadAdapter", request, lambda r: int(r.adapter_bytes), timeout)
+    def load_adapter(
+        self, name: str, model: str | None, timeout: float | None
+    ) -> Prepared[Adapter]:
+        request = pb.LoadAdapterRequest(adapter=name, model=model)
+        return self._call("LoadAdapter", request, lambda r: read_adapter(r.adapter), timeout)
 
     def unload_adapter(self, name: str, model: str | None, timeout: float | None) -> Prepared[bool]:
-        request = pb.UnloadAdapterRequest(name=name, model=model)
+        request = pb.UnloadAdapterRequest(adapter=name, model=model)
         return self._call("UnloadAdapter", request, lambda r: bool(r.was_loaded), timeout)
 
     def _call(
@@ -241,17 +253,23 @@ def _statistics(response: pb.GetStatisticsResponse) -> ServerStatistics:
 def _profile(response: pb.StopProfileResponse) -> Profile:
     return Profile(
         file=response.file,
-        file_bytes=response.size_bytes,
-        seconds=response.seconds,
+        size_bytes=response.size_bytes,
+        duration_ms=response.duration_ms,
         steps=response.steps,
     )
 
 
 def _whole(name: str, number: int | None) -> int | None:
     """Refuses numbers that the field can't hold, with a clearer message than protobuf's."""
-    if number is not None and not 0 <= number < 2**32:
+    if number is not None and not 0 <= number < 2**31:
         raise InvalidRequestError(f"{name}={number}: must be a whole number from 1 on")
     return number
+
+
+def _milliseconds(seconds: float | None) -> int | None:
+    if seconds is not None and not 0 <= seconds < 2**31 / 1e3:
+        raise InvalidRequestError(f"{seconds} s: is too long, or below 0")
+    return None if seconds is None else round(seconds * 1e3)
 
 
 def _loading(message: pb.LoadModelResponse, payload: Any) -> LoadingProgress | None:
@@ -261,4 +279,4 @@ def _loading(message: pb.LoadModelResponse, payload: Any) -> LoadingProgress | N
 
 
 def _loaded(payload: pb.LoadedModel) -> LoadedModel:
-    return LoadedModel(name=payload.name, device=payload.device, seconds=payload.seconds)
+    return LoadedModel(model=payload.model, load_ms=payload.load_ms)

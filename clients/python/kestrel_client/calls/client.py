@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar, Unpack, overload
+from typing import Any, TypeVar, Unpack
 
 import grpc
 
@@ -20,10 +20,10 @@ from ..connection import (
 )
 from ..drawing.marks import MaskFormat
 from ..errors import DeadlineExceededError, KestrelError
-from ..geometry import Box, Point, SpatialRef, TilesInput
+from ..geometry import DetectedBox, DetectedPoint, SpatialRef, TilesInput
 from ..images.images import ImageHandle, ImageInput
 from ..images.known import DEFAULT_KEPT_IMAGE_BYTES, ImageSource, KnownImages
-from ..values.description import Model, ServerInfo, ServerLoad
+from ..values.description import Adapter, Model, ServerInfo, ServerLoad
 from ..values.embeddings import Embedding, EmbeddingDtype, EmbedResult, Pooling
 from ..values.events import Event, PathPiece, ReasoningDelta, TextDelta
 from ..values.results.base import Result
@@ -35,9 +35,11 @@ from ..values.tasks import (
     AnalyzeResult,
     CaptionTask,
     DetectTask,
+    ObjectNames,
     PointTask,
     QueryTask,
     SegmentTask,
+    SkillTask,
     TaskDone,
     TaskEvent,
     TaskOf,
@@ -47,7 +49,14 @@ from ..values.tasks import (
 from .batches import Progress, run_bounded
 from .channel import Channel
 from .frames import Frames, FrameSource
-from .requests.options import CallOptions, CaptionLength, HandlingOptions, LateFrames
+from .requests.options import (
+    CallOptions,
+    CaptionLength,
+    HandlingOptions,
+    LateFrames,
+    QueryOptions,
+    TextOptions,
+)
 from .requests.requests import STUBS, Requests
 from .streams import Stream
 
@@ -104,7 +113,7 @@ class KestrelClient:
         image: ImageInput | None,
         question: str,
         *,
-        reasoning: bool | None = None,
+        reasoning: bool = False,
         spatial_refs: Iterable[SpatialRef] = (),
         history: Iterable[Turn] = (),
         images: Sequence[ImageInput] = (),
@@ -113,7 +122,7 @@ class KestrelClient:
         max_absence: float | None = None,
         answer_start: str = "",
         num_samples: int | None = None,
-        **options: Unpack[CallOptions],
+        **options: Unpack[QueryOptions],
     ) -> QueryResult:
         """Answers a question about an image, or without an image (``image=None``).
 
@@ -124,7 +133,7 @@ class KestrelClient:
         question. ``presupposes``: objects without which the question has no answer, at most 8; if one of them is absent
         with a probability above ``max_absence`` (default: the server's), there is no answer: ``result.abstained``.
         ``answer_start``: the beginning of the answer; the result has only what follows. Not with reasoning.
-        ``num_samples``: how many answers to generate, at most 16: ``result.samples``. Sample i, counted from 0, has the
+        ``num_samples``: how many answers to generate, at most 16: ``result.answers``. Answer i, counted from 0, has the
         seed ``seed + i``.
         """
         task = QueryTask(
@@ -137,10 +146,9 @@ class KestrelClient:
             presupposes,
             max_absence,
             answer_start,
+            num_samples=num_samples,
         )
-        return self._channel.call(
-            self._requests.task, image, task, options, num_samples=num_samples
-        )
+        return self._channel.call(self._requests.task, image, task, options)
 
     def caption(
         self,
@@ -148,118 +156,61 @@ class KestrelClient:
         length: CaptionLength = "normal",
         *,
         num_samples: int | None = None,
-        **options: Unpack[CallOptions],
+        **options: Unpack[TextOptions],
     ) -> CaptionResult:
         """Describes an image. ``length``: "short", "normal" or "long". ``num_samples``: as for ``query``."""
-        task = CaptionTask(length)
-        return self._channel.call(
-            self._requests.task, image, task, options, num_samples=num_samples
-        )
+        task = CaptionTask(length, num_samples=num_samples)
+        return self._channel.call(self._requests.task, image, task, options)
 
-    @overload
     def point(
         self,
         image: ImageInput,
-        object: str,
+        objects: ObjectNames,
         *,
-        max_objects: int | None = ...,
-        spatial_refs: Iterable[SpatialRef] = ...,
-        min_score: float | None = ...,
-        tiles: TilesInput | None = ...,
-        **options: Unpack[CallOptions],
-    ) -> PointResult: ...
-    @overload
-    def point(
-        self,
-        image: ImageInput,
-        *,
-        objects: Sequence[str],
-        max_objects: int | None = ...,
-        spatial_refs: Iterable[SpatialRef] = ...,
-        min_score: float | None = ...,
-        tiles: TilesInput | None = ...,
-        **options: Unpack[CallOptions],
-    ) -> AnalyzeResult: ...
-    def point(
-        self,
-        image: ImageInput,
-        object: str = "",
-        *,
-        objects: Sequence[str] | None = None,
         max_objects: int | None = None,
         spatial_refs: Iterable[SpatialRef] = (),
         min_score: float | None = None,
         tiles: TilesInput | None = None,
         **options: Unpack[CallOptions],
-    ) -> PointResult | AnalyzeResult:
-        """Finds the centre of every object of a kind, like "red circle". Every point has a ``score``.
+    ) -> PointResult:
+        """Finds the centre of every object of one kind or several, like "red circle". Each point has a ``label`` and a
+        ``score``.
 
+        ``objects``: a name, or up to 256 names: the result has the points of all of them, and ``result.errors`` says
+        which names failed. ``max_objects`` and ``min_score`` apply to each name.
         ``min_score``: points with a lower score are omitted; default: the server's. ``tiles``: cuts the image into this
         many rows and columns, like "2x3" or Tiles(2, 3, overlap=0.3), and looks at each tile and at the whole image,
         which finds small objects; default: one look.
-        ``objects``: up to 256 names in place of ``object``. The result then is an AnalyzeResult: ``result["cat"]`` is
-        the PointResult of that name, or raises its error. ``max_objects`` and ``min_score`` apply to each name.
         """
-        task = PointTask(object, max_objects, spatial_refs, min_score, tiles)
-        if objects is not None:
-            prepare = self._requests.several
-            return self._channel.call(prepare, image, task, objects, options)
+        task = PointTask(objects, max_objects, spatial_refs, min_score, tiles)
         return self._channel.call(self._requests.task, image, task, options)
 
-    @overload
     def detect(
         self,
         image: ImageInput,
-        object: str,
+        objects: ObjectNames,
         *,
-        max_objects: int | None = ...,
-        min_score: float | None = ...,
-        max_overlap: float | None = ...,
-        tiles: TilesInput | None = ...,
-        **options: Unpack[CallOptions],
-    ) -> DetectResult: ...
-    @overload
-    def detect(
-        self,
-        image: ImageInput,
-        *,
-        objects: Sequence[str],
-        max_objects: int | None = ...,
-        min_score: float | None = ...,
-        max_overlap: float | None = ...,
-        tiles: TilesInput | None = ...,
-        **options: Unpack[CallOptions],
-    ) -> AnalyzeResult: ...
-    def detect(
-        self,
-        image: ImageInput,
-        object: str = "",
-        *,
-        objects: Sequence[str] | None = None,
         max_objects: int | None = None,
         min_score: float | None = None,
         max_overlap: float | None = None,
         tiles: TilesInput | None = None,
         **options: Unpack[CallOptions],
-    ) -> DetectResult | AnalyzeResult:
-        """Finds the bounding box of every object of a kind. Every box has a ``score``.
+    ) -> DetectResult:
+        """Finds the bounding box of every object of one kind or several. Each box has a ``label`` and a ``score``.
 
+        ``objects``: a name, or up to 256 names: the result has the boxes of all of them, and ``result.errors`` says
+        which names failed. ``max_objects`` and ``min_score`` apply to each name.
         ``min_score``: boxes with a lower score are omitted; default: the server's. ``max_overlap``: of two boxes whose
         intersection exceeds this part of their union, the result has the one with the higher score, also if their names
         differ; default: both. ``tiles``: as for ``point``.
-        ``objects``: up to 256 names in place of ``object``. The result then is an AnalyzeResult: ``result["cat"]`` is
-        the DetectResult of that name, or raises its error. ``max_objects`` and ``min_score`` apply to each name.
         """
-        task = DetectTask(object, max_objects, min_score, max_overlap, tiles)
-        if objects is not None:
-            prepare = self._requests.several
-            return self._channel.call(prepare, image, task, objects, options)
+        task = DetectTask(objects, max_objects, min_score, max_overlap, tiles)
         return self._channel.call(self._requests.task, image, task, options)
 
     def segment(
         self,
         image: ImageInput,
-        object: str,
+        objects: ObjectNames,
         *,
         spatial_refs: Iterable[SpatialRef] = (),
         mask: MaskFormat = "none",
@@ -267,12 +218,14 @@ class KestrelClient:
         refine: bool | None = None,
         **options: Unpack[CallOptions],
     ) -> SegmentResult:
-        """Outlines one object. ``mask``: the encoding of a mask that the server sends in addition to the path.
+        """Outlines an object of one kind, or one of each of up to 256 kinds.
+
+        ``mask``: the encoding of a mask that the server sends in addition to the path.
 
         ``min_score``: an outline with a lower score is omitted; default: the server's. ``refine``: False gives the
         model's own outline; the default refines it if the model has a refiner.
         """
-        task = SegmentTask(object, spatial_refs, mask, min_score, refine)
+        task = SegmentTask(objects, spatial_refs, mask, min_score, refine)
         return self._channel.call(self._requests.task, image, task, options)
 
     def stream_query(
@@ -280,7 +233,7 @@ class KestrelClient:
         image: ImageInput | None,
         question: str,
         *,
-        reasoning: bool | None = None,
+        reasoning: bool = False,
         spatial_refs: Iterable[SpatialRef] = (),
         history: Iterable[Turn] = (),
         images: Sequence[ImageInput] = (),
@@ -288,7 +241,7 @@ class KestrelClient:
         presupposes: Sequence[str] = (),
         max_absence: float | None = None,
         answer_start: str = "",
-        **options: Unpack[CallOptions],
+        **options: Unpack[QueryOptions],
     ) -> Stream[QueryResult, TextDelta | ReasoningDelta]:
         """As ``query``; the stream gives the text as it is generated."""
         task = QueryTask(
@@ -308,112 +261,56 @@ class KestrelClient:
         self,
         image: ImageInput,
         length: CaptionLength = "normal",
-        **options: Unpack[CallOptions],
+        **options: Unpack[TextOptions],
     ) -> Stream[CaptionResult, TextDelta]:
         """As ``caption``; the stream gives the text as it is generated."""
         task = CaptionTask(length)
         return self._channel.stream(self._requests.task, image, task, options)
 
-    @overload
     def stream_point(
         self,
         image: ImageInput,
-        object: str,
+        objects: ObjectNames,
         *,
-        max_objects: int | None = ...,
-        spatial_refs: Iterable[SpatialRef] = ...,
-        min_score: float | None = ...,
-        tiles: TilesInput | None = ...,
-        **options: Unpack[CallOptions],
-    ) -> Stream[PointResult, Point]: ...
-    @overload
-    def stream_point(
-        self,
-        image: ImageInput,
-        *,
-        objects: Sequence[str],
-        max_objects: int | None = ...,
-        spatial_refs: Iterable[SpatialRef] = ...,
-        min_score: float | None = ...,
-        tiles: TilesInput | None = ...,
-        **options: Unpack[CallOptions],
-    ) -> Stream[AnalyzeResult, TaskEvent | TaskDone]: ...
-    def stream_point(
-        self,
-        image: ImageInput,
-        object: str = "",
-        *,
-        objects: Sequence[str] | None = None,
         max_objects: int | None = None,
         spatial_refs: Iterable[SpatialRef] = (),
         min_score: float | None = None,
         tiles: TilesInput | None = None,
         **options: Unpack[CallOptions],
-    ) -> Stream[PointResult, Point] | Stream[AnalyzeResult, TaskEvent | TaskDone]:
-        """As ``point``; the stream gives each point as soon as it is final. With ``objects``, as ``stream_analyze``."""
-        task = PointTask(object, max_objects, spatial_refs, min_score, tiles)
-        if objects is not None:
-            prepare = self._requests.several
-            return self._channel.stream(prepare, image, task, objects, options)
+    ) -> Stream[PointResult, DetectedPoint]:
+        """As ``point``; the stream gives each point as soon as it is final."""
+        task = PointTask(objects, max_objects, spatial_refs, min_score, tiles)
         return self._channel.stream(self._requests.task, image, task, options)
 
-    @overload
     def stream_detect(
         self,
         image: ImageInput,
-        object: str,
+        objects: ObjectNames,
         *,
-        max_objects: int | None = ...,
-        min_score: float | None = ...,
-        max_overlap: float | None = ...,
-        tiles: TilesInput | None = ...,
-        **options: Unpack[CallOptions],
-    ) -> Stream[DetectResult, Box]: ...
-    @overload
-    def stream_detect(
-        self,
-        image: ImageInput,
-        *,
-        objects: Sequence[str],
-        max_objects: int | None = ...,
-        min_score: float | None = ...,
-        max_overlap: float | None = ...,
-        tiles: TilesInput | None = ...,
-        **options: Unpack[CallOptions],
-    ) -> Stream[AnalyzeResult, TaskEvent | TaskDone]: ...
-    def stream_detect(
-        self,
-        image: ImageInput,
-        object: str = "",
-        *,
-        objects: Sequence[str] | None = None,
         max_objects: int | None = None,
         min_score: float | None = None,
         max_overlap: float | None = None,
         tiles: TilesInput | None = None,
         **options: Unpack[CallOptions],
-    ) -> Stream[DetectResult, Box] | Stream[AnalyzeResult, TaskEvent | TaskDone]:
-        """As ``detect``; the stream gives each box as soon as it is final. With ``objects``, as ``stream_analyze``."""
-        task = DetectTask(object, max_objects, min_score, max_overlap, tiles)
-        if objects is not None:
-            prepare = self._requests.several
-            return self._channel.stream(prepare, image, task, objects, options)
+    ) -> Stream[DetectResult, DetectedBox]:
+        """As ``detect``; the stream gives each box as soon as it is final."""
+        task = DetectTask(objects, max_objects, min_score, max_overlap, tiles)
         return self._channel.stream(self._requests.task, image, task, options)
 
     def stream_segment(
         self,
         image: ImageInput,
-        object: str,
+        objects: ObjectNames,
         *,
         spatial_refs: Iterable[SpatialRef] = (),
         mask: MaskFormat = "none",
         min_score: float | None = None,
         refine: bool | None = None,
         **options: Unpack[CallOptions],
-    ) -> Stream[SegmentResult, Box | PathPiece]:
+    ) -> Stream[SegmentResult, DetectedBox | PathPiece]:
         """As ``segment``; the stream gives the model's box, then the commands of its path one by one. A refined outline
         comes with the result."""
-        task = SegmentTask(object, spatial_refs, mask, min_score, refine)
+        task = SegmentTask(objects, spatial_refs, mask, min_score, refine)
         return self._channel.stream(self._requests.task, image, task, options)
 
     def put_image(
@@ -486,15 +383,15 @@ class KestrelClient:
         image: ImageInput | None = None,
         arguments: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
-        **options: Unpack[CallOptions],
+        **options: Unpack[TextOptions],
     ) -> SkillResult:
         """Runs any skill of the model by its name, including skills that a plug-in adds to the server.
 
         The skill defines ``arguments`` and ``settings``: plain values by name. Raises NotFoundError if the model has no
         such skill.
         """
-        prepare = self._requests.run_skill
-        return self._channel.call(prepare, skill, image, arguments, settings, options)
+        task = SkillTask(skill, arguments, settings)
+        return self._channel.call(self._requests.task, image, task, options)
 
     def stream_skill(
         self,
@@ -502,11 +399,11 @@ class KestrelClient:
         image: ImageInput | None = None,
         arguments: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
-        **options: Unpack[CallOptions],
+        **options: Unpack[TextOptions],
     ) -> Stream[SkillResult, Event]:
         """As ``run_skill``; the stream gives the events of the skill as they happen."""
-        prepare = self._requests.run_skill
-        return self._channel.stream(prepare, skill, image, arguments, settings, options)
+        task = SkillTask(skill, arguments, settings)
+        return self._channel.stream(self._requests.task, image, task, options)
 
     def embed(
         self,
@@ -596,11 +493,30 @@ class KestrelClient:
 
     def list_models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
         """Returns the models of the server, the default model first."""
-        return self._channel.send(self._requests.server.list_models(timeout))
+        found: list[Model] = []
+        token = ""
+        while True:
+            page, token = self._channel.send(self._requests.server.list_models(token, timeout))
+            found += page
+            if not token:
+                return tuple(found)
 
     def get_model(self, name: str | None = None, *, timeout: float | None = None) -> Model:
         """Returns one model; default: the default model of the server. Raises NotFoundError."""
         return self._channel.send(self._requests.server.get_model(name, timeout))
+
+    def list_adapters(
+        self, model: str | None = None, *, timeout: float | None = None
+    ) -> tuple[Adapter, ...]:
+        """Returns the adapters of a model that the server knows; default: those of the default model."""
+        found: list[Adapter] = []
+        token = ""
+        while True:
+            prepared = self._requests.server.list_adapters(model, token, timeout)
+            page, token = self._channel.send(prepared)
+            found += page
+            if not token:
+                return tuple(found)
 
     def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """Returns the server's versions, limits and capabilities."""

@@ -67,14 +67,14 @@ class _Frames:
     def _opening(self) -> pb.StreamFramesRequest:
         config = pb.FramesConfig()
         config.CopyFrom(self._frame_call.config)
-        config.last_frame = self._last_id
+        config.last_frame_id = self._last_id
         return pb.StreamFramesRequest(config=config)
 
     def _frame(self, image: ImageInput, message: common_pb2.Image) -> pb.StreamFramesRequest:
         self._unsent.clear()
         self._last_id += 1
         self._under_way[self._last_id] = image
-        return pb.StreamFramesRequest(frame=pb.Frame(id=self._last_id, image=message))
+        return pb.StreamFramesRequest(frame=pb.Frame(frame_id=self._last_id, image=message))
 
     def _take(self, response: pb.StreamFramesResponse) -> FrameResult:
         self._failures = 0

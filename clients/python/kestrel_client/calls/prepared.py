@@ -40,6 +40,7 @@ class PutsAgain(Protocol):
         self, error: Exception, timeout: float | None
     ) -> Iterator[tuple[str, Prepared[ImageHandle]]]:
         """The calls that put the images again, by the ids that the caller gave. Raises ``error`` if this can't help."""
+        ...
 
     def stored(self, given: str, handle: ImageHandle) -> None:
         """An image was put again."""

@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import grpc
 
-from .._pb.kestrel.v1 import vision_service_pb2
+from .._pb.kestrel.v1 import common_pb2
 from ..errors import (
     IncompleteStreamError,
     KestrelError,
@@ -18,6 +18,7 @@ from ..errors import (
     from_rpc_error,
 )
 from ..values.events import read_event
+from ..values.results.text import SeenImage, read_seen_image
 
 R = TypeVar("R")
 E = TypeVar("E")
@@ -49,7 +50,7 @@ class _Reader(Generic[R, E]):
     """Set before the first message is taken."""
 
     def __init__(self) -> None:
-        self.started: vision_service_pb2.StreamStarted | None = None
+        self.started: common_pb2.RequestInfo | None = None
         self.result: R | None = None
         self.error: KestrelError | None = None
         self.ended = False
@@ -156,6 +157,18 @@ class Stream(Generic[R, E]):
         """Name of the model that answers; None before the first event."""
         return self._reader.started.model if self._reader.started else None
 
+    @property
+    def images(self) -> tuple[SeenImage, ...]:
+        """The images of the request, in order; empty before the first event. A size that the server did not know at the
+        first event is (0, 0)."""
+        started = self._reader.started
+        return () if started is None else tuple(map(read_seen_image, started.images))
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of the sampling; None before the first event."""
+        return self._reader.started.seed if self._reader.started else None
+
     def close(self) -> None:
         """Cancels the request if it is unfinished. May be called again."""
         self._call.cancel()
@@ -202,7 +215,7 @@ class AsyncStream(Generic[R, E]):
             await self._open()
         while not self._reader.ended:
             try:
-                message = await self._call.read()
+                message = await cast(Any, self._call).read()
             except grpc.RpcError as error:
                 await self._take_error(from_rpc_error(error))
                 continue
@@ -236,6 +249,18 @@ class AsyncStream(Generic[R, E]):
     def model(self) -> str | None:
         """Name of the model that answers; None before the first event."""
         return self._reader.started.model if self._reader.started else None
+
+    @property
+    def images(self) -> tuple[SeenImage, ...]:
+        """The images of the request, in order; empty before the first event. A size that the server did not know at the
+        first event is (0, 0)."""
+        started = self._reader.started
+        return () if started is None else tuple(map(read_seen_image, started.images))
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of the sampling; None before the first event."""
+        return self._reader.started.seed if self._reader.started else None
 
     def cancel(self) -> None:
         """Cancels the request if it is unfinished. May be called again."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -42,25 +44,27 @@ class Marks:
 
     points: tuple[Point, ...] = ()
     boxes: tuple[tuple[Box, str], ...] = ()
-    outline: Outline | None = None
+    outlines: tuple[Outline, ...] = ()
     text: tuple[str, ...] = ()
 
     def __add__(self, other: Marks) -> Marks:
-        """The marks of both. The outline of ``other`` is used only if this has none."""
+        """The marks of both."""
         return Marks(
             points=self.points + other.points,
             boxes=self.boxes + other.boxes,
-            outline=self.outline or other.outline,
+            outlines=self.outlines + other.outlines,
             text=self.text + other.text,
         )
 
 
-def labelled(boxes: tuple[Box, ...], label: str) -> tuple[tuple[Box, str], ...]:
-    """Boxes with their label and score. They are numbered if there are several."""
-    several = len(boxes) > 1
-    names = (f"{label} {i + 1}" if several else label for i in range(len(boxes)))
-    return tuple((box, _scored(name, box)) for box, name in zip(boxes, names, strict=True))
-
-
-def _scored(name: str, box: Box) -> str:
-    return name if box.score is None else f"{name} ({box.score:.2f})"
+def labelled(found: Iterable[tuple[Box, str, float | None]]) -> tuple[tuple[Box, str], ...]:
+    """Boxes with their label and score. The boxes of a label are numbered if there are several."""
+    found = tuple(found)
+    several = Counter(label for _, label, _ in found)
+    seen: Counter[str] = Counter()
+    named = []
+    for box, label, score in found:
+        seen[label] += 1
+        number = f" {seen[label]}" if several[label] > 1 else ""
+        named.append((box, f"{label}{number}" + ("" if score is None else f" ({score:.2f})")))
+    return tuple(named)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import textwrap
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ..errors import MissingDependencyError
@@ -13,7 +14,7 @@ from .marks import Marks, Mask, Outline
 from .svg_path import polygons
 
 try:
-    from PIL import Image, ImageDraw, ImageFont
+    from PIL import Image, ImageChops, ImageDraw, ImageFont
 
     from .rasterise import fill
 except ImportError as error:
@@ -48,8 +49,8 @@ Area = tuple[int, int, int, int]
 def draw(marks: Marks, source: ImageInput) -> Image.Image:
     """Returns the image upright, in RGB, with the marks drawn on it. The input is not changed."""
     image = to_pillow(source)
-    if marks.outline is not None:
-        _outline(image, marks.outline)
+    for number, outline in enumerate(marks.outlines):
+        _outline(image, outline, _colour(number))
     _boxes(image, marks.boxes)
     _points(image, marks.points)
     return _with_text(image, marks.text) if marks.text else image
@@ -63,8 +64,15 @@ def png(image: Image.Image, max_side: int) -> bytes:
     return buffer.getvalue()
 
 
-def mask_image(outline: Outline, size: tuple[int, int]) -> Image.Image:
-    """Returns the filled outline: mode "L", 255 inside and 0 outside, of ``size`` (width, height)."""
+def mask_image(outlines: Iterable[Outline], size: tuple[int, int]) -> Image.Image:
+    """Returns the filled outlines: mode "L", 255 inside and 0 outside, of ``size`` (width, height)."""
+    whole = Image.new("L", size)
+    for outline in outlines:
+        whole = ImageChops.lighter(whole, _filled(outline, size))
+    return whole
+
+
+def _filled(outline: Outline, size: tuple[int, int]) -> Image.Image:
     mask = outline.mask
     if mask is not None and (mask.width, mask.height) == size:
         drawn = _drawn_mask(mask)
@@ -121,9 +129,8 @@ def _boxes(image: Image.Image, boxes: tuple[tuple[Box, str], ...]) -> None:
             taken.append(_label(canvas, image, area, taken, _colour(i), label))
 
 
-def _outline(image: Image.Image, outline: Outline) -> None:
-    colour = _colour(0)
-    mask = mask_image(outline, image.size)
+def _outline(image: Image.Image, outline: Outline, colour: Colour) -> None:
+    mask = _filled(outline, image.size)
     tint = Image.new("RGB", image.size, colour)
     opacity = mask.point([round(value * MASK_OPACITY) for value in range(256)])
     image.paste(tint, mask=opacity)

@@ -53,7 +53,8 @@ def _segments(path: str) -> Iterator[tuple[str, list[float]]]:
         match = _COMMAND.match(path, position)
         if match is None:
             raise _PathEnd
-        command, position = match.group(), _skip(path, match.end())
+        command: str = match.group()
+        position = _skip(path, match.end())
         if command in "Zz":
             yield command, []
             continue
@@ -69,7 +70,7 @@ def _segments(path: str) -> Iterator[tuple[str, list[float]]]:
             yield command, arguments
             first = False
             # Further pairs after a moveto are linetos.
-            command = {"M": "L", "m": "l"}.get(command, command)
+            command = "L" if command == "M" else "l" if command == "m" else command
 
 
 def _skip(path: str, position: int) -> int:

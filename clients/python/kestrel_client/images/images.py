@@ -41,10 +41,10 @@ class Readable(Protocol):
     def read(self, size: int = ..., /) -> bytes: ...
 
 
-ImageInput: TypeAlias = (
-    "str | os.PathLike[str] | bytes | bytearray | memoryview | PixelArray | PIL.Image.Image "
-    "| Readable | ImageHandle"
-)
+EncodedImage: TypeAlias = str | os.PathLike[str] | bytes | bytearray | memoryview
+"""A path or an http(s) address of a file, or its contents."""
+# One literal: pyright reads no type in a text of several.
+ImageInput: TypeAlias = "EncodedImage | PixelArray | PIL.Image.Image | Readable | ImageHandle"
 """An image: path of a file, http(s) address (the client fetches it), contents of a file, open file, array of pixels,
 Pillow image, or the handle of an image that the server stores."""
 

@@ -29,17 +29,19 @@ def to_constraint(constraint: object) -> common_pb2.Constraint:
     """Raises InvalidRequestError."""
     if not isinstance(constraint, Constraint):
         raise InvalidRequestError(f"constraint: {constraint!r} is not a Constraint")
-    fields: dict[str, Any] = {
-        "choices": constraint.choices,
-        "regex": constraint.regex,
-        "grammar": constraint.grammar,
-        "json_schema": constraint.json_schema,
-    }
-    if isinstance(constraint.choices, str):
+    names = ("choices", "regex", "grammar", "json_schema")
+    given = {name: getattr(constraint, name) for name in names}
+    rules: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if len(rules) != 1:
+        raise InvalidRequestError(f"constraint: must have exactly one of {', '.join(names)}")
+    ((name, value),) = rules.items()
+    if name == "choices" and isinstance(value, str):
         raise InvalidRequestError("constraint: choices is one text, not several")
     try:
-        if isinstance(constraint.json_schema, Mapping):
-            fields["json_schema"] = json.dumps(constraint.json_schema, ensure_ascii=False)
-        return common_pb2.Constraint(**fields)
+        if name == "choices":
+            return common_pb2.Constraint(choices=common_pb2.Choices(texts=value))
+        if isinstance(value, Mapping):
+            rules[name] = json.dumps(value, ensure_ascii=False)
+        return common_pb2.Constraint(**rules)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(f"constraint: {error}") from error

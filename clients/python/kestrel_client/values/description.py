@@ -19,6 +19,17 @@ _STATES: dict[int, ModelState] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Skill:
+    """A skill of a model."""
+
+    name: str
+    description: str
+    """One sentence; may be empty."""
+    arguments_schema: str
+    """A JSON Schema of the arguments of ``run_skill``, as JSON text; empty if the skill has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """A model that the server serves."""
 
@@ -29,11 +40,18 @@ class Model:
     """Largest number of positions of one request: prompt and generated tokens together."""
     image_positions: int
     """Positions of the context that one image takes."""
-    skills: tuple[str, ...]
-    default_max_objects: int
+    skills: tuple[Skill, ...]
+    device: str
+    """"cpu", or for example "cuda:0"."""
+    device_name: str
+    """The manufacturer's name of the device; may be empty."""
+    dtype: str
+    """Data type of the computation, like "bfloat16"."""
+    max_batch_size: int
+    """Limit on the requests that are computed together."""
     weights_fingerprint: str
     """Identifies the weights; empty until the model is ready."""
-    parameter_count: int
+    num_parameters: int
     """0 until the model is ready."""
     license: str
     state: ModelState
@@ -42,10 +60,30 @@ class Model:
     calibrated_scores: tuple[str, ...] = ()
     """The skills whose scores are calibrated, and "absence"."""
 
+    @property
+    def skill_names(self) -> tuple[str, ...]:
+        """The names of the skills."""
+        return tuple(skill.name for skill in self.skills)
+
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for ``json.dumps``."""
-        lists = {"skills": list(self.skills), "calibrated_scores": list(self.calibrated_scores)}
-        return {**asdict(self), **lists}
+        lists = {"calibrated_scores": list(self.calibrated_scores)}
+        return {**asdict(self), "skills": [asdict(each) for each in self.skills], **lists}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """A fine-tune that the server knows."""
+
+    name: str
+    loaded: bool
+    """Whether it is in memory."""
+    size_bytes: int
+    """The memory that it takes; 0 if it is not loaded."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values for ``json.dumps``."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +95,6 @@ class ServerLimits:
     max_image_pixels: int
     max_image_aspect_ratio: float
     max_text_bytes: int
-    max_context_positions: int
-    max_batch_size: int
     max_queue: int
     default_max_tokens: int
     default_max_objects: int
@@ -73,37 +109,20 @@ class ServerLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerCapabilities:
-    """The capabilities of a server."""
-
-    skills: tuple[str, ...]
-    image_formats: tuple[str, ...]
-    """Formats of encoded images, in lower case."""
-    reasoning: bool
-    spatial_refs: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
     """A server's description."""
 
     server_version: str
     api_version: str
     library_versions: Mapping[str, str]
-    device: str
-    device_name: str
-    dtype: str
     default_model: str
-    weights_fingerprint: str
     limits: ServerLimits
-    capabilities: ServerCapabilities
+    image_formats: tuple[str, ...]
+    """Formats of encoded images, in lower case."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for ``json.dumps``."""
-        plain = asdict(self)
-        plain["capabilities"]["skills"] = list(self.capabilities.skills)
-        plain["capabilities"]["image_formats"] = list(self.capabilities.image_formats)
-        return plain
+        return {**asdict(self), "image_formats": list(self.image_formats)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,41 +158,35 @@ def read_load(message: model_service_pb2.GetLoadResponse) -> ServerLoad:
 
 
 def read_model(message: model_service_pb2.Model) -> Model:
-    return Model(
-        name=message.name,
-        family=message.family,
-        context_positions=message.context_positions,
-        image_positions=message.image_positions,
-        skills=tuple(message.skills),
-        default_max_objects=message.default_max_objects,
-        weights_fingerprint=message.weights_fingerprint,
-        parameter_count=message.parameter_count,
-        license=message.license,
-        state=_STATES.get(message.state, "unknown"),
-        refines=message.refines,
-        calibrated_scores=tuple(message.calibrated_scores),
-    )
+    plain = {name: getattr(message, name) for name in Model.__dataclass_fields__}
+    read = {
+        "skills": tuple(
+            Skill(
+                name=each.name,
+                description=each.description,
+                arguments_schema=each.arguments_schema,
+            )
+            for each in message.skills
+        ),
+        "state": _STATES.get(message.state, "unknown"),
+        "calibrated_scores": tuple(message.calibrated_scores),
+    }
+    return Model(**{**plain, **read})
+
+
+def read_adapter(message: model_service_pb2.Adapter) -> Adapter:
+    return Adapter(name=message.name, loaded=message.loaded, size_bytes=message.size_bytes)
 
 
 def read_server_info(message: model_service_pb2.GetServerInfoResponse) -> ServerInfo:
     limits = message.limits
-    capabilities = message.capabilities
     return ServerInfo(
         server_version=message.server_version,
         api_version=message.api_version,
         library_versions=dict(message.library_versions),
-        device=message.device,
-        device_name=message.device_name,
-        dtype=message.dtype,
         default_model=message.default_model,
-        weights_fingerprint=message.weights_fingerprint,
         limits=ServerLimits(
             **{name: getattr(limits, name) for name in ServerLimits.__dataclass_fields__}
         ),
-        capabilities=ServerCapabilities(
-            skills=tuple(capabilities.skills),
-            image_formats=tuple(capabilities.image_formats),
-            reasoning=capabilities.reasoning,
-            spatial_refs=capabilities.spatial_refs,
-        ),
+        image_formats=tuple(message.image_formats),
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from .._pb.kestrel.v1 import vision_service_pb2 as pb
 from ..geometry import Box, ImageSize, from_box
-from .results.base import Timings, plain_value, read_timings
+from .results.base import Timings, info_fields, plain_value, read_timings
 from .results.exports import package
 
 if TYPE_CHECKING:
@@ -22,19 +22,24 @@ _DTYPES: dict[int, EmbeddingDtype] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Embedding:
-    """The embedding of an image or of a crop. ``numpy.asarray(embedding)`` is the same as ``embedding.array``.
-
-    ``data``: the numbers, little endian, row by row. ``rows``: 1 if the vectors of the patches are pooled, else the
-    number of patches. ``box``: the part of the image that the embedding is about.
-    """
+    """The embedding of an image or of a crop. ``numpy.asarray(embedding)`` is the same as ``embedding.array``."""
 
     data: bytes
+    """The numbers, little endian, row by row."""
     rows: int
+    """1 if the vectors of the patches are pooled, else the number of patches."""
     dimensions: int
+    """Numbers of a row."""
     dtype: EmbeddingDtype
     box: Box
+    """The part of the image that the embedding is about."""
+    crop: int | None = None
+    """Number of the crop, 0 for the overview; None for the whole image."""
+
+    def __repr__(self) -> str:
+        return f"Embedding({self.rows} x {self.dimensions} {self.dtype}, {self.box})"
 
     @property
     def array(self) -> numpy.ndarray[Any, Any]:
@@ -58,14 +63,12 @@ class Embedding:
         return array
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class EmbedResult:
     """The embeddings of an image. Those of different models cannot be compared."""
 
-    whole_image: Embedding | None
-    """None if it was not requested."""
-    crops: tuple[Embedding, ...]
-    """The overview first, then the tiles row by row; empty if they were not requested."""
+    embeddings: tuple[Embedding, ...]
+    """That of the whole image, then those of the crops; only what was requested."""
     timings: Timings
     model: str
     """Name of the model that computed the embeddings."""
@@ -75,10 +78,26 @@ class EmbedResult:
     image_id: str = ""
     """The id of the stored image, for ImageHandle; empty if the server does not store it."""
 
+    @property
+    def whole_image(self) -> Embedding:
+        """The embedding of the whole image. Raises LookupError if it was not requested."""
+        for each in self.embeddings:
+            if each.crop is None:
+                return each
+        raise LookupError("the embedding of the whole image was not requested")
+
+    @property
+    def crops(self) -> tuple[Embedding, ...]:
+        """The overview first, then the tiles row by row; empty if they were not requested."""
+        return tuple(each for each in self.embeddings if each.crop is not None)
+
+    def __repr__(self) -> str:
+        return f"EmbedResult({len(self.embeddings)} x {self.embeddings[0]}, {self.model})"
+
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for ``json.dumps``, with the numbers of each embedding as a list. Needs numpy."""
         values = {name: plain_value(getattr(self, name)) for name in _SHARED}
-        whole = None if self.whole_image is None else _plain(self.whole_image)
+        whole = next((_plain(each) for each in self.embeddings if each.crop is None), None)
         return {"whole_image": whole, "crops": [_plain(crop) for crop in self.crops], **values}
 
 
@@ -99,20 +118,17 @@ def read_embedding(message: pb.Embedding) -> Embedding:
         message.dimensions,
         _DTYPES[message.dtype],
         from_box(message.box),
+        message.crop if message.HasField("crop") else None,
     )
 
 
 def embed_result(response: pb.EmbedResponse) -> EmbedResult:
     """The result of a unary call."""
-    whole = response.HasField("whole_image")
+    image = info_fields(response.info)
     return EmbedResult(
-        whole_image=read_embedding(response.whole_image) if whole else None,
-        crops=tuple(map(read_embedding, response.crops)),
+        embeddings=tuple(map(read_embedding, response.embeddings)),
         timings=read_timings(response.timings),
-        model=response.model,
-        request_id=response.request_id,
-        image_size=ImageSize(response.image_size.width, response.image_size.height),
-        image_id=response.image_id,
+        **{name: image[name] for name in ("model", "request_id", "image_size", "image_id")},
     )
 
 
@@ -125,10 +141,7 @@ class EmbedStream:
     def event(self, message: Any, payload: object) -> Embedding | None:
         if not isinstance(payload, pb.Embedding):
             return None
-        if message.WhichOneof("event") == "whole_image":
-            self._received.whole_image.CopyFrom(payload)
-        else:
-            self._received.crops.append(payload)
+        self._received.embeddings.append(payload)
         return read_embedding(payload)
 
     def result(self, final: pb.EmbedResponse) -> EmbedResult:

@@ -1,12 +1,12 @@
-"""The events of a stream, read from the messages. Points and boxes are Point and Box."""
+"""The events of a stream, read from the messages. Objects are DetectedPoint and DetectedBox."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from .._pb.kestrel.v1 import common_pb2, vision_service_pb2
-from ..geometry import Box, Point, from_box, from_point
+from .._pb.kestrel.v1 import vision_service_pb2
+from ..geometry import DetectedBox, DetectedPoint, from_detection
 from .results.text import TokenLogprob, read_token
 
 
@@ -33,13 +33,15 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class PathPiece:
-    """The next part of an outline: one SVG command with its arguments. Joined with spaces, the parts form the path."""
+    """The next part of an outline: one SVG command with its arguments. Joined with spaces, the parts of an object form
+    its path. ``label``: the object's name."""
 
     path: str
     output_tokens: int = 0
+    label: str = ""
 
 
-Event: TypeAlias = TextDelta | ReasoningDelta | Point | Box | PathPiece
+Event: TypeAlias = TextDelta | ReasoningDelta | DetectedPoint | DetectedBox | PathPiece
 
 
 def read_event(payload: object) -> Event | None:
@@ -51,10 +53,8 @@ def read_event(payload: object) -> Event | None:
         case vision_service_pb2.ReasoningDelta():
             return ReasoningDelta(payload.text, payload.output_tokens)
         case vision_service_pb2.PathPiece():
-            return PathPiece(payload.path, payload.output_tokens)
-        case common_pb2.Point():
-            return from_point(payload)
-        case common_pb2.Box():
-            return from_box(payload)
+            return PathPiece(payload.path, payload.output_tokens, payload.label)
+        case vision_service_pb2.Detection():
+            return from_detection(payload)
         case _:
             return None

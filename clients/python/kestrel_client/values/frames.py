@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 from .._pb.kestrel.v1 import vision_service_pb2 as pb
-from ..errors import KestrelError, RpcError, from_task_error
+from ..errors import KestrelError, RpcError, from_rpc_status
 from ..images.images import ImageInput
-from .results.base import Result, read_image_size, read_usage
-from .tasks import AnalyzeResult, Task, TaskOf, read_outcome
+from .results.base import Result
+from .tasks import AnalyzeResult, Task, TaskOf, analyze_result
 
 R = TypeVar("R", bound=Result)
 
@@ -71,26 +71,15 @@ def frame_result(
     response: pb.StreamFramesResponse, tasks: Mapping[str, Task], source: ImageInput
 ) -> FrameResult:
     """``tasks``: those of the stream, by key."""
-    work, results = response.work, response.results
-    outcome = response.WhichOneof("outcome")
+    work, outcome = response.work, response.WhichOneof("outcome")
     analysis = error = None
     dropped: Dropped | None = None
     if outcome == "results":
-        analysis = AnalyzeResult(
-            outcomes={r.key: read_outcome(r, tasks, source) for r in results.results},
-            usage=read_usage(results.usage),
-            total_time_ms=work.total_ms,
-            model=results.model,
-            request_id=response.request_id,
-            image_size=read_image_size(results),
-            image_id="",
-            source=source,
-            tasks=tasks,
-        )
+        analysis = analyze_result(response.results, tasks, source)
     elif outcome == "dropped":
-        dropped = _DROPPED.get(response.dropped.reason, "stale")
+        dropped = _DROPPED.get(response.dropped, "stale")
     else:
-        error = from_task_error(response.error)
+        error = from_rpc_status(response.error)
     return FrameResult(
         frame_id=response.frame_id,
         analysis=analysis,

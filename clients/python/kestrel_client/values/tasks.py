@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, overload
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    NamedTuple,
+    TypeAlias,
+    TypeVar,
+    overload,
+)
 
-from .._pb.kestrel.v1 import common_pb2
 from .._pb.kestrel.v1 import vision_service_pb2 as pb
 from ..drawing.marks import Marks, MaskFormat
-from ..errors import InvalidRequestError, RpcError, from_task_error
+from ..errors import InvalidRequestError, RpcError, from_rpc_status
 from ..geometry import ImageSize, SpatialRef, TilesInput
 from ..images.images import ImageInput
 from .constraint import Constraint
 from .events import Event, read_event
-from .results.base import Result, Usage, plain_value, read_image_size, read_usage
+from .results.base import (
+    Result,
+    Timings,
+    Usage,
+    info_fields,
+    plain_value,
+    read_timings,
+    read_usage,
+)
+from .results.named_skill import SkillResult, skill_result
 from .results.objects import DetectResult, PointResult, detect_result, point_result
 from .results.outline import SegmentResult, segment_result
 from .results.showing import draw_marks, notebook_png
@@ -35,19 +52,29 @@ class TaskOf(Generic[R_co]):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
     max_tokens: int | None = None
-    max_reasoning_tokens: int | None = None
     seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextTaskOf(TaskOf[R_co]):
+    """A task that writes a text. See TextOptions."""
+
+    num_samples: int | None = None
+    """How many texts to generate: as for ``query``."""
     stop: str | Sequence[str] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     constraint: Constraint | None = None
-    min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Mapping[int, float] | None = None
 
+
+ObjectNames: TypeAlias = str | Sequence[str]
+"""The name of an object in any words, like "red circle", or up to 256 names."""
 
 Turn: TypeAlias = QueryResult | tuple[str, str] | tuple[str, str, Sequence[ImageInput]]
 """An earlier question with its answer: the result of ``query``, or the two texts, with the images of the question if it
@@ -55,11 +82,11 @@ showed some besides that of the conversation."""
 
 
 @dataclass(frozen=True, slots=True)
-class QueryTask(TaskOf[QueryResult]):
+class QueryTask(TextTaskOf[QueryResult]):
     """As ``query``."""
 
     question: str
-    reasoning: bool | None = None
+    reasoning: bool = False
     spatial_refs: Iterable[SpatialRef] = ()
     history: Iterable[Turn] = ()
     images: Sequence[ImageInput] = ()
@@ -68,10 +95,11 @@ class QueryTask(TaskOf[QueryResult]):
     presupposes: Sequence[str] = ()
     max_absence: float | None = None
     answer_start: str = ""
+    max_reasoning_tokens: int | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class CaptionTask(TaskOf[CaptionResult]):
+class CaptionTask(TextTaskOf[CaptionResult]):
     """As ``caption``."""
 
     length: Literal["short", "normal", "long"] = "normal"
@@ -81,38 +109,45 @@ class CaptionTask(TaskOf[CaptionResult]):
 class PointTask(TaskOf[PointResult]):
     """As ``point``."""
 
-    object: str
+    objects: ObjectNames
     max_objects: int | None = None
     spatial_refs: Iterable[SpatialRef] = ()
     min_score: float | None = None
     tiles: TilesInput | None = None
-    """Not in ``analyze``."""
 
 
 @dataclass(frozen=True, slots=True)
 class DetectTask(TaskOf[DetectResult]):
     """As ``detect``."""
 
-    object: str
+    objects: ObjectNames
     max_objects: int | None = None
     min_score: float | None = None
     max_overlap: float | None = None
     tiles: TilesInput | None = None
-    """Not in ``analyze``."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentTask(TaskOf[SegmentResult]):
     """As ``segment``."""
 
-    object: str
+    objects: ObjectNames
     spatial_refs: Iterable[SpatialRef] = ()
     mask: MaskFormat = "none"
     min_score: float | None = None
     refine: bool | None = None
 
 
-Task: TypeAlias = QueryTask | CaptionTask | PointTask | DetectTask | SegmentTask
+@dataclass(frozen=True, slots=True)
+class SkillTask(TextTaskOf[SkillResult]):
+    """As ``run_skill``."""
+
+    name: str
+    arguments: Mapping[str, Any] | None = None
+    settings: Mapping[str, Any] | None = None
+
+
+Task: TypeAlias = QueryTask | CaptionTask | PointTask | DetectTask | SegmentTask | SkillTask
 Tasks: TypeAlias = Sequence[Task] | Mapping[str, Task]
 """Tasks by position, or by your names for them: 1 to 128 visible ASCII characters."""
 Outcome: TypeAlias = Result | RpcError
@@ -147,10 +182,13 @@ class AnalyzeResult:
     """By key, in the order of the tasks."""
     usage: Usage
     """The usage of all tasks together."""
-    total_time_ms: float
+    timings: Timings
+    """``total_ms`` is that of the call, ``queue_ms`` the longest and ``ttft_ms`` the shortest of all tasks."""
     model: str
+    """Name of the model that answered."""
     request_id: str
-    image_size: ImageSize | None
+    image_size: ImageSize
+    """Width and height of the upright image in pixels; coordinates refer to it."""
     image_id: str
     """The id of the stored image, for ImageHandle; empty if the server does not store it."""
     source: ImageInput | None = field(default=None, repr=False, compare=False)
@@ -223,8 +261,7 @@ class AnalyzeResult:
 def outcome_dict(outcome: Outcome) -> dict[str, Any]:
     """Returns plain values for ``json.dumps``."""
     if isinstance(outcome, RpcError):
-        error = {"code": outcome.code.name, "message": outcome.message, "reason": outcome.reason}
-        return {"error": error}
+        return {"error": plain_value(outcome)}
     return outcome.to_dict()
 
 
@@ -242,15 +279,27 @@ def keyed(tasks: Tasks) -> dict[str, Task]:
     return read
 
 
-def to_turns(
-    history: Iterable[Turn], to_image: Callable[[ImageInput], common_pb2.Image]
-) -> list[pb.Turn]:
-    """``to_image``: makes the message of an image. Raises InvalidRequestError for a turn that is no result and no pair
-    of texts. The server checks the rest."""
-    return [_turn(index, turn, to_image) for index, turn in enumerate(history)]
+def names_of(objects: ObjectNames) -> list[str]:
+    """Raises InvalidRequestError."""
+    names = [objects] if isinstance(objects, str) else objects
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise InvalidRequestError(f"objects: {objects!r} is neither a name nor a sequence of names")
+    return list(names)
 
 
-def _turn(index: int, turn: Turn, to_image: Callable[[ImageInput], common_pb2.Image]) -> pb.Turn:
+class Shown(NamedTuple):
+    """A turn as a message, and the images that its question shows besides that of the conversation."""
+
+    message: pb.Turn
+    images: Sequence[ImageInput]
+
+
+def to_turns(history: Iterable[Turn]) -> list[Shown]:
+    """Raises InvalidRequestError for a turn that is no result and no pair of texts. The server checks the rest."""
+    return [_turn(index, turn) for index, turn in enumerate(history)]
+
+
+def _turn(index: int, turn: Turn) -> Shown:
     if isinstance(turn, QueryResult):
         turn = (turn.question, turn.answer, turn.more_sources)
     if isinstance(turn, str):
@@ -258,7 +307,7 @@ def _turn(index: int, turn: Turn, to_image: Callable[[ImageInput], common_pb2.Im
     try:
         question, answer, *rest = turn
         (images,) = rest or ((),)
-        return pb.Turn(question=question, answer=answer, images=map(to_image, images))
+        return Shown(pb.Turn(question=question, answer=answer), tuple(images))
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"history[{index}]: {error}") from error
 
@@ -271,39 +320,39 @@ def read_result(task: Task, response: Any, source: ImageInput | None) -> Result:
         case CaptionTask():
             return caption_result(response, source)
         case PointTask():
-            return point_result(response, source, task.object)
+            return point_result(response, source)
         case DetectTask():
-            return detect_result(response, source, task.object)
+            return detect_result(response, source)
         case SegmentTask():
-            return segment_result(response, source, task.object)
+            return segment_result(response, source)
+        case SkillTask():
+            return skill_result(response, source, task.name)
 
 
 def read_outcome(message: pb.TaskResult, tasks: Mapping[str, Task], source: ImageInput) -> Outcome:
     """``tasks``: those of the request, by key."""
     outcome = message.WhichOneof("outcome")
     if outcome is None or outcome == "error":
-        return from_task_error(message.error)
+        return from_rpc_status(message.error)
     return read_result(tasks[message.key], getattr(message, outcome), source)
 
 
 def analyze_result(
     response: pb.AnalyzeResponse, tasks: Mapping[str, Task], source: ImageInput
 ) -> AnalyzeResult:
+    info = info_fields(response.info)
     return AnalyzeResult(
         outcomes={r.key: read_outcome(r, tasks, source) for r in response.results},
         usage=read_usage(response.usage),
-        total_time_ms=response.total_time_ms,
-        model=response.model,
-        request_id=response.request_id,
-        image_size=read_image_size(response),
-        image_id=response.image_id,
+        timings=read_timings(response.timings),
         source=source,
         tasks=tasks,
+        **{name: info[name] for name in ("model", "request_id", "image_size", "image_id")},
     )
 
 
 def read_task_event(
-    message: pb.StreamAnalyzeResponse | pb.StreamPointResponse | pb.StreamDetectResponse,
+    message: pb.StreamAnalyzeResponse,
     payload: object,
     tasks: Mapping[str, Task],
     source: ImageInput,
@@ -313,36 +362,3 @@ def read_task_event(
         return TaskDone(message.key, read_outcome(payload, tasks, source))
     event = read_event(payload)
     return None if event is None else TaskEvent(message.key, event)
-
-
-def several_result(
-    response: pb.PointResponse | pb.DetectResponse, tasks: Mapping[str, Task], source: ImageInput
-) -> AnalyzeResult:
-    """The result of a call with several objects. ``tasks``: by name, in the order of the request."""
-    names, by_key = _positions(tasks)
-    return AnalyzeResult(
-        outcomes={names[r.key]: read_outcome(r, by_key, source) for r in response.results},
-        usage=read_usage(response.usage),
-        total_time_ms=response.timings.total_time_ms,
-        model=response.model,
-        request_id=response.request_id,
-        image_size=read_image_size(response),
-        image_id=response.image_id,
-        source=source,
-        tasks=tasks,
-    )
-
-
-def read_several_event(
-    message: Any, payload: object, tasks: Mapping[str, Task], source: ImageInput
-) -> TaskEvent | TaskDone | None:
-    """As read_task_event, for a call with several objects. The events have the names as keys."""
-    names, by_key = _positions(tasks)
-    event = read_task_event(message, payload, by_key, source)
-    return None if event is None else replace(event, key=names[message.key])
-
-
-def _positions(tasks: Mapping[str, Task]) -> tuple[dict[str, str], dict[str, Task]]:
-    """The names and the tasks, by the keys that the server gives them."""
-    names = {str(index): name for index, name in enumerate(tasks)}
-    return names, {key: tasks[name] for key, name in names.items()}

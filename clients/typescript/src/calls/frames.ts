@@ -17,7 +17,7 @@ import type { ImageInput, ReadFile } from "../images/images.js";
 import { choice, toHandling, type HandlingOptions } from "../options.js";
 import { Outcomes, type ResultsOf, type Tasks } from "../outcomes.js";
 import { RequestImages, toTasks } from "./requests.js";
-import { fromTaskError, toKestrelError } from "./statuses.js";
+import { fromStatus, toKestrelError } from "./statuses.js";
 
 type Request = MessageInitShape<typeof StreamFramesRequestSchema>;
 
@@ -60,7 +60,7 @@ export async function* frames<T extends Tasks>(
   const leaving = new AbortController();
   const signal = options.signal === undefined ? leaving.signal : AbortSignal.any([options.signal, leaving.signal]);
   const config = create(FramesConfigSchema, {
-    tasks: await toTasks(tasks, new RequestImages(connection, readFile, options)),
+    tasks: toTasks(tasks),
     late: late === undefined ? LateFrames.UNSPECIFIED : lateFrames(late),
     ...(latencyBudgetMs === undefined ? {} : { latencyBudgetMs }),
     ...(maxInFlight === undefined ? {} : { maxInFlight }),
@@ -89,23 +89,23 @@ async function* requests(
   source: FrameSource,
   options: HandlingOptions,
 ): AsyncGenerator<Request> {
-  yield { config };
+  yield { part: { case: "config", value: config } };
   let id = 0n;
   for await (const input of source) {
     const image = await new RequestImages(connection, readFile, options).seen(input);
     id += 1n;
-    yield { frame: { id, image } };
+    yield { part: { case: "frame", value: { frameId: id, image } } };
   }
 }
 
-function toResult<T extends Tasks>({ frameId, outcome, work, requestId }: StreamFramesResponse): FrameResult<T> {
+function toResult<T extends Tasks>({ frameId, outcome, work }: StreamFramesResponse): FrameResult<T> {
   const result: FrameResult<T> = { id: frameId, outcomes: undefined, dropped: undefined, error: undefined, work };
   if (outcome.case === "results") {
-    result.outcomes = new Outcomes({ ...outcome.value, requestId, imageId: "" });
+    result.outcomes = new Outcomes(outcome.value);
   } else if (outcome.case === "dropped") {
-    result.dropped = outcome.value.reason === DropReason.STALE ? "stale" : "newer";
+    result.dropped = outcome.value === DropReason.STALE ? "stale" : "newer";
   } else if (outcome.case === "error") {
-    result.error = fromTaskError(outcome.value);
+    result.error = fromStatus(outcome.value);
   }
   return result;
 }

@@ -4,21 +4,26 @@ import { create, toBinary, type DescMessage, type MessageInitShape, type Message
 import type { Connection } from "../connection.js";
 import { InvalidRequestError, RequestTooLargeError } from "../errors.js";
 import { toRegion } from "../geometry.js";
-import { BoxSchema, type Image } from "../gen/kestrel/v1/common_pb.js";
+import { BoxSchema, type Image, type RequestInfo } from "../gen/kestrel/v1/common_pb.js";
 import { bytesOf, ImageHandle, toImage, type ImageInput, type ReadFile } from "../images/images.js";
 import type { KnownImages } from "../images/known.js";
-import type { AnalyzeTaskSchema } from "../gen/kestrel/v1/vision_service_pb.js";
+import type { TaskSchema } from "../gen/kestrel/v1/vision_service_pb.js";
 import { checked, type CallOptions, type HandlingOptions } from "../options.js";
 import type { Tasks } from "../outcomes.js";
 import { Task } from "../tasks.js";
 import type { Call } from "./attempts.js";
-import { imagesOf, Restoring, type Named, type Put } from "./restoring.js";
+import { Restoring, type Named, type Put } from "./restoring.js";
 
 /** Stores an image again, on the server of the call `about`. Gives its new id. */
 export type PutAgain = (image: Image, options: CallOptions, about: string) => Promise<string>;
 
 /** Bytes of a message besides its images. */
 export const ROOM_BYTES = 64 * 1024;
+
+interface HasImages {
+  image?: Image | undefined;
+  images?: readonly Image[];
+}
 
 /** The images of one call. */
 export class RequestImages {
@@ -32,13 +37,11 @@ export class RequestImages {
     private readonly options: HandlingOptions,
   ) {}
 
-  /** The field of a request with the image that the call is about. `null`: none, if it is not required. */
-  async field(input: ImageInput | null, isRequired = true): Promise<{ image?: Image }> {
-    if (input === null && !isRequired) {
-      if (this.options.region !== undefined) throw new InvalidRequestError("region: needs an image");
-      return {};
-    }
-    return { image: await this.seen(input as ImageInput) };
+  /** The image that the call is about, if it is about one. */
+  async optional(input: ImageInput | null): Promise<Image | undefined> {
+    if (input !== null) return this.seen(input);
+    if (this.options.region !== undefined) throw new InvalidRequestError("region: needs an image");
+    return undefined;
   }
 
   /** The image that the call is about, with its region. */
@@ -70,7 +73,7 @@ export class RequestImages {
     putAgain: PutAgain,
   ): Promise<Call> {
     const { options } = this;
-    const images = [...imagesOf(schema, request)];
+    const images = imagesOf(request as HasImages);
     const [first] = images;
     if (first === undefined) return { options, about: "" };
     const digest = await known.key(first);
@@ -79,8 +82,8 @@ export class RequestImages {
     const put: Put = (image, handling) => putAgain(image, handling, about);
     const restoring =
       this.#named.length > 0 ? new Restoring(known, schema, request, this.#named, maxMessageBytes, put) : undefined;
-    const learn = async (response: object) => {
-      for (const [place, imageId] of idsOf(response).entries()) {
+    const learn = async ({ info }: { info?: RequestInfo | undefined }) => {
+      for (const [place, { imageId }] of (info?.images ?? []).entries()) {
         const image = images[place];
         if (image === undefined || !imageId) continue;
         known.learn(imageId, image, place === 0 ? digest : await known.key(image));
@@ -96,26 +99,20 @@ export class RequestImages {
   }
 }
 
-/** The ids under which the server that answered stores the images of the request, in their order. */
-function idsOf(response: { images?: readonly { imageId: string }[]; imageId?: string }): readonly string[] {
-  const { images = [], imageId = "" } = response;
-  return images.length > 0 ? images.map((each) => each.imageId) : [imageId];
+/** The images of a request, in the order of the prompt. */
+function imagesOf({ image, images }: HasImages): readonly Image[] {
+  return images ?? (image === undefined ? [] : [image]);
 }
 
 /** The tasks of an analysis. Throws InvalidRequestError. */
-export async function toTasks(
-  tasks: Tasks,
-  images: RequestImages,
-): Promise<MessageInitShape<typeof AnalyzeTaskSchema>[]> {
-  return Promise.all(
-    Object.entries(tasks).map(async ([key, task]) => {
-      if (!(task instanceof Task)) throw new InvalidRequestError(`tasks.${key}: is no task, like queryTask("…")`);
-      if (task.alone.length > 0) {
-        throw new InvalidRequestError(`tasks.${key}: ${task.alone.join(" and ")} can stand in a call of its own only`);
-      }
-      return { key, task: { case: task.skill, value: await task.fields(images.more) } as never };
-    }),
-  );
+export function toTasks(tasks: Tasks): MessageInitShape<typeof TaskSchema>[] {
+  return Object.entries(tasks).map(([key, task]) => {
+    if (!(task instanceof Task)) throw new InvalidRequestError(`tasks.${key}: is no task, like queryTask("…")`);
+    if (task.images.some((each) => each.length > 0)) {
+      throw new InvalidRequestError(`tasks.${key}: all tasks are about one image; ask about more with query`);
+    }
+    return { key, task: { case: task.skill, value: task.fields } as never };
+  });
 }
 
 /** A message of a request. Throws InvalidRequestError for a value that its field can't hold. */

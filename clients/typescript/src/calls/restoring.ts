@@ -2,7 +2,7 @@
 import { toBinary, type DescMessage, type MessageShape } from "@bufbuild/protobuf";
 
 import { InvalidImageError, NotFoundError, RequestTooLargeError, type KestrelError } from "../errors.js";
-import { ImageSchema, type Image } from "../gen/kestrel/v1/common_pb.js";
+import type { Image } from "../gen/kestrel/v1/common_pb.js";
 import { bytesOf, type ImageInput } from "../images/images.js";
 import type { KnownImages } from "../images/known.js";
 import type { CallOptions } from "../options.js";
@@ -97,19 +97,6 @@ export class Restoring<D extends DescMessage> {
   #useCurrentIds(): void {
     for (const { image, imageId } of this.#named) {
       image.source = { case: "imageId", value: this.known.currentId(imageId) };
-    }
-  }
-}
-
-/** The images in a request, in the order of its fields, which is that of the prompt. */
-export function* imagesOf(schema: DescMessage, message: object): Generator<Image> {
-  for (const field of schema.fields) {
-    const kind = field.fieldKind === "message" || field.fieldKind === "list" ? field.message : undefined;
-    if (kind === undefined || field.oneof !== undefined || !kind.typeName.startsWith("kestrel.v1.")) continue;
-    const value = (message as Record<string, object | object[] | undefined>)[field.localName];
-    for (const each of Array.isArray(value) ? value : value === undefined ? [] : [value]) {
-      if (kind.typeName === ImageSchema.typeName) yield each as Image;
-      else yield* imagesOf(kind, each);
     }
   }
 }

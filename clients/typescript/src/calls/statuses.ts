@@ -8,8 +8,8 @@ import {
   ErrorInfoSchema,
   QuotaFailureSchema,
   RetryInfoSchema,
-} from "../gen/kestrel/client/internal/wire_pb.js";
-import type { TaskError } from "../gen/kestrel/v1/vision_service_pb.js";
+} from "../gen/google/rpc/error_details_pb.js";
+import type { Status } from "../gen/google/rpc/status_pb.js";
 
 const REQUEST_ID_KEY = "x-request-id";
 /** The reason of a ConnectionLostError, which no server can send. */
@@ -41,13 +41,11 @@ export function toKestrelError(reason: unknown): KestrelError {
   return rpcError(error.code, error.rawMessage, details);
 }
 
-/** The error of one task: the error that a separate call would have thrown. */
-export function fromTaskError(error: TaskError): RpcError {
-  const { code, message, reason, fieldViolations } = error;
-  return rpcError(code, message, {
-    reason,
-    fieldViolations: fieldViolations.map(({ field, description }) => ({ field, description })),
-  });
+/** The error of one task, name or frame: the error that a separate call would have thrown. */
+export function fromStatus({ code, message, details }: Status): RpcError {
+  const found: StatusDetails = {};
+  for (const { typeUrl, value } of details) readDetail(found, typeUrl.slice(typeUrl.lastIndexOf("/") + 1), value);
+  return rpcError(code, message, found);
 }
 
 /** Whether the server refused the stream, as one that drains may. HTTP/2 says that it has not begun then. */

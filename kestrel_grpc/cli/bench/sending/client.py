@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kestrel_client import ServerInfo
-
 from ...connection import open_async_client
 from ..stages import Slo
 from ..tally import Tally
@@ -64,9 +62,12 @@ class Client:
             streaming=plan.streaming,
         )
 
-    def server_info(self) -> ServerInfo:
-        """Connects. Raises the SDK's KestrelError."""
-        return self._runner.run(self._clients[0].server_info())
+    def describe(self) -> dict[str, Any]:
+        """Connects, and describes the server and its model. Raises the SDK's KestrelError."""
+        server = self._runner.run(self._clients[0].server_info())
+        model = self._runner.run(self._clients[0].get_model())
+        facts = ("device", "device_name", "dtype", "max_batch_size", "weights_fingerprint")
+        return {**server.to_dict(), **{name: getattr(model, name) for name in facts}}
 
     def run(self, stage: Stage) -> tuple[Tally, ClientHealth]:
         """Raises CommandError."""

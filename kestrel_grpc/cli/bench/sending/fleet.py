@@ -11,9 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Protocol
-
-from kestrel_client import ServerInfo
+from typing import Any, Protocol
 
 from ...parser import CommandError
 from ..tally import Tally
@@ -30,8 +28,8 @@ _END_PATIENCE_S = 3.0
 class Fleet(Protocol):
     """Runs stages one after the other."""
 
-    def server_info(self) -> ServerInfo:
-        """Connects. Raises the SDK's KestrelError."""
+    def describe(self) -> dict[str, Any]:
+        """Connects, and describes the server and its model. Raises the SDK's KestrelError."""
         ...
 
     def run(self, stage: Stage) -> tuple[Tally, ClientHealth]:
@@ -53,8 +51,8 @@ class _Alone:
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    def server_info(self) -> ServerInfo:
-        return self._client.server_info()
+    def describe(self) -> dict[str, Any]:
+        return self._client.describe()
 
     def run(self, stage: Stage) -> tuple[Tally, ClientHealth]:
         return self._client.run(replace(stage, begins_at=time.monotonic()))
@@ -68,8 +66,8 @@ class _Several:
         for pipe in pipes:
             _received(pipe)  # It has started.
 
-    def server_info(self) -> ServerInfo:
-        return self._client.server_info()
+    def describe(self) -> dict[str, Any]:
+        return self._client.describe()
 
     def run(self, stage: Stage) -> tuple[Tally, ClientHealth]:
         parts = divided(replace(stage, begins_at=time.monotonic() + _LEAD_S), len(self._pipes))

@@ -262,9 +262,9 @@ class _StageRun:
             tally.ttft.record(times.first - began)
         for gap_s, came in times.gaps:
             tally.itl.record(gap_s, came)
-        tally.decode.record(timings.decode_time_ms / 1e3)
-        tally.processing.record(timings.processing_time_ms / 1e3)
-        tally.queue.record(timings.queue_time_ms / 1e3)
+        tally.decode.record(timings.decode_ms / 1e3)
+        tally.processing.record(timings.processing_ms / 1e3)
+        tally.queue.record(timings.queue_ms / 1e3)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

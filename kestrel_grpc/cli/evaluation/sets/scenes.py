@@ -146,7 +146,7 @@ def _said(skill: str, outcome: Outcome | None) -> str:
     count = {
         "point": len(outcome.get("points", ())),
         "detect": len(outcome.get("objects", ())),
-        "segment": int(outcome.get("box") is not None),
+        "segment": len(outcome.get("segments", ())),
     }[skill]
     return f"{count} found"
 
@@ -154,7 +154,7 @@ def _said(skill: str, outcome: Outcome | None) -> str:
 def _output(skill: str, outcome: Outcome) -> Mapping[str, Any]:
     """A result as the scenes' scores expect it, which is the form of the engine."""
     if skill in ("query", "reasoning"):
-        reasoning = outcome.get("reasoning") or {}
+        reasoning = outcome["answers"][0]["reasoning"] or {} if outcome else {}
         grounding = [
             {"points": [(p["x"], p["y"]) for p in chunk["points"]]}
             for chunk in reasoning.get("grounding", ())
@@ -163,8 +163,8 @@ def _output(skill: str, outcome: Outcome) -> Mapping[str, Any]:
     if skill == "caption":
         return {"caption": outcome.get("caption", "")}
     if skill == "segment":
-        found = {"svg_path": outcome.get("svg_path", ""), "bbox": outcome.get("box")}
-        return {"segments": [found] if outcome else []}
+        found = outcome.get("segments", ())
+        return {"segments": [{"svg_path": s["svg_path"], "bbox": s["box"]} for s in found]}
     return {"points": outcome.get("points", []), "objects": outcome.get("objects", [])}
 
 

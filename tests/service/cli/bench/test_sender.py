@@ -16,7 +16,7 @@ from tests.waiting import until
 
 RESULT = SimpleNamespace(
     usage=SimpleNamespace(input_tokens=10, output_tokens=3, cached_tokens=5),
-    timings=SimpleNamespace(decode_time_ms=2.0, processing_time_ms=3.0, queue_time_ms=1.0),
+    timings=SimpleNamespace(decode_ms=2.0, processing_ms=3.0, queue_ms=1.0),
 )
 pytestmark = pytest.mark.usefixtures("still_clock")
 MIX = Mix({"query": 1.0}, ["what?"], ["cat"])

@@ -61,7 +61,7 @@ def test_chartqa(tmp_path):
     assert isinstance(first.task, QueryTask) and first.task.question.endswith(
         "formatting. How much?"
     )
-    assert first.task.temperature == 0 and first.task.reasoning is None
+    assert first.task.temperature == 0 and not first.task.reasoning
     assert score("chartqa", first, {"answer": "96"}).value == 1
     assert (
         score("chartqa", first, {"answer": "90"}).value == score("chartqa", first, None).value == 0
@@ -125,7 +125,7 @@ def test_refcoco(tmp_path):
                                         "annotations": [{"id": 7, "bbox": [10, 5, 20, 10]}]})  # fmt: skip
     (item,) = items("refcoco", tmp_path)
     first, second = item.cases.values()
-    assert (first.task.object, second.task.object, first.group) == ("left man", "man", "val")
+    assert (first.task.objects, second.task.objects, first.group) == ("left man", "man", "val")
     assert first.truth == (10, 5, 30, 15)
     outcome = {
         "objects": [box(0, 0, 0.1, 0.1, 0.3), box(0.25, 0.25, 0.75, 0.75, 0.9)],
@@ -297,8 +297,13 @@ def test_scenes_score_the_results_of_the_client():
             points = [
                 {"x": s.anchor[0] / scene.width, "y": s.anchor[1] / scene.height} for s in shapes
             ]
-            outcome = {"answer": task.answer, "points": points, "objects": boxes, "box": None, "svg_path": "",
-                       "reasoning": {"grounding": [{"points": points}]}}  # fmt: skip
+            answers = [{"text": task.answer, "reasoning": {"grounding": [{"points": points}]}}]
+            outcome = {
+                "answer": task.answer,
+                "answers": answers,
+                "points": points,
+                "objects": boxes,
+            }
             if task.skill == "caption":
                 outcome["caption"] = caption(scene, task.text)
             if task.skill == "segment" and shapes:

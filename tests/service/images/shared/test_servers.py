@@ -16,7 +16,7 @@ from kestrel_grpc.settings.shared_images import PASSWORD_VARIABLE, SharedImagesC
 from kestrel_grpc.settings.telemetry import TelemetryConfig
 from tests.service.conftest import raw_image
 from tests.service.images.shared.conftest import PASSWORD
-from tests.service.images.test_images import PNG, by_id, picture, put, query, upload
+from tests.service.images.test_images import PNG, by_id, id_of, picture, put, query, upload
 from tests.service.statuses import failure
 from tests.waiting import until
 
@@ -46,8 +46,8 @@ async def test_an_image_put_at_one_server_is_known_at_the_other(serve, shared, i
     sent = await first.vision.Query(query(image))
     calls = [second.vision.Query(query(by_id(stored.image_id))) for _ in range(3)]
     for named in await asyncio.gather(*calls):
-        assert named.answer == sent.answer and named.image_id == stored.image_id
-        assert (named.image_size.width, named.image_size.height) == (60, 40)
+        assert named.answers[0].text == sent.answers[0].text and id_of(named) == stored.image_id
+        assert (named.info.images[0].size.width, named.info.images[0].size.height) == (60, 40)
     assert len(second.server.images) == 1
     second.server.images.check()
     again = await second.images.PutImage(
@@ -59,16 +59,18 @@ async def test_an_image_put_at_one_server_is_known_at_the_other(serve, shared, i
     assert metrics.count(read) == 1 and b"kestrel_shared_images_used" in metrics
     # An image that the other server has dropped comes back from the store.
     first.server.images.clear()
-    assert (await first.vision.Query(query(by_id(stored.image_id)))).answer == sent.answer
+    assert (await first.vision.Query(query(by_id(stored.image_id)))).answers[
+        0
+    ].text == sent.answers[0].text
 
 
 async def test_uploads_are_shared_and_deletions_too(serve, shared, monkeypatch, caplog):
     first, second = await serve(**shared()), await serve(**shared())
     stored = (await upload(first)).image
-    assert (await second.vision.Query(query(by_id(stored.image_id)))).answer
+    assert (await second.vision.Query(query(by_id(stored.image_id)))).answers[0].text
     assert (await delete(first, stored.image_id)).existed
     # The other server has a copy, which the next use after a minute finds deleted.
-    assert (await second.vision.Query(query(by_id(stored.image_id)))).answer
+    assert (await second.vision.Query(query(by_id(stored.image_id)))).answers[0].text
     monkeypatch.setattr(shared_images, "_CHECK_INTERVAL_S", 0.0)
 
     async def has_gone():
@@ -102,7 +104,7 @@ async def test_another_caller_does_not_find_the_image(serve, shared, monkeypatch
         told = await failure(second.vision.Query(query(by_id(stored.image_id))))
         assert told.reason == "IMAGE_NOT_FOUND"
         assert not (await delete(second, stored.image_id)).existed
-    assert (await second.vision.Query(query(by_id(stored.image_id)))).answer
+    assert (await second.vision.Query(query(by_id(stored.image_id)))).answers[0].text
 
 
 async def test_a_store_that_is_killed_fails_no_call_that_has_its_image(
@@ -118,13 +120,13 @@ async def test_a_store_that_is_killed_fails_no_call_that_has_its_image(
         seed = 10
         while not ended.is_set():
             image = common_pb2.Image(encoded=picture(seed := seed + 1))
-            answers += bool((await first.vision.Query(query(image))).answer)
+            answers += bool((await first.vision.Query(query(image))).answers[0].text)
             kept = await put(first, picture(seed))
-            answers += bool((await first.vision.Query(query(by_id(kept.image_id)))).answer)
+            answers += bool((await first.vision.Query(query(by_id(kept.image_id)))).answers[0].text)
 
     running = [asyncio.create_task(traffic()) for _ in range(2)]
     try:
-        assert (await second.vision.Query(query(by_id(stored[0].image_id)))).answer
+        assert (await second.vision.Query(query(by_id(stored[0].image_id)))).answers[0].text
         redis_server.kill()
         before = answers
         for _ in range(4):
@@ -132,7 +134,7 @@ async def test_a_store_that_is_killed_fails_no_call_that_has_its_image(
             assert told.code is grpc.StatusCode.NOT_FOUND
             assert "does not answer" in told.message and "send the image again" in told.message
         # What is in the server's own memory needs no store.
-        assert (await second.vision.Query(query(by_id(stored[0].image_id)))).answer
+        assert (await second.vision.Query(query(by_id(stored[0].image_id)))).answers[0].text
         await until(lambda: answers >= before + 10)
         assert not second.server.shares_images
         redis_server.start()
@@ -162,6 +164,6 @@ async def test_a_store_that_hangs_costs_a_call_its_own_time_only_once(serve, sha
             assert told.code is grpc.StatusCode.NOT_FOUND and "does not answer" in told.message
         assert not served.server.shares_images
         assert (await put(served, picture(5))).image_id
-        assert (await served.vision.Query(query(by_id(kept.image_id)))).answer
+        assert (await served.vision.Query(query(by_id(kept.image_id)))).answers[0].text
     finally:
         redis_server.thaw()

@@ -25,15 +25,18 @@ from tests.waiting import until
 
 
 def query(text="what?", max_tokens=2):
-    sampling = common_pb2.Sampling(max_tokens=max_tokens, temperature=0)
-    return pb.QueryRequest(question=text, sampling=sampling)
+    return pb.QueryRequest(
+        query=pb.QueryTask(
+            question=text, max_tokens=max_tokens, sampling=common_pb2.Sampling(temperature=0)
+        )
+    )
 
 
 def large(max_tokens=2, width=25):
     """A request with an image of 60 bytes a column, no other like it."""
     request = query(max_tokens=max_tokens)
     data = secrets.token_bytes(60 * width)
-    request.image.raw.CopyFrom(common_pb2.RawImage(data=data, width=width, height=20))
+    request.images.add().raw.CopyFrom(common_pb2.RawImage(data=data, width=width, height=20))
     return request
 
 
@@ -62,7 +65,7 @@ def test_a_bucket_fills_at_its_rate_up_to_its_burst(still_clock):
     assert calls() == (3, 0.5)
     with admission.admit("b"):
         pass
-    assert admission.refused == 4
+    assert admission.limited == 4
 
 
 def test_calls_are_counted_for_each_principal():
@@ -75,7 +78,7 @@ def test_calls_are_counted_for_each_principal():
             assert admission.calls == 3
     with pytest.raises(ZeroDivisionError), admission.admit("a"):
         raise ZeroDivisionError
-    assert (admission.calls, admission.refused) == (0, 1)
+    assert (admission.calls, admission.limited) == (0, 1)
 
 
 def test_principals_that_came_once_are_forgotten(monkeypatch):
@@ -139,7 +142,7 @@ async def test_the_sdk_comes_back_when_told(serve):
 
         async def asked():
             await asyncio.gather(*(client.query(None, "?", max_tokens=2) for _ in range(4)))
-            return served.server.guard.admission.refused >= 3
+            return served.server.guard.admission.limited >= 3
 
         await until(asked)
 
@@ -172,7 +175,7 @@ async def test_messages_in_memory_are_bounded(serve, monkeypatch):
     told = await failure(served.vision.Query(query("a" * 40)))
     assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGES_FULL")
     assert told.retry_after_s == 1
-    assert served.server.guard.refused == 1
+    assert served.server.guard.limited == 1
     running.cancel()
     await until(lambda: not served.server.guard.held_bytes)
     assert (await served.vision.Query(query())).usage.output_tokens == 2
@@ -185,7 +188,7 @@ async def test_a_call_waits_for_room_and_gets_it(serve):
     calls = [served.vision.Query(large(20)) for _ in range(5)]
     for call in calls:
         assert (await call).usage.output_tokens == 20
-    assert (served.server.guard.held_bytes, served.server.guard.refused) == (0, 0)
+    assert (served.server.guard.held_bytes, served.server.guard.limited) == (0, 0)
 
 
 async def test_too_large_is_told_apart_and_not_tried_again(serve):
@@ -200,12 +203,12 @@ async def test_too_large_is_told_apart_and_not_tried_again(serve):
         )
         assert told.retry_after_s is None
         assert told.trailers["grpc-retry-pushback-ms"] == "-1"
-    refused = served.server.guard.refused
+    refused = served.server.guard.limited
     address = served.server.addresses[0]
     async with AsyncKestrelClient(address, timeout=60) as client:
         with pytest.raises(OverloadedError, match="the limit is 1048576"):
             await client.query(None, "a" * size)
-    assert served.server.guard.refused == refused == 0
+    assert served.server.guard.limited == refused == 0
 
 
 async def test_far_too_large_is_refused_by_grpc(serve):

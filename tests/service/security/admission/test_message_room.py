@@ -40,7 +40,7 @@ async def test_one_caller_never_has_all_room() -> None:
     with pytest.raises(MessagesFull, match=r"hold 75 of 100 bytes; no room became free in 0\.05 s"):
         await holds[3].reserve(25)
     await ours.hold("b").reserve(25)
-    assert (ours.held_bytes, ours.num_waiting, ours.refused) == (100, 0, 1)
+    assert (ours.held_bytes, ours.num_waiting, ours.limited) == (100, 0, 1)
 
 
 async def test_whoever_holds_nothing_may_have_one_message_however_large() -> None:

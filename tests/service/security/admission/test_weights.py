@@ -1,6 +1,6 @@
 """Principals and their weights, from the file of tokens to the engine."""
 
-from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2
+from kestrel_client._pb.kestrel.v1 import image_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.preprocess.pool import PreprocessPool
 from kestrel_engine.steps.loop import EngineLoop
@@ -50,9 +50,7 @@ async def test_the_principal_and_its_weight_reach_engine_and_pool(serve, tmp_pat
     assert (decoded, computed) == (["farm"], [])
     await served.vision.Query(query(raw_image()), metadata=bearer(token))
     assert (decoded, computed) == (["farm"] * 2, [("farm", 3.0)])
-    tasks = [pb.AnalyzeTask(key="q", query=pb.QueryTask(question="what?"))]
-    sampling = common_pb2.Sampling(max_tokens=2, temperature=0)
-    tasks[0].query.sampling.CopyFrom(sampling)
+    tasks = [pb.Task(key="q", query=query().query)]
     analyze = pb.AnalyzeRequest(image=raw_image(), tasks=tasks)
     await served.vision.Analyze(analyze, metadata=bearer(token))
     assert (decoded, computed) == (["farm"] * 3, [("farm", 3.0)] * 2)

@@ -15,8 +15,7 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.process import server
-from kestrel_grpc.services.answers import analysis
-from kestrel_grpc.services.messages.responses import event_fields
+from kestrel_grpc.services.answers import running
 from kestrel_grpc.services.vision import VisionService
 from kestrel_grpc.settings.security import CallLimits, ConnectionLimits, SecurityConfig
 from tests.engine.fakes import never_ends
@@ -27,8 +26,11 @@ from tests.waiting import until
 
 
 def query(max_tokens=2):
-    sampling = common_pb2.Sampling(max_tokens=max_tokens, temperature=0)
-    return pb.QueryRequest(question="what?", sampling=sampling)
+    return pb.QueryRequest(
+        query=pb.QueryTask(
+            question="what?", max_tokens=max_tokens, sampling=common_pb2.Sampling(temperature=0)
+        )
+    )
 
 
 def connections(**limits):
@@ -144,12 +146,10 @@ async def test_metadata_is_bounded(serve):
 def large_events(monkeypatch):
     """A window is full after a few events."""
 
-    def event(update):
+    def event(update, label):
         return {"text_delta": pb.TextDelta(text="x" * 100_000, output_tokens=update.token_index)}
 
-    first, *others = VisionService._stream.__defaults__
-    assert first is event_fields
-    monkeypatch.setattr(VisionService._stream, "__defaults__", (event, *others))
+    monkeypatch.setattr(running, "event_fields", event)
 
 
 async def test_a_reader_who_does_not_read_is_cut_off(serve, large_events):
@@ -166,15 +166,11 @@ async def test_a_reader_who_does_not_read_is_cut_off(serve, large_events):
     assert (await served.vision.Query(query())).usage.output_tokens == 2
 
 
-async def test_a_reader_of_several_tasks_who_does_not_read_is_cut_off(serve, monkeypatch):
-    def event(update):
-        return {"text_delta": pb.TextDelta(text="x" * 100_000, output_tokens=update.token_index)}
-
-    monkeypatch.setattr(analysis, "skill_event", event)
+async def test_a_reader_of_several_tasks_who_does_not_read_is_cut_off(serve, large_events):
     config = {"security": SecurityConfig(calls=CallLimits(write_s=0.4))}
     served = await serve(EndlessRuntime(), server_config=config)
     inner = query(NO_END)
-    task = pb.AnalyzeTask(query=pb.QueryTask(question=inner.question, sampling=inner.sampling))
+    task = pb.Task(query=inner.query)
     request = pb.AnalyzeRequest(image=raw_image(), tasks=[task, task])
     stream = served.vision.StreamAnalyze(request)
     await anext(aiter(stream))
@@ -215,7 +211,7 @@ async def test_a_storm_of_cancellations_leaves_nothing_behind(serve):
             and (not served.server._in_flight.count)
         )
     )
-    assert (served.server.guard.held_bytes, admission.refused) == (0, 0)
+    assert (served.server.guard.held_bytes, admission.limited) == (0, 0)
 
 
 async def test_a_connection_that_goes_while_a_stream_is_written_is_no_fault_of_ours(

@@ -25,7 +25,9 @@ from cryptography.hazmat.primitives import hashes, serialization  # noqa: E402
 
 NOW = datetime.now(UTC)
 YESTERDAY = NOW - timedelta(days=1)
-QUERY = pb.QueryRequest(question="what?", sampling={"max_tokens": 2, "temperature": 0})
+QUERY = pb.QueryRequest(
+    query=pb.QueryTask(question="what?", max_tokens=2, sampling={"temperature": 0})
+)
 
 
 @pytest.fixture(autouse=True)

@@ -27,9 +27,10 @@ from tests.service.statuses import failure
 
 def query(image=None, **options):
     return pb.QueryRequest(
-        image=image,
-        question="what?",
-        sampling=common_pb2.Sampling(max_tokens=2, temperature=0),
+        images=[] if image is None else [image],
+        query=pb.QueryTask(
+            question="what?", max_tokens=2, sampling=common_pb2.Sampling(temperature=0)
+        ),
         options=common_pb2.RequestOptions(**options),
     )
 
@@ -150,7 +151,7 @@ async def test_without_a_token_nothing_but_health_and_reflection_answers(serve, 
     ):
         told = await failure(served.vision.Query(query(), metadata=metadata))
         assert (told.code, told.reason) == (grpc.StatusCode.UNAUTHENTICATED, reason)
-        assert told.domain == "kestrel.v1"
+        assert told.domain == "kestrel.internal"
         assert told.request_id
         assert token not in told.message
     told = await failure(served.vision.StreamQuery(query()))
@@ -210,7 +211,7 @@ async def test_a_scope_that_is_missing_is_named(serve, tokens):
     assert told.message == "b lacks the scope high"
     told = await failure(served.vision.StreamQuery(urgent, metadata=bearer(infer)))
     assert told.code is grpc.StatusCode.PERMISSION_DENIED
-    assert (await served.vision.Query(urgent, metadata=bearer(high))).answer is not None
+    assert (await served.vision.Query(urgent, metadata=bearer(high))).answers[0].text
 
 
 def test_every_method_has_its_scopes():
@@ -233,11 +234,11 @@ async def test_images_and_prefixes_belong_to_their_principal(serve, tokens):
     assert (await ask(b)).usage.cached_tokens == 0, "b can't tell what a asked"
     assert (await ask(b)).usage.cached_tokens > 80
     assert (await ask(a, cache_salt="x")).usage.cached_tokens == 0
-    kept = common_pb2.Image(image_id=first.image_id)
-    assert (await ask(a, kept)).image_id == first.image_id
+    kept = common_pb2.Image(image_id=first.info.images[0].image_id)
+    assert (await ask(a, kept)).info.images[0].image_id == kept.image_id
     told = await failure(ask(b, kept))
     assert told.reason == "IMAGE_NOT_FOUND"
-    delete = image_service_pb2.DeleteImageRequest(image_id=first.image_id)
+    delete = image_service_pb2.DeleteImageRequest(image_id=first.info.images[0].image_id)
     assert not (await served.images.DeleteImage(delete, metadata=bearer(b))).existed
     assert (await served.images.DeleteImage(delete, metadata=bearer(a))).existed
 

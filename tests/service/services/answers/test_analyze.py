@@ -9,29 +9,31 @@ import pytest
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
-from tests.service.conftest import LIMITS, NO_END, EndlessRuntime, raw_image
-from tests.service.statuses import failure
+from tests.service.conftest import LIMITS, NO_END, EndlessRuntime, HeldRuntime, raw_image
+from tests.service.statuses import failure, of_message
 from tests.waiting import until
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
-GREEDY = common_pb2.Sampling(max_tokens=6, temperature=0)
+GREEDY = {"max_tokens": 6, "sampling": common_pb2.Sampling(temperature=0)}
 TASKS = {
-    "query": {"query": pb.QueryTask(question="what?", sampling=GREEDY)},
-    "caption": {"caption": pb.CaptionTask(sampling=GREEDY)},
-    "point": {"point": pb.PointTask(object="cat", max_objects=2)},
-    "detect": {"detect": pb.DetectTask(object="cat", max_objects=2)},
+    "query": {"query": pb.QueryTask(question="what?", **GREEDY)},
+    "caption": {"caption": pb.CaptionTask(**GREEDY)},
+    "point": {"point": pb.PointTask(objects=["cat"], max_objects=2)},
+    "detect": {"detect": pb.DetectTask(objects=["cat"], max_objects=2)},
     "segment": {
-        "segment": pb.SegmentTask(object="cat", sampling=GREEDY, mask_format=pb.MASK_FORMAT_RLE)
+        "segment": pb.SegmentTask(objects=["cat"], **GREEDY, mask_format=pb.MASK_FORMAT_RLE)
     },
 }
 METHODS = {
-    "query": ("Query", pb.QueryRequest(question="what?", sampling=GREEDY)),
-    "caption": ("Caption", pb.CaptionRequest(sampling=GREEDY)),
-    "point": ("Point", pb.PointRequest(object="cat", max_objects=2)),
-    "detect": ("Detect", pb.DetectRequest(object="cat", max_objects=2)),
+    "query": ("Query", pb.QueryRequest(query=pb.QueryTask(question="what?", **GREEDY))),
+    "caption": ("Caption", pb.CaptionRequest(caption=pb.CaptionTask(**GREEDY))),
+    "point": ("Point", pb.PointRequest(point=pb.PointTask(objects=["cat"], max_objects=2))),
+    "detect": ("Detect", pb.DetectRequest(detect=pb.DetectTask(objects=["cat"], max_objects=2))),
     "segment": (
         "Segment",
-        pb.SegmentRequest(object="cat", sampling=GREEDY, mask_format=pb.MASK_FORMAT_RLE),
+        pb.SegmentRequest(
+            segment=pb.SegmentTask(objects=["cat"], **GREEDY, mask_format=pb.MASK_FORMAT_RLE)
+        ),
     ),
 }
 
@@ -43,12 +45,19 @@ def request(*tasks, image=None, **options):
 
 
 def all_tasks():
-    return [pb.AnalyzeTask(key=f"my {name}".replace(" ", "-"), **TASKS[name]) for name in TASKS]
+    return [pb.Task(key=f"my {name}".replace(" ", "-"), **TASKS[name]) for name in TASKS]
 
 
-def question(text="what?", key=None, **sampling):
-    settings = common_pb2.Sampling(**{"max_tokens": 2, "temperature": 0} | sampling)
-    return pb.AnalyzeTask(key=key, query=pb.QueryTask(question=text, sampling=settings))
+def question(text="what?", key=None, max_tokens=2, stop=(), **sampling):
+    return pb.Task(
+        key=key,
+        query=pb.QueryTask(
+            question=text,
+            max_tokens=max_tokens,
+            sampling=common_pb2.Sampling(**{"temperature": 0} | sampling),
+            text=common_pb2.TextOptions(stop=stop),
+        ),
+    )
 
 
 def stream(served, analyze_request):
@@ -59,9 +68,11 @@ def plain(response):
     """Without what differs from one run to the next."""
     copy = type(response)()
     copy.CopyFrom(response)
-    for field in ("timings", "request_id", "seed"):
-        copy.ClearField(field)
+    copy.ClearField("timings")
+    copy.info.request_id, copy.info.seed = "", 0
     copy.usage.cached_tokens = 0
+    for answer in (*getattr(copy, "answers", ()), *getattr(copy, "captions", ())):
+        answer.seed = 0
     return copy
 
 
@@ -71,17 +82,21 @@ async def test_every_task_gives_what_its_method_gives(serve):
     assert [result.key for result in reply.results] == [f"my-{name}" for name in TASKS]
     for result, (name, (method, alone)) in zip(reply.results, METHODS.items(), strict=True):
         assert result.WhichOneof("outcome") == name
-        alone.image.CopyFrom(raw_image())
+        if name == "query":
+            alone.images.append(raw_image())
+        else:
+            alone.image.CopyFrom(raw_image())
         outcome = getattr(result, name)
         assert plain(outcome) == plain(await getattr(served.vision, method)(alone))
-        assert outcome.request_id == reply.request_id == "mine"
-        assert outcome.image_id == reply.image_id
+        assert outcome.info.request_id == reply.info.request_id == "mine"
+        assert outcome.info.images == reply.info.images and outcome.info.seed
     usages = [getattr(r, r.WhichOneof("outcome")).usage for r in reply.results]
     for field in ("input_tokens", "output_tokens", "cached_tokens", "image_tokens"):
         assert getattr(reply.usage, field) == sum(getattr(u, field) for u in usages)
-    assert reply.model == "fake"
-    assert (reply.image_size.width, reply.image_size.height) == (60, 40)
-    assert reply.total_time_ms > 0
+    assert reply.info.model == "fake" and not reply.info.seed
+    (seen,) = reply.info.images
+    assert (seen.size.width, seen.size.height) == (60, 40) and seen.image_id
+    assert reply.timings.total_ms >= reply.timings.ttft_ms > 0
 
 
 async def test_the_image_is_encoded_once_and_its_prefix_shared(serve):
@@ -89,7 +104,9 @@ async def test_the_image_is_encoded_once_and_its_prefix_shared(serve):
     reply = await served.vision.Analyze(request(*(question(f"{n}?") for n in range(8))))
     encoded = sum(piece.last - piece.first for p in served.runtime.plans for piece in p.encode)
     alone = await serve()
-    await alone.vision.Query(pb.QueryRequest(image=raw_image(), question="0?", sampling=GREEDY))
+    await alone.vision.Query(
+        pb.QueryRequest(images=[raw_image()], query=pb.QueryTask(question="0?", **GREEDY))
+    )
     assert encoded == sum(
         piece.last - piece.first for p in alone.runtime.plans for piece in p.encode
     )
@@ -106,7 +123,7 @@ async def test_a_stream_tells_every_task_and_then_all(serve):
     assert kinds.count("started") == kinds.count("final") == 1
     assert events[0].key == events[-1].key == ""
     final = events[-1].final
-    assert events[0].started.request_id == final.request_id
+    assert events[0].started == final.info and final.info.images[0].image_id
     by_key = {}
     for event in events[1:-1]:
         by_key.setdefault(event.key, []).append(event)
@@ -116,14 +133,16 @@ async def test_a_stream_tells_every_task_and_then_all(serve):
         assert last.task_final == result
         kinds = {event.WhichOneof("event") for event in updates}
         if result.HasField("query") or result.HasField("caption"):
-            text = result.query.answer or result.caption.caption
-            assert "".join(event.text_delta.text for event in updates) == text
-        elif result.HasField("point"):
-            assert [event.point for event in updates] == list(result.point.points)
-        elif result.HasField("detect"):
-            assert [event.box for event in updates] == list(result.detect.objects)
+            (answer,) = result.query.answers or result.caption.captions
+            assert "".join(event.text_delta.text for event in updates) == answer.text
+            continue
+        *updates, ended = updates
+        response = getattr(result, result.WhichOneof("outcome"))
+        assert [ended.search] == list(response.searches)
+        if result.HasField("segment"):
+            assert kinds <= {"detection", "path_piece", "search"}
         else:
-            assert kinds <= {"box", "path_piece"}
+            assert [event.detection for event in updates] == list(response.detections)
 
 
 async def test_events_of_tasks_mix(serve):
@@ -142,13 +161,12 @@ async def test_a_task_that_fails_leaves_the_others_alone(serve, streaming):
         question(key="good"),
         question("", key="empty"),
         question(key="hot", top_p=1.5),
-        pb.AnalyzeTask(
-            key="ref",
-            point=pb.PointTask(object="cat", spatial_refs=[common_pb2.SpatialRef()]),
+        pb.Task(
+            key="ref", point=pb.PointTask(objects=["cat"], spatial_refs=[common_pb2.SpatialRef()])
         ),
-        pb.AnalyzeTask(key="length", caption=pb.CaptionTask(length=9)),
-        pb.AnalyzeTask(key="cannot", segment=pb.SegmentTask(object="cat")),
-        pb.AnalyzeTask(key="long", detect=pb.DetectTask(object="x" * 400)),
+        pb.Task(key="length", caption=pb.CaptionTask(length=9)),
+        pb.Task(key="cannot", segment=pb.SegmentTask(objects=["cat"])),
+        pb.Task(key="long", detect=pb.DetectTask(objects=["x" * 400])),
     ]
     if streaming:
         events = [event async for event in stream(served, request(*tasks))]
@@ -170,13 +188,60 @@ async def test_a_task_that_fails_leaves_the_others_alone(serve, streaming):
             "SKILL_UNAVAILABLE",
             "options.model",
         ),
-        "long": (INVALID, "CONTEXT_LENGTH_EXCEEDED", "tasks[6].detect.object"),
+        "long": (INVALID, "CONTEXT_LENGTH_EXCEEDED", "tasks[6].detect.objects[0]"),
     }
     for key, (code, reason, field) in wanted.items():
-        error = results[key].error
-        assert (error.code, error.reason) == (code.value[0], reason), key
-        assert [v.field for v in error.field_violations] == [field]
-        assert error.message == f"{field}: {error.field_violations[0].description}"
+        told = of_message(results[key].error)
+        assert (told.code, told.reason, told.fields) == (code, reason, [field])
+        assert told.message.startswith(f"{field}: ") and told.request_id == reply.info.request_id
+
+
+async def test_the_error_of_a_task_says_when_to_try_again(serve):
+    """It has the details that the status of a call has."""
+    served = await serve(HeldRuntime(), max_queue=1)
+    asked = request(*(question(key=f"{n}") for n in range(5)))
+    asking = asyncio.ensure_future(served.vision.Analyze(asked))
+    await until(lambda: served.engine.num_requests == 4)
+    served.runtime.gate.set()
+    reply = await asking
+    (told,) = [of_message(each.error) for each in reply.results if each.HasField("error")]
+    assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+    assert told.retry_after_s is not None and told.retry_after_s > 0
+
+
+async def test_a_task_may_be_a_named_skill(serve):
+    served = await serve()
+
+    def named(**fields):
+        return pb.Task(skill=pb.SkillTask(**fields))
+
+    tasks = [
+        named(name="detect", arguments={"object": "cat"}, settings={"max_objects": 2}),
+        named(name="query", arguments={"question": "what?"}, **GREEDY),
+        named(name="sing"),
+        named(name="detect", arguments={"object": " "}),
+        named(name="detect", arguments={"object": "cat"}, settings={"max_objects": 0}),
+        named(name="query"),
+        named(name="query", arguments={"question": "?"}, sampling={"top_p": 2}),
+    ]
+    found, answered, *failed = (await served.vision.Analyze(request(*tasks))).results
+    alone = pb.RunSkillRequest(image=raw_image(), skill=tasks[0].skill)
+    assert plain(found.skill) == plain(await served.vision.RunSkill(alone))
+    text = await served.vision.Query(
+        pb.QueryRequest(images=[raw_image()], query=TASKS["query"]["query"])
+    )
+    assert answered.skill.output["answer"] == text.answers[0].text
+    told = [of_message(each.error) for each in failed]
+    assert [(each.reason, each.fields) for each in told] == [
+        ("SKILL_NOT_FOUND", ["tasks[2].skill.name"]),
+        ("INVALID_REQUEST", ["tasks[3].skill.arguments.object"]),
+        ("INVALID_REQUEST", ["tasks[4].skill.settings.max_objects"]),
+        ("INVALID_REQUEST", ["tasks[5].skill.arguments.question"]),
+        ("INVALID_REQUEST", ["tasks[6].skill.sampling.top_p"]),
+    ]
+    events = [event async for event in stream(served, request(*tasks[:2]))]
+    labels = {event.detection.label for event in events if event.HasField("detection")}
+    assert labels == {"cat"}
 
 
 async def test_our_own_failure_in_a_task_is_told_without_its_words(serve, caplog):
@@ -189,7 +254,7 @@ async def test_our_own_failure_in_a_task_is_told_without_its_words(serve, caplog
         return await submit(skill, *args, **kwargs)
 
     served.engine.submit = break_down
-    tasks = [question(), pb.AnalyzeTask(caption=pb.CaptionTask())]
+    tasks = [question(), pb.Task(caption=pb.CaptionTask())]
     reply = await served.vision.Analyze(request(*tasks, request_id="r-1"))
     assert reply.results[0].query.usage.output_tokens
     assert reply.results[1].error.code == grpc.StatusCode.INTERNAL.value[0]
@@ -203,7 +268,7 @@ NO_IMAGE.ClearField("image")
 BAD = {
     "no tasks": (request(), "tasks", "INVALID_REQUEST"),
     "too many": (request(*[question()] * 33), "tasks", "INVALID_REQUEST"),
-    "a task of nothing": (request(question(), pb.AnalyzeTask()), "tasks[1]", "INVALID_REQUEST"),
+    "a task of nothing": (request(question(), pb.Task()), "tasks[1]", "INVALID_REQUEST"),
     "an empty key": (request(question(key="")), "tasks[0].key", "INVALID_REQUEST"),
     "a key twice": (
         request(question(), question(key="0")),
@@ -246,10 +311,10 @@ async def test_what_is_wrong_with_the_call_fails_it(serve, case):
 async def test_a_image_may_be_named(serve):
     served = await serve()
     first = await served.vision.Analyze(request(question()))
-    named = common_pb2.Image(image_id=first.image_id)
+    named = common_pb2.Image(image_id=first.info.images[0].image_id)
     again = await served.vision.Analyze(request(question(), image=named))
-    assert again.results[0].query.answer == first.results[0].query.answer
-    assert again.image_id == again.results[0].query.image_id == first.image_id
+    assert again.results[0].query.answers[0].text == first.results[0].query.answers[0].text
+    assert again.info.images == again.results[0].query.info.images == first.info.images
     assert again.usage.cached_tokens > 80
 
 
@@ -295,15 +360,16 @@ async def test_the_access_log_has_one_line_for_all(serve, caplog):
 
 async def test_stop_strings_are_of_their_task(serve):
     served = await serve()
-    whole = (await served.vision.Analyze(request(question(max_tokens=8)))).results[0].query.answer
+    (result,) = (await served.vision.Analyze(request(question(max_tokens=8)))).results
+    whole = result.query.answers[0].text
     stop = whole[2:4]
     tasks = [question(key="a", max_tokens=8, stop=[stop]), question(key="b", max_tokens=8)]
     stopped, free = (await served.vision.Analyze(request(*tasks))).results
-    assert stopped.query.answer == whole[: whole.index(stop)]
-    assert stopped.query.finish_reason == common_pb2.FINISH_REASON_STOP
-    assert free.query.answer == whole
+    assert stopped.query.answers[0].text == whole[: whole.index(stop)]
+    assert stopped.query.answers[0].finish_reason == common_pb2.FINISH_REASON_STOP
+    assert free.query.answers[0].text == whole
     bad = question(key="bad", stop=[""])
     response = await served.vision.Analyze(request(bad, tasks[1]))
-    (violation,) = response.results[0].error.field_violations
-    assert violation.field == "tasks[0].query.sampling.stop[0]"
-    assert response.results[1].query.answer == whole
+    told = of_message(response.results[0].error)
+    assert told.fields == ["tasks[0].query.text.stop[0]"]
+    assert response.results[1].query.answers[0].text == whole

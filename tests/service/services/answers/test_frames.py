@@ -19,12 +19,12 @@ from kestrel_grpc.services.answers import frames
 from kestrel_grpc.settings.security import CallLimits, SecurityConfig
 from tests.engine.fakes import never_ends
 from tests.service.conftest import LIMITS, HeldRuntime, Serve, raw_image
-from tests.service.statuses import failure, read
+from tests.service.statuses import failure, of_message, read
 from tests.waiting import until
 
 TASKS = [
-    pb.AnalyzeTask(key="what", query=pb.QueryTask(question="what?", sampling={"max_tokens": 2})),
-    pb.AnalyzeTask(key="cats", detect=pb.DetectTask(object="cat", max_objects=1)),
+    pb.Task(key="what", query=pb.QueryTask(question="what?", max_tokens=2)),
+    pb.Task(key="cats", detect=pb.DetectTask(objects=["cat"], max_objects=1)),
 ]
 CONFIG = pb.FramesConfig(tasks=TASKS)
 ACCESS_LOG = "kestrel_grpc.access"
@@ -35,7 +35,7 @@ def frame(number: int, *, side: int = 40, **fields: Any) -> pb.StreamFramesReque
     image = fields.pop("image", None) or raw_image(side, side)
     if image.HasField("raw"):
         image.raw.data = bytes([number % 256]) * len(image.raw.data)
-    return pb.StreamFramesRequest(frame=pb.Frame(id=number, image=image, **fields))
+    return pb.StreamFramesRequest(frame=pb.Frame(frame_id=number, image=image, **fields))
 
 
 def opening(config: pb.FramesConfig = CONFIG, **changes: Any) -> pb.StreamFramesRequest:
@@ -67,7 +67,7 @@ async def test_every_frame_has_one_response(serve: Serve, caplog):
     broken = common_pb2.Image(encoded=b"no image")
     sent = [
         opening(),
-        frame(1, captured_at_us=5_000_000),
+        frame(1, capture_time={"seconds": 5}),
         frame(2, image=broken),
         frame(7, side=900),
     ]
@@ -78,16 +78,19 @@ async def test_every_frame_has_one_response(serve: Serve, caplog):
     first, failed, large = by_id[1], by_id[2], by_id[7]
     assert [result.key for result in first.results.results] == ["what", "cats"]
     alone = await served.vision.Query(
-        pb.QueryRequest(question="what?", image=frame(1).frame.image, sampling={"max_tokens": 2})
+        pb.QueryRequest(
+            images=[frame(1).frame.image], query=pb.QueryTask(question="what?", max_tokens=2)
+        )
     )
-    assert first.results.results[0].query.answer == alone.answer
-    assert first.results.image_size == common_pb2.ImageSize(width=40, height=40)
-    assert first.captured_at_us == 5_000_000 and not failed.HasField("captured_at_us")
+    assert first.results.results[0].query.answers[0].text == alone.answers[0].text
+    (seen,) = first.results.info.images
+    assert seen == common_pb2.SeenImage(size=common_pb2.ImageSize(width=40, height=40))
+    assert first.capture_time.seconds == 5 and not failed.HasField("capture_time")
     assert (first.work.crops, first.work.encoded_crops, first.work.reused_crops) == (1, 1, 0)
     assert large.work.crops == large.work.encoded_crops > 4 and not large.work.overview_only
     assert 0 <= first.work.waited_ms <= first.work.total_ms
     assert failed.error.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
-    assert failed.error.field_violations[0].field == "frame.image"
+    assert of_message(failed.error).fields == ["frame.image"]
     assert len({each.request_id for each in responses}) == 3
     lines = [r.getMessage() for r in caplog.records if "StreamFrames" in r.getMessage()]
     assert sorted(line.partition("frame=")[2].split()[0] for line in lines) == [
@@ -113,14 +116,12 @@ async def test_frames_share_crops(serve: Serve):
 
 
 FIXED = [
-    pb.AnalyzeTask(
-        key="what", query=pb.QueryTask(question="what?", sampling={"max_tokens": 2, "seed": 3})
-    ),
-    pb.AnalyzeTask(key="cats", detect=pb.DetectTask(object="cat", max_objects=1)),
+    pb.Task(key="what", query=pb.QueryTask(question="what?", max_tokens=2, sampling={"seed": 3})),
+    pb.Task(key="cats", detect=pb.DetectTask(objects=["cat"], max_objects=1)),
 ]
 
 
-async def repeated(served: Any, tasks: list[pb.AnalyzeTask], **changes: Any) -> list[Any]:
+async def repeated(served: Any, tasks: list[pb.Task], **changes: Any) -> list[Any]:
     """The responses of a frame, of the same again, of another one, and of the first one again."""
     config = pb.FramesConfig(tasks=tasks, max_in_flight=1, **changes)
     sent = [opening(config), frame(1), frame(2), frame(3), frame(4)]
@@ -143,14 +144,15 @@ async def test_a_frame_that_equals_the_last_one_has_its_results(serve: Serve, ca
     for one, two in zip(first.results.results, same.results.results, strict=True):
         kind = one.WhichOneof("outcome")
         had, has = getattr(one, kind), getattr(two, kind)
-        assert has.request_id == same.request_id != had.request_id == first.request_id
+        assert (had.info.request_id, has.info.request_id) == (first.request_id, same.request_id)
         assert not has.usage.ByteSize() and not has.timings.ByteSize() and had.usage.ByteSize()
         for each in (had, has):
-            for field in ("request_id", "usage", "timings"):
-                each.ClearField(field)
+            each.info.request_id = ""
+            each.ClearField("usage")
+            each.ClearField("timings")
         assert had == has
-    assert not same.results.usage.ByteSize() and same.results.model == first.results.model
-    assert again.results.results[1].detect.objects == first.results.results[1].detect.objects
+    assert not same.results.usage.ByteSize() and same.results.info.model == first.results.info.model
+    assert again.results.results[1].detect.detections == first.results.results[1].detect.detections
     lines = [r.getMessage() for r in caplog.records if "StreamFrames" in r.getMessage()]
     found = [line.partition("frame=")[2].split()[0] for line in lines]
     assert found == ["answered", "repeated", "answered", "answered"]
@@ -160,8 +162,8 @@ async def test_a_frame_that_equals_the_last_one_has_its_results(serve: Serve, ca
     "tasks",
     [
         TASKS,
-        [pb.AnalyzeTask(detect=pb.DetectTask(object="cat", sampling={"temperature": 0.5}))],
-        [*FIXED, pb.AnalyzeTask(detect=pb.DetectTask(object="x" * 500))],
+        [pb.Task(detect=pb.DetectTask(objects=["cat"], sampling={"temperature": 0.5}))],
+        [*FIXED, pb.Task(detect=pb.DetectTask(objects=["x" * 500]))],
     ],
     ids=["sampled by default", "sampled", "an error"],
 )
@@ -202,7 +204,7 @@ async def test_a_frame_that_equals_one_that_is_computed_waits_for_it(
 
 async def test_a_frame_does_not_wait_for_results_of_one_that_fails(serve: Serve):
     served = await serve(slow(0.01))
-    tasks = [*FIXED, pb.AnalyzeTask(detect=pb.DetectTask(object="x" * 500))]
+    tasks = [*FIXED, pb.Task(detect=pb.DetectTask(objects=["x" * 500]))]
     sent = [opening(pb.FramesConfig(tasks=tasks, max_in_flight=3)), frame(1)]
     for number in (2, 3):
         sent.append(frame(number))
@@ -219,7 +221,7 @@ async def test_the_next_frame_arrives_while_one_is_computed(serve: Serve, monkey
     take = frames.FrameStream.take
 
     def noted(stream: Any, message: Any, principal: Any) -> bool:
-        taken.append(message.frame.id)
+        taken.append(message.frame.frame_id)
         return take(stream, message, principal)
 
     monkeypatch.setattr(frames.FrameStream, "take", noted)
@@ -243,7 +245,7 @@ async def test_equal_pixels_in_another_region_are_no_repetition(serve: Serve):
         each.frame.image.region.CopyFrom(common_pb2.Box(x_min=left, x_max=left + 0.5, y_max=1))
     first, second = await all_of(served.vision.StreamFrames(sent))
     assert not second.work.repeated
-    assert first.results.results[0].detect.objects != second.results.results[0].detect.objects
+    assert first.results.results[0].detect.detections != second.results.results[0].detect.detections
 
 
 async def test_a_newer_frame_takes_the_place_of_one_that_waits(serve: Serve, caplog):
@@ -262,7 +264,7 @@ async def test_a_newer_frame_takes_the_place_of_one_that_waits(serve: Serve, cap
         assert await call.read() is grpc.aio.EOF
     assert outcomes(responses) == {1: "results", 2: "dropped", 3: "dropped", 4: "results"}
     dropped = [each for each in responses if each.HasField("dropped")]
-    assert {each.dropped.reason for each in dropped} == {pb.DROP_REASON_NEWER_FRAME}
+    assert {each.dropped for each in dropped} == {pb.DROP_REASON_NEWER_FRAME}
     assert sum("frame=dropped" in line for line in caplog.text.splitlines()) == 2
     assert [each.frame_id for each in responses] == [2, 3, 1, 4]
 
@@ -277,7 +279,7 @@ async def test_a_stale_frame_is_dropped(serve: Serve):
     first = await call.read()
     served.runtime.gate.set()
     second = await call.read()
-    assert (first.frame_id, first.dropped.reason) == (2, pb.DROP_REASON_STALE)
+    assert (first.frame_id, first.dropped) == (2, pb.DROP_REASON_STALE)
     assert first.work.waited_ms >= 50 and first.work.crops == 0
     assert (second.frame_id, second.WhichOneof("outcome")) == (1, "results")
     call.cancel()
@@ -321,15 +323,15 @@ INVALID: list[tuple[str, list[pb.StreamFramesRequest]]] = [
     ("config: must be in the first message only", [opening(), opening()]),
     ("frame: is required", [opening(), pb.StreamFramesRequest()]),
     ("config.tasks: has 0 tasks", [pb.StreamFramesRequest(config=pb.FramesConfig())]),
-    ("config.tasks[0]: holds no task", [opening(pb.FramesConfig(tasks=[pb.AnalyzeTask()]))]),
+    ("config.tasks[0]: holds no task", [opening(pb.FramesConfig(tasks=[pb.Task()]))]),
     ("config.latency_budget_ms: is 0; must be 1 to 60000", [opening(latency_budget_ms=0)]),
     ("config.max_in_flight: is 17; must be 1 to 16", [opening(max_in_flight=17)]),
     ("config.late: needs latency_budget_ms", [opening(late=pb.LATE_FRAMES_OVERVIEW)]),
     ("config.late: 9 is not", [opening(late=9)]),
     ("config.options.request_id: must not be set", [opening(options={"request_id": "mine"})]),
-    ("frame.id: must be at least 1", [opening(), frame(0)]),
-    ("frame.id: is 4, but must be above 9", [opening(last_frame=9), frame(4)]),
-    ("frame.id: is 3, but must be above 3", [opening(), frame(3), frame(3)]),
+    ("frame.frame_id: must be at least 1", [opening(), frame(0)]),
+    ("frame.frame_id: is 4, but must be above 9", [opening(last_frame_id=9), frame(4)]),
+    ("frame.frame_id: is 3, but must be above 3", [opening(), frame(3), frame(3)]),
 ]
 
 
@@ -366,7 +368,8 @@ async def test_streams_of_one_principal_are_limited(serve: Serve):
     calls = []
     for number in range(1, frames.MOST_STREAMS + 1):
         call = served.vision.StreamFrames()
-        await call.write(pb.StreamFramesRequest(config=CONFIG, frame=frame(number).frame))
+        await call.write(opening())
+        await call.write(frame(number))
         calls.append(call)
     await asyncio.gather(*(call.read() for call in calls))
     # Without a message: gRPC loses the status if it cannot send one.
@@ -381,7 +384,7 @@ async def test_streams_of_one_principal_are_limited(serve: Serve):
 
 async def test_a_slow_reader_loses_the_stream(serve: Serve, caplog):
     served = await serve(server_config={**limits(write_s=0.5), "access_log": "text"})
-    tasks = [pb.AnalyzeTask(key=f"{n:0128}", detect=pb.DetectTask()) for n in range(32)]
+    tasks = [pb.Task(key=f"{n:0128}", detect=pb.DetectTask()) for n in range(32)]
     options = [("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1)]
     with caplog.at_level(logging.INFO, ACCESS_LOG):
         async with grpc.aio.insecure_channel(served.server.addresses[0], options) as channel:

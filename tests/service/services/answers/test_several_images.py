@@ -9,10 +9,10 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.requests import ImageBlock
 from tests.service.conftest import LIMITS, raw_image
-from tests.service.statuses import failure
+from tests.service.statuses import failure, of_message
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
-GREEDY = common_pb2.Sampling(temperature=0, max_tokens=6)
+GREEDY = {"max_tokens": 6, "sampling": common_pb2.Sampling(temperature=0)}
 BROKEN = common_pb2.Image(encoded=b"no image")
 
 
@@ -23,7 +23,8 @@ def image(width=60, height=40, shade=200):
 
 
 def query(*images, question="same?", **fields):
-    return pb.QueryRequest(**{"question": question, "images": images, "sampling": GREEDY} | fields)
+    task = pb.QueryTask(question=question, **GREEDY | fields)
+    return pb.QueryRequest(images=images, query=task)
 
 
 def shape(tokens):
@@ -37,32 +38,52 @@ def prompts(runtime):
 
 async def test_images_stand_before_the_text_of_their_turns(serve):
     served = await serve(step_prefill_positions=1000, step_crops=100)
-    turn = pb.Turn(question="ab", answer="c", images=[image(30, 30)])
-    request = query(image(20, 40), image=raw_image(), history=[turn])
+    turns = [pb.Turn(question="ab", answer="c", num_images=2)]
+    request = query(raw_image(), image(30, 30), image(20, 40), history=turns)
     response = await served.vision.Query(request)
     (tokens,) = prompts(served.runtime)
     # BOS, image, image of the turn, prefix 3, "ab", suffix 1, "c", image, prefix 3, "same?", suffix 1.
     assert shape(tokens) == "tii" + "t" * 7 + "i" + "t" * 9
     assert response.usage.image_tokens == 3 * served.engine.info.image_positions
     assert response.usage.input_tokens == 3 * served.engine.info.image_positions + 17
-    sizes = [(seen.image_size.width, seen.image_size.height) for seen in response.images]
+    sizes = [(seen.size.width, seen.size.height) for seen in response.info.images]
     assert sizes == [(60, 40), (30, 30), (20, 40)]
-    assert (response.image_size.width, response.image_size.height) == (60, 40)
-    ids = [seen.image_id for seen in response.images]
-    assert all(ids) and len(set(ids)) == 3 and response.image_id == ids[0]
+    ids = [seen.image_id for seen in response.info.images]
+    assert all(ids) and len(set(ids)) == 3
     # The same by the ids.
     named = [common_pb2.Image(image_id=each) for each in ids]
-    turn = pb.Turn(question="ab", answer="c", images=[named[1]])
-    again = await served.vision.Query(query(named[2], image=named[0], history=[turn]))
-    assert again.answer == response.answer and [s.image_id for s in again.images] == ids
+    again = await served.vision.Query(query(*named, history=turns))
+    assert again.answers[0].text == response.answers[0].text
+    assert again.info.images == response.info.images
 
 
-async def test_one_of_the_images_is_as_the_image_alone(serve):
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ((None, None), "tii" + "t" * 7 + "t" * 7 + "t" * 9),
+        ((0, 0), "t" * 8 + "t" * 7 + "ii" + "t" * 9),
+        ((0, None), "t" * 8 + "t" * 7 + "ii" + "t" * 9),
+        ((1, 1), "ti" + "t" * 7 + "i" + "t" * 7 + "t" * 9),
+        ((None, 1), "t" * 8 + "i" + "t" * 7 + "i" + "t" * 9),
+    ],
+)
+async def test_a_turn_counts_its_images(serve, counts, expected):
+    """If none does, all images belong to the first turn; images that none counts precede the question."""
+    served = await serve(step_prefill_positions=1000, step_crops=100)
+    turns = [pb.Turn(question="ab", answer="c", num_images=count) for count in counts]
+    await served.vision.Query(query(raw_image(), image(30, 30), history=turns))
+    (tokens,) = prompts(served.runtime)
+    assert shape(tokens) == expected
+
+
+async def test_turns_count_no_images_that_are_not_there(serve):
     served = await serve()
-    alone = await served.vision.Query(query(image=raw_image()))
-    among = await served.vision.Query(query(raw_image()))
-    assert among.answer == alone.answer and among.usage.input_tokens == alone.usage.input_tokens
-    assert not alone.images and [seen.image_id for seen in among.images] == [alone.image_id]
+    for counts, field in (((1, 2), 1), ((3, None), 0), ((-1, None), 0), ((2**31 - 1, 0), 0)):
+        turns = [pb.Turn(question="ab", answer="c", num_images=count) for count in counts]
+        request = query(raw_image(), image(30, 30), history=turns)
+        failed = await failure(served.vision.Query(request))
+        assert failed.fields == [f"query.history[{field}].num_images"]
+        assert "the request has 2 images" in failed.message
 
 
 async def test_another_question_reuses_the_images(serve):
@@ -83,9 +104,12 @@ async def test_a_stream_says_what_the_call_says(serve, reasoning):
     whole = await served.vision.Query(request)
     events = [e async for e in served.vision.StreamQuery(request)]
     final = events[-1].final
-    assert final.answer == whole.answer and final.images == whole.images
-    assert final.reasoning == whole.reasoning
-    assert "".join(e.text_delta.text for e in events) == whole.answer
+    assert final.info.images == whole.info.images == events[0].started.images
+    assert len(whole.info.images) == 2
+    (answer,) = final.answers
+    assert answer.text == whole.answers[0].text
+    assert answer.reasoning == whole.answers[0].reasoning
+    assert "".join(e.text_delta.text for e in events) == answer.text
 
 
 async def test_samples_share_the_images(serve):
@@ -93,8 +117,8 @@ async def test_samples_share_the_images(serve):
     request = query(raw_image(), image(30, 30), num_samples=2)
     response = await served.vision.Query(request)
     alone = await served.vision.Query(query(raw_image(), image(30, 30)))
-    assert [sample.answer for sample in response.samples] == [alone.answer] * 2
-    assert [s.images for s in response.samples] == [alone.images] * 2 and len(alone.images) == 2
+    assert [sample.text for sample in response.answers] == [alone.answers[0].text] * 2
+    assert response.info.images == alone.info.images and len(alone.info.images) == 2
     assert response.usage.image_tokens == 4 * served.engine.info.image_positions
 
 
@@ -106,19 +130,15 @@ async def test_errors_name_the_image(serve):
     cases = [
         (query(good, BROKEN), ["images[1]"], "IMAGE_"),
         (query(BROKEN), ["images[0]"], "IMAGE_"),
-        (query(good, image=BROKEN), ["image"], "IMAGE_"),
-        (
-            query(good, history=[pb.Turn(question="a", answer="b", images=[good, BROKEN])]),
-            ["history[0].images[1]"],
-            "IMAGE_",
-        ),
         (query(good, unknown), ["images[1].image_id"], "IMAGE_NOT_FOUND"),
         (query(good, empty), ["images[1]"], ""),
         (query(good, red), ["images[1].background"], ""),
-        (query(good, num_samples=2, image=BROKEN), ["image"], "IMAGE_"),
+        (query(unknown), ["images[0].image_id"], "IMAGE_NOT_FOUND"),
+        (query(red), ["images[0].background"], ""),
+        (query(BROKEN, num_samples=2), ["images[0]"], "IMAGE_"),
         (query(good, BROKEN, num_samples=2), ["images[1]"], "IMAGE_"),
         (query(*[good] * 4), ["images"], ""),
-        (query(*[good] * 65), ["images[64]"], ""),
+        (query(*[good] * 65), ["images"], ""),
     ]
     for request, fields, reason in cases:
         failed = await failure(served.vision.Query(request))
@@ -138,20 +158,19 @@ async def test_images_that_exceed_the_context_are_refused_before_they_are_decode
 
 async def test_tasks_of_analyze_are_about_one_image(serve):
     served = await serve()
-    turn = pb.Turn(question="a", answer="b", images=[raw_image()])
-    task = pb.AnalyzeTask(query=pb.QueryTask(question="what?", history=[turn]))
-    request = pb.AnalyzeRequest(image=raw_image(), tasks=[task])
-    response = await served.vision.Analyze(request)
-    assert response.results[0].error.message.startswith("history[0].images: must be empty") or (
-        "history[0].images" in str(response.results[0].error)
-    )
+    turns = [[pb.Turn(question="a", answer="b", num_images=count)] for count in (1, 2)]
+    tasks = [pb.Task(query=pb.QueryTask(question="what?", history=each)) for each in turns]
+    request = pb.AnalyzeRequest(image=raw_image(), tasks=tasks)
+    good, bad = (await served.vision.Analyze(request)).results
+    assert good.HasField("query")
+    assert of_message(bad.error).fields == ["tasks[1].query.history[0].num_images"]
 
 
 async def test_each_image_takes_a_place_in_the_queue(serve):
     runtime = FakeRuntime(LIMITS)
     served = await serve(runtime, max_queue=1)  # Four places with those of the batch.
     answered = await served.vision.Query(query(raw_image(), image(30, 30), image(20, 20)))
-    assert answered.images
+    assert len(answered.info.images) == 3
     assert served.engine.places.held == 0
     broken = await failure(served.vision.Query(query(raw_image(), image(30, 30), BROKEN)))
     assert broken.code is INVALID and served.engine.places.held == 0

@@ -3,53 +3,56 @@
 import grpc
 import pytest
 
-from kestrel_client import AsyncKestrelClient, InvalidRequestError
+from kestrel_client import AsyncKestrelClient, InvalidArgumentError
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_grpc.services.answers.several_samples import MAX_SAMPLES
+from kestrel_grpc.services.messages.tasks import MAX_SAMPLES
 from tests.engine.fakes import IMAGE, never_ends
 from tests.service.conftest import LIMITS, NO_END, EndlessRuntime, raw_image
-from tests.service.statuses import failure
+from tests.service.statuses import failure, of_message
 from tests.waiting import until
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 SKILLS = ["Query", "Caption"]
-TEXTS = {"Query": "answer", "Caption": "caption"}
 
 
-def request(skill, num_samples=None, **sampling):
+def task(skill, num_samples=None, max_tokens=6, text=None, **sampling):
     own = {"question": "what?"} if skill == "Query" else {}
-    sampling = common_pb2.Sampling(**{"temperature": 1.0, "max_tokens": 6} | sampling)
-    made = getattr(pb, f"{skill}Request")
-    return made(image=raw_image(), sampling=sampling, num_samples=num_samples, **own)
+    own |= {"sampling": common_pb2.Sampling(**{"temperature": 1.0} | sampling), "text": text}
+    return getattr(pb, f"{skill}Task")(num_samples=num_samples, max_tokens=max_tokens, **own)
 
 
-def without_times(response):
-    kept = type(response)()
-    kept.CopyFrom(response)
-    for field in ("timings", "request_id", "usage", "samples"):
-        kept.ClearField(field)
-    return kept
+def request(skill, num_samples=None, **fields):
+    asked = task(skill, num_samples, **fields)
+    if skill == "Query":
+        return pb.QueryRequest(images=[raw_image()], query=asked)
+    return pb.CaptionRequest(image=raw_image(), caption=asked)
+
+
+def samples(response):
+    return list(response.answers if isinstance(response, pb.QueryResponse) else response.captions)
+
+
+def seeds(response):
+    return [sample.seed for sample in samples(response)]
 
 
 @pytest.mark.parametrize("skill", SKILLS)
 async def test_each_sample_is_the_call_with_its_seed(serve, skill):
     served = await serve()
     method = getattr(served.vision, skill)
-    last = 2**64 - 2
-    alone = [await method(request(skill, seed=(last + i) % 2**64)) for i in range(4)]
+    last = 2**63 - 2
+    alone = [await method(request(skill, seed=(last + i) % 2**63)) for i in range(4)]
     together = await method(request(skill, num_samples=4, seed=last))
-    assert [sample.seed for sample in together.samples] == [last, last + 1, 0, 1]
-    assert list(map(without_times, together.samples)) == list(map(without_times, alone))
-    assert without_times(together) == without_times(alone[0])
-    assert together.image_id == alone[0].image_id != ""
-    assert all(not sample.samples for sample in together.samples)
+    assert seeds(together) == [last, last + 1, 0, 1]
+    assert samples(together) == [sample for each in alone for sample in samples(each)]
+    assert together.info.images == alone[0].info.images and together.info.images[0].image_id
+    assert together.info.seed == last
     for name in ("input_tokens", "output_tokens", "image_tokens"):
         total = sum(getattr(response.usage, name) for response in alone)
         assert getattr(together.usage, name) == total > 0
-    assert together.usage.cached_tokens == sum(s.usage.cached_tokens for s in together.samples)
-    assert together.timings.total_time_ms >= together.timings.ttft_ms > 0
+    assert together.timings.total_ms >= together.timings.ttft_ms > 0
 
 
 @pytest.mark.parametrize("skill", SKILLS)
@@ -58,70 +61,67 @@ async def test_one_sample_is_a_call_without_the_field(serve, skill):
     method = getattr(served.vision, skill)
     plain = await method(request(skill, seed=5))
     one = await method(request(skill, num_samples=1, seed=5))
-    assert without_times(one) == without_times(plain)
-    assert not one.samples and one.usage.output_tokens == plain.usage.output_tokens
-    assert one.timings.decode_time_ms > 0
+    assert samples(one) == samples(plain) and len(samples(one)) == 1
+    assert one.usage.output_tokens == plain.usage.output_tokens
+    assert one.timings.decode_ms > 0
 
 
 async def test_greedy_samples_are_equal(serve):
     served = await serve()
     response = await served.vision.Query(request("Query", num_samples=3, temperature=0.0))
-    assert {sample.answer for sample in response.samples} == {response.answer}
-    assert response.answer
+    assert len({sample.text for sample in response.answers}) == 1 and response.answers[0].text
 
 
 async def test_without_a_seed_the_seeds_are_still_in_a_row(serve):
     served = await serve()
     response = await served.vision.Query(request("Query", num_samples=3))
-    first = response.samples[0].seed
-    assert [sample.seed for sample in response.samples] == [first, first + 1, first + 2]
+    first = response.info.seed
+    assert seeds(response) == [first, first + 1, first + 2]
     again = await served.vision.Query(request("Query", num_samples=3))
-    assert again.samples[0].seed != first
+    assert again.info.seed != first
 
 
 async def test_an_engine_with_a_seed_gives_each_sample_the_next_one(serve):
     served = await serve(seed=40)
     drawn = [await served.vision.Query(request("Query", num_samples=n)) for n in (3, 1, 2)]
-    seeds = [[s.seed for s in response.samples] or [response.seed] for response in drawn]
-    assert seeds == [[40, 41, 42], [43], [44, 45]]
+    assert list(map(seeds, drawn)) == [[40, 41, 42], [43], [44, 45]]
 
 
 async def test_the_image_is_encoded_once_and_its_prefix_shared(serve):
     runtime = FakeRuntime(LIMITS)
     served = await serve(runtime)
     response = await served.vision.Caption(request("Caption", num_samples=MAX_SAMPLES))
-    assert len(response.samples) == MAX_SAMPLES
+    assert len(response.captions) == MAX_SAMPLES
     encoded = [piece for plan in runtime.plans for piece in plan.encode]
     assert sum(piece.last - piece.first for piece in encoded) == encoded[0].image.num_crops
-    cached = [sample.usage.cached_tokens for sample in response.samples]
-    assert cached.count(0) == 1 and sorted(cached)[1] >= 82
+    assert response.usage.cached_tokens >= (MAX_SAMPLES - 1) * 82
     assert served.engine.num_requests == 0
 
 
 async def test_a_question_needs_no_image(serve):
     served = await serve()
-    asked = pb.QueryRequest(question="hello?", num_samples=2)
+    asked = pb.QueryRequest(query=pb.QueryTask(question="hello?", num_samples=2))
     response = await served.vision.Query(asked)
-    assert len(response.samples) == 2 and not response.image_id
-    assert response.usage.image_tokens == 0 and not response.HasField("image_size")
+    assert len(response.answers) == 2 and not response.info.images
+    assert response.usage.image_tokens == 0
 
 
 async def test_reasoning_and_log_probabilities_are_of_each_sample(serve):
     served = await serve()
-    asked = request("Query", num_samples=2, logprobs=True)
-    asked.reasoning = True
+    asked = request("Query", num_samples=2, text={"logprobs": True})
+    asked.query.reasoning = True
     response = await served.vision.Query(asked)
-    for sample in (response, *response.samples):
+    for sample in response.answers:
         assert sample.HasField("reasoning") and sample.HasField("logprobs")
 
 
 @pytest.mark.parametrize("skill", SKILLS)
-@pytest.mark.parametrize("number", [0, 17, 2**32 - 1])
+@pytest.mark.parametrize("number", [-1, 0, 17, 2**31 - 1])
 async def test_other_numbers_are_refused(serve, skill, number):
     served = await serve()
     asked = request(skill, num_samples=number)
     failed = await failure(getattr(served.vision, skill)(asked))
-    assert (failed.code, failed.fields) == (INVALID, ["num_samples"])
+    assert (failed.code, failed.fields) == (INVALID, [f"{skill.lower()}.num_samples"])
     assert f"{number} is not in [1, 16]" in failed.message
     assert served.runtime.plans == []
 
@@ -131,15 +131,15 @@ async def test_a_stream_has_one_sample(serve, skill):
     served = await serve()
     stream = getattr(served.vision, f"Stream{skill}")
     failed = await failure(stream(request(skill, num_samples=2)))
-    assert (failed.code, failed.fields) == (INVALID, ["num_samples"])
+    assert (failed.code, failed.fields) == (INVALID, [f"{skill.lower()}.num_samples"])
     events = [event async for event in stream(request(skill, num_samples=1))]
-    assert not events[-1].final.samples
+    assert len(samples(events[-1].final)) == 1
 
 
 async def test_a_wrong_setting_is_named_once(serve):
     served = await serve()
     failed = await failure(served.vision.Query(request("Query", num_samples=3, top_p=2.0)))
-    assert (failed.code, failed.fields) == (INVALID, ["sampling.top_p"])
+    assert (failed.code, failed.fields) == (INVALID, ["query.sampling.top_p"])
     assert served.engine.num_requests == 0
 
 
@@ -151,7 +151,7 @@ async def test_a_sample_that_fails_fails_the_call(serve):
     failed = await failure(served.vision.Query(asked))
     assert (failed.code, failed.reason) == (grpc.StatusCode.INTERNAL, "COMPUTATION_FAILED")
     assert served.engine.num_requests == 0
-    assert len((await served.vision.Query(asked)).samples) == 3
+    assert len((await served.vision.Query(asked)).answers) == 3
 
 
 async def test_a_cancelled_call_ends_all(serve):
@@ -176,7 +176,52 @@ async def test_each_sample_takes_a_place(serve):
     failed = await failure(served.vision.Query(request("Query", num_samples=5)))
     assert failed.code == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert served.engine.num_requests == 0
-    assert len((await served.vision.Query(request("Query", num_samples=4))).samples) == 4
+    assert len((await served.vision.Query(request("Query", num_samples=4))).answers) == 4
+
+
+@pytest.mark.parametrize("skill", SKILLS)
+async def test_a_task_of_analyze_has_samples(serve, skill):
+    served = await serve()
+    alone = await getattr(served.vision, skill)(request(skill, num_samples=3, seed=5))
+    name = skill.lower()
+    tasks = [pb.Task(**{name: task(skill, n, seed=5)}) for n in (3, 1, 17)]
+    asked = pb.AnalyzeRequest(image=raw_image(), tasks=tasks)
+    several, one, wrong = (await served.vision.Analyze(asked)).results
+    assert samples(getattr(several, name)) == samples(alone)
+    assert samples(getattr(one, name)) == samples(alone)[:1]
+    assert getattr(several, name).info.seed == 5
+    assert of_message(wrong.error).fields == [f"tasks[2].{name}.num_samples"]
+    *_, last = [event async for event in served.vision.StreamAnalyze(asked)]
+    several, one, _ = last.final.results
+    assert of_message(several.error).fields == [f"tasks[0].{name}.num_samples"]
+    assert samples(getattr(one, name)) == samples(alone)[:1]
+
+
+async def test_a_frame_has_samples(serve):
+    served = await serve()
+    config = pb.FramesConfig(tasks=[pb.Task(query=task("Query", 3, seed=5))])
+    frame = pb.Frame(frame_id=1, image=raw_image())
+    sent = [pb.StreamFramesRequest(config=config), pb.StreamFramesRequest(frame=frame)]
+    (told,) = [response async for response in served.vision.StreamFrames(sent)]
+    assert seeds(told.results.results[0].query) == [5, 6, 7]
+
+
+async def test_samples_that_abstain_look_once(serve):
+    served = await serve()
+    asked = request("Query", num_samples=3, seed=5)
+    asked.query.abstention.objects.append("cat")
+    asked.query.abstention.max_absence = 0
+    abstained = await served.vision.Query(asked)
+    assert abstained.abstained and seeds(abstained) == [5, 6, 7]
+    assert [each.object for each in abstained.presupposed] == ["cat"]
+    assert not any(each.text for each in abstained.answers)
+    asked.query.abstention.max_absence = 1
+    answered = await served.vision.Query(asked)
+    assert answered.presupposed == abstained.presupposed and not answered.abstained
+    plain = await served.vision.Query(request("Query", num_samples=3, seed=5))
+    assert answered.answers == plain.answers
+    positions = served.engine.info.image_positions
+    assert answered.usage.image_tokens == plain.usage.image_tokens + positions
 
 
 async def test_the_sdk_has_typed_samples(serve):
@@ -184,12 +229,11 @@ async def test_the_sdk_has_typed_samples(serve):
     async with AsyncKestrelClient(served.server.addresses[0]) as client:
         options = {"temperature": 1.0, "max_tokens": 6, "seed": 7}
         drawn = await client.query(IMAGE, "what?", num_samples=3, **options)
-        assert [sample.seed for sample in drawn.samples] == [7, 8, 9]
-        assert drawn.samples[0].answer == drawn.answer and drawn.samples[0].question == "what?"
-        assert len(drawn.to_dict()["samples"]) == 3
-        assert "source" not in drawn.to_dict()["samples"][0]
+        assert [sample.seed for sample in drawn.answers] == [7, 8, 9]
+        assert drawn.answers[0].text == drawn.answer and drawn.question == "what?"
+        assert len(drawn.to_dict()["answers"]) == 3
         caption = await client.caption(IMAGE, num_samples=2, **options)
-        assert [sample.seed for sample in caption.samples] == [7, 8]
-        assert (await client.query(IMAGE, "what?", **options)).samples == ()
-        with pytest.raises(InvalidRequestError, match="num_samples"):
+        assert [sample.seed for sample in caption.captions] == [7, 8]
+        assert len((await client.query(IMAGE, "what?", **options)).answers) == 1
+        with pytest.raises(InvalidArgumentError, match="num_samples"):
             await client.query(IMAGE, "what?", num_samples=-1, **options)

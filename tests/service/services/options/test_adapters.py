@@ -63,7 +63,9 @@ def applied(served: Served) -> list[str | None]:
 
 def query(adapter: str) -> vision_service_pb2.QueryRequest:
     options = common_pb2.RequestOptions(adapter=adapter)
-    return vision_service_pb2.QueryRequest(question="?", options=options)
+    return vision_service_pb2.QueryRequest(
+        query=vision_service_pb2.QueryTask(question="?"), options=options
+    )
 
 
 async def test_every_client_can_name_one(http, folder: Path) -> None:  # noqa: F811
@@ -97,55 +99,20 @@ async def test_every_client_can_name_one(http, folder: Path) -> None:  # noqa: F
     assert refused.status_code == 400 and f"beside '{NAME}'" in refused.text, refused.text
 
 
-async def test_grpc_clients_send_a_default_name(serve, folder: Path) -> None:
+async def test_on_grpc_a_model_has_one_name(serve, folder: Path) -> None:
+    """A client of gRPC sets two fields, so the server does not guess what a name means."""
     served = await serve()
     add_adapters(served, folder)
+    wrong = ("gpt", "moondream3-preview", "moondream", "fake/mine", f"fake/{NAME}", "FAKE")
     async with AsyncKestrelClient(served.server.addresses[0], timeout=60) as sdk:
-        await sdk.query(None, "one?", model="moondream3-preview", adapter=NAME, max_tokens=2)
-        assert applied(served) == [NAME]
-        # A name of the hub has a slash, too, and may end with a revision of digits.
-        for other in ("gpt", "moondream3/mine", "team/repository@123"):
-            with pytest.raises(NotFoundError, match=f"'{other}' is not served"):
-                await sdk.query(None, "two?", model=other)
-
-
-async def test_a_model_s_name_may_have_that_of_an_adapter_behind_it(serve, folder: Path) -> None:
-    served = await serve()
-    add_adapters(served, folder)
-    async with AsyncKestrelClient(served.server.addresses[0], timeout=60) as sdk:
-        await sdk.query(None, "one?", model=f"fake/{NAME}", max_tokens=2)
-        await sdk.query(None, "two?", model=f"moondream3-preview/{NAME}", max_tokens=2)
-        async with sdk.stream_query(None, "three?", model=f"fake/{NAME}", max_tokens=2) as stream:
-            async for _ in stream:
-                pass
-        await sdk.run_skill(
-            "query", None, {"question": "four?"}, model=f"fake/{NAME}", max_tokens=2
-        )
-        await sdk.analyze(np.zeros((40, 60), np.uint8), [QueryTask("five?")], model=f"fake/{NAME}")
-        config = vision_service_pb2.FramesConfig(
-            tasks=[{"key": "what", "query": {"question": "six?", "sampling": {"max_tokens": 2}}}],
-            options={"model": f"fake/{NAME}"},
-        )
-        sent = [
-            vision_service_pb2.StreamFramesRequest(config=config),
-            vision_service_pb2.StreamFramesRequest(frame={"id": 1, "image": raw_image(40, 40)}),
-        ]
-        async for frame in served.vision.StreamFrames(sent):
-            assert frame.WhichOneof("outcome") == "results", frame
-        found = applied(served)
-        assert len(found) >= 6 and set(found) == {NAME}
-        with pytest.raises(
-            InvalidArgumentError, match="names an adapter, and the field adapter"
-        ) as error:
-            await sdk.query(None, "seven?", model=f"fake/{NAME}", adapter=NAME)
-        assert error.value.field_violations[0].field == "options.model"
-        with pytest.raises(InvalidArgumentError, match=r"options\.model"):
-            await sdk.query(None, "eight?", model="fake/../../etc/passwd")
+        for name in wrong:
+            with pytest.raises(NotFoundError, match=f"'{name}' is not served; .* fake") as error:
+                await sdk.query(None, "what?", model=name)
+            assert error.value.field_violations[0].field == "options.model"
         with pytest.raises(InvalidArgumentError, match="1 to 512 characters") as error:
-            await sdk.query(None, "eight?", model="fake/" + 100_000 * "x")
+            await sdk.query(None, "what?", model="fake/" + 100_000 * "x")
         assert len(str(error.value)) < 200
-        with pytest.raises(NotFoundError, match="nobody"):
-            await sdk.query(None, "nine?", model="fake/nobody")
+    assert applied(served) == []
 
 
 @pytest.mark.parametrize(
@@ -196,18 +163,18 @@ async def test_one_that_the_server_fetches(serve, stand: Stand, tmp_path: Path) 
         told = await failure(served.vision.Query(query(name)))
         assert (told.code, told.reason) == (code, reason) and words in told.message
         assert (told.retry_after_s is not None) == (code is grpc.StatusCode.UNAVAILABLE)
-    assert (await served.vision.Query(query("team/mine"))).answer
+    assert (await served.vision.Query(query("team/mine"))).answers[0].text
 
 
 async def test_prefixes_belong_to_an_adapter(serve, folder: Path) -> None:
     """The fake runtime also checks that no row reads a page of another adapter."""
     served = await serve()
     add_adapters(served, folder)
-    sampling = common_pb2.Sampling(max_tokens=2)
+    sampling = {"max_tokens": 2}
     cached = []
     for adapter in (None, NAME, NAME, None):
         request = vision_service_pb2.QueryRequest(
-            question="?", image=raw_image(), sampling=sampling
+            images=[raw_image()], query=vision_service_pb2.QueryTask(question="?", **sampling)
         )
         if adapter is not None:
             request.options.adapter = adapter
@@ -231,17 +198,19 @@ async def test_what_can_not_be_applied(serve, folder: Path) -> None:
         told = await failure(served.vision.Query(query(name)))
         assert (told.code, told.reason, told.fields) == (code, reason, ["options.adapter"])
         assert words in told.message and str(folder) not in told.message
-    assert (await served.vision.Query(query(NAME))).answer
+    assert (await served.vision.Query(query(NAME))).answers[0].text
 
 
 async def test_an_administrator_loads_and_drops_one(serve, folder: Path) -> None:
     served = await serve(EndlessRuntime(), server_config=CONFIG)
     async with AsyncKestrelAdmin(served.server.addresses[0], token=KEY, timeout=60) as admin:
-        with pytest.raises(NotFoundError, match=r"name: there is no adapter .*--adapters-dir"):
+        with pytest.raises(NotFoundError, match=r"adapter: there is no adapter .*--adapters-dir"):
             await admin.load_adapter(NAME)
         assert not await admin.unload_adapter(NAME)
         add_adapters(served, folder)
-        assert await admin.load_adapter(NAME, model="fake") == 8 * fake_model("moondream3").text.dim
+        loaded = await admin.load_adapter(NAME, model="fake")
+        assert (loaded.name, loaded.loaded) == (NAME, True)
+        assert loaded.size_bytes == 8 * fake_model("moondream3").text.dim
         assert served.engine.adapter_counts.loaded == (NAME,)
         request = query(NAME)
         running = served.vision.StreamQuery(request, metadata=METADATA)
@@ -254,9 +223,9 @@ async def test_an_administrator_loads_and_drops_one(serve, folder: Path) -> None
         await until(lambda: not served.engine.num_requests)
         assert served.engine.adapter_counts.num_bytes == 0
         for name, kind, words in (
-            ("unfit", InvalidArgumentError, r"name: 'unfit' can't be loaded: .*has the shape"),
-            ("none", NotFoundError, "name: there is no adapter 'none'"),
-            ("../x", InvalidArgumentError, r"name: '\.\./x' is not the name"),
+            ("unfit", InvalidArgumentError, r"adapter: 'unfit' can't be loaded: .*has the shape"),
+            ("none", NotFoundError, "adapter: there is no adapter 'none'"),
+            ("../x", InvalidArgumentError, r"adapter: '\.\./x' is not the name"),
         ):
             with pytest.raises(kind, match=words):
                 await admin.load_adapter(name)

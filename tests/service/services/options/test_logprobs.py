@@ -12,12 +12,22 @@ from tests.engine.fakes import IMAGE
 from tests.service.conftest import raw_image
 from tests.service.statuses import failure
 
-SAMPLING = common_pb2.Sampling(temperature=0.0, max_tokens=8, logprobs=True)
-REQUESTS = {
-    "Query": pb.QueryRequest(image=raw_image(), question="what?", sampling=SAMPLING),
-    "Caption": pb.CaptionRequest(image=raw_image(), sampling=SAMPLING),
+SAMPLING = {
+    "max_tokens": 8,
+    "sampling": common_pb2.Sampling(temperature=0.0),
+    "text": common_pb2.TextOptions(logprobs=True),
 }
-TEXTS = {"Query": "answer", "Caption": "caption"}
+REQUESTS = {
+    "Query": pb.QueryRequest(
+        images=[raw_image()], query=pb.QueryTask(question="what?", **SAMPLING)
+    ),
+    "Caption": pb.CaptionRequest(image=raw_image(), caption=pb.CaptionTask(**SAMPLING)),
+}
+
+
+def answer_of(response):
+    (answer,) = getattr(response, "answers", None) or response.captions
+    return answer
 
 
 def token_id(result):
@@ -33,10 +43,11 @@ def stream(served, skill, request):
 async def test_a_result_has_one_for_each_token_with_their_sum_and_mean(serve, skill):
     served = await serve()
     response = await getattr(served.vision, skill)(REQUESTS[skill])
-    logprobs = response.logprobs
+    answer = answer_of(response)
+    logprobs = answer.logprobs
     assert len(logprobs.tokens) == response.usage.output_tokens == 8
     text = b"".join(token.utf8 for token in logprobs.tokens).decode(errors="replace")
-    assert text == getattr(response, TEXTS[skill])
+    assert text == answer.text
     values = [token.logprob for token in logprobs.tokens]
     assert all(value <= 0 for value in values) and len(set(values)) > 4
     assert logprobs.sum == pytest.approx(math.fsum(values))
@@ -50,8 +61,9 @@ async def test_a_result_has_one_for_each_token_with_their_sum_and_mean(serve, sk
 async def test_a_stream_has_them_in_its_deltas(serve, skill):
     served = await serve()
     events = [event async for event in stream(served, skill, REQUESTS[skill])]
-    final = events[-1].final
-    assert final.logprobs == (await getattr(served.vision, skill)(REQUESTS[skill])).logprobs
+    final = answer_of(events[-1].final)
+    unary = answer_of(await getattr(served.vision, skill)(REQUESTS[skill]))
+    assert final.logprobs == unary.logprobs
     told = [token for event in events for token in event.text_delta.tokens]
     assert told == list(final.logprobs.tokens[: len(told)]) and told
 
@@ -61,17 +73,14 @@ async def test_without_the_setting_there_are_none(serve, skill):
     served = await serve()
     request = type(REQUESTS[skill])()
     request.CopyFrom(REQUESTS[skill])
-    asked = await getattr(served.vision, skill)(request)
-    for value in (None, False):
-        request.sampling.ClearField("logprobs")
-        if value is not None:
-            request.sampling.logprobs = value
-        response = await getattr(served.vision, skill)(request)
-        assert not response.HasField("logprobs")
-        assert getattr(response, TEXTS[skill]) == getattr(asked, TEXTS[skill])
-        events = [event async for event in stream(served, skill, request)]
-        assert not events[-1].final.HasField("logprobs")
-        assert all(not event.text_delta.tokens for event in events)
+    asked = answer_of(await getattr(served.vision, skill)(request))
+    getattr(request, skill.lower()).ClearField("text")
+    answer = answer_of(await getattr(served.vision, skill)(request))
+    assert not answer.HasField("logprobs")
+    assert answer.text == asked.text
+    events = [event async for event in stream(served, skill, request)]
+    assert not answer_of(events[-1].final).HasField("logprobs")
+    assert all(not event.text_delta.tokens for event in events)
 
 
 @pytest.mark.parametrize("skill", REQUESTS)
@@ -79,59 +88,60 @@ async def test_the_likeliest_tokens_at_each_place(serve, skill):
     served = await serve()
     request = type(REQUESTS[skill])()
     request.CopyFrom(REQUESTS[skill])
-    plain = await getattr(served.vision, skill)(request)
-    request.sampling.top_logprobs = 3
-    response = await getattr(served.vision, skill)(request)
+    text = getattr(request, skill.lower()).text
+    plain = answer_of(await getattr(served.vision, skill)(request))
+    text.top_logprobs = 3
+    response = answer_of(await getattr(served.vision, skill)(request))
     assert response.logprobs.sum == plain.logprobs.sum
     for token, other in zip(response.logprobs.tokens, plain.logprobs.tokens, strict=True):
         assert list(token.top)[:1] == [other] and len(token.top) == 3 and not other.top
     events = [event async for event in stream(served, skill, request)]
-    assert events[-1].final.logprobs == response.logprobs
+    assert answer_of(events[-1].final).logprobs == response.logprobs
     told = [token for event in events for token in event.text_delta.tokens]
     assert told == list(response.logprobs.tokens[: len(told)]) and told
-    for sampling in ({"top_logprobs": 21}, {"logprobs": False}):
-        wrong = type(request)()
-        wrong.CopyFrom(request)
-        wrong.sampling.MergeFrom(common_pb2.Sampling(**sampling))
-        failed = await failure(getattr(served.vision, skill)(wrong))
-        assert failed.fields == ["sampling.top_logprobs"]
+    for wrong in ({"top_logprobs": 21}, {"top_logprobs": -1}, {"logprobs": False}):
+        text.CopyFrom(common_pb2.TextOptions(**{"logprobs": True, "top_logprobs": 3} | wrong))
+        failed = await failure(getattr(served.vision, skill)(request))
+        assert failed.fields == [f"{skill.lower()}.text.top_logprobs"]
 
 
 async def test_each_task_has_its_own(serve):
     served = await serve()
-    alone = await served.vision.Query(REQUESTS["Query"])
+    alone = answer_of(await served.vision.Query(REQUESTS["Query"]))
     tasks = [
-        pb.AnalyzeTask(query=pb.QueryTask(question="what?", sampling=SAMPLING)),
-        pb.AnalyzeTask(caption=pb.CaptionTask()),
+        pb.Task(query=pb.QueryTask(question="what?", **SAMPLING)),
+        pb.Task(caption=pb.CaptionTask()),
     ]
     response = await served.vision.Analyze(pb.AnalyzeRequest(image=raw_image(), tasks=tasks))
-    assert response.results[0].query.logprobs == alone.logprobs
-    assert not response.results[1].caption.HasField("logprobs")
+    assert answer_of(response.results[0].query).logprobs == alone.logprobs
+    assert not answer_of(response.results[1].caption).HasField("logprobs")
 
 
 async def test_a_skill_by_name_has_them(serve):
     served = await serve()
-    alone = await served.vision.Query(REQUESTS["Query"])
-    request = pb.RunSkillRequest(image=raw_image(), skill="query", sampling=SAMPLING)
-    request.arguments.update({"question": "what?"})
+    alone = answer_of(await served.vision.Query(REQUESTS["Query"]))
+    request = pb.RunSkillRequest(image=raw_image(), skill=pb.SkillTask(name="query", **SAMPLING))
+    request.skill.arguments.update({"question": "what?"})
     assert (await served.vision.RunSkill(request)).logprobs == alone.logprobs
-    request.sampling.ClearField("logprobs")
+    request.skill.ClearField("text")
     assert not (await served.vision.RunSkill(request)).HasField("logprobs")
-    request.settings.update({"logprobs": True})
+    request.skill.settings.update({"logprobs": True})
     assert (await served.vision.RunSkill(request)).logprobs == alone.logprobs
     wrong = {"logprobs": "yes"}
-    request.settings.update(wrong)
+    request.skill.settings.update(wrong)
     failed = await failure(served.vision.RunSkill(request))
-    assert failed.fields == ["settings.logprobs"]
+    assert failed.fields == ["skill.settings.logprobs"]
 
 
-@pytest.mark.parametrize("skill", ["Point", "Detect", "Segment"])
-async def test_other_skills_refuse_it(serve, skill):
+async def test_other_skills_refuse_it(serve):
     served = await serve()
-    request = getattr(pb, f"{skill}Request")(image=raw_image(), object="a", sampling=SAMPLING)
-    failed = await failure(getattr(served.vision, skill)(request))
-    assert failed.code == grpc.StatusCode.INVALID_ARGUMENT
-    assert failed.fields == ["sampling.logprobs"]
+    for name in ("point", "detect", "segment"):
+        task = pb.SkillTask(name=name, arguments={"object": "a"}, text={"logprobs": True})
+        failed = await failure(
+            served.vision.RunSkill(pb.RunSkillRequest(image=raw_image(), skill=task))
+        )
+        assert failed.code == grpc.StatusCode.INVALID_ARGUMENT
+        assert failed.fields == ["skill.text.logprobs"]
 
 
 async def test_the_sdk_has_them_typed(serve):
@@ -150,7 +160,9 @@ async def test_the_sdk_has_them_typed(serve):
         assert likeliest.logprobs is not None
         for token, plain in zip(likeliest.logprobs, result.logprobs, strict=True):
             assert len(token.top) == 4 and token.top[0] == plain
-        assert likeliest.to_dict()["logprobs"]["tokens"][0]["top"][0]["id"] == token_id(result)
+        assert likeliest.to_dict()["answers"][0]["logprobs"]["tokens"][0]["top"][0][
+            "id"
+        ] == token_id(result)
         ask, describe = QueryTask("what?", logprobs=True, **options), CaptionTask(max_tokens=3)
         analysis = await client.analyze(IMAGE, [ask, describe])
         assert analysis[ask].logprobs == result.logprobs and analysis[describe].logprobs is None

@@ -28,19 +28,23 @@ def thinks_long(fed):
 
 async def test_a_limit_of_the_reasoning(serve):
     served = await serve(FakeRuntime(LIMITS, thinks_long))
-    sampling = common_pb2.Sampling(temperature=0, max_tokens=9)
-    request = pb.QueryRequest(question="why?", reasoning=True, sampling=sampling)
+    sampling = {"max_tokens": 9, "sampling": common_pb2.Sampling(temperature=0)}
+    request = pb.QueryRequest(query=pb.QueryTask(question="why?", reasoning=True, **sampling))
     plain = await served.vision.Query(request)
-    assert (plain.usage.reasoning_tokens, plain.finish_reason) == (9, LENGTH)
-    assert plain.reasoning.finish_reason == LENGTH and plain.answer == "yes"
-    request.sampling.max_reasoning_tokens = 4
-    cut = await served.vision.Query(request)
-    assert (cut.usage.reasoning_tokens, cut.reasoning.text) == (4, "xxxx")
-    assert (cut.finish_reason, cut.reasoning.finish_reason, cut.answer) == (STOP, LENGTH, "yes")
+    (answer,) = plain.answers
+    assert (plain.usage.reasoning_tokens, answer.finish_reason) == (9, LENGTH)
+    assert answer.reasoning.finish_reason == LENGTH and answer.text == "yes"
+    request.query.max_reasoning_tokens = 4
+    response = await served.vision.Query(request)
+    (cut,) = response.answers
+    assert (response.usage.reasoning_tokens, cut.reasoning.text) == (4, "xxxx")
+    assert (cut.finish_reason, cut.reasoning.finish_reason, cut.text) == (STOP, LENGTH, "yes")
     stream = served.vision.StreamQuery(request)
-    assert [event async for event in stream][-1].final.reasoning == cut.reasoning
-    named = pb.RunSkillRequest(skill="query", sampling=request.sampling)
-    named.arguments.update({"question": "why?", "reasoning": True})
+    final = [event async for event in stream][-1].final
+    assert final.answers[0].reasoning == cut.reasoning
+    named = pb.RunSkillRequest(skill=pb.SkillTask(name="query", **sampling))
+    named.skill.arguments.update({"question": "why?", "reasoning": True})
+    named.skill.settings.update({"max_reasoning_tokens": 4})
     output = (await served.vision.RunSkill(named)).output
     assert output["reasoning"]["finish_reason"] == "length" and output["answer"] == "yes"
 
@@ -51,11 +55,11 @@ async def test_a_limit_of_the_reasoning(serve):
 )
 async def test_other_limits_are_refused(serve, most, reasoning, told):
     served = await serve()
-    sampling = common_pb2.Sampling(max_tokens=9, max_reasoning_tokens=most)
-    request = pb.QueryRequest(question="why?", reasoning=reasoning, sampling=sampling)
+    sampling = {"max_tokens": 9, "max_reasoning_tokens": most}
+    request = pb.QueryRequest(query=pb.QueryTask(question="why?", reasoning=reasoning, **sampling))
     status = await failure(served.vision.Query(request))
     assert status.code is grpc.StatusCode.INVALID_ARGUMENT and told in status.message
-    assert status.fields == ["sampling.max_reasoning_tokens"]
+    assert status.fields == ["query.max_reasoning_tokens"]
 
 
 async def test_the_sdk_has_both(serve):
@@ -64,7 +68,7 @@ async def test_the_sdk_has_both(serve):
     async with AsyncKestrelClient(served.server.addresses[0]) as client:
         asked = await client.query(None, "why?", reasoning=True, system="Be brief.", **limits)
         assert (asked.finish_reason, asked.reasoning.finish_reason) == ("stop", "length")
-        assert asked.to_dict()["reasoning"]["finish_reason"] == "length"
+        assert asked.to_dict()["answers"][0]["reasoning"]["finish_reason"] == "length"
         same = await client.query(None, "Be brief.\n\nwhy?", reasoning=True, **limits)
         assert asked.usage.input_tokens == same.usage.input_tokens
         task = QueryTask("why?", reasoning=True, system="Be brief.", **limits)

@@ -14,9 +14,10 @@ from tests.waiting import until
 
 def query(text="what?", *, max_tokens=2, image=None, **options):
     return pb.QueryRequest(
-        image=image,
-        question=text,
-        sampling=common_pb2.Sampling(max_tokens=max_tokens, temperature=0),
+        images=() if image is None else [image],
+        query=pb.QueryTask(
+            question=text, max_tokens=max_tokens, sampling=common_pb2.Sampling(temperature=0)
+        ),
         options=common_pb2.RequestOptions(**options),
     )
 
@@ -102,7 +103,7 @@ async def test_the_tasks_of_one_call_have_its_salt(serve):
     async def cached(**options):
         request = pb.AnalyzeRequest(
             image=raw_image(),
-            tasks=[pb.AnalyzeTask(query=pb.QueryTask(question="what?"))],
+            tasks=[pb.Task(query=pb.QueryTask(question="what?"))],
             options=common_pb2.RequestOptions(**options),
         )
         return (await served.vision.Analyze(request)).usage.cached_tokens
@@ -120,4 +121,4 @@ async def test_a_salt_has_128_bytes_at_most(serve, salt):
     told = await failure(served.vision.Query(query(cache_salt=salt)))
     assert told.fields == ["options.cache_salt"]
     assert "128" in told.message
-    assert (await served.vision.Query(query(cache_salt="ä" * 64))).answer
+    assert (await served.vision.Query(query(cache_salt="ä" * 64))).answers[0].text

@@ -18,9 +18,13 @@ def always():
     return FakeRuntime(LIMITS, lambda fed: 5)
 
 
-def request(skill, **fields):
+def task(skill, objects=("cat",), **fields):
     most = {} if skill == "Segment" else {"max_objects": 6}
-    return getattr(pb, f"{skill}Request")(image=raw_image(), **{"object": "cat", **most, **fields})
+    return {skill.lower(): getattr(pb, f"{skill}Task")(objects=objects, **most, **fields)}
+
+
+def request(skill, **fields):
+    return getattr(pb, f"{skill}Request")(image=raw_image(), **task(skill, **fields))
 
 
 def stream(served, skill, wanted):
@@ -30,28 +34,26 @@ def stream(served, skill, wanted):
 @pytest.mark.parametrize("skill", FIELDS)
 async def test_all_ways_to_ask_give_the_same_scores(serve, skill):
     served = await serve(always())
-    found = getattr(await getattr(served.vision, skill)(request(skill)), FIELDS[skill])
+    found = (await getattr(served.vision, skill)(request(skill))).detections
     assert len({each.score for each in found}) > 3
-    assert all(each.HasField("score") and 0 < each.score < 1 for each in found)
+    assert all(0 < each.score < 1 for each in found)
     threshold = sorted(each.score for each in found)[2]
     kept = [each for each in found if each.score >= threshold]
     wanted = request(skill, min_score=threshold)
-    assert list(getattr(await getattr(served.vision, skill)(wanted), FIELDS[skill])) == kept
+    assert list((await getattr(served.vision, skill)(wanted)).detections) == kept
     events = [event async for event in stream(served, skill, wanted)]
-    assert [event.object for event in events[1:-1]] == kept
-    several = request(skill, object="", objects=["cat", "dog"], min_score=threshold)
-    (first, second) = (await getattr(served.vision, skill)(several)).results
-    assert list(getattr(getattr(first, skill.lower()), FIELDS[skill])) == kept
-    own = getattr(getattr(second, skill.lower()), FIELDS[skill])
-    assert all(each.score >= threshold for each in own)
-    kind = getattr(pb, f"{skill}Task")
-    task = {skill.lower(): kind(object="cat", max_objects=6, min_score=threshold)}
-    analysis = pb.AnalyzeRequest(image=raw_image(), tasks=[pb.AnalyzeTask(**task)])
+    assert [event.detection for event in events[1:-2]] == kept
+    several = request(skill, objects=["cat", "dog"], min_score=threshold)
+    both = (await getattr(served.vision, skill)(several)).detections
+    assert [each for each in both if each.label == "cat"] == kept
+    assert all(each.score >= threshold for each in both)
+    alone = pb.Task(**task(skill, min_score=threshold))
+    analysis = pb.AnalyzeRequest(image=raw_image(), tasks=[alone])
     (outcome,) = (await served.vision.Analyze(analysis)).results
-    assert list(getattr(getattr(outcome, skill.lower()), FIELDS[skill])) == kept
-    named = pb.RunSkillRequest(skill=skill.lower(), image=raw_image())
-    named.arguments.update({"object": "cat"})
-    named.settings.update({"max_objects": 6, "min_score": threshold})
+    assert list(getattr(outcome, skill.lower()).detections) == kept
+    named = pb.RunSkillRequest(image=raw_image(), skill=pb.SkillTask(name=skill.lower()))
+    named.skill.arguments.update({"object": "cat"})
+    named.skill.settings.update({"max_objects": 6, "min_score": threshold})
     output = (await served.vision.RunSkill(named)).output
     assert [each["score"] for each in output[FIELDS[skill]]] == pytest.approx(
         [each.score for each in kept]
@@ -61,22 +63,26 @@ async def test_all_ways_to_ask_give_the_same_scores(serve, skill):
 async def test_an_outline_below_the_threshold_has_a_score_only(serve):
     served = await serve(FakeRuntime(LIMITS, outlining))
     whole = await served.vision.Segment(request("Segment"))
-    assert whole.score == whole.box.score > 0 and whole.svg_path
-    wanted = request("Segment", min_score=whole.score + 0.01)
+    (found,) = whole.detections
+    assert found.score > 0 and found.outline.svg_path
+    assert not whole.searches[0].HasField("omitted_score")
+    wanted = request("Segment", min_score=found.score + 0.01)
     dropped = await served.vision.Segment(wanted)
-    assert dropped.score == whole.score and not dropped.HasField("box") and not dropped.svg_path
+    (search,) = dropped.searches
+    assert search.omitted_score == found.score and not dropped.detections
     assert dropped.usage.output_tokens == 3
     events = [event async for event in stream(served, "Segment", wanted)]
-    assert [event.WhichOneof("event") for event in events] == ["started", "final"]
+    assert [event.WhichOneof("event") for event in events] == ["started", "search", "final"]
 
 
 async def test_the_servers_default_applies_and_is_told(serve):
     every = await (await serve(always())).vision.Detect(request("Detect"))
-    threshold = sorted(box.score for box in every.objects)[2]
+    threshold = sorted(found.score for found in every.detections)[2]
     served = await serve(always(), min_score=threshold)
-    kept = (await served.vision.Detect(request("Detect"))).objects
-    assert list(kept) == [box for box in every.objects if box.score >= threshold]
-    assert (await served.vision.Detect(request("Detect", min_score=0))).objects == every.objects
+    kept = (await served.vision.Detect(request("Detect"))).detections
+    assert list(kept) == [found for found in every.detections if found.score >= threshold]
+    all_of_them = await served.vision.Detect(request("Detect", min_score=0))
+    assert all_of_them.detections == every.detections
     async with AsyncKestrelClient(served.server.addresses[0]) as client:
         assert (await client.server_info()).limits.default_min_score == threshold
 
@@ -86,14 +92,14 @@ async def test_a_response_has_the_probability_of_absence(serve, skill):
     there, absent = await serve(always()), await serve(FakeRuntime(LIMITS, lambda fed: 0))
     for served, found in ((there, True), (absent, False)):
         response = await getattr(served.vision, skill)(request(skill))
-        assert bool(getattr(response, FIELDS[skill])) == found
-        assert response.HasField("absence") and 0 < response.absence < 1
+        assert bool(response.detections) == found
+        (search,) = response.searches
+        assert search.HasField("absence") and 0 < search.absence < 1
         events = [event async for event in stream(served, skill, request(skill))]
-        assert events[-1].final.absence == response.absence
-    several = request(skill, object="", objects=["cat", "dog"])
+        assert events[-1].final.searches == response.searches
+    several = request(skill, objects=["cat", "dog"])
     response = await getattr(there.vision, skill)(several)
-    assert not response.HasField("absence")
-    assert all(getattr(each, skill.lower()).HasField("absence") for each in response.results)
+    assert all(search.HasField("absence") for search in response.searches)
 
 
 @pytest.mark.parametrize("value", [-0.5, 1.5, float("nan"), float("inf")])
@@ -102,7 +108,7 @@ async def test_other_thresholds_are_refused(serve, skill, value):
     served = await serve()
     told = await failure(getattr(served.vision, skill)(request(skill, min_score=value)))
     assert told.code is grpc.StatusCode.INVALID_ARGUMENT
-    assert told.fields == ["min_score"] and "in [0, 1]" in told.message
+    assert told.fields == [f"{skill.lower()}.min_score"] and "in [0, 1]" in told.message
 
 
 async def test_the_sdk_reads_them(serve):

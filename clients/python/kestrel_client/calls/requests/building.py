@@ -36,7 +36,7 @@ def build(kind: Callable[..., _Q], **values: Any) -> _Q:
 def _limit(kind: Any, name: str, value: object) -> str:
     """What a whole number in a field of the message ``kind`` must be; empty if ``value`` is no whole number."""
     field = kind.DESCRIPTOR.fields_by_name[name]
-    highest = {field.CPPTYPE_UINT32: 2**32 - 1, field.CPPTYPE_UINT64: 2**64 - 1}.get(field.cpp_type)
+    highest = {field.CPPTYPE_INT32: 2**31 - 1, field.CPPTYPE_INT64: 2**63 - 1}.get(field.cpp_type)
     if highest is None or not isinstance(value, int):
         return ""
     return f"{value} is not a whole number from 0 to {highest}"

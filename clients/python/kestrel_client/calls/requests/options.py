@@ -54,29 +54,30 @@ class CallOptions(HandlingOptions, total=False):
     """In (0, 1]."""
     top_k: int | None
     """At least 0; 0 keeps all tokens."""
+    min_p: float | None
+    """In [0, 1]: tokens whose probability is below this part of the largest one are not sampled."""
     max_tokens: int | None
-    """Largest number of tokens to generate, at least 1. Reasoning and answer each have this limit. A point takes 2
-    tokens and a box 3; an incomplete object is dropped."""
-    max_reasoning_tokens: int | None
-    """For ``query`` with reasoning: largest number of tokens of the reasoning, at least 1; ``max_tokens`` then limits
-    the answer alone. ``result.reasoning.finish_reason`` says whether the reasoning was cut."""
+    """Largest number of tokens to generate, at least 1; for ``point``, ``detect`` and ``segment`` of each name.
+    Reasoning and answer each have this limit. A point takes 2 tokens and a box 3; an incomplete object is dropped."""
     seed: int | None
-    """In [0, 2^64): the same seed and request give the same result."""
+    """In [0, 2^63): the same seed and request give the same result."""
+
+
+class TextOptions(CallOptions, total=False):
+    """Options of the skills that write a text. The server has a default for each option that is omitted or None."""
+
     stop: str | Sequence[str] | None
-    """For ``query`` and ``caption``: the text ends before the first of these texts; at most 16, each of at most 256
-    bytes of UTF-8. One string is one text. In reasoning they are ordinary text."""
+    """The text ends before the first of these texts; at most 16, each of at most 256 bytes of UTF-8. One string is one
+    text. In reasoning they are ordinary text."""
     logprobs: bool | None
-    """For ``query`` and ``caption``: whether the result has the log-probability of each token (``result.logprobs``)."""
+    """Whether the result has the log-probability of each token (``result.logprobs``)."""
     top_logprobs: int | None
     """With ``logprobs``: how many of the likeliest tokens the result has at the place of each token, at most 20
     (``TokenLogprob.top``)."""
     constraint: Constraint | None
-    """For ``query`` and ``caption``: what the text must match."""
-    min_p: float | None
-    """In [0, 1]: tokens whose probability is below this part of the largest one are not sampled."""
+    """What the text must match."""
     repetition_penalty: float | None
-    """For ``query`` and ``caption``, as the options below. In [0.01, 10]; above 1 the model repeats less of the prompt
-    and of the text so far."""
+    """In [0.01, 10]; above 1 the model repeats less of the prompt and of the text so far."""
     presence_penalty: float | None
     """In [-2, 2]: subtracted from the logits of all tokens of the text so far."""
     frequency_penalty: float | None
@@ -85,28 +86,31 @@ class CallOptions(HandlingOptions, total=False):
     """Numbers in [-100, 100] to add to the logits of at most 300 tokens, by id."""
 
 
+class QueryOptions(TextOptions, total=False):
+    """Options of ``query``."""
+
+    max_reasoning_tokens: int | None
+    """With reasoning: largest number of tokens of the reasoning, at least 1; ``max_tokens`` then limits the answer
+    alone. ``result.reasoning.finish_reason`` says whether the reasoning was cut."""
+
+
 _PRIORITIES = {
     "low": common_pb2.PRIORITY_LOW,
     "normal": common_pb2.PRIORITY_NORMAL,
     "high": common_pb2.PRIORITY_HIGH,
 }
-SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "max_tokens",
-    "max_reasoning_tokens",
-    "seed",
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
+_TEXT = (
+    "constraint",
     "stop",
     "logprobs",
     "top_logprobs",
-    "constraint",
-    "min_p",
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
     "logit_bias",
 )
+_LIMITS = ("max_tokens", "max_reasoning_tokens")
 _HANDLING = ("model", "adapter", "request_id", "priority", "cache_salt")
 
 
@@ -130,16 +134,25 @@ def to_handling(options: HandlingOptions, known: type) -> common_pb2.RequestOpti
     return build(common_pb2.RequestOptions, **given) if given else None
 
 
-def to_sampling(values: Mapping[str, Any]) -> common_pb2.Sampling | None:
-    """None if no sampling option is set."""
-    given = {name: values[name] for name in SAMPLING if values.get(name) is not None}
+def generation(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a task that say how to generate: limits, ``sampling`` and ``text``. Raises InvalidRequestError."""
+    given = {name: value for name, value in values.items() if value is not None}
+    fields = {name: given[name] for name in _LIMITS if name in given}
+    if sampling := {name: given[name] for name in _SAMPLING if name in given}:
+        fields["sampling"] = build(common_pb2.Sampling, **sampling)
+    if text := {name: given[name] for name in _TEXT if name in given}:
+        fields["text"] = _to_text(text)
+    return fields
+
+
+def _to_text(given: dict[str, Any]) -> common_pb2.TextOptions:
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
     if "constraint" in given:
         given["constraint"] = to_constraint(given["constraint"])
     if "logit_bias" in given:
         given["logit_bias"] = _to_bias(given["logit_bias"])
-    return build(common_pb2.Sampling, **given) if given else None
+    return build(common_pb2.TextOptions, **given)
 
 
 def _to_bias(biases: object) -> list[common_pb2.LogitBias]:

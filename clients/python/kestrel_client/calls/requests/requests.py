@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -20,22 +20,18 @@ from ...images.images import ImageHandle, ImageInput, loaded, to_image
 from ...images.known import KnownImages, images_of
 from ...values.embeddings import EmbeddingDtype, EmbedResult, EmbedStream, Pooling, embed_result
 from ...values.results.base import Result
-from ...values.results.named_skill import SkillResult, skill_result
-from ...values.struct_values import to_struct
 from ...values.tasks import (
     AnalyzeResult,
-    DetectTask,
-    PointTask,
     QueryTask,
+    SkillTask,
     Task,
     TaskOf,
     Tasks,
     analyze_result,
     keyed,
     read_result,
-    read_several_event,
     read_task_event,
-    several_result,
+    to_turns,
 )
 from ..frames import FrameCall
 from ..prepared import Method, Prepared, prepare
@@ -43,20 +39,17 @@ from ..restoring import Restoring
 from ..streams import Reading
 from .building import build, choice
 from .images import ImageRequests
-from .options import (
-    SAMPLING,
-    CallOptions,
-    HandlingOptions,
-    LateFrames,
-    checked_session,
-    to_handling,
-    to_sampling,
-)
+from .options import HandlingOptions, LateFrames, checked_session, to_handling
 from .server import HealthStub, ServerRequests
-from .tasks import described, to_task, vision_method
+from .tasks import skill_of, to_message, to_task, vision_method
 
 _LATE_FRAMES = {"keep": pb.LATE_FRAMES_KEEP, "overview": pb.LATE_FRAMES_OVERVIEW}
 _POOLINGS = {"mean": pb.EMBEDDING_POOLING_MEAN, "none": pb.EMBEDDING_POOLING_NONE}
+_PARTS = {
+    (True, False): pb.EMBEDDING_PARTS_IMAGE,
+    (False, True): pb.EMBEDDING_PARTS_CROPS,
+    (True, True): pb.EMBEDDING_PARTS_IMAGE_AND_CROPS,
+}
 _EMBEDDING_DTYPES = {
     "float32": pb.EMBEDDING_DTYPE_FLOAT32,
     "float16": pb.EMBEDDING_DTYPE_FLOAT16,
@@ -69,7 +62,6 @@ STUBS = (VisionServiceStub, ImageServiceStub, ModelServiceStub, HealthStub)
 """Those that the calls of Requests need."""
 
 _ANALYZE = vision_method("Analyze", "StreamAnalyze")
-_RUN_SKILL = vision_method("RunSkill", "StreamSkill")
 _EMBED = vision_method("Embed", "StreamEmbed")
 
 
@@ -88,47 +80,58 @@ class Requests:
         self,
         image: ImageInput | None,
         task: TaskOf[_T],
-        options: CallOptions | HandlingOptions,
-        known: type = CallOptions,
-        *,
-        num_samples: int | None = None,
+        options: HandlingOptions,
+        known: type | None = None,
     ) -> Prepared[_T]:
-        """One task as a call of its own. ``num_samples``: for a QueryTask or a CaptionTask.
+        """One task as a call of its own. The options of ``task`` take precedence over ``options``.
 
-        The sampling of ``task`` takes precedence over that of ``options``. Raises TypeError for an option that is not
-        in ``known``. Only a QueryTask takes None as its image.
+        Raises TypeError for an option that is not in ``known``, by default those of the task's kind. Only a QueryTask
+        and a SkillTask take None as their image.
         """
-        given = cast(CallOptions, options)
-        if isinstance(task, QueryTask) and task.images:
+        skill = skill_of("task", task)
+        handling = to_handling(options, known or skill.options)
+        sources: tuple[ImageInput, ...] = ()
+        if isinstance(task, QueryTask):
             if isinstance(task.images, (str, bytes)):
                 raise InvalidRequestError("images: is one image, needs a sequence of images")
-            more = tuple(map(self._loaded, task.images))
-            task = cast(TaskOf[_T], replace(task, images=more))
-        skill, fields = described("task", task, self._to_image(given))
-        sampling = {n: getattr(task, n) for n in SAMPLING if getattr(task, n) is not None}
-        if isinstance(task, QueryTask) and task.images:
-            fields["images"] = [self._image(each, given) for each in task.images]
-        if image is not None or not isinstance(task, QueryTask):
+            sources = tuple(map(self._loaded, task.images))
+            task = replace(task, images=sources, history=tuple(task.history))  # type: ignore[assignment]
+        message = to_message(task, options)
+        if image is not None or not isinstance(task, (QueryTask, SkillTask)):
             image = self._loaded(cast(ImageInput, image))
-            fields["image"] = self._seen(image, given)
-        elif given.get("region") is not None:
+        elif options.get("region") is not None:
             raise InvalidRequestError("region: needs an image")
-        if num_samples is not None:
-            fields["num_samples"] = num_samples
-        request = build(
-            skill.request,
-            **fields,
-            sampling=to_sampling({**given, **sampling}),
-            options=to_handling(given, known),
-        )
+        seen = None if image is None else self._seen(image, options)
+        fields: dict[str, Any] = {"image": seen}
+        if isinstance(task, QueryTask):
+            fields = {"images": self._images(seen, task, cast(pb.QueryTask, message), options)}
+        request = build(skill.request, **fields, options=handling, **{skill.field: message})
         return self._prepared(
             skill.method,
             request,
             lambda response: cast(_T, read_result(cast(Task, task), response, image)),
-            given,
+            options,
             image,
-            *(task.images if isinstance(task, QueryTask) else ()),
+            *sources,
         )
+
+    def _images(
+        self,
+        first: common_pb2.Image | None,
+        task: QueryTask,
+        message: pb.QueryTask,
+        options: HandlingOptions,
+    ) -> list[common_pb2.Image]:
+        """The images of a question in the order of the prompt; counts in ``message`` those of each turn."""
+        turns = to_turns(task.history)
+        images = [] if first is None else [first]
+        if task.images or any(turn.images for turn in turns):
+            for number, turn in enumerate(turns):
+                count = len(turn.images) + (len(images) if number == 0 else 0)
+                message.history[number].num_images = count
+        for shown in (*(turn.images for turn in turns), task.images):
+            images += [self._image(self._loaded(each), options) for each in shown]
+        return images
 
     def analyze(
         self, image: ImageInput, tasks: Tasks, options: HandlingOptions
@@ -177,63 +180,6 @@ class Requests:
             config, by_key, lambda image: to_image(self._loaded(image)), handling, reconnect
         )
 
-    def several(
-        self,
-        image: ImageInput,
-        task: PointTask | DetectTask,
-        objects: Sequence[str],
-        options: CallOptions,
-    ) -> Prepared[AnalyzeResult]:
-        """Several objects in one call, each with the other values of ``task``."""
-        if task.object:
-            raise InvalidRequestError("objects: give object or objects, not both")
-        if isinstance(objects, str) or not all(isinstance(name, str) for name in objects):
-            raise InvalidRequestError(f"objects: {objects!r} is not a sequence of names")
-        if not objects:
-            raise InvalidRequestError("objects: has no name")
-        image = self._loaded(image)
-        skill, fields = described("task", task, self._to_image(options))
-        request = build(
-            skill.request,
-            **fields,
-            image=self._seen(image, options),
-            objects=list(objects),
-            sampling=to_sampling(options),
-            options=to_handling(options, CallOptions),
-        )
-        tasks: dict[str, Task] = {name: replace(task, object=name) for name in objects}
-        reading = Reading(
-            lambda response: several_result(response, tasks, image),
-            lambda message, payload: read_several_event(message, payload, tasks, image),
-        )
-        return self._prepared(skill.method, request, reading, options, image)
-
-    def run_skill(
-        self,
-        skill: str,
-        image: ImageInput | None,
-        arguments: Mapping[str, Any] | None,
-        settings: Mapping[str, Any] | None,
-        options: CallOptions,
-    ) -> Prepared[SkillResult]:
-        image = None if image is None else self._loaded(image)
-        request = build(
-            pb.RunSkillRequest,
-            skill=skill,
-            image=None if image is None else self._seen(image, options),
-            arguments=to_struct("arguments", arguments),
-            settings=to_struct("settings", settings),
-            sampling=to_sampling(options),
-            options=to_handling(options, CallOptions),
-        )
-        return self._prepared(
-            _RUN_SKILL,
-            request,
-            lambda response: skill_result(response, image, skill),
-            options,
-            image,
-        )
-
     def embed(
         self,
         image: ImageInput,
@@ -246,13 +192,17 @@ class Requests:
         streamed: bool = False,
     ) -> Prepared[EmbedResult]:
         image = self._loaded(image)
+        if (whole_image, crops) not in _PARTS:
+            given = f"{whole_image!r} and {crops!r}"
+            raise InvalidRequestError(f"whole_image, crops: must be bools, one true, not {given}")
         request = build(
             pb.EmbedRequest,
             image=self._seen(image, options),
-            whole_image=whole_image,
-            crops=crops,
-            pooling=choice("pooling", pooling, _POOLINGS),
-            dtype=choice("dtype", dtype, _EMBEDDING_DTYPES),
+            embed=pb.EmbedTask(
+                parts=_PARTS[whole_image, crops],
+                pooling=choice("pooling", pooling, _POOLINGS),
+                dtype=choice("dtype", dtype, _EMBEDDING_DTYPES),
+            ),
             options=to_handling(options, HandlingOptions),
         )
         reading = Reading(embed_result)
@@ -276,12 +226,10 @@ class Requests:
         reading = read if isinstance(read, Reading) else Reading(read)
 
         def result(response: Any) -> _E:
-            ids = [seen.image_id for seen in getattr(response, "images", ())]
-            stored = zip(images, ids or [getattr(response, "image_id", "")], strict=False)
-            for place, (image, image_id) in enumerate(stored):
-                self._known.learn(image_id, image, digest if place == 0 else "")
-                if restoring is not None and image_id:
-                    restoring.answered(image, image_id)
+            for place, (image, seen) in enumerate(zip(images, response.info.images, strict=False)):
+                self._known.learn(seen.image_id, image, digest if place == 0 else "")
+                if restoring is not None and seen.image_id:
+                    restoring.answered(image, seen.image_id)
             return reading.result(response)
 
         metadata = options.get("metadata")

@@ -12,9 +12,11 @@ from ..._pb.kestrel.v1 import model_service_pb2 as model_pb
 from ..._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
 from ...connection import HEALTH_CHECK_METHOD, Connection
 from ...values.description import (
+    Adapter,
     Model,
     ServerInfo,
     ServerLoad,
+    read_adapter,
     read_load,
     read_model,
     read_server_info,
@@ -41,14 +43,30 @@ class ServerRequests:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def list_models(self, timeout: float | None) -> Prepared[tuple[Model, ...]]:
-        def read(response: model_pb.ListModelsResponse) -> tuple[Model, ...]:
-            return tuple(map(read_model, response.models))
+    def list_models(
+        self, page_token: str, timeout: float | None
+    ) -> Prepared[tuple[list[Model], str]]:
+        """A page of models, and the token of the next page; empty on the last page."""
 
-        return self._prepared("ListModels", model_pb.ListModelsRequest(), read, timeout)
+        def read(response: model_pb.ListModelsResponse) -> tuple[list[Model], str]:
+            return list(map(read_model, response.models)), response.next_page_token
+
+        request = model_pb.ListModelsRequest(page_token=page_token)
+        return self._prepared("ListModels", request, read, timeout)
+
+    def list_adapters(
+        self, model: str | None, page_token: str, timeout: float | None
+    ) -> Prepared[tuple[list[Adapter], str]]:
+        """As list_models."""
+
+        def read(response: model_pb.ListAdaptersResponse) -> tuple[list[Adapter], str]:
+            return list(map(read_adapter, response.adapters)), response.next_page_token
+
+        request = model_pb.ListAdaptersRequest(model=model, page_token=page_token)
+        return self._prepared("ListAdapters", request, read, timeout)
 
     def get_model(self, name: str | None, timeout: float | None) -> Prepared[Model]:
-        request = model_pb.GetModelRequest(name=name)
+        request = model_pb.GetModelRequest(model=name)
         return self._prepared("GetModel", request, lambda r: read_model(r.model), timeout)
 
     def server_info(self, timeout: float | None) -> Prepared[ServerInfo]:

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from google.protobuf.message import Message
 
-from ..._pb.kestrel.v1 import common_pb2
 from ..._pb.kestrel.v1 import vision_service_pb2 as pb
 from ..._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from ...errors import InvalidRequestError
 from ...geometry import to_spatial_refs, to_tiles
-from ...images.images import ImageInput
+from ...values.struct_values import to_struct
 from ...values.tasks import (
     CaptionTask,
     DetectTask,
     PointTask,
     QueryTask,
     SegmentTask,
+    SkillTask,
     Task,
     TaskOf,
+    names_of,
     to_turns,
 )
 from ..prepared import Method
 from .building import build, choice
-from .options import SAMPLING, to_sampling
+from .options import CallOptions, QueryOptions, TextOptions, generation
 
 _CAPTION_LENGTHS = {
     "short": pb.CAPTION_LENGTH_SHORT,
@@ -33,108 +35,119 @@ _CAPTION_LENGTHS = {
     "long": pb.CAPTION_LENGTH_LONG,
 }
 _MASK_FORMATS = {
-    "none": pb.MASK_FORMAT_NONE,
+    "none": pb.MASK_FORMAT_UNSPECIFIED,
     "svg": pb.MASK_FORMAT_SVG,
     "png": pb.MASK_FORMAT_PNG,
     "rle": pb.MASK_FORMAT_RLE,
     "polygons": pb.MASK_FORMAT_POLYGONS,
 }
+_REFINEMENTS = {False: pb.REFINEMENT_NONE, True: pb.REFINEMENT_REQUIRED}
 
 
 def vision_method(unary: str, stream: str) -> Method:
     return Method(VisionServiceStub, unary, stream, repeatable=True)
 
 
-class _Skill(NamedTuple):
-    """A skill of the model: as a method of its own, and as one of the tasks of Analyze."""
+class Skill(NamedTuple):
+    """A kind of task: a method of its own, and one of the tasks of Analyze."""
 
     method: Method
     request: Callable[..., Message]
-    task: Callable[..., Message]
     field: str
-    """The field of AnalyzeTask that holds ``task``."""
+    """The field that holds the task, in ``request`` and in pb.Task."""
+    options: type
+    """The options that its calls take."""
 
 
-_QUERY = _Skill(
-    vision_method("Query", "StreamQuery"),
-    pb.QueryRequest,
-    pb.QueryTask,
-    "query",
-)
-_CAPTION = _Skill(
-    vision_method("Caption", "StreamCaption"),
-    pb.CaptionRequest,
-    pb.CaptionTask,
-    "caption",
-)
-_POINT = _Skill(
-    vision_method("Point", "StreamPoint"),
-    pb.PointRequest,
-    pb.PointTask,
-    "point",
-)
-_DETECT = _Skill(
-    vision_method("Detect", "StreamDetect"),
-    pb.DetectRequest,
-    pb.DetectTask,
-    "detect",
-)
-_SEGMENT = _Skill(
-    vision_method("Segment", "StreamSegment"),
-    pb.SegmentRequest,
-    pb.SegmentTask,
-    "segment",
-)
+_SKILLS: dict[type[TaskOf[Any]], Skill] = {
+    QueryTask: Skill(vision_method("Query", "StreamQuery"), pb.QueryRequest, "query", QueryOptions),
+    CaptionTask: Skill(
+        vision_method("Caption", "StreamCaption"), pb.CaptionRequest, "caption", TextOptions
+    ),
+    PointTask: Skill(vision_method("Point", "StreamPoint"), pb.PointRequest, "point", CallOptions),
+    DetectTask: Skill(
+        vision_method("Detect", "StreamDetect"), pb.DetectRequest, "detect", CallOptions
+    ),
+    SegmentTask: Skill(
+        vision_method("Segment", "StreamSegment"), pb.SegmentRequest, "segment", CallOptions
+    ),
+    SkillTask: Skill(
+        vision_method("RunSkill", "StreamRunSkill"), pb.RunSkillRequest, "skill", TextOptions
+    ),
+}
 
 
-def described(
-    name: str, task: TaskOf[Any], to_image: Callable[[ImageInput], common_pb2.Image]
-) -> tuple[_Skill, dict[str, Any]]:
-    """The skill of a task, and the fields that the task's message and the request of the skill's method share.
-    ``to_image``: makes the message of an image.
+def skill_of(name: str, task: TaskOf[Any]) -> Skill:
+    """Raises InvalidRequestError, naming the argument ``name``, for a value that is not a task."""
+    skill = _SKILLS.get(type(task))
+    if skill is None:
+        raise InvalidRequestError(f"{name}: {task!r} is not a task, like QueryTask")
+    return skill
 
-    Raises InvalidRequestError, naming the argument ``name``, for a value that is not a task.
+
+def to_message(task: TaskOf[Any], options: Mapping[str, Any]) -> Message:
+    """The message of a task. Its own sampling options take precedence over ``options``. Raises InvalidRequestError.
+
+    The turns of a QueryTask count no images.
     """
+    own = {f.name: getattr(task, f.name) for f in fields(task)}
+    generated = generation({**options, **{n: v for n, v in own.items() if v is not None}})
     match task:
         case QueryTask():
-            refs = to_spatial_refs(task.spatial_refs)
-            return _QUERY, {
-                "question": task.question,
-                "reasoning": task.reasoning,
-                "spatial_refs": refs,
-                "history": to_turns(task.history, to_image),
-                "system": task.system or None,
-                "abstention": _abstention(task),
-                "answer_start": task.answer_start or None,
-            }
+            return build(
+                pb.QueryTask,
+                question=task.question,
+                reasoning=task.reasoning,
+                spatial_refs=to_spatial_refs(task.spatial_refs),
+                history=[turn.message for turn in to_turns(task.history)],
+                system=task.system or None,
+                abstention=_abstention(task),
+                answer_start=task.answer_start or None,
+                num_samples=task.num_samples,
+                **generated,
+            )
         case CaptionTask():
-            return _CAPTION, {"length": choice("length", task.length, _CAPTION_LENGTHS)}
+            length = choice("length", task.length, _CAPTION_LENGTHS)
+            return build(pb.CaptionTask, length=length, num_samples=task.num_samples, **generated)
         case PointTask():
-            refs = to_spatial_refs(task.spatial_refs)
-            return _POINT, {
-                "object": task.object,
-                "max_objects": task.max_objects,
-                "spatial_refs": refs,
-                "min_score": task.min_score,
-                "tiles": to_tiles(task.tiles),
-            }
+            return build(
+                pb.PointTask,
+                objects=names_of(task.objects),
+                max_objects=task.max_objects,
+                spatial_refs=to_spatial_refs(task.spatial_refs),
+                min_score=task.min_score,
+                tiles=to_tiles(task.tiles),
+                **generated,
+            )
         case DetectTask():
-            return _DETECT, {
-                "object": task.object,
-                "max_objects": task.max_objects,
-                "min_score": task.min_score,
-                "max_overlap": task.max_overlap,
-                "tiles": to_tiles(task.tiles),
-            }
+            return build(
+                pb.DetectTask,
+                objects=names_of(task.objects),
+                max_objects=task.max_objects,
+                min_score=task.min_score,
+                max_overlap=task.max_overlap,
+                tiles=to_tiles(task.tiles),
+                **generated,
+            )
         case SegmentTask():
-            return _SEGMENT, {
-                "object": task.object,
-                "spatial_refs": to_spatial_refs(task.spatial_refs),
-                "mask_format": choice("mask", task.mask, _MASK_FORMATS),
-                "min_score": task.min_score,
-                "refine": task.refine,
-            }
-    raise InvalidRequestError(f"{name}: {task!r} is not a task, like QueryTask")
+            return build(
+                pb.SegmentTask,
+                objects=names_of(task.objects),
+                spatial_refs=to_spatial_refs(task.spatial_refs),
+                mask_format=choice("mask", task.mask, _MASK_FORMATS),
+                min_score=task.min_score,
+                refinement=None if task.refine is None else _REFINEMENTS[task.refine],
+                **generated,
+            )
+        case SkillTask():
+            return build(
+                pb.SkillTask,
+                name=task.name,
+                arguments=to_struct("arguments", task.arguments),
+                settings=to_struct("settings", task.settings),
+                **generated,
+            )
+    raise AssertionError(task)
 
 
 def _abstention(task: QueryTask) -> pb.Abstention | None:
@@ -148,17 +161,11 @@ def _abstention(task: QueryTask) -> pb.Abstention | None:
     return build(pb.Abstention, objects=task.presupposes, max_absence=task.max_absence)
 
 
-def to_task(key: str, task: Task) -> pb.AnalyzeTask:
-    """Raises InvalidRequestError."""
-
-    def refuse(image: ImageInput) -> common_pb2.Image:
-        raise InvalidRequestError(f"tasks[{key!r}]: all tasks are about one image; use query")
-
-    if isinstance(task, QueryTask) and task.images:
-        refuse(task.images[0])
-    skill, fields = described(f"tasks[{key!r}]", task, refuse)
-    if fields.pop("tiles", None) is not None:
-        raise InvalidRequestError(f"tasks[{key!r}]: tiles are for point and detect alone")
-    sampling = to_sampling({name: getattr(task, name) for name in SAMPLING})
-    message = build(skill.task, **fields, sampling=sampling)
-    return build(pb.AnalyzeTask, key=key, **{skill.field: message})
+def to_task(key: str, task: Task) -> pb.Task:
+    """One of the tasks of Analyze. Raises InvalidRequestError."""
+    skill = skill_of(f"tasks[{key!r}]", task)
+    if isinstance(task, QueryTask):
+        task = replace(task, history=tuple(task.history))
+        if task.images or any(turn.images for turn in to_turns(task.history)):
+            raise InvalidRequestError(f"tasks[{key!r}]: all tasks are about one image; use query")
+    return build(pb.Task, key=key, **{skill.field: to_message(task, {})})

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-from ..._pb.kestrel.v1 import common_pb2, vision_service_pb2
+from ..._pb.kestrel.v1 import common_pb2
 from ...drawing.marks import Marks, Mask
-from ...geometry import Box, ImageSize, Point
+from ...errors import RpcError
+from ...geometry import ImageSize, read_size
 from ...images.images import ImageInput
 from .showing import draw_marks, notebook_png
 
@@ -51,17 +52,17 @@ class Usage:
 class Timings:
     """The phases of a request on the server, in milliseconds."""
 
-    queue_time_ms: float = 0.0
-    preprocess_time_ms: float = 0.0
-    prefill_time_ms: float = 0.0
+    queue_ms: float = 0.0
+    preprocess_ms: float = 0.0
+    prefill_ms: float = 0.0
     """From the start of the computation to the first token, including vision."""
-    decode_time_ms: float = 0.0
+    decode_ms: float = 0.0
     """From the first token to the last."""
     ttft_ms: float = 0.0
     """From the acceptance of the request to the first token."""
-    processing_time_ms: float = 0.0
+    processing_ms: float = 0.0
     """Total time without queue time."""
-    total_time_ms: float = 0.0
+    total_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,9 +118,16 @@ class Result:
         return f"{type(self).__name__}({shown}, {self.model}, {self.finish_reason})"
 
 
-def shown_scores(found: Sequence[Point | Box | None]) -> str:
-    """The lowest and the highest score, for a repr; empty if nothing has a score."""
-    scores = [each.score for each in found if each is not None and each.score is not None]
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ImageResult(Result):
+    """A result of a skill that always has an image."""
+
+    image_size: ImageSize
+    """Width and height of the upright image in pixels; coordinates refer to it."""
+
+
+def shown_scores(scores: Sequence[float]) -> str:
+    """The lowest and the highest score, for a repr; empty if there is none."""
     if not scores:
         return ""
     low, high = min(scores), max(scores)
@@ -127,7 +135,11 @@ def shown_scores(found: Sequence[Point | Box | None]) -> str:
 
 
 def clipped(value: object) -> str:
-    text = repr(value)
+    """A short ``repr(value)``."""
+    return shortened(repr(value))
+
+
+def shortened(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 
@@ -150,13 +162,10 @@ def plain_value(value: Any) -> Any:
             "height": value.height,
             value.format: data[value.format],
         }
+    if isinstance(value, RpcError):
+        return {"code": value.code.name, "message": value.message, "reason": value.reason}
     if isinstance(value, (tuple, list, bytes)):
         return [plain_value(item) for item in value]
-    if isinstance(value, (Point, Box)):
-        plain = {name: getattr(value, name) for name in value.__dataclass_fields__}
-        return (
-            plain if value.score is not None else {n: v for n, v in plain.items() if n != "score"}
-        )
     if hasattr(value, "__dataclass_fields__"):
         return {name: plain_value(getattr(value, name)) for name in value.__dataclass_fields__}
     return value
@@ -164,16 +173,6 @@ def plain_value(value: Any) -> Any:
 
 def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
-
-
-Response: TypeAlias = (
-    vision_service_pb2.QueryResponse
-    | vision_service_pb2.CaptionResponse
-    | vision_service_pb2.PointResponse
-    | vision_service_pb2.DetectResponse
-    | vision_service_pb2.SegmentResponse
-    | vision_service_pb2.RunSkillResponse
-)
 
 
 def read_usage(usage: common_pb2.Usage) -> Usage:
@@ -188,22 +187,44 @@ def read_finish_reason(reason: int) -> FinishReason:
     return _FINISH_REASONS.get(reason, "unknown")
 
 
-def read_image_size(
-    response: Response | vision_service_pb2.AnalyzeResponse | vision_service_pb2.FrameResults,
-) -> ImageSize | None:
-    size = response.image_size
-    return ImageSize(size.width, size.height) if response.HasField("image_size") else None
+def read_finish_reasons(reasons: Iterable[int]) -> FinishReason:
+    """The reason of several generations: "length" if one of them has it, otherwise that of the first that has one."""
+    read: list[FinishReason] = [
+        reason for reason in map(read_finish_reason, reasons) if reason != "unknown"
+    ]
+    if "length" in read:
+        return "length"
+    return read[0] if read else "unknown"
+
+
+class Response(Protocol):
+    """What the responses of all skills share."""
+
+    @property
+    def usage(self) -> common_pb2.Usage: ...
+    @property
+    def timings(self) -> common_pb2.Timings: ...
+    @property
+    def info(self) -> common_pb2.RequestInfo: ...
 
 
 def common_fields(response: Response, source: ImageInput | None) -> dict[str, Any]:
+    """The fields of Result but ``finish_reason``."""
     return {
-        "finish_reason": read_finish_reason(response.finish_reason),
         "usage": read_usage(response.usage),
         "timings": read_timings(response.timings),
-        "model": response.model,
-        "request_id": response.request_id,
-        "image_size": read_image_size(response),
-        "seed": response.seed,
-        "image_id": response.image_id,
         "source": source,
+        **info_fields(response.info),
+    }
+
+
+def info_fields(info: common_pb2.RequestInfo) -> dict[str, Any]:
+    """What a result holds of its request."""
+    first = next(iter(info.images), None)
+    return {
+        "model": info.model,
+        "request_id": info.request_id,
+        "image_size": None if first is None else read_size(first.size),
+        "seed": info.seed,
+        "image_id": "" if first is None else first.image_id,
     }

@@ -3,118 +3,122 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...drawing.marks import Outline
-from ...errors import InvalidImageError, MissingDependencyError
-from ...geometry import Box, ImageSize, Point
+from ...errors import MissingDependencyError
+from ...geometry import DetectedBox, DetectedPoint, ImageSize
+from .searches import ObjectSearch
 
 if TYPE_CHECKING:
     import PIL.Image
 
 
-def size_of(size: ImageSize | None) -> ImageSize:
-    """Returns the size, or raises InvalidImageError for a result without an image."""
-    if size is None:
-        raise InvalidImageError("the result has no image_size, so it can't be given in pixels")
-    return size
+def numbers(searches: Iterable[ObjectSearch], first: int) -> dict[str, int]:
+    """Numbers the names of a call."""
+    return {each.object: number for number, each in enumerate(searches, first)}
 
 
 def to_supervision(
-    name: str, boxes: tuple[Box, ...], size: ImageSize, mask: PIL.Image.Image | None = None
+    boxes: Sequence[DetectedBox],
+    searches: Iterable[ObjectSearch],
+    size: ImageSize,
+    masks: Sequence[PIL.Image.Image] | None = None,
 ) -> Any:
-    """Returns a supervision.Detections. With a ``mask`` there is only one box."""
+    """Returns a supervision.Detections. ``masks``: one for each box."""
     supervision, numpy = package("supervision"), package("numpy")
     corners = numpy.array([box.to_pixels(size) for box in boxes], numpy.float32).reshape(-1, 4)
     return supervision.Detections(
         xyxy=corners,
-        mask=None if mask is None or not boxes else numpy.asarray(mask)[None] > 127,
-        class_id=numpy.zeros(len(boxes), int),
-        confidence=_confidence(boxes, numpy),
-        data={"class_name": numpy.array([name] * len(boxes), str)},
+        mask=numpy.stack([numpy.asarray(mask) > 127 for mask in masks]) if masks else None,
+        confidence=numpy.array([box.score for box in boxes], numpy.float32),
+        **_classes(boxes, searches, numpy),
     )
 
 
-def points_to_supervision(name: str, points: tuple[Point, ...], size: ImageSize) -> Any:
+def points_to_supervision(
+    points: Sequence[DetectedPoint], searches: Iterable[ObjectSearch], size: ImageSize
+) -> Any:
     """Returns a supervision.KeyPoints: each point is an object with one key point."""
     supervision, numpy = package("supervision"), package("numpy")
     places = [(point.x * size.width, point.y * size.height) for point in points]
-    confidence = _confidence(points, numpy)
+    confidence = numpy.array([point.score for point in points], numpy.float32)
     return supervision.KeyPoints(
         xy=numpy.array(places, numpy.float32).reshape(-1, 1, 2),
-        class_id=numpy.zeros(len(points), int),
-        keypoint_confidence=None if confidence is None else confidence[:, None],
+        keypoint_confidence=confidence[:, None],
         detection_confidence=confidence,
-        data={"class_name": numpy.array([name] * len(points), str)},
+        **_classes(points, searches, numpy),
     )
 
 
-def _confidence(found: tuple[Box, ...] | tuple[Point, ...], numpy: Any) -> Any:
-    """The scores; None if one is missing, as from a server without scores."""
-    scores = [each.score for each in found]
-    return None if None in scores else numpy.array(scores, numpy.float32)
+def _classes(
+    found: Sequence[DetectedBox] | Sequence[DetectedPoint],
+    searches: Iterable[ObjectSearch],
+    numpy: Any,
+) -> dict[str, Any]:
+    ids = numbers(searches, 0)
+    labels = [each.label for each in found]
+    return {
+        "class_id": numpy.array([ids[label] for label in labels], int),
+        "data": {"class_name": numpy.array(labels, str)},
+    }
 
 
 def to_coco(
-    boxes: Iterable[Box], size: ImageSize, image_id: int, category_id: int
+    boxes: Iterable[DetectedBox], categories: Mapping[str, int], size: ImageSize, image_id: int
 ) -> list[dict[str, Any]]:
+    """``categories``: the number of each label."""
     annotations = []
     for number, box in enumerate(boxes, 1):
         left, top = box.x_min * size.width, box.y_min * size.height
         width, height = box.width * size.width, box.height * size.height
-        annotation: dict[str, Any] = {
-            "id": number,
-            "image_id": image_id,
-            "category_id": category_id,
-            "bbox": [left, top, width, height],
-            "area": width * height,
-            "iscrowd": 0,
-        }
-        if box.score is not None:
-            annotation["score"] = box.score
-        annotations.append(annotation)
+        annotations.append(
+            {
+                "id": number,
+                "image_id": image_id,
+                "category_id": categories[box.label],
+                "bbox": [left, top, width, height],
+                "area": width * height,
+                "iscrowd": 0,
+                "score": box.score,
+            }
+        )
     return annotations
 
 
-def outline_to_coco(
-    outline: Outline, size: ImageSize, image_id: int, category_id: int
+def outlines_to_coco(
+    outlines: Iterable[tuple[DetectedBox, Outline]],
+    categories: Mapping[str, int],
+    size: ImageSize,
+    image_id: int,
 ) -> list[dict[str, Any]]:
     from ...drawing import paint
 
-    if outline.box is None:
-        return []
-    (annotation,) = to_coco([outline.box], size, image_id, category_id)
-    polygons = paint.corners(outline, size)
-    annotation["segmentation"] = [[edge for corner in each for edge in corner] for each in polygons]
-    # The last of the 256 counts is the number of pixels inside.
-    annotation["area"] = paint.mask_image(outline, size).histogram()[255]
-    return [annotation]
+    outlines = tuple(outlines)
+    annotations = to_coco((box for box, _ in outlines), categories, size, image_id)
+    for annotation, (_, outline) in zip(annotations, outlines, strict=True):
+        polygons = paint.corners(outline, size)
+        annotation["segmentation"] = [[edge for corner in p for edge in corner] for p in polygons]
+        # The last of the 256 counts is the number of pixels inside.
+        annotation["area"] = paint.mask_image([outline], size).histogram()[255]
+    return annotations
 
 
-def points_frame(name: str, points: tuple[Point, ...], size: ImageSize | None) -> Any:
-    rows = []
-    for point in points:
-        row: dict[str, Any] = {"object": name, "x": point.x, "y": point.y, "score": point.score}
-        if size is not None:
-            row["x_px"], row["y_px"] = point.to_pixels(size)
-        rows.append(row)
-    columns = ["object", "x", "y", "score", *(["x_px", "y_px"] if size is not None else [])]
+def points_frame(points: Iterable[DetectedPoint], size: ImageSize) -> Any:
+    columns = ["label", "x", "y", "score", "x_px", "y_px"]
+    rows = [(p.label, p.x, p.y, p.score, *p.to_pixels(size)) for p in points]
     return package("pandas").DataFrame(rows, columns=columns)
 
 
-def boxes_frame(name: str, boxes: tuple[Box, ...], size: ImageSize | None) -> Any:
-    edges = ("x_min", "y_min", "x_max", "y_max")
-    rows = []
-    for box in boxes:
-        row: dict[str, Any] = {"object": name, **{edge: getattr(box, edge) for edge in edges}}
-        row["score"] = box.score
-        if size is not None:
-            pixels = zip(edges, box.to_pixels(size), strict=True)
-            row.update((f"{edge}_px", pixel) for edge, pixel in pixels)
-        rows.append(row)
-    in_pixels = [f"{edge}_px" for edge in edges] if size is not None else []
-    return package("pandas").DataFrame(rows, columns=["object", *edges, "score", *in_pixels])
+def boxes_frame(boxes: Iterable[DetectedBox], size: ImageSize) -> Any:
+    edges = ["x_min", "y_min", "x_max", "y_max"]
+    columns = ["label", *edges, "score", *(f"{edge}_px" for edge in edges)]
+    rows = [
+        (box.label, *(getattr(box, e) for e in edges), box.score, *box.to_pixels(size))
+        for box in boxes
+    ]
+    return package("pandas").DataFrame(rows, columns=columns)
 
 
 def package(name: str) -> Any:

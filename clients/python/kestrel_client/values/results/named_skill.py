@@ -10,7 +10,7 @@ from ...drawing.marks import Marks, labelled
 from ...geometry import Box, Point
 from ...images.images import ImageInput
 from ..struct_values import from_struct
-from .base import Result, clipped, common_fields
+from .base import Result, clipped, common_fields, read_finish_reason
 from .text import Logprobs, read_logprobs
 
 
@@ -27,12 +27,13 @@ class SkillResult(Result):
     def marks(self) -> Marks:
         """Points and boxes, if the output has ``points`` or ``objects`` in the form of the model's own skills."""
         places = [place for name in ("points", "objects") for place in _listed(self.output, name)]
-        points = tuple(Point(**_only(p, "x", "y", "score")) for p in places if _has(p, "x", "y"))
+        points = tuple(Point(p["x"], p["y"]) for p in places if _has(p, "x", "y"))
         edges = ("x_min", "y_min", "x_max", "y_max")
-        boxes = tuple(Box(**_only(p, *edges, "score")) for p in places if _has(p, *edges))
+        found = [(Box(*(p[edge] for edge in edges)), p) for p in places if _has(p, *edges)]
+        boxes = labelled((box, self.skill, p.get("score")) for box, p in found)
         texts = (self.output.get(name) for name in ("answer", "caption"))
         text = tuple(each for each in texts if isinstance(each, str))
-        return Marks(points=points, boxes=labelled(boxes, self.skill), text=text)
+        return Marks(points=points, boxes=boxes, text=text)
 
     def __repr__(self) -> str:
         return self._short(f"{self.skill!r}, {clipped(self.output)}")
@@ -49,10 +50,6 @@ def _has(place: Any, *names: str) -> bool:
     )
 
 
-def _only(place: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: place[name] for name in names if name in place}
-
-
 def skill_result(
     response: vision_service_pb2.RunSkillResponse, source: ImageInput | None, skill: str
 ) -> SkillResult:
@@ -61,5 +58,6 @@ def skill_result(
         skill=skill,
         output=output,
         logprobs=read_logprobs(response),
+        finish_reason=read_finish_reason(response.finish_reason),
         **common_fields(response, source),
     )

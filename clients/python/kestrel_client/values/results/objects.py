@@ -1,16 +1,19 @@
-"""The results of point and detect."""
+"""The results of point and detect: one list of the objects of all names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..._pb.kestrel.v1 import vision_service_pb2
 from ...drawing.marks import Marks, labelled
-from ...geometry import Box, Point, from_box, from_point
+from ...errors import RpcError
+from ...geometry import DetectedBox, DetectedPoint, to_detected_box, to_detected_point
 from ...images.images import ImageInput
-from .base import Result, common_fields, shown_scores
+from .base import ImageResult, common_fields, read_finish_reasons, shortened, shown_scores
+from .searches import ObjectSearch, read_search
 
 if TYPE_CHECKING:
     import pandas
@@ -18,119 +21,144 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class PointResult(Result):
-    """The centres of objects. Iteration gives the points. ``object``: the kind of object of the call."""
+class ObjectsResult(ImageResult):
+    """What the results of ``point``, ``detect`` and ``segment`` share."""
 
-    object: str
-    points: tuple[Point, ...]
-    absence: float | None = None
-    """The probability that the image has no such object, in [0, 1]; None from a server that does not give it."""
+    searches: tuple[ObjectSearch, ...] = ()
+    """One for each name of the call, in order."""
+
+    @property
+    def absences(self) -> dict[str, float]:
+        """By name, the probability that the image has no such object, in [0, 1]."""
+        return {each.object: each.absence for each in self.searches if each.absence is not None}
+
+    @property
+    def errors(self) -> dict[str, RpcError]:
+        """By name, the errors of the searches that failed."""
+        return {each.object: each.error for each in self.searches if each.error is not None}
+
+    def _shown(self, found: Sequence[tuple[str, float]]) -> str:
+        """For a repr. ``found``: label and score of each object."""
+        counts = Counter(label for label, _ in found)
+        names = dict.fromkeys([each.object for each in self.searches] + list(counts))
+        shown = ", ".join(f"{counts[name]} x {name!r}" for name in names) or "0 objects"
+        return self._short(shortened(shown) + shown_scores([score for _, score in found]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PointResult(ObjectsResult):
+    """The centres of objects. Iteration gives the points."""
+
+    points: tuple[DetectedPoint, ...]
+    """In the order of the names, and for each name in the order in which the model found them."""
 
     @property
     def marks(self) -> Marks:
+        """The points."""
         return Marks(points=self.points)
 
-    def __iter__(self) -> Iterator[Point]:
+    def __iter__(self) -> Iterator[DetectedPoint]:
         return iter(self.points)
 
     def __len__(self) -> int:
         return len(self.points)
 
     def __repr__(self) -> str:
-        return self._short(f"{len(self.points)} x {self.object!r}{shown_scores(self.points)}")
+        return self._shown([(each.label, each.score) for each in self.points])
 
     def to_supervision(self) -> supervision.KeyPoints:
         """Returns the points in pixels for the package ``supervision`` (0.29 or later): each is an object with one key
-        point. ``keypoint_confidence`` has the scores, and ``data["class_name"]`` the object.
+        point. ``keypoint_confidence`` has the scores, and ``data["class_name"]`` the labels.
 
         Raises MissingDependencyError without supervision.
         """
         from . import exports
 
-        size = exports.size_of(self.image_size)
-        return exports.points_to_supervision(self.object, self.points, size)
+        return exports.points_to_supervision(self.points, self.searches, self.image_size)
 
     def to_frame(self) -> pandas.DataFrame:
-        """Returns a pandas DataFrame with a row per point: object, x, y, score, and x_px, y_px if the image's size is
-        known.
+        """Returns a pandas DataFrame with a row per point: label, x, y, score, x_px, y_px.
 
         Raises MissingDependencyError without pandas.
         """
         from . import exports
 
-        return exports.points_frame(self.object, self.points, self.image_size)
+        return exports.points_frame(self.points, self.image_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class DetectResult(Result):
-    """The bounding boxes of objects. Iteration gives the boxes. ``object``: the kind of object of the call."""
+class DetectResult(ObjectsResult):
+    """The bounding boxes of objects. Iteration gives the boxes."""
 
-    object: str
-    objects: tuple[Box, ...]
-    absence: float | None = None
-    """The probability that the image has no such object, in [0, 1]; None from a server that does not give it."""
+    objects: tuple[DetectedBox, ...]
+    """In the order of the names, and for each name in the order in which the model found them."""
 
     @property
     def marks(self) -> Marks:
-        return Marks(boxes=labelled(self.objects, self.object))
+        """The boxes with their labels."""
+        return Marks(boxes=labelled((each, each.label, each.score) for each in self.objects))
 
-    def __iter__(self) -> Iterator[Box]:
+    def __iter__(self) -> Iterator[DetectedBox]:
         return iter(self.objects)
 
     def __len__(self) -> int:
         return len(self.objects)
 
     def __repr__(self) -> str:
-        return self._short(f"{len(self.objects)} x {self.object!r}{shown_scores(self.objects)}")
+        return self._shown([(each.label, each.score) for each in self.objects])
 
     def to_supervision(self) -> supervision.Detections:
         """Returns the boxes in pixels for the package ``supervision``. ``confidence`` has the scores, and
-        ``data["class_name"]`` the object.
+        ``data["class_name"]`` the labels.
 
         Raises MissingDependencyError without supervision.
         """
         from . import exports
 
-        return exports.to_supervision(self.object, self.objects, exports.size_of(self.image_size))
+        return exports.to_supervision(self.objects, self.searches, self.image_size)
 
     def to_coco(self, image_id: int = 1, category_id: int = 1) -> list[dict[str, Any]]:
         """Returns a COCO annotation for each box, with ids from 1, ``bbox`` [x, y, width, height] in pixels, and
-        ``score``, as COCO's tools read it in results."""
+        ``score``, as COCO's tools read it in results. ``category_id``: of the first name; the next name has the next
+        number."""
         from . import exports
 
-        size = exports.size_of(self.image_size)
-        return exports.to_coco(self.objects, size, image_id, category_id)
+        names = exports.numbers(self.searches, category_id)
+        return exports.to_coco(self.objects, names, self.image_size, image_id)
 
     def to_frame(self) -> pandas.DataFrame:
-        """Returns a pandas DataFrame with a row per box: object, edges, score, and the edges in pixels if the image's
-        size is known.
+        """Returns a pandas DataFrame with a row per box: label, edges, score, and the edges in pixels.
 
         Raises MissingDependencyError without pandas.
         """
         from . import exports
 
-        return exports.boxes_frame(self.object, self.objects, self.image_size)
+        return exports.boxes_frame(self.objects, self.image_size)
 
 
 def point_result(
-    response: vision_service_pb2.PointResponse, source: ImageInput | None, object: str
+    response: vision_service_pb2.PointResponse, source: ImageInput | None
 ) -> PointResult:
-    points = tuple(map(from_point, response.points))
-    return PointResult(
-        object=object, points=points, absence=_absence(response), **common_fields(response, source)
-    )
+    points = tuple(map(to_detected_point, response.detections))
+    return PointResult(points=points, **searched_fields(response, source))
 
 
 def detect_result(
-    response: vision_service_pb2.DetectResponse, source: ImageInput | None, object: str
+    response: vision_service_pb2.DetectResponse, source: ImageInput | None
 ) -> DetectResult:
-    boxes = tuple(map(from_box, response.objects))
-    return DetectResult(
-        object=object, objects=boxes, absence=_absence(response), **common_fields(response, source)
-    )
+    objects = tuple(map(to_detected_box, response.detections))
+    return DetectResult(objects=objects, **searched_fields(response, source))
 
 
-def _absence(
-    response: vision_service_pb2.PointResponse | vision_service_pb2.DetectResponse,
-) -> float | None:
-    return response.absence if response.HasField("absence") else None
+def searched_fields(
+    response: vision_service_pb2.PointResponse
+    | vision_service_pb2.DetectResponse
+    | vision_service_pb2.SegmentResponse,
+    source: ImageInput | None,
+) -> dict[str, Any]:
+    """The fields of ObjectsResult."""
+    return {
+        "searches": tuple(map(read_search, response.searches)),
+        "finish_reason": read_finish_reasons(each.finish_reason for each in response.searches),
+        **common_fields(response, source),
+    }

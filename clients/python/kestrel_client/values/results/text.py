@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..._pb.kestrel.v1 import common_pb2, vision_service_pb2
 from ...drawing.marks import Marks
-from ...geometry import ImageSize, Point, from_point
+from ...geometry import ImageSize, Point, from_point, read_size
 from ...images.images import ImageInput
-from .base import FinishReason, Result, clipped, common_fields, read_finish_reason
+from .base import (
+    FinishReason,
+    ImageResult,
+    Result,
+    clipped,
+    common_fields,
+    read_finish_reason,
+    read_finish_reasons,
+)
+from .searches import ObjectSearch, read_search
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,28 +79,58 @@ class Reasoning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class QueryResult(Result):
-    """The answer to a question."""
+class Answer:
+    """One answer or caption."""
 
-    question: str = ""
-    """The question of the call."""
-    answer: str
+    text: str
+    """As the model wrote it; may be empty."""
     reasoning: Reasoning | None = None
     """None if reasoning was not requested."""
     logprobs: Logprobs | None = None
-    """The log-probabilities of the answer; None if they were not requested."""
-    samples: tuple[QueryResult, ...] = ()
-    """With ``num_samples`` above 1, the result of each sample, the first included. The other fields are then those of
-    the first sample, but ``usage`` (the sum) and ``timings``, which are about all together."""
+    """The log-probabilities of the text; None if they were not requested."""
+    finish_reason: FinishReason
+    seed: int
+    """The seed of the sampling. The same request with this seed and one sample gives the same text."""
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"Answer({clipped(self.text)}, {self.finish_reason})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class QueryResult(Result):
+    """The answers to a question."""
+
+    question: str = ""
+    """The question of the call."""
+    answers: tuple[Answer, ...]
+    """``num_samples`` answers, in the order of their seeds. ``usage`` and ``timings`` are about all together."""
     images: tuple[SeenImage, ...] = ()
-    """With several images, all of them in the order of the prompt: that of the conversation, those of the turns, those
-    of the question. ``image_size`` and ``image_id`` are those of the first. Otherwise empty."""
-    absences: tuple[ObjectAbsence, ...] = ()
+    """The images in the order of the prompt: that of the conversation, those of the turns, those of the question.
+    ``image_size`` and ``image_id`` are those of the first."""
+    presupposed: tuple[ObjectSearch, ...] = ()
     """With ``presupposes``, how likely it is that the image does not show each of these objects, in order."""
     abstained: bool = False
-    """One of these objects is absent, so there is no answer."""
+    """One of these objects is absent, so there is no answer: the text of all answers is empty."""
     more_sources: tuple[ImageInput, ...] = field(default=(), repr=False, compare=False)
     """The further images that were given to the call (``images``), for the turns of a conversation."""
+
+    @property
+    def answer(self) -> str:
+        """The text of the first answer."""
+        return self.answers[0].text
+
+    @property
+    def reasoning(self) -> Reasoning | None:
+        """The reasoning of the first answer; None if it was not requested."""
+        return self.answers[0].reasoning
+
+    @property
+    def logprobs(self) -> Logprobs | None:
+        """The log-probabilities of the first answer; None if they were not requested."""
+        return self.answers[0].logprobs
 
     @property
     def grounding(self) -> tuple[GroundingSpan, ...]:
@@ -103,6 +143,10 @@ class QueryResult(Result):
         points = tuple(point for span in self.grounding for point in span.points)
         return Marks(points=points, text=tuple(filter(None, (self.question, self.answer))))
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values for ``json.dumps``, the first answer first."""
+        return {"answer": self.answer, **Result.to_dict(self)}
+
     def __str__(self) -> str:
         return self.answer
 
@@ -111,36 +155,39 @@ class QueryResult(Result):
 
 
 @dataclass(frozen=True, slots=True)
-class ObjectAbsence:
-    """The probability, in [0, 1], that no image of a question shows an object."""
-
-    object: str
-    absence: float
-
-
-@dataclass(frozen=True, slots=True)
 class SeenImage:
-    """An image of a request with several images. ``image_size``: of the upright image. ``image_id``: of the stored
-    image, for ImageHandle; empty if the server does not store it."""
+    """An image of a request. ``size``: of the upright image, in pixels. ``image_id``: of the stored image, for
+    ImageHandle; empty if the server does not store it."""
 
-    image_size: ImageSize
+    size: ImageSize
     image_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class CaptionResult(Result):
-    """A caption of the image."""
+class CaptionResult(ImageResult):
+    """The captions of an image."""
 
-    caption: str
-    logprobs: Logprobs | None = None
-    """The log-probabilities of the caption; None if they were not requested."""
-    samples: tuple[CaptionResult, ...] = ()
-    """With ``num_samples`` above 1, the result of each sample: as for QueryResult."""
+    captions: tuple[Answer, ...]
+    """``num_samples`` captions, in the order of their seeds. ``usage`` and ``timings`` are about all together."""
+
+    @property
+    def caption(self) -> str:
+        """The text of the first caption."""
+        return self.captions[0].text
+
+    @property
+    def logprobs(self) -> Logprobs | None:
+        """The log-probabilities of the first caption; None if they were not requested."""
+        return self.captions[0].logprobs
 
     @property
     def marks(self) -> Marks:
         """The caption as text."""
         return Marks(text=(self.caption,))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values for ``json.dumps``, the first caption first."""
+        return {"caption": self.caption, **Result.to_dict(self)}
 
     def __str__(self) -> str:
         return self.caption
@@ -155,29 +202,12 @@ def query_result(
     question: str,
     more_sources: tuple[ImageInput, ...] = (),
 ) -> QueryResult:
-    reasoning = None
-    if response.HasField("reasoning"):
-        reasoning = Reasoning(
-            response.reasoning.text,
-            tuple(
-                GroundingSpan(span.start, span.end, tuple(map(from_point, span.points)))
-                for span in response.reasoning.grounding
-            ),
-            read_finish_reason(response.reasoning.finish_reason),
-        )
     return QueryResult(
         question=question,
-        answer=response.answer,
-        reasoning=reasoning,
-        logprobs=read_logprobs(response),
-        samples=tuple(
-            query_result(each, source, question, more_sources) for each in response.samples
-        ),
-        images=tuple(
-            SeenImage(ImageSize(seen.image_size.width, seen.image_size.height), seen.image_id)
-            for seen in response.images
-        ),
-        absences=tuple(ObjectAbsence(each.object, each.absence) for each in response.absences),
+        answers=tuple(map(_answer, response.answers)),
+        finish_reason=read_finish_reasons(each.finish_reason for each in response.answers),
+        images=tuple(map(read_seen_image, response.info.images)),
+        presupposed=tuple(map(read_search, response.presupposed)),
         abstained=response.abstained,
         more_sources=more_sources,
         **common_fields(response, source),
@@ -188,11 +218,32 @@ def caption_result(
     response: vision_service_pb2.CaptionResponse, source: ImageInput | None
 ) -> CaptionResult:
     return CaptionResult(
-        caption=response.caption,
-        logprobs=read_logprobs(response),
-        samples=tuple(caption_result(each, source) for each in response.samples),
+        captions=tuple(map(_answer, response.captions)),
+        finish_reason=read_finish_reasons(each.finish_reason for each in response.captions),
         **common_fields(response, source),
     )
+
+
+def read_seen_image(message: common_pb2.SeenImage) -> SeenImage:
+    return SeenImage(read_size(message.size), message.image_id)
+
+
+def _answer(message: vision_service_pb2.Answer) -> Answer:
+    return Answer(
+        text=message.text,
+        reasoning=_reasoning(message.reasoning) if message.HasField("reasoning") else None,
+        logprobs=read_logprobs(message),
+        finish_reason=read_finish_reason(message.finish_reason),
+        seed=message.seed,
+    )
+
+
+def _reasoning(message: vision_service_pb2.Reasoning) -> Reasoning:
+    grounding = tuple(
+        GroundingSpan(span.start, span.end, tuple(map(from_point, span.points)))
+        for span in message.grounding
+    )
+    return Reasoning(message.text, grounding, read_finish_reason(message.finish_reason))
 
 
 def read_token(message: common_pb2.TokenLogprob) -> TokenLogprob:
@@ -201,9 +252,7 @@ def read_token(message: common_pb2.TokenLogprob) -> TokenLogprob:
 
 
 def read_logprobs(
-    response: vision_service_pb2.QueryResponse
-    | vision_service_pb2.CaptionResponse
-    | vision_service_pb2.RunSkillResponse,
+    response: vision_service_pb2.Answer | vision_service_pb2.RunSkillResponse,
 ) -> Logprobs | None:
     if not response.HasField("logprobs"):
         return None

@@ -67,7 +67,7 @@ def test_rows_are_filled_and_padding_is_forced():
     first, second = TokenRule(suppressed=(3,)), TokenRule(stop=9, read_coord=True)
     specs = [
         spec(first),
-        spec(second, 4, temperature=0.5, top_p=0.3, top_k=10**400, seed=2**63),
+        spec(second, 4, temperature=0.5, top_p=0.3, top_k=10**400, seed=2**63 - 1),
         spec(TokenRule(suppressed=(3,)), 1, temperature=0.1, top_k=7),
     ]
     assert encoder.encode(specs, host, 4) == [] and not encoder.odd
@@ -76,7 +76,13 @@ def test_rows_are_filled_and_padding_is_forced():
     assert host["temperature"].tolist() == [0.0, 0.5, 0.1, 0.0, 7.0]
     assert host["top_p"].tolist() == [1.0, 0.3, 1.0, 1.0, 7.0]
     assert host["top_k"].tolist() == [0, 2**31 - 1, 7, 0, 77]
-    assert host["noise"].view(np.uint64).tolist() == [0, noise_key(2**63, 4), noise_key(0, 1), 0, 7]
+    assert host["noise"].view(np.uint64).tolist() == [
+        0,
+        noise_key(2**63 - 1, 4),
+        noise_key(0, 1),
+        0,
+        7,
+    ]
     assert (host["rules"][4] == 77).all()
 
 

@@ -9,6 +9,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from kestrel_client._pb.kestrel.v1 import model_service_pb2 as _model_service_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -147,7 +148,7 @@ class FlushCachesRequest(_message.Message):
 
     STORED_IMAGES_FIELD_NUMBER: _builtins.int
     stored_images: _builtins.bool
-    """Whether to delete all stored images too. Callers must send them again. Default false."""
+    """Whether to delete all stored images too. Callers must send them again."""
     def __init__(
         self,
         *,
@@ -167,17 +168,17 @@ class FlushCachesResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    FORGOTTEN_IMAGES_FIELD_NUMBER: _builtins.int
-    forgotten_images: _builtins.int
+    DELETED_IMAGES_FIELD_NUMBER: _builtins.int
+    deleted_images: _builtins.int
     """Number of stored images that were deleted; at least 0."""
     def __init__(
         self,
         *,
-        forgotten_images: _builtins.int = ...,
+        deleted_images: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forgotten_images", b"forgotten_images"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deleted_images", b"deleted_images"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -240,32 +241,32 @@ class StartProfileRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SECONDS_FIELD_NUMBER: _builtins.int
+    DURATION_MS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     PYTHON_FUNCTIONS_FIELD_NUMBER: _builtins.int
-    seconds: _builtins.float
-    """Limit in seconds, 0.1 to 60. Default: 10."""
+    duration_ms: _builtins.int
+    """Limit on the duration, 100 to 60000. Default: 10000."""
     steps: _builtins.int
     """Limit in finished steps, 1 to 10000. Default: 500."""
     python_functions: _builtins.bool
-    """Whether to record the step thread's Python functions too, which slows the thread down. Default false."""
+    """Whether to record the step thread's Python functions too, which slows the thread down."""
     def __init__(
         self,
         *,
-        seconds: _builtins.float | None = ...,
+        duration_ms: _builtins.int | None = ...,
         steps: _builtins.int | None = ...,
         python_functions: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seconds", b"_seconds", "_steps", b"_steps", "seconds", b"seconds", "steps", b"steps"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_duration_ms", b"_duration_ms", "_steps", b"_steps", "duration_ms", b"duration_ms", "steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seconds", b"_seconds", "_steps", b"_steps", "python_functions", b"python_functions", "seconds", b"seconds", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_duration_ms", b"_duration_ms", "_steps", b"_steps", "duration_ms", b"duration_ms", "python_functions", b"python_functions", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__seconds: _TypeAlias = _typing.Literal["seconds"]  # noqa: Y015
-    _WhichOneofArgType__seconds: _TypeAlias = _typing.Literal["_seconds", b"_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__duration_ms: _TypeAlias = _typing.Literal["duration_ms"]  # noqa: Y015
+    _WhichOneofArgType__duration_ms: _TypeAlias = _typing.Literal["_duration_ms", b"_duration_ms"]  # noqa: Y015
     _WhichOneofReturnType__steps: _TypeAlias = _typing.Literal["steps"]  # noqa: Y015
     _WhichOneofArgType__steps: _TypeAlias = _typing.Literal["_steps", b"_steps"]  # noqa: Y015
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__seconds) -> _WhichOneofReturnType__seconds | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__duration_ms) -> _WhichOneofReturnType__duration_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__steps) -> _WhichOneofReturnType__steps | None: ...
 
@@ -318,14 +319,14 @@ class StopProfileResponse(_message.Message):
 
     FILE_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
-    SECONDS_FIELD_NUMBER: _builtins.int
+    DURATION_MS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     file: _builtins.str
     """Name of the file in the server's folder."""
     size_bytes: _builtins.int
     """Size of the file in bytes; at least 1."""
-    seconds: _builtins.float
-    """Seconds that were recorded; at least 0."""
+    duration_ms: _builtins.float
+    """Duration that was recorded; at least 0."""
     steps: _builtins.int
     """Steps that finished during the recording; at least 0."""
     def __init__(
@@ -333,12 +334,12 @@ class StopProfileResponse(_message.Message):
         *,
         file: _builtins.str = ...,
         size_bytes: _builtins.int = ...,
-        seconds: _builtins.float = ...,
+        duration_ms: _builtins.float = ...,
         steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "seconds", b"seconds", "size_bytes", b"size_bytes", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_ms", b"duration_ms", "file", b"file", "size_bytes", b"size_bytes", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -351,20 +352,20 @@ class StartCaptureRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUESTS_FIELD_NUMBER: _builtins.int
-    PICTURES_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     requests: _builtins.int
     """Number of requests to capture, 1 to 100. Default: 10."""
-    pictures: _builtins.bool
-    """Whether to write the images of requests too. Default false: a replay then needs the image in a file."""
+    images: _builtins.bool
+    """Whether to write the images of requests too. Without them, a replay needs the image in a file."""
     def __init__(
         self,
         *,
         requests: _builtins.int | None = ...,
-        pictures: _builtins.bool = ...,
+        images: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_requests", b"_requests", "requests", b"requests"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_requests", b"_requests", "pictures", b"pictures", "requests", b"requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_requests", b"_requests", "images", b"images", "requests", b"requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__requests: _TypeAlias = _typing.Literal["requests"]  # noqa: Y015
     _WhichOneofArgType__requests: _TypeAlias = _typing.Literal["_requests", b"_requests"]  # noqa: Y015
@@ -462,10 +463,10 @@ class GetStatisticsResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
+    UPTIME_MS_FIELD_NUMBER: _builtins.int
     CALLS_FIELD_NUMBER: _builtins.int
     HELD_BYTES_FIELD_NUMBER: _builtins.int
-    REFUSED_CALLS_FIELD_NUMBER: _builtins.int
+    LIMITED_CALLS_FIELD_NUMBER: _builtins.int
     RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
     WAITING_REQUESTS_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
@@ -477,13 +478,13 @@ class GetStatisticsResponse(_message.Message):
     STORED_IMAGES_FIELD_NUMBER: _builtins.int
     STORED_IMAGE_BYTES_FIELD_NUMBER: _builtins.int
     METHODS_FIELD_NUMBER: _builtins.int
-    uptime_seconds: _builtins.float
-    """Seconds since the server started; at least 0."""
+    uptime_ms: _builtins.float
+    """Duration since the server started; at least 0."""
     calls: _builtins.int
     """Calls of VisionService, ImageService, ModelService and AdminService in progress, this one included; at least 1."""
     held_bytes: _builtins.int
     """Bytes of the request messages of these calls; at least 0."""
-    refused_calls: _builtins.int
+    limited_calls: _builtins.int
     """Calls refused since the start because of a limit of callers; at least 0. Calls that were refused because the queue
     was full do not count.
     """
@@ -514,10 +515,10 @@ class GetStatisticsResponse(_message.Message):
     def __init__(
         self,
         *,
-        uptime_seconds: _builtins.float = ...,
+        uptime_ms: _builtins.float = ...,
         calls: _builtins.int = ...,
         held_bytes: _builtins.int = ...,
-        refused_calls: _builtins.int = ...,
+        limited_calls: _builtins.int = ...,
         running_requests: _builtins.int = ...,
         waiting_requests: _builtins.int = ...,
         pages: _builtins.int = ...,
@@ -532,7 +533,7 @@ class GetStatisticsResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "cached_positions", b"cached_positions", "calls", b"calls", "free_pages", b"free_pages", "held_bytes", b"held_bytes", "methods", b"methods", "pages", b"pages", "preemptions", b"preemptions", "prompt_positions", b"prompt_positions", "refused_calls", b"refused_calls", "running_requests", b"running_requests", "stored_image_bytes", b"stored_image_bytes", "stored_images", b"stored_images", "uptime_seconds", b"uptime_seconds", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "cached_positions", b"cached_positions", "calls", b"calls", "free_pages", b"free_pages", "held_bytes", b"held_bytes", "limited_calls", b"limited_calls", "methods", b"methods", "pages", b"pages", "preemptions", b"preemptions", "prompt_positions", b"prompt_positions", "running_requests", b"running_requests", "stored_image_bytes", b"stored_image_bytes", "stored_images", b"stored_images", "uptime_ms", b"uptime_ms", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -540,9 +541,9 @@ Global___GetStatisticsResponse: _TypeAlias = GetStatisticsResponse  # noqa: Y015
 
 @_typing.final
 class MethodStatistics(_message.Message):
-    """The finished calls of one method of VisionService since the start. Tokens and seconds are sums over the calls that
+    """The finished calls of one method of VisionService since the start. Tokens and durations are sums over the calls that
     ended with OK; divided by ok_calls, they give the mean of a call. For Analyze, whose tasks run at the same time, only
-    total_seconds is set.
+    total_ms is set.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -555,11 +556,11 @@ class MethodStatistics(_message.Message):
     INPUT_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
-    TOTAL_SECONDS_FIELD_NUMBER: _builtins.int
-    PREPROCESS_SECONDS_FIELD_NUMBER: _builtins.int
-    QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
-    PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
-    DECODE_SECONDS_FIELD_NUMBER: _builtins.int
+    TOTAL_MS_FIELD_NUMBER: _builtins.int
+    PREPROCESS_MS_FIELD_NUMBER: _builtins.int
+    QUEUE_MS_FIELD_NUMBER: _builtins.int
+    PREFILL_MS_FIELD_NUMBER: _builtins.int
+    DECODE_MS_FIELD_NUMBER: _builtins.int
     method: _builtins.str
     """The method's name: "Query"."""
     ok_calls: _builtins.int
@@ -578,16 +579,16 @@ class MethodStatistics(_message.Message):
     """Generated tokens; at least 0."""
     cached_tokens: _builtins.int
     """Prompt positions whose computation was reused; at least 0."""
-    total_seconds: _builtins.float
-    """Seconds from the first byte of a call to its status; at least 0."""
-    preprocess_seconds: _builtins.float
-    """Part of total_seconds for decoding and tiling images; at least 0."""
-    queue_seconds: _builtins.float
-    """Part of total_seconds for waiting for a place in the batch; at least 0."""
-    prefill_seconds: _builtins.float
-    """Part of total_seconds from the place in the batch to the first token, including vision; at least 0."""
-    decode_seconds: _builtins.float
-    """Part of total_seconds from the first token to the last; at least 0."""
+    total_ms: _builtins.float
+    """Duration from the first byte of a call to its status; at least 0."""
+    preprocess_ms: _builtins.float
+    """Part of total_ms for decoding and tiling images; at least 0."""
+    queue_ms: _builtins.float
+    """Part of total_ms for waiting for a place in the batch; at least 0."""
+    prefill_ms: _builtins.float
+    """Part of total_ms from the place in the batch to the first token, including vision; at least 0."""
+    decode_ms: _builtins.float
+    """Part of total_ms from the first token to the last; at least 0."""
     def __init__(
         self,
         *,
@@ -599,15 +600,15 @@ class MethodStatistics(_message.Message):
         input_tokens: _builtins.int = ...,
         output_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
-        total_seconds: _builtins.float = ...,
-        preprocess_seconds: _builtins.float = ...,
-        queue_seconds: _builtins.float = ...,
-        prefill_seconds: _builtins.float = ...,
-        decode_seconds: _builtins.float = ...,
+        total_ms: _builtins.float = ...,
+        preprocess_ms: _builtins.float = ...,
+        queue_ms: _builtins.float = ...,
+        prefill_ms: _builtins.float = ...,
+        decode_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "cancelled_calls", b"cancelled_calls", "decode_seconds", b"decode_seconds", "failed_calls", b"failed_calls", "input_tokens", b"input_tokens", "method", b"method", "ok_calls", b"ok_calls", "output_tokens", b"output_tokens", "prefill_seconds", b"prefill_seconds", "preprocess_seconds", b"preprocess_seconds", "queue_seconds", b"queue_seconds", "refused_calls", b"refused_calls", "total_seconds", b"total_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "cancelled_calls", b"cancelled_calls", "decode_ms", b"decode_ms", "failed_calls", b"failed_calls", "input_tokens", b"input_tokens", "method", b"method", "ok_calls", b"ok_calls", "output_tokens", b"output_tokens", "prefill_ms", b"prefill_ms", "preprocess_ms", b"preprocess_ms", "queue_ms", b"queue_ms", "refused_calls", b"refused_calls", "total_ms", b"total_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -619,23 +620,49 @@ class LoadModelRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    MODEL_FIELD_NUMBER: _builtins.int
+    @_typing.final
+    class SettingsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
     MAKE_DEFAULT_FIELD_NUMBER: _builtins.int
-    model: _builtins.str
-    """A model as `--model` takes it: a name, a hub id or a path, which settings of the model's own may follow:
-    "moondream2,kv-cache-gib=8". Other settings are those of the server. 1 to 4096 characters.
-    """
+    source: _builtins.str
+    """The model: a name, a hub id or a path, as in `--model`. 1 to 4096 characters. Required."""
     make_default: _builtins.bool
-    """Makes the model the default once it is loaded."""
+    """Whether the model becomes the default once it is loaded."""
+    @_builtins.property
+    def settings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Settings of the model's own, by the names of their flags: {"kv-cache-gib": "8"}. Unknown names are refused. Other
+        settings are those of the server. Default: none.
+        """
+
     def __init__(
         self,
         *,
-        model: _builtins.str = ...,
+        source: _builtins.str = ...,
+        settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         make_default: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["make_default", b"make_default", "model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["make_default", b"make_default", "settings", b"settings", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -709,25 +736,21 @@ class LoadedModel(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: _builtins.int
-    DEVICE_FIELD_NUMBER: _builtins.int
-    SECONDS_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    """The name that requests use."""
-    device: _builtins.str
-    """Where it computes, such as "cuda:0"."""
-    seconds: _builtins.float
-    """How long loading took, in seconds."""
+    MODEL_FIELD_NUMBER: _builtins.int
+    LOAD_MS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The name that requests use (Model.name). GetModel describes the model."""
+    load_ms: _builtins.float
+    """How long loading took."""
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
-        device: _builtins.str = ...,
-        seconds: _builtins.float = ...,
+        model: _builtins.str = ...,
+        load_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "name", b"name", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load_ms", b"load_ms", "model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -739,25 +762,25 @@ class UnloadModelRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: _builtins.int
-    GRACE_SECONDS_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    """The model's name."""
-    grace_seconds: _builtins.float
-    """Seconds that running requests may take; the rest ends with UNAVAILABLE. Default: the server's --grace. 0 to 86400."""
+    MODEL_FIELD_NUMBER: _builtins.int
+    GRACE_MS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model (Model.name). 1 to 512 characters. Required."""
+    grace_ms: _builtins.int
+    """How long running requests may take; the rest ends with UNAVAILABLE. 0 to 86400000. Default: the server's --grace."""
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
-        grace_seconds: _builtins.float | None = ...,
+        model: _builtins.str = ...,
+        grace_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_grace_seconds", b"_grace_seconds", "grace_seconds", b"grace_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grace_ms", b"_grace_ms", "grace_ms", b"grace_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grace_seconds", b"_grace_seconds", "grace_seconds", b"grace_seconds", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grace_ms", b"_grace_ms", "grace_ms", b"grace_ms", "model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__grace_seconds: _TypeAlias = _typing.Literal["grace_seconds"]  # noqa: Y015
-    _WhichOneofArgType__grace_seconds: _TypeAlias = _typing.Literal["_grace_seconds", b"_grace_seconds"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__grace_seconds) -> _WhichOneofReturnType__grace_seconds | None: ...
+    _WhichOneofReturnType__grace_ms: _TypeAlias = _typing.Literal["grace_ms"]  # noqa: Y015
+    _WhichOneofArgType__grace_ms: _TypeAlias = _typing.Literal["_grace_ms", b"_grace_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__grace_ms) -> _WhichOneofReturnType__grace_ms | None: ...
 
 Global___UnloadModelRequest: _TypeAlias = UnloadModelRequest  # noqa: Y015
 
@@ -784,17 +807,17 @@ class SetDefaultModelRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    """The name of a model that is ready."""
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of a model that is ready (Model.name). 1 to 512 characters. Required."""
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -806,17 +829,17 @@ class SetDefaultModelResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    PREVIOUS_FIELD_NUMBER: _builtins.int
-    previous: _builtins.str
-    """The default before."""
+    PREVIOUS_MODEL_FIELD_NUMBER: _builtins.int
+    previous_model: _builtins.str
+    """Name of the default model before."""
     def __init__(
         self,
         *,
-        previous: _builtins.str = ...,
+        previous_model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["previous", b"previous"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["previous_model", b"previous_model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -828,21 +851,21 @@ class LoadAdapterRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    """The adapter's name, as in RequestOptions.adapter."""
+    adapter: _builtins.str
+    """Name of the adapter, as in RequestOptions.adapter. Required."""
     model: _builtins.str
-    """The model that applies it. Default: the default model."""
+    """Name of the model that applies it (Model.name). 1 to 512 characters. Default: the server's default model."""
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
+        adapter: _builtins.str = ...,
         model: _builtins.str | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "model", b"model", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "adapter", b"adapter", "model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
     _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
@@ -856,17 +879,19 @@ class LoadAdapterResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    ADAPTER_BYTES_FIELD_NUMBER: _builtins.int
-    adapter_bytes: _builtins.int
-    """The memory that the adapter takes beside the model."""
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapter(self) -> _model_service_pb2.Adapter:
+        """The adapter in memory."""
+
     def __init__(
         self,
         *,
-        adapter_bytes: _builtins.int = ...,
+        adapter: _model_service_pb2.Adapter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_bytes", b"adapter_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -878,21 +903,21 @@ class UnloadAdapterRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    """The adapter's name, as in RequestOptions.adapter."""
+    adapter: _builtins.str
+    """Name of the adapter, as in RequestOptions.adapter. Required."""
     model: _builtins.str
-    """The model that applies it. Default: the default model."""
+    """Name of the model that applies it (Model.name). 1 to 512 characters. Default: the server's default model."""
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
+        adapter: _builtins.str = ...,
         model: _builtins.str | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "model", b"model", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "adapter", b"adapter", "model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
     _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015

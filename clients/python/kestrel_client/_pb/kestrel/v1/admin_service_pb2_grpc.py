@@ -115,8 +115,8 @@ class AdminServiceServicer:
     """
 
     def Drain(self, request, context):
-        """Makes the server refuse new requests with UNAVAILABLE. Health changes to NOT_SERVING. Running requests continue. The
-        process runs until it receives a signal. This cannot be undone. Another call changes nothing.
+        """Makes the server refuse new requests with UNAVAILABLE. Health changes to NOT_SERVING. Running requests continue.
+        The process runs until it receives a signal. This cannot be undone. Another call changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -205,17 +205,17 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Loads an adapter into memory, so that its first request does not wait for a download and for the loading. The adapter
-        stays until its memory is needed for another one. Ends with the statuses of a request that names the adapter
-        (RequestOptions.adapter).
+        """Loads an adapter into memory, so that its first request does not wait for a download and for the loading. The
+        adapter stays until its memory is needed for another one. Ends with the statuses of a request that names the
+        adapter (RequestOptions.adapter).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Drops an adapter from memory. Running requests keep it until they end. A later request that names it loads it again,
-        unless its file is gone.
+        """Drops an adapter from memory. Running requests keep it until they end. A later request that names it loads it
+        again, unless its file is gone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

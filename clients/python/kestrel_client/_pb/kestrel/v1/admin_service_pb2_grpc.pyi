@@ -37,8 +37,8 @@ class AdminServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.DrainRequest, _admin_service_pb2.DrainResponse]
-    """Makes the server refuse new requests with UNAVAILABLE. Health changes to NOT_SERVING. Running requests continue. The
-    process runs until it receives a signal. This cannot be undone. Another call changes nothing.
+    """Makes the server refuse new requests with UNAVAILABLE. Health changes to NOT_SERVING. Running requests continue.
+    The process runs until it receives a signal. This cannot be undone. Another call changes nothing.
     """
     CancelRequest: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.CancelRequestRequest, _admin_service_pb2.CancelRequestResponse]
     """Cancels the requests with an id, of any caller. Their results hold what was generated so far, with
@@ -80,13 +80,13 @@ class AdminServiceStub:
     SetDefaultModel: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.SetDefaultModelRequest, _admin_service_pb2.SetDefaultModelResponse]
     """Makes a loaded model the default, which answers requests that name none."""
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.LoadAdapterRequest, _admin_service_pb2.LoadAdapterResponse]
-    """Loads an adapter into memory, so that its first request does not wait for a download and for the loading. The adapter
-    stays until its memory is needed for another one. Ends with the statuses of a request that names the adapter
-    (RequestOptions.adapter).
+    """Loads an adapter into memory, so that its first request does not wait for a download and for the loading. The
+    adapter stays until its memory is needed for another one. Ends with the statuses of a request that names the
+    adapter (RequestOptions.adapter).
     """
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.UnloadAdapterRequest, _admin_service_pb2.UnloadAdapterResponse]
-    """Drops an adapter from memory. Running requests keep it until they end. A later request that names it loads it again,
-    unless its file is gone.
+    """Drops an adapter from memory. Running requests keep it until they end. A later request that names it loads it
+    again, unless its file is gone.
     """
     GetStatistics: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.GetStatisticsRequest, _admin_service_pb2.GetStatisticsResponse]
     """Returns the server's current numbers of requests, calls and pages, and its counts since the start."""
@@ -99,8 +99,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Drain: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.DrainRequest, _admin_service_pb2.DrainResponse]  # type: ignore[assignment]
-    """Makes the server refuse new requests with UNAVAILABLE. Health changes to NOT_SERVING. Running requests continue. The
-    process runs until it receives a signal. This cannot be undone. Another call changes nothing.
+    """Makes the server refuse new requests with UNAVAILABLE. Health changes to NOT_SERVING. Running requests continue.
+    The process runs until it receives a signal. This cannot be undone. Another call changes nothing.
     """
     CancelRequest: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.CancelRequestRequest, _admin_service_pb2.CancelRequestResponse]  # type: ignore[assignment]
     """Cancels the requests with an id, of any caller. Their results hold what was generated so far, with
@@ -142,13 +142,13 @@ class AdminServiceAsyncStub(AdminServiceStub):
     SetDefaultModel: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.SetDefaultModelRequest, _admin_service_pb2.SetDefaultModelResponse]  # type: ignore[assignment]
     """Makes a loaded model the default, which answers requests that name none."""
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.LoadAdapterRequest, _admin_service_pb2.LoadAdapterResponse]  # type: ignore[assignment]
-    """Loads an adapter into memory, so that its first request does not wait for a download and for the loading. The adapter
-    stays until its memory is needed for another one. Ends with the statuses of a request that names the adapter
-    (RequestOptions.adapter).
+    """Loads an adapter into memory, so that its first request does not wait for a download and for the loading. The
+    adapter stays until its memory is needed for another one. Ends with the statuses of a request that names the
+    adapter (RequestOptions.adapter).
     """
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.UnloadAdapterRequest, _admin_service_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
-    """Drops an adapter from memory. Running requests keep it until they end. A later request that names it loads it again,
-    unless its file is gone.
+    """Drops an adapter from memory. Running requests keep it until they end. A later request that names it loads it
+    again, unless its file is gone.
     """
     GetStatistics: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.GetStatisticsRequest, _admin_service_pb2.GetStatisticsResponse]  # type: ignore[assignment]
     """Returns the server's current numbers of requests, calls and pages, and its counts since the start."""
@@ -164,8 +164,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_service_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.DrainResponse, _abc.Awaitable[_admin_service_pb2.DrainResponse]]:
-        """Makes the server refuse new requests with UNAVAILABLE. Health changes to NOT_SERVING. Running requests continue. The
-        process runs until it receives a signal. This cannot be undone. Another call changes nothing.
+        """Makes the server refuse new requests with UNAVAILABLE. Health changes to NOT_SERVING. Running requests continue.
+        The process runs until it receives a signal. This cannot be undone. Another call changes nothing.
         """
 
     @_abc_1.abstractmethod
@@ -273,9 +273,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_service_pb2.LoadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.LoadAdapterResponse, _abc.Awaitable[_admin_service_pb2.LoadAdapterResponse]]:
-        """Loads an adapter into memory, so that its first request does not wait for a download and for the loading. The adapter
-        stays until its memory is needed for another one. Ends with the statuses of a request that names the adapter
-        (RequestOptions.adapter).
+        """Loads an adapter into memory, so that its first request does not wait for a download and for the loading. The
+        adapter stays until its memory is needed for another one. Ends with the statuses of a request that names the
+        adapter (RequestOptions.adapter).
         """
 
     @_abc_1.abstractmethod
@@ -284,8 +284,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_service_pb2.UnloadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.UnloadAdapterResponse, _abc.Awaitable[_admin_service_pb2.UnloadAdapterResponse]]:
-        """Drops an adapter from memory. Running requests keep it until they end. A later request that names it loads it again,
-        unless its file is gone.
+        """Drops an adapter from memory. Running requests keep it until they end. A later request that names it loads it
+        again, unless its file is gone.
         """
 
     @_abc_1.abstractmethod

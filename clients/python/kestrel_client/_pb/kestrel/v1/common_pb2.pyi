@@ -7,10 +7,16 @@ Messages that all Kestrel services share: images, geometry, sampling, options, u
 Conventions of this package:
 - Coordinates are fractions of the upright image (EXIF orientation applied): x grows to the right, y downwards,
   (0, 0) is the upper left corner and (1, 1) the lower right one. Results are clipped to [0, 1].
-- Sizes of images are in pixels, durations in milliseconds (suffix _ms), amounts of data in bytes (suffix _bytes).
+- Sizes of images are in pixels, durations are numbers of milliseconds (suffix _ms), amounts of data are in bytes
+  (suffix _bytes), instants are google.protobuf.Timestamp (suffix _time).
 - A setting is `optional`. If it is not set, the server's default applies; 0 is a value and never means "not set".
-- Errors are gRPC statuses. INVALID_ARGUMENT, NOT_FOUND and FAILED_PRECONDITION carry a google.rpc.BadRequest. Its
-  field violations name the invalid field by its path in the request, like `sampling.top_p`.
+- A flag is a plain bool, and its default is false.
+- Counts are int32; bytes, seeds and counts since the start are int64. None is negative.
+- A task (QueryTask, DetectTask, ...) is the same message in the skill's request, in its stream, in Analyze and in
+  StreamFrames, so the path of a field in it is the same everywhere but for its prefix.
+- Errors are gRPC statuses with a google.rpc.ErrorInfo, whose domain and reasons docs/service.md lists.
+  INVALID_ARGUMENT, NOT_FOUND and FAILED_PRECONDITION carry a google.rpc.BadRequest. Its field violations name the
+  invalid field by its path in the request, like `query.sampling.top_p`.
 - Options in `(buf.validate…)` state the same limits for programs. A server may have stricter limits, which
   GetServerInfo returns.
 """
@@ -100,7 +106,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     """Never sent by this version of the server."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
-    """The model ended its answer, or a stop string did (Sampling.stop)."""
+    """The model ended its answer, or a stop string did (TextOptions.stop)."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """A limit was reached: max_tokens, the context, the server's own limit, or max_objects. The answer or its reasoning
     may be incomplete. A reasoning that max_reasoning_tokens cut does not count: see Reasoning.finish_reason.
@@ -114,7 +120,7 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """Never sent by this version of the server."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
-"""The model ended its answer, or a stop string did (Sampling.stop)."""
+"""The model ended its answer, or a stop string did (TextOptions.stop)."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """A limit was reached: max_tokens, the context, the server's own limit, or max_objects. The answer or its reasoning
 may be incomplete. A reasoning that max_reasoning_tokens cut does not count: see Reasoning.finish_reason.
@@ -136,19 +142,19 @@ class Image(_message.Message):
     REGION_FIELD_NUMBER: _builtins.int
     encoded: _builtins.bytes
     """A whole encoded file: JPEG, PNG, WebP, TIFF, GIF (the first frame), and AVIF or HEIC if the server supports them
-    (ServerCapabilities.image_formats). The server detects the format from the bytes, applies the EXIF orientation,
-    drops alpha unless there is a `background`, and reduces 16 bits to 8. ServerLimits holds the limits on bytes,
-    pixels and aspect ratio. At least 1 byte.
+    (GetServerInfoResponse.image_formats). The server detects the format from the bytes, applies the EXIF
+    orientation, drops alpha unless there is a `background`, and reduces 16 bits to 8. ServerLimits holds the limits
+    on bytes, pixels and aspect ratio. At least 1 byte.
     """
     image_id: _builtins.str
-    """Id of a stored image: from PutImage, UploadImage, or the `image_id` of an earlier result. An id that is unknown or
-    no longer stored gives NOT_FOUND (reason IMAGE_NOT_FOUND): send the image again. See ImageService.
+    """Id of a stored image: from PutImage, UploadImage, or the `image_id` of an earlier result. An id that is unknown
+    or no longer stored gives NOT_FOUND (reason IMAGE_NOT_FOUND): send the image again. See ImageService.
     """
     background: _builtins.str
     """Background colour for a transparent image in this request: "#" and two hexadecimal digits each for red, green and
     blue, like "#ffffff". Default: none. Alpha is then dropped, as the reference does, and transparent pixels have the
-    colour that the file holds for them, often black. Ignored for an image without alpha. PutImage and UploadImage store
-    the image without the background.
+    colour that the file holds for them, often black. Ignored for an image without alpha. PutImage and UploadImage
+    store the image without the background.
     """
     @_builtins.property
     def raw(self) -> Global___RawImage:
@@ -156,10 +162,10 @@ class Image(_message.Message):
 
     @_builtins.property
     def region(self) -> Global___Box:
-        """The part of the image that this request sees; its edges are moved outwards to the next pixels. At least 8 x 8 pixels.
-        Results and spatial references have coordinates of the whole image, and image_size is that of the whole image. In a
-        query with several images, coordinates are those of the region. PutImage and UploadImage store the whole image.
-        Default: the whole image.
+        """The part of the image that this request sees; its edges are moved outwards to the next pixels. At least 8 x 8
+        pixels. Results and spatial references have coordinates of the whole image, and image_size is that of the whole
+        image. In a query with several images, coordinates are those of the region. PutImage and UploadImage store the
+        whole image. Default: the whole image.
         """
 
     def __init__(
@@ -256,29 +262,21 @@ class Point(_message.Message):
 
     X_FIELD_NUMBER: _builtins.int
     Y_FIELD_NUMBER: _builtins.int
-    SCORE_FIELD_NUMBER: _builtins.int
     x: _builtins.float
     """Horizontal position, a fraction of the image's width in [0, 1]. Default 0."""
     y: _builtins.float
     """Vertical position, a fraction of the image's height in [0, 1]. Default 0."""
-    score: _builtins.float
-    """In the results of Point: how sure the model is of the object, in [0, 1] (docs/scores.md). Not set in other places;
-    ignored in requests.
-    """
     def __init__(
         self,
         *,
         x: _builtins.float = ...,
         y: _builtins.float = ...,
-        score: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "score", b"score"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "score", b"score", "x", b"x", "y", b"y"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["x", b"x", "y", b"y"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
-    _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Point: _TypeAlias = Point  # noqa: Y015
 
@@ -292,7 +290,6 @@ class Box(_message.Message):
     Y_MIN_FIELD_NUMBER: _builtins.int
     X_MAX_FIELD_NUMBER: _builtins.int
     Y_MAX_FIELD_NUMBER: _builtins.int
-    SCORE_FIELD_NUMBER: _builtins.int
     x_min: _builtins.float
     """Left edge, a fraction of the image's width in [0, 1]. Default 0."""
     y_min: _builtins.float
@@ -301,10 +298,6 @@ class Box(_message.Message):
     """Right edge, a fraction of the image's width in [0, 1], at least x_min. Default 0."""
     y_max: _builtins.float
     """Lower edge, a fraction of the image's height in [0, 1], at least y_min. Default 0."""
-    score: _builtins.float
-    """In the results of Detect and Segment: how sure the model is of the object, in [0, 1] (docs/scores.md). Not set in
-    other places; ignored in requests.
-    """
     def __init__(
         self,
         *,
@@ -312,15 +305,12 @@ class Box(_message.Message):
         y_min: _builtins.float = ...,
         x_max: _builtins.float = ...,
         y_max: _builtins.float = ...,
-        score: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "score", b"score"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "score", b"score", "x_max", b"x_max", "x_min", b"x_min", "y_max", b"y_max", "y_min", b"y_min"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["x_max", b"x_max", "x_min", b"x_min", "y_max", b"y_max", "y_min", b"y_min"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
-    _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Box: _TypeAlias = Box  # noqa: Y015
 
@@ -358,7 +348,7 @@ Global___SpatialRef: _TypeAlias = SpatialRef  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
-    """The settings of sampling. Each field is optional; if it is not set, the method's default applies. By default, query and
+    """How tokens are drawn. Each field is optional; if it is not set, the skill's default applies. By default, query and
     caption sample with temperature 0.2 and top_p 0.9; point, detect and segment are greedy.
     """
 
@@ -367,18 +357,8 @@ class Sampling(_message.Message):
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
-    MAX_TOKENS_FIELD_NUMBER: _builtins.int
-    SEED_FIELD_NUMBER: _builtins.int
-    STOP_FIELD_NUMBER: _builtins.int
-    LOGPROBS_FIELD_NUMBER: _builtins.int
-    CONSTRAINT_FIELD_NUMBER: _builtins.int
     MIN_P_FIELD_NUMBER: _builtins.int
-    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
-    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
-    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
-    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
-    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
-    MAX_REASONING_TOKENS_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Divides the logits before sampling; 0 is greedy (always the most probable token). Finite, in [0, 100].
     Default: ServerLimits.default_temperature for query and caption, 0 for other skills.
@@ -388,37 +368,79 @@ class Sampling(_message.Message):
     Default: ServerLimits.default_top_p for query and caption, 1 for other skills.
     """
     top_k: _builtins.int
-    """Samples from this many of the most probable tokens, before top_p. Any value from 0 up; 0 keeps all. Default 0."""
-    max_tokens: _builtins.int
-    """Limit on the generated tokens, including spatial ones. With reasoning, it applies to the reasoning and to the answer
-    separately, unless max_reasoning_tokens limits the reasoning. A point takes 2 tokens, a box 3; an object that is incomplete at the limit is omitted.
-    At least 1. Prompt and max_tokens together must fit the model's context (Model.context_positions), and max_tokens
-    must not exceed the server's limit (its flag --max-new-tokens); otherwise INVALID_ARGUMENT.
-    Default: the least of ServerLimits.default_max_tokens, the room that the prompt leaves, and the server's limit. For
-    point and detect, the number of tokens that max_objects needs replaces ServerLimits.default_max_tokens.
+    """Samples from this many of the most probable tokens, before top_p. At least 0; 0 keeps all. Default: 0."""
+    min_p: _builtins.float
+    """Samples only from tokens whose probability is at least this part of the largest one, at the request's temperature.
+    It applies before top_k and top_p. In [0, 1]; 0 keeps all. Default: 0.
     """
     seed: _builtins.int
-    """Seed of sampling, in [0, 2^64): the same seed and request give the same result, independent of other requests.
+    """Seed of sampling, at least 0: the same seed and request give the same result, independent of other requests.
     Exceptions come from rounding: other requests in the batch change logits in their last digits (float32: by about
     1e-6). A sampled token then changes if the two leading tokens of its draw are as close (for a change of 1e-6, about
     once in a million tokens), or if it is itself at the cut of top_p, top_k or min_p. bfloat16 and FP8 round more, so
     there it happens more often. Default: a random seed, which the result returns.
     """
+    def __init__(
+        self,
+        *,
+        temperature: _builtins.float | None = ...,
+        top_p: _builtins.float | None = ...,
+        top_k: _builtins.int | None = ...,
+        min_p: _builtins.float | None = ...,
+        seed: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_min_p", b"_min_p", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "min_p", b"min_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_p", b"_min_p", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "min_p", b"min_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
+    _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
+    _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
+    _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
+    _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
+    _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
+    _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
+    _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
+
+Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
+
+@_typing.final
+class TextOptions(_message.Message):
+    """How the text of an answer or description is written."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     logprobs: _builtins.bool
-    """Whether the result and the stream hold the log-probability of every token of the answer or description
-    (QueryResponse.logprobs). It changes nothing else. For query and caption only: the other skills refuse it.
-    Default: false.
-    """
-    min_p: _builtins.float
-    """Samples only from tokens whose probability is at least this part of the largest one, at the request's temperature.
-    It applies before top_k and top_p. In [0, 1]; 0 keeps all. Default: 0.
+    """Whether the result and the stream hold the log-probability of every token of the text. It changes nothing else."""
+    top_logprobs: _builtins.int
+    """With `logprobs`: how many of the likeliest tokens the result gives at the place of each token (TokenLogprob.top).
+    In [0, 20]. Without `logprobs` only 0 is valid. It changes nothing else. Default: 0.
     """
     repetition_penalty: _builtins.float
     """For tokens of the prompt's text or of the text so far: a logit above 0 is divided by this number, and another is
     multiplied by it. Above 1 means less repetition. In [0.01, 10]; 1 changes nothing. The penalties and `logit_bias`
     apply before temperature, in this order: logit_bias, repetition_penalty, then frequency_penalty and
-    presence_penalty. They are for query and caption only (the other skills refuse them), and with reasoning for the
-    answer only. Log-probabilities include them. Default: 1.
+    presence_penalty. With reasoning they apply to the answer only. Log-probabilities include them. Default: 1.
     """
     presence_penalty: _builtins.float
     """Subtracted from the logits of all tokens of the text so far; the prompt does not count. In [-2, 2]. Default: 0."""
@@ -426,30 +448,16 @@ class Sampling(_message.Message):
     """Subtracted from the logit of a token for each time that it is in the text so far; the prompt does not count. In
     [-2, 2]. Default: 0.
     """
-    top_logprobs: _builtins.int
-    """With `logprobs`: how many of the likeliest tokens the result gives at the place of each token (TokenLogprob.top). In
-    [0, 20]. Without `logprobs` only 0 is valid. It changes nothing else. Default: 0.
-    """
-    max_reasoning_tokens: _builtins.int
-    """Limit on the tokens of the reasoning; max_tokens then limits the answer alone. At the limit the reasoning is cut, and
-    the answer follows. Reasoning.finish_reason then is LENGTH, and finish_reason of the response is that of the answer.
-    At least 1. Prompt, max_reasoning_tokens, 1 token between, and max_tokens must together fit the model's context, and
-    without the prompt the server's limit; otherwise INVALID_ARGUMENT. For queries with reasoning only; without
-    reasoning it is INVALID_ARGUMENT. Default: max_tokens, or less where the context has no room for both.
-    """
-    @_builtins.property
-    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Texts at which an answer or a description ends: at most 16, each of 1 to 256 bytes of UTF-8. As soon as the generated
-        text holds one of them, the request ends with FINISH_REASON_STOP, and the text is cut before it. If several end at
-        the same place, the longest counts. Streams never show any part of the stop string that ends the text. The tokens of
-        the stop string count as generated. In reasoning, stop strings are ordinary text. For query and caption only: the
-        other skills refuse them. Default: none.
-        """
-
     @_builtins.property
     def constraint(self) -> Global___Constraint:
-        """What the answer or description must match as a whole. With reasoning, it applies to the answer only. For query and
-        caption only: the other skills refuse it. Default: no constraint.
+        """What the text must match as a whole. With reasoning, it applies to the answer only. Default: no constraint."""
+
+    @_builtins.property
+    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts at which the text ends: at most 16, each of 1 to 256 bytes of UTF-8. As soon as the generated text holds one
+        of them, the request ends with FINISH_REASON_STOP, and the text is cut before it. If several end at the same place,
+        the longest counts. Streams never show any part of the stop string that ends the text. The tokens of the stop
+        string count as generated. In reasoning, stop strings are ordinary text. Default: none.
         """
 
     @_builtins.property
@@ -461,76 +469,37 @@ class Sampling(_message.Message):
     def __init__(
         self,
         *,
-        temperature: _builtins.float | None = ...,
-        top_p: _builtins.float | None = ...,
-        top_k: _builtins.int | None = ...,
-        max_tokens: _builtins.int | None = ...,
-        seed: _builtins.int | None = ...,
-        stop: _abc.Iterable[_builtins.str] | None = ...,
-        logprobs: _builtins.bool | None = ...,
         constraint: Global___Constraint | None = ...,
-        min_p: _builtins.float | None = ...,
+        stop: _abc.Iterable[_builtins.str] | None = ...,
+        logprobs: _builtins.bool = ...,
+        top_logprobs: _builtins.int | None = ...,
         repetition_penalty: _builtins.float | None = ...,
         presence_penalty: _builtins.float | None = ...,
         frequency_penalty: _builtins.float | None = ...,
         logit_bias: _abc.Iterable[Global___LogitBias] | None = ...,
-        top_logprobs: _builtins.int | None = ...,
-        max_reasoning_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_reasoning_tokens", b"_max_reasoning_tokens", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_reasoning_tokens", b"max_reasoning_tokens", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_top_logprobs", b"_top_logprobs", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_reasoning_tokens", b"_max_reasoning_tokens", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_reasoning_tokens", b"max_reasoning_tokens", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_top_logprobs", b"_top_logprobs", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "stop", b"stop", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
-    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
-    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
-    _WhichOneofReturnType__max_reasoning_tokens: _TypeAlias = _typing.Literal["max_reasoning_tokens"]  # noqa: Y015
-    _WhichOneofArgType__max_reasoning_tokens: _TypeAlias = _typing.Literal["_max_reasoning_tokens", b"_max_reasoning_tokens"]  # noqa: Y015
-    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
-    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
-    _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
-    _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
     _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
     _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
     _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
-    _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
-    _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
-    _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
-    _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
-    _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
-    _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
     _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
     _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
-    _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
-    _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_reasoning_tokens) -> _WhichOneofReturnType__max_reasoning_tokens | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_logprobs) -> _WhichOneofReturnType__top_logprobs | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
-Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
+Global___TextOptions: _TypeAlias = TextOptions  # noqa: Y015
 
 @_typing.final
 class LogitBias(_message.Message):
@@ -541,9 +510,9 @@ class LogitBias(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     BIAS_FIELD_NUMBER: _builtins.int
     id: _builtins.int
-    """Id of the token in the model's vocabulary (TokenLogprob.id)."""
+    """Id of the token in the model's vocabulary (TokenLogprob.id). Required."""
     bias: _builtins.float
-    """The number, in [-100, 100]. -100 in practice forbids the token."""
+    """The number, in [-100, 100]. -100 in practice forbids the token. Required."""
     def __init__(
         self,
         *,
@@ -561,10 +530,9 @@ Global___LogitBias: _TypeAlias = LogitBias  # noqa: Y015
 @_typing.final
 class Constraint(_message.Message):
     """What a text must match. The model then samples only tokens that can still lead to a matching text, and ends the text
-    only where it matches. If a limit (Sampling.max_tokens) or a stop string ends the text before that, it is incomplete:
-    a FINISH_REASON_LENGTH may leave half a JSON object. Exactly one field must be set; otherwise INVALID_ARGUMENT. A
-    constraint that is malformed, or takes too much time to compile or to follow, is INVALID_ARGUMENT too, and the message
-    names the place.
+    only where it matches. If max_tokens or a stop string ends the text before that, it is incomplete: a
+    FINISH_REASON_LENGTH may leave half a JSON object. A constraint that is malformed, or takes too much time to compile
+    or to follow, is INVALID_ARGUMENT, and the message names the place.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -580,44 +548,59 @@ class Constraint(_message.Message):
     grammar: _builtins.str
     """A context-free grammar in Lark's notation, whose start rule is `start`. 1 to 32,767 bytes of UTF-8."""
     json_schema: _builtins.str
-    """A JSON Schema, as JSON text: an object. The text is JSON that is valid under the schema, with the properties in the
-    schema's order and at most one blank where JSON permits white space. `{"type": "object"}` stands for any object.
-    Keywords that cannot be enforced are refused. 1 to 32,767 bytes of UTF-8.
+    """A JSON Schema, as JSON text: an object. The text is JSON that is valid under the schema, with the properties in
+    the schema's order and at most one blank where JSON permits white space. `{"type": "object"}` stands for any
+    object. Keywords that cannot be enforced are refused. 1 to 32,767 bytes of UTF-8.
     """
     @_builtins.property
-    def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """One of these texts: 1 to 256, each of 1 to 1,024 bytes of UTF-8."""
+    def choices(self) -> Global___Choices:
+        """One of these texts."""
 
     def __init__(
         self,
         *,
-        choices: _abc.Iterable[_builtins.str] | None = ...,
-        regex: _builtins.str | None = ...,
-        grammar: _builtins.str | None = ...,
-        json_schema: _builtins.str | None = ...,
+        choices: Global___Choices | None = ...,
+        regex: _builtins.str = ...,
+        grammar: _builtins.str = ...,
+        json_schema: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_json_schema", b"_json_schema", "_regex", b"_regex", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex", "rule", b"rule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_json_schema", b"_json_schema", "_regex", b"_regex", "choices", b"choices", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex", "rule", b"rule"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__grammar: _TypeAlias = _typing.Literal["grammar"]  # noqa: Y015
-    _WhichOneofArgType__grammar: _TypeAlias = _typing.Literal["_grammar", b"_grammar"]  # noqa: Y015
-    _WhichOneofReturnType__json_schema: _TypeAlias = _typing.Literal["json_schema"]  # noqa: Y015
-    _WhichOneofArgType__json_schema: _TypeAlias = _typing.Literal["_json_schema", b"_json_schema"]  # noqa: Y015
-    _WhichOneofReturnType__regex: _TypeAlias = _typing.Literal["regex"]  # noqa: Y015
-    _WhichOneofArgType__regex: _TypeAlias = _typing.Literal["_regex", b"_regex"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__grammar) -> _WhichOneofReturnType__grammar | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__json_schema) -> _WhichOneofReturnType__json_schema | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__regex) -> _WhichOneofReturnType__regex | None: ...
+    _WhichOneofReturnType_rule: _TypeAlias = _typing.Literal["choices", "regex", "grammar", "json_schema"]  # noqa: Y015
+    _WhichOneofArgType_rule: _TypeAlias = _typing.Literal["rule", b"rule"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_rule) -> _WhichOneofReturnType_rule | None: ...
 
 Global___Constraint: _TypeAlias = Constraint  # noqa: Y015
 
 @_typing.final
+class Choices(_message.Message):
+    """The texts to choose from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """1 to 256 texts, each of 1 to 1,024 bytes of UTF-8."""
+
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choices: _TypeAlias = Choices  # noqa: Y015
+
+@_typing.final
 class Logprobs(_message.Message):
-    """The log-probabilities of a text, with Sampling.logprobs."""
+    """The log-probabilities of a text, with TextOptions.logprobs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -629,8 +612,8 @@ class Logprobs(_message.Message):
     together. At most 0.
     """
     mean: _builtins.float
-    """`sum` divided by the number of tokens: a score that does not depend on the length of the text. At most 0; 0 if there
-    is no token.
+    """`sum` divided by the number of tokens: a score that does not depend on the length of the text. At most 0; 0 if
+    there is no token.
     """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
@@ -671,15 +654,15 @@ class TokenLogprob(_message.Message):
     id: _builtins.int
     """Id of the token in the model's vocabulary."""
     logprob: _builtins.float
-    """Natural logarithm of the probability that the model gave to the token: that of temperature 1, before top_k and top_p,
-    whatever the request's settings are. At most 0. From the second token on, the one token that separates reasoning from
-    an answer cannot be sampled; the probabilities of the other tokens then add up to 1 without it.
+    """Natural logarithm of the probability that the model gave to the token: that of temperature 1, before top_k and
+    top_p, whatever the request's settings are. At most 0. From the second token on, the one token that separates
+    reasoning from an answer cannot be sampled; the probabilities of the other tokens then add up to 1 without it.
     """
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """With Sampling.top_logprobs: the likeliest tokens at this place, the likeliest first, from the same probabilities.
-        The chosen token is among them only if it is that likely. They may include the end token, whose text is empty.
-        Tokens that a constraint forbids are left out, so there may be fewer. Their own `top` is empty.
+        """With TextOptions.top_logprobs: the likeliest tokens at this place, the likeliest first, from the same
+        probabilities. The chosen token is among them only if it is that likely. They may include the end token, whose text
+        is empty. Tokens that a constraint forbids are left out, so there may be fewer. Their own `top` is empty.
         """
 
     def __init__(
@@ -720,22 +703,19 @@ class RequestOptions(_message.Message):
     """
     model: _builtins.str
     """Name of the model that must answer (Model.name). 1 to 512 characters; a model that is not served gives NOT_FOUND.
-    "moondream", "moondream2", "moondream3" and "moondream3-preview" stand for the default model, unless a model of that
-    name is served. MODEL/ADAPTER, such as "moondream3-preview/01J5Z3NDEKTSV4RRFFQ69G5FAV@1000", names an adapter too, as the
-    field adapter does. Behind one of these four names, ADAPTER must have a step or be a repository of the hub.
     Default: the server's default model (GetServerInfoResponse.default_model).
     """
     adapter: _builtins.str
-    """Name of the adapter (a fine-tune of the model) to apply, such as "scratches" or "01J5Z3NDEKTSV4RRFFQ69G5FAV@1000": 1 to
-    128 letters, digits and any of ". _ + -", then possibly "@" and a step. Or a repository of the hub, ORG/REPO or
-    ORG/REPO@REVISION, if the server allows it. A name that the server does not know gives NOT_FOUND, one that it may not
-    fetch FAILED_PRECONDITION, one that it can't fetch now UNAVAILABLE, and an adapter that does not fit the model
-    INVALID_ARGUMENT. Default: none.
+    """Name of the adapter (a fine-tune of the model) to apply, such as "scratches" or "01J5Z3NDEKTSV4RRFFQ69G5FAV@1000":
+    1 to 128 letters, digits and any of ". _ + -", then possibly "@" and a step. Or a repository of the hub, ORG/REPO
+    or ORG/REPO@REVISION, if the server allows it. A name that the server does not know gives NOT_FOUND, one that it
+    may not fetch FAILED_PRECONDITION, one that it can't fetch now UNAVAILABLE, and an adapter that does not fit the
+    model INVALID_ARGUMENT. Default: none.
     """
     cache_salt: _builtins.str
-    """The computation of earlier images and prompts is reused only among requests with the same salt. With different salts,
-    a caller cannot infer from timings what other callers request. At most 128 bytes of UTF-8. Default: empty, which is
-    a salt like any other.
+    """The computation of earlier images and prompts is reused only among requests with the same salt. With different
+    salts, a caller cannot infer from timings what other callers request. At most 128 bytes of UTF-8. Default: empty,
+    which is a salt like any other.
     """
     def __init__(
         self,
@@ -789,7 +769,9 @@ class Usage(_message.Message):
     image_tokens: _builtins.int
     """The part of input_tokens that the image takes: Model.image_positions, or 0 without an image."""
     reasoning_tokens: _builtins.int
-    """The part of output_tokens that is reasoning. The token that separates it from the answer does not count. At least 0."""
+    """The part of output_tokens that is reasoning. The token that separates it from the answer does not count. At least
+    0.
+    """
     def __init__(
         self,
         *,
@@ -809,48 +791,119 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timings(_message.Message):
-    """The durations of a request's phases, in milliseconds of the server's monotonic clock, each at least 0. They do not
-    include the transfer and conversion of messages.
+    """The durations of a request's phases, by the server's monotonic clock, each at least 0. They do not include the
+    transfer and conversion of messages. Of a call with several requests of the engine (names, samples, tasks): the
+    longest queue_ms, the shortest ttft_ms, total_ms of the call; the others are 0.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    QUEUE_TIME_MS_FIELD_NUMBER: _builtins.int
-    PREPROCESS_TIME_MS_FIELD_NUMBER: _builtins.int
-    PREFILL_TIME_MS_FIELD_NUMBER: _builtins.int
-    DECODE_TIME_MS_FIELD_NUMBER: _builtins.int
+    QUEUE_MS_FIELD_NUMBER: _builtins.int
+    PREPROCESS_MS_FIELD_NUMBER: _builtins.int
+    PREFILL_MS_FIELD_NUMBER: _builtins.int
+    DECODE_MS_FIELD_NUMBER: _builtins.int
     TTFT_MS_FIELD_NUMBER: _builtins.int
-    PROCESSING_TIME_MS_FIELD_NUMBER: _builtins.int
-    TOTAL_TIME_MS_FIELD_NUMBER: _builtins.int
-    queue_time_ms: _builtins.float
-    """From acceptance to the start of the computation, minus preprocessing. In milliseconds."""
-    preprocess_time_ms: _builtins.float
-    """Decoding and tiling the image, tokenising the text. In milliseconds."""
-    prefill_time_ms: _builtins.float
-    """From the start of the computation to the first token, including vision. In milliseconds."""
-    decode_time_ms: _builtins.float
-    """From the first token to the last. In milliseconds."""
+    PROCESSING_MS_FIELD_NUMBER: _builtins.int
+    TOTAL_MS_FIELD_NUMBER: _builtins.int
+    queue_ms: _builtins.float
+    """From acceptance to the start of the computation, minus preprocessing."""
+    preprocess_ms: _builtins.float
+    """Decoding and tiling the image, tokenising the text."""
+    prefill_ms: _builtins.float
+    """From the start of the computation to the first token, including vision."""
+    decode_ms: _builtins.float
+    """From the first token to the last."""
     ttft_ms: _builtins.float
-    """From acceptance to the first token. In milliseconds."""
-    processing_time_ms: _builtins.float
-    """total_time_ms minus queue_time_ms. In milliseconds."""
-    total_time_ms: _builtins.float
-    """From acceptance to the end. In milliseconds."""
+    """From acceptance to the first token."""
+    processing_ms: _builtins.float
+    """total_ms minus queue_ms."""
+    total_ms: _builtins.float
+    """From acceptance to the end."""
     def __init__(
         self,
         *,
-        queue_time_ms: _builtins.float = ...,
-        preprocess_time_ms: _builtins.float = ...,
-        prefill_time_ms: _builtins.float = ...,
-        decode_time_ms: _builtins.float = ...,
+        queue_ms: _builtins.float = ...,
+        preprocess_ms: _builtins.float = ...,
+        prefill_ms: _builtins.float = ...,
+        decode_ms: _builtins.float = ...,
         ttft_ms: _builtins.float = ...,
-        processing_time_ms: _builtins.float = ...,
-        total_time_ms: _builtins.float = ...,
+        processing_ms: _builtins.float = ...,
+        total_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_time_ms", b"decode_time_ms", "prefill_time_ms", b"prefill_time_ms", "preprocess_time_ms", b"preprocess_time_ms", "processing_time_ms", b"processing_time_ms", "queue_time_ms", b"queue_time_ms", "total_time_ms", b"total_time_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_ms", b"decode_ms", "prefill_ms", b"prefill_ms", "preprocess_ms", b"preprocess_ms", "processing_ms", b"processing_ms", "queue_ms", b"queue_ms", "total_ms", b"total_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Timings: _TypeAlias = Timings  # noqa: Y015
+
+@_typing.final
+class RequestInfo(_message.Message):
+    """What the server knows of a request as soon as it is accepted. The first event of every stream, and part of every
+    result.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Id of the request, from the caller or from the server. 1 to 128 visible ASCII characters."""
+    model: _builtins.str
+    """Name of the model that answers (Model.name)."""
+    seed: _builtins.int
+    """Seed of sampling, at least 0. The same request with this Sampling.seed gives the same result. 0 where nothing is
+    sampled (Embed, Analyze).
+    """
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___SeenImage]:
+        """The images of the request, in order; empty without an image. In the first event of a stream, an image that is not
+        decoded yet has no size.
+        """
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        images: _abc.Iterable[Global___SeenImage] | None = ...,
+        seed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["images", b"images", "model", b"model", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestInfo: _TypeAlias = RequestInfo  # noqa: Y015
+
+@_typing.final
+class SeenImage(_message.Message):
+    """An image of a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIZE_FIELD_NUMBER: _builtins.int
+    IMAGE_ID_FIELD_NUMBER: _builtins.int
+    image_id: _builtins.str
+    """Id of the stored image, for later requests; empty if the server does not store it (see ImageService)."""
+    @_builtins.property
+    def size(self) -> Global___ImageSize:
+        """Size of the upright image, which coordinates refer to."""
+
+    def __init__(
+        self,
+        *,
+        size: Global___ImageSize | None = ...,
+        image_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["size", b"size"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image_id", b"image_id", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SeenImage: _TypeAlias = SeenImage  # noqa: Y015

@@ -4,8 +4,8 @@
 isort:skip_file
 Images that the server stores, so that requests can name them by id instead of sending them again.
 
-This service is separate from VisionService, because it needs no skills of a model, and because its methods change what
-the server stores. A proxy may treat them differently.
+This service is separate from VisionService, because it needs no skills of a model, and because its methods change
+what the server stores. A proxy may treat them differently.
 
 The server stores images that are put, and images that are sent with requests: every result has an id. An image is
 stored until it is deleted, the server stops, or newer images need its place: the server stores up to

@@ -65,8 +65,8 @@ class ImageServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UploadImage(self, request_iterator, context):
-        """Checks and stores an image that is sent in several messages, for files that are too large for one. The call fails as
-        soon as the upload exceeds a limit. Nothing is stored of an upload that fails or stops.
+        """Checks and stores an image that is sent in several messages, for files that are too large for one. The call fails
+        as soon as the upload exceeds a limit. Nothing is stored of an upload that fails or stops.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

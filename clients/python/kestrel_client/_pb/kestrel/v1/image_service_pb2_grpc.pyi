@@ -4,8 +4,8 @@
 isort:skip_file
 Images that the server stores, so that requests can name them by id instead of sending them again.
 
-This service is separate from VisionService, because it needs no skills of a model, and because its methods change what
-the server stores. A proxy may treat them differently.
+This service is separate from VisionService, because it needs no skills of a model, and because its methods change
+what the server stores. A proxy may treat them differently.
 
 The server stores images that are put, and images that are sent with requests: every result has an id. An image is
 stored until it is deleted, the server stops, or newer images need its place: the server stores up to
@@ -47,8 +47,8 @@ class ImageServiceStub:
     PutImage: _grpc.UnaryUnaryMultiCallable[_image_service_pb2.PutImageRequest, _image_service_pb2.PutImageResponse]
     """Checks and stores an image that is sent in one message. FAILED_PRECONDITION if the server stores no images."""
     UploadImage: _grpc.StreamUnaryMultiCallable[_image_service_pb2.UploadImageRequest, _image_service_pb2.UploadImageResponse]
-    """Checks and stores an image that is sent in several messages, for files that are too large for one. The call fails as
-    soon as the upload exceeds a limit. Nothing is stored of an upload that fails or stops.
+    """Checks and stores an image that is sent in several messages, for files that are too large for one. The call fails
+    as soon as the upload exceeds a limit. Nothing is stored of an upload that fails or stops.
     """
     DeleteImage: _grpc.UnaryUnaryMultiCallable[_image_service_pb2.DeleteImageRequest, _image_service_pb2.DeleteImageResponse]
     """Deletes an image. An unknown id is not an error."""
@@ -61,8 +61,8 @@ class ImageServiceAsyncStub(ImageServiceStub):
     PutImage: _aio.UnaryUnaryMultiCallable[_image_service_pb2.PutImageRequest, _image_service_pb2.PutImageResponse]  # type: ignore[assignment]
     """Checks and stores an image that is sent in one message. FAILED_PRECONDITION if the server stores no images."""
     UploadImage: _aio.StreamUnaryMultiCallable[_image_service_pb2.UploadImageRequest, _image_service_pb2.UploadImageResponse]  # type: ignore[assignment]
-    """Checks and stores an image that is sent in several messages, for files that are too large for one. The call fails as
-    soon as the upload exceeds a limit. Nothing is stored of an upload that fails or stops.
+    """Checks and stores an image that is sent in several messages, for files that are too large for one. The call fails
+    as soon as the upload exceeds a limit. Nothing is stored of an upload that fails or stops.
     """
     DeleteImage: _aio.UnaryUnaryMultiCallable[_image_service_pb2.DeleteImageRequest, _image_service_pb2.DeleteImageResponse]  # type: ignore[assignment]
     """Deletes an image. An unknown id is not an error."""
@@ -84,8 +84,8 @@ class ImageServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_image_service_pb2.UploadImageRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_image_service_pb2.UploadImageResponse, _abc.Awaitable[_image_service_pb2.UploadImageResponse]]:
-        """Checks and stores an image that is sent in several messages, for files that are too large for one. The call fails as
-        soon as the upload exceeds a limit. Nothing is stored of an upload that fails or stops.
+        """Checks and stores an image that is sent in several messages, for files that are too large for one. The call fails
+        as soon as the upload exceeds a limit. Nothing is stored of an upload that fails or stops.
         """
 
     @_abc_1.abstractmethod

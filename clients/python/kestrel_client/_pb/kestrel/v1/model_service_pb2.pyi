@@ -58,14 +58,25 @@ class ListModelsRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """Limit on the models of the response, 1 to 1000. Default: 100."""
+    page_token: _builtins.str
+    """ListModelsResponse.next_page_token of the page before. Default: empty, the first page."""
     def __init__(
         self,
+        *,
+        page_size: _builtins.int | None = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_page_size", b"_page_size", "page_size", b"page_size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_page_size", b"_page_size", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__page_size: _TypeAlias = _typing.Literal["page_size"]  # noqa: Y015
+    _WhichOneofArgType__page_size: _TypeAlias = _typing.Literal["_page_size", b"_page_size"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__page_size) -> _WhichOneofReturnType__page_size | None: ...
 
 Global___ListModelsRequest: _TypeAlias = ListModelsRequest  # noqa: Y015
 
@@ -76,18 +87,22 @@ class ListModelsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODELS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """For ListModelsRequest.page_token of the next page; empty on the last page."""
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___Model]:
-        """The models, the default one first. At least one."""
+        """The models, the default one first. The first page has at least one."""
 
     def __init__(
         self,
         *,
         models: _abc.Iterable[Global___Model] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -99,21 +114,21 @@ class GetModelRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
     """Name of the model (Model.name). 1 to 512 characters. Default: the server's default model."""
     def __init__(
         self,
         *,
-        name: _builtins.str | None = ...,
+        model: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "name", b"name"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__name: _TypeAlias = _typing.Literal["name"]  # noqa: Y015
-    _WhichOneofArgType__name: _TypeAlias = _typing.Literal["_name", b"_name"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__name) -> _WhichOneofReturnType__name | None: ...
+    _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
+    _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
 
 Global___GetModelRequest: _TypeAlias = GetModelRequest  # noqa: Y015
 
@@ -143,7 +158,7 @@ Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015
 
 @_typing.final
 class Model(_message.Message):
-    """A model that the server serves."""
+    """A model that the server serves. Until it is ready, numbers and texts that the server does not know are 0 and empty."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -152,11 +167,14 @@ class Model(_message.Message):
     CONTEXT_POSITIONS_FIELD_NUMBER: _builtins.int
     IMAGE_POSITIONS_FIELD_NUMBER: _builtins.int
     SKILLS_FIELD_NUMBER: _builtins.int
-    DEFAULT_MAX_OBJECTS_FIELD_NUMBER: _builtins.int
-    WEIGHTS_FINGERPRINT_FIELD_NUMBER: _builtins.int
-    PARAMETER_COUNT_FIELD_NUMBER: _builtins.int
-    LICENSE_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    DEVICE_NAME_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    MAX_BATCH_SIZE_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
+    LICENSE_FIELD_NUMBER: _builtins.int
     REFINES_FIELD_NUMBER: _builtins.int
     CALIBRATED_SCORES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
@@ -167,30 +185,34 @@ class Model(_message.Message):
     """Limit on the positions of one request, prompt and generated tokens together; at least 2."""
     image_positions: _builtins.int
     """Positions of the context that one image takes; at least 1."""
-    default_max_objects: _builtins.int
-    """Default of max_objects for point and detect; at least 1."""
-    weights_fingerprint: _builtins.str
-    """Fingerprint of the weights in lower-case hexadecimal digits: the same tensors give the same fingerprint. Empty until
-    the model is ready.
-    """
-    parameter_count: _builtins.int
-    """Number of parameters; 0 until the model is ready."""
-    license: _builtins.str
-    """Licence of the weights, as its SPDX identifier or name; empty if the server does not know it."""
+    device: _builtins.str
+    """Device that computes: "cpu", or "cuda:0" with the name of the device in device_name."""
+    device_name: _builtins.str
+    """The manufacturer's name of the device, like "NVIDIA H200", or the processor's name on a CPU. May be empty."""
+    dtype: _builtins.str
+    """Data type of the computation: "float32", "bfloat16", "float16" or "fp8"."""
+    max_batch_size: _builtins.int
+    """Limit on the requests that are computed together; at least 1."""
     state: Global___ModelState.ValueType
     """Whether the model can answer now."""
+    weights_fingerprint: _builtins.str
+    """Fingerprint of the weights in lower-case hexadecimal digits: the same tensors give the same fingerprint."""
+    num_parameters: _builtins.int
+    """Number of parameters; at least 1."""
+    license: _builtins.str
+    """Licence of the weights, as its SPDX identifier or name; empty if the server does not know it."""
     refines: _builtins.bool
-    """Whether the model has a segmentation refiner (SegmentRequest.refine); false until the model is ready."""
+    """Whether the model has a segmentation refiner (SegmentTask.refinement); false until the model is ready."""
     @_builtins.property
-    def skills(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    def skills(self) -> _containers.RepeatedCompositeFieldContainer[Global___Skill]:
         """Skills of the model: those of "query", "caption", "point", "detect" and "segment" that it has, in this order, then
         the server's additional skills, which RunSkill runs.
         """
 
     @_builtins.property
     def calibrated_scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The skills whose scores are calibrated (docs/scores.md), and "absence" if PointResponse.absence and
-        DetectResponse.absence are. Other scores are raw. Empty until the model is ready.
+        """The skills whose scores are calibrated (docs/scores.md), and "absence" if ObjectSearch.absence is. Other scores are
+        raw.
         """
 
     def __init__(
@@ -200,22 +222,152 @@ class Model(_message.Message):
         family: _builtins.str = ...,
         context_positions: _builtins.int = ...,
         image_positions: _builtins.int = ...,
-        skills: _abc.Iterable[_builtins.str] | None = ...,
-        default_max_objects: _builtins.int = ...,
-        weights_fingerprint: _builtins.str = ...,
-        parameter_count: _builtins.int = ...,
-        license: _builtins.str = ...,
+        skills: _abc.Iterable[Global___Skill] | None = ...,
+        device: _builtins.str = ...,
+        device_name: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        max_batch_size: _builtins.int = ...,
         state: Global___ModelState.ValueType = ...,
+        weights_fingerprint: _builtins.str = ...,
+        num_parameters: _builtins.int = ...,
+        license: _builtins.str = ...,
         refines: _builtins.bool = ...,
         calibrated_scores: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibrated_scores", b"calibrated_scores", "context_positions", b"context_positions", "default_max_objects", b"default_max_objects", "family", b"family", "image_positions", b"image_positions", "license", b"license", "name", b"name", "parameter_count", b"parameter_count", "refines", b"refines", "skills", b"skills", "state", b"state", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibrated_scores", b"calibrated_scores", "context_positions", b"context_positions", "device", b"device", "device_name", b"device_name", "dtype", b"dtype", "family", b"family", "image_positions", b"image_positions", "license", b"license", "max_batch_size", b"max_batch_size", "name", b"name", "num_parameters", b"num_parameters", "refines", b"refines", "skills", b"skills", "state", b"state", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
+
+@_typing.final
+class Skill(_message.Message):
+    """A skill of a model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_SCHEMA_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the skill, for SkillTask.name."""
+    description: _builtins.str
+    """One sentence that says what the skill does; may be empty."""
+    arguments_schema: _builtins.str
+    """The skill's arguments and settings as a JSON Schema, as JSON text: an object with the properties `arguments` and
+    `settings`.
+    """
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        description: _builtins.str = ...,
+        arguments_schema: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_schema", b"arguments_schema", "description", b"description", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Skill: _TypeAlias = Skill  # noqa: Y015
+
+@_typing.final
+class ListAdaptersRequest(_message.Message):
+    """The adapters to list."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model that applies them (Model.name). 1 to 512 characters. Default: the server's default model."""
+    page_size: _builtins.int
+    """Limit on the adapters of the response, 1 to 1000. Default: 100."""
+    page_token: _builtins.str
+    """ListAdaptersResponse.next_page_token of the page before. Default: empty, the first page."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str | None = ...,
+        page_size: _builtins.int | None = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_page_size", b"_page_size", "model", b"model", "page_size", b"page_size"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_page_size", b"_page_size", "model", b"model", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
+    _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
+    _WhichOneofReturnType__page_size: _TypeAlias = _typing.Literal["page_size"]  # noqa: Y015
+    _WhichOneofArgType__page_size: _TypeAlias = _typing.Literal["_page_size", b"_page_size"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__page_size) -> _WhichOneofReturnType__page_size | None: ...
+
+Global___ListAdaptersRequest: _TypeAlias = ListAdaptersRequest  # noqa: Y015
+
+@_typing.final
+class ListAdaptersResponse(_message.Message):
+    """One page of the adapters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """For ListAdaptersRequest.page_token of the next page; empty on the last page."""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
+        """The adapters, in order of their names."""
+
+    def __init__(
+        self,
+        *,
+        adapters: _abc.Iterable[Global___Adapter] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAdaptersResponse: _TypeAlias = ListAdaptersResponse  # noqa: Y015
+
+@_typing.final
+class Adapter(_message.Message):
+    """A fine-tune of a model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    LOADED_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name for RequestOptions.adapter."""
+    loaded: _builtins.bool
+    """Whether the adapter is in memory, so that a request need not wait for it."""
+    size_bytes: _builtins.int
+    """Memory that the adapter takes beside the model; 0 if it is not loaded."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        loaded: _builtins.bool = ...,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loaded", b"loaded", "name", b"name", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
 
 @_typing.final
 class GetServerInfoRequest(_message.Message):
@@ -263,27 +415,15 @@ class GetServerInfoResponse(_message.Message):
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
     API_VERSION_FIELD_NUMBER: _builtins.int
     LIBRARY_VERSIONS_FIELD_NUMBER: _builtins.int
-    DEVICE_FIELD_NUMBER: _builtins.int
-    DEVICE_NAME_FIELD_NUMBER: _builtins.int
-    DTYPE_FIELD_NUMBER: _builtins.int
     DEFAULT_MODEL_FIELD_NUMBER: _builtins.int
-    WEIGHTS_FINGERPRINT_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
-    CAPABILITIES_FIELD_NUMBER: _builtins.int
+    IMAGE_FORMATS_FIELD_NUMBER: _builtins.int
     server_version: _builtins.str
     """Version of the server, like "0.1.0"."""
     api_version: _builtins.str
     """Version of this interface: "kestrel.v1"."""
-    device: _builtins.str
-    """Device of the model: "cpu", or "cuda:0" with the name of the device in device_name."""
-    device_name: _builtins.str
-    """The manufacturer's name of the device, like "NVIDIA H200", or the processor's name on a CPU. May be empty."""
-    dtype: _builtins.str
-    """Data type of the computation: "float32", "bfloat16" or "float16"."""
     default_model: _builtins.str
     """Name of the model that answers requests that name no model (Model.name)."""
-    weights_fingerprint: _builtins.str
-    """Fingerprint of the default model's weights (Model.weights_fingerprint). Empty until the model is ready."""
     @_builtins.property
     def library_versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Versions of the server's libraries, by package name: "protobuf", "grpcio", "torch" and others."""
@@ -293,8 +433,8 @@ class GetServerInfoResponse(_message.Message):
         """Limits and defaults."""
 
     @_builtins.property
-    def capabilities(self) -> Global___ServerCapabilities:
-        """Capabilities."""
+    def image_formats(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Accepted formats of encoded images, in lower case: "jpeg", "png", "webp", "tiff", "gif", "avif", "heic", "bmp"."""
 
     def __init__(
         self,
@@ -302,17 +442,13 @@ class GetServerInfoResponse(_message.Message):
         server_version: _builtins.str = ...,
         api_version: _builtins.str = ...,
         library_versions: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
-        device: _builtins.str = ...,
-        device_name: _builtins.str = ...,
-        dtype: _builtins.str = ...,
         default_model: _builtins.str = ...,
-        weights_fingerprint: _builtins.str = ...,
         limits: Global___ServerLimits | None = ...,
-        capabilities: Global___ServerCapabilities | None = ...,
+        image_formats: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "limits", b"limits"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_version", b"api_version", "capabilities", b"capabilities", "default_model", b"default_model", "device", b"device", "device_name", b"device_name", "dtype", b"dtype", "library_versions", b"library_versions", "limits", b"limits", "server_version", b"server_version", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_version", b"api_version", "default_model", b"default_model", "image_formats", b"image_formats", "library_versions", b"library_versions", "limits", b"limits", "server_version", b"server_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -329,8 +465,6 @@ class ServerLimits(_message.Message):
     MAX_IMAGE_PIXELS_FIELD_NUMBER: _builtins.int
     MAX_IMAGE_ASPECT_RATIO_FIELD_NUMBER: _builtins.int
     MAX_TEXT_BYTES_FIELD_NUMBER: _builtins.int
-    MAX_CONTEXT_POSITIONS_FIELD_NUMBER: _builtins.int
-    MAX_BATCH_SIZE_FIELD_NUMBER: _builtins.int
     MAX_QUEUE_FIELD_NUMBER: _builtins.int
     DEFAULT_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     DEFAULT_MAX_OBJECTS_FIELD_NUMBER: _builtins.int
@@ -342,8 +476,8 @@ class ServerLimits(_message.Message):
     MAX_IMAGES_FIELD_NUMBER: _builtins.int
     DEFAULT_MAX_ABSENCE_FIELD_NUMBER: _builtins.int
     max_message_bytes: _builtins.int
-    """Limit on the bytes of a message in either direction; at least 1. A client may have a lower limit: gRPC's default for
-    received messages is 4 MiB.
+    """Limit on the bytes of a message in either direction; at least 1. A client may have a lower limit: gRPC's default
+    for received messages is 4 MiB.
     """
     max_image_bytes: _builtins.int
     """Limit on the bytes of an encoded image; at least 1."""
@@ -353,10 +487,6 @@ class ServerLimits(_message.Message):
     """Limit on the longest side of an image divided by its shortest; at least 1."""
     max_text_bytes: _builtins.int
     """Limit on the bytes of a question or an object's name in UTF-8; at least 1."""
-    max_context_positions: _builtins.int
-    """Limit on the positions of one request, prompt and generated tokens together; at least 2."""
-    max_batch_size: _builtins.int
-    """Limit on the requests that are computed together; at least 1."""
     max_queue: _builtins.int
     """Limit on the requests that wait; beyond it, the server answers RESOURCE_EXHAUSTED. At least 1."""
     default_max_tokens: _builtins.int
@@ -374,7 +504,7 @@ class ServerLimits(_message.Message):
     default_min_score: _builtins.float
     """Default of min_score; in [0, 1]."""
     max_images: _builtins.int
-    """Limit on the images of one Query; at least 1. max_context_positions limits them further."""
+    """Limit on the images of one Query; at least 1. The context of the model limits them further."""
     default_max_absence: _builtins.float
     """Default of Abstention.max_absence; in [0, 1]."""
     def __init__(
@@ -385,8 +515,6 @@ class ServerLimits(_message.Message):
         max_image_pixels: _builtins.int = ...,
         max_image_aspect_ratio: _builtins.float = ...,
         max_text_bytes: _builtins.int = ...,
-        max_context_positions: _builtins.int = ...,
-        max_batch_size: _builtins.int = ...,
         max_queue: _builtins.int = ...,
         default_max_tokens: _builtins.int = ...,
         default_max_objects: _builtins.int = ...,
@@ -400,7 +528,7 @@ class ServerLimits(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_max_absence", b"default_max_absence", "default_max_objects", b"default_max_objects", "default_max_tokens", b"default_max_tokens", "default_min_score", b"default_min_score", "default_temperature", b"default_temperature", "default_top_p", b"default_top_p", "image_store_bytes", b"image_store_bytes", "max_analyze_tasks", b"max_analyze_tasks", "max_batch_size", b"max_batch_size", "max_context_positions", b"max_context_positions", "max_image_aspect_ratio", b"max_image_aspect_ratio", "max_image_bytes", b"max_image_bytes", "max_image_pixels", b"max_image_pixels", "max_images", b"max_images", "max_message_bytes", b"max_message_bytes", "max_queue", b"max_queue", "max_text_bytes", b"max_text_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_max_absence", b"default_max_absence", "default_max_objects", b"default_max_objects", "default_max_tokens", b"default_max_tokens", "default_min_score", b"default_min_score", "default_temperature", b"default_temperature", "default_top_p", b"default_top_p", "image_store_bytes", b"image_store_bytes", "max_analyze_tasks", b"max_analyze_tasks", "max_image_aspect_ratio", b"max_image_aspect_ratio", "max_image_bytes", b"max_image_bytes", "max_image_pixels", b"max_image_pixels", "max_images", b"max_images", "max_message_bytes", b"max_message_bytes", "max_queue", b"max_queue", "max_text_bytes", b"max_text_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -504,41 +632,3 @@ class GetLoadResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetLoadResponse: _TypeAlias = GetLoadResponse  # noqa: Y015
-
-@_typing.final
-class ServerCapabilities(_message.Message):
-    """The capabilities of a server."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SKILLS_FIELD_NUMBER: _builtins.int
-    IMAGE_FORMATS_FIELD_NUMBER: _builtins.int
-    REASONING_FIELD_NUMBER: _builtins.int
-    SPATIAL_REFS_FIELD_NUMBER: _builtins.int
-    reasoning: _builtins.bool
-    """Whether query supports reasoning."""
-    spatial_refs: _builtins.bool
-    """Whether requests may have spatial_refs."""
-    @_builtins.property
-    def skills(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Skills of the served models, as in Model.skills."""
-
-    @_builtins.property
-    def image_formats(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Accepted formats of encoded images, in lower case: "jpeg", "png", "webp", "tiff", "gif", "avif", "heic", "bmp"."""
-
-    def __init__(
-        self,
-        *,
-        skills: _abc.Iterable[_builtins.str] | None = ...,
-        image_formats: _abc.Iterable[_builtins.str] | None = ...,
-        reasoning: _builtins.bool = ...,
-        spatial_refs: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["image_formats", b"image_formats", "reasoning", b"reasoning", "skills", b"skills", "spatial_refs", b"spatial_refs"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ServerCapabilities: _TypeAlias = ServerCapabilities  # noqa: Y015

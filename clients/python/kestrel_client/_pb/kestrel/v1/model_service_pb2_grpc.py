@@ -46,6 +46,11 @@ class ModelServiceStub:
                 request_serializer=kestrel_dot_v1_dot_model__service__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_model__service__pb2.GetModelResponse.FromString,
                 _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/kestrel.v1.ModelService/ListAdapters',
+                request_serializer=kestrel_dot_v1_dot_model__service__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_model__service__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/kestrel.v1.ModelService/GetServerInfo',
                 request_serializer=kestrel_dot_v1_dot_model__service__pb2.GetServerInfoRequest.SerializeToString,
@@ -76,8 +81,15 @@ class ModelServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListAdapters(self, request, context):
+        """Lists the adapters (fine-tunes) that the server knows: those of its adapter folders and those in memory.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetServerInfo(self, request, context):
-        """Returns the server's versions, limits, capabilities and device.
+        """Returns the server's versions and limits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -102,6 +114,11 @@ def add_ModelServiceServicer_to_server(servicer, server):
                     servicer.GetModel,
                     request_deserializer=kestrel_dot_v1_dot_model__service__pb2.GetModelRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_model__service__pb2.GetModelResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=kestrel_dot_v1_dot_model__service__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_model__service__pb2.ListAdaptersResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
@@ -169,6 +186,33 @@ class ModelService:
             '/kestrel.v1.ModelService/GetModel',
             kestrel_dot_v1_dot_model__service__pb2.GetModelRequest.SerializeToString,
             kestrel_dot_v1_dot_model__service__pb2.GetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrel.v1.ModelService/ListAdapters',
+            kestrel_dot_v1_dot_model__service__pb2.ListAdaptersRequest.SerializeToString,
+            kestrel_dot_v1_dot_model__service__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

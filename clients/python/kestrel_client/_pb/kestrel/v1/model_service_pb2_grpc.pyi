@@ -38,8 +38,10 @@ class ModelServiceStub:
     """Lists the models that the server serves or is loading."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.GetModelRequest, _model_service_pb2.GetModelResponse]
     """Describes one model. NOT_FOUND if the server does not serve it."""
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.ListAdaptersRequest, _model_service_pb2.ListAdaptersResponse]
+    """Lists the adapters (fine-tunes) that the server knows: those of its adapter folders and those in memory."""
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.GetServerInfoRequest, _model_service_pb2.GetServerInfoResponse]
-    """Returns the server's versions, limits, capabilities and device."""
+    """Returns the server's versions and limits."""
     GetLoad: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.GetLoadRequest, _model_service_pb2.GetLoadResponse]
     """Returns the server's load, for programs that choose between servers. The scope "metrics" is enough."""
 
@@ -52,8 +54,10 @@ class ModelServiceAsyncStub(ModelServiceStub):
     """Lists the models that the server serves or is loading."""
     GetModel: _aio.UnaryUnaryMultiCallable[_model_service_pb2.GetModelRequest, _model_service_pb2.GetModelResponse]  # type: ignore[assignment]
     """Describes one model. NOT_FOUND if the server does not serve it."""
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_model_service_pb2.ListAdaptersRequest, _model_service_pb2.ListAdaptersResponse]  # type: ignore[assignment]
+    """Lists the adapters (fine-tunes) that the server knows: those of its adapter folders and those in memory."""
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_model_service_pb2.GetServerInfoRequest, _model_service_pb2.GetServerInfoResponse]  # type: ignore[assignment]
-    """Returns the server's versions, limits, capabilities and device."""
+    """Returns the server's versions and limits."""
     GetLoad: _aio.UnaryUnaryMultiCallable[_model_service_pb2.GetLoadRequest, _model_service_pb2.GetLoadResponse]  # type: ignore[assignment]
     """Returns the server's load, for programs that choose between servers. The scope "metrics" is enough."""
 
@@ -77,12 +81,20 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         """Describes one model. NOT_FOUND if the server does not serve it."""
 
     @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _model_service_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_model_service_pb2.ListAdaptersResponse, _abc.Awaitable[_model_service_pb2.ListAdaptersResponse]]:
+        """Lists the adapters (fine-tunes) that the server knows: those of its adapter folders and those in memory."""
+
+    @_abc_1.abstractmethod
     def GetServerInfo(
         self,
         request: _model_service_pb2.GetServerInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_model_service_pb2.GetServerInfoResponse, _abc.Awaitable[_model_service_pb2.GetServerInfoResponse]]:
-        """Returns the server's versions, limits, capabilities and device."""
+        """Returns the server's versions and limits."""
 
     @_abc_1.abstractmethod
     def GetLoad(

@@ -6,19 +6,21 @@ The skills of the model: five skills, each as a unary call and as a stream; seve
 other skill of the server by its name (RunSkill); embeddings of images (Embed); and tasks on the frames of a stream
 (StreamFrames).
 
-A stream sends one `started`, then deltas or objects as soon as they are final, then exactly one `final`, which
-repeats the whole result. A client may ignore all other events. A stream without `final` has failed; its status
-names the cause.
-In requests and results, field numbers 1 to 9 belong to the skill. Numbers from 10 up mean the same in every result, and
-numbers 2 to 9 in every stream event.
+Every request has the same form: the image, the task, the options. The stream of a skill takes the same request. A
+stream sends one `started`, then deltas or objects as soon as they are final, then exactly one `final`, which repeats
+the whole result. A client may ignore all other events. A stream without `final` has failed; its status names the
+cause. In results, numbers 1 to 9 belong to the skill, and numbers from 10 up mean the same everywhere. In events of
+streams, all numbers mean the same everywhere.
 """
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf import struct_pb2 as _struct_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.rpc import status_pb2 as _status_pb2
 from kestrel_client._pb.kestrel.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -59,6 +61,30 @@ CAPTION_LENGTH_LONG: CaptionLength.ValueType  # 3
 """A paragraph, with detail."""
 Global___CaptionLength: _TypeAlias = CaptionLength  # noqa: Y015
 
+class _Refinement:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RefinementEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refinement.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REFINEMENT_UNSPECIFIED: _Refinement.ValueType  # 0
+    """Refined if the model has a refiner (Model.refines)."""
+    REFINEMENT_NONE: _Refinement.ValueType  # 1
+    """The model's own outline."""
+    REFINEMENT_REQUIRED: _Refinement.ValueType  # 2
+    """Refined: FAILED_PRECONDITION if the model has no refiner."""
+
+class Refinement(_Refinement, metaclass=_RefinementEnumTypeWrapper):
+    """Whether an outline is refined."""
+
+REFINEMENT_UNSPECIFIED: Refinement.ValueType  # 0
+"""Refined if the model has a refiner (Model.refines)."""
+REFINEMENT_NONE: Refinement.ValueType  # 1
+"""The model's own outline."""
+REFINEMENT_REQUIRED: Refinement.ValueType  # 2
+"""Refined: FAILED_PRECONDITION if the model has no refiner."""
+Global___Refinement: _TypeAlias = Refinement  # noqa: Y015
+
 class _MaskFormat:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -66,34 +92,58 @@ class _MaskFormat:
 class _MaskFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MaskFormat.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     MASK_FORMAT_UNSPECIFIED: _MaskFormat.ValueType  # 0
-    """Means MASK_FORMAT_NONE."""
-    MASK_FORMAT_NONE: _MaskFormat.ValueType  # 1
     """No mask, only the path."""
-    MASK_FORMAT_SVG: _MaskFormat.ValueType  # 2
+    MASK_FORMAT_SVG: _MaskFormat.ValueType  # 1
     """An SVG document of the image's size."""
-    MASK_FORMAT_PNG: _MaskFormat.ValueType  # 3
+    MASK_FORMAT_PNG: _MaskFormat.ValueType  # 2
     """A PNG file of the image's size: one channel of 8 bits, 255 inside and 0 outside."""
-    MASK_FORMAT_RLE: _MaskFormat.ValueType  # 4
+    MASK_FORMAT_RLE: _MaskFormat.ValueType  # 3
     """Run lengths of the mask at the image's size, in COCO's form."""
-    MASK_FORMAT_POLYGONS: _MaskFormat.ValueType  # 5
+    MASK_FORMAT_POLYGONS: _MaskFormat.ValueType  # 4
     """Polygons of the outline, in pixels of the image, in COCO's form."""
 
 class MaskFormat(_MaskFormat, metaclass=_MaskFormatEnumTypeWrapper):
     """The format of a drawn mask."""
 
 MASK_FORMAT_UNSPECIFIED: MaskFormat.ValueType  # 0
-"""Means MASK_FORMAT_NONE."""
-MASK_FORMAT_NONE: MaskFormat.ValueType  # 1
 """No mask, only the path."""
-MASK_FORMAT_SVG: MaskFormat.ValueType  # 2
+MASK_FORMAT_SVG: MaskFormat.ValueType  # 1
 """An SVG document of the image's size."""
-MASK_FORMAT_PNG: MaskFormat.ValueType  # 3
+MASK_FORMAT_PNG: MaskFormat.ValueType  # 2
 """A PNG file of the image's size: one channel of 8 bits, 255 inside and 0 outside."""
-MASK_FORMAT_RLE: MaskFormat.ValueType  # 4
+MASK_FORMAT_RLE: MaskFormat.ValueType  # 3
 """Run lengths of the mask at the image's size, in COCO's form."""
-MASK_FORMAT_POLYGONS: MaskFormat.ValueType  # 5
+MASK_FORMAT_POLYGONS: MaskFormat.ValueType  # 4
 """Polygons of the outline, in pixels of the image, in COCO's form."""
 Global___MaskFormat: _TypeAlias = MaskFormat  # noqa: Y015
+
+class _EmbeddingParts:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EmbeddingPartsEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EmbeddingParts.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    EMBEDDING_PARTS_UNSPECIFIED: _EmbeddingParts.ValueType  # 0
+    """Means EMBEDDING_PARTS_IMAGE."""
+    EMBEDDING_PARTS_IMAGE: _EmbeddingParts.ValueType  # 1
+    """The whole image."""
+    EMBEDDING_PARTS_CROPS: _EmbeddingParts.ValueType  # 2
+    """Each crop."""
+    EMBEDDING_PARTS_IMAGE_AND_CROPS: _EmbeddingParts.ValueType  # 3
+    """The whole image, then each crop."""
+
+class EmbeddingParts(_EmbeddingParts, metaclass=_EmbeddingPartsEnumTypeWrapper):
+    """The parts of an image that have an embedding each."""
+
+EMBEDDING_PARTS_UNSPECIFIED: EmbeddingParts.ValueType  # 0
+"""Means EMBEDDING_PARTS_IMAGE."""
+EMBEDDING_PARTS_IMAGE: EmbeddingParts.ValueType  # 1
+"""The whole image."""
+EMBEDDING_PARTS_CROPS: EmbeddingParts.ValueType  # 2
+"""Each crop."""
+EMBEDDING_PARTS_IMAGE_AND_CROPS: EmbeddingParts.ValueType  # 3
+"""The whole image, then each crop."""
+Global___EmbeddingParts: _TypeAlias = EmbeddingParts  # noqa: Y015
 
 class _EmbeddingPooling:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -158,8 +208,8 @@ class _LateFramesEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LateFrames
     LATE_FRAMES_KEEP: _LateFrames.ValueType  # 1
     """The frame is computed like all others."""
     LATE_FRAMES_OVERVIEW: _LateFrames.ValueType  # 2
-    """The frame is computed with its overview as the only crop. This takes less time, and small objects may be missed. The
-    estimate falls with each such frame, so a frame with all crops follows after some time.
+    """The frame is computed with its overview as the only crop. This takes less time, and small objects may be missed.
+    The estimate falls with each such frame, so a frame with all crops follows after some time.
     """
 
 class LateFrames(_LateFrames, metaclass=_LateFramesEnumTypeWrapper):
@@ -172,8 +222,8 @@ LATE_FRAMES_UNSPECIFIED: LateFrames.ValueType  # 0
 LATE_FRAMES_KEEP: LateFrames.ValueType  # 1
 """The frame is computed like all others."""
 LATE_FRAMES_OVERVIEW: LateFrames.ValueType  # 2
-"""The frame is computed with its overview as the only crop. This takes less time, and small objects may be missed. The
-estimate falls with each such frame, so a frame with all crops follows after some time.
+"""The frame is computed with its overview as the only crop. This takes less time, and small objects may be missed.
+The estimate falls with each such frame, so a frame with all crops follows after some time.
 """
 Global___LateFrames: _TypeAlias = LateFrames  # noqa: Y015
 
@@ -203,68 +253,108 @@ Global___DropReason: _TypeAlias = DropReason  # noqa: Y015
 
 @_typing.final
 class QueryRequest(_message.Message):
+    """A question about images, or without one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IMAGES_FIELD_NUMBER: _builtins.int
+    QUERY_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Image]:
+        """The images that the question is about, in order: at most ServerLimits.max_images. Each takes Model.image_positions
+        of the context. The positions of an image attend to all text and images before it. The models were trained on
+        single images. Default: none; the model then answers from the text alone.
+        """
+
+    @_builtins.property
+    def query(self) -> Global___QueryTask:
+        """The question. Required."""
+
+    @_builtins.property
+    def options(self) -> _common_pb2.RequestOptions:
+        """Options of the request. Default: the default of every field."""
+
+    def __init__(
+        self,
+        *,
+        images: _abc.Iterable[_common_pb2.Image] | None = ...,
+        query: Global___QueryTask | None = ...,
+        options: _common_pb2.RequestOptions | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options", "query", b"query"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["images", b"images", "options", b"options", "query", b"query"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueryRequest: _TypeAlias = QueryRequest  # noqa: Y015
+
+@_typing.final
+class QueryTask(_message.Message):
     """A question."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    IMAGE_FIELD_NUMBER: _builtins.int
     QUESTION_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     SPATIAL_REFS_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
-    IMAGES_FIELD_NUMBER: _builtins.int
-    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     SYSTEM_FIELD_NUMBER: _builtins.int
-    ABSTENTION_FIELD_NUMBER: _builtins.int
-    SAMPLING_FIELD_NUMBER: _builtins.int
-    OPTIONS_FIELD_NUMBER: _builtins.int
     ANSWER_START_FIELD_NUMBER: _builtins.int
+    ABSTENTION_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_REASONING_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
     question: _builtins.str
-    """The question, in any words: 1 byte to 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes), not only white space. White
-    space before and after it is removed. Required.
+    """The question, in any words: 1 byte to 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes), not only white space.
+    White space before and after it is removed. Required.
     """
     reasoning: _builtins.bool
-    """Whether the model reasons before it answers, which takes time and may improve the answer. Default: false."""
-    num_samples: _builtins.int
-    """Number of answers to generate, 1 to 16. Each is a request of its own in the queue and the batch. The image is decoded and
-    encoded once, and its prefix is computed once. Sample i, counted from 0, has the seed Sampling.seed + i modulo 2^64,
-    and equals the result of a request with this seed and one sample. Without a seed the server draws one for all. With
-    temperature 0 all samples are equal. If a sample fails, the call fails. A stream has one sample: it refuses more,
-    because streams with these seeds, one for each sample, show the same and can be read side by side. Default: 1.
-    """
+    """Whether the model reasons before it answers, which takes time and may improve the answer."""
     system: _builtins.str
-    """Instructions for the whole conversation: at most 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes). They precede the
-    first question, with a blank line between; white space before and after them is removed. The models were not trained
-    on instructions, so they may not follow them. Default: none.
+    """Instructions for the whole conversation: at most 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes). They precede
+    the first question, with a blank line between; white space before and after them is removed. The models were not
+    trained on instructions, so they may not follow them. Default: none.
     """
     answer_start: _builtins.str
     """The beginning of the answer, which the model continues: at most 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes).
     The response holds only what follows it. A constraint and stop strings apply to that alone. Not with reasoning.
     Default: none.
     """
-    @_builtins.property
-    def image(self) -> _common_pb2.Image:
-        """The image that the question is about. With a history, it belongs to the first turn. Default: none; the model then
-        answers from the text alone, or from `images`.
-        """
-
+    num_samples: _builtins.int
+    """Number of answers to generate, 1 to 16. Each is a request of its own in the queue and the batch. The image is
+    decoded and encoded once, and its prefix is computed once. Sample i, counted from 0, has the seed Sampling.seed +
+    i, and equals the result of a request with this seed and one sample. Without a seed the server draws one for all.
+    With temperature 0 all samples are equal. If a sample fails, the task fails. A stream has one sample: it refuses
+    more, because streams with these seeds, one for each sample, show the same and can be read side by side. Default:
+    1.
+    """
+    max_tokens: _builtins.int
+    """Limit on the generated tokens, including spatial ones. With reasoning, it applies to the reasoning and to the
+    answer separately, unless max_reasoning_tokens limits the reasoning. At least 1. Prompt and max_tokens together
+    must fit the model's context (Model.context_positions), and max_tokens must not exceed the server's limit (its flag
+    --max-new-tokens). Default: the least of ServerLimits.default_max_tokens, the room that the prompt leaves, and the
+    server's limit.
+    """
+    max_reasoning_tokens: _builtins.int
+    """Limit on the tokens of the reasoning; max_tokens then limits the answer alone. At the limit the reasoning is cut,
+    and the answer follows. Reasoning.finish_reason then is LENGTH, and Answer.finish_reason is that of the answer. At
+    least 1. Prompt, max_reasoning_tokens, 1 token between, and max_tokens must together fit the model's context, and
+    without the prompt the server's limit. Only with reasoning. Default: max_tokens, or less where the context has no
+    room for both.
+    """
     @_builtins.property
     def spatial_refs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SpatialRef]:
         """Places in the image that the question refers to, in order. Default: none."""
 
     @_builtins.property
     def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___Turn]:
-        """Earlier turns of the conversation, oldest first: at most 64. `image` belongs to the first of them. The models were
-        trained on single questions, so an answer may depend less on earlier turns than expected. All texts of the
-        conversation, with the question and `system`, have at most ServerLimits.max_text_bytes. Default: none.
-        """
-
-    @_builtins.property
-    def images(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Image]:
-        """More images that the question is about, in order, directly before its text. `image`, the images of the turns and
-        these are at most ServerLimits.max_images together. Each takes Model.image_positions of the context, and a place of
-        its own in the queue. The positions of an image attend to all text and images before it. The models were trained on
-        single images. Default: none.
+        """Earlier turns of the conversation, oldest first: at most 64. The models were trained on single questions, so an
+        answer may depend less on earlier turns than expected. All texts of the conversation, with the question and
+        `system`, have at most ServerLimits.max_text_bytes. Default: none.
         """
 
     @_builtins.property
@@ -275,56 +365,95 @@ class QueryRequest(_message.Message):
 
     @_builtins.property
     def sampling(self) -> _common_pb2.Sampling:
-        """Settings of sampling. Default: the default of every field."""
+        """How tokens are drawn. Default: the default of every field."""
 
     @_builtins.property
-    def options(self) -> _common_pb2.RequestOptions:
-        """Options of the request. Default: the default of every field."""
+    def text(self) -> _common_pb2.TextOptions:
+        """How the answer is written. Default: the default of every field."""
 
     def __init__(
         self,
         *,
-        image: _common_pb2.Image | None = ...,
         question: _builtins.str = ...,
-        reasoning: _builtins.bool | None = ...,
+        reasoning: _builtins.bool = ...,
         spatial_refs: _abc.Iterable[_common_pb2.SpatialRef] | None = ...,
         history: _abc.Iterable[Global___Turn] | None = ...,
-        images: _abc.Iterable[_common_pb2.Image] | None = ...,
-        num_samples: _builtins.int | None = ...,
         system: _builtins.str | None = ...,
-        abstention: Global___Abstention | None = ...,
-        sampling: _common_pb2.Sampling | None = ...,
-        options: _common_pb2.RequestOptions | None = ...,
         answer_start: _builtins.str | None = ...,
+        abstention: Global___Abstention | None = ...,
+        num_samples: _builtins.int | None = ...,
+        max_tokens: _builtins.int | None = ...,
+        max_reasoning_tokens: _builtins.int | None = ...,
+        sampling: _common_pb2.Sampling | None = ...,
+        text: _common_pb2.TextOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer_start", b"_answer_start", "_num_samples", b"_num_samples", "_reasoning", b"_reasoning", "_system", b"_system", "abstention", b"abstention", "answer_start", b"answer_start", "image", b"image", "num_samples", b"num_samples", "options", b"options", "reasoning", b"reasoning", "sampling", b"sampling", "system", b"system"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer_start", b"_answer_start", "_max_reasoning_tokens", b"_max_reasoning_tokens", "_max_tokens", b"_max_tokens", "_num_samples", b"_num_samples", "_system", b"_system", "abstention", b"abstention", "answer_start", b"answer_start", "max_reasoning_tokens", b"max_reasoning_tokens", "max_tokens", b"max_tokens", "num_samples", b"num_samples", "sampling", b"sampling", "system", b"system", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer_start", b"_answer_start", "_num_samples", b"_num_samples", "_reasoning", b"_reasoning", "_system", b"_system", "abstention", b"abstention", "answer_start", b"answer_start", "history", b"history", "image", b"image", "images", b"images", "num_samples", b"num_samples", "options", b"options", "question", b"question", "reasoning", b"reasoning", "sampling", b"sampling", "spatial_refs", b"spatial_refs", "system", b"system"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer_start", b"_answer_start", "_max_reasoning_tokens", b"_max_reasoning_tokens", "_max_tokens", b"_max_tokens", "_num_samples", b"_num_samples", "_system", b"_system", "abstention", b"abstention", "answer_start", b"answer_start", "history", b"history", "max_reasoning_tokens", b"max_reasoning_tokens", "max_tokens", b"max_tokens", "num_samples", b"num_samples", "question", b"question", "reasoning", b"reasoning", "sampling", b"sampling", "spatial_refs", b"spatial_refs", "system", b"system", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__answer_start: _TypeAlias = _typing.Literal["answer_start"]  # noqa: Y015
     _WhichOneofArgType__answer_start: _TypeAlias = _typing.Literal["_answer_start", b"_answer_start"]  # noqa: Y015
+    _WhichOneofReturnType__max_reasoning_tokens: _TypeAlias = _typing.Literal["max_reasoning_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_reasoning_tokens: _TypeAlias = _typing.Literal["_max_reasoning_tokens", b"_max_reasoning_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__num_samples: _TypeAlias = _typing.Literal["num_samples"]  # noqa: Y015
     _WhichOneofArgType__num_samples: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples"]  # noqa: Y015
-    _WhichOneofReturnType__reasoning: _TypeAlias = _typing.Literal["reasoning"]  # noqa: Y015
-    _WhichOneofArgType__reasoning: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning"]  # noqa: Y015
     _WhichOneofReturnType__system: _TypeAlias = _typing.Literal["system"]  # noqa: Y015
     _WhichOneofArgType__system: _TypeAlias = _typing.Literal["_system", b"_system"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__answer_start) -> _WhichOneofReturnType__answer_start | None: ...
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_samples) -> _WhichOneofReturnType__num_samples | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_reasoning_tokens) -> _WhichOneofReturnType__max_reasoning_tokens | None: ...
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning) -> _WhichOneofReturnType__reasoning | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_samples) -> _WhichOneofReturnType__num_samples | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__system) -> _WhichOneofReturnType__system | None: ...
 
-Global___QueryRequest: _TypeAlias = QueryRequest  # noqa: Y015
+Global___QueryTask: _TypeAlias = QueryTask  # noqa: Y015
+
+@_typing.final
+class Turn(_message.Message):
+    """An earlier question and its answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUESTION_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    NUM_IMAGES_FIELD_NUMBER: _builtins.int
+    question: _builtins.str
+    """What the user asked: as QueryTask.question. Required."""
+    answer: _builtins.str
+    """What the model answered. May be empty."""
+    num_images: _builtins.int
+    """How many of the request's images, in order, the question of this turn shows; they precede its text. Images that no
+    turn counts precede the text of QueryTask.question. At least 0. Default: 0; but if no turn sets it, all images
+    belong to the first turn.
+    """
+    def __init__(
+        self,
+        *,
+        question: _builtins.str = ...,
+        answer: _builtins.str = ...,
+        num_images: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_images", b"_num_images", "num_images", b"num_images"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_images", b"_num_images", "answer", b"answer", "num_images", b"num_images", "question", b"question"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__num_images: _TypeAlias = _typing.Literal["num_images"]  # noqa: Y015
+    _WhichOneofArgType__num_images: _TypeAlias = _typing.Literal["_num_images", b"_num_images"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_images) -> _WhichOneofReturnType__num_images | None: ...
+
+Global___Turn: _TypeAlias = Turn  # noqa: Y015
 
 @_typing.final
 class Abstention(_message.Message):
-    """When to abstain from an answer: the models answer "What colour is the dog?" without a dog, too. The server first asks the
-    model for each object, as Point does, whether the image shows it (docs/scores.md). Each is a short request of its own in
-    the queue and the batch, and shares the image's prefix with the question.
+    """When to abstain from an answer: the models answer "What colour is the dog?" without a dog, too. The server first asks
+    the model for each object, as Point does, whether the image shows it (docs/scores.md). Each is a short request of its
+    own in the queue and the batch, and shares the image's prefix with the question.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -332,14 +461,14 @@ class Abstention(_message.Message):
     OBJECTS_FIELD_NUMBER: _builtins.int
     MAX_ABSENCE_FIELD_NUMBER: _builtins.int
     max_absence: _builtins.float
-    """If an object is absent with a higher probability than this, nothing is generated (QueryResponse.abstained). In [0, 1];
-    1 answers in any case. Default: ServerLimits.default_max_absence.
+    """If an object is absent with a higher probability than this, nothing is generated (QueryResponse.abstained). In [0,
+    1]; 1 answers in any case. Default: ServerLimits.default_max_absence.
     """
     @_builtins.property
     def objects(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Objects without which the question has no answer, in any words ("the dog"): 1 to 8 names, each of 1 byte to 32 KiB - 1
-        of UTF-8, not only white space. They need an image. With several images, an object is absent if none of them shows it.
-        Required.
+        """Objects without which the question has no answer, in any words ("the dog"): 1 to 8 names, each of 1 byte to
+        32 KiB - 1 of UTF-8, not only white space. They need an image. With several images, an object is absent if none of
+        them shows it. Required.
         """
 
     def __init__(
@@ -359,197 +488,100 @@ class Abstention(_message.Message):
 Global___Abstention: _TypeAlias = Abstention  # noqa: Y015
 
 @_typing.final
-class ObjectAbsence(_message.Message):
-    """How likely it is that no image of a question shows an object."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    OBJECT_FIELD_NUMBER: _builtins.int
-    ABSENCE_FIELD_NUMBER: _builtins.int
-    object: _builtins.str
-    """Name of the object, as in Abstention.objects."""
-    absence: _builtins.float
-    """The probability that no image shows it, in [0, 1]: as PointResponse.absence, calibrated if the model has a calibration
-    (Model.calibrated_scores). With several images, that of the image for which it is least.
-    """
-    def __init__(
-        self,
-        *,
-        object: _builtins.str = ...,
-        absence: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["absence", b"absence", "object", b"object"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ObjectAbsence: _TypeAlias = ObjectAbsence  # noqa: Y015
-
-@_typing.final
-class Turn(_message.Message):
-    """An earlier question and its answer."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    QUESTION_FIELD_NUMBER: _builtins.int
-    ANSWER_FIELD_NUMBER: _builtins.int
-    IMAGES_FIELD_NUMBER: _builtins.int
-    question: _builtins.str
-    """What the user asked: as QueryRequest.question. Required."""
-    answer: _builtins.str
-    """What the model answered. May be empty."""
-    @_builtins.property
-    def images(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Image]:
-        """Images that the question showed, in order, directly before its text. Not in a QueryTask. Default: none."""
-
-    def __init__(
-        self,
-        *,
-        question: _builtins.str = ...,
-        answer: _builtins.str = ...,
-        images: _abc.Iterable[_common_pb2.Image] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "images", b"images", "question", b"question"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Turn: _TypeAlias = Turn  # noqa: Y015
-
-@_typing.final
 class QueryResponse(_message.Message):
-    """The answer to a question."""
+    """The answers to a question."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    ANSWER_FIELD_NUMBER: _builtins.int
-    REASONING_FIELD_NUMBER: _builtins.int
-    SAMPLES_FIELD_NUMBER: _builtins.int
-    IMAGES_FIELD_NUMBER: _builtins.int
-    ABSENCES_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    PRESUPPOSED_FIELD_NUMBER: _builtins.int
     ABSTAINED_FIELD_NUMBER: _builtins.int
-    FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
-    MODEL_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    IMAGE_SIZE_FIELD_NUMBER: _builtins.int
-    SEED_FIELD_NUMBER: _builtins.int
-    IMAGE_ID_FIELD_NUMBER: _builtins.int
-    LOGPROBS_FIELD_NUMBER: _builtins.int
-    answer: _builtins.str
-    """The answer, as the model wrote it; may be empty."""
+    INFO_FIELD_NUMBER: _builtins.int
     abstained: _builtins.bool
-    """Whether nothing was generated, because an object of Abstention is absent. Then `answer` is empty, and finish_reason is
-    STOP. `usage` is that of the look for the objects; with an answer, it includes them.
-    """
-    finish_reason: _common_pb2.FinishReason.ValueType
-    """The reason why generation ended."""
-    model: _builtins.str
-    """Name of the model that answered (Model.name)."""
-    request_id: _builtins.str
-    """Id of the request, from the caller or from the server. 1 to 128 visible ASCII characters."""
-    seed: _builtins.int
-    """Seed of sampling, in [0, 2^64). The same request with this Sampling.seed gives the same result."""
-    image_id: _builtins.str
-    """Id of the stored image, for later requests; empty without an image, or if the server does not store it (see
-    ImageService).
+    """Whether nothing was generated, because an object of Abstention is absent. Then the texts of the answers are empty,
+    and their finish_reason is STOP. `usage` is that of the look for the objects; with an answer, it includes them.
     """
     @_builtins.property
-    def reasoning(self) -> Global___Reasoning:
-        """The model's reasoning; set if and only if the request asked for reasoning."""
+    def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Answer]:
+        """The answers: QueryTask.num_samples, in order of the seeds."""
 
     @_builtins.property
-    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueryResponse]:
-        """With QueryRequest.num_samples above 1, one result per sample, in order; otherwise empty. The other fields of this
-        message are then those of the first sample, but two that are about all together: `usage` is the sum, and `timings`
-        holds the longest queue_time_ms, the shortest ttft_ms and total_time_ms of the call.
-        """
-
-    @_builtins.property
-    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___SeenImage]:
-        """With QueryRequest.images or Turn.images, all images of the request in the order of the prompt: QueryRequest.image,
-        those of the turns, those of the question. Otherwise empty. `image_size` and `image_id` are those of the first.
-        """
-
-    @_builtins.property
-    def absences(self) -> _containers.RepeatedCompositeFieldContainer[Global___ObjectAbsence]:
-        """With Abstention, the absence of each of its objects, in order; otherwise empty."""
+    def presupposed(self) -> _containers.RepeatedCompositeFieldContainer[Global___ObjectSearch]:
+        """With Abstention, one for each of its objects, in order; otherwise empty."""
 
     @_builtins.property
     def usage(self) -> _common_pb2.Usage:
-        """Positions that the request used."""
+        """Positions that the request used, for all answers together."""
 
     @_builtins.property
     def timings(self) -> _common_pb2.Timings:
         """Durations of the request's phases."""
 
     @_builtins.property
-    def image_size(self) -> _common_pb2.ImageSize:
-        """Size of the upright image that coordinates refer to; unset without an image."""
-
-    @_builtins.property
-    def logprobs(self) -> _common_pb2.Logprobs:
-        """The log-probabilities of the answer; set if and only if the request asked for them."""
+    def info(self) -> _common_pb2.RequestInfo:
+        """The request's id, model, images and seed."""
 
     def __init__(
         self,
         *,
-        answer: _builtins.str = ...,
-        reasoning: Global___Reasoning | None = ...,
-        samples: _abc.Iterable[Global___QueryResponse] | None = ...,
-        images: _abc.Iterable[Global___SeenImage] | None = ...,
-        absences: _abc.Iterable[Global___ObjectAbsence] | None = ...,
+        answers: _abc.Iterable[Global___Answer] | None = ...,
+        presupposed: _abc.Iterable[Global___ObjectSearch] | None = ...,
         abstained: _builtins.bool = ...,
-        finish_reason: _common_pb2.FinishReason.ValueType = ...,
         usage: _common_pb2.Usage | None = ...,
         timings: _common_pb2.Timings | None = ...,
-        model: _builtins.str = ...,
-        request_id: _builtins.str = ...,
-        image_size: _common_pb2.ImageSize | None = ...,
-        seed: _builtins.int = ...,
-        image_id: _builtins.str = ...,
-        logprobs: _common_pb2.Logprobs | None = ...,
+        info: _common_pb2.RequestInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "image_size", b"image_size", "logprobs", b"logprobs", "reasoning", b"reasoning", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "absences", b"absences", "abstained", b"abstained", "answer", b"answer", "finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "images", b"images", "logprobs", b"logprobs", "model", b"model", "reasoning", b"reasoning", "request_id", b"request_id", "samples", b"samples", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abstained", b"abstained", "answers", b"answers", "info", b"info", "presupposed", b"presupposed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__reasoning: _TypeAlias = _typing.Literal["reasoning"]  # noqa: Y015
-    _WhichOneofArgType__reasoning: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning) -> _WhichOneofReturnType__reasoning | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___QueryResponse: _TypeAlias = QueryResponse  # noqa: Y015
 
 @_typing.final
-class SeenImage(_message.Message):
-    """An image of a request with several images."""
+class Answer(_message.Message):
+    """One answer or description."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    IMAGE_SIZE_FIELD_NUMBER: _builtins.int
-    IMAGE_ID_FIELD_NUMBER: _builtins.int
-    image_id: _builtins.str
-    """Id of the stored image, for later requests; empty if the server does not store it (see ImageService)."""
+    TEXT_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """The text, as the model wrote it; may be empty."""
+    finish_reason: _common_pb2.FinishReason.ValueType
+    """The reason why generation ended."""
+    seed: _builtins.int
+    """Seed of sampling, at least 0. The same request with this Sampling.seed and one sample gives the same text."""
     @_builtins.property
-    def image_size(self) -> _common_pb2.ImageSize:
-        """Size of the upright image. Always set."""
+    def reasoning(self) -> Global___Reasoning:
+        """The model's reasoning; set if and only if the task asked for reasoning."""
+
+    @_builtins.property
+    def logprobs(self) -> _common_pb2.Logprobs:
+        """The log-probabilities of the text; set if and only if the task asked for them."""
 
     def __init__(
         self,
         *,
-        image_size: _common_pb2.ImageSize | None = ...,
-        image_id: _builtins.str = ...,
+        text: _builtins.str = ...,
+        reasoning: Global___Reasoning | None = ...,
+        logprobs: _common_pb2.Logprobs | None = ...,
+        finish_reason: _common_pb2.FinishReason.ValueType = ...,
+        seed: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["image_size", b"image_size"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "reasoning", b"reasoning"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["image_id", b"image_id", "image_size", b"image_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "reasoning", b"reasoning", "seed", b"seed", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SeenImage: _TypeAlias = SeenImage  # noqa: Y015
+Global___Answer: _TypeAlias = Answer  # noqa: Y015
 
 @_typing.final
 class Reasoning(_message.Message):
@@ -619,31 +651,20 @@ Global___GroundingSpan: _TypeAlias = GroundingSpan  # noqa: Y015
 
 @_typing.final
 class CaptionRequest(_message.Message):
-    """The description to make."""
+    """An image to describe."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     IMAGE_FIELD_NUMBER: _builtins.int
-    LENGTH_FIELD_NUMBER: _builtins.int
-    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
-    SAMPLING_FIELD_NUMBER: _builtins.int
+    CAPTION_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
-    length: Global___CaptionLength.ValueType
-    """Length of the description. Default: normal."""
-    num_samples: _builtins.int
-    """Number of descriptions to generate, 1 to 16. Each is a request of its own in the queue and the batch. The image is decoded and
-    encoded once, and its prefix is computed once. Sample i, counted from 0, has the seed Sampling.seed + i modulo 2^64,
-    and equals the result of a request with this seed and one sample. Without a seed the server draws one for all. With
-    temperature 0 all samples are equal. If a sample fails, the call fails. A stream has one sample: it refuses more,
-    because streams with these seeds, one for each sample, show the same and can be read side by side. Default: 1.
-    """
     @_builtins.property
     def image(self) -> _common_pb2.Image:
         """The image. Required."""
 
     @_builtins.property
-    def sampling(self) -> _common_pb2.Sampling:
-        """Settings of sampling. Default: the default of every field."""
+    def caption(self) -> Global___CaptionTask:
+        """The description to make. Default: the default of every field."""
 
     @_builtins.property
     def options(self) -> _common_pb2.RequestOptions:
@@ -653,93 +674,103 @@ class CaptionRequest(_message.Message):
         self,
         *,
         image: _common_pb2.Image | None = ...,
-        length: Global___CaptionLength.ValueType = ...,
-        num_samples: _builtins.int | None = ...,
-        sampling: _common_pb2.Sampling | None = ...,
+        caption: Global___CaptionTask | None = ...,
         options: _common_pb2.RequestOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples", "image", b"image", "num_samples", b"num_samples", "options", b"options", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["caption", b"caption", "image", b"image", "options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples", "image", b"image", "length", b"length", "num_samples", b"num_samples", "options", b"options", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caption", b"caption", "image", b"image", "options", b"options"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__num_samples: _TypeAlias = _typing.Literal["num_samples"]  # noqa: Y015
-    _WhichOneofArgType__num_samples: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_samples) -> _WhichOneofReturnType__num_samples | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CaptionRequest: _TypeAlias = CaptionRequest  # noqa: Y015
 
 @_typing.final
-class CaptionResponse(_message.Message):
-    """A description."""
+class CaptionTask(_message.Message):
+    """A description to make."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    CAPTION_FIELD_NUMBER: _builtins.int
-    SAMPLES_FIELD_NUMBER: _builtins.int
-    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    length: Global___CaptionLength.ValueType
+    """Length of the description. Default: normal."""
+    num_samples: _builtins.int
+    """Number of descriptions to generate, 1 to 16: as QueryTask.num_samples. Default: 1."""
+    max_tokens: _builtins.int
+    """Limit on the generated tokens, at least 1: as QueryTask.max_tokens. Default: as there."""
+    @_builtins.property
+    def sampling(self) -> _common_pb2.Sampling:
+        """How tokens are drawn. Default: the default of every field."""
+
+    @_builtins.property
+    def text(self) -> _common_pb2.TextOptions:
+        """How the description is written. Default: the default of every field."""
+
+    def __init__(
+        self,
+        *,
+        length: Global___CaptionLength.ValueType = ...,
+        num_samples: _builtins.int | None = ...,
+        max_tokens: _builtins.int | None = ...,
+        sampling: _common_pb2.Sampling | None = ...,
+        text: _common_pb2.TextOptions | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_samples", b"_num_samples", "max_tokens", b"max_tokens", "num_samples", b"num_samples", "sampling", b"sampling", "text", b"text"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_samples", b"_num_samples", "length", b"length", "max_tokens", b"max_tokens", "num_samples", b"num_samples", "sampling", b"sampling", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__num_samples: _TypeAlias = _typing.Literal["num_samples"]  # noqa: Y015
+    _WhichOneofArgType__num_samples: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_samples) -> _WhichOneofReturnType__num_samples | None: ...
+
+Global___CaptionTask: _TypeAlias = CaptionTask  # noqa: Y015
+
+@_typing.final
+class CaptionResponse(_message.Message):
+    """The descriptions of an image."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAPTIONS_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
-    MODEL_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    IMAGE_SIZE_FIELD_NUMBER: _builtins.int
-    SEED_FIELD_NUMBER: _builtins.int
-    IMAGE_ID_FIELD_NUMBER: _builtins.int
-    LOGPROBS_FIELD_NUMBER: _builtins.int
-    caption: _builtins.str
-    """The description, as the model wrote it; may be empty."""
-    finish_reason: _common_pb2.FinishReason.ValueType
-    """The reason why generation ended."""
-    model: _builtins.str
-    """Name of the model that answered (Model.name)."""
-    request_id: _builtins.str
-    """Id of the request, from the caller or from the server. 1 to 128 visible ASCII characters."""
-    seed: _builtins.int
-    """Seed of sampling, in [0, 2^64). The same request with this Sampling.seed gives the same result."""
-    image_id: _builtins.str
-    """Id of the stored image, for later requests; empty without an image, or if the server does not store it (see
-    ImageService).
-    """
+    INFO_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___CaptionResponse]:
-        """With CaptionRequest.num_samples above 1, one result per sample, in order; otherwise empty. The other fields of this
-        message are then those of the first sample, but two that are about all together: `usage` is the sum, and `timings`
-        holds the longest queue_time_ms, the shortest ttft_ms and total_time_ms of the call.
-        """
+    def captions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Answer]:
+        """The descriptions: CaptionTask.num_samples, in order of the seeds. They have no reasoning."""
 
     @_builtins.property
     def usage(self) -> _common_pb2.Usage:
-        """Positions that the request used."""
+        """Positions that the request used, for all descriptions together."""
 
     @_builtins.property
     def timings(self) -> _common_pb2.Timings:
         """Durations of the request's phases."""
 
     @_builtins.property
-    def image_size(self) -> _common_pb2.ImageSize:
-        """Size of the upright image that coordinates refer to."""
-
-    @_builtins.property
-    def logprobs(self) -> _common_pb2.Logprobs:
-        """The log-probabilities of the description; set if and only if the request asked for them."""
+    def info(self) -> _common_pb2.RequestInfo:
+        """The request's id, model, image and seed."""
 
     def __init__(
         self,
         *,
-        caption: _builtins.str = ...,
-        samples: _abc.Iterable[Global___CaptionResponse] | None = ...,
-        finish_reason: _common_pb2.FinishReason.ValueType = ...,
+        captions: _abc.Iterable[Global___Answer] | None = ...,
         usage: _common_pb2.Usage | None = ...,
         timings: _common_pb2.Timings | None = ...,
-        model: _builtins.str = ...,
-        request_id: _builtins.str = ...,
-        image_size: _common_pb2.ImageSize | None = ...,
-        seed: _builtins.int = ...,
-        image_id: _builtins.str = ...,
-        logprobs: _common_pb2.Logprobs | None = ...,
+        info: _common_pb2.RequestInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["image_size", b"image_size", "logprobs", b"logprobs", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caption", b"caption", "finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "logprobs", b"logprobs", "model", b"model", "request_id", b"request_id", "samples", b"samples", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["captions", b"captions", "info", b"info", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -747,57 +778,20 @@ Global___CaptionResponse: _TypeAlias = CaptionResponse  # noqa: Y015
 
 @_typing.final
 class PointRequest(_message.Message):
-    """The objects whose centres to find."""
+    """An image whose objects to point at."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     IMAGE_FIELD_NUMBER: _builtins.int
-    OBJECT_FIELD_NUMBER: _builtins.int
-    MAX_OBJECTS_FIELD_NUMBER: _builtins.int
-    SPATIAL_REFS_FIELD_NUMBER: _builtins.int
-    OBJECTS_FIELD_NUMBER: _builtins.int
-    MIN_SCORE_FIELD_NUMBER: _builtins.int
-    TILES_FIELD_NUMBER: _builtins.int
-    SAMPLING_FIELD_NUMBER: _builtins.int
+    POINT_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
-    object: _builtins.str
-    """The object to find, in any words ("the red circle"): 1 byte to 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes),
-    not only white space. White space before and after it is removed. Required, unless `objects` is set.
-    """
-    max_objects: _builtins.int
-    """Limit on the number of objects, at least 1. Default: ServerLimits.default_max_objects."""
-    min_score: _builtins.float
-    """Points with a lower score are omitted, in streams too. They count towards max_objects. In [0, 1].
-    Default: ServerLimits.default_min_score.
-    """
     @_builtins.property
     def image(self) -> _common_pb2.Image:
         """The image. Required."""
 
     @_builtins.property
-    def spatial_refs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SpatialRef]:
-        """Places in the image that the object's name refers to, in order. Default: none."""
-
-    @_builtins.property
-    def objects(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Several objects to find, in place of `object`: at most 256 names, each like `object`, all different. The image is
-        sent, decoded and encoded once. Each name is a request of its own with the same settings, and has its own result; a
-        call has at most 32 of these requests in the queue and the batch at a time. A name that fails has an error as its
-        result and does not affect the others. Default: none.
-        """
-
-    @_builtins.property
-    def tiles(self) -> Global___Tiles:
-        """Cuts the image into overlapping tiles, and looks for the objects in each of them. This finds objects that are too small
-        in a look at the whole image. Each look is a sequence of its own, with max_objects, min_score and sampling of this
-        request, and takes a place in the queue. The result holds each object once, in coordinates of the image, in the order
-        of the scores, at most max_objects of them; `absence` is the least of all looks. A stream has the objects of all
-        looks as they are found; only `final` is merged. Not together with spatial_refs. Default: one look at the image.
-        """
-
-    @_builtins.property
-    def sampling(self) -> _common_pb2.Sampling:
-        """Settings of sampling. Default: the default of every field."""
+    def point(self) -> Global___PointTask:
+        """What to find. Required."""
 
     @_builtins.property
     def options(self) -> _common_pb2.RequestOptions:
@@ -807,29 +801,96 @@ class PointRequest(_message.Message):
         self,
         *,
         image: _common_pb2.Image | None = ...,
-        object: _builtins.str = ...,
-        max_objects: _builtins.int | None = ...,
-        spatial_refs: _abc.Iterable[_common_pb2.SpatialRef] | None = ...,
-        objects: _abc.Iterable[_builtins.str] | None = ...,
-        min_score: _builtins.float | None = ...,
-        tiles: Global___Tiles | None = ...,
-        sampling: _common_pb2.Sampling | None = ...,
+        point: Global___PointTask | None = ...,
         options: _common_pb2.RequestOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_score", b"_min_score", "image", b"image", "max_objects", b"max_objects", "min_score", b"min_score", "options", b"options", "sampling", b"sampling", "tiles", b"tiles"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "options", b"options", "point", b"point"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_score", b"_min_score", "image", b"image", "max_objects", b"max_objects", "min_score", b"min_score", "object", b"object", "objects", b"objects", "options", b"options", "sampling", b"sampling", "spatial_refs", b"spatial_refs", "tiles", b"tiles"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "options", b"options", "point", b"point"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PointRequest: _TypeAlias = PointRequest  # noqa: Y015
+
+@_typing.final
+class PointTask(_message.Message):
+    """Objects whose centres to find."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OBJECTS_FIELD_NUMBER: _builtins.int
+    MAX_OBJECTS_FIELD_NUMBER: _builtins.int
+    SPATIAL_REFS_FIELD_NUMBER: _builtins.int
+    MIN_SCORE_FIELD_NUMBER: _builtins.int
+    TILES_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    max_objects: _builtins.int
+    """Limit on the number of detections of each name, at least 1. Default: ServerLimits.default_max_objects."""
+    min_score: _builtins.float
+    """Detections with a lower score are omitted, in streams too. They count towards max_objects. In [0, 1].
+    Default: ServerLimits.default_min_score.
+    """
+    max_tokens: _builtins.int
+    """Limit on the generated tokens of each name, at least 1. A point takes 2 tokens; an object that is incomplete at the
+    limit is omitted. Default: the number of tokens that max_objects needs, or less where the context or the server's
+    limit has no room for it.
+    """
+    @_builtins.property
+    def objects(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the objects to find, in any words ("the red circle"): 1 to 256 names, all different, each of 1 byte to 32
+        KiB - 1 of UTF-8 (ServerLimits.max_text_bytes), not only white space. White space before and after a name is
+        removed. Each name is a request of its own with the same settings; a call has at most 32 of these requests in the
+        queue and the batch at a time. A name that fails has an error in its ObjectSearch and does not affect the others;
+        the only name of a task fails the task. Required.
+        """
+
+    @_builtins.property
+    def spatial_refs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SpatialRef]:
+        """Places in the image that the names refer to, in order. Default: none."""
+
+    @_builtins.property
+    def tiles(self) -> Global___Tiles:
+        """Cuts the image into overlapping tiles, and looks for the objects in each of them. This finds objects that are too
+        small in a look at the whole image. Each look is a sequence of its own, with the settings of this task, and takes a
+        place in the queue. The result holds each object once, in coordinates of the image, in the order of the scores, at
+        most max_objects for a name; ObjectSearch.absence is the least of all looks. A stream has the objects of all looks
+        as they are found; only `final` is merged. Not together with spatial_refs. Default: one look at the image.
+        """
+
+    @_builtins.property
+    def sampling(self) -> _common_pb2.Sampling:
+        """How tokens are drawn. Default: greedy."""
+
+    def __init__(
+        self,
+        *,
+        objects: _abc.Iterable[_builtins.str] | None = ...,
+        max_objects: _builtins.int | None = ...,
+        spatial_refs: _abc.Iterable[_common_pb2.SpatialRef] | None = ...,
+        min_score: _builtins.float | None = ...,
+        tiles: Global___Tiles | None = ...,
+        max_tokens: _builtins.int | None = ...,
+        sampling: _common_pb2.Sampling | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_max_tokens", b"_max_tokens", "_min_score", b"_min_score", "max_objects", b"max_objects", "max_tokens", b"max_tokens", "min_score", b"min_score", "sampling", b"sampling", "tiles", b"tiles"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_max_tokens", b"_max_tokens", "_min_score", b"_min_score", "max_objects", b"max_objects", "max_tokens", b"max_tokens", "min_score", b"min_score", "objects", b"objects", "sampling", b"sampling", "spatial_refs", b"spatial_refs", "tiles", b"tiles"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_objects: _TypeAlias = _typing.Literal["max_objects"]  # noqa: Y015
     _WhichOneofArgType__max_objects: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects"]  # noqa: Y015
+    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__min_score: _TypeAlias = _typing.Literal["min_score"]  # noqa: Y015
     _WhichOneofArgType__min_score: _TypeAlias = _typing.Literal["_min_score", b"_min_score"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_objects) -> _WhichOneofReturnType__max_objects | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_score) -> _WhichOneofReturnType__min_score | None: ...
 
-Global___PointRequest: _TypeAlias = PointRequest  # noqa: Y015
+Global___PointTask: _TypeAlias = PointTask  # noqa: Y015
 
 @_typing.final
 class PointResponse(_message.Message):
@@ -837,172 +898,143 @@ class PointResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    POINTS_FIELD_NUMBER: _builtins.int
-    RESULTS_FIELD_NUMBER: _builtins.int
-    ABSENCE_FIELD_NUMBER: _builtins.int
-    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    DETECTIONS_FIELD_NUMBER: _builtins.int
+    SEARCHES_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
-    MODEL_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    IMAGE_SIZE_FIELD_NUMBER: _builtins.int
-    SEED_FIELD_NUMBER: _builtins.int
-    IMAGE_ID_FIELD_NUMBER: _builtins.int
-    absence: _builtins.float
-    """The probability that the image has no such object, in [0, 1] (docs/scores.md); unset with PointRequest.objects."""
-    finish_reason: _common_pb2.FinishReason.ValueType
-    """The reason why generation ended."""
-    model: _builtins.str
-    """Name of the model that answered (Model.name)."""
-    request_id: _builtins.str
-    """Id of the request, from the caller or from the server. 1 to 128 visible ASCII characters."""
-    seed: _builtins.int
-    """Seed of sampling, in [0, 2^64). The same request with this Sampling.seed gives the same result."""
-    image_id: _builtins.str
-    """Id of the stored image, for later requests; empty without an image, or if the server does not store it (see
-    ImageService).
-    """
+    INFO_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def points(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Point]:
-        """One point per object, in the order in which the model found the objects; empty if there is none, or with
-        PointRequest.objects.
+    def detections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Detection]:
+        """The objects of all names, with `point`: in the order of the names, and for each name in the order in which the
+        model found them; empty if there is none.
         """
 
     @_builtins.property
-    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskResult]:
-        """With PointRequest.objects, one result per name, in the order of the request: `point`, or `error` for a name that
-        failed. The key is the position of the name: "0" for the first. The fields below then are about all names together:
-        `finish_reason` is FINISH_REASON_LENGTH if any result has it, `usage` is the sum, `timings` holds the longest
-        queue_time_ms, the shortest ttft_ms and total_time_ms of the call, and `seed` is not set.
-        """
+    def searches(self) -> _containers.RepeatedCompositeFieldContainer[Global___ObjectSearch]:
+        """One for each name, in the order of the task."""
 
     @_builtins.property
     def usage(self) -> _common_pb2.Usage:
-        """Positions that the request used."""
+        """Positions that the request used, for all names together."""
 
     @_builtins.property
     def timings(self) -> _common_pb2.Timings:
         """Durations of the request's phases."""
 
     @_builtins.property
-    def image_size(self) -> _common_pb2.ImageSize:
-        """Size of the upright image that coordinates refer to."""
+    def info(self) -> _common_pb2.RequestInfo:
+        """The request's id, model, image and seed."""
 
     def __init__(
         self,
         *,
-        points: _abc.Iterable[_common_pb2.Point] | None = ...,
-        results: _abc.Iterable[Global___TaskResult] | None = ...,
-        absence: _builtins.float | None = ...,
-        finish_reason: _common_pb2.FinishReason.ValueType = ...,
+        detections: _abc.Iterable[Global___Detection] | None = ...,
+        searches: _abc.Iterable[Global___ObjectSearch] | None = ...,
         usage: _common_pb2.Usage | None = ...,
         timings: _common_pb2.Timings | None = ...,
-        model: _builtins.str = ...,
-        request_id: _builtins.str = ...,
-        image_size: _common_pb2.ImageSize | None = ...,
-        seed: _builtins.int = ...,
-        image_id: _builtins.str = ...,
+        info: _common_pb2.RequestInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_absence", b"_absence", "absence", b"absence", "image_size", b"image_size", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_absence", b"_absence", "absence", b"absence", "finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "model", b"model", "points", b"points", "request_id", b"request_id", "results", b"results", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detections", b"detections", "info", b"info", "searches", b"searches", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__absence: _TypeAlias = _typing.Literal["absence"]  # noqa: Y015
-    _WhichOneofArgType__absence: _TypeAlias = _typing.Literal["_absence", b"_absence"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__absence) -> _WhichOneofReturnType__absence | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PointResponse: _TypeAlias = PointResponse  # noqa: Y015
 
 @_typing.final
-class DetectRequest(_message.Message):
-    """The objects whose bounding boxes to find."""
+class Detection(_message.Message):
+    """An object that was found."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    IMAGE_FIELD_NUMBER: _builtins.int
-    OBJECT_FIELD_NUMBER: _builtins.int
-    MAX_OBJECTS_FIELD_NUMBER: _builtins.int
-    OBJECTS_FIELD_NUMBER: _builtins.int
-    MIN_SCORE_FIELD_NUMBER: _builtins.int
-    MAX_OVERLAP_FIELD_NUMBER: _builtins.int
-    TILES_FIELD_NUMBER: _builtins.int
-    SAMPLING_FIELD_NUMBER: _builtins.int
-    OPTIONS_FIELD_NUMBER: _builtins.int
-    object: _builtins.str
-    """The object to find, in any words ("the red circle"): 1 byte to 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes),
-    not only white space. White space before and after it is removed. Required, unless `objects` is set.
-    """
-    max_objects: _builtins.int
-    """Limit on the number of objects, at least 1. Default: ServerLimits.default_max_objects."""
-    min_score: _builtins.float
-    """Boxes with a lower score are omitted, in streams too. They count towards max_objects. In [0, 1].
-    Default: ServerLimits.default_min_score.
-    """
-    max_overlap: _builtins.float
-    """Of two boxes whose intersection exceeds this part of their union, the result holds only the one with the higher score
-    (non-maximum suppression); with `objects`, whatever their names are. In a stream, only `final` is suppressed. Above
-    0 and below 1. Default: no box is suppressed.
-    """
+    LABEL_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    POINT_FIELD_NUMBER: _builtins.int
+    BOX_FIELD_NUMBER: _builtins.int
+    OUTLINE_FIELD_NUMBER: _builtins.int
+    label: _builtins.str
+    """Name of the object, as in the task."""
+    score: _builtins.float
+    """How sure the model is of the object, in [0, 1] (docs/scores.md)."""
     @_builtins.property
-    def image(self) -> _common_pb2.Image:
-        """The image. Required."""
+    def point(self) -> _common_pb2.Point:
+        """Of Point: the object's centre."""
 
     @_builtins.property
-    def objects(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Several objects to find, in place of `object`: at most 256 names, each like `object`, all different. The image is
-        sent, decoded and encoded once. Each name is a request of its own with the same settings, and has its own result; a
-        call has at most 32 of these requests in the queue and the batch at a time. A name that fails has an error as its
-        result and does not affect the others. Default: none.
-        """
+    def box(self) -> _common_pb2.Box:
+        """Of Detect and Segment: the object's bounding box."""
 
     @_builtins.property
-    def tiles(self) -> Global___Tiles:
-        """Cuts the image into overlapping tiles, and looks for the objects in each of them. This finds objects that are too small
-        in a look at the whole image. Each look is a sequence of its own, with max_objects, min_score and sampling of this
-        request, and takes a place in the queue. The result holds each object once, in coordinates of the image, in the order
-        of the scores, at most max_objects of them; `absence` is the least of all looks. A stream has the objects of all
-        looks as they are found; only `final` is merged. Default: one look at the image.
-        """
-
-    @_builtins.property
-    def sampling(self) -> _common_pb2.Sampling:
-        """Settings of sampling. Default: the default of every field."""
-
-    @_builtins.property
-    def options(self) -> _common_pb2.RequestOptions:
-        """Options of the request. Default: the default of every field."""
+    def outline(self) -> Global___Outline:
+        """Of Segment: the object's outline. In the first event of an object in a stream it is not set yet."""
 
     def __init__(
         self,
         *,
-        image: _common_pb2.Image | None = ...,
-        object: _builtins.str = ...,
-        max_objects: _builtins.int | None = ...,
-        objects: _abc.Iterable[_builtins.str] | None = ...,
-        min_score: _builtins.float | None = ...,
-        max_overlap: _builtins.float | None = ...,
-        tiles: Global___Tiles | None = ...,
-        sampling: _common_pb2.Sampling | None = ...,
-        options: _common_pb2.RequestOptions | None = ...,
+        label: _builtins.str = ...,
+        score: _builtins.float = ...,
+        point: _common_pb2.Point | None = ...,
+        box: _common_pb2.Box | None = ...,
+        outline: Global___Outline | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_max_overlap", b"_max_overlap", "_min_score", b"_min_score", "image", b"image", "max_objects", b"max_objects", "max_overlap", b"max_overlap", "min_score", b"min_score", "options", b"options", "sampling", b"sampling", "tiles", b"tiles"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "outline", b"outline", "point", b"point"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_max_overlap", b"_max_overlap", "_min_score", b"_min_score", "image", b"image", "max_objects", b"max_objects", "max_overlap", b"max_overlap", "min_score", b"min_score", "object", b"object", "objects", b"objects", "options", b"options", "sampling", b"sampling", "tiles", b"tiles"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "label", b"label", "outline", b"outline", "point", b"point", "score", b"score"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__max_objects: _TypeAlias = _typing.Literal["max_objects"]  # noqa: Y015
-    _WhichOneofArgType__max_objects: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects"]  # noqa: Y015
-    _WhichOneofReturnType__max_overlap: _TypeAlias = _typing.Literal["max_overlap"]  # noqa: Y015
-    _WhichOneofArgType__max_overlap: _TypeAlias = _typing.Literal["_max_overlap", b"_max_overlap"]  # noqa: Y015
-    _WhichOneofReturnType__min_score: _TypeAlias = _typing.Literal["min_score"]  # noqa: Y015
-    _WhichOneofArgType__min_score: _TypeAlias = _typing.Literal["_min_score", b"_min_score"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_objects) -> _WhichOneofReturnType__max_objects | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_overlap) -> _WhichOneofReturnType__max_overlap | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_score) -> _WhichOneofReturnType__min_score | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DetectRequest: _TypeAlias = DetectRequest  # noqa: Y015
+Global___Detection: _TypeAlias = Detection  # noqa: Y015
+
+@_typing.final
+class ObjectSearch(_message.Message):
+    """How the search for the objects of one name ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OBJECT_FIELD_NUMBER: _builtins.int
+    ABSENCE_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    OMITTED_SCORE_FIELD_NUMBER: _builtins.int
+    object: _builtins.str
+    """The name, as in the task."""
+    absence: _builtins.float
+    """The probability that the image has no such object, in [0, 1] (docs/scores.md), calibrated if the model has a
+    calibration (Model.calibrated_scores). With several images or looks, that of the one for which it is least. Not set
+    by Segment, or with an error.
+    """
+    finish_reason: _common_pb2.FinishReason.ValueType
+    """The reason why generation ended. Unspecified with an error, and in QueryResponse.presupposed."""
+    omitted_score: _builtins.float
+    """Of Segment: the score of an outline that SegmentTask.min_score omitted; otherwise not set."""
+    @_builtins.property
+    def error(self) -> _status_pb2.Status:
+        """The status that the search for this name failed with. Not set if it did not fail."""
+
+    def __init__(
+        self,
+        *,
+        object: _builtins.str = ...,
+        absence: _builtins.float | None = ...,
+        finish_reason: _common_pb2.FinishReason.ValueType = ...,
+        error: _status_pb2.Status | None = ...,
+        omitted_score: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_absence", b"_absence", "_omitted_score", b"_omitted_score", "absence", b"absence", "error", b"error", "omitted_score", b"omitted_score"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_absence", b"_absence", "_omitted_score", b"_omitted_score", "absence", b"absence", "error", b"error", "finish_reason", b"finish_reason", "object", b"object", "omitted_score", b"omitted_score"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__absence: _TypeAlias = _typing.Literal["absence"]  # noqa: Y015
+    _WhichOneofArgType__absence: _TypeAlias = _typing.Literal["_absence", b"_absence"]  # noqa: Y015
+    _WhichOneofReturnType__omitted_score: _TypeAlias = _typing.Literal["omitted_score"]  # noqa: Y015
+    _WhichOneofArgType__omitted_score: _TypeAlias = _typing.Literal["_omitted_score", b"_omitted_score"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__absence) -> _WhichOneofReturnType__absence | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__omitted_score) -> _WhichOneofReturnType__omitted_score | None: ...
+
+Global___ObjectSearch: _TypeAlias = ObjectSearch  # noqa: Y015
 
 @_typing.final
 class Tiles(_message.Message):
@@ -1013,7 +1045,7 @@ class Tiles(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
     OVERLAP_FIELD_NUMBER: _builtins.int
-    WHOLE_IMAGE_FIELD_NUMBER: _builtins.int
+    TILES_ONLY_FIELD_NUMBER: _builtins.int
     rows: _builtins.int
     """Number of rows, at least 1. There are 2 to 16 tiles. Required."""
     columns: _builtins.int
@@ -1022,9 +1054,9 @@ class Tiles(_message.Message):
     """The part of a tile's width and height that it shares with its neighbour, in [0, 0.5]. It should exceed the size of
     the objects. Default: 0.2.
     """
-    whole_image: _builtins.bool
-    """Whether the request also looks at the whole image, or the whole region, which finds objects that are larger than a
-    tile. Default: true.
+    tiles_only: _builtins.bool
+    """Whether to look at the tiles only, and not at the whole image or region too. The look at the whole finds objects
+    that are larger than a tile.
     """
     def __init__(
         self,
@@ -1032,144 +1064,34 @@ class Tiles(_message.Message):
         rows: _builtins.int = ...,
         columns: _builtins.int = ...,
         overlap: _builtins.float | None = ...,
-        whole_image: _builtins.bool | None = ...,
+        tiles_only: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_overlap", b"_overlap", "_whole_image", b"_whole_image", "overlap", b"overlap", "whole_image", b"whole_image"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_overlap", b"_overlap", "overlap", b"overlap"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_overlap", b"_overlap", "_whole_image", b"_whole_image", "columns", b"columns", "overlap", b"overlap", "rows", b"rows", "whole_image", b"whole_image"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_overlap", b"_overlap", "columns", b"columns", "overlap", b"overlap", "rows", b"rows", "tiles_only", b"tiles_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__overlap: _TypeAlias = _typing.Literal["overlap"]  # noqa: Y015
     _WhichOneofArgType__overlap: _TypeAlias = _typing.Literal["_overlap", b"_overlap"]  # noqa: Y015
-    _WhichOneofReturnType__whole_image: _TypeAlias = _typing.Literal["whole_image"]  # noqa: Y015
-    _WhichOneofArgType__whole_image: _TypeAlias = _typing.Literal["_whole_image", b"_whole_image"]  # noqa: Y015
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__overlap) -> _WhichOneofReturnType__overlap | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__whole_image) -> _WhichOneofReturnType__whole_image | None: ...
 
 Global___Tiles: _TypeAlias = Tiles  # noqa: Y015
 
 @_typing.final
-class DetectResponse(_message.Message):
-    """The bounding boxes of the objects."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    OBJECTS_FIELD_NUMBER: _builtins.int
-    RESULTS_FIELD_NUMBER: _builtins.int
-    ABSENCE_FIELD_NUMBER: _builtins.int
-    FINISH_REASON_FIELD_NUMBER: _builtins.int
-    USAGE_FIELD_NUMBER: _builtins.int
-    TIMINGS_FIELD_NUMBER: _builtins.int
-    MODEL_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    IMAGE_SIZE_FIELD_NUMBER: _builtins.int
-    SEED_FIELD_NUMBER: _builtins.int
-    IMAGE_ID_FIELD_NUMBER: _builtins.int
-    absence: _builtins.float
-    """The probability that the image has no such object, in [0, 1] (docs/scores.md); unset with DetectRequest.objects."""
-    finish_reason: _common_pb2.FinishReason.ValueType
-    """The reason why generation ended."""
-    model: _builtins.str
-    """Name of the model that answered (Model.name)."""
-    request_id: _builtins.str
-    """Id of the request, from the caller or from the server. 1 to 128 visible ASCII characters."""
-    seed: _builtins.int
-    """Seed of sampling, in [0, 2^64). The same request with this Sampling.seed gives the same result."""
-    image_id: _builtins.str
-    """Id of the stored image, for later requests; empty without an image, or if the server does not store it (see
-    ImageService).
-    """
-    @_builtins.property
-    def objects(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Box]:
-        """One box per object, in the order in which the model found the objects; empty if there is none, or with
-        DetectRequest.objects.
-        """
-
-    @_builtins.property
-    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskResult]:
-        """With DetectRequest.objects, one result per name, in the order of the request: `detect`, or `error` for a name that
-        failed. The key is the position of the name: "0" for the first. The fields below then are about all names together:
-        `finish_reason` is FINISH_REASON_LENGTH if any result has it, `usage` is the sum, `timings` holds the longest
-        queue_time_ms, the shortest ttft_ms and total_time_ms of the call, and `seed` is not set.
-        """
-
-    @_builtins.property
-    def usage(self) -> _common_pb2.Usage:
-        """Positions that the request used."""
-
-    @_builtins.property
-    def timings(self) -> _common_pb2.Timings:
-        """Durations of the request's phases."""
-
-    @_builtins.property
-    def image_size(self) -> _common_pb2.ImageSize:
-        """Size of the upright image that coordinates refer to."""
-
-    def __init__(
-        self,
-        *,
-        objects: _abc.Iterable[_common_pb2.Box] | None = ...,
-        results: _abc.Iterable[Global___TaskResult] | None = ...,
-        absence: _builtins.float | None = ...,
-        finish_reason: _common_pb2.FinishReason.ValueType = ...,
-        usage: _common_pb2.Usage | None = ...,
-        timings: _common_pb2.Timings | None = ...,
-        model: _builtins.str = ...,
-        request_id: _builtins.str = ...,
-        image_size: _common_pb2.ImageSize | None = ...,
-        seed: _builtins.int = ...,
-        image_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_absence", b"_absence", "absence", b"absence", "image_size", b"image_size", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_absence", b"_absence", "absence", b"absence", "finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "model", b"model", "objects", b"objects", "request_id", b"request_id", "results", b"results", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__absence: _TypeAlias = _typing.Literal["absence"]  # noqa: Y015
-    _WhichOneofArgType__absence: _TypeAlias = _typing.Literal["_absence", b"_absence"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__absence) -> _WhichOneofReturnType__absence | None: ...
-
-Global___DetectResponse: _TypeAlias = DetectResponse  # noqa: Y015
-
-@_typing.final
-class SegmentRequest(_message.Message):
-    """The object to outline."""
+class DetectRequest(_message.Message):
+    """An image whose objects to find."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     IMAGE_FIELD_NUMBER: _builtins.int
-    OBJECT_FIELD_NUMBER: _builtins.int
-    SPATIAL_REFS_FIELD_NUMBER: _builtins.int
-    MASK_FORMAT_FIELD_NUMBER: _builtins.int
-    MIN_SCORE_FIELD_NUMBER: _builtins.int
-    REFINE_FIELD_NUMBER: _builtins.int
-    SAMPLING_FIELD_NUMBER: _builtins.int
+    DETECT_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
-    object: _builtins.str
-    """The object to outline, in any words ("the red circle"): 1 byte to 32 KiB - 1 of UTF-8
-    (ServerLimits.max_text_bytes), not only white space. White space before and after it is removed. Required.
-    """
-    mask_format: Global___MaskFormat.ValueType
-    """Format of a drawn mask to send in addition to the path. Default: no mask."""
-    min_score: _builtins.float
-    """If the outline has a lower score, the request ends before its path: the response then has `score`, but neither box
-    nor path, and a stream has no events of them. In [0, 1]. Default: ServerLimits.default_min_score.
-    """
-    refine: _builtins.bool
-    """Whether a second network, the refiner, sharpens the outline, which takes as long as two to four crops of an image.
-    true is FAILED_PRECONDITION if the model has no refiner (Model.refines). Default: true if it has one.
-    """
     @_builtins.property
     def image(self) -> _common_pb2.Image:
         """The image. Required."""
 
     @_builtins.property
-    def spatial_refs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SpatialRef]:
-        """Places in the image that identify the object, in order. Default: none."""
-
-    @_builtins.property
-    def sampling(self) -> _common_pb2.Sampling:
-        """Settings of sampling. Default: the default of every field."""
+    def detect(self) -> Global___DetectTask:
+        """What to find. Required."""
 
     @_builtins.property
     def options(self) -> _common_pb2.RequestOptions:
@@ -1179,136 +1101,358 @@ class SegmentRequest(_message.Message):
         self,
         *,
         image: _common_pb2.Image | None = ...,
-        object: _builtins.str = ...,
-        spatial_refs: _abc.Iterable[_common_pb2.SpatialRef] | None = ...,
-        mask_format: Global___MaskFormat.ValueType = ...,
-        min_score: _builtins.float | None = ...,
-        refine: _builtins.bool | None = ...,
-        sampling: _common_pb2.Sampling | None = ...,
+        detect: Global___DetectTask | None = ...,
         options: _common_pb2.RequestOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_min_score", b"_min_score", "_refine", b"_refine", "image", b"image", "min_score", b"min_score", "options", b"options", "refine", b"refine", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["detect", b"detect", "image", b"image", "options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_score", b"_min_score", "_refine", b"_refine", "image", b"image", "mask_format", b"mask_format", "min_score", b"min_score", "object", b"object", "options", b"options", "refine", b"refine", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detect", b"detect", "image", b"image", "options", b"options"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__min_score: _TypeAlias = _typing.Literal["min_score"]  # noqa: Y015
-    _WhichOneofArgType__min_score: _TypeAlias = _typing.Literal["_min_score", b"_min_score"]  # noqa: Y015
-    _WhichOneofReturnType__refine: _TypeAlias = _typing.Literal["refine"]  # noqa: Y015
-    _WhichOneofArgType__refine: _TypeAlias = _typing.Literal["_refine", b"_refine"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_score) -> _WhichOneofReturnType__min_score | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__refine) -> _WhichOneofReturnType__refine | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SegmentRequest: _TypeAlias = SegmentRequest  # noqa: Y015
+Global___DetectRequest: _TypeAlias = DetectRequest  # noqa: Y015
 
 @_typing.final
-class SegmentResponse(_message.Message):
-    """The outline of an object."""
+class DetectTask(_message.Message):
+    """Objects whose bounding boxes to find."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SVG_PATH_FIELD_NUMBER: _builtins.int
-    BOX_FIELD_NUMBER: _builtins.int
-    MASK_FIELD_NUMBER: _builtins.int
-    PARSE_ERROR_FIELD_NUMBER: _builtins.int
-    SCORE_FIELD_NUMBER: _builtins.int
-    COARSE_PATH_FIELD_NUMBER: _builtins.int
-    COARSE_BOX_FIELD_NUMBER: _builtins.int
-    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    OBJECTS_FIELD_NUMBER: _builtins.int
+    MAX_OBJECTS_FIELD_NUMBER: _builtins.int
+    MIN_SCORE_FIELD_NUMBER: _builtins.int
+    TILES_FIELD_NUMBER: _builtins.int
+    MAX_OVERLAP_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    max_objects: _builtins.int
+    """Limit on the number of detections of each name, at least 1. Default: ServerLimits.default_max_objects."""
+    min_score: _builtins.float
+    """Detections with a lower score are omitted, in streams too. They count towards max_objects. In [0, 1].
+    Default: ServerLimits.default_min_score.
+    """
+    max_overlap: _builtins.float
+    """Of two boxes whose intersection exceeds this part of their union, the result holds only the one with the higher
+    score (non-maximum suppression), whatever their labels are. In a stream, only `final` is suppressed. Above 0 and
+    below 1. Default: no box is suppressed.
+    """
+    max_tokens: _builtins.int
+    """Limit on the generated tokens of each name, at least 1. A box takes 3 tokens; otherwise as PointTask.max_tokens.
+    Default: as there.
+    """
+    @_builtins.property
+    def objects(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the objects to find: as PointTask.objects. Required."""
+
+    @_builtins.property
+    def tiles(self) -> Global___Tiles:
+        """Cuts the image into overlapping tiles: as PointTask.tiles. Default: one look at the image."""
+
+    @_builtins.property
+    def sampling(self) -> _common_pb2.Sampling:
+        """How tokens are drawn. Default: greedy."""
+
+    def __init__(
+        self,
+        *,
+        objects: _abc.Iterable[_builtins.str] | None = ...,
+        max_objects: _builtins.int | None = ...,
+        min_score: _builtins.float | None = ...,
+        tiles: Global___Tiles | None = ...,
+        max_overlap: _builtins.float | None = ...,
+        max_tokens: _builtins.int | None = ...,
+        sampling: _common_pb2.Sampling | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_max_overlap", b"_max_overlap", "_max_tokens", b"_max_tokens", "_min_score", b"_min_score", "max_objects", b"max_objects", "max_overlap", b"max_overlap", "max_tokens", b"max_tokens", "min_score", b"min_score", "sampling", b"sampling", "tiles", b"tiles"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_max_overlap", b"_max_overlap", "_max_tokens", b"_max_tokens", "_min_score", b"_min_score", "max_objects", b"max_objects", "max_overlap", b"max_overlap", "max_tokens", b"max_tokens", "min_score", b"min_score", "objects", b"objects", "sampling", b"sampling", "tiles", b"tiles"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_objects: _TypeAlias = _typing.Literal["max_objects"]  # noqa: Y015
+    _WhichOneofArgType__max_objects: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects"]  # noqa: Y015
+    _WhichOneofReturnType__max_overlap: _TypeAlias = _typing.Literal["max_overlap"]  # noqa: Y015
+    _WhichOneofArgType__max_overlap: _TypeAlias = _typing.Literal["_max_overlap", b"_max_overlap"]  # noqa: Y015
+    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__min_score: _TypeAlias = _typing.Literal["min_score"]  # noqa: Y015
+    _WhichOneofArgType__min_score: _TypeAlias = _typing.Literal["_min_score", b"_min_score"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_objects) -> _WhichOneofReturnType__max_objects | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_overlap) -> _WhichOneofReturnType__max_overlap | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_score) -> _WhichOneofReturnType__min_score | None: ...
+
+Global___DetectTask: _TypeAlias = DetectTask  # noqa: Y015
+
+@_typing.final
+class DetectResponse(_message.Message):
+    """The bounding boxes of the objects."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DETECTIONS_FIELD_NUMBER: _builtins.int
+    SEARCHES_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
-    MODEL_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    IMAGE_SIZE_FIELD_NUMBER: _builtins.int
-    SEED_FIELD_NUMBER: _builtins.int
-    IMAGE_ID_FIELD_NUMBER: _builtins.int
-    svg_path: _builtins.str
-    """The outline as SVG path data (M, L, H, V, C, S, Q, T, A and Z, absolute or relative), in coordinates relative to
-    `box`: (0, 0) is its upper left corner and (1, 1) its lower right one. Empty if the model found nothing, or if
-    parse_error is set.
-    """
-    parse_error: _builtins.str
-    """The reason why the model's path cannot be parsed; unset if it can be parsed."""
-    score: _builtins.float
-    """How sure the model is of the object, in [0, 1] (docs/scores.md), as in `box`; unset if the model gave no box."""
-    coarse_path: _builtins.str
-    """The model's own outline before it was refined, in coordinates relative to `coarse_box`. Unset if the outline was not
-    refined; svg_path and box are then the model's own.
-    """
-    finish_reason: _common_pb2.FinishReason.ValueType
-    """The reason why generation ended."""
-    model: _builtins.str
-    """Name of the model that answered (Model.name)."""
-    request_id: _builtins.str
-    """Id of the request, from the caller or from the server. 1 to 128 visible ASCII characters."""
-    seed: _builtins.int
-    """Seed of sampling, in [0, 2^64). The same request with this Sampling.seed gives the same result."""
-    image_id: _builtins.str
-    """Id of the stored image, for later requests; empty without an image, or if the server does not store it (see
-    ImageService).
-    """
+    INFO_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def box(self) -> _common_pb2.Box:
-        """Bounding box of the object; unset if the model gave none."""
+    def detections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Detection]:
+        """The objects of all names, with `box`, in the order of PointResponse.detections."""
 
     @_builtins.property
-    def mask(self) -> Global___Mask:
-        """The drawn mask, at the size of the upright image. Set if it was requested and there are a path and a box."""
-
-    @_builtins.property
-    def coarse_box(self) -> _common_pb2.Box:
-        """The model's own bounding box before the outline was refined. Set together with coarse_path."""
+    def searches(self) -> _containers.RepeatedCompositeFieldContainer[Global___ObjectSearch]:
+        """One for each name, in the order of the task."""
 
     @_builtins.property
     def usage(self) -> _common_pb2.Usage:
-        """Positions that the request used."""
+        """Positions that the request used, for all names together."""
 
     @_builtins.property
     def timings(self) -> _common_pb2.Timings:
         """Durations of the request's phases."""
 
     @_builtins.property
-    def image_size(self) -> _common_pb2.ImageSize:
-        """Size of the upright image that coordinates refer to."""
+    def info(self) -> _common_pb2.RequestInfo:
+        """The request's id, model, image and seed."""
+
+    def __init__(
+        self,
+        *,
+        detections: _abc.Iterable[Global___Detection] | None = ...,
+        searches: _abc.Iterable[Global___ObjectSearch] | None = ...,
+        usage: _common_pb2.Usage | None = ...,
+        timings: _common_pb2.Timings | None = ...,
+        info: _common_pb2.RequestInfo | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detections", b"detections", "info", b"info", "searches", b"searches", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DetectResponse: _TypeAlias = DetectResponse  # noqa: Y015
+
+@_typing.final
+class SegmentRequest(_message.Message):
+    """An image whose objects to outline."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IMAGE_FIELD_NUMBER: _builtins.int
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def image(self) -> _common_pb2.Image:
+        """The image. Required."""
+
+    @_builtins.property
+    def segment(self) -> Global___SegmentTask:
+        """What to outline. Required."""
+
+    @_builtins.property
+    def options(self) -> _common_pb2.RequestOptions:
+        """Options of the request. Default: the default of every field."""
+
+    def __init__(
+        self,
+        *,
+        image: _common_pb2.Image | None = ...,
+        segment: Global___SegmentTask | None = ...,
+        options: _common_pb2.RequestOptions | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "options", b"options", "segment", b"segment"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "options", b"options", "segment", b"segment"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SegmentRequest: _TypeAlias = SegmentRequest  # noqa: Y015
+
+@_typing.final
+class SegmentTask(_message.Message):
+    """Objects to outline, one of each name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OBJECTS_FIELD_NUMBER: _builtins.int
+    SPATIAL_REFS_FIELD_NUMBER: _builtins.int
+    MIN_SCORE_FIELD_NUMBER: _builtins.int
+    MASK_FORMAT_FIELD_NUMBER: _builtins.int
+    REFINEMENT_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    min_score: _builtins.float
+    """If an outline has a lower score, its search ends before the path: the result then has no detection of the name but
+    ObjectSearch.omitted_score. In [0, 1]. Default: ServerLimits.default_min_score.
+    """
+    mask_format: Global___MaskFormat.ValueType
+    """Format of a drawn mask to send in addition to the path. Default: no mask."""
+    refinement: Global___Refinement.ValueType
+    """Whether a second network, the refiner, sharpens the outline, which takes as long as two to four crops of an image.
+    Default: if the model has a refiner.
+    """
+    max_tokens: _builtins.int
+    """Limit on the generated tokens of each name, at least 1: as QueryTask.max_tokens. Default: as there."""
+    @_builtins.property
+    def objects(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the objects to outline: as PointTask.objects. The model outlines one object of each name. Required."""
+
+    @_builtins.property
+    def spatial_refs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SpatialRef]:
+        """Places in the image that identify the object, in order. Default: none."""
+
+    @_builtins.property
+    def sampling(self) -> _common_pb2.Sampling:
+        """How tokens are drawn. Default: greedy."""
+
+    def __init__(
+        self,
+        *,
+        objects: _abc.Iterable[_builtins.str] | None = ...,
+        spatial_refs: _abc.Iterable[_common_pb2.SpatialRef] | None = ...,
+        min_score: _builtins.float | None = ...,
+        mask_format: Global___MaskFormat.ValueType = ...,
+        refinement: Global___Refinement.ValueType = ...,
+        max_tokens: _builtins.int | None = ...,
+        sampling: _common_pb2.Sampling | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_min_score", b"_min_score", "max_tokens", b"max_tokens", "min_score", b"min_score", "sampling", b"sampling"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_min_score", b"_min_score", "mask_format", b"mask_format", "max_tokens", b"max_tokens", "min_score", b"min_score", "objects", b"objects", "refinement", b"refinement", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__min_score: _TypeAlias = _typing.Literal["min_score"]  # noqa: Y015
+    _WhichOneofArgType__min_score: _TypeAlias = _typing.Literal["_min_score", b"_min_score"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_score) -> _WhichOneofReturnType__min_score | None: ...
+
+Global___SegmentTask: _TypeAlias = SegmentTask  # noqa: Y015
+
+@_typing.final
+class SegmentResponse(_message.Message):
+    """The outlines of the objects."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DETECTIONS_FIELD_NUMBER: _builtins.int
+    SEARCHES_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
+    INFO_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def detections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Detection]:
+        """The objects, with `box` and `outline`, in the order of the names: at most one for each name."""
+
+    @_builtins.property
+    def searches(self) -> _containers.RepeatedCompositeFieldContainer[Global___ObjectSearch]:
+        """One for each name, in the order of the task."""
+
+    @_builtins.property
+    def usage(self) -> _common_pb2.Usage:
+        """Positions that the request used, for all names together."""
+
+    @_builtins.property
+    def timings(self) -> _common_pb2.Timings:
+        """Durations of the request's phases."""
+
+    @_builtins.property
+    def info(self) -> _common_pb2.RequestInfo:
+        """The request's id, model, image and seed."""
+
+    def __init__(
+        self,
+        *,
+        detections: _abc.Iterable[Global___Detection] | None = ...,
+        searches: _abc.Iterable[Global___ObjectSearch] | None = ...,
+        usage: _common_pb2.Usage | None = ...,
+        timings: _common_pb2.Timings | None = ...,
+        info: _common_pb2.RequestInfo | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detections", b"detections", "info", b"info", "searches", b"searches", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SegmentResponse: _TypeAlias = SegmentResponse  # noqa: Y015
+
+@_typing.final
+class Outline(_message.Message):
+    """The outline of an object."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SVG_PATH_FIELD_NUMBER: _builtins.int
+    MASK_FIELD_NUMBER: _builtins.int
+    PARSE_ERROR_FIELD_NUMBER: _builtins.int
+    COARSE_FIELD_NUMBER: _builtins.int
+    svg_path: _builtins.str
+    """The outline as SVG path data (M, L, H, V, C, S, Q, T, A and Z, absolute or relative), in coordinates relative to
+    Detection.box: (0, 0) is its upper left corner and (1, 1) its lower right one. Empty if the model wrote none, or if
+    parse_error is set.
+    """
+    parse_error: _builtins.str
+    """The reason why the model's path cannot be parsed; not set if it can be parsed."""
+    @_builtins.property
+    def mask(self) -> Global___Mask:
+        """The drawn mask, at the size of the upright image. Set if it was requested and there is a path."""
+
+    @_builtins.property
+    def coarse(self) -> Global___CoarseOutline:
+        """The model's own outline and box before they were refined; not set if the outline was not refined: svg_path and
+        Detection.box are then the model's own.
+        """
+
+    def __init__(
+        self,
+        *,
+        svg_path: _builtins.str = ...,
+        mask: Global___Mask | None = ...,
+        parse_error: _builtins.str | None = ...,
+        coarse: Global___CoarseOutline | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parse_error", b"_parse_error", "coarse", b"coarse", "mask", b"mask", "parse_error", b"parse_error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parse_error", b"_parse_error", "coarse", b"coarse", "mask", b"mask", "parse_error", b"parse_error", "svg_path", b"svg_path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__parse_error: _TypeAlias = _typing.Literal["parse_error"]  # noqa: Y015
+    _WhichOneofArgType__parse_error: _TypeAlias = _typing.Literal["_parse_error", b"_parse_error"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parse_error) -> _WhichOneofReturnType__parse_error | None: ...
+
+Global___Outline: _TypeAlias = Outline  # noqa: Y015
+
+@_typing.final
+class CoarseOutline(_message.Message):
+    """The model's own outline of an object."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SVG_PATH_FIELD_NUMBER: _builtins.int
+    BOX_FIELD_NUMBER: _builtins.int
+    svg_path: _builtins.str
+    """The outline, as Outline.svg_path, in coordinates relative to `box`."""
+    @_builtins.property
+    def box(self) -> _common_pb2.Box:
+        """The model's own bounding box."""
 
     def __init__(
         self,
         *,
         svg_path: _builtins.str = ...,
         box: _common_pb2.Box | None = ...,
-        mask: Global___Mask | None = ...,
-        parse_error: _builtins.str | None = ...,
-        score: _builtins.float | None = ...,
-        coarse_path: _builtins.str | None = ...,
-        coarse_box: _common_pb2.Box | None = ...,
-        finish_reason: _common_pb2.FinishReason.ValueType = ...,
-        usage: _common_pb2.Usage | None = ...,
-        timings: _common_pb2.Timings | None = ...,
-        model: _builtins.str = ...,
-        request_id: _builtins.str = ...,
-        image_size: _common_pb2.ImageSize | None = ...,
-        seed: _builtins.int = ...,
-        image_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_coarse_path", b"_coarse_path", "_parse_error", b"_parse_error", "_score", b"_score", "box", b"box", "coarse_box", b"coarse_box", "coarse_path", b"coarse_path", "image_size", b"image_size", "mask", b"mask", "parse_error", b"parse_error", "score", b"score", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["box", b"box"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_coarse_path", b"_coarse_path", "_parse_error", b"_parse_error", "_score", b"_score", "box", b"box", "coarse_box", b"coarse_box", "coarse_path", b"coarse_path", "finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "mask", b"mask", "model", b"model", "parse_error", b"parse_error", "request_id", b"request_id", "score", b"score", "seed", b"seed", "svg_path", b"svg_path", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "svg_path", b"svg_path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__coarse_path: _TypeAlias = _typing.Literal["coarse_path"]  # noqa: Y015
-    _WhichOneofArgType__coarse_path: _TypeAlias = _typing.Literal["_coarse_path", b"_coarse_path"]  # noqa: Y015
-    _WhichOneofReturnType__parse_error: _TypeAlias = _typing.Literal["parse_error"]  # noqa: Y015
-    _WhichOneofArgType__parse_error: _TypeAlias = _typing.Literal["_parse_error", b"_parse_error"]  # noqa: Y015
-    _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
-    _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__coarse_path) -> _WhichOneofReturnType__coarse_path | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__parse_error) -> _WhichOneofReturnType__parse_error | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SegmentResponse: _TypeAlias = SegmentResponse  # noqa: Y015
+Global___CoarseOutline: _TypeAlias = CoarseOutline  # noqa: Y015
 
 @_typing.final
 class Mask(_message.Message):
@@ -1391,8 +1535,8 @@ class Polygon(_message.Message):
     COORDINATES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def coordinates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """x and y of each corner in turn, in pixels of the upright image, from its upper left corner; an even number of values.
-        The first corner is not repeated.
+        """x and y of each corner in turn, in pixels of the upright image, from its upper left corner; an even number of
+        values. The first corner is not repeated.
         """
 
     def __init__(
@@ -1419,8 +1563,8 @@ class RunLengths(_message.Message):
     COUNTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Lengths of the runs, in pixels: alternately outside and inside the mask, outside first (this run may be 0). They add
-        up to width * height.
+        """Lengths of the runs, in pixels: alternately outside and inside the mask, outside first (this run may be 0). They
+        add up to width * height.
         """
 
     def __init__(
@@ -1437,32 +1581,6 @@ class RunLengths(_message.Message):
 Global___RunLengths: _TypeAlias = RunLengths  # noqa: Y015
 
 @_typing.final
-class StreamStarted(_message.Message):
-    """The first event of every stream."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    MODEL_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """Id of the request, from the caller or from the server. 1 to 128 visible ASCII characters."""
-    model: _builtins.str
-    """Name of the model that answers (Model.name)."""
-    def __init__(
-        self,
-        *,
-        request_id: _builtins.str = ...,
-        model: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "request_id", b"request_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StreamStarted: _TypeAlias = StreamStarted  # noqa: Y015
-
-@_typing.final
 class TextDelta(_message.Message):
     """More text."""
 
@@ -1472,16 +1590,16 @@ class TextDelta(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """The text to append; never cut inside a character. All deltas joined equal the final text. Empty only in the last delta,
-    if it has `tokens`.
+    """The text to append; never cut inside a character. All deltas joined equal the final text. Empty only in the last
+    delta, if it has `tokens`.
     """
     output_tokens: _builtins.int
     """Tokens generated so far, reasoning and spatial tokens included. At least 1."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
-        """With Sampling.logprobs, the tokens since the last delta; otherwise empty. The text of the last of them may follow in
-        the next delta. Those of all deltas are those of the final result: tokens without text at the end, like those of a
-        stop string, come in a last delta.
+        """With TextOptions.logprobs, the tokens since the last delta; otherwise empty. The text of the last of them may
+        follow in the next delta. Those of all deltas are those of the final result: tokens without text at the end, like
+        those of a stop string, come in a last delta.
         """
 
     def __init__(
@@ -1533,21 +1651,25 @@ class PathPiece(_message.Message):
 
     PATH_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """One SVG command with its arguments. All pieces joined with single spaces equal SegmentResponse.coarse_path, or
-    SegmentResponse.svg_path if the outline is not refined.
+    """One SVG command with its arguments. All pieces of a label joined with single spaces equal CoarseOutline.svg_path,
+    or Outline.svg_path if the outline is not refined.
     """
     output_tokens: _builtins.int
-    """Tokens generated so far, spatial tokens included. At least 1."""
+    """Tokens generated so far for this label, spatial tokens included. At least 1."""
+    label: _builtins.str
+    """Name of the object, as in the task."""
     def __init__(
         self,
         *,
         path: _builtins.str = ...,
         output_tokens: _builtins.int = ...,
+        label: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["output_tokens", b"output_tokens", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["label", b"label", "output_tokens", b"output_tokens", "path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1567,7 +1689,7 @@ class StreamQueryResponse(_message.Message):
     sequence: _builtins.int
     """Number of the event in its stream: 0, 1, 2, without gaps."""
     @_builtins.property
-    def started(self) -> Global___StreamStarted:
+    def started(self) -> _common_pb2.RequestInfo:
         """The request was accepted. The first event, once."""
 
     @_builtins.property
@@ -1586,7 +1708,7 @@ class StreamQueryResponse(_message.Message):
         self,
         *,
         sequence: _builtins.int = ...,
-        started: Global___StreamStarted | None = ...,
+        started: _common_pb2.RequestInfo | None = ...,
         text_delta: Global___TextDelta | None = ...,
         reasoning_delta: Global___ReasoningDelta | None = ...,
         final: Global___QueryResponse | None = ...,
@@ -1614,7 +1736,7 @@ class StreamCaptionResponse(_message.Message):
     sequence: _builtins.int
     """Number of the event in its stream: 0, 1, 2, without gaps."""
     @_builtins.property
-    def started(self) -> Global___StreamStarted:
+    def started(self) -> _common_pb2.RequestInfo:
         """The request was accepted. The first event, once."""
 
     @_builtins.property
@@ -1629,7 +1751,7 @@ class StreamCaptionResponse(_message.Message):
         self,
         *,
         sequence: _builtins.int = ...,
-        started: Global___StreamStarted | None = ...,
+        started: _common_pb2.RequestInfo | None = ...,
         text_delta: Global___TextDelta | None = ...,
         final: Global___CaptionResponse | None = ...,
     ) -> None: ...
@@ -1650,48 +1772,42 @@ class StreamPointResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
-    KEY_FIELD_NUMBER: _builtins.int
     STARTED_FIELD_NUMBER: _builtins.int
-    OBJECT_FIELD_NUMBER: _builtins.int
+    DETECTION_FIELD_NUMBER: _builtins.int
     FINAL_FIELD_NUMBER: _builtins.int
-    TASK_FINAL_FIELD_NUMBER: _builtins.int
+    SEARCH_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Number of the event in its stream: 0, 1, 2, without gaps."""
-    key: _builtins.str
-    """With PointRequest.objects, the key of the result that the event belongs to (TaskResult.key); otherwise, and for
-    `started` and `final`, empty.
-    """
     @_builtins.property
-    def started(self) -> Global___StreamStarted:
+    def started(self) -> _common_pb2.RequestInfo:
         """The request was accepted. The first event, once."""
 
     @_builtins.property
-    def object(self) -> _common_pb2.Point:
-        """The centre of one more object."""
+    def detection(self) -> Global___Detection:
+        """One more object."""
 
     @_builtins.property
     def final(self) -> Global___PointResponse:
         """The whole result. The last event, once."""
 
     @_builtins.property
-    def task_final(self) -> Global___TaskResult:
-        """With PointRequest.objects: the whole result of one name. The last event of the name, once."""
+    def search(self) -> Global___ObjectSearch:
+        """The search for one name has ended. The last event of the name, once."""
 
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
-        key: _builtins.str = ...,
-        started: Global___StreamStarted | None = ...,
-        object: _common_pb2.Point | None = ...,
+        started: _common_pb2.RequestInfo | None = ...,
+        detection: Global___Detection | None = ...,
         final: Global___PointResponse | None = ...,
-        task_final: Global___TaskResult | None = ...,
+        search: Global___ObjectSearch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "final", b"final", "object", b"object", "started", b"started", "task_final", b"task_final"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["detection", b"detection", "event", b"event", "final", b"final", "search", b"search", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "final", b"final", "key", b"key", "object", b"object", "sequence", b"sequence", "started", b"started", "task_final", b"task_final"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detection", b"detection", "event", b"event", "final", b"final", "search", b"search", "sequence", b"sequence", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "object", "final", "task_final"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "detection", "final", "search"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -1704,48 +1820,42 @@ class StreamDetectResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
-    KEY_FIELD_NUMBER: _builtins.int
     STARTED_FIELD_NUMBER: _builtins.int
-    OBJECT_FIELD_NUMBER: _builtins.int
+    DETECTION_FIELD_NUMBER: _builtins.int
     FINAL_FIELD_NUMBER: _builtins.int
-    TASK_FINAL_FIELD_NUMBER: _builtins.int
+    SEARCH_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Number of the event in its stream: 0, 1, 2, without gaps."""
-    key: _builtins.str
-    """With DetectRequest.objects, the key of the result that the event belongs to (TaskResult.key); otherwise, and for
-    `started` and `final`, empty.
-    """
     @_builtins.property
-    def started(self) -> Global___StreamStarted:
+    def started(self) -> _common_pb2.RequestInfo:
         """The request was accepted. The first event, once."""
 
     @_builtins.property
-    def object(self) -> _common_pb2.Box:
-        """One more object's box."""
+    def detection(self) -> Global___Detection:
+        """One more object."""
 
     @_builtins.property
     def final(self) -> Global___DetectResponse:
         """The whole result. The last event, once."""
 
     @_builtins.property
-    def task_final(self) -> Global___TaskResult:
-        """With DetectRequest.objects: the whole result of one name. The last event of the name, once."""
+    def search(self) -> Global___ObjectSearch:
+        """The search for one name has ended. The last event of the name, once."""
 
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
-        key: _builtins.str = ...,
-        started: Global___StreamStarted | None = ...,
-        object: _common_pb2.Box | None = ...,
+        started: _common_pb2.RequestInfo | None = ...,
+        detection: Global___Detection | None = ...,
         final: Global___DetectResponse | None = ...,
-        task_final: Global___TaskResult | None = ...,
+        search: Global___ObjectSearch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "final", b"final", "object", b"object", "started", b"started", "task_final", b"task_final"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["detection", b"detection", "event", b"event", "final", b"final", "search", b"search", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "final", b"final", "key", b"key", "object", b"object", "sequence", b"sequence", "started", b"started", "task_final", b"task_final"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detection", b"detection", "event", b"event", "final", b"final", "search", b"search", "sequence", b"sequence", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "object", "final", "task_final"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "detection", "final", "search"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -1753,47 +1863,53 @@ Global___StreamDetectResponse: _TypeAlias = StreamDetectResponse  # noqa: Y015
 
 @_typing.final
 class StreamSegmentResponse(_message.Message):
-    """One event of the stream of an outline."""
+    """One event of the stream of outlines."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     STARTED_FIELD_NUMBER: _builtins.int
-    OBJECT_FIELD_NUMBER: _builtins.int
+    DETECTION_FIELD_NUMBER: _builtins.int
     PATH_PIECE_FIELD_NUMBER: _builtins.int
     FINAL_FIELD_NUMBER: _builtins.int
+    SEARCH_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Number of the event in its stream: 0, 1, 2, without gaps."""
     @_builtins.property
-    def started(self) -> Global___StreamStarted:
+    def started(self) -> _common_pb2.RequestInfo:
         """The request was accepted. The first event, once."""
 
     @_builtins.property
-    def object(self) -> _common_pb2.Box:
-        """The object's box; before the first piece of the path."""
+    def detection(self) -> Global___Detection:
+        """An object with its box; before the first piece of its path."""
 
     @_builtins.property
     def path_piece(self) -> Global___PathPiece:
-        """More of the path, in coordinates relative to the box."""
+        """More of an object's path, in coordinates relative to its box."""
 
     @_builtins.property
     def final(self) -> Global___SegmentResponse:
         """The whole result. The last event, once."""
 
+    @_builtins.property
+    def search(self) -> Global___ObjectSearch:
+        """The search for one name has ended. The last event of the name, once."""
+
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
-        started: Global___StreamStarted | None = ...,
-        object: _common_pb2.Box | None = ...,
+        started: _common_pb2.RequestInfo | None = ...,
+        detection: Global___Detection | None = ...,
         path_piece: Global___PathPiece | None = ...,
         final: Global___SegmentResponse | None = ...,
+        search: Global___ObjectSearch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "final", b"final", "object", b"object", "path_piece", b"path_piece", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["detection", b"detection", "event", b"event", "final", b"final", "path_piece", b"path_piece", "search", b"search", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "final", b"final", "object", b"object", "path_piece", b"path_piece", "sequence", b"sequence", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detection", b"detection", "event", b"event", "final", b"final", "path_piece", b"path_piece", "search", b"search", "sequence", b"sequence", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "object", "path_piece", "final"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "detection", "path_piece", "final", "search"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -1813,7 +1929,7 @@ class AnalyzeRequest(_message.Message):
         """The image. Required."""
 
     @_builtins.property
-    def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___AnalyzeTask]:
+    def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Task]:
         """The tasks, 1 to 32 (ServerLimits.max_analyze_tasks). They run at the same time, in no particular order."""
 
     @_builtins.property
@@ -1824,7 +1940,7 @@ class AnalyzeRequest(_message.Message):
         self,
         *,
         image: _common_pb2.Image | None = ...,
-        tasks: _abc.Iterable[Global___AnalyzeTask] | None = ...,
+        tasks: _abc.Iterable[Global___Task] | None = ...,
         options: _common_pb2.RequestOptions | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "options", b"options"]  # noqa: Y015
@@ -1836,8 +1952,8 @@ class AnalyzeRequest(_message.Message):
 Global___AnalyzeRequest: _TypeAlias = AnalyzeRequest  # noqa: Y015
 
 @_typing.final
-class AnalyzeTask(_message.Message):
-    """One task on the image."""
+class Task(_message.Message):
+    """One of several tasks on an image."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1847,29 +1963,34 @@ class AnalyzeTask(_message.Message):
     POINT_FIELD_NUMBER: _builtins.int
     DETECT_FIELD_NUMBER: _builtins.int
     SEGMENT_FIELD_NUMBER: _builtins.int
+    SKILL_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     """The caller's name for the task, which its result and events carry: 1 to 128 visible ASCII characters (! to ~),
     different for every task. Default: the task's position, "0" for the first.
     """
     @_builtins.property
     def query(self) -> Global___QueryTask:
-        """Like the method Query."""
+        """As in the method Query."""
 
     @_builtins.property
     def caption(self) -> Global___CaptionTask:
-        """Like the method Caption."""
+        """As in the method Caption."""
 
     @_builtins.property
     def point(self) -> Global___PointTask:
-        """Like the method Point."""
+        """As in the method Point."""
 
     @_builtins.property
     def detect(self) -> Global___DetectTask:
-        """Like the method Detect."""
+        """As in the method Detect."""
 
     @_builtins.property
     def segment(self) -> Global___SegmentTask:
-        """Like the method Segment."""
+        """As in the method Segment."""
+
+    @_builtins.property
+    def skill(self) -> Global___SkillTask:
+        """As in the method RunSkill."""
 
     def __init__(
         self,
@@ -1880,301 +2001,22 @@ class AnalyzeTask(_message.Message):
         point: Global___PointTask | None = ...,
         detect: Global___DetectTask | None = ...,
         segment: Global___SegmentTask | None = ...,
+        skill: Global___SkillTask | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_key", b"_key", "caption", b"caption", "detect", b"detect", "key", b"key", "point", b"point", "query", b"query", "segment", b"segment", "task", b"task"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_key", b"_key", "caption", b"caption", "detect", b"detect", "key", b"key", "point", b"point", "query", b"query", "segment", b"segment", "skill", b"skill", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_key", b"_key", "caption", b"caption", "detect", b"detect", "key", b"key", "point", b"point", "query", b"query", "segment", b"segment", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_key", b"_key", "caption", b"caption", "detect", b"detect", "key", b"key", "point", b"point", "query", b"query", "segment", b"segment", "skill", b"skill", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__key: _TypeAlias = _typing.Literal["key"]  # noqa: Y015
     _WhichOneofArgType__key: _TypeAlias = _typing.Literal["_key", b"_key"]  # noqa: Y015
-    _WhichOneofReturnType_task: _TypeAlias = _typing.Literal["query", "caption", "point", "detect", "segment"]  # noqa: Y015
+    _WhichOneofReturnType_task: _TypeAlias = _typing.Literal["query", "caption", "point", "detect", "segment", "skill"]  # noqa: Y015
     _WhichOneofArgType_task: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__key) -> _WhichOneofReturnType__key | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_task) -> _WhichOneofReturnType_task | None: ...
 
-Global___AnalyzeTask: _TypeAlias = AnalyzeTask  # noqa: Y015
-
-@_typing.final
-class QueryTask(_message.Message):
-    """A question about the image. The fields have the same meaning as in QueryRequest."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    QUESTION_FIELD_NUMBER: _builtins.int
-    REASONING_FIELD_NUMBER: _builtins.int
-    SPATIAL_REFS_FIELD_NUMBER: _builtins.int
-    HISTORY_FIELD_NUMBER: _builtins.int
-    SYSTEM_FIELD_NUMBER: _builtins.int
-    ABSTENTION_FIELD_NUMBER: _builtins.int
-    SAMPLING_FIELD_NUMBER: _builtins.int
-    ANSWER_START_FIELD_NUMBER: _builtins.int
-    question: _builtins.str
-    """The question, in any words: 1 byte to 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes), not only white space. White
-    space before and after it is removed. Required.
-    """
-    reasoning: _builtins.bool
-    """Whether the model reasons before it answers, which takes time and may improve the answer. Default: false."""
-    system: _builtins.str
-    """Instructions for the whole conversation: at most 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes). They precede the
-    first question, with a blank line between; white space before and after them is removed. The models were not trained
-    on instructions, so they may not follow them. Default: none.
-    """
-    answer_start: _builtins.str
-    """The beginning of the answer, which the model continues: at most 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes).
-    The response holds only what follows it. A constraint and stop strings apply to that alone. Not with reasoning.
-    Default: none.
-    """
-    @_builtins.property
-    def spatial_refs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SpatialRef]:
-        """Places in the image that the question refers to, in order. Default: none."""
-
-    @_builtins.property
-    def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___Turn]:
-        """Earlier turns of the conversation, oldest first: at most 64. The image belongs to the first of them. The models were
-        trained on single questions, so an answer may depend less on earlier turns than expected. All texts of the
-        conversation, with the question and `system`, have at most ServerLimits.max_text_bytes. Default: none.
-        """
-
-    @_builtins.property
-    def abstention(self) -> Global___Abstention:
-        """Objects that the question presupposes, and when to abstain from an answer because the image does not show them.
-        Default: the question is answered in any case.
-        """
-
-    @_builtins.property
-    def sampling(self) -> _common_pb2.Sampling:
-        """Settings of sampling. Default: the default of every field."""
-
-    def __init__(
-        self,
-        *,
-        question: _builtins.str = ...,
-        reasoning: _builtins.bool | None = ...,
-        spatial_refs: _abc.Iterable[_common_pb2.SpatialRef] | None = ...,
-        history: _abc.Iterable[Global___Turn] | None = ...,
-        system: _builtins.str | None = ...,
-        abstention: Global___Abstention | None = ...,
-        sampling: _common_pb2.Sampling | None = ...,
-        answer_start: _builtins.str | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer_start", b"_answer_start", "_reasoning", b"_reasoning", "_system", b"_system", "abstention", b"abstention", "answer_start", b"answer_start", "reasoning", b"reasoning", "sampling", b"sampling", "system", b"system"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer_start", b"_answer_start", "_reasoning", b"_reasoning", "_system", b"_system", "abstention", b"abstention", "answer_start", b"answer_start", "history", b"history", "question", b"question", "reasoning", b"reasoning", "sampling", b"sampling", "spatial_refs", b"spatial_refs", "system", b"system"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__answer_start: _TypeAlias = _typing.Literal["answer_start"]  # noqa: Y015
-    _WhichOneofArgType__answer_start: _TypeAlias = _typing.Literal["_answer_start", b"_answer_start"]  # noqa: Y015
-    _WhichOneofReturnType__reasoning: _TypeAlias = _typing.Literal["reasoning"]  # noqa: Y015
-    _WhichOneofArgType__reasoning: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning"]  # noqa: Y015
-    _WhichOneofReturnType__system: _TypeAlias = _typing.Literal["system"]  # noqa: Y015
-    _WhichOneofArgType__system: _TypeAlias = _typing.Literal["_system", b"_system"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__answer_start) -> _WhichOneofReturnType__answer_start | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning) -> _WhichOneofReturnType__reasoning | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__system) -> _WhichOneofReturnType__system | None: ...
-
-Global___QueryTask: _TypeAlias = QueryTask  # noqa: Y015
-
-@_typing.final
-class CaptionTask(_message.Message):
-    """A description of the image. The fields have the same meaning as in CaptionRequest."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LENGTH_FIELD_NUMBER: _builtins.int
-    SAMPLING_FIELD_NUMBER: _builtins.int
-    length: Global___CaptionLength.ValueType
-    """Length of the description. Default: normal."""
-    @_builtins.property
-    def sampling(self) -> _common_pb2.Sampling:
-        """Settings of sampling. Default: the default of every field."""
-
-    def __init__(
-        self,
-        *,
-        length: Global___CaptionLength.ValueType = ...,
-        sampling: _common_pb2.Sampling | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["length", b"length", "sampling", b"sampling"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CaptionTask: _TypeAlias = CaptionTask  # noqa: Y015
-
-@_typing.final
-class PointTask(_message.Message):
-    """The centres of objects. The fields have the same meaning as in PointRequest."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    OBJECT_FIELD_NUMBER: _builtins.int
-    MAX_OBJECTS_FIELD_NUMBER: _builtins.int
-    SPATIAL_REFS_FIELD_NUMBER: _builtins.int
-    MIN_SCORE_FIELD_NUMBER: _builtins.int
-    SAMPLING_FIELD_NUMBER: _builtins.int
-    object: _builtins.str
-    """The object to find, in any words ("the red circle"): 1 byte to 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes),
-    not only white space. White space before and after it is removed. Required.
-    """
-    max_objects: _builtins.int
-    """Limit on the number of objects, at least 1. Default: ServerLimits.default_max_objects."""
-    min_score: _builtins.float
-    """Points with a lower score are omitted, in streams too. They count towards max_objects. In [0, 1].
-    Default: ServerLimits.default_min_score.
-    """
-    @_builtins.property
-    def spatial_refs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SpatialRef]:
-        """Places in the image that the object's name refers to, in order. Default: none."""
-
-    @_builtins.property
-    def sampling(self) -> _common_pb2.Sampling:
-        """Settings of sampling. Default: the default of every field."""
-
-    def __init__(
-        self,
-        *,
-        object: _builtins.str = ...,
-        max_objects: _builtins.int | None = ...,
-        spatial_refs: _abc.Iterable[_common_pb2.SpatialRef] | None = ...,
-        min_score: _builtins.float | None = ...,
-        sampling: _common_pb2.Sampling | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_score", b"_min_score", "max_objects", b"max_objects", "min_score", b"min_score", "sampling", b"sampling"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_min_score", b"_min_score", "max_objects", b"max_objects", "min_score", b"min_score", "object", b"object", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__max_objects: _TypeAlias = _typing.Literal["max_objects"]  # noqa: Y015
-    _WhichOneofArgType__max_objects: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects"]  # noqa: Y015
-    _WhichOneofReturnType__min_score: _TypeAlias = _typing.Literal["min_score"]  # noqa: Y015
-    _WhichOneofArgType__min_score: _TypeAlias = _typing.Literal["_min_score", b"_min_score"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_objects) -> _WhichOneofReturnType__max_objects | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_score) -> _WhichOneofReturnType__min_score | None: ...
-
-Global___PointTask: _TypeAlias = PointTask  # noqa: Y015
-
-@_typing.final
-class DetectTask(_message.Message):
-    """The bounding boxes of objects. The fields have the same meaning as in DetectRequest."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    OBJECT_FIELD_NUMBER: _builtins.int
-    MAX_OBJECTS_FIELD_NUMBER: _builtins.int
-    MIN_SCORE_FIELD_NUMBER: _builtins.int
-    MAX_OVERLAP_FIELD_NUMBER: _builtins.int
-    SAMPLING_FIELD_NUMBER: _builtins.int
-    object: _builtins.str
-    """The object to find, in any words ("the red circle"): 1 byte to 32 KiB - 1 of UTF-8 (ServerLimits.max_text_bytes),
-    not only white space. White space before and after it is removed. Required.
-    """
-    max_objects: _builtins.int
-    """Limit on the number of objects, at least 1. Default: ServerLimits.default_max_objects."""
-    min_score: _builtins.float
-    """Boxes with a lower score are omitted, in streams too. They count towards max_objects. In [0, 1].
-    Default: ServerLimits.default_min_score.
-    """
-    max_overlap: _builtins.float
-    """Of two boxes whose intersection exceeds this part of their union, the result holds only the one with the higher score
-    (non-maximum suppression). In a stream, only `final` is suppressed. Above
-    0 and below 1. Default: no box is suppressed.
-    """
-    @_builtins.property
-    def sampling(self) -> _common_pb2.Sampling:
-        """Settings of sampling. Default: the default of every field."""
-
-    def __init__(
-        self,
-        *,
-        object: _builtins.str = ...,
-        max_objects: _builtins.int | None = ...,
-        min_score: _builtins.float | None = ...,
-        max_overlap: _builtins.float | None = ...,
-        sampling: _common_pb2.Sampling | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_max_overlap", b"_max_overlap", "_min_score", b"_min_score", "max_objects", b"max_objects", "max_overlap", b"max_overlap", "min_score", b"min_score", "sampling", b"sampling"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects", "_max_overlap", b"_max_overlap", "_min_score", b"_min_score", "max_objects", b"max_objects", "max_overlap", b"max_overlap", "min_score", b"min_score", "object", b"object", "sampling", b"sampling"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__max_objects: _TypeAlias = _typing.Literal["max_objects"]  # noqa: Y015
-    _WhichOneofArgType__max_objects: _TypeAlias = _typing.Literal["_max_objects", b"_max_objects"]  # noqa: Y015
-    _WhichOneofReturnType__max_overlap: _TypeAlias = _typing.Literal["max_overlap"]  # noqa: Y015
-    _WhichOneofArgType__max_overlap: _TypeAlias = _typing.Literal["_max_overlap", b"_max_overlap"]  # noqa: Y015
-    _WhichOneofReturnType__min_score: _TypeAlias = _typing.Literal["min_score"]  # noqa: Y015
-    _WhichOneofArgType__min_score: _TypeAlias = _typing.Literal["_min_score", b"_min_score"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_objects) -> _WhichOneofReturnType__max_objects | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_overlap) -> _WhichOneofReturnType__max_overlap | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_score) -> _WhichOneofReturnType__min_score | None: ...
-
-Global___DetectTask: _TypeAlias = DetectTask  # noqa: Y015
-
-@_typing.final
-class SegmentTask(_message.Message):
-    """The outline of one object. The fields have the same meaning as in SegmentRequest."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    OBJECT_FIELD_NUMBER: _builtins.int
-    SPATIAL_REFS_FIELD_NUMBER: _builtins.int
-    MASK_FORMAT_FIELD_NUMBER: _builtins.int
-    MIN_SCORE_FIELD_NUMBER: _builtins.int
-    REFINE_FIELD_NUMBER: _builtins.int
-    SAMPLING_FIELD_NUMBER: _builtins.int
-    object: _builtins.str
-    """The object to outline, in any words ("the red circle"): 1 byte to 32 KiB - 1 of UTF-8
-    (ServerLimits.max_text_bytes), not only white space. White space before and after it is removed. Required.
-    """
-    mask_format: Global___MaskFormat.ValueType
-    """Format of a drawn mask to send in addition to the path. Default: no mask."""
-    min_score: _builtins.float
-    """If the outline has a lower score, the request ends before its path: the response then has `score`, but neither box
-    nor path, and a stream has no events of them. In [0, 1]. Default: ServerLimits.default_min_score.
-    """
-    refine: _builtins.bool
-    """Whether a second network, the refiner, sharpens the outline, which takes as long as two to four crops of an image.
-    true is FAILED_PRECONDITION if the model has no refiner (Model.refines). Default: true if it has one.
-    """
-    @_builtins.property
-    def spatial_refs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SpatialRef]:
-        """Places in the image that identify the object, in order. Default: none."""
-
-    @_builtins.property
-    def sampling(self) -> _common_pb2.Sampling:
-        """Settings of sampling. Default: the default of every field."""
-
-    def __init__(
-        self,
-        *,
-        object: _builtins.str = ...,
-        spatial_refs: _abc.Iterable[_common_pb2.SpatialRef] | None = ...,
-        mask_format: Global___MaskFormat.ValueType = ...,
-        min_score: _builtins.float | None = ...,
-        refine: _builtins.bool | None = ...,
-        sampling: _common_pb2.Sampling | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_min_score", b"_min_score", "_refine", b"_refine", "min_score", b"min_score", "refine", b"refine", "sampling", b"sampling"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_score", b"_min_score", "_refine", b"_refine", "mask_format", b"mask_format", "min_score", b"min_score", "object", b"object", "refine", b"refine", "sampling", b"sampling", "spatial_refs", b"spatial_refs"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__min_score: _TypeAlias = _typing.Literal["min_score"]  # noqa: Y015
-    _WhichOneofArgType__min_score: _TypeAlias = _typing.Literal["_min_score", b"_min_score"]  # noqa: Y015
-    _WhichOneofReturnType__refine: _TypeAlias = _typing.Literal["refine"]  # noqa: Y015
-    _WhichOneofArgType__refine: _TypeAlias = _typing.Literal["_refine", b"_refine"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_score) -> _WhichOneofReturnType__min_score | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__refine) -> _WhichOneofReturnType__refine | None: ...
-
-Global___SegmentTask: _TypeAlias = SegmentTask  # noqa: Y015
+Global___Task: _TypeAlias = Task  # noqa: Y015
 
 @_typing.final
 class AnalyzeResponse(_message.Message):
@@ -2184,45 +2026,35 @@ class AnalyzeResponse(_message.Message):
 
     RESULTS_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
-    TOTAL_TIME_MS_FIELD_NUMBER: _builtins.int
-    MODEL_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    IMAGE_SIZE_FIELD_NUMBER: _builtins.int
-    IMAGE_ID_FIELD_NUMBER: _builtins.int
-    total_time_ms: _builtins.float
-    """From acceptance to the end of the last task, including the preparation of the image. In milliseconds."""
-    model: _builtins.str
-    """Name of the model that answered (Model.name)."""
-    request_id: _builtins.str
-    """Id of the request, from the caller or from the server. 1 to 128 visible ASCII characters."""
-    image_id: _builtins.str
-    """Id of the stored image, for later requests; empty if the server does not store it (see ImageService)."""
+    TIMINGS_FIELD_NUMBER: _builtins.int
+    INFO_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskResult]:
-        """One result per AnalyzeTask, in the order of the request."""
+        """One result for each task, in the order of the request."""
 
     @_builtins.property
     def usage(self) -> _common_pb2.Usage:
-        """Positions that all tasks used together."""
+        """Positions that the request used, for all tasks together."""
 
     @_builtins.property
-    def image_size(self) -> _common_pb2.ImageSize:
-        """Size of the upright image that coordinates refer to."""
+    def timings(self) -> _common_pb2.Timings:
+        """Durations of the request's phases."""
+
+    @_builtins.property
+    def info(self) -> _common_pb2.RequestInfo:
+        """The request's id, model and image."""
 
     def __init__(
         self,
         *,
         results: _abc.Iterable[Global___TaskResult] | None = ...,
         usage: _common_pb2.Usage | None = ...,
-        total_time_ms: _builtins.float = ...,
-        model: _builtins.str = ...,
-        request_id: _builtins.str = ...,
-        image_size: _common_pb2.ImageSize | None = ...,
-        image_id: _builtins.str = ...,
+        timings: _common_pb2.Timings | None = ...,
+        info: _common_pb2.RequestInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["image_size", b"image_size", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["image_id", b"image_id", "image_size", b"image_size", "model", b"model", "request_id", b"request_id", "results", b"results", "total_time_ms", b"total_time_ms", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "results", b"results", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2240,16 +2072,17 @@ class TaskResult(_message.Message):
     POINT_FIELD_NUMBER: _builtins.int
     DETECT_FIELD_NUMBER: _builtins.int
     SEGMENT_FIELD_NUMBER: _builtins.int
+    SKILL_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     """Key of the task, from the caller; by default the task's position."""
     @_builtins.property
     def query(self) -> Global___QueryResponse:
-        """The answer to a question."""
+        """The answers to a question."""
 
     @_builtins.property
     def caption(self) -> Global___CaptionResponse:
-        """The description."""
+        """The descriptions."""
 
     @_builtins.property
     def point(self) -> Global___PointResponse:
@@ -2261,11 +2094,15 @@ class TaskResult(_message.Message):
 
     @_builtins.property
     def segment(self) -> Global___SegmentResponse:
-        """The outline."""
+        """The outlines."""
 
     @_builtins.property
-    def error(self) -> Global___TaskError:
-        """The error of a task that failed."""
+    def skill(self) -> Global___RunSkillResponse:
+        """The result of a skill."""
+
+    @_builtins.property
+    def error(self) -> _status_pb2.Status:
+        """The status that the task failed with, as the method would, with the same details. Paths begin with `tasks[i].`."""
 
     def __init__(
         self,
@@ -2276,79 +2113,18 @@ class TaskResult(_message.Message):
         point: Global___PointResponse | None = ...,
         detect: Global___DetectResponse | None = ...,
         segment: Global___SegmentResponse | None = ...,
-        error: Global___TaskError | None = ...,
+        skill: Global___RunSkillResponse | None = ...,
+        error: _status_pb2.Status | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["caption", b"caption", "detect", b"detect", "error", b"error", "outcome", b"outcome", "point", b"point", "query", b"query", "segment", b"segment"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["caption", b"caption", "detect", b"detect", "error", b"error", "outcome", b"outcome", "point", b"point", "query", b"query", "segment", b"segment", "skill", b"skill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caption", b"caption", "detect", b"detect", "error", b"error", "key", b"key", "outcome", b"outcome", "point", b"point", "query", b"query", "segment", b"segment"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caption", b"caption", "detect", b"detect", "error", b"error", "key", b"key", "outcome", b"outcome", "point", b"point", "query", b"query", "segment", b"segment", "skill", b"skill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["query", "caption", "point", "detect", "segment", "error"]  # noqa: Y015
+    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["query", "caption", "point", "detect", "segment", "skill", "error"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
 
 Global___TaskResult: _TypeAlias = TaskResult  # noqa: Y015
-
-@_typing.final
-class TaskError(_message.Message):
-    """The error of a task: the status that the task would have as a call."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    CODE_FIELD_NUMBER: _builtins.int
-    MESSAGE_FIELD_NUMBER: _builtins.int
-    REASON_FIELD_NUMBER: _builtins.int
-    FIELD_VIOLATIONS_FIELD_NUMBER: _builtins.int
-    code: _builtins.int
-    """The status code, as in google.rpc.Code: 3 is INVALID_ARGUMENT. Never 0 (OK)."""
-    message: _builtins.str
-    """The error message."""
-    reason: _builtins.str
-    """The reason as a stable word like INVALID_REQUEST, as in google.rpc.ErrorInfo."""
-    @_builtins.property
-    def field_violations(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskFieldViolation]:
-        """The invalid fields, if the request is invalid; as in google.rpc.BadRequest."""
-
-    def __init__(
-        self,
-        *,
-        code: _builtins.int = ...,
-        message: _builtins.str = ...,
-        reason: _builtins.str = ...,
-        field_violations: _abc.Iterable[Global___TaskFieldViolation] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "field_violations", b"field_violations", "message", b"message", "reason", b"reason"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TaskError: _TypeAlias = TaskError  # noqa: Y015
-
-@_typing.final
-class TaskFieldViolation(_message.Message):
-    """An invalid field."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    FIELD_FIELD_NUMBER: _builtins.int
-    DESCRIPTION_FIELD_NUMBER: _builtins.int
-    field: _builtins.str
-    """The field's path in the request, like `tasks[0].query.sampling.top_p`."""
-    description: _builtins.str
-    """Description of the error."""
-    def __init__(
-        self,
-        *,
-        field: _builtins.str = ...,
-        description: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "field", b"field"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TaskFieldViolation: _TypeAlias = TaskFieldViolation  # noqa: Y015
 
 @_typing.final
 class StreamAnalyzeResponse(_message.Message):
@@ -2361,17 +2137,17 @@ class StreamAnalyzeResponse(_message.Message):
     STARTED_FIELD_NUMBER: _builtins.int
     TEXT_DELTA_FIELD_NUMBER: _builtins.int
     REASONING_DELTA_FIELD_NUMBER: _builtins.int
-    POINT_FIELD_NUMBER: _builtins.int
+    DETECTION_FIELD_NUMBER: _builtins.int
     PATH_PIECE_FIELD_NUMBER: _builtins.int
     FINAL_FIELD_NUMBER: _builtins.int
-    BOX_FIELD_NUMBER: _builtins.int
+    SEARCH_FIELD_NUMBER: _builtins.int
     TASK_FINAL_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Number of the event in its stream: 0, 1, 2, without gaps."""
     key: _builtins.str
     """Key of the task that the event belongs to; empty for `started` and `final`."""
     @_builtins.property
-    def started(self) -> Global___StreamStarted:
+    def started(self) -> _common_pb2.RequestInfo:
         """The request was accepted. The first event, once."""
 
     @_builtins.property
@@ -2383,20 +2159,20 @@ class StreamAnalyzeResponse(_message.Message):
         """More of a task's reasoning; all of it comes before its answer."""
 
     @_builtins.property
-    def point(self) -> _common_pb2.Point:
-        """The centre of one more object."""
+    def detection(self) -> Global___Detection:
+        """One more object of a task."""
 
     @_builtins.property
     def path_piece(self) -> Global___PathPiece:
-        """More of a task's path, in coordinates relative to its box."""
+        """More of an object's path, in coordinates relative to its box."""
 
     @_builtins.property
     def final(self) -> Global___AnalyzeResponse:
         """The results of all tasks. The last event, once."""
 
     @_builtins.property
-    def box(self) -> _common_pb2.Box:
-        """The box of one more object, or the box of an outline before the first piece of its path."""
+    def search(self) -> Global___ObjectSearch:
+        """The search for one name of a task has ended."""
 
     @_builtins.property
     def task_final(self) -> Global___TaskResult:
@@ -2407,20 +2183,20 @@ class StreamAnalyzeResponse(_message.Message):
         *,
         sequence: _builtins.int = ...,
         key: _builtins.str = ...,
-        started: Global___StreamStarted | None = ...,
+        started: _common_pb2.RequestInfo | None = ...,
         text_delta: Global___TextDelta | None = ...,
         reasoning_delta: Global___ReasoningDelta | None = ...,
-        point: _common_pb2.Point | None = ...,
+        detection: Global___Detection | None = ...,
         path_piece: Global___PathPiece | None = ...,
         final: Global___AnalyzeResponse | None = ...,
-        box: _common_pb2.Box | None = ...,
+        search: Global___ObjectSearch | None = ...,
         task_final: Global___TaskResult | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "event", b"event", "final", b"final", "path_piece", b"path_piece", "point", b"point", "reasoning_delta", b"reasoning_delta", "started", b"started", "task_final", b"task_final", "text_delta", b"text_delta"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["detection", b"detection", "event", b"event", "final", b"final", "path_piece", b"path_piece", "reasoning_delta", b"reasoning_delta", "search", b"search", "started", b"started", "task_final", b"task_final", "text_delta", b"text_delta"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "event", b"event", "final", b"final", "key", b"key", "path_piece", b"path_piece", "point", b"point", "reasoning_delta", b"reasoning_delta", "sequence", b"sequence", "started", b"started", "task_final", b"task_final", "text_delta", b"text_delta"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detection", b"detection", "event", b"event", "final", b"final", "key", b"key", "path_piece", b"path_piece", "reasoning_delta", b"reasoning_delta", "search", b"search", "sequence", b"sequence", "started", b"started", "task_final", b"task_final", "text_delta", b"text_delta"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "text_delta", "reasoning_delta", "point", "path_piece", "final", "box", "task_final"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "text_delta", "reasoning_delta", "detection", "path_piece", "final", "search", "task_final"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -2428,37 +2204,20 @@ Global___StreamAnalyzeResponse: _TypeAlias = StreamAnalyzeResponse  # noqa: Y015
 
 @_typing.final
 class RunSkillRequest(_message.Message):
-    """The skill to run."""
+    """A skill to run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     IMAGE_FIELD_NUMBER: _builtins.int
     SKILL_FIELD_NUMBER: _builtins.int
-    ARGUMENTS_FIELD_NUMBER: _builtins.int
-    SETTINGS_FIELD_NUMBER: _builtins.int
-    SAMPLING_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
-    skill: _builtins.str
-    """Name of the skill, one of Model.skills; any other gives NOT_FOUND (reason SKILL_NOT_FOUND). Required."""
     @_builtins.property
     def image(self) -> _common_pb2.Image:
         """The image, if the skill takes one. Default: none."""
 
     @_builtins.property
-    def arguments(self) -> _struct_pb2.Struct:
-        """The skill's arguments, by name: {"question": "…"} for "query". The skill defines its arguments and refuses unknown
-        ones. Numbers without a fraction count as whole numbers. Default: none.
-        """
-
-    @_builtins.property
-    def settings(self) -> _struct_pb2.Struct:
-        """The skill's settings, by name, like {"max_objects": 3} for "detect". They may include the names of Sampling, but
-        numbers above 2^53 need `sampling`. A name must not be set in both. Default: the default of every setting.
-        """
-
-    @_builtins.property
-    def sampling(self) -> _common_pb2.Sampling:
-        """Settings of sampling. Default: the default of the skill, or of every field."""
+    def skill(self) -> Global___SkillTask:
+        """The skill and its arguments. Required."""
 
     @_builtins.property
     def options(self) -> _common_pb2.RequestOptions:
@@ -2468,19 +2227,74 @@ class RunSkillRequest(_message.Message):
         self,
         *,
         image: _common_pb2.Image | None = ...,
-        skill: _builtins.str = ...,
-        arguments: _struct_pb2.Struct | None = ...,
-        settings: _struct_pb2.Struct | None = ...,
-        sampling: _common_pb2.Sampling | None = ...,
+        skill: Global___SkillTask | None = ...,
         options: _common_pb2.RequestOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "image", b"image", "options", b"options", "sampling", b"sampling", "settings", b"settings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "options", b"options", "skill", b"skill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "image", b"image", "options", b"options", "sampling", b"sampling", "settings", b"settings", "skill", b"skill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "options", b"options", "skill", b"skill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunSkillRequest: _TypeAlias = RunSkillRequest  # noqa: Y015
+
+@_typing.final
+class SkillTask(_message.Message):
+    """A skill with its arguments."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the skill, one of Model.skills; any other gives NOT_FOUND (reason SKILL_NOT_FOUND). 1 to 128 characters.
+    Required.
+    """
+    max_tokens: _builtins.int
+    """Limit on the generated tokens, at least 1: as QueryTask.max_tokens. Default: the skill's."""
+    @_builtins.property
+    def arguments(self) -> _struct_pb2.Struct:
+        """The skill's arguments, by name: {"question": "…"} for "query". Skill.arguments_schema describes them; unknown ones
+        are refused. Numbers without a fraction count as whole numbers. Default: none.
+        """
+
+    @_builtins.property
+    def settings(self) -> _struct_pb2.Struct:
+        """The skill's settings, by name, like {"max_objects": 3} for "detect". They may include the names of Sampling and
+        TextOptions, and max_tokens, but a name must not be set twice. Default: the default of every setting.
+        """
+
+    @_builtins.property
+    def sampling(self) -> _common_pb2.Sampling:
+        """How tokens are drawn. Default: the default of the skill, or of every field."""
+
+    @_builtins.property
+    def text(self) -> _common_pb2.TextOptions:
+        """How a text is written, for skills that write one; others refuse it. Default: the default of every field."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        arguments: _struct_pb2.Struct | None = ...,
+        settings: _struct_pb2.Struct | None = ...,
+        max_tokens: _builtins.int | None = ...,
+        sampling: _common_pb2.Sampling | None = ...,
+        text: _common_pb2.TextOptions | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "arguments", b"arguments", "max_tokens", b"max_tokens", "sampling", b"sampling", "settings", b"settings", "text", b"text"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "arguments", b"arguments", "max_tokens", b"max_tokens", "name", b"name", "sampling", b"sampling", "settings", b"settings", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+
+Global___SkillTask: _TypeAlias = SkillTask  # noqa: Y015
 
 @_typing.final
 class RunSkillResponse(_message.Message):
@@ -2490,29 +2304,19 @@ class RunSkillResponse(_message.Message):
 
     OUTPUT_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
-    MODEL_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    IMAGE_SIZE_FIELD_NUMBER: _builtins.int
-    SEED_FIELD_NUMBER: _builtins.int
-    IMAGE_ID_FIELD_NUMBER: _builtins.int
-    LOGPROBS_FIELD_NUMBER: _builtins.int
+    INFO_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """The reason why generation ended."""
-    model: _builtins.str
-    """Name of the model that answered (Model.name)."""
-    request_id: _builtins.str
-    """Id of the request, from the caller or from the server. 1 to 128 visible ASCII characters."""
-    seed: _builtins.int
-    """Seed of sampling, in [0, 2^64). The same request with this Sampling.seed gives the same result."""
-    image_id: _builtins.str
-    """Id of the stored image, for later requests; empty without an image, or if the server does not store it (see
-    ImageService).
-    """
     @_builtins.property
     def output(self) -> _struct_pb2.Struct:
         """The skill's results by name, like {"answer": "…"}. Coordinates are not clipped: boxes may exceed the image."""
+
+    @_builtins.property
+    def logprobs(self) -> _common_pb2.Logprobs:
+        """The log-probabilities of the text; set if and only if the request asked for them and the skill gives them."""
 
     @_builtins.property
     def usage(self) -> _common_pb2.Usage:
@@ -2523,37 +2327,29 @@ class RunSkillResponse(_message.Message):
         """Durations of the request's phases."""
 
     @_builtins.property
-    def image_size(self) -> _common_pb2.ImageSize:
-        """Size of the upright image that coordinates refer to; unset without an image."""
-
-    @_builtins.property
-    def logprobs(self) -> _common_pb2.Logprobs:
-        """The log-probabilities of the text; set if and only if the request asked for them and the skill gives them."""
+    def info(self) -> _common_pb2.RequestInfo:
+        """The request's id, model, images and seed."""
 
     def __init__(
         self,
         *,
         output: _struct_pb2.Struct | None = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
+        logprobs: _common_pb2.Logprobs | None = ...,
         usage: _common_pb2.Usage | None = ...,
         timings: _common_pb2.Timings | None = ...,
-        model: _builtins.str = ...,
-        request_id: _builtins.str = ...,
-        image_size: _common_pb2.ImageSize | None = ...,
-        seed: _builtins.int = ...,
-        image_id: _builtins.str = ...,
-        logprobs: _common_pb2.Logprobs | None = ...,
+        info: _common_pb2.RequestInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["image_size", b"image_size", "logprobs", b"logprobs", "output", b"output", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "logprobs", b"logprobs", "output", b"output", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "image_id", b"image_id", "image_size", b"image_size", "logprobs", b"logprobs", "model", b"model", "output", b"output", "request_id", b"request_id", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "info", b"info", "logprobs", b"logprobs", "output", b"output", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunSkillResponse: _TypeAlias = RunSkillResponse  # noqa: Y015
 
 @_typing.final
-class StreamSkillResponse(_message.Message):
+class StreamRunSkillResponse(_message.Message):
     """One event of the stream of a skill."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2562,14 +2358,13 @@ class StreamSkillResponse(_message.Message):
     STARTED_FIELD_NUMBER: _builtins.int
     TEXT_DELTA_FIELD_NUMBER: _builtins.int
     REASONING_DELTA_FIELD_NUMBER: _builtins.int
-    POINT_FIELD_NUMBER: _builtins.int
+    DETECTION_FIELD_NUMBER: _builtins.int
     PATH_PIECE_FIELD_NUMBER: _builtins.int
     FINAL_FIELD_NUMBER: _builtins.int
-    BOX_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Number of the event in its stream: 0, 1, 2, without gaps."""
     @_builtins.property
-    def started(self) -> Global___StreamStarted:
+    def started(self) -> _common_pb2.RequestInfo:
         """The request was accepted. The first event, once."""
 
     @_builtins.property
@@ -2581,8 +2376,8 @@ class StreamSkillResponse(_message.Message):
         """More of the reasoning."""
 
     @_builtins.property
-    def point(self) -> _common_pb2.Point:
-        """The centre of one more object."""
+    def detection(self) -> Global___Detection:
+        """One more object. Its label is the skill's argument `object`, or empty."""
 
     @_builtins.property
     def path_piece(self) -> Global___PathPiece:
@@ -2592,61 +2387,49 @@ class StreamSkillResponse(_message.Message):
     def final(self) -> Global___RunSkillResponse:
         """The whole result. The last event, once."""
 
-    @_builtins.property
-    def box(self) -> _common_pb2.Box:
-        """One more object's box."""
-
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
-        started: Global___StreamStarted | None = ...,
+        started: _common_pb2.RequestInfo | None = ...,
         text_delta: Global___TextDelta | None = ...,
         reasoning_delta: Global___ReasoningDelta | None = ...,
-        point: _common_pb2.Point | None = ...,
+        detection: Global___Detection | None = ...,
         path_piece: Global___PathPiece | None = ...,
         final: Global___RunSkillResponse | None = ...,
-        box: _common_pb2.Box | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "event", b"event", "final", b"final", "path_piece", b"path_piece", "point", b"point", "reasoning_delta", b"reasoning_delta", "started", b"started", "text_delta", b"text_delta"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["detection", b"detection", "event", b"event", "final", b"final", "path_piece", b"path_piece", "reasoning_delta", b"reasoning_delta", "started", b"started", "text_delta", b"text_delta"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "event", b"event", "final", b"final", "path_piece", b"path_piece", "point", b"point", "reasoning_delta", b"reasoning_delta", "sequence", b"sequence", "started", b"started", "text_delta", b"text_delta"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detection", b"detection", "event", b"event", "final", b"final", "path_piece", b"path_piece", "reasoning_delta", b"reasoning_delta", "sequence", b"sequence", "started", b"started", "text_delta", b"text_delta"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "text_delta", "reasoning_delta", "point", "path_piece", "final", "box"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "text_delta", "reasoning_delta", "detection", "path_piece", "final"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
-Global___StreamSkillResponse: _TypeAlias = StreamSkillResponse  # noqa: Y015
+Global___StreamRunSkillResponse: _TypeAlias = StreamRunSkillResponse  # noqa: Y015
 
 @_typing.final
 class EmbedRequest(_message.Message):
-    """The image to embed.
+    """An image to embed.
 
     The embedding of an image is what the model's decoder reads in its place: for each of grid x grid patches, the
     projected output of the vision tower, with the overview and the pooled tiles merged. The embedding of a crop is that
-    of the crop as an image of its own. The first crop is the overview, the whole image at the crop's size; the others are
-    the tiles, row by row. An image of a single tile has one crop.
+    of the crop as an image of its own. The first crop is the overview, the whole image at the crop's size; the others
+    are the tiles, row by row. An image of a single tile has one crop.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     IMAGE_FIELD_NUMBER: _builtins.int
-    WHOLE_IMAGE_FIELD_NUMBER: _builtins.int
-    CROPS_FIELD_NUMBER: _builtins.int
-    POOLING_FIELD_NUMBER: _builtins.int
-    DTYPE_FIELD_NUMBER: _builtins.int
+    EMBED_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
-    whole_image: _builtins.bool
-    """Whether to return the embedding of the whole image. Default: true."""
-    crops: _builtins.bool
-    """Whether to return the embeddings of the crops. Required to be true if whole_image is false. Default: false."""
-    pooling: Global___EmbeddingPooling.ValueType
-    """What to do with the vectors of the patches. Default: mean."""
-    dtype: Global___EmbeddingDtype.ValueType
-    """Format of the numbers. Default: float32."""
     @_builtins.property
     def image(self) -> _common_pb2.Image:
         """The image. Required."""
+
+    @_builtins.property
+    def embed(self) -> Global___EmbedTask:
+        """The embeddings to make. Default: the default of every field."""
 
     @_builtins.property
     def options(self) -> _common_pb2.RequestOptions:
@@ -2656,78 +2439,80 @@ class EmbedRequest(_message.Message):
         self,
         *,
         image: _common_pb2.Image | None = ...,
-        whole_image: _builtins.bool | None = ...,
-        crops: _builtins.bool | None = ...,
-        pooling: Global___EmbeddingPooling.ValueType = ...,
-        dtype: Global___EmbeddingDtype.ValueType = ...,
+        embed: Global___EmbedTask | None = ...,
         options: _common_pb2.RequestOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_crops", b"_crops", "_whole_image", b"_whole_image", "crops", b"crops", "image", b"image", "options", b"options", "whole_image", b"whole_image"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["embed", b"embed", "image", b"image", "options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crops", b"_crops", "_whole_image", b"_whole_image", "crops", b"crops", "dtype", b"dtype", "image", b"image", "options", b"options", "pooling", b"pooling", "whole_image", b"whole_image"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embed", b"embed", "image", b"image", "options", b"options"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__crops: _TypeAlias = _typing.Literal["crops"]  # noqa: Y015
-    _WhichOneofArgType__crops: _TypeAlias = _typing.Literal["_crops", b"_crops"]  # noqa: Y015
-    _WhichOneofReturnType__whole_image: _TypeAlias = _typing.Literal["whole_image"]  # noqa: Y015
-    _WhichOneofArgType__whole_image: _TypeAlias = _typing.Literal["_whole_image", b"_whole_image"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__crops) -> _WhichOneofReturnType__crops | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__whole_image) -> _WhichOneofReturnType__whole_image | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
 
 @_typing.final
+class EmbedTask(_message.Message):
+    """Embeddings to make."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    parts: Global___EmbeddingParts.ValueType
+    """The parts of the image. Default: the whole image."""
+    pooling: Global___EmbeddingPooling.ValueType
+    """What to do with the vectors of the patches. Default: mean."""
+    dtype: Global___EmbeddingDtype.ValueType
+    """Format of the numbers. Default: float32."""
+    def __init__(
+        self,
+        *,
+        parts: Global___EmbeddingParts.ValueType = ...,
+        pooling: Global___EmbeddingPooling.ValueType = ...,
+        dtype: Global___EmbeddingDtype.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "parts", b"parts", "pooling", b"pooling"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedTask: _TypeAlias = EmbedTask  # noqa: Y015
+
+@_typing.final
 class EmbedResponse(_message.Message):
     """The embeddings of an image. If they together would exceed ServerLimits.max_message_bytes, the call fails with
-    INVALID_ARGUMENT before it computes anything.
+    INVALID_ARGUMENT before it computes anything. Embeddings of different models cannot be compared.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    WHOLE_IMAGE_FIELD_NUMBER: _builtins.int
-    CROPS_FIELD_NUMBER: _builtins.int
+    EMBEDDINGS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
-    MODEL_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    IMAGE_SIZE_FIELD_NUMBER: _builtins.int
-    IMAGE_ID_FIELD_NUMBER: _builtins.int
-    model: _builtins.str
-    """Name of the model that computed the embeddings (Model.name). Embeddings of different models cannot be compared."""
-    request_id: _builtins.str
-    """Id of the request, from the caller or from the server. 1 to 128 visible ASCII characters."""
-    image_id: _builtins.str
-    """Id of the stored image, for later requests; empty if the server does not store it (see ImageService)."""
+    INFO_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def whole_image(self) -> Global___Embedding:
-        """The embedding of the whole image; set if it was requested. Not set in a stream's `final`."""
-
-    @_builtins.property
-    def crops(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
-        """The embeddings of the crops, if they were requested. Empty in a stream's `final`."""
+    def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
+        """The embeddings: of the whole image, then of the crops, as the task asked for them. Empty in a stream's `final`."""
 
     @_builtins.property
     def timings(self) -> _common_pb2.Timings:
         """Durations of the request's phases."""
 
     @_builtins.property
-    def image_size(self) -> _common_pb2.ImageSize:
-        """Size of the upright image that boxes refer to."""
+    def info(self) -> _common_pb2.RequestInfo:
+        """The request's id, model and image."""
 
     def __init__(
         self,
         *,
-        whole_image: Global___Embedding | None = ...,
-        crops: _abc.Iterable[Global___Embedding] | None = ...,
+        embeddings: _abc.Iterable[Global___Embedding] | None = ...,
         timings: _common_pb2.Timings | None = ...,
-        model: _builtins.str = ...,
-        request_id: _builtins.str = ...,
-        image_size: _common_pb2.ImageSize | None = ...,
-        image_id: _builtins.str = ...,
+        info: _common_pb2.RequestInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["image_size", b"image_size", "timings", b"timings", "whole_image", b"whole_image"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crops", b"crops", "image_id", b"image_id", "image_size", b"image_size", "model", b"model", "request_id", b"request_id", "timings", b"timings", "whole_image", b"whole_image"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "info", b"info", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2744,6 +2529,7 @@ class Embedding(_message.Message):
     DIMENSIONS_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     BOX_FIELD_NUMBER: _builtins.int
+    CROP_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
     """The numbers: rows * dimensions of the requested format, row by row."""
     rows: _builtins.int
@@ -2752,6 +2538,8 @@ class Embedding(_message.Message):
     """Numbers of a vector."""
     dtype: Global___EmbeddingDtype.ValueType
     """Format of the numbers; never unspecified."""
+    crop: _builtins.int
+    """Number of the crop, 0 for the overview; not set for the whole image."""
     @_builtins.property
     def box(self) -> _common_pb2.Box:
         """The part of the image that the embedding is about."""
@@ -2764,12 +2552,15 @@ class Embedding(_message.Message):
         dimensions: _builtins.int = ...,
         dtype: Global___EmbeddingDtype.ValueType = ...,
         box: _common_pb2.Box | None = ...,
+        crop: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["box", b"box"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_crop", b"_crop", "box", b"box", "crop", b"crop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "data", b"data", "dimensions", b"dimensions", "dtype", b"dtype", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crop", b"_crop", "box", b"box", "crop", b"crop", "data", b"data", "dimensions", b"dimensions", "dtype", b"dtype", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__crop: _TypeAlias = _typing.Literal["crop"]  # noqa: Y015
+    _WhichOneofArgType__crop: _TypeAlias = _typing.Literal["_crop", b"_crop"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__crop) -> _WhichOneofReturnType__crop | None: ...
 
 Global___Embedding: _TypeAlias = Embedding  # noqa: Y015
 
@@ -2781,41 +2572,35 @@ class StreamEmbedResponse(_message.Message):
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     STARTED_FIELD_NUMBER: _builtins.int
-    WHOLE_IMAGE_FIELD_NUMBER: _builtins.int
-    CROP_FIELD_NUMBER: _builtins.int
     FINAL_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Number of the event in its stream: 0, 1, 2, without gaps."""
     @_builtins.property
-    def started(self) -> Global___StreamStarted:
+    def started(self) -> _common_pb2.RequestInfo:
         """The request was accepted. The first event, once."""
-
-    @_builtins.property
-    def whole_image(self) -> Global___Embedding:
-        """The embedding of the whole image, if it was requested."""
-
-    @_builtins.property
-    def crop(self) -> Global___Embedding:
-        """The embedding of the next crop, if they were requested."""
 
     @_builtins.property
     def final(self) -> Global___EmbedResponse:
         """The result without the embeddings. The last event, once."""
 
+    @_builtins.property
+    def embedding(self) -> Global___Embedding:
+        """The next embedding, in the order of EmbedResponse.embeddings."""
+
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
-        started: Global___StreamStarted | None = ...,
-        whole_image: Global___Embedding | None = ...,
-        crop: Global___Embedding | None = ...,
+        started: _common_pb2.RequestInfo | None = ...,
         final: Global___EmbedResponse | None = ...,
+        embedding: Global___Embedding | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["crop", b"crop", "event", b"event", "final", b"final", "started", b"started", "whole_image", b"whole_image"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "event", b"event", "final", b"final", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crop", b"crop", "event", b"event", "final", b"final", "sequence", b"sequence", "started", b"started", "whole_image", b"whole_image"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "event", b"event", "final", b"final", "sequence", b"sequence", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "whole_image", "crop", "final"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "final", "embedding"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -2823,7 +2608,7 @@ Global___StreamEmbedResponse: _TypeAlias = StreamEmbedResponse  # noqa: Y015
 
 @_typing.final
 class StreamFramesRequest(_message.Message):
-    """One message of a stream of frames. The first one holds the config, each further one a frame."""
+    """One message of a stream of frames: first `config`, then any number of `frame`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2831,11 +2616,11 @@ class StreamFramesRequest(_message.Message):
     FRAME_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def config(self) -> Global___FramesConfig:
-        """What the server does with every frame. Required in the first message, refused in all others."""
+        """What the server does with every frame. It must be the first message, and only that."""
 
     @_builtins.property
     def frame(self) -> Global___Frame:
-        """The next frame. Required, but in the first message."""
+        """The next frame."""
 
     def __init__(
         self,
@@ -2843,11 +2628,13 @@ class StreamFramesRequest(_message.Message):
         config: Global___FramesConfig | None = ...,
         frame: Global___Frame | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "frame", b"frame"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "frame", b"frame", "part", b"part"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "frame", b"frame"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "frame", b"frame", "part", b"part"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["config", "frame"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
 
 Global___StreamFramesRequest: _TypeAlias = StreamFramesRequest  # noqa: Y015
 
@@ -2859,15 +2646,14 @@ class FramesConfig(_message.Message):
 
     TASKS_FIELD_NUMBER: _builtins.int
     LATENCY_BUDGET_MS_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
     LATE_FIELD_NUMBER: _builtins.int
     MAX_IN_FLIGHT_FIELD_NUMBER: _builtins.int
-    LAST_FRAME_FIELD_NUMBER: _builtins.int
-    OPTIONS_FIELD_NUMBER: _builtins.int
+    LAST_FRAME_ID_FIELD_NUMBER: _builtins.int
     latency_budget_ms: _builtins.int
-    """How long a frame may wait before it is stale, from its arrival at the server, in milliseconds: 1 to 60000. With a
-    budget, one frame waits while the limit of `max_in_flight` is reached. A newer frame takes its place, and a stale
-    frame is dropped. Without a budget no frame is dropped: the server reads the next frame when an earlier one has
-    ended. Default: none.
+    """How long a frame may wait before it is stale, from its arrival at the server: 1 to 60000. With a budget, one frame
+    waits while the limit of `max_in_flight` is reached. A newer frame takes its place, and a stale frame is dropped.
+    Without a budget no frame is dropped: the server reads the next frame when an earlier one has ended. Default: none.
     """
     late: Global___LateFrames.ValueType
     """What to do with a frame that is late, which means that it would have its results after the budget. Needs a budget.
@@ -2877,12 +2663,12 @@ class FramesConfig(_message.Message):
     """Number of frames that are computed at the same time: 1 to 16. Default: 2, so that the device need not wait for the
     decoding of a frame.
     """
-    last_frame: _builtins.int
-    """The id of the last frame of an earlier stream that this one continues. The ids of all frames must be above it.
-    Default: 0.
+    last_frame_id: _builtins.int
+    """The id of the last frame of an earlier stream that this one continues. The ids of all frames must be above it. At
+    least 0. Default: 0.
     """
     @_builtins.property
-    def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___AnalyzeTask]:
+    def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Task]:
         """The tasks, 1 to 32 (ServerLimits.max_analyze_tasks), as in AnalyzeRequest. A task that fails has an error as its
         result and does not affect the others.
         """
@@ -2896,21 +2682,25 @@ class FramesConfig(_message.Message):
     def __init__(
         self,
         *,
-        tasks: _abc.Iterable[Global___AnalyzeTask] | None = ...,
+        tasks: _abc.Iterable[Global___Task] | None = ...,
         latency_budget_ms: _builtins.int | None = ...,
+        options: _common_pb2.RequestOptions | None = ...,
         late: Global___LateFrames.ValueType = ...,
         max_in_flight: _builtins.int | None = ...,
-        last_frame: _builtins.int = ...,
-        options: _common_pb2.RequestOptions | None = ...,
+        last_frame_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_latency_budget_ms", b"_latency_budget_ms", "_max_in_flight", b"_max_in_flight", "latency_budget_ms", b"latency_budget_ms", "max_in_flight", b"max_in_flight", "options", b"options"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_last_frame_id", b"_last_frame_id", "_latency_budget_ms", b"_latency_budget_ms", "_max_in_flight", b"_max_in_flight", "last_frame_id", b"last_frame_id", "latency_budget_ms", b"latency_budget_ms", "max_in_flight", b"max_in_flight", "options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_latency_budget_ms", b"_latency_budget_ms", "_max_in_flight", b"_max_in_flight", "last_frame", b"last_frame", "late", b"late", "latency_budget_ms", b"latency_budget_ms", "max_in_flight", b"max_in_flight", "options", b"options", "tasks", b"tasks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_frame_id", b"_last_frame_id", "_latency_budget_ms", b"_latency_budget_ms", "_max_in_flight", b"_max_in_flight", "last_frame_id", b"last_frame_id", "late", b"late", "latency_budget_ms", b"latency_budget_ms", "max_in_flight", b"max_in_flight", "options", b"options", "tasks", b"tasks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__last_frame_id: _TypeAlias = _typing.Literal["last_frame_id"]  # noqa: Y015
+    _WhichOneofArgType__last_frame_id: _TypeAlias = _typing.Literal["_last_frame_id", b"_last_frame_id"]  # noqa: Y015
     _WhichOneofReturnType__latency_budget_ms: _TypeAlias = _typing.Literal["latency_budget_ms"]  # noqa: Y015
     _WhichOneofArgType__latency_budget_ms: _TypeAlias = _typing.Literal["_latency_budget_ms", b"_latency_budget_ms"]  # noqa: Y015
     _WhichOneofReturnType__max_in_flight: _TypeAlias = _typing.Literal["max_in_flight"]  # noqa: Y015
     _WhichOneofArgType__max_in_flight: _TypeAlias = _typing.Literal["_max_in_flight", b"_max_in_flight"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__last_frame_id) -> _WhichOneofReturnType__last_frame_id | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__latency_budget_ms) -> _WhichOneofReturnType__latency_budget_ms | None: ...
     @_typing.overload
@@ -2924,33 +2714,33 @@ class Frame(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    ID_FIELD_NUMBER: _builtins.int
+    FRAME_ID_FIELD_NUMBER: _builtins.int
     IMAGE_FIELD_NUMBER: _builtins.int
-    CAPTURED_AT_US_FIELD_NUMBER: _builtins.int
-    id: _builtins.int
-    """The frame's id, from the caller: at least 1, and above the ids of all earlier frames."""
-    captured_at_us: _builtins.int
-    """When the frame was captured, in microseconds since 1970 by the caller's clock. The response repeats it; the server
-    does not use it. Default: unset.
-    """
+    CAPTURE_TIME_FIELD_NUMBER: _builtins.int
+    frame_id: _builtins.int
+    """The frame's id, from the caller: at least 1, and above the ids of all earlier frames. Required."""
     @_builtins.property
     def image(self) -> _common_pb2.Image:
         """The image. Required."""
 
+    @_builtins.property
+    def capture_time(self) -> _timestamp_pb2.Timestamp:
+        """When the frame was captured, by the caller's clock. The response repeats it; the server does not use it. Default:
+        not set.
+        """
+
     def __init__(
         self,
         *,
-        id: _builtins.int = ...,
+        frame_id: _builtins.int = ...,
         image: _common_pb2.Image | None = ...,
-        captured_at_us: _builtins.int | None = ...,
+        capture_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_captured_at_us", b"_captured_at_us", "captured_at_us", b"captured_at_us", "image", b"image"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capture_time", b"capture_time", "image", b"image"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_captured_at_us", b"_captured_at_us", "captured_at_us", b"captured_at_us", "id", b"id", "image", b"image"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_time", b"capture_time", "frame_id", b"frame_id", "image", b"image"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__captured_at_us: _TypeAlias = _typing.Literal["captured_at_us"]  # noqa: Y015
-    _WhichOneofArgType__captured_at_us: _TypeAlias = _typing.Literal["_captured_at_us", b"_captured_at_us"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__captured_at_us) -> _WhichOneofReturnType__captured_at_us | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Frame: _TypeAlias = Frame  # noqa: Y015
 
@@ -2961,7 +2751,7 @@ class StreamFramesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FRAME_ID_FIELD_NUMBER: _builtins.int
-    CAPTURED_AT_US_FIELD_NUMBER: _builtins.int
+    CAPTURE_TIME_FIELD_NUMBER: _builtins.int
     RESULTS_FIELD_NUMBER: _builtins.int
     DROPPED_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
@@ -2969,21 +2759,21 @@ class StreamFramesResponse(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     frame_id: _builtins.int
     """Id of the frame."""
-    captured_at_us: _builtins.int
-    """Frame.captured_at_us, if it was set."""
+    dropped: Global___DropReason.ValueType
+    """The frame was dropped, for this reason; never unspecified."""
     request_id: _builtins.str
     """Id of the request that the frame was, in logs and traces. 1 to 128 visible ASCII characters."""
     @_builtins.property
-    def results(self) -> Global___FrameResults:
-        """The results."""
+    def capture_time(self) -> _timestamp_pb2.Timestamp:
+        """Frame.capture_time, if it was set."""
 
     @_builtins.property
-    def dropped(self) -> Global___FrameDropped:
-        """The frame was dropped."""
+    def results(self) -> Global___AnalyzeResponse:
+        """The results, as of Analyze."""
 
     @_builtins.property
-    def error(self) -> Global___TaskError:
-        """The error of a frame that failed. Field paths begin with "frame." or "config."."""
+    def error(self) -> _status_pb2.Status:
+        """The status that the frame failed with. Paths begin with `frame.` or `config.`."""
 
     @_builtins.property
     def work(self) -> Global___FrameWork:
@@ -2993,89 +2783,22 @@ class StreamFramesResponse(_message.Message):
         self,
         *,
         frame_id: _builtins.int = ...,
-        captured_at_us: _builtins.int | None = ...,
-        results: Global___FrameResults | None = ...,
-        dropped: Global___FrameDropped | None = ...,
-        error: Global___TaskError | None = ...,
+        capture_time: _timestamp_pb2.Timestamp | None = ...,
+        results: Global___AnalyzeResponse | None = ...,
+        dropped: Global___DropReason.ValueType = ...,
+        error: _status_pb2.Status | None = ...,
         work: Global___FrameWork | None = ...,
         request_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_captured_at_us", b"_captured_at_us", "captured_at_us", b"captured_at_us", "dropped", b"dropped", "error", b"error", "outcome", b"outcome", "results", b"results", "work", b"work"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capture_time", b"capture_time", "dropped", b"dropped", "error", b"error", "outcome", b"outcome", "results", b"results", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_captured_at_us", b"_captured_at_us", "captured_at_us", b"captured_at_us", "dropped", b"dropped", "error", b"error", "frame_id", b"frame_id", "outcome", b"outcome", "request_id", b"request_id", "results", b"results", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_time", b"capture_time", "dropped", b"dropped", "error", b"error", "frame_id", b"frame_id", "outcome", b"outcome", "request_id", b"request_id", "results", b"results", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__captured_at_us: _TypeAlias = _typing.Literal["captured_at_us"]  # noqa: Y015
-    _WhichOneofArgType__captured_at_us: _TypeAlias = _typing.Literal["_captured_at_us", b"_captured_at_us"]  # noqa: Y015
     _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["results", "dropped", "error"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__captured_at_us) -> _WhichOneofReturnType__captured_at_us | None: ...
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
 
 Global___StreamFramesResponse: _TypeAlias = StreamFramesResponse  # noqa: Y015
-
-@_typing.final
-class FrameResults(_message.Message):
-    """The results of a frame."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RESULTS_FIELD_NUMBER: _builtins.int
-    IMAGE_SIZE_FIELD_NUMBER: _builtins.int
-    USAGE_FIELD_NUMBER: _builtins.int
-    MODEL_FIELD_NUMBER: _builtins.int
-    model: _builtins.str
-    """Name of the model that answered (Model.name)."""
-    @_builtins.property
-    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskResult]:
-        """One result per task, in the order of the config."""
-
-    @_builtins.property
-    def image_size(self) -> _common_pb2.ImageSize:
-        """Size of the upright image that coordinates refer to."""
-
-    @_builtins.property
-    def usage(self) -> _common_pb2.Usage:
-        """Positions that all tasks used together."""
-
-    def __init__(
-        self,
-        *,
-        results: _abc.Iterable[Global___TaskResult] | None = ...,
-        image_size: _common_pb2.ImageSize | None = ...,
-        usage: _common_pb2.Usage | None = ...,
-        model: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["image_size", b"image_size", "usage", b"usage"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["image_size", b"image_size", "model", b"model", "results", b"results", "usage", b"usage"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___FrameResults: _TypeAlias = FrameResults  # noqa: Y015
-
-@_typing.final
-class FrameDropped(_message.Message):
-    """A frame that was dropped."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REASON_FIELD_NUMBER: _builtins.int
-    reason: Global___DropReason.ValueType
-    """The reason; never unspecified."""
-    def __init__(
-        self,
-        *,
-        reason: Global___DropReason.ValueType = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___FrameDropped: _TypeAlias = FrameDropped  # noqa: Y015
 
 @_typing.final
 class FrameWork(_message.Message):
@@ -3101,12 +2824,12 @@ class FrameWork(_message.Message):
     overview_only: _builtins.bool
     """Whether the frame was computed with its overview only, because it was late."""
     waited_ms: _builtins.float
-    """How long the frame waited until its computation began, in milliseconds."""
+    """How long the frame waited until its computation began."""
     total_ms: _builtins.float
-    """From the frame's arrival at the server to this response, in milliseconds."""
+    """From the frame's arrival at the server to this response."""
     repeated: _builtins.bool
-    """Whether the frame has the results of the frame that was computed last, because both have the same pixels and no task
-    samples (each has a temperature of 0 or a seed). Nothing was computed: usage and timings of the results are 0.
+    """Whether the frame has the results of the frame that was computed last, because both have the same pixels and no
+    task samples (each has a temperature of 0 or a seed). Nothing was computed: usage and timings of the results are 0.
     """
     def __init__(
         self,

@@ -101,10 +101,10 @@ class VisionServiceStub:
                 request_serializer=kestrel_dot_v1_dot_vision__service__pb2.RunSkillRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.RunSkillResponse.FromString,
                 _registered_method=True)
-        self.StreamSkill = channel.unary_stream(
-                '/kestrel.v1.VisionService/StreamSkill',
+        self.StreamRunSkill = channel.unary_stream(
+                '/kestrel.v1.VisionService/StreamRunSkill',
                 request_serializer=kestrel_dot_v1_dot_vision__service__pb2.RunSkillRequest.SerializeToString,
-                response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSkillResponse.FromString,
+                response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamRunSkillResponse.FromString,
                 _registered_method=True)
         self.Embed = channel.unary_unary(
                 '/kestrel.v1.VisionService/Embed',
@@ -128,7 +128,7 @@ class VisionServiceServicer:
     """
 
     def Query(self, request, context):
-        """Answers a question, about an image or without one.
+        """Answers a question, about images or without one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -156,7 +156,7 @@ class VisionServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Segment(self, request, context):
-        """Outlines one object. FAILED_PRECONDITION if the model does not have this skill (Model.skills).
+        """Outlines objects. FAILED_PRECONDITION if the model does not have this skill (Model.skills).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -220,7 +220,7 @@ class VisionServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def StreamSkill(self, request, context):
+    def StreamRunSkill(self, request, context):
         """RunSkill, with the events of the skill as they happen.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -242,12 +242,12 @@ class VisionServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StreamFrames(self, request_iterator, context):
-        """Runs the same tasks on every frame of a stream, such as the frames of a camera or of a screen. Each frame has exactly
-        one response, in the order in which the frames end: its results, an error, or the reason why it was dropped. The
-        stream goes on after the error of a frame. It ends with a status if its first message is invalid, if a message cannot
-        be read, if no frame arrives within the time for a message while none is computed, if the client does not read, or if
-        the server stops. The server keeps nothing of a stream that has ended: to go on, open another one with
-        FramesConfig.last_frame.
+        """Runs the same tasks on every frame of a stream, such as the frames of a camera or of a screen. Each frame has
+        exactly one response, in the order in which the frames end: its results, an error, or the reason why it was
+        dropped. The stream goes on after the error of a frame. It ends with a status if its first message is invalid, if a
+        message cannot be read, if no frame arrives within the time for a message while none is computed, if the client
+        does not read, or if the server stops. The server keeps nothing of a stream that has ended: to go on, open another
+        one with FramesConfig.last_frame_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -321,10 +321,10 @@ def add_VisionServiceServicer_to_server(servicer, server):
                     request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.RunSkillRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_vision__service__pb2.RunSkillResponse.SerializeToString,
             ),
-            'StreamSkill': grpc.unary_stream_rpc_method_handler(
-                    servicer.StreamSkill,
+            'StreamRunSkill': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamRunSkill,
                     request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.RunSkillRequest.FromString,
-                    response_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSkillResponse.SerializeToString,
+                    response_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamRunSkillResponse.SerializeToString,
             ),
             'Embed': grpc.unary_unary_rpc_method_handler(
                     servicer.Embed,
@@ -705,7 +705,7 @@ class VisionService:
             _registered_method=True)
 
     @staticmethod
-    def StreamSkill(request,
+    def StreamRunSkill(request,
             target,
             options=(),
             channel_credentials=None,
@@ -718,9 +718,9 @@ class VisionService:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/kestrel.v1.VisionService/StreamSkill',
+            '/kestrel.v1.VisionService/StreamRunSkill',
             kestrel_dot_v1_dot_vision__service__pb2.RunSkillRequest.SerializeToString,
-            kestrel_dot_v1_dot_vision__service__pb2.StreamSkillResponse.FromString,
+            kestrel_dot_v1_dot_vision__service__pb2.StreamRunSkillResponse.FromString,
             options,
             channel_credentials,
             insecure,

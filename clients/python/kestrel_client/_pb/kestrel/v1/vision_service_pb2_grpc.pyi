@@ -6,11 +6,11 @@ The skills of the model: five skills, each as a unary call and as a stream; seve
 other skill of the server by its name (RunSkill); embeddings of images (Embed); and tasks on the frames of a stream
 (StreamFrames).
 
-A stream sends one `started`, then deltas or objects as soon as they are final, then exactly one `final`, which
-repeats the whole result. A client may ignore all other events. A stream without `final` has failed; its status
-names the cause.
-In requests and results, field numbers 1 to 9 belong to the skill. Numbers from 10 up mean the same in every result, and
-numbers 2 to 9 in every stream event.
+Every request has the same form: the image, the task, the options. The stream of a skill takes the same request. A
+stream sends one `started`, then deltas or objects as soon as they are final, then exactly one `final`, which repeats
+the whole result. A client may ignore all other events. A stream without `final` has failed; its status names the
+cause. In results, numbers 1 to 9 belong to the skill, and numbers from 10 up mean the same everywhere. In events of
+streams, all numbers mean the same everywhere.
 """
 
 from collections import abc as _abc
@@ -44,7 +44,7 @@ class VisionServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> VisionServiceAsyncStub: ...
     Query: _grpc.UnaryUnaryMultiCallable[_vision_service_pb2.QueryRequest, _vision_service_pb2.QueryResponse]
-    """Answers a question, about an image or without one."""
+    """Answers a question, about images or without one."""
     Caption: _grpc.UnaryUnaryMultiCallable[_vision_service_pb2.CaptionRequest, _vision_service_pb2.CaptionResponse]
     """Describes an image."""
     Point: _grpc.UnaryUnaryMultiCallable[_vision_service_pb2.PointRequest, _vision_service_pb2.PointResponse]
@@ -52,7 +52,7 @@ class VisionServiceStub:
     Detect: _grpc.UnaryUnaryMultiCallable[_vision_service_pb2.DetectRequest, _vision_service_pb2.DetectResponse]
     """Finds the bounding box of every object of a kind."""
     Segment: _grpc.UnaryUnaryMultiCallable[_vision_service_pb2.SegmentRequest, _vision_service_pb2.SegmentResponse]
-    """Outlines one object. FAILED_PRECONDITION if the model does not have this skill (Model.skills)."""
+    """Outlines objects. FAILED_PRECONDITION if the model does not have this skill (Model.skills)."""
     StreamQuery: _grpc.UnaryStreamMultiCallable[_vision_service_pb2.QueryRequest, _vision_service_pb2.StreamQueryResponse]
     """Query, with the text as it is generated."""
     StreamCaption: _grpc.UnaryStreamMultiCallable[_vision_service_pb2.CaptionRequest, _vision_service_pb2.StreamCaptionResponse]
@@ -72,19 +72,19 @@ class VisionServiceStub:
     """Analyze, with the events of all tasks as they happen."""
     RunSkill: _grpc.UnaryUnaryMultiCallable[_vision_service_pb2.RunSkillRequest, _vision_service_pb2.RunSkillResponse]
     """Runs any skill of the model by its name (Model.skills), including skills without a method in this interface."""
-    StreamSkill: _grpc.UnaryStreamMultiCallable[_vision_service_pb2.RunSkillRequest, _vision_service_pb2.StreamSkillResponse]
+    StreamRunSkill: _grpc.UnaryStreamMultiCallable[_vision_service_pb2.RunSkillRequest, _vision_service_pb2.StreamRunSkillResponse]
     """RunSkill, with the events of the skill as they happen."""
     Embed: _grpc.UnaryUnaryMultiCallable[_vision_service_pb2.EmbedRequest, _vision_service_pb2.EmbedResponse]
     """Returns embeddings of an image and of its crops, for search and comparison. Nothing is generated."""
     StreamEmbed: _grpc.UnaryStreamMultiCallable[_vision_service_pb2.EmbedRequest, _vision_service_pb2.StreamEmbedResponse]
     """Embed, with a message for each embedding. So the embeddings together may exceed the limit of a message."""
     StreamFrames: _grpc.StreamStreamMultiCallable[_vision_service_pb2.StreamFramesRequest, _vision_service_pb2.StreamFramesResponse]
-    """Runs the same tasks on every frame of a stream, such as the frames of a camera or of a screen. Each frame has exactly
-    one response, in the order in which the frames end: its results, an error, or the reason why it was dropped. The
-    stream goes on after the error of a frame. It ends with a status if its first message is invalid, if a message cannot
-    be read, if no frame arrives within the time for a message while none is computed, if the client does not read, or if
-    the server stops. The server keeps nothing of a stream that has ended: to go on, open another one with
-    FramesConfig.last_frame.
+    """Runs the same tasks on every frame of a stream, such as the frames of a camera or of a screen. Each frame has
+    exactly one response, in the order in which the frames end: its results, an error, or the reason why it was
+    dropped. The stream goes on after the error of a frame. It ends with a status if its first message is invalid, if a
+    message cannot be read, if no frame arrives within the time for a message while none is computed, if the client
+    does not read, or if the server stops. The server keeps nothing of a stream that has ended: to go on, open another
+    one with FramesConfig.last_frame_id.
     """
 
 @_typing.type_check_only
@@ -93,7 +93,7 @@ class VisionServiceAsyncStub(VisionServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Query: _aio.UnaryUnaryMultiCallable[_vision_service_pb2.QueryRequest, _vision_service_pb2.QueryResponse]  # type: ignore[assignment]
-    """Answers a question, about an image or without one."""
+    """Answers a question, about images or without one."""
     Caption: _aio.UnaryUnaryMultiCallable[_vision_service_pb2.CaptionRequest, _vision_service_pb2.CaptionResponse]  # type: ignore[assignment]
     """Describes an image."""
     Point: _aio.UnaryUnaryMultiCallable[_vision_service_pb2.PointRequest, _vision_service_pb2.PointResponse]  # type: ignore[assignment]
@@ -101,7 +101,7 @@ class VisionServiceAsyncStub(VisionServiceStub):
     Detect: _aio.UnaryUnaryMultiCallable[_vision_service_pb2.DetectRequest, _vision_service_pb2.DetectResponse]  # type: ignore[assignment]
     """Finds the bounding box of every object of a kind."""
     Segment: _aio.UnaryUnaryMultiCallable[_vision_service_pb2.SegmentRequest, _vision_service_pb2.SegmentResponse]  # type: ignore[assignment]
-    """Outlines one object. FAILED_PRECONDITION if the model does not have this skill (Model.skills)."""
+    """Outlines objects. FAILED_PRECONDITION if the model does not have this skill (Model.skills)."""
     StreamQuery: _aio.UnaryStreamMultiCallable[_vision_service_pb2.QueryRequest, _vision_service_pb2.StreamQueryResponse]  # type: ignore[assignment]
     """Query, with the text as it is generated."""
     StreamCaption: _aio.UnaryStreamMultiCallable[_vision_service_pb2.CaptionRequest, _vision_service_pb2.StreamCaptionResponse]  # type: ignore[assignment]
@@ -121,19 +121,19 @@ class VisionServiceAsyncStub(VisionServiceStub):
     """Analyze, with the events of all tasks as they happen."""
     RunSkill: _aio.UnaryUnaryMultiCallable[_vision_service_pb2.RunSkillRequest, _vision_service_pb2.RunSkillResponse]  # type: ignore[assignment]
     """Runs any skill of the model by its name (Model.skills), including skills without a method in this interface."""
-    StreamSkill: _aio.UnaryStreamMultiCallable[_vision_service_pb2.RunSkillRequest, _vision_service_pb2.StreamSkillResponse]  # type: ignore[assignment]
+    StreamRunSkill: _aio.UnaryStreamMultiCallable[_vision_service_pb2.RunSkillRequest, _vision_service_pb2.StreamRunSkillResponse]  # type: ignore[assignment]
     """RunSkill, with the events of the skill as they happen."""
     Embed: _aio.UnaryUnaryMultiCallable[_vision_service_pb2.EmbedRequest, _vision_service_pb2.EmbedResponse]  # type: ignore[assignment]
     """Returns embeddings of an image and of its crops, for search and comparison. Nothing is generated."""
     StreamEmbed: _aio.UnaryStreamMultiCallable[_vision_service_pb2.EmbedRequest, _vision_service_pb2.StreamEmbedResponse]  # type: ignore[assignment]
     """Embed, with a message for each embedding. So the embeddings together may exceed the limit of a message."""
     StreamFrames: _aio.StreamStreamMultiCallable[_vision_service_pb2.StreamFramesRequest, _vision_service_pb2.StreamFramesResponse]  # type: ignore[assignment]
-    """Runs the same tasks on every frame of a stream, such as the frames of a camera or of a screen. Each frame has exactly
-    one response, in the order in which the frames end: its results, an error, or the reason why it was dropped. The
-    stream goes on after the error of a frame. It ends with a status if its first message is invalid, if a message cannot
-    be read, if no frame arrives within the time for a message while none is computed, if the client does not read, or if
-    the server stops. The server keeps nothing of a stream that has ended: to go on, open another one with
-    FramesConfig.last_frame.
+    """Runs the same tasks on every frame of a stream, such as the frames of a camera or of a screen. Each frame has
+    exactly one response, in the order in which the frames end: its results, an error, or the reason why it was
+    dropped. The stream goes on after the error of a frame. It ends with a status if its first message is invalid, if a
+    message cannot be read, if no frame arrives within the time for a message while none is computed, if the client
+    does not read, or if the server stops. The server keeps nothing of a stream that has ended: to go on, open another
+    one with FramesConfig.last_frame_id.
     """
 
 class VisionServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -145,7 +145,7 @@ class VisionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _vision_service_pb2.QueryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_vision_service_pb2.QueryResponse, _abc.Awaitable[_vision_service_pb2.QueryResponse]]:
-        """Answers a question, about an image or without one."""
+        """Answers a question, about images or without one."""
 
     @_abc_1.abstractmethod
     def Caption(
@@ -177,7 +177,7 @@ class VisionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _vision_service_pb2.SegmentRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_vision_service_pb2.SegmentResponse, _abc.Awaitable[_vision_service_pb2.SegmentResponse]]:
-        """Outlines one object. FAILED_PRECONDITION if the model does not have this skill (Model.skills)."""
+        """Outlines objects. FAILED_PRECONDITION if the model does not have this skill (Model.skills)."""
 
     @_abc_1.abstractmethod
     def StreamQuery(
@@ -247,11 +247,11 @@ class VisionServiceServicer(metaclass=_abc_1.ABCMeta):
         """Runs any skill of the model by its name (Model.skills), including skills without a method in this interface."""
 
     @_abc_1.abstractmethod
-    def StreamSkill(
+    def StreamRunSkill(
         self,
         request: _vision_service_pb2.RunSkillRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_vision_service_pb2.StreamSkillResponse], _abc.AsyncIterator[_vision_service_pb2.StreamSkillResponse]]:
+    ) -> _typing.Union[_abc.Iterator[_vision_service_pb2.StreamRunSkillResponse], _abc.AsyncIterator[_vision_service_pb2.StreamRunSkillResponse]]:
         """RunSkill, with the events of the skill as they happen."""
 
     @_abc_1.abstractmethod
@@ -276,12 +276,12 @@ class VisionServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_vision_service_pb2.StreamFramesRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_vision_service_pb2.StreamFramesResponse], _abc.AsyncIterator[_vision_service_pb2.StreamFramesResponse]]:
-        """Runs the same tasks on every frame of a stream, such as the frames of a camera or of a screen. Each frame has exactly
-        one response, in the order in which the frames end: its results, an error, or the reason why it was dropped. The
-        stream goes on after the error of a frame. It ends with a status if its first message is invalid, if a message cannot
-        be read, if no frame arrives within the time for a message while none is computed, if the client does not read, or if
-        the server stops. The server keeps nothing of a stream that has ended: to go on, open another one with
-        FramesConfig.last_frame.
+        """Runs the same tasks on every frame of a stream, such as the frames of a camera or of a screen. Each frame has
+        exactly one response, in the order in which the frames end: its results, an error, or the reason why it was
+        dropped. The stream goes on after the error of a frame. It ends with a status if its first message is invalid, if a
+        message cannot be read, if no frame arrives within the time for a message while none is computed, if the client
+        does not read, or if the server stops. The server keeps nothing of a stream that has ended: to go on, open another
+        one with FramesConfig.last_frame_id.
         """
 
 def add_VisionServiceServicer_to_server(servicer: VisionServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -25,39 +25,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"kestrel/client/internal/wire.proto\x12\x17kestrel.client.internal\"q\n\x06Status\x12\x12\n\x04\x63ode\x18\x01 \x01(\x05R\x04\x63ode\x12\x18\n\x07message\x18\x02 \x01(\tR\x07message\x12\x39\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32\x1f.kestrel.client.internal.DetailR\x07\x64\x65tails\"9\n\x06\x44\x65tail\x12\x19\n\x08type_url\x18\x01 \x01(\tR\x07typeUrl\x12\x14\n\x05value\x18\x02 \x01(\x0cR\x05value\"\xcd\x01\n\nBadRequest\x12]\n\x10\x66ield_violations\x18\x01 \x03(\x0b\x32\x32.kestrel.client.internal.BadRequest.FieldViolationR\x0f\x66ieldViolations\x1a`\n\x0e\x46ieldViolation\x12\x14\n\x05\x66ield\x18\x01 \x01(\tR\x05\x66ield\x12 \n\x0b\x64\x65scription\x18\x02 \x01(\tR\x0b\x64\x65scription\x12\x16\n\x06reason\x18\x03 \x01(\tR\x06reason\"\xc6\x01\n\tErrorInfo\x12\x16\n\x06reason\x18\x01 \x01(\tR\x06reason\x12\x16\n\x06\x64omain\x18\x02 \x01(\tR\x06\x64omain\x12L\n\x08metadata\x18\x03 \x03(\x0b\x32\x30.kestrel.client.internal.ErrorInfo.MetadataEntryR\x08metadata\x1a;\n\rMetadataEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x02\x38\x01\":\n\x08\x44uration\x12\x18\n\x07seconds\x18\x01 \x01(\x03R\x07seconds\x12\x14\n\x05nanos\x18\x02 \x01(\x05R\x05nanos\"O\n\tRetryInfo\x12\x42\n\x0bretry_delay\x18\x01 \x01(\x0b\x32!.kestrel.client.internal.DurationR\nretryDelay\"\xa8\x01\n\x0cQuotaFailure\x12O\n\nviolations\x18\x01 \x03(\x0b\x32/.kestrel.client.internal.QuotaFailure.ViolationR\nviolations\x1aG\n\tViolation\x12\x18\n\x07subject\x18\x01 \x01(\tR\x07subject\x12 \n\x0b\x64\x65scription\x18\x02 \x01(\tR\x0b\x64\x65scription\".\n\x12HealthCheckRequest\x12\x18\n\x07service\x18\x01 \x01(\tR\x07service\"\xba\x01\n\x13HealthCheckResponse\x12R\n\x06status\x18\x01 \x01(\x0e\x32:.kestrel.client.internal.HealthCheckResponse.ServingStatusR\x06status\"O\n\rServingStatus\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x0b\n\x07SERVING\x10\x01\x12\x0f\n\x0bNOT_SERVING\x10\x02\x12\x13\n\x0fSERVICE_UNKNOWN\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"kestrel/client/internal/wire.proto\x12\x17kestrel.client.internal\".\n\x12HealthCheckRequest\x12\x18\n\x07service\x18\x01 \x01(\tR\x07service\"\xba\x01\n\x13HealthCheckResponse\x12R\n\x06status\x18\x01 \x01(\x0e\x32:.kestrel.client.internal.HealthCheckResponse.ServingStatusR\x06status\"O\n\rServingStatus\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x0b\n\x07SERVING\x10\x01\x12\x0f\n\x0bNOT_SERVING\x10\x02\x12\x13\n\x0fSERVICE_UNKNOWN\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kestrel_client._pb.kestrel.client.internal.wire_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ERRORINFO_METADATAENTRY']._loaded_options = None
-  _globals['_ERRORINFO_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_STATUS']._serialized_start=63
-  _globals['_STATUS']._serialized_end=176
-  _globals['_DETAIL']._serialized_start=178
-  _globals['_DETAIL']._serialized_end=235
-  _globals['_BADREQUEST']._serialized_start=238
-  _globals['_BADREQUEST']._serialized_end=443
-  _globals['_BADREQUEST_FIELDVIOLATION']._serialized_start=347
-  _globals['_BADREQUEST_FIELDVIOLATION']._serialized_end=443
-  _globals['_ERRORINFO']._serialized_start=446
-  _globals['_ERRORINFO']._serialized_end=644
-  _globals['_ERRORINFO_METADATAENTRY']._serialized_start=585
-  _globals['_ERRORINFO_METADATAENTRY']._serialized_end=644
-  _globals['_DURATION']._serialized_start=646
-  _globals['_DURATION']._serialized_end=704
-  _globals['_RETRYINFO']._serialized_start=706
-  _globals['_RETRYINFO']._serialized_end=785
-  _globals['_QUOTAFAILURE']._serialized_start=788
-  _globals['_QUOTAFAILURE']._serialized_end=956
-  _globals['_QUOTAFAILURE_VIOLATION']._serialized_start=885
-  _globals['_QUOTAFAILURE_VIOLATION']._serialized_end=956
-  _globals['_HEALTHCHECKREQUEST']._serialized_start=958
-  _globals['_HEALTHCHECKREQUEST']._serialized_end=1004
-  _globals['_HEALTHCHECKRESPONSE']._serialized_start=1007
-  _globals['_HEALTHCHECKRESPONSE']._serialized_end=1193
-  _globals['_HEALTHCHECKRESPONSE_SERVINGSTATUS']._serialized_start=1114
-  _globals['_HEALTHCHECKRESPONSE_SERVINGSTATUS']._serialized_end=1193
+  _globals['_HEALTHCHECKREQUEST']._serialized_start=63
+  _globals['_HEALTHCHECKREQUEST']._serialized_end=109
+  _globals['_HEALTHCHECKRESPONSE']._serialized_start=112
+  _globals['_HEALTHCHECKRESPONSE']._serialized_end=298
+  _globals['_HEALTHCHECKRESPONSE_SERVINGSTATUS']._serialized_start=219
+  _globals['_HEALTHCHECKRESPONSE_SERVINGSTATUS']._serialized_end=298
 # @@protoc_insertion_point(module_scope)

@@ -1,0 +1,124 @@
+"""CallImages: the images of one call, from the request to the store.
+
+The only request of a call gets the images as they are, so the engine prepares them. Several requests share images that
+are prepared once for each way in which tasks cut them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_engine import InferenceEngine, PreparedImage, PreparedTiles, RequestError, Tiled, Tiles
+
+from ...edge.calls.current_call import current_call
+from ...images.request_images import RequestImage, RequestImages
+from ..messages.images import LocatedImage, at_image
+from ..messages.options import CallOptions
+
+
+class CallImages:
+    """``find`` comes first; ``prepare`` follows if the call has several requests. ``keeps``: stores the images."""
+
+    def __init__(
+        self, images: RequestImages, engine: InferenceEngine, options: CallOptions, *, keeps: bool
+    ) -> None:
+        self._images, self._engine, self._options, self._keeps = images, engine, options, keeps
+        self._found: list[RequestImage] = []
+        self.paths: list[str] = []
+        """In the request."""
+        self._prepared: dict[Tiles | None, list[PreparedImage | PreparedTiles]] = {}
+        self._is_overview = False
+        self._cutting: asyncio.Lock | None = None
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    async def find(self, images: Sequence[LocatedImage]) -> None:
+        """Raises ImageNotFound."""
+        owner = current_call().owner
+        for path, source in images:
+            try:
+                self._found.append(await self._images.find(owner, source))
+            except RequestError as error:
+                raise at_image(error, path) from error
+            self.paths.append(path)
+
+    async def prepare(self, tiles: Tiles | None = None) -> None:
+        """Prepares the images for several requests. Raises the errors of the engine's ``prepare_image``."""
+        self._cutting = self._cutting or asyncio.Lock()
+        prepared: list[PreparedImage | PreparedTiles] = []
+        for path, image in zip(self.paths, self._found, strict=True):
+            given: Any = image.given if tiles is None else Tiled(image.given, tiles)
+            try:
+                prepared.append(await self._prepare(given))
+            except RequestError as error:
+                raise at_image(error, path) from error
+        self._prepared[tiles] = prepared
+
+    async def _prepare(self, image: Any) -> PreparedImage | PreparedTiles:
+        options, call = self._options, current_call()
+        prepared: PreparedImage | PreparedTiles = await self._engine.prepare_image(
+            image,
+            timeout_s=call.timeout_s,
+            cache_salt=call.principal.namespace(options.cache_salt),
+            request_id=call.request_id,
+            priority=options.priority,
+            principal=call.principal.name,
+            weight=call.principal.weight,
+        )
+        return prepared
+
+    async def given(self, tiles: Tiles | None) -> Sequence[Any]:
+        """The images as the requests of a task get them. Raises as ``prepare``."""
+        if self._cutting is None:
+            given = [image.given for image in self._found]
+            return given if tiles is None else [Tiled(each, tiles) for each in given]
+        if self._is_overview:
+            tiles = None
+        async with self._cutting:
+            if tiles not in self._prepared:
+                await self.prepare(tiles)
+        return self._prepared[tiles]
+
+    @property
+    def sizes(self) -> list[tuple[tuple[int, int], bytes]]:
+        """Size and digest of each image, if they are prepared."""
+        looks = [looks_at(image)[0] for image in next(iter(self._prepared.values()))]
+        return [(look.image_size, look.source_digest or b"") for look in looks]
+
+    def keep(
+        self, sizes: Sequence[tuple[tuple[int, int], bytes]], info: common_pb2.RequestInfo
+    ) -> None:
+        """Stores the images, which the engine has decoded, and adds them to ``info``. ``sizes``: size and digest of
+        each."""
+        call = current_call()
+        for found, (size, digest) in zip(self._found, sizes, strict=True):
+            seen = info.images.add()
+            seen.size.width, seen.size.height = size
+            if self._keeps:
+                weight = call.principal.weight
+                seen.image_id = self._images.keep(call.owner, found, size, digest, weight=weight)
+
+    @property
+    def only(self) -> PreparedImage:
+        """The only image, prepared and not cut."""
+        (image,) = self._prepared[None]
+        assert isinstance(image, PreparedImage)
+        return image
+
+    @property
+    def num_crops(self) -> int:
+        """The crops that requests see, if the images are prepared."""
+        every = [image for images in self._prepared.values() for image in images]
+        return sum(look.num_distinct for image in every for look in looks_at(image))
+
+    def take_overview(self) -> None:
+        """Tasks then see the overview of the only image as its only crop, and no tiles."""
+        self._prepared[None], self._is_overview = [self.only.overview()], True
+
+
+def looks_at(image: PreparedImage | PreparedTiles) -> Sequence[PreparedImage]:
+    return image.looks if isinstance(image, PreparedTiles) else (image,)

@@ -1,0 +1,156 @@
+"""The kinds of tasks: how the engine's requests are made from a task, and its response from their results."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine import EngineResult, Tiles, best_boxes
+
+from ..messages.embeddings import embed_requests, embeddings
+from ..messages.named_skill import skill_requests, skill_response
+from ..messages.responses import (
+    Found,
+    caption_answer,
+    found_boxes,
+    found_outline,
+    found_points,
+    presupposed,
+    query_answer,
+)
+from ..messages.tasks import (
+    EngineRequest,
+    caption_requests,
+    detect_requests,
+    point_requests,
+    query_requests,
+    read_tiles,
+    segment_requests,
+)
+from .drawn_mask import add_mask
+
+Part = TypeVar("Part")
+Response = TypeVar("Response")
+
+Event = Mapping[str, Any]
+"""The one field of a stream event, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind(Generic[Part, Response]):
+    """One kind of task. A part is what one request adds to the task's response."""
+
+    name: str
+    """The name of the task's field in its request and in Task, and of the result's field in TaskResult."""
+    requests: Callable[[Any, int], list[EngineRequest]]
+    """From the task and the number of images. Raises InvalidRequest."""
+    part: Callable[[EngineResult, str], Part]
+    """From the result of a request and its label."""
+    response: Callable[[EngineResult | None, list[Part]], Response]
+    """The response without usage, timings and info. It gets one of the results, if there is any, and all parts."""
+    last_events: Callable[[Part], Iterable[Event]] = lambda part: ()
+    """The events that end the request's events in a stream."""
+    complete: Callable[[Any, Part, tuple[int, int]], Awaitable[None]] | None = None
+    """Adds to a part what takes time. Gets the task, and the image's size in pixels."""
+    merge: Callable[[Any, list[Part]], None] | None = None
+    """Changes several parts together, in a thread."""
+    tiles: Callable[[Any], Tiles | None] = lambda task: None
+    """How to cut the image; None: not at all. Raises InvalidRequest."""
+    has_names: bool = False
+    """The requests are those of several names, which fail alone; otherwise those of samples, which fail together."""
+    generates: bool = True
+    """Tokens are sampled, so that there are a seed and a usage."""
+
+
+def _query_response(result: EngineResult | None, parts: list[pb.Answer]) -> pb.QueryResponse:
+    assert result is not None, "samples fail together"
+    return pb.QueryResponse(
+        answers=parts, presupposed=presupposed(result), abstained=result.abstained
+    )
+
+
+def _finding(
+    name: str,
+    requests: Callable[[Any, int], list[EngineRequest]],
+    part: Callable[[EngineResult, str], Found],
+    response: Callable[..., Response],
+    **others: Any,
+) -> Kind[Found, Response]:
+    return Kind(
+        name=name,
+        requests=requests,
+        part=part,
+        response=lambda result, parts: response(
+            detections=[found for each in parts for found in each.detections],
+            searches=[each.search for each in parts],
+        ),
+        last_events=lambda part: ({"search": part.search},),
+        has_names=True,
+        **others,
+    )
+
+
+def _suppress(task: pb.DetectTask, parts: Sequence[Found]) -> None:
+    """Removes boxes until no two of them overlap by more than ``max_overlap``. Names do not matter."""
+    if not task.HasField("max_overlap"):
+        return
+    found = [each for part in parts for each in part.detections]
+    edges = [(each.box.x_min, each.box.y_min, each.box.x_max, each.box.y_max) for each in found]
+    stays = iter(best_boxes(edges, [each.score for each in found], task.max_overlap))
+    for part in parts:
+        part.detections[:] = [each for each in part.detections if next(stays)]
+
+
+async def _draw(task: pb.SegmentTask, part: Found, size: tuple[int, int]) -> None:
+    for found in part.detections:
+        await add_mask(found, task.mask_format, size)
+
+
+QUERY = Kind(
+    name="query",
+    requests=query_requests,
+    part=lambda result, label: query_answer(result),
+    response=_query_response,
+)
+CAPTION = Kind(
+    name="caption",
+    requests=caption_requests,
+    part=lambda result, label: caption_answer(result),
+    response=lambda result, parts: pb.CaptionResponse(captions=parts),
+)
+POINT = _finding("point", point_requests, found_points, pb.PointResponse, tiles=read_tiles)
+DETECT = _finding(
+    *("detect", detect_requests, found_boxes, pb.DetectResponse), tiles=read_tiles, merge=_suppress
+)
+SEGMENT = _finding(
+    *("segment", segment_requests, found_outline, pb.SegmentResponse), complete=_draw
+)
+SKILL = Kind(
+    name="skill",
+    requests=skill_requests,
+    part=lambda result, label: skill_response(result),
+    response=lambda result, parts: parts[0],
+)
+KINDS: dict[str, Kind[Any, Any]] = {
+    kind.name: kind for kind in (QUERY, CAPTION, POINT, DETECT, SEGMENT, SKILL)
+}
+
+
+def embed_kind(
+    max_message_bytes: int | None, *, streamed: bool
+) -> Kind[EngineResult, pb.EmbedResponse]:
+    """The kind of EmbedTask. A stream sends the embeddings one by one, before the response."""
+    return Kind(
+        name="embed",
+        requests=lambda task, num_images: embed_requests(
+            task, max_message_bytes, streamed=streamed
+        ),
+        part=lambda result, label: result,
+        response=lambda result, parts: pb.EmbedResponse(
+            embeddings=() if streamed else embeddings(parts[0])
+        ),
+        last_events=lambda result: ({"embedding": each} for each in embeddings(result)),
+        generates=False,
+    )

@@ -1,0 +1,198 @@
+"""From a task to the requests of the engine that answer it: pure functions without I/O or state.
+
+This module does not check what the engine checks (ranges, texts, images), so that each rule stands in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine import InvalidRequest, Tiles
+
+from .options import sampling_settings, text_settings
+from .values import known_value, meant_float
+
+MAX_NAMES = 256
+MAX_SAMPLES = 16
+
+_LENGTHS = {
+    pb.CAPTION_LENGTH_UNSPECIFIED: "normal",
+    pb.CAPTION_LENGTH_SHORT: "short",
+    pb.CAPTION_LENGTH_NORMAL: "normal",
+    pb.CAPTION_LENGTH_LONG: "long",
+}
+_REFINEMENTS: dict[Any, dict[str, bool]] = {
+    pb.REFINEMENT_UNSPECIFIED: {},
+    pb.REFINEMENT_NONE: {"refine": False},
+    pb.REFINEMENT_REQUIRED: {"refine": True},
+}
+_MASKS = {number: number for number in pb.MaskFormat.values()}
+
+TextTask: TypeAlias = pb.QueryTask | pb.CaptionTask
+FindTask: TypeAlias = pb.PointTask | pb.DetectTask | pb.SegmentTask
+
+
+class EngineRequest(NamedTuple):
+    """One request of the engine, without its images and options."""
+
+    skill: str
+    arguments: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    label: str = ""
+    """Name of the object that the request is about, as in the task."""
+
+
+def query_requests(task: pb.QueryTask, num_images: int) -> list[EngineRequest]:
+    """Raises InvalidRequest."""
+    arguments: dict[str, Any] = {
+        "question": task.question,
+        "reasoning": task.reasoning,
+        "spatial_refs": read_spatial_refs(task.spatial_refs),
+    }
+    if task.system:
+        arguments["system"] = task.system
+    if task.answer_start:
+        arguments["answer_start"] = task.answer_start
+    if task.history:
+        arguments["history"] = [(turn.question, turn.answer) for turn in task.history]
+        arguments |= _image_turns(task, num_images)
+    settings = _text_settings(task)
+    if task.HasField("max_reasoning_tokens"):
+        settings["max_reasoning_tokens"] = task.max_reasoning_tokens
+    if task.HasField("abstention"):
+        if not task.abstention.objects:
+            raise InvalidRequest("abstention.objects", "is empty: name the objects of the question")
+        arguments["presupposes"] = list(task.abstention.objects)
+        if task.abstention.HasField("max_absence"):
+            settings["max_absence"] = meant_float(task.abstention.max_absence)
+    return _samples("query", task, arguments, settings)
+
+
+def caption_requests(task: pb.CaptionTask, num_images: int) -> list[EngineRequest]:
+    """Raises InvalidRequest."""
+    length = known_value("length", task.length, pb.CaptionLength, _LENGTHS)
+    return _samples("caption", task, {"length": length}, _text_settings(task))
+
+
+def point_requests(task: pb.PointTask, num_images: int) -> list[EngineRequest]:
+    """Raises InvalidRequest."""
+    arguments = {"spatial_refs": read_spatial_refs(task.spatial_refs)}
+    return _names("point", task, arguments, _object_settings(task))
+
+
+def detect_requests(task: pb.DetectTask, num_images: int) -> list[EngineRequest]:
+    """Raises InvalidRequest."""
+    settings = _object_settings(task)
+    if task.HasField("max_overlap"):
+        settings["max_overlap"] = task.max_overlap
+    return _names("detect", task, {}, settings)
+
+
+def segment_requests(task: pb.SegmentTask, num_images: int) -> list[EngineRequest]:
+    """Raises InvalidRequest."""
+    known_value("mask_format", task.mask_format, pb.MaskFormat, _MASKS)
+    refined = known_value("refinement", task.refinement, pb.Refinement, _REFINEMENTS)
+    arguments = {"spatial_refs": read_spatial_refs(task.spatial_refs), **refined}
+    return _names("segment", task, arguments, _score_settings(task))
+
+
+def read_tiles(task: pb.PointTask | pb.DetectTask) -> Tiles | None:
+    """Raises InvalidRequest."""
+    if not task.HasField("tiles"):
+        return None
+    given = task.tiles
+    overlap = {"overlap": meant_float(given.overlap)} if given.HasField("overlap") else {}
+    return Tiles(
+        rows=given.rows, columns=given.columns, whole_image=not given.tiles_only, **overlap
+    )
+
+
+def read_spatial_refs(refs: Sequence[common_pb2.SpatialRef]) -> list[tuple[float, ...]]:
+    """Points as (x, y), boxes as (x_min, y_min, x_max, y_max); the engine checks their ranges."""
+    values: list[tuple[float, ...]] = []
+    for index, ref in enumerate(refs):
+        kind = ref.WhichOneof("ref")
+        if kind == "point":
+            values.append((ref.point.x, ref.point.y))
+        elif kind == "box":
+            values.append((ref.box.x_min, ref.box.y_min, ref.box.x_max, ref.box.y_max))
+        else:
+            raise InvalidRequest(f"spatial_refs[{index}]", "is empty: set point or box")
+    return values
+
+
+def _samples(
+    skill: str, task: TextTask, arguments: Mapping[str, Any], settings: Mapping[str, Any]
+) -> list[EngineRequest]:
+    """A request for each sample; their seeds are drawn later."""
+    wanted = task.num_samples if task.HasField("num_samples") else 1
+    if not 1 <= wanted <= MAX_SAMPLES:
+        raise InvalidRequest("num_samples", f"{wanted} is not in [1, {MAX_SAMPLES}]")
+    return [EngineRequest(skill=skill, arguments=arguments, settings=settings)] * wanted
+
+
+def _names(
+    skill: str, task: FindTask, arguments: Mapping[str, Any], settings: Mapping[str, Any]
+) -> list[EngineRequest]:
+    """A request for each name."""
+    names = task.objects
+    if not names:
+        raise InvalidRequest("objects", f"is empty; name 1 to {MAX_NAMES} objects")
+    if len(names) > MAX_NAMES:
+        raise InvalidRequest("objects", f"has {len(names)} names, the limit is {MAX_NAMES}")
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise InvalidRequest("objects", f"has {name[:40]!r} twice; name each object once")
+        seen.add(name)
+    return [
+        EngineRequest(
+            skill=skill, arguments={"object": name, **arguments}, settings=settings, label=name
+        )
+        for name in names
+    ]
+
+
+def _image_turns(task: pb.QueryTask, num_images: int) -> dict[str, list[int]]:
+    """The number of its turn for each image; empty if no turn counts images. Raises InvalidRequest."""
+    turns: list[int] = []
+    for index, turn in enumerate(task.history):
+        count, left = turn.num_images, num_images - len(turns)
+        if not 0 <= count <= left:
+            raise InvalidRequest(
+                f"history[{index}].num_images",
+                f"{count} is not in [0, {left}]: the request has {num_images} images, the turns before {len(turns)}",
+            )
+        turns += [index] * count
+    if not any(turn.HasField("num_images") for turn in task.history):
+        return {}
+    return {"image_turns": turns + [len(task.history)] * (num_images - len(turns))}
+
+
+def _settings(task: TextTask | FindTask) -> dict[str, Any]:
+    settings = sampling_settings(task.sampling)
+    if task.HasField("max_tokens"):
+        settings["max_tokens"] = task.max_tokens
+    return settings
+
+
+def _text_settings(task: TextTask) -> dict[str, Any]:
+    settings = _settings(task)
+    return settings | text_settings(task.text) if task.HasField("text") else settings
+
+
+def _score_settings(task: FindTask) -> dict[str, Any]:
+    settings = _settings(task)
+    if task.HasField("min_score"):
+        settings["min_score"] = task.min_score
+    return settings
+
+
+def _object_settings(task: pb.PointTask | pb.DetectTask) -> dict[str, Any]:
+    settings = _score_settings(task)
+    if task.HasField("max_objects"):
+        settings["max_objects"] = task.max_objects
+    return settings
