@@ -301,8 +301,12 @@ async def test_models_are_loaded_swapped_and_unloaded_while_others_serve() -> No
         await admin.aclose()
 
 
-async def test_a_model_that_cannot_be_loaded_harms_no_other(tmp_path: Path) -> None:
+async def test_a_model_that_cannot_be_loaded_harms_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "broken").mkdir()
+    # A relative path is not in the server's folder /tmp, wherever the checkout is.
+    monkeypatch.chdir("/")
     async with Two(security=CONFIG["security"]) as two:
         await two.server.load()
         admin = AsyncKestrelAdmin(two.server.addresses[0], token=KEY)
