@@ -18,7 +18,9 @@ def test_a_world(seed):
     World(seed, MINUTES).run()
 
 
-UNSOLVED = {1016: "a step hangs at the moment at which another fault has emptied it, and a request waits for ever"}
+UNSOLVED = {
+    1016: "a step hangs at the moment at which another fault has emptied it, and a request waits for ever"
+}
 """Seeds of an hour that fail. Each is a fault of the engine or of the simulation whose cause is not found yet."""
 
 
