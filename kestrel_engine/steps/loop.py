@@ -92,6 +92,8 @@ class EngineLoop:
         self._out: dict[Lane, deque[_Out]] = {lane: deque() for lane in self._depths}
         """The steps that are out, in the order of their launch."""
         self._profile: StepProfile | None = None
+        self._is_collecting = False
+        """Whether a step is waited for. It may have outlived its requests, and others wait for it unseen."""
         self._beat_at = clock.now()
         self.thread = threading.Thread(target=self._run, name="kestrel-steps", daemon=True)
         """The thread that steps. Only this object starts it."""
@@ -115,6 +117,7 @@ class EngineLoop:
         """Any thread. Seconds since the last command or collected step, while there is work; else 0."""
         stats = self._stats
         has_work = stats.running or stats.waiting or self._requests.is_refining
+        has_work = has_work or self._is_collecting or any(self._out.values())
         return clock.now() - self._beat_at if has_work else 0.0
 
     def submit(self, work: Work) -> None:
@@ -292,6 +295,7 @@ class EngineLoop:
         out = self._out[lane].popleft()
         try:
             assert out.handle is not None
+            self._is_collecting = True
             result = self._runtime.collect(out.handle)
         except (
             Exception
@@ -299,6 +303,8 @@ class EngineLoop:
             logger.exception("step %d failed", out.plan.step_id)
             self._fail_step(out, error)
             return
+        finally:
+            self._is_collecting = False
         self._beat_at = clock.now()
         if self._profile is not None:
             self._profile.step()

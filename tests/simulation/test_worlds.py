@@ -18,17 +18,9 @@ def test_a_world(seed):
     World(seed, MINUTES).run()
 
 
-UNSOLVED = {
-    1016: "a step hangs at the moment at which another fault has emptied it, and a request waits for ever"
-}
-"""Seeds of an hour that fail. Each is a fault of the engine or of the simulation whose cause is not found yet."""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1000 + int(os.environ.get("KESTREL_WORLDS", "60"))))
-def test_many_worlds(seed, request):
-    if seed in UNSOLVED:
-        request.applymarker(pytest.mark.xfail(reason=UNSOLVED[seed], strict=True))
+def test_many_worlds(seed):
     World(seed, HOUR).run()
 
 
