@@ -116,8 +116,8 @@ class EngineLoop:
     def stalled_s(self) -> float:
         """Any thread. Seconds since the last command or collected step, while there is work; else 0."""
         stats = self._stats
-        has_work = stats.running or stats.waiting or self._requests.is_refining
-        has_work = has_work or self._is_collecting or any(self._out.values())
+        has_step = self._is_collecting or any(self._out.values())
+        has_work = has_step or stats.running or stats.waiting or self._requests.is_refining
         return clock.now() - self._beat_at if has_work else 0.0
 
     def submit(self, work: Work) -> None:
