@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +26,8 @@ from tests.engine.fakes import fake_build, never_ends
 from tests.service.certificates import authority, server_pair  # noqa: F401  # Fixtures of all rooms.
 from tests.service.statuses import Failure, failure
 from tests.waiting import WITHIN_S, outlived
+
+LOCAL = (("grpc.use_local_subchannel_pool", 1),)
 
 LIMITS = RuntimeLimits(
     num_pages=200, page_size=2, max_batch_size=3, max_seq_length=300, vocab_size=400
@@ -81,6 +84,24 @@ class Served:
         assert engine is not None
         return engine
 
+    async def send(self, method: str, requests: Iterable[Any], **handling: Any) -> list[bytes]:
+        """The responses to a stream of ``requests``, messages or bytes, to ``method`` ("VisionService/StreamFrames").
+
+        Raises grpc.RpcError. gRPC's synchronous client sends it, because grpc.aio reports INTERNAL in place of the
+        server's status if it cannot send a message any more when the server has ended the stream.
+        """
+
+        def ask() -> list[bytes]:
+            with grpc.insecure_channel(self.server.addresses[0], LOCAL) as channel:
+                call = channel.stream_stream(f"/kestrel.v1.{method}", request_serializer=to_bytes)
+                return list(call(iter(requests), **handling))
+
+        return await asyncio.to_thread(ask)
+
+    async def refusal(self, method: str, requests: Iterable[Any], **handling: Any) -> Failure:
+        """How the stream of ``requests`` fails. See ``send``."""
+        return await failure(self.send(method, requests, **handling))
+
     async def overdue(self, ask: Callable[[float], Any]) -> Failure:
         """How the call ``ask(timeout)`` fails whose deadline passes after a step has run meanwhile."""
 
@@ -90,6 +111,10 @@ class Served:
 
         told, _ = await outlived(asked, lambda ended: ended[1])
         return told
+
+
+def to_bytes(message: Any) -> bytes:
+    return message if isinstance(message, bytes) else message.SerializeToString()
 
 
 Serve = Callable[..., Awaitable[Served]]
@@ -126,7 +151,7 @@ async def serve() -> AsyncIterator[Serve]:
             options=[
                 ("grpc.max_receive_message_length", 64 * 1024 * 1024),
                 ("grpc.max_send_message_length", -1),
-                ("grpc.use_local_subchannel_pool", 1),
+                *LOCAL,
             ],
         )
         served = Served(server, runtime, channel)

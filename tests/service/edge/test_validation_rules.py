@@ -272,29 +272,24 @@ class Refusal:
 async def ask(served: Served, method: str, data: bytes) -> Refusal:
     """Sends a request. Statuses other than INVALID_ARGUMENT do not refuse its values."""
     descriptor = METHODS[method]
-    make = getattr(
-        served.channel,
-        f"{'stream' if descriptor.client_streaming else 'unary'}_"
-        f"{'stream' if descriptor.server_streaming else 'unary'}",
-    )
-    call = make(
-        f"/kestrel.v1.{method}",
-        response_deserializer=descriptor.output_type._concrete_class.FromString,
-    )
-    sent: Any = iter(stream_of(method, data)) if descriptor.client_streaming else data
+    read_answer = descriptor.output_type._concrete_class.FromString
+    path = f"/kestrel.v1.{method}"
     try:
-        if descriptor.name == "StreamFrames":
-            [answer] = [event async for event in call(sent, metadata=METADATA)]
+        if descriptor.client_streaming:
+            [sent] = await served.send(method, stream_of(method, data), metadata=METADATA)
+            answer = read_answer(sent)
         elif descriptor.server_streaming:
-            *_, last = [event async for event in call(sent, metadata=METADATA)]
+            stream = served.channel.unary_stream(path, response_deserializer=read_answer)
+            *_, last = [event async for event in stream(data, metadata=METADATA)]
             answer = getattr(last, "final", None)
         else:
-            answer = await call(sent, metadata=METADATA)
-    except grpc.aio.AioRpcError as error:
-        assert error.code() not in FAULTS, error
-        if error.code() is not grpc.StatusCode.INVALID_ARGUMENT:
-            return Refusal([], [])
+            call = served.channel.unary_unary(path, response_deserializer=read_answer)
+            answer = await call(data, metadata=METADATA)
+    except grpc.RpcError as error:
         told = read(error)
+        assert told.code not in FAULTS, error
+        if told.code is not grpc.StatusCode.INVALID_ARGUMENT:
+            return Refusal([], [])
         return Refusal(told.fields, [told.message])
     refused = [
         each for each in statuses(answer) if each.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]

@@ -246,7 +246,7 @@ async def test_a_piece_of_an_upload_is_bounded_too(serve):
         image_service_pb2.UploadImageRequest(info=image_service_pb2.UploadInfo()),
         image_service_pb2.UploadImageRequest(chunk=bytes(MIB + MIB // 8)),
     ]
-    told = await failure(served.images.UploadImage(iter(parts)))
+    told = await served.refusal("ImageService/UploadImage", parts)
     assert told.reason == "MESSAGE_TOO_LARGE"
 
 

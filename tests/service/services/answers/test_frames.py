@@ -318,6 +318,8 @@ def test_after_some_late_frames_one_with_all_crops_is_tried():
     assert asyncio.run(tried()) == [True, True, True, True, False, False]
 
 
+FRAMES = "VisionService/StreamFrames"
+
 INVALID: list[tuple[str, list[pb.StreamFramesRequest]]] = [
     ("config: is required in the first message", [frame(1)]),
     ("config: must be in the first message only", [opening(), opening()]),
@@ -338,13 +340,12 @@ INVALID: list[tuple[str, list[pb.StreamFramesRequest]]] = [
 async def test_what_ends_a_stream(moved_clock, serve: Serve):
     served = await serve(server_config=limits(read_s=60))
     for message, sent in INVALID:
-        told = await failure(served.vision.StreamFrames(sent))
+        told = await served.refusal(FRAMES, sent)
         assert told.code is grpc.StatusCode.INVALID_ARGUMENT, message
         assert told.message.startswith(message), told.message
-    told = await failure(served.vision.StreamFrames([opening(options={"model": "x"}), frame(1)]))
+    told = await served.refusal(FRAMES, [opening(options={"model": "x"}), frame(1)])
     assert (told.code, told.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
-    path = "/kestrel.v1.VisionService/StreamFrames"
-    told = await failure(served.channel.stream_stream(path)([b"\x0a\xff\xff"]))
+    told = await served.refusal(FRAMES, [b"\x0a\xff\xff"])
     assert (told.code, told.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
     silent = served.vision.StreamFrames()
     await silent.write(opening())
@@ -359,7 +360,7 @@ async def test_what_ends_a_stream(moved_clock, serve: Serve):
 
 async def test_huge_frames(serve: Serve):
     served = await serve(server_config={"max_message_bytes": 1 << 20})
-    told = await failure(served.vision.StreamFrames([opening(), frame(1, side=620)]))
+    told = await served.refusal(FRAMES, [opening(), frame(1, side=620)])
     assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE")
 
 
