@@ -2,6 +2,6 @@
 
 This folder holds the programs that users run most: those of ``make bench`` and ``make bench-gpu``, the trace, the soak,
 and the comparison of two runs. ``service`` measures a server process, ``gpu`` the parts of a GPU's work, and
-``kernels`` single kernels. ``diagnostics`` finds the causes of differences. The other folders hold parts that programs
-share.
+``kernels`` the kernels of a decode step. ``diagnostics`` divides the time of requests. The other folders hold parts
+that programs share.
 """

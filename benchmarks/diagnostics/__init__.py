@@ -1,1 +1,1 @@
-"""Programs that find the cause of a difference, profile one layer, check a table, or format figures."""
+"""Programs that divide the time of one request and the gaps between tokens, check a table, or format figures."""

@@ -1,1 +1,1 @@
-"""Checks and times candidate configurations of the kernels on a GPU."""
+"""Times the kernels of a decode step on a GPU, and variants of them."""

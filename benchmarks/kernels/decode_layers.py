@@ -12,7 +12,6 @@ the start and end of the kernels of three layers, by torch's profiler. The exit 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import statistics
 import sys
 import time
@@ -25,10 +24,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.moe import compile_some
 from kestrel_engine.checkpoint.weights.random_weights import random_checkpoint
 from kestrel_engine.kernels.attention import paged_decode
-from kestrel_engine.kernels.attention.paged_decode import DecodeConfig, DecodeWorkspace
+from kestrel_engine.kernels.attention.paged_decode import DecodeConfig
 from kestrel_engine.kernels.linear import skinny_linear, skinny_tiling
 from kestrel_engine.kernels.linear.skinny_tiling import Tiling, default_splits
 from kestrel_engine.kernels.moe import decode as moe_decode
@@ -355,62 +353,6 @@ def measure(stack: Stack, batch: int, quick: bool, with_timeline: bool) -> None:
             timeline(bench.graphs[variant], stack.config.text.n_layers)
 
 
-Job = tuple[int, Tiles | DecodeConfig, bool]
-"""Rows, what is compiled, and whether attention begins early."""
-
-
-def compile_all(batches: list[int], quick: bool) -> None:
-    """Compiles all variants, which fills Triton's cache on disk."""
-    jobs: dict[Job, None] = {}
-    for batch in batches:
-        jobs[batch, moe_decode.TILES[1, moe_decode.batch_class(batch)], True] = None
-        few = batch <= decode_attention.EARLY_ROWS
-        for change in (change for axis in axes(batch, quick) for change in axis):
-            if "tiles" in change:
-                jobs[batch, change["tiles"], True] = None
-            if "attention" in change:
-                # Any number of rows beyond the few gives one kernel; the best is tried the other way as well.
-                rows = batch if few else max(batch, 4)
-                jobs |= {
-                    (min(rows, 4), change["attention"], early): None for early in (few, not few)
-                }
-    workers = min(14, multiprocessing.cpu_count())
-    todo = list(jobs)
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        pool.map(compile_jobs, [todo[i::workers] for i in range(workers)], chunksize=1)
-
-
-@torch.inference_mode()
-def compile_jobs(jobs: list[Job]) -> None:
-    """Runs in a separate process."""
-    compile_some(
-        [("decode", 1, rows, what, True) for rows, what, _ in jobs if isinstance(what, Tiles)]
-    )
-    for rows, what, early in jobs:
-        if isinstance(what, DecodeConfig):
-            compile_attention(rows, what, early)
-
-
-def compile_attention(rows: int, config: DecodeConfig, early: bool) -> None:
-    """Compiles attention for both kinds of layers. A dense layer's GEMM leaves half as many parts of tau's content."""
-    heads, size = 32, 64
-    pool = torch.zeros(PAGE, heads, size, dtype=DTYPE, device=DEVICE)
-    zeros = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
-    table = torch.zeros(rows, POSITIONS // PAGE + 1, dtype=torch.int32, device=DEVICE)
-    angles = torch.zeros(2, 1, size // 4, device=DEVICE)
-    splits = 2
-    space = DecodeWorkspace.allocate([(rows, splits)], heads, size, DEVICE)
-    for columns, parts in ((6208, 96), (14336, 48)):
-        read = torch.zeros(rows, columns, dtype=DTYPE, device=DEVICE)
-        tau = torch.zeros(parts, rows, 2 * heads, device=DEVICE), torch.zeros(heads, device=DEVICE)
-        out = read[:, 4096:6144]
-        paged_decode.paged_decode(
-            read, pool, pool, table, zeros, zeros, *angles, page_size=PAGE, tau=tau, splits=splits,
-            workspace=space, out=out, config=config, pdl=early,
-        )  # fmt: skip
-    torch.cuda.synchronize()
-
-
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -427,9 +369,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer tiles")
     args = parser.parse_args()
     began = time.monotonic()
-    if args.model == "moondream3" and not args.fp8:
-        compile_all(args.batches, args.quick)
-        print(f"kernels compiled after {time.monotonic() - began:.0f} s", flush=True)
     stack = Stack(max(args.batches), args.model, fp8=args.fp8)
     kept = first_fork(torch.cuda.Stream())
     torch.cuda.synchronize()

@@ -1,1 +1,1 @@
-"""What a layer costs: servers, engines and callers to compare. Its programs are through_grpc and through_http."""
+"""What a layer costs: servers, engines and callers to compare. Its program is through_grpc."""

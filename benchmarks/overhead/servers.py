@@ -24,7 +24,6 @@ from kestrel_engine.steps import delivery
 from kestrel_grpc.logs.records import set_up_logging
 from kestrel_grpc.process.interpreter import GC_THRESHOLDS, SWITCH_INTERVAL_S
 from kestrel_grpc.process.server import KestrelServer
-from kestrel_grpc.settings.http import HttpConfig
 from kestrel_grpc.settings.server import ServerConfig
 from kestrel_grpc.settings.telemetry import TelemetryConfig
 
@@ -58,8 +57,6 @@ class Setting:
     """New images a second that the server decodes in addition, as for uploads."""
     watched: bool = False
     """Whether all optional monitoring is on: the access log in JSON, metrics, unsampled traces, load in trailers."""
-    http: bool = False
-    """Whether the server of the canned engine has an HTTP port too, without metrics."""
 
 
 def run_server(pipe: Connection, load: Load, setting: Setting) -> None:
@@ -105,7 +102,7 @@ def run_canned(pipe: Connection, load: Load, setting: Setting) -> None:
         await server.load()
         gc.freeze()
         pipe.send(server.addresses[0])
-        await _answer(pipe, engine, server)
+        await _answer(pipe, engine)
         await server.stop(grace_s=0)
 
     _apply(setting)
@@ -117,9 +114,6 @@ def run_canned(pipe: Connection, load: Load, setting: Setting) -> None:
 
 def _server_config(setting: Setting) -> ServerConfig:
     listen = ("127.0.0.1:0",)
-    if setting.http:
-        http = HttpConfig(http_listen=("127.0.0.1:0",), http_metrics=False)
-        return ServerConfig(listen=listen, http=http)
     if not setting.watched:
         return ServerConfig(listen=listen)
     telemetry = TelemetryConfig(traces=("otlp",), prometheus="127.0.0.1:0")
@@ -232,13 +226,10 @@ def _apply(setting: Setting) -> None:
         sys.setswitchinterval(setting.switch_interval_s)
 
 
-async def _answer(pipe: Connection, source: Any, server: KestrelServer | None = None) -> None:
+async def _answer(pipe: Connection, source: Any) -> None:
     """Replies to requests from ``pipe`` until None arrives. ``source``: the device, which provides the window."""
     while (asked := await asyncio.to_thread(pipe.recv)) is not None:
         if asked == "window":
             pipe.send(source.window())
-        elif asked == "http":
-            assert server is not None, "asked of a server"
-            pipe.send(server.http_addresses[0])
         else:
             pipe.send(snapshot())

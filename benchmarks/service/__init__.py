@@ -1,1 +1,1 @@
-"""Benchmarks of a server: shares between principals, several workers, and the cost of telemetry."""
+"""Benchmarks of a server: shares between principals, several workers, and killed processes."""

@@ -13,8 +13,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import boxes, compare, engine_host, features, frames, ramp, serving_cpu
-from benchmarks.service import adapter_loading, front, kills, workers, workers_trace
+from benchmarks import boxes, compare, engine_host, frames, ramp, serving_cpu
+from benchmarks.service import kills, workers_trace
 
 
 @pytest.fixture(autouse=True)
@@ -82,23 +82,6 @@ def test_frames(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_adapter_loading(tmp_path: Path) -> None:
-    report = run(adapter_loading, tmp_path, "--paced-ms", "2")
-    (without, beside), (loads,) = report["tables"].values()
-    assert without["gaps"] > 0 and beside["gaps"] > 0 and loads["loads"] >= 1
-    assert [bar["limit"] for bar in report["bars"]] == [10]
-
-
-@pytest.mark.slow
-def test_features(tmp_path: Path) -> None:
-    report = run(features, tmp_path, "--threads", "1")
-    for (row,) in report["tables"].values():
-        assert row["off ms"] > 0 and row["on ms"] > 0 and row["on / off"] > 0
-    limits = {bar["what"]: bar["limit"] for bar in report["bars"]}
-    assert [*limits.values()] == [1.02, 1.05, 1.05, 1.1]
-
-
-@pytest.mark.slow
 def test_serving_cpu_through_a_server(tmp_path: Path) -> None:
     report = run(serving_cpu, tmp_path, "--threads", "1", "--grpc")
     fresh, repeated, _mixed = report["tables"].values()
@@ -116,20 +99,9 @@ def test_help(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="SO_REUSEPORT spreads on Linux")
-def test_workers(tmp_path: Path) -> None:
-    report = run(workers, tmp_path)
-    (rows,) = report["tables"].values()
-    assert [row["calls by"] for row in rows] == ["one worker", "own addresses", "shared port"]
-    assert all(row["tokens/s"] > 0 for row in rows)
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="workers need Linux")
-def test_the_front(tmp_path: Path) -> None:
+def test_the_trace_through_workers(tmp_path: Path) -> None:
     pytest.importorskip("envoy")
-    (rows,) = run(front, tmp_path)["tables"].values()
-    assert len(rows) == 4 and all(row["front us"] > 0 for row in rows)
     (rows,) = run(workers_trace, tmp_path)["tables"].values()
     assert len(rows) == 6 and all(row["x one"] > 0 for row in rows)
 

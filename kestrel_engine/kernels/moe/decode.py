@@ -41,8 +41,8 @@ class Tiles(NamedTuple):
     down: Tile
 
 
-# By bytes of a weight and batch class (1 token, up to 16, up to 64). Measured on an H200 by
-# benchmarks/kernels/moe.py: 24, 111 and 141 us for FP8, 34, 176 and 207 us for bfloat16. Those of one token in FP8 are
+# By bytes of a weight and batch class (1 token, up to 16, up to 64). Measured on an H200:
+# 24, 111 and 141 us for FP8, 34, 176 and 207 us for bfloat16. Those of one token in FP8 are
 # smaller now than they were for these 24 us: beside attention they are faster (benchmarks/kernels/decode_layers.py).
 TILES: dict[tuple[int, int], Tiles] = {
     (1, 1): Tiles(Tile(4, 512, 2, 4), Tile(8, 512, 4, 2)),

@@ -45,8 +45,8 @@ class Tiles(NamedTuple):
     down: Tile
 
 
-# By bytes of a weight and the largest mean pairs of an expert (0: no limit). Measured on an H200 by
-# benchmarks/kernels/moe.py at 64, 256, 730 and 11,680 tokens: 138, 176, 305 and 2,410 us for FP8 (489 TFLOP/s), 222,
+# By bytes of a weight and the largest mean pairs of an expert (0: no limit). Measured on an H200
+# at 64, 256, 730 and 11,680 tokens: 138, 176, 305 and 2,410 us for FP8 (489 TFLOP/s), 222,
 # 253, 287 and 2,237 us for bfloat16.
 TILES: dict[tuple[int, int], Tiles] = {
     (1, 24): Tiles(16, Tile(64, 128, 4, 4, True, True), Tile(128, 128, 4, 4, True, True)),

@@ -12,10 +12,10 @@ import torch
 from benchmarks.device.model_work import decoder_bytes, moe_flop, prefix_flop, vision_flop
 from benchmarks.device.trace import summarised
 from benchmarks.models.profile_skill import DeviceProfile
-from benchmarks.service.telemetry_overhead import step
 from benchmarks.traffic.callers import Answer
 from benchmarks.traffic.step_log import StepLog
 from benchmarks.traffic.trace_run import Asked, busy_rate, steady
+from kestrel_engine import SchedulerStats, StepEvent
 from kestrel_engine.errors import InvalidRequest
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.types.model_config import Family, parse_model_config
@@ -65,7 +65,24 @@ def test_a_trace_without_kernels_is_not_busy():
 def test_phases_of_the_steps_of_a_stretch():
     log = StepLog()
     for number in range(4):
-        log.on_step(step(100.0, number))
+        begin = 100.0 + 0.003 * number
+        log.on_step(
+            StepEvent(
+                step_id=number,
+                launched_at=begin,
+                collected_at=begin + 0.003,
+                vision_s=0.0,
+                prefill_s=0.001,
+                decode_s=0.001,
+                num_crops=0,
+                num_prefill_positions=10,
+                num_decode=16,
+                request_ids=("r",),
+                encoded_request_ids=(),
+                failed=False,
+                stats=SchedulerStats(running=16, pages_free=1, pages_cached=1, pages_total=2),
+            )
+        )
     phases = log.between(100.0, 100.0091)
     assert phases.steps_s == pytest.approx(3 / 0.0091)
     assert phases.busy == pytest.approx(3 * 0.002 / 0.0091)

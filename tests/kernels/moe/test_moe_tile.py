@@ -9,7 +9,7 @@ tile = pytest.importorskip("kestrel_engine.kernels.moe.tile")
 moe_decode = pytest.importorskip("kestrel_engine.kernels.moe.decode").moe_decode
 moe_prefill = pytest.importorskip("kestrel_engine.kernels.moe.prefill").moe_prefill
 route = pytest.importorskip("kestrel_engine.kernels.moe.route").route
-random_experts = pytest.importorskip("benchmarks.kernels.random_experts").random_experts
+random_experts = pytest.importorskip("tests.kernels.moe.random_experts").random_experts
 
 
 @pytest.mark.parametrize("fp8", [False, True])

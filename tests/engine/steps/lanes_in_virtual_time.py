@@ -1,6 +1,4 @@
-"""Simulates the trace on a device of two lanes: requests/s and gaps between tokens for each policy of the scheduler.
-
-python -m benchmarks.overhead.lanes_sim [--in-flight 64 16 4] [--tokens 30] [--beside-depth 1 2 3] [--json F]
+"""Simulates a trace on a device of two lanes: requests/s and gaps between tokens for each policy of the scheduler.
 
 Scheduler and step loop are the engine's. The device and the callers are models in virtual time (`Card`), whose times
 are parameters, so a run of a minute takes seconds, and a second run gives the same figures. The defaults are Moondream
@@ -13,13 +11,13 @@ import heapq
 import itertools
 import random
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
+from benchmarks.reports.report import quantile
+from benchmarks.traffic.chart_trace import NUM_IMAGES, NUM_QUESTIONS, TOKENS, shape_of
 from kestrel_engine import clock
 from kestrel_engine.config.sizes import default_sizes
 from kestrel_engine.runtime.gpu.prefill.graphs import MAX_BLOCKS
@@ -40,9 +38,6 @@ from kestrel_engine.types.step import (
     TokenRule,
 )
 from kestrel_engine.types.submission import Submission
-
-from ..reports.report import Report, Row, benchmark_parser, median, quantile
-from ..traffic.chart_trace import NUM_IMAGES, NUM_QUESTIONS, TOKENS, shape_of
 
 IMAGE_POSITIONS = 729
 TOKEN = StepToken(100)
@@ -166,8 +161,6 @@ class Device:
         self.ended: dict[int, tuple[float, float]] = {}
         """The end of each step, and the time for which it ran, by step id."""
         self._last_decode: int | None = None
-        self._spaced_from = float("-inf")
-        """When the last spaced decode step began."""
 
     def launch(self, now: float, plan: StepPlan) -> None:
         self.run_to(now)
@@ -197,14 +190,6 @@ class Device:
             for lane, queue in self._queues.items()
             if queue and (queue[0].after is None or queue[0].after in self.ended)
         }
-        decoding = active.get(Lane.DECODE)
-        if decoding is not None and decoding.begun_at is None and decoding.plan.spacing_s:
-            begin = self._spaced_from + 1e3 * decoding.plan.spacing_s
-            if begin > self._now:
-                until = min(until, begin)
-                del active[Lane.DECODE]
-            else:
-                self._spaced_from = self._now
         if not active:
             assert until < float("inf"), "steps wait for one another"
             self._now = max(self._now, until)
@@ -242,22 +227,15 @@ class VirtualRuntime:
         self._rng = random.Random(2)
         self.now = 0.0
         """In ms."""
-        self.decode_rows: list[int] = []
-        """Of each decode step."""
-        self.new_ms: list[float] = []
-        """Of each step with new work, alone."""
 
     def clock(self) -> float:
         return self.now / 1e3
 
     def launch(self, plan: StepPlan) -> StepPlan:
         card = self._card
-        new_ms = card.vision_ms(plan) + card.prefill_ms(plan)
         self.now += card.launch_ms(plan)
         self.now += self._rng.expovariate(1 / card.host_wait)
         self._device.launch(self.now, plan)
-        self.decode_rows += [len(plan.decode)] if plan.decode else []
-        self.new_ms += [new_ms] if new_ms else []
         return plan
 
     def is_done(self, handle: StepHandle) -> bool:
@@ -288,9 +266,8 @@ class Counted:
 
 @dataclass
 class Found:
-    """Instants in ms: when each request began, and when its tokens came."""
+    """Instants in ms when the tokens of each request came."""
 
-    began: dict[int, float] = field(default_factory=dict)
     tokens_at: dict[int, list[float]] = field(default_factory=dict)
 
 
@@ -314,7 +291,6 @@ class Callers:
                 1 / self._card.jitter
             )
             self._known.add(image)
-            self.found.began[number] = now
             heapq.heappush(self.arriving, (now + ms, number, image, count))
 
     def put(self, reports: list[StepReport]) -> None:
@@ -367,7 +343,7 @@ def simulate(
     requests: int,
     beside: bool,
     batch: int = 64,
-) -> tuple[Found, VirtualRuntime]:
+) -> Found:
     """Runs ``requests`` questions of a closed loop of ``in_flight`` callers. ``beside``: as --decode-beside."""
     limits = RuntimeLimits(
         num_pages=13_000,
@@ -393,7 +369,7 @@ def simulate(
                 runtime.now = max(runtime.now, callers.arriving[0][0])
             callers.send_due(engine)
             engine.turn()
-    return callers.found, runtime
+    return callers.found
 
 
 def policy_for(itl_target_ms: float) -> SchedulerPolicy:
@@ -407,7 +383,7 @@ def policy_for(itl_target_ms: float) -> SchedulerPolicy:
     return SchedulerPolicy(budget=budget, itl_target_s=itl_target_ms / 1e3)
 
 
-def summary(found: Found, runtime: VirtualRuntime, name: str, in_flight: int) -> Row:
+def summary(found: Found, in_flight: int) -> dict[str, float]:
     """Returns rates and gaps in ms, without the first and the last requests, when not all callers are there."""
     ends = sorted(at[-1] for at in found.tokens_at.values())
     edge = min(in_flight, len(ends) // 4)
@@ -418,53 +394,8 @@ def summary(found: Found, runtime: VirtualRuntime, name: str, in_flight: int) ->
         for earlier, later in itertools.pairwise(at)
         if begin <= earlier and later <= end
     ]
-    first = [found.tokens_at[n][0] - began for n, began in found.began.items()]
     return {
-        "lanes": name,
         "requests/s": 1e3 * (len(ends) - 2 * edge) / (end - begin),
-        "gap p50": median(gaps),
         "gap p95": quantile(gaps, 0.95),
         "gap p99": quantile(gaps, 0.99),
-        "first gap p50": median([at[1] - at[0] for at in found.tokens_at.values()]),
-        "ttft p50": median(first),
-        "rows": sum(runtime.decode_rows) / len(runtime.decode_rows),
-        "new ms": sum(runtime.new_ms) / len(runtime.new_ms),
     }
-
-
-def main(arguments: Sequence[str] | None = None) -> Report:
-    parser = benchmark_parser("overhead.lanes_sim", __doc__)
-    parser.add_argument("--in-flight", type=int, nargs="+", default=[64, 32, 16, 4])
-    parser.add_argument("--tokens", type=int, default=30)
-    parser.add_argument("--requests", type=int, default=1500)
-    parser.add_argument("--itl-target-ms", type=float, default=15.0)
-    parser.add_argument(
-        "--beside-depth",
-        type=int,
-        nargs="+",
-        default=[loop.BESIDE_DEPTH],
-        help="decode steps out beside new work [those of the engine]",
-    )
-    parser.add_argument(
-        "--host-wait-ms", type=float, default=Card.host_wait, help="mean wait of a launch"
-    )
-    args = parser.parse_args(arguments)
-    if args.quick:
-        args.in_flight, args.tokens, args.requests = [4], 5, 40
-    report = Report("lanes_sim", vars(args))
-    card, policy = Card(host_wait=args.host_wait_ms), policy_for(args.itl_target_ms)
-    run = {"tokens": args.tokens, "requests": args.requests}
-    for in_flight in args.in_flight:
-        title = f"{args.tokens} tokens, {in_flight} in flight; times in ms"
-        one = simulate(card, policy, in_flight=in_flight, beside=False, **run)
-        report.add(title, summary(*one, "one", in_flight))
-        for depth in args.beside_depth:
-            with patch.object(loop, "BESIDE_DEPTH", depth):
-                two = simulate(card, policy, in_flight=in_flight, beside=True, **run)
-            report.add(title, summary(*two, f"two, {depth} steps out", in_flight))
-    report.finish(args.json)
-    return report
-
-
-if __name__ == "__main__":
-    main()
