@@ -74,7 +74,7 @@ test-gpu: ## Run the tests that need a CUDA device, and kernels and fast runtime
 	python3 -m pytest -q -m "not gpu" tests/kernels tests/engine/runtime/gpu || status=$$?; \
 	exit $$status
 
-bench: $(INSTALLED) ## Measure the step thread, the front end and serving on the CPU; docs/benchmarks.md has the last figures
+bench: $(INSTALLED) ## Measure the step thread, the front end and serving on the CPU; docs/lab/benchmarks.md has the last figures
 	$(BIN)/python -m benchmarks.engine_host
 	$(BIN)/python -m benchmarks.serving_cpu
 	$(BIN)/python -m benchmarks.serving_cpu --grpc
@@ -82,7 +82,7 @@ bench: $(INSTALLED) ## Measure the step thread, the front end and serving on the
 	$(BIN)/python -m benchmarks.preprocess
 
 BENCH_OUT ?= out/bench
-bench-gpu: ## Measure all that docs/performance.md holds on one GPU, in 12 minutes, with the Python at hand
+bench-gpu: ## Measure all that docs/lab/performance.md holds on one GPU, in 12 minutes, with the Python at hand
 	PYTHONPATH=$(CURDIR):$(CURDIR)/clients/python:$$PYTHONPATH \
 	  python3 -u -m benchmarks.gpu_suite --out $(BENCH_OUT)
 
@@ -122,7 +122,7 @@ protos: $(INSTALLED) ## Generate the Python stubs, the synchronous clients and t
 baseline: buf ## Take additions to the protos into the baseline, once nothing breaks against the old one
 	$(BIN)/buf build --path protos/kestrel --exclude-source-info -o protos/baseline.binpb.gz
 
-docs: $(INSTALLED) ## Write the table of flags in docs/operations.md anew
+docs: $(INSTALLED) ## Write the table of flags in docs/run/operations.md anew
 	$(BIN)/python -m tests.docs.flag_table
 
 check-stubs: ## Load the stubs under the oldest and newest protobuf and grpcio (fetches packages)
@@ -131,7 +131,7 @@ check-stubs: ## Load the stubs under the oldest and newest protobuf and grpcio (
 wheels: $(INSTALLED) ## Build the wheels of both distributions into dist/, reproducibly
 	.ci/build-wheels $(BIN)/python dist
 
-release-files: wheels ## Check the wheels and add descriptors, bills of materials and checksums to dist/ (docs/releasing.md)
+release-files: wheels ## Check the wheels and add descriptors, bills of materials and checksums to dist/ (docs/develop/releasing.md)
 	$(PYTHON) -m venv .venv-release
 	.venv-release/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt twine cyclonedx-bom
 	.ci/release-files .venv-release/bin/python dist

@@ -1,4 +1,4 @@
-"""Programs that measure Kestrel. Run one as ``python -m benchmarks.<name>``; docs/benchmarks.md lists them.
+"""Programs that measure Kestrel. Run one as ``python -m benchmarks.<name>``; docs/lab/benchmarks.md lists them.
 
 This folder holds the programs that users run most: those of ``make bench`` and ``make bench-gpu``, the trace, the soak,
 and the comparison of two runs. ``service`` measures a server process, ``gpu`` the parts of a GPU's work, and

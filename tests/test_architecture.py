@@ -1,4 +1,4 @@
-"""The house rules that a machine can check (docs/architecture.md); import rules are import-linter's."""
+"""The house rules that a machine can check (docs/develop/architecture.md); import rules are import-linter's."""
 
 import ast
 import re

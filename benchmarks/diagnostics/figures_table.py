@@ -1,4 +1,4 @@
-"""Formats the figures of a run as Markdown, for docs/performance.md.
+"""Formats the figures of a run as Markdown, for docs/lab/performance.md.
 
 python -m benchmarks.diagnostics.figures_table out/bench/bench.json
 """

@@ -2,7 +2,7 @@
 
 python -m benchmarks.service.paced_workers --load-s 10 --workers 8 FLAGS OF SERVE…
 
-The device takes the times of Moondream 2 on one H100 (docs/performance.md). All else is real: the supervisor, the
+The device takes the times of Moondream 2 on one H100 (docs/lab/performance.md). All else is real: the supervisor, the
 template, the front, and each worker with its gRPC server, scheduler, skills and processes that decode images. So many
 workers fit few cores. ``--load-s`` is the time that a model takes to load.
 """

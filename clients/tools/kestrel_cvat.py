@@ -1,5 +1,5 @@
-"""Kestrel as an auto-annotation function of CVAT: ``cvat-cli task auto-annotate --function-file``. docs/tools.md shows
-its use."""
+"""Kestrel as an auto-annotation function of CVAT: ``cvat-cli task auto-annotate --function-file``. docs/use/tools.md
+shows its use."""
 
 from __future__ import annotations
 

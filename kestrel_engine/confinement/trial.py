@@ -34,9 +34,7 @@ def check(mode: str) -> str:
     if mode == "off":
         return "not confined (--confine off)"
     if mode == "require" and not found().suffices:
-        limit = (
-            f"this system offers {found()}; decoders need landlock and seccomp (docs/security.md)"
-        )
+        limit = f"this system offers {found()}; decoders need landlock and seccomp (docs/run/security.md)"
         raise ConfigError("confine", mode, limit)
     return (
         str(found()) if sys.platform == "linux" else f"not confined: {sys.platform} has no Landlock"

@@ -95,13 +95,13 @@ def check_confinement(mode: str) -> Iterator[Finding]:
     try:
         found = trial.check(mode)
     except ConfigError as error:
-        yield Finding("decoders", "fail", error.limit, "docs/security.md, Decoders")
+        yield Finding("decoders", "fail", error.limit, "docs/run/security.md, Decoders")
     except OSError as error:
         yield Finding("decoders", "fail", f"no process can be started: {error.strerror}")
     else:
         status: Status = "ok" if mode != "off" and trial.found().suffices else "warn"
         yield Finding(
-            "decoders", status, found, "" if status == "ok" else "docs/security.md, Decoders"
+            "decoders", status, found, "" if status == "ok" else "docs/run/security.md, Decoders"
         )
 
 

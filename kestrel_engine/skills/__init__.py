@@ -1,4 +1,4 @@
-"""The five skills, and all that a further one is made of (docs/skills.md)."""
+"""The five skills, and all that a further one is made of (docs/develop/skills.md)."""
 
 from ..errors import InvalidRequest
 from ..types.events import FinishReason, StreamUpdate, TokenLogprob

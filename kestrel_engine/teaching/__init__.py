@@ -22,7 +22,7 @@ __all__ = ["LAYERS", "TeachingSettings", "read_folder", "teach"]
 
 
 def read_folder(folder: Path) -> list[TaughtImage]:
-    """Reads a folder of labelled images: data.jsonl, or annotations.json in COCO's form (docs/teaching.md).
+    """Reads a folder of labelled images: data.jsonl, or annotations.json in COCO's form (docs/use/teaching.md).
 
     Raises ConfigError, which names the file, the line and the field.
     """

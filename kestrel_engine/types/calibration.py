@@ -1,4 +1,4 @@
-"""Calibration: from raw scores to the share of results with such a score that are right (docs/scores.md).
+"""Calibration: from raw scores to the share of results with such a score that are right (docs/use/scores.md).
 
 Owns the format of the file in which a calibration is stored.
 """

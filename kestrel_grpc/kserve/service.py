@@ -161,7 +161,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         raise NotServed(_NO_SHARED_MEMORY)
 
     async def TraceSetting(self, request: Any, context: Context) -> NoReturn:
-        raise NotServed("traces are configured when the server starts; see docs/telemetry.md")
+        raise NotServed("traces are configured when the server starts; see docs/run/telemetry.md")
 
     async def LogSettings(self, request: Any, context: Context) -> NoReturn:
         raise NotServed("log levels are set with kestrel.v1.AdminService/SetLogLevel")

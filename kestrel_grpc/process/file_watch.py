@@ -46,7 +46,7 @@ class FileWatch:
             logger.error(
                 "%d of at most %d files are open, including connections: health reports NOT_SERVING, and the server "
                 "may soon accept no connection; raise the limit (ulimit -n, systemd's LimitNOFILE=) or limit "
-                "connections (docs/security.md)",
+                "connections (docs/run/security.md)",
                 *(opened, limit),
             )
         if before and not self.is_crowded:

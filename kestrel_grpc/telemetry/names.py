@@ -402,7 +402,7 @@ ENDED_CONNECTIONS = Metric(
     "kestrel.connections.ended",
     "counter",
     "{connection}",
-    "Connections that the server ended: address_limit, unexplained_bytes, large_headers or idle (docs/security.md)",
+    "Connections that the server ended: address_limit, unexplained_bytes, large_headers or idle (docs/run/security.md)",
     (REASON,),
 )
 STREAMS = Metric(

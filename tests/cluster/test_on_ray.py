@@ -1,6 +1,6 @@
 """Servers on a real Ray cluster of several nodes on this machine: kills, the number of servers, upgrades.
 
-``make test-ray`` runs this, in an environment that has Ray. -s shows the figures of docs/scaling.md.
+``make test-ray`` runs this, in an environment that has Ray. -s shows the figures of docs/run/scaling.md.
 """
 
 from __future__ import annotations

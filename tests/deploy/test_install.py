@@ -1,4 +1,4 @@
-"""docs/install.md, followed line by line in a machine of its own."""
+"""docs/run/install.md, followed line by line in a machine of its own."""
 
 import re
 import shutil
@@ -12,7 +12,7 @@ from tests.deploy.test_manifests import DEPLOY, settled
 from tests.deploy.test_wheels import ROOT, checkout
 from tests.docs.code_blocks import code_blocks
 
-PAGE = ROOT / "docs/install.md"
+PAGE = ROOT / "docs/run/install.md"
 UNIT = (DEPLOY / "systemd/kestrel-grpc.service").read_text()
 
 

@@ -114,7 +114,7 @@ def metadata_of(builds, name):
 
 
 def test_the_extra_all_has_all_extras_but_some():
-    """A new extra belongs into it, or into docs/releasing.md and here."""
+    """A new extra belongs into it, or into docs/develop/releasing.md and here."""
     extras = PROJECT["optional-dependencies"]
     parts = " ".join(extras["all"]).split("[")[1:]
     named = {name for part in parts for name in part.partition("]")[0].split(",")}

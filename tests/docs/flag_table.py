@@ -1,4 +1,4 @@
-"""The table in docs/operations.md of every flag of ``serve``, made from the parser. ``make docs`` writes it anew."""
+"""The table in docs/run/operations.md of all flags of ``serve``, made from the parser. ``make docs`` writes it anew."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from kestrel_grpc.cli import serve
 from kestrel_grpc.settings.flags import Parser
 
-PAGE = Path(__file__).parents[2] / "docs/operations.md"
+PAGE = Path(__file__).parents[2] / "docs/run/operations.md"
 BEGIN = "<!-- flags: written by `make docs` -->\n"
 END = "<!-- end of flags -->\n"
 _DEFAULT = re.compile(r"^(?P<what>.*) \[(?P<default>.*); (?P<variable>KESTREL_[A-Z0-9_]+)\]$")

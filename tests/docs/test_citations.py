@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
+DEVELOP = ROOT / "docs/develop"
 CODE = sorted(
     path
     for top in (
@@ -43,14 +43,14 @@ def test_cited_documents_exist():
     missing = []
     for path in CODE:
         for name in _PAGE.findall(path.read_text()):
-            places = (ROOT / name, DOCS / name, path.parent / name)
+            places = (ROOT / name, DEVELOP / name, path.parent / name)
             if name not in _WRITTEN and not any(place.exists() for place in places):
                 missing.append(f"{path.relative_to(ROOT)}: {name}")
     assert missing == []
 
 
 def test_cited_sections_of_the_models_facts_exist():
-    numbers = heading_numbers(DOCS / "moondream.md")
+    numbers = heading_numbers(DEVELOP / "moondream.md")
     cited = [
         (path, number)
         for path in CODE

@@ -129,7 +129,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(folder):
-    """kestrel-tiny with the plug-in of docs/skills.md, as the page serves it."""
+    """kestrel-tiny with the plug-in of docs/develop/skills.md, as the page serves it."""
     (plugin,) = [b for b in BLOCKS if b.text.startswith('"""yes_no')]
     (folder / "yes_no.py").write_text(plugin.text)
     server = ForkedProcess(

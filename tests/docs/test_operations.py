@@ -1,4 +1,4 @@
-"""docs/operations.md names every flag, metric, status and alert, and no others."""
+"""docs/run/operations.md names every flag, metric, status and alert, and no others."""
 
 import re
 
@@ -9,7 +9,7 @@ from kestrel_grpc.settings.configuration import known_settings
 from kestrel_grpc.telemetry.names import METRICS
 from tests.docs.flag_table import BEGIN, END, PAGE, page_with, table
 
-ROOT = PAGE.parents[1]
+ROOT = PAGE.parents[2]
 TEXT = PAGE.read_text()
 WRITTEN = TEXT.partition(BEGIN)[0] + TEXT.partition(END)[2]
 """By hand."""

@@ -50,7 +50,7 @@ def test_blocks_of_the_client_pass_mypy(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_blocks_of_the_engine_pass_mypy(tmp_path: Path) -> None:
-    """Slow, because mypy reads torch. The plug-in of docs/skills.md is among them."""
+    """Slow, because mypy reads torch. The plug-in of docs/develop/skills.md is among them."""
     blocks = using(ENGINE)
     assert any("class YesNoSkill" in block.text for block in blocks)
     mypy(tmp_path, *written(tmp_path, blocks))

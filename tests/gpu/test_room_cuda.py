@@ -1,4 +1,4 @@
-"""Passes that leave room for decode steps, and decode steps at intervals (docs/architecture.md, Two lanes on a GPU)."""
+"""Passes that leave room for decode steps, and decode steps at intervals."""
 
 from __future__ import annotations
 

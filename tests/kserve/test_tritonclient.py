@@ -159,7 +159,7 @@ def test_the_page_runs_as_written(python: Path, tmp_path: Path):
     """Against a server that needs no token."""
     (block,) = [
         block
-        for block in code_blocks(ROOT / "docs/triton.md")
+        for block in code_blocks(ROOT / "docs/use/triton.md")
         if block.text.startswith("import json")
     ]
     shutil.copy(IMAGE, tmp_path / "picture.jpg")

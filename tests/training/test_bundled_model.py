@@ -81,7 +81,7 @@ def _follow(
 
 @torch.no_grad()
 def _box_scores(model: Moondream, image: torch.Tensor, prompt: Prompt) -> list[float]:
-    """The raw scores of a finished prompt's boxes by the reference, as docs/scores.md defines them."""
+    """The raw scores of a finished prompt's boxes by the reference, as docs/use/scores.md defines them."""
     ids, values = torch.tensor([prompt.ids]), torch.tensor([prompt.values])
     position = torch.arange(PREFIX, PREFIX + ids.shape[1])[None]
     hidden = model.decode(image, ids, values, position, prompt_mask(torch.zeros_like(ids)))

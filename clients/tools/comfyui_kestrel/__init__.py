@@ -1,4 +1,4 @@
-"""Kestrel's skills as nodes of ComfyUI. docs/tools.md shows their use.
+"""Kestrel's skills as nodes of ComfyUI. docs/use/tools.md shows their use.
 
 ComfyUI imports this folder from ``custom_nodes``. A workflow may come from anyone, so it can't name the server:
 otherwise it could send the token and the images elsewhere. The variables KESTREL_SERVER and KESTREL_TOKEN belong to the

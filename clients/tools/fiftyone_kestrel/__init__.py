@@ -1,4 +1,4 @@
-"""Kestrel's skills as models of FiftyOne's zoo. docs/tools.md shows their use.
+"""Kestrel's skills as models of FiftyOne's zoo. docs/use/tools.md shows their use.
 
 FiftyOne copies this folder and imports this file alone. The model itself stays on the server, so nothing is downloaded.
 """

@@ -1,5 +1,5 @@
 """Whether the images of a question show the objects that it presupposes: requests to point at each of them, which end
-with their first decision (docs/scores.md). Owns nothing."""
+with their first decision (docs/use/scores.md). Owns nothing."""
 
 from __future__ import annotations
 

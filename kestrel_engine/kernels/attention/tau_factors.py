@@ -1,4 +1,4 @@
-"""Moondream 3's tau factors, inside a kernel (docs/moondream.md, section 6)."""
+"""Moondream 3's tau factors, inside a kernel (docs/develop/moondream.md, section 6)."""
 
 from __future__ import annotations
 

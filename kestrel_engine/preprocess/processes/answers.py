@@ -124,7 +124,7 @@ def refused_call(message: dict[str, Any]) -> str:
     """What ended a decoder with SIGSYS, from its last ``message``."""
     number = message.get("call")
     known = f" {number} of {platform.machine()}" if isinstance(number, int) else ""
-    return f"it made the system call{known}, which is not allowed (docs/security.md)"
+    return f"it made the system call{known}, which is not allowed (docs/run/security.md)"
 
 
 def _lost(message: dict[str, Any]) -> Exception:

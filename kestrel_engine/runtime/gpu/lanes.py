@@ -1,6 +1,6 @@
 """Lanes: the streams of a runtime, and which steps wait for which (types.step.Lane).
 
-docs/measurements.md (Decoding beside images) has what the second lane gives and costs.
+docs/lab/measurements.md (Decoding beside images) has what the second lane gives and costs.
 """
 
 from __future__ import annotations

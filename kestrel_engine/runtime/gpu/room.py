@@ -2,7 +2,7 @@
 
 cuBLAS's GEMMs and our own attention are persistent on Hopper: a kernel over 48 crops holds all multiprocessors for half
 a millisecond, and a decode step has a hundred kernels, which would wait for one another. With some multiprocessors
-left free, each begins at once. docs/measurements.md (Decoding beside images) has what that gives and costs.
+left free, each begins at once. docs/lab/measurements.md (Decoding beside images) has what that gives and costs.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ tokens, or three times as long while few rows decode, and runs beside a longer o
 
 Under load, the longer one leaves a part of the device to the decode steps. These then take less time beside it, and
 would follow one another with fewer rows each. So they are spaced: fewer of them leave more of the device to new work.
-docs/measurements.md (Decoding beside images) has the figures.
+docs/lab/measurements.md (Decoding beside images) has the figures.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _LAYERS = {
 _PROJECTOR, _TOWER = "vision.proj_mlp.", "vision.blocks."
 PROJECTOR_RATE = 2.0
 """Times the learning rate of the other layers. What tells new objects from known ones is in the tower's features, and
-the projector drops a part of it, so the decoder cannot learn it before the projector does (docs/teaching.md)."""
+the projector drops a part of it, so the decoder cannot learn it before the projector does (docs/use/teaching.md)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

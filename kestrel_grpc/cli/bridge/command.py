@@ -28,7 +28,7 @@ _CONNECTIONS = 32
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
         f"The variable {TOKEN} holds the token or the password that callers must give, and {LABEL_STUDIO_TOKEN} the\n"
-        "access token for images on --label-studio. Needs the extra http. docs/tools.md has\n"
+        "access token for images on --label-studio. Needs the extra http. docs/use/tools.md has\n"
         "the set-up."
     )
     parser.add_argument("tool", choices=("label-studio",), help="the tool that is answered")

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "  kestrel-grpc eval chartqa ChartQA/ --weights model.safetensors --limit 200\n"
         "  kestrel-grpc eval pope POPE/ --server one:50051 --against='--server two:50051'\n"
         f"  kestrel-grpc eval {_COMPARE} eval-a eval-b\n"
-        "Exits with 1 if a request failed. docs/evaluation.md describes sets, layouts and metrics."
+        "Exits with 1 if a request failed. docs/use/evaluation.md describes sets, layouts and metrics."
     )
     parser.add_argument("words", metavar="SET", nargs="*", help="data set, and its folder or file")
     data = parser.add_argument_group("data")

@@ -18,7 +18,7 @@ from .benchmark import Benchmark, Hub
 from .records import Record
 
 _IMAGE = "image"
-_DOCS = "docs/evaluation.md describes the layouts"
+_DOCS = "docs/use/evaluation.md describes the layouts"
 
 
 @dataclass(frozen=True, slots=True)

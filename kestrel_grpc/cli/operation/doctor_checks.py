@@ -145,13 +145,13 @@ def check_addresses(config: ServerConfig) -> Iterator[Finding]:
             try:
                 MetricsDoor(config.telemetry.prometheus, config.security)
             except (AddressError, TlsError) as error:
-                yield Finding("metrics", "fail", str(error), "docs/telemetry.md, Metrics")
+                yield Finding("metrics", "fail", str(error), "docs/run/telemetry.md, Metrics")
     workers = range(config.workers.count)
     own = config.workers.own_addresses
     try:
         check_exposure((*config.listen, *own), config.security)
     except AddressError as error:
-        yield Finding("exposure", "fail", str(error), "docs/security.md describes the risks")
+        yield Finding("exposure", "fail", str(error), "docs/run/security.md describes the risks")
     wanted = [(address, "--listen") for address in config.listen]
     wanted += [(address, "--worker-listen") for address in own]
     if config.telemetry.prometheus is not None:
@@ -176,7 +176,7 @@ def check_workers(config: ServerConfig, runtime: RuntimeConfig) -> Finding:
         shared = shared_addresses(config)
         tasks = plan_workers(config, runtime, shared, os.environ)
     except SettingsError as error:
-        return Finding("workers", "fail", str(error), "docs/service.md, Several processes")
+        return Finding("workers", "fail", str(error), "docs/run/service.md, Several processes")
     devices = ", ".join(task.device for task in tasks)
     return Finding("workers", "ok", f"{count} processes share {', '.join(shared)}, on {devices}")
 
@@ -187,7 +187,7 @@ def check_security(security: SecurityConfig) -> Iterator[Finding]:
         try:
             server_credentials(security.tls)
         except TlsError as error:
-            yield Finding("tls", "fail", str(error), "docs/service.md, TLS")
+            yield Finding("tls", "fail", str(error), "docs/run/service.md, TLS")
         else:
             yield Finding("tls", "ok", f"{security.tls.certificate} matches its key")
     if not security.knows_callers:
@@ -200,11 +200,11 @@ def check_security(security: SecurityConfig) -> Iterator[Finding]:
             "callers", "fail", str(error), "'kestrel-grpc token' writes lines of the file"
         )
     except TlsError as error:
-        yield Finding("callers", "fail", str(error), "docs/service.md, Revoked certificates")
+        yield Finding("callers", "fail", str(error), "docs/run/service.md, Revoked certificates")
     else:
         yield Finding("callers", "ok", "callers need a token or a certificate")
     for exposure in exposures(security):
-        yield Finding("file modes", "warn", exposure, "docs/security.md, Files")
+        yield Finding("file modes", "warn", exposure, "docs/run/security.md, Files")
 
 
 def check_skills(names: Sequence[str]) -> Finding:
@@ -212,7 +212,9 @@ def check_skills(names: Sequence[str]) -> Finding:
     try:
         skill_registry(names)
     except SettingsError as error:
-        return Finding("skills", "fail", str(error), "docs/skills.md describes what a skill needs")
+        return Finding(
+            "skills", "fail", str(error), "docs/develop/skills.md describes what a skill needs"
+        )
     return Finding("skills", "ok", ", ".join(names) or "the model's own")
 
 
@@ -242,7 +244,7 @@ def check_shared_images(config: SharedImagesConfig) -> Finding:
         took_ms = asyncio.run(try_store(config))
     except ConfigError as error:
         return Finding(
-            "shared images", "fail", str(error), "docs/scaling.md, Images that all servers know"
+            "shared images", "fail", str(error), "docs/run/scaling.md, Images that all servers know"
         )
     except TrialError as error:
         # Servers start and serve without the store.

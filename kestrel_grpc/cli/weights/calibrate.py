@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "Asks point, detect and segment about each image, compares the results with the labels, and fits a curve for\n"
         "each skill on half of the images. The error that it prints is measured on the other half; the written curves\n"
         "are then fitted on all images. Without --out it only measures. The server reads the file\n"
-        "score_calibration.json beside the weights, or the file that --calibration names (docs/scores.md):\n"
+        "score_calibration.json beside the weights, or the file that --calibration names (docs/use/scores.md):\n"
         "  kestrel-grpc calibrate --annotations instances.json --images photos/ --out score_calibration.json"
     )
     parser.add_argument(

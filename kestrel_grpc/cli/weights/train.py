@@ -31,7 +31,8 @@ _FIELDS = {
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
-        "The folder has data.jsonl, with one example a line, or annotations.json in COCO's form (docs/teaching.md):\n"
+        "The folder has data.jsonl, with one example a line, or annotations.json in COCO's form\n"
+        "(docs/use/teaching.md):\n"
         '  {"image": "a.png", "question": "Is there a hexagon?", "answer": "yes"}\n'
         '  {"image": "a.png", "object": "hexagon", "points": [[0.31, 0.52]]}\n'
         '  {"image": "a.png", "object": "hexagon", "boxes": [[0.25, 0.44, 0.37, 0.6]]}\n'

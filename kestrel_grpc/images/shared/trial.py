@@ -75,7 +75,7 @@ def _remedy(error: Exception, config: SharedImagesConfig) -> str:
         if any(word in text for word in ("auth", "noperm", "wrongpass", "permission")):
             return (
                 "give the password with KESTREL_SHARED_IMAGES_PASSWORD or --shared-images-password-file, and the user "
-                "the rights that docs/scaling.md lists (Secrets)"
+                "the rights that docs/run/scaling.md lists (Secrets)"
             )
         if "ssl" in text or "certificate" in text:
             return "rediss:// needs a server with TLS; --shared-images-ca names its authority"

@@ -331,7 +331,7 @@ class ConnectionGuard:
         what = ", ".join(f"{reason} {count}" for reason, count in sorted(report.reasons.items()))
         address, count = report.addresses.most_common(1)[0]
         logger.warning(
-            "ended %d connections (%s), %d of them from %s; see --max-connections-per-address in docs/security.md",
+            "ended %d connections (%s), %d of them from %s; see --max-connections-per-address in docs/run/security.md",
             *(report.reasons.total(), what, count, address),
         )
         self._report = _Report(now)

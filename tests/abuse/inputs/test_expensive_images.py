@@ -1,5 +1,5 @@
 """Eight of the most expensive images at once: small images overtake them, memory stays within the formula of
-docs/operations.md, and the server ends on SIGTERM."""
+docs/run/operations.md, and the server ends on SIGTERM."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROCESSES, EXPENSIVE_PROCESSES = 2, 1
 CALLS = 40
 AT_ONCE = 8
 
-_PAGE = (Path(__file__).parents[3] / "docs/operations.md").read_text()
+_PAGE = (Path(__file__).parents[3] / "docs/run/operations.md").read_text()
 
 
 def flat(pixels: int) -> pyvips.Image:
@@ -105,7 +105,7 @@ def tree_pss(process: psutil.Process) -> int:
 
 
 def documented_bytes() -> int:
-    """What docs/operations.md says that images being decoded take."""
+    """What docs/run/operations.md says that images being decoded take."""
     each = re.search(r"with\n?\s*(\d+) MiB for each decoder process", _PAGE)
     assert each is not None
     return CONFIG.decode_bytes + int(each[1]) * 2**20 * (PROCESSES + EXPENSIVE_PROCESSES + 1)

@@ -1,5 +1,5 @@
-"""Every method with extreme field values, over the wire: it answers only with the statuses that docs/service.md lists,
-and the server frees everything. KESTREL_FUZZ_EXAMPLES: how many for each method."""
+"""Every method with extreme field values, over the wire: it answers only with the statuses that docs/run/service.md
+lists, and the server frees everything. KESTREL_FUZZ_EXAMPLES: how many for each method."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_weights_in_fp8_are_counted_before_the_pool():
 
 def test_the_table_in_the_docs_is_what_the_command_says():
     """To a tenth of a GiB; longer lines of the table come from `python -m kestrel_engine.sizing`."""
-    page = (Path(__file__).parents[3] / "docs/gpus.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/run/gpus.md").read_text()
     rows = re.findall(r"^\| (\d+) GiB.*? \| `(.+?)` \| (.+?) \|$", page, re.MULTILINE)
     assert len(rows) >= 9
     for gib, flags, shown in rows:

@@ -2,7 +2,7 @@
 
 Scheduler and step loop are the engine's. The device and the callers are models in virtual time (`Card`), whose times
 are parameters, so a run of a minute takes seconds, and a second run gives the same figures. The defaults are Moondream
-2 on one H100 in bfloat16 (docs/performance.md, docs/measurements.md).
+2 on one H100 in bfloat16 (docs/lab/performance.md, docs/lab/measurements.md).
 """
 
 from __future__ import annotations

@@ -23,7 +23,9 @@ def folder_of(tmp_path: Path, *lines: Any, images: tuple[str, ...] = ("a.png",))
 
 
 def test_the_lines_of_the_page_are_read(tmp_path: Path) -> None:
-    (block,) = [b for b in code_blocks(ROOT / "docs/teaching.md") if b.text.startswith('{"image"')]
+    (block,) = [
+        b for b in code_blocks(ROOT / "docs/use/teaching.md") if b.text.startswith('{"image"')
+    ]
     lines = block.text.splitlines()
     names = tuple({json.loads(line)["image"] for line in lines})
     images = read_folder(folder_of(tmp_path, *lines, images=names))

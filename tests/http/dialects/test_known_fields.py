@@ -179,7 +179,7 @@ async def test_other_fields_are_ignored_and_logged_once(http, caplog):
 
 
 def test_the_page_lists_what_the_tables_hold():
-    page = (ROOT / "docs/http.md").read_text()
+    page = (ROOT / "docs/use/http.md").read_text()
     tables = [each for each in vars(known_fields).values() if isinstance(each, KnownFields)]
     for table in (*tables, *known_fields.MOONDREAM.values(), *known_fields.CHAT_PARTS.values()):
         missing = {name for name in table.honoured if f"`{name}`" not in page}

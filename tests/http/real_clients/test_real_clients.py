@@ -56,8 +56,8 @@ def run(folder: Path, packages: list[str], program: str, endpoint: str) -> dict[
 
 
 def example(folder: Path, endpoint: str, part: str, command: list[str | Path]) -> str:
-    """What the block of docs/http.md that holds ``part`` prints, run as written, apart from address and token."""
-    (block,) = [each for each in code_blocks(ROOT / "docs/http.md") if part in each.text]
+    """What the block of docs/use/http.md that holds ``part`` prints, run as written, apart from address and token."""
+    (block,) = [each for each in code_blocks(ROOT / "docs/use/http.md") if part in each.text]
     text = block.text.replace("http://127.0.0.1:2020", endpoint.removesuffix("/v1"))
     program = folder / "example.mjs"
     program.write_text(text.replace("the-token", KEY))

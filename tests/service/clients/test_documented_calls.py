@@ -38,7 +38,7 @@ async def shell(script, folder):
 
 
 def test_the_pages_have_such_lines():
-    assert {block.page for block in BLOCKS} == {"README.md", "docs/clients.md"}
+    assert {block.page for block in BLOCKS} == {"README.md", "docs/use/clients.md"}
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)

@@ -1,6 +1,6 @@
 """Stubs in other languages: generated, compiled, and a client built on them calls a live server.
 
-``examples/LANGUAGE`` holds the template or build script, and the client. docs/clients.md says which tools each needs.
+``examples/LANGUAGE`` holds the template or build script, and the client. docs/use/clients.md names the tools of each.
 """
 
 import os

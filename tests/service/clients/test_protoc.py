@@ -1,5 +1,5 @@
-"""The lines of docs/clients.md for protoc and grpcio-tools: run as written in a folder that has only ``protos``. The
-generated code compiles, and calls a live server."""
+"""The lines of docs/use/clients.md for protoc and grpcio-tools: run as written in a folder that has only ``protos``.
+The generated code compiles, and calls a live server."""
 
 import re
 import shutil
@@ -21,7 +21,7 @@ from tests.service.clients.test_languages import (
 
 __all__ = ["address"]
 pytestmark = pytest.mark.slow
-BLOCKS = code_blocks(ROOT / "docs/clients.md")
+BLOCKS = code_blocks(ROOT / "docs/use/clients.md")
 (PROTOC,) = [block.text for block in BLOCKS if block.text.startswith("mkdir -p gen/cpp")]
 (GRPCIO_TOOLS,) = [block.text for block in BLOCKS if "-m grpc_tools.protoc" in block.text]
 (CLIENT,) = [block.text for block in BLOCKS if 'append("gen/python")' in block.text]

@@ -74,7 +74,7 @@ async def test_who_may(serve, tmp_path):
 
 
 async def test_nobody_is_an_administrator_where_nobody_is_asked(serve):
-    """docs/service.md: the service is listed all the same, and GetStatistics answers."""
+    """docs/run/service.md: the service is listed all the same, and GetStatistics answers."""
     served = await serve()
     for name in METHODS:
         if name == "GetStatistics":

@@ -1,4 +1,4 @@
-"""RunSkill and StreamRunSkill over a real socket: the five skills by name, and the plug-in of docs/skills.md itself."""
+"""RunSkill and StreamRunSkill over a socket: the five skills by name, and the plug-in of docs/develop/skills.md."""
 
 import asyncio
 import re
@@ -22,7 +22,7 @@ from tests.service.statuses import failure
 PIXELS = np.full((40, 60, 3), 200, np.uint8)
 """What raw_image() holds."""
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
-GUIDE = Path(__file__).parents[3] / "docs/skills.md"
+GUIDE = Path(__file__).parents[3] / "docs/develop/skills.md"
 SOURCE, CALL = re.findall(
     r"^```python\n(.*?)^```", GUIDE.read_text("utf-8"), re.DOTALL | re.MULTILINE
 )

@@ -57,7 +57,7 @@ async def shared(redis_server, tmp_path):
 
 RIGHTS = re.findall(
     r"`(\+strlen .*?)`",
-    Path(__file__).parents[4].joinpath("docs/scaling.md").read_text(),
+    Path(__file__).parents[4].joinpath("docs/run/scaling.md").read_text(),
     re.DOTALL,
 )
 

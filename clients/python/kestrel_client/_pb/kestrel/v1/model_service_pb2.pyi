@@ -211,7 +211,7 @@ class Model(_message.Message):
 
     @_builtins.property
     def calibrated_scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The skills whose scores are calibrated (docs/scores.md), and "absence" if ObjectSearch.absence is. Other scores are
+        """The skills whose scores are calibrated (docs/use/scores.md), and "absence" if ObjectSearch.absence is. Other scores are
         raw.
         """
 

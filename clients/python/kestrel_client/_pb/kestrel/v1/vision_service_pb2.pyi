@@ -452,7 +452,7 @@ Global___Turn: _TypeAlias = Turn  # noqa: Y015
 @_typing.final
 class Abstention(_message.Message):
     """When to abstain from an answer: the models answer "What colour is the dog?" without a dog, too. The server first asks
-    the model for each object, as Point does, whether the image shows it (docs/scores.md). Each is a short request of its
+    the model for each object, as Point does, whether the image shows it (docs/use/scores.md). Each is a short request of its
     own in the queue and the batch, and shares the image's prefix with the question.
     """
 
@@ -956,7 +956,7 @@ class Detection(_message.Message):
     label: _builtins.str
     """Name of the object, as in the task."""
     score: _builtins.float
-    """How sure the model is of the object, in [0, 1] (docs/scores.md)."""
+    """How sure the model is of the object, in [0, 1] (docs/use/scores.md)."""
     @_builtins.property
     def point(self) -> _common_pb2.Point:
         """Of Point: the object's centre."""
@@ -1000,7 +1000,7 @@ class ObjectSearch(_message.Message):
     object: _builtins.str
     """The name, as in the task."""
     absence: _builtins.float
-    """The probability that the image has no such object, in [0, 1] (docs/scores.md), calibrated if the model has a
+    """The probability that the image has no such object, in [0, 1] (docs/use/scores.md), calibrated if the model has a
     calibration (Model.calibrated_scores). With several images or looks, that of the one for which it is least. Not set
     by Segment, or with an error.
     """
