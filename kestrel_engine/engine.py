@@ -34,10 +34,10 @@ from .front.submitting.images import ImagePreparation
 from .front.submitting.preparing import Preparing
 from .front.submitting.queue_places import Place, QueuePlaces
 from .front.submitting.request_options import (
-    check_timeout,
     check_weight,
     checked_priority,
     checked_request_id,
+    deadline_after,
 )
 from .front.submitting.seeds import Seeds
 from .front.submitting.sequence_start import SequenceStart
@@ -302,7 +302,8 @@ class InferenceEngine(SkillCalls):
         DeadlineExceeded, EngineClosed; the stream raises later failures.
         """
         request_id = checked_request_id(request_id)
-        check_timeout(timeout_s)
+        now = clock.now()
+        deadline_at = deadline_after(timeout_s, now)
         place = self._take_place(principal, weight, priority)
         asked = Asked(
             skill=skill,
@@ -310,7 +311,8 @@ class InferenceEngine(SkillCalls):
             arguments=arguments or {},
             settings=settings or {},
             request_id=request_id,
-            timeout_s=timeout_s,
+            accepted_at=now,
+            deadline_at=deadline_at,
             cache_salt=cache_salt,
         )
         return await self._submitter.submit(asked, place)
@@ -356,11 +358,11 @@ class InferenceEngine(SkillCalls):
         which take the result as their ``image``; ``request_id`` is for the observer, ``priority``, ``principal`` and
         ``weight`` are as for ``submit``. Raises ImageError, InvalidRequest, EngineOverloaded, DeadlineExceeded,
         EngineClosed."""
-        check_timeout(timeout_s)
+        deadline_at = deadline_after(timeout_s, clock.now())
         place = self._take_place(principal, weight, priority)
         try:
             return await self._submitter.images.prepare_ahead(
-                image, timeout_s, cache_salt, place, request_id
+                image, deadline_at, cache_salt, place, request_id
             )
         finally:
             self._places.give_back(place)

@@ -31,7 +31,9 @@ class Asked:
     arguments: Mapping[str, Any]
     settings: Mapping[str, Any]
     request_id: str
-    timeout_s: float | None
+    accepted_at: float
+    deadline_at: float | None
+    """After this instant nothing is begun for the request. All of its stages share it."""
     cache_salt: str
 
 

@@ -52,7 +52,7 @@ class ConstraintCompiler:
         return self._grammars.counts
 
     async def compiled(
-        self, constraint: Constraint, timeout_s: float | None, place: Place
+        self, constraint: Constraint, deadline_at: float | None, place: Place
     ) -> Grammar:
         """The compiled constraint of a request.
 
@@ -76,7 +76,7 @@ class ConstraintCompiler:
             grammar = await self._preparing.run(
                 asyncio.shield(job.compiled),  # Other requests may wait for the same constraint.
                 place,
-                timeout_s,
+                deadline_at,
                 "before the constraint was compiled",
             )
         except asyncio.CancelledError:

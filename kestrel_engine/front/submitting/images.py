@@ -36,7 +36,7 @@ class ImagePreparation:
         self,
         images: Sequence[Any],
         accepted_at: float,
-        timeout_s: float | None,
+        deadline_at: float | None,
         cache_salt: str,
         place: Place,
     ) -> tuple[list[Looks], FrontTimings]:
@@ -46,7 +46,7 @@ class ImagePreparation:
         if all(ready):
             return ready, FrontTimings(accepted_at=accepted_at)
         prepared = await self._preparing.run(
-            self._prepare_each(images, cache_salt, place), place, timeout_s, "in preprocessing"
+            self._prepare_each(images, cache_salt, place), place, deadline_at, "in preprocessing"
         )
         # Images of one request are prepared at the same time if decoders are free.
         now = clock.now()
@@ -60,7 +60,7 @@ class ImagePreparation:
     async def prepare_ahead(
         self,
         image: Any,
-        timeout_s: float | None,
+        deadline_at: float | None,
         cache_salt: str,
         place: Place,
         request_id: str,
@@ -71,7 +71,7 @@ class ImagePreparation:
         looks: Looks = ()
         error = ""
         try:
-            (looks,), timings = await self.prepare([image], now, timeout_s, cache_salt, place)
+            (looks,), timings = await self.prepare([image], now, deadline_at, cache_salt, place)
             return PreparedTiles(looks) if isinstance(image, Tiled) else looks[0]
         except BaseException as failed:
             error = type(failed).__name__

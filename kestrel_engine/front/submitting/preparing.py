@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from ... import clock
 from ...errors import DeadlineExceeded
 from .queue_places import Place, until_displaced
 
@@ -24,16 +25,17 @@ class Preparing:
         return self._count
 
     async def run(
-        self, work: Awaitable[_Result], place: Place, timeout_s: float | None, what: str
+        self, work: Awaitable[_Result], place: Place, deadline_at: float | None, what: str
     ) -> _Result:
         """The result of ``work`` for a request. Raises Displaced if the request loses its place meanwhile, and
         DeadlineExceeded: the deadline passed ``what``."""
+        left_s = None if deadline_at is None else deadline_at - clock.now()
         self._count += 1
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(left_s):
                 return await until_displaced(place, work)
         except TimeoutError:
-            raise DeadlineExceeded(f"the deadline of {timeout_s:.3g} s passed {what}") from None
+            raise DeadlineExceeded(f"the deadline passed {what}") from None
         finally:
             self._count -= 1
             self._on_end()

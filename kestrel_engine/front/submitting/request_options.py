@@ -36,10 +36,14 @@ def checked_priority(priority: str) -> int:
     return PRIORITIES[priority]
 
 
-def check_timeout(timeout_s: float | None) -> None:
-    """A time that has passed is valid: the request ends with DeadlineExceeded. Raises InvalidRequest."""
-    if timeout_s is not None and (isinstance(timeout_s, str) or math.isnan(timeout_s)):
+def deadline_after(timeout_s: float | None, now: float) -> float | None:
+    """The instant ``timeout_s`` seconds after ``now``; None without a limit. One that has passed is valid: the request
+    ends with DeadlineExceeded. Raises InvalidRequest."""
+    if timeout_s is None:
+        return None
+    if isinstance(timeout_s, str) or math.isnan(timeout_s):
         raise InvalidRequest("timeout_s", f"{timeout_s!r} is not a number of seconds")
+    return now + timeout_s
 
 
 def check_weight(weight: float) -> None:

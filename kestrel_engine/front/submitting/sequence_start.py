@@ -87,8 +87,12 @@ class SequenceStart:
         is_tiled = checked.num_looks > 1
         looks = _sequences(prepared, is_tiled)
         arrived_at = ready.timings.accepted_at
-        bounds = [b for b in (asked.timeout_s, self._max_wait_s) if b is not None]
-        queue_limited = bool(bounds) and min(bounds) != asked.timeout_s
+        deadline_at, longest_s = asked.deadline_at, self._max_wait_s
+        queue_limited = longest_s is not None and (
+            deadline_at is None or arrived_at + longest_s < deadline_at
+        )
+        if longest_s is not None and queue_limited:
+            deadline_at = arrived_at + longest_s
         seed = self._seeds.draw() if request.seed is None else request.seed
         ids = [next(self._ids) for _ in looks]
 
@@ -128,7 +132,7 @@ class SequenceStart:
                 weight=place.weight,
                 priority=place.priority,
                 arrived_at=arrived_at,
-                deadline_at=arrived_at + min(bounds) if bounds else None,
+                deadline_at=deadline_at,
                 embedding=request.embedding,
                 adapter=adapter,
             )

@@ -82,13 +82,13 @@ class Submitter:
 
     async def _prepare(self, asked: Asked, place: Place, held: ExitStack) -> Ready:
         """The request with all that it needs. ``held``: what the request gives back at its end."""
-        now = clock.now()
-        timings = FrontTimings(accepted_at=now)
+        deadline_at = asked.deadline_at
+        timings = FrontTimings(accepted_at=asked.accepted_at)
         if has_long_text(asked):
             checked = await self._preparing.run(
                 asyncio.to_thread(self._check.check, asked),
                 place,
-                asked.timeout_s,
+                deadline_at,
                 "before its text was encoded",
             )
         else:
@@ -97,27 +97,26 @@ class Submitter:
         if len(images) * checked.num_looks > 1:
             self._places.take_more(place, len(images) * checked.num_looks - 1)
         if request.constraint is not None:
-            grammar = await self.constraints.compiled(request.constraint, asked.timeout_s, place)
+            grammar = await self.constraints.compiled(request.constraint, deadline_at, place)
             request = dataclasses.replace(request, grammar=grammar)
         adapter = self._lora
         if checked.adapter is not None:
-            lease = await self._leased(checked.adapter, asked.timeout_s, place)
+            lease = await self._leased(checked.adapter, deadline_at, place)
             held.callback(lease.give_back)
             adapter = lease.adapter
         prepared: list[Looks] = []
         if images:
             prepared, timings = await self.images.prepare(
-                images, now, asked.timeout_s, asked.cache_salt, place
+                images, asked.accepted_at, deadline_at, asked.cache_salt, place
             )
         presence = None
         if request.presupposed is not None:
             began = clock.now()
-            left_s = None if asked.timeout_s is None else asked.timeout_s - (began - now)
             look = dataclasses.replace(
                 asked,
                 skill=LOOK,
                 settings={**LOOK_SETTINGS, "adapter": checked.adapter},
-                timeout_s=left_s,
+                accepted_at=began,
             )
             presence = await self._look(look, request.presupposed.objects, prepared, place)
             timings = dataclasses.replace(timings, looking_s=clock.now() - began)
@@ -148,16 +147,16 @@ class Submitter:
         return await self._preparing.run(
             find_absences(objects, prepared, start),
             place,
-            asked.timeout_s,
+            asked.deadline_at,
             "before the objects that the question presupposes were looked for",
         )
 
-    async def _leased(self, name: str, timeout_s: float | None, place: Place) -> Lease:
+    async def _leased(self, name: str, deadline_at: float | None, place: Place) -> Lease:
         """The adapter ``name``, loaded. Raises the errors of ``AdapterLibrary.acquire``, and Displaced if the request
         loses its place meanwhile."""
         acquired = self._library(name).acquire(name)
         return await self._preparing.run(
-            acquired, place, timeout_s, "before the adapter was loaded"
+            acquired, place, deadline_at, "before the adapter was loaded"
         )
 
     def _library(self, name: str) -> AdapterLibrary:

@@ -2,6 +2,7 @@
 shutdown."""
 
 import asyncio
+import dataclasses
 import subprocess
 import sys
 
@@ -13,11 +14,14 @@ from kestrel_engine import (
     EngineClosed,
     EngineOverloaded,
     EngineResult,
+    InferenceEngine,
     InvalidRequest,
     QueueTimeout,
     RuntimeConfig,
 )
+from kestrel_engine.adapters.library import Lease
 from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_engine.types.adapter import Adapter
 from tests.engine.fakes import GREEDY, Gate, SlowImage, fake_build, never_ends
 from tests.waiting import until
 
@@ -81,6 +85,41 @@ async def test_a_deadline_in_the_queue_drops_the_request_before_any_compute(
         await stream.result()
     fed = [token for plan in runtime.plans for row in plan.prefill for token in row.tokens]
     assert 100 + ord("z") not in fed
+
+
+class SlowAdapters:
+    """A library whose adapters are loaded when the test opens it."""
+
+    def __init__(self):
+        self.entered, self.open = asyncio.Event(), asyncio.Event()
+
+    async def acquire(self, name):
+        self.entered.set()
+        await self.open.wait()
+        return Lease(Adapter(name, name, {}, 0), lambda: None)
+
+    async def close(self):
+        pass
+
+
+async def test_all_stages_of_a_request_share_one_deadline(moved_clock, fake_limits, tmp_path):
+    """Each stage takes less than the deadline, and both together take more."""
+    adapters, image = SlowAdapters(), SlowImage(tmp_path)
+    config = RuntimeConfig(max_batch_size=3)
+    built = dataclasses.replace(fake_build(config, FakeRuntime(fake_limits)), adapters=adapters)
+    async with InferenceEngine(config, built) as engine:
+        settings = {**GREEDY, "adapter": "own"}
+        asked = engine.submit("query", image, {"question": "a"}, settings, timeout_s=1000)
+        submitted = asyncio.create_task(asked)
+        await adapters.entered.wait()
+        moved_clock.advance(600)
+        adapters.open.set()
+        await asyncio.to_thread(image.entered.wait, 60)
+        moved_clock.advance(600)
+        await until(submitted.done)  # A stage with a deadline of its own would wait on.
+        image.open.set()
+        with pytest.raises(DeadlineExceeded, match="preprocessing"):
+            await submitted
 
 
 async def test_the_engines_own_bound_on_waiting_has_its_own_error(
