@@ -13,7 +13,7 @@ DESCRIPTORS := kestrel_grpc/services/kestrel.v1.binpb
 SOURCES := kestrel_engine kestrel_grpc clients/python clients/tools deploy tests training benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-slow test-all test-unit test-ray test-gpu bench bench-gpu check fmt lint types imports unused buf ray protos baseline docs check-stubs wheels release-files toolchains sdk-typescript clean
+.PHONY: help install demo serve test test-slow test-all test-unit test-ray test-gpu bench bench-gpu check fmt lint types imports unused rooms buf ray protos baseline docs check-stubs wheels release-files toolchains sdk-typescript clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -86,7 +86,7 @@ bench-gpu: ## Measure all that docs/lab/performance.md holds on one GPU, in 12 m
 	PYTHONPATH=$(CURDIR):$(CURDIR)/clients/python:$$PYTHONPATH \
 	  python3 -u -m benchmarks.gpu_suite --out $(BENCH_OUT)
 
-check: lint types imports unused buf ## Lint, format, types, import rules, unused code, protos
+check: lint types imports unused rooms buf ## Lint, format, types, import rules, unused code, the map of the rooms, protos
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check $(wildcard $(SOURCES))
@@ -100,6 +100,9 @@ imports: $(INSTALLED)
 
 unused: $(INSTALLED)
 	$(BIN)/vulture
+
+rooms: $(INSTALLED)
+	$(BIN)/python -m tests.docs.room_map --check
 
 buf: $(INSTALLED)
 	$(BIN)/buf lint
@@ -122,8 +125,9 @@ protos: $(INSTALLED) ## Generate the Python stubs, the synchronous clients and t
 baseline: buf ## Take additions to the protos into the baseline, once nothing breaks against the old one
 	$(BIN)/buf build --path protos/kestrel --exclude-source-info -o protos/baseline.binpb.gz
 
-docs: $(INSTALLED) ## Write the table of flags in docs/run/operations.md anew
+docs: $(INSTALLED) ## Write the table of flags and the map of the rooms in docs/ anew
 	$(BIN)/python -m tests.docs.flag_table
+	$(BIN)/python -m tests.docs.room_map
 
 check-stubs: ## Load the stubs under the oldest and newest protobuf and grpcio (fetches packages)
 	$(PYTHON) clients/python/check_stubs.py

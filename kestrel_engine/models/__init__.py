@@ -1,0 +1,1 @@
+"""The models as plain torch: layers, attention, vision tower, text decoder, region heads, refiner."""
