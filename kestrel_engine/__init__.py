@@ -30,6 +30,7 @@ from .errors import (
     DownloadError,
     EngineClosed,
     EngineOverloaded,
+    FieldPath,
     ImageDecodeError,
     ImageError,
     ImageTooLargeError,
@@ -48,6 +49,7 @@ from .errors import (
     SkillFault,
     SkillUnavailable,
     UnsupportedImageError,
+    path_text,
 )
 from .front.merging import best_boxes
 from .front.profiling import ProfileRequest
@@ -93,6 +95,7 @@ __all__ = [
     "EngineOverloaded",
     "EngineResult",
     "EngineStream",
+    "FieldPath",
     "FinishReason",
     "ImageDecodeError",
     "ImageError",
@@ -146,6 +149,7 @@ __all__ = [
     "end_with_parent",
     "errors",
     "maintenance",
+    "path_text",
     "read_small_file",
     "setting",
     "settings_of",

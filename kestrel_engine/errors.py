@@ -41,6 +41,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+FieldPath = tuple[str | int, ...]
+"""Where a value is in a request: names of fields and numbers of list items, from the outside in. Empty: the request."""
+
+
+def path_text(path: FieldPath) -> str:
+    """``("images", 1, "region")`` as "images[1].region"."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return "".join(parts).removeprefix(".")
+
 
 class KestrelError(Exception):
     """Base of all errors raised on purpose."""
@@ -58,7 +67,8 @@ class ConfigError(KestrelError, ValueError):
 
 
 class RequestError(KestrelError, ValueError):
-    """The request can't be served as given. ``field`` names the invalid part, ``message`` describes the problem.
+    """The request can't be served as given. ``path`` is that of the invalid part, and ``field`` its text. ``message``
+    describes the problem.
 
     For programs, where they are known: ``value``, what the request has; ``limit``, what it may have at most; ``known``,
     the names that it may have instead. ``most_tokens``: the largest max_tokens with which the request could be served,
@@ -69,23 +79,30 @@ class RequestError(KestrelError, ValueError):
 
     def __init__(
         self,
-        field: str,
+        field: str | FieldPath,
         message: str,
         *,
         value: str | float | None = None,
         limit: float | None = None,
         known: tuple[str, ...] = (),
     ) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field, self.message = field, message
+        """``field``: a path, or the name of a field of the request; "" for the request."""
+        super().__init__(message)
+        self.path: FieldPath = field if isinstance(field, tuple) else (field,) if field else ()
+        self.message = message
         self.value, self.limit, self.known = value, limit, known
 
-    def at(self, field: str) -> RequestError:
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}"
+
+    @property
+    def field(self) -> str:
+        return path_text(self.path)
+
+    def at(self, path: FieldPath) -> RequestError:
         """The same error in another field."""
-        moved = type(self)(
-            field, self.message, value=self.value, limit=self.limit, known=self.known
-        )
-        moved.most_tokens = self.most_tokens
+        moved: RequestError = type(self).__new__(type(self), *self.args)
+        moved.__dict__.update(self.__dict__, path=path)
         return moved
 
 

@@ -92,7 +92,7 @@ def _box_tokens(x: float, y: float, size: Size, region: ImageRegion, number: int
 
 def _outside(number: int) -> InvalidRequest:
     return InvalidRequest(
-        f"spatial_refs[{number}]",
+        ("spatial_refs", number),
         "is outside image.region; references have coordinates of the whole image",
     )
 

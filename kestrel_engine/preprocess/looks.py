@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..errors import InvalidRequest
 from ..types.requests import Edges, ImageRegion, is_number
 
-REGION = "image.region"
+REGION = ("image", "region")
 """The request's field that errors of a region name."""
 
 MIN_SIDE = 8
@@ -55,7 +55,7 @@ class Tiles:
         for name in ("rows", "columns"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InvalidRequest(f"tiles.{name}", f"{value!r} is not a whole number from 1 up")
+                raise InvalidRequest(("tiles", name), f"{value!r} is not a whole number from 1 up")
         count = self.rows * self.columns
         if not 2 <= count <= MAX_TILES:
             raise InvalidRequest(
@@ -63,10 +63,12 @@ class Tiles:
             )
         if not is_number(self.overlap) or not 0 <= self.overlap <= MAX_OVERLAP:
             raise InvalidRequest(
-                "tiles.overlap", f"{self.overlap!r} is not a number in [0, {MAX_OVERLAP}]"
+                ("tiles", "overlap"), f"{self.overlap!r} is not a number in [0, {MAX_OVERLAP}]"
             )
         if not isinstance(self.whole_image, bool):
-            raise InvalidRequest("tiles.whole_image", f"{self.whole_image!r} is not true or false")
+            raise InvalidRequest(
+                ("tiles", "whole_image"), f"{self.whole_image!r} is not true or false"
+            )
 
     @property
     def num_looks(self) -> int:

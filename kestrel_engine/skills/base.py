@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from ..errors import InvalidRequest
+from ..errors import FieldPath, InvalidRequest
 from ..types.calibration import UNCALIBRATED, Calibration
 from ..types.constraint import Constraint
 from ..types.embedding import EmbeddingSpec
@@ -273,18 +273,18 @@ class NeedsModel(Protocol):
     def can_run(self, model: ModelConfig) -> bool: ...
 
 
-def checked_text(field_name: str, value: object, context: SkillContext) -> str:
+def checked_text(field: str | FieldPath, value: object, context: SkillContext) -> str:
     """Checks a question or object name, and returns it without white space at its ends. The limit applies to the text
     with this white space. Raises InvalidRequest naming field and limit."""
     if not isinstance(value, str):
-        raise InvalidRequest(field_name, "must be text")
-    check_size(field_name, value, context)
+        raise InvalidRequest(field, "must be text")
+    check_size(field, value, context)
     text = value.strip()
     if not text:
-        raise InvalidRequest(field_name, "must not be empty")
+        raise InvalidRequest(field, "must not be empty")
     return text
 
 
-def check_size(field_name: str, text: str, context: SkillContext) -> None:
+def check_size(field: str | FieldPath, text: str, context: SkillContext) -> None:
     """Raises InvalidRequest if ``text`` is too long or is not valid Unicode."""
-    check_bytes(field_name, text, context.defaults.max_text_bytes)
+    check_bytes(field, text, context.defaults.max_text_bytes)

@@ -195,9 +195,7 @@ def _presupposed(objects: Any, context: SkillContext) -> tuple[str, ...]:
             value=len(names),
             limit=MAX_PRESUPPOSED,
         )
-    return tuple(
-        checked_text(f"{field}[{index}]", name, context) for index, name in enumerate(names)
-    )
+    return tuple(checked_text((field, index), name, context) for index, name in enumerate(names))
 
 
 def _system_text(system: Any, context: SkillContext) -> str:
@@ -239,12 +237,12 @@ def _earlier_turns(history: Any, context: SkillContext, before: str, last: str) 
     pairs: list[tuple[str, str]] = []
     for index, turn in enumerate(turns):
         if isinstance(turn, str) or not isinstance(turn, Sequence) or len(turn) != 2:
-            raise InvalidRequest(f"history[{index}]", "must be a pair of question and answer")
-        question = checked_text(f"history[{index}].question", turn[0], context)
+            raise InvalidRequest(("history", index), "must be a pair of question and answer")
+        question = checked_text(("history", index, "question"), turn[0], context)
         answer = turn[1]
         if not isinstance(answer, str):
-            raise InvalidRequest(f"history[{index}].answer", "must be text")
-        check_size(f"history[{index}].answer", answer, context)
+            raise InvalidRequest(("history", index, "answer"), "must be text")
+        check_size(("history", index, "answer"), answer, context)
         pairs.append((question, answer))
     # Checked before anything is encoded: that would take seconds for texts that no context holds.
     size = sum(len(text.encode()) for text in (before, last, *itertools.chain(*pairs)))
@@ -279,7 +277,7 @@ def _image_turns(image_turns: Any, num_turns: int) -> list[int] | None:
     for index, turn in enumerate(image_turns):
         if not isinstance(turn, int) or isinstance(turn, bool) or not before <= turn <= num_turns:
             raise InvalidRequest(
-                f"{field}[{index}]", f"{turn!r} is not a whole number from {before} to {num_turns}"
+                (field, index), f"{turn!r} is not a whole number from {before} to {num_turns}"
             )
         before = turn
     return list(image_turns)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
 
-from ..errors import InvalidRequest
+from ..errors import FieldPath, InvalidRequest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -105,17 +105,15 @@ def is_number(value: object) -> TypeGuard[float]:
     return -math.inf < cast(float, value) < math.inf
 
 
-def check_bytes(field_name: str, text: str, limit: int) -> None:
+def check_bytes(field: str | FieldPath, text: str, limit: int) -> None:
     """Raises InvalidRequest if ``text`` has more than ``limit`` UTF-8 bytes or is not valid Unicode."""
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
-        raise InvalidRequest(
-            field_name, "holds a lone surrogate and is not valid Unicode"
-        ) from error
+        raise InvalidRequest(field, "holds a lone surrogate and is not valid Unicode") from error
     if size > limit:
         raise InvalidRequest(
-            field_name, f"has {size} UTF-8 bytes, the limit is {limit}", value=size, limit=limit
+            field, f"has {size} UTF-8 bytes, the limit is {limit}", value=size, limit=limit
         )
 
 
@@ -256,7 +254,7 @@ def check_spatial_refs(refs: object, field: str = "spatial_refs") -> tuple[Spati
         raise InvalidRequest(field, "must be a list of [x, y] or [x_min, y_min, x_max, y_max]")
     checked: list[SpatialRef] = []
     for i, ref in enumerate(refs):
-        where, ref = f"{field}[{i}]", _plain(ref)
+        where, ref = (field, i), _plain(ref)
         if not isinstance(ref, (list, tuple)) or len(ref) not in (2, 4):
             raise InvalidRequest(where, "must have 2 numbers (point) or 4 (box)")
         for value in ref:

@@ -36,7 +36,7 @@ from .calls.in_flight import InFlight
 from .calls.request_ids import own_id
 from .failures.endings import Endings, delay_refusal, finish, forget_frames, note
 from .failures.errors import ShuttingDown, SlowReader, SlowSender
-from .failures.statuses import Complaint, complaint, place_of
+from .failures.statuses import Complaint, complaint
 from .messages.bounded_context import BoundedContext
 from .messages.incoming import Incoming
 
@@ -212,7 +212,7 @@ class _RequestStream:
                     hold.close()
                     break
                 try:
-                    call.message = request  # Whose fields an error names.
+                    call.message = request  # For a capture, if it is refused.
                     is_request = self.state.take(request, call.principal)
                     call.message = None
                     # The next request has arrived by the time that it may begin.
@@ -318,7 +318,7 @@ class _RequestStream:
         """Raises _EndStream if the error must end the stream."""
         told = None
         if not isinstance(error, SlowReader):
-            described = complaint(error, call.request_id, *place_of(request))
+            described = complaint(error, call.request_id)
             told = self._kind.refuse(request, described, call.metadata)
         if told is None:
             self._call.message = request

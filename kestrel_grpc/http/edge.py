@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import orjson
 
-from kestrel_engine import DeadlineExceeded, InvalidRequest, RequestError
+from kestrel_engine import DeadlineExceeded, InvalidRequest
 
 from ..edge.calls.call import (
     REQUEST_ID_KEY,
@@ -31,7 +31,7 @@ from ..edge.calls.call_watcher import CallWatcher
 from ..edge.calls.current_call import current
 from ..edge.calls.in_flight import InFlight
 from ..edge.failures.endings import delay_refusal, finish, note
-from ..edge.failures.errors import LocatedError, SlowReader, SlowSender, UnsupportedBody
+from ..edge.failures.errors import SlowReader, SlowSender, UnsupportedBody
 from ..edge.messages.request_options import check_priority, options_of, take_id
 from ..security.admission.admission import MessageTooLarge
 from ..security.admission.guard import Guard
@@ -42,6 +42,7 @@ from .context import HttpContext
 from .fetching import ImageFetcher, places
 from .fields import Fields, json_fields
 from .forms import JSON, SSE, Form, Told, Whole
+from .refusals import Rename
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -70,8 +71,7 @@ class Asked:
     """Converts the service's answer to values for JSON, or to a Whole. Not called if ``events`` is given."""
     events: Callable[[Any], Iterable[bytes]] | None = None
     """For a stream: converts each message that ``behaviour`` writes to server-sent events."""
-    rename: Callable[[str], str] | None = None
-    """As Endpoint.rename, if the names depend on the fields that were sent."""
+    rename: Rename = lambda path: path
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,6 @@ class Endpoint:
     method: str
     """The corresponding method of kestrel.v1, for logs, metrics and scopes."""
     read: Callable[[Fields], Asked]
-    rename: Callable[[str], str] = str
-    """Converts a field path of kestrel.v1 to the name of the JSON field."""
     takes_body: bool = True
     types: Collection[bytes] = (JSON,)
     """Content types of the body. b"": the type may be missing, except in requests of web pages."""
@@ -183,22 +181,20 @@ class HttpEdge:
                 _check_encoding(scope["headers"])
                 body = await self._body(scope, receive, hold)
                 writer.has_read_all = True
-                with _named_by_client():
-                    asked = await self._asked(endpoint, scope, body, hold)
+                asked = await self._asked(endpoint, scope, body, hold)
                 del body
                 held = endpoint.copies * _bytes_of(asked.message)
                 hold.settle(min(hold.num_bytes, held))
             else:
                 writer.has_read_all = not _content_length(scope["headers"])
-                with _named_by_client():
-                    asked = endpoint.asked(scope, b"")
+                asked = endpoint.asked(scope, b"")
             call.message, call.streams = asked.message, asked.events is not None
             options = options_of(asked.message)
             take_id(call, options)
             if watcher is not None:
                 watcher.on_message(call)
             check_priority(options, principal)
-            writer.events, writer.rename = asked.events, asked.rename or endpoint.rename
+            writer.events, writer.rename = asked.events, asked.rename
             async with _cancelled_with(receive), _deadline(call.context.time_remaining()):
                 response = await self._limit.within(asked.behaviour(asked.message, call.context))
                 if asked.events is None:
@@ -258,7 +254,7 @@ class _Writer:
         self._send, self._limit_s, self._form = send, limit_s, form
         self.call: Call = cast(Call, None)
         self.events: Callable[[Any], Iterable[bytes]] | None = None
-        self.rename: Callable[[str], str] = str
+        self.rename: Rename = lambda path: path
         """Until the request is read, errors have the client's names of fields."""
         self.has_read_all = False
         """Whether the request's body was read to its end. Otherwise the connection can't be used again."""
@@ -334,15 +330,6 @@ async def _parsed(body: bytearray, parse: Callable[[], _Parsed]) -> _Parsed:
 def _bytes_of(message: Any) -> int:
     messages = message if isinstance(message, list) else [message]
     return sum(each.ByteSize() for each in messages)
-
-
-@contextlib.contextmanager
-def _named_by_client() -> Iterator[None]:
-    """Raises the RequestError of a reader as a LocatedError, because it has the client's name of the field."""
-    try:
-        yield
-    except RequestError as error:
-        raise LocatedError(error, error.field) from error
 
 
 @contextlib.asynccontextmanager

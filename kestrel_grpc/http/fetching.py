@@ -21,7 +21,7 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 
 import h11
 
-from kestrel_engine import InvalidRequest, UnsupportedImageError
+from kestrel_engine import FieldPath, InvalidRequest, UnsupportedImageError
 
 FETCH_S = 10.0
 """Seconds in which all images of a request must arrive."""
@@ -65,12 +65,12 @@ class FetchedImage(str):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place of a request that holds the address of an image. ``name``: its path, for errors."""
+    """A place of a request that holds the address of an image. ``path``: its own, for errors."""
 
     holder: Any
     """The object or list."""
     key: str | int
-    name: str
+    path: FieldPath
 
     @property
     def url(self) -> str:
@@ -89,7 +89,7 @@ def places(values: dict[str, Any]) -> list[Place]:
         found.append(place)
         if len(found) > MOST_ADDRESSES:
             raise InvalidRequest(
-                place.name, f"is one address too many, the limit is {MOST_ADDRESSES}"
+                place.path, f"is one address too many, the limit is {MOST_ADDRESSES}"
             )
     return found
 
@@ -100,12 +100,12 @@ def _places(values: dict[str, Any]) -> Iterator[Place]:
         value, path, is_image = left.pop()
         items: list[tuple[str | int, Any, _Path, bool]]
         if not isinstance(value, dict):
-            items = [(i, each, (path, f"[{i}]"), is_image) for i, each in enumerate(value)]
+            items = [(i, each, (path, i), is_image) for i, each in enumerate(value)]
         elif is_image:
             items = [("url", value.get("url"), path, True)]
         else:
             items = [
-                (key, each, (path, f".{key}"), key in ("image_url", "images"))
+                (key, each, (path, key), key in ("image_url", "images"))
                 for key, each in value.items()
             ]
         for key, each, name, is_place in items:
@@ -118,16 +118,16 @@ def _places(values: dict[str, Any]) -> Iterator[Place]:
         ]
 
 
-_Path: TypeAlias = "tuple[_Path, str] | None"
+_Path: TypeAlias = "tuple[_Path, str | int] | None"
 """The path of a value: that of its holder, and its part in it."""
 
 
-def _named(path: _Path) -> str:
-    parts = []
+def _named(path: _Path) -> FieldPath:
+    parts = list[str | int]()
     while path is not None:
         path, part = path
         parts.append(part)
-    return "".join(reversed(parts)).removeprefix(".")
+    return tuple(reversed(parts))
 
 
 _REMEDY = "send the image as a data URL, or ask the operator for the host (--http-fetch-allow)"
@@ -171,21 +171,21 @@ class ImageFetcher:
         """Fetches the images, and puts each in its place. Returns their bytes. Raises InvalidRequest,
         UnsupportedImageError."""
         total = 0
-        name = ""
+        path: FieldPath = ()
         try:
             async with asyncio.timeout(FETCH_S):
                 for place in wanted:
-                    name = place.name
-                    image = await self._fetch(place.url, name, self._max_bytes - total)
+                    path = place.path
+                    image = await self._fetch(place.url, path, self._max_bytes - total)
                     total += len(image)
                     fetched = FetchedImage(place.url)
                     fetched.image = image
                     place.holder[place.key] = fetched
         except TimeoutError:
-            raise InvalidRequest(name, f"could not be fetched within {FETCH_S:g} s") from None
+            raise InvalidRequest(path, f"could not be fetched within {FETCH_S:g} s") from None
         return total
 
-    async def _fetch(self, url: str, field: str, max_bytes: int) -> bytes:
+    async def _fetch(self, url: str, field: FieldPath, max_bytes: int) -> bytes:
         for _ in range(_MOST_REDIRECTS + 1):
             parts = self._checked(url, field)
             try:
@@ -205,7 +205,7 @@ class ImageFetcher:
             url = following
         raise InvalidRequest(field, f"is redirected more than {_MOST_REDIRECTS} times")
 
-    def _checked(self, url: str, field: str) -> SplitResult:
+    def _checked(self, url: str, field: FieldPath) -> SplitResult:
         """The parts of an address that may be fetched. Raises InvalidRequest, UnsupportedImageError."""
         try:
             parts = urlsplit(url)
@@ -233,7 +233,7 @@ class ImageFetcher:
         return self._trusted is not None and origin_of(parts) == self._trusted.origin
 
     async def _get(
-        self, parts: SplitResult, field: str, max_bytes: int
+        self, parts: SplitResult, field: FieldPath, max_bytes: int
     ) -> tuple[str | None, bytes]:
         """The address of a redirect, or None and the image. Raises OSError, h11.ProtocolError, InvalidRequest,
         UnsupportedImageError."""
@@ -268,7 +268,7 @@ class _Exchange:
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        field: str,
+        field: FieldPath,
         max_bytes: int,
     ) -> None:
         self._reader, self._writer = reader, writer

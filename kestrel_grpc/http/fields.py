@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from kestrel_engine import InvalidRequest, UnsupportedImageError
+from kestrel_engine import FieldPath, InvalidRequest, UnsupportedImageError
 
 from ..images.base64_images import decoded_image
 from .fetching import FetchedImage, is_address
@@ -32,13 +32,14 @@ _MOST = 2**31 - 1
 
 
 class Fields:
-    """``path`` precedes the names of fields in errors."""
+    """``path``: of the object in the request, for errors."""
 
-    def __init__(self, values: dict[str, Any], path: str = "") -> None:
-        self.values, self._path = values, path
+    def __init__(self, values: dict[str, Any], path: FieldPath = ()) -> None:
+        self.values, self.path = values, path
 
-    def name(self, key: str) -> str:
-        return f"{self._path}{key}"
+    def at(self, *inner: str | int) -> FieldPath:
+        """The path of a field, or of what it holds."""
+        return (*self.path, *inner)
 
     def text(self, key: str, default: str | None = None) -> str:
         """Raises InvalidRequest, also if the field is missing and there is no default."""
@@ -51,7 +52,7 @@ class Fields:
 
     def inner(self, key: str) -> Fields:
         """Empty if the field is missing or null. Raises InvalidRequest."""
-        return Fields(self._get(key, dict, {}), f"{self.name(key)}.")
+        return Fields(self._get(key, dict, {}), self.at(key))
 
     def items(self, key: str) -> list[Any]:
         """Empty if the field is missing or null. Raises InvalidRequest."""
@@ -62,14 +63,12 @@ class Fields:
         value = self.values.get(key)
         if value is not None and not isinstance(value, (str, list)):
             raise InvalidRequest(
-                self.name(key), f"must be a string or a list of strings, got {_kind_of(value)}"
+                self.at(key), f"must be a string or a list of strings, got {_kind_of(value)}"
             )
         values = [value] if isinstance(value, str) else self.items(key)
         for index, item in enumerate(values):
             if not isinstance(item, str):
-                raise InvalidRequest(
-                    self.name(f"{key}[{index}]"), f"must be a string, got {_kind_of(item)}"
-                )
+                raise InvalidRequest(self.at(key, index), f"must be a string, got {_kind_of(item)}")
         return values
 
     def number(self, key: str) -> float | None:
@@ -78,7 +77,7 @@ class Fields:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise InvalidRequest(self.name(key), f"must be a number, got {_kind_of(value)}")
+            raise InvalidRequest(self.at(key), f"must be a number, got {_kind_of(value)}")
         return float(value)
 
     def whole(self, key: str) -> int | None:
@@ -90,17 +89,17 @@ class Fields:
             return int(value)  # JSON has one kind of number: 5.0 is 5.
         if isinstance(value, bool) or not isinstance(value, int):
             given = value if isinstance(value, float) else _kind_of(value)
-            raise InvalidRequest(self.name(key), f"must be a whole number, got {given}")
+            raise InvalidRequest(self.at(key), f"must be a whole number, got {given}")
         return value
 
     def _get(self, key: str, kind: type, default: Any) -> Any:
         value = self.values.get(key)
         if value is None:
             if default is None:
-                raise InvalidRequest(self.name(key), "is required")
+                raise InvalidRequest(self.at(key), "is required")
             return default
         if not isinstance(value, kind):
-            raise InvalidRequest(self.name(key), f"must be {_KINDS[kind]}, got {_kind_of(value)}")
+            raise InvalidRequest(self.at(key), f"must be {_KINDS[kind]}, got {_kind_of(value)}")
         return value
 
 
@@ -108,7 +107,7 @@ def positive(fields: Fields, key: str) -> int | None:
     """A whole number from 1 to 2^31 - 1; None if the field is missing or null. Raises InvalidRequest."""
     value = fields.whole(key)
     if value is not None and not 1 <= value <= _MOST:
-        raise InvalidRequest(fields.name(key), f"must be in [1, {_MOST}], got {value}")
+        raise InvalidRequest(fields.at(key), f"must be in [1, {_MOST}], got {value}")
     return value
 
 
@@ -130,10 +129,10 @@ def json_text(fields: Fields) -> str:
     try:
         return orjson.dumps(fields.values).decode()
     except orjson.JSONEncodeError as error:
-        raise InvalidRequest(fields.name("").rstrip("."), f"cannot be read: {error}") from None
+        raise InvalidRequest(fields.path, f"cannot be read: {error}") from None
 
 
-def image_bytes(text: str, field: str) -> bytes:
+def image_bytes(text: str, field: FieldPath) -> bytes:
     """The encoded image in a data URL or in plain base64. Raises InvalidRequest, UnsupportedImageError."""
     if isinstance(text, FetchedImage):
         return text.image
@@ -147,13 +146,13 @@ def image_bytes(text: str, field: str) -> bytes:
         raise InvalidRequest(field, str(error)) from None
 
 
-def numbers(value: Any, field: str) -> Sequence[float]:
+def numbers(value: Any, field: FieldPath) -> Sequence[float]:
     """A list of numbers. Raises InvalidRequest."""
     if not isinstance(value, list):
         raise InvalidRequest(field, f"must be a list of numbers, got {_kind_of(value)}")
     for index, each in enumerate(value):
         if isinstance(each, bool) or not isinstance(each, (int, float)):
-            raise InvalidRequest(f"{field}[{index}]", f"must be a number, got {_kind_of(each)}")
+            raise InvalidRequest((*field, index), f"must be a number, got {_kind_of(each)}")
     return [float(each) for each in value]
 
 

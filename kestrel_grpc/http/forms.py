@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import orjson
 
 from ..edge.calls.call import Call
-from ..edge.failures.statuses import complaint, place_of
-from .refusals import refusal
+from ..edge.failures.statuses import complaint
+from .refusals import Rename, refusal
 
 JSON = b"application/json"
 
@@ -45,8 +45,8 @@ class Form(Protocol):
     def ending(self) -> bytes:
         """The last part of a stream that succeeds."""
 
-    def told(self, error: Exception, call: Call, rename: Callable[[str], str]) -> Told:
-        """Describes an error. ``rename`` returns the client's name of a field for its path in kestrel.v1."""
+    def told(self, error: Exception, call: Call, rename: Rename) -> Told:
+        """Describes an error. ``rename``: as of refusal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class JsonForm:
     error_event: Callable[[dict[str, Any]], bytes]
     ending: bytes = b""
 
-    def told(self, error: Exception, call: Call, rename: Callable[[str], str]) -> Told:
-        refused = refusal(error, complaint(error, call.request_id, *place_of(call.message)), rename)
+    def told(self, error: Exception, call: Call, rename: Rename) -> Told:
+        refused = refusal(error, complaint(error, call.request_id), rename)
         body = orjson.dumps(self.error(refused.body))
         whole = Whole(body, JSON, tuple(refused.headers))
         return Told(refused.status, whole, self.error_event(refused.body))

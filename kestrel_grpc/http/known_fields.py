@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from functools import cached_property
 from itertools import islice
 
-from kestrel_engine import InvalidRequest
+from kestrel_engine import FieldPath, InvalidRequest
 
 from ..images.base64_images import is_data_url
 from .fields import Fields
@@ -71,7 +71,7 @@ class KnownFields:
                 continue
             if key in self.refused:
                 if value:
-                    raise InvalidRequest(fields.name(key), self.refused[key])
+                    raise InvalidRequest(fields.at(key), self.refused[key])
             elif self.is_strict:
                 raise InvalidRequest(_named(fields, key), self._unknown(key))
             elif value:
@@ -127,5 +127,5 @@ def _shortened(name: str) -> Iterable[str]:
         yield name[:index] + name[index + 1 :]
 
 
-def _named(fields: Fields, key: str) -> str:
-    return fields.name(key[:_SHOWN])
+def _named(fields: Fields, key: str) -> FieldPath:
+    return fields.at(key[:_SHOWN])

@@ -7,16 +7,29 @@ The body is the one that OpenAI's and Moondream's clients parse: ``{"error": {"m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 import kestrel_engine as engine
+from kestrel_engine import FieldPath
 
 from ..edge.failures.errors import ModelNotReady
-from ..edge.failures.statuses import Complaint
+from ..edge.failures.statuses import Complaint, shown_path
+
+Rename = Callable[[FieldPath], FieldPath]
+"""From the path of a field of kestrel.v1 to that of the client's JSON."""
+
+
+def renamed(path: FieldPath, names: Mapping[FieldPath, FieldPath]) -> FieldPath:
+    """``path``, whose longest beginning that ``names`` has is replaced."""
+    for length in range(len(path), 0, -1):
+        if path[:length] in names:
+            return (*names[path[:length]], *path[length:])
+    return path
+
 
 _Code = grpc.StatusCode
 _STATUSES = {
@@ -54,16 +67,15 @@ class Refusal:
 
 
 def refusal(
-    error: BaseException, complaint: Complaint, rename: Callable[[str], str] = str
+    error: BaseException, complaint: Complaint, rename: Rename = lambda path: path
 ) -> Refusal:
-    """Converts an error to a response. ``rename`` returns the JSON field for a field path of kestrel.v1."""
+    """Converts an error to a response."""
     status, kind = _STATUSES.get(complaint.code, _INTERNAL)
     status = _OWN_STATUS.get(complaint.reason, status)
     message, param = complaint.message, None
-    if complaint.violations:
-        path, description = complaint.violations[0]
-        param = rename(path)
-        message = f"{param}: {description}"
+    if complaint.path:
+        param = shown_path(rename(complaint.path))
+        message = f"{param}: {complaint.description}"
     retry_after_s = None
     if isinstance(error, engine.EngineOverloaded):
         retry_after_s = error.retry_after_s

@@ -120,9 +120,9 @@ class RequestImages:
         found = await self._shared.fetch(owner, image_id)
         if found.image is None:
             if found.answered:
-                raise ImageNotFound("image.image_id", self.store.absent(image_id))
+                raise ImageNotFound(("image", "image_id"), self.store.absent(image_id))
             raise ImageNotFound(
-                "image.image_id",
+                ("image", "image_id"),
                 f"image {shown(image_id)!r} is not stored on this server, and the shared image store does not answer; "
                 "send the image again",
             )

@@ -159,7 +159,7 @@ class ImageStore:
         """The owner's image with this id. Counts as a use of the image. Raises ImageNotFound."""
         own = self._owners.get(owner)
         if own is None or image_id not in own.images:
-            raise ImageNotFound("image.image_id", self.absent(image_id))
+            raise ImageNotFound(("image", "image_id"), self.absent(image_id))
         own.images.move_to_end(image_id)
         return own.images[image_id]
 

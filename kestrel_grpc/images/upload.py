@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from kestrel_client._pb.kestrel.v1 import image_service_pb2 as pb
-from kestrel_engine import DeadlineExceeded, ImageTooLargeError, InvalidRequest, Quota
+from kestrel_engine import DeadlineExceeded, FieldPath, ImageTooLargeError, InvalidRequest, Quota
 
 from ..edge.failures.errors import UploadsFull
 
@@ -170,11 +170,11 @@ class Upload:
             raise InvalidRequest("info", "is required; the upload holds no message")
         if self._info.HasField("size_bytes") and self.num_bytes != self._info.size_bytes:
             raise InvalidRequest(
-                "info.size_bytes",
+                ("info", "size_bytes"),
                 f"is {self._info.size_bytes}, but {self.num_bytes} bytes arrived; the upload is incomplete",
             )
         if self._info.HasField("sha256") and self._digest.digest() != self._info.sha256:
-            raise InvalidRequest("info.sha256", "is not the hash of the bytes that arrived")
+            raise InvalidRequest(("info", "sha256"), "is not the hash of the bytes that arrived")
         return b"".join(self._chunks)
 
     def received(self) -> ReceivedParts:
@@ -191,10 +191,12 @@ class Upload:
             raise InvalidRequest("info", "must be the first message, and only that")
         if info.HasField("size_bytes"):
             if info.size_bytes < 1:
-                raise InvalidRequest("info.size_bytes", "must be at least 1")
-            self._check_size("info.size_bytes", info.size_bytes)
+                raise InvalidRequest(("info", "size_bytes"), "must be at least 1")
+            self._check_size(("info", "size_bytes"), info.size_bytes)
         if info.HasField("sha256") and len(info.sha256) != self._digest.digest_size:
-            raise InvalidRequest("info.sha256", f"has {len(info.sha256)} bytes; a SHA-256 has 32")
+            raise InvalidRequest(
+                ("info", "sha256"), f"has {len(info.sha256)} bytes; a SHA-256 has 32"
+            )
         self._info = info
 
     def _append(self, chunk: bytes) -> None:
@@ -211,7 +213,7 @@ class Upload:
         self._chunks.append(chunk)
         self._digest.update(chunk)
 
-    def _check_size(self, field: str, size: int) -> None:
+    def _check_size(self, field: str | FieldPath, size: int) -> None:
         if size > self._max_bytes:
             raise ImageTooLargeError(
                 field,

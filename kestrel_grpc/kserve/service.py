@@ -15,13 +15,13 @@ from kestrel_engine import InvalidRequest
 from .. import __version__
 from ..edge.calls.call import Call, Context, Metadata
 from ..edge.calls.current_call import current_call
-from ..edge.failures.errors import NotServed
+from ..edge.failures.errors import NotServed, located
 from ..edge.failures.statuses import Complaint
 from ..monitoring.call_statistics import CallStatistics
 from ..served_model import ServedModels, State
 from ..services.vision import VisionService
 from . import model
-from .skills import Asked, Values, asked, located
+from .skills import Asked, Values, asked, input_path
 from .statistics import model_statistics
 from .tensors import BYTES, raw_bytes
 
@@ -119,7 +119,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         wanted = self._asked(request)
         if wanted.streams:
             raise InvalidRequest("STREAM", "ModelInfer has one response; use ModelStreamInfer")
-        with located():
+        with located(input_path):
             response = await wanted.behaviour(wanted.message, context)
         return _response(request, wanted.values(response))
 
@@ -128,7 +128,7 @@ class InferenceService(GRPCInferenceServiceServicer):
     ) -> None:
         """Answers one request of the stream. edge/request_streams.py divides the stream."""
         wanted = self._asked(request)
-        with located():
+        with located(input_path):
             if wanted.streams:
                 pieces = cast(Context, _Pieces(request, wanted, context))
                 await wanted.behaviour(wanted.message, pieces)
@@ -235,12 +235,14 @@ def _apply_parameters(request: pb.ModelInferRequest, call: Call) -> None:
     parameters = request.parameters
     for name in _SEQUENCES:
         if name in parameters:
-            raise InvalidRequest(f"parameters.{name}", "the model has no sequences")
+            raise InvalidRequest(("parameters", name), "the model has no sequences")
     if "timeout" in parameters:
         given = parameters["timeout"]
         timeout_us = given.int64_param or given.uint64_param
         if timeout_us < 1:
-            raise InvalidRequest("parameters.timeout", "must be at least 1 microsecond, as int64")
+            raise InvalidRequest(
+                ("parameters", "timeout"), "must be at least 1 microsecond, as int64"
+            )
         asked_s = timeout_us / 1e6
         call.longest_s = asked_s if call.longest_s is None else min(call.longest_s, asked_s)
 
@@ -252,4 +254,4 @@ def _check_outputs(request: pb.ModelInferRequest) -> None:
             raise InvalidRequest("outputs", f"{shown!r} is not {model.OUTPUT}, the only output")
         for name in ("classification", "shared_memory_region"):
             if name in output.parameters:
-                raise InvalidRequest(f"outputs.{model.OUTPUT}", f"{name} is not served")
+                raise InvalidRequest(("outputs", model.OUTPUT), f"{name} is not served")

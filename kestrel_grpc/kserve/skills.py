@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kestrel_client._pb.inference import grpc_service_pb2 as inference
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import InvalidRequest, RequestError
+from kestrel_engine import FieldPath, InvalidRequest
 
 from ..edge.calls.call import Context
-from ..edge.failures.errors import LocatedError
 from ..services.messages.json_values import (
     CAPTION_LENGTHS,
     REFINEMENTS,
@@ -36,16 +34,20 @@ from .tensors import Tensor, tensors
 
 _MOST_JSON_CHARACTERS = 64 * 1024
 _MOST = 2**31 - 1
-_NAMES = {
-    "min_score": "THRESHOLD",
-    "abstention.objects": "PRESUPPOSES",
-    "abstention.max_absence": "MAX_ABSENCE",
-    "refinement": "REFINE",
-    "options.adapter": "ADAPTER",
+_NAMES: dict[FieldPath, str] = {
+    ("image",): "IMAGE",
+    ("images",): "IMAGE",
+    ("images", 0): "IMAGE",
+    ("objects",): "OBJECT",
+    ("objects", 0): "OBJECT",
+    ("min_score",): "THRESHOLD",
+    ("abstention", "objects"): "PRESUPPOSES",
+    ("abstention", "max_absence"): "MAX_ABSENCE",
+    ("refinement",): "REFINE",
+    ("options", "adapter"): "ADAPTER",
+    ("options", "model"): "model_name",
 }
-"""The inputs that have another name than their field of kestrel.v1, or than the engine's."""
-_ONLY = {"images": "IMAGE", "objects": "OBJECT"}
-"""The inputs that are the only element of a list."""
+"""The inputs that have another name than their field of kestrel.v1."""
 _CHANNELS = {
     1: common_pb2.PIXEL_FORMAT_GRAY8,
     3: common_pb2.PIXEL_FORMAT_RGB8,
@@ -98,25 +100,18 @@ def asked(request: inference.ModelInferRequest, vision: VisionService) -> Asked:
     return _SKILLS[skill](inputs, vision)
 
 
-@contextmanager
-def located() -> Iterator[None]:
-    """Raises a service's error as a LocatedError that names the input."""
-    try:
-        yield
-    except RequestError as error:
-        raise LocatedError(error, _input_of(error.field)) from error
-    except LocatedError as error:
-        raise LocatedError(error.error, _input_of(error.path)) from error
-
-
-def _input_of(path: str) -> str:
-    """Returns the input for a field of kestrel.v1, such as "query.spatial_refs[2]", or for the engine's name of it.
-    Returns other names unchanged."""
-    root, bracket, index = short_path(path).partition("[")
-    if root in _ONLY:
-        return _ONLY[root]
-    name = _NAMES.get(root) or root.partition(".")[0].upper()
-    return f"{name}{bracket}{index.partition('.')[0]}" if name in INPUTS else path
+def input_path(path: FieldPath) -> FieldPath:
+    """The input for a field of kestrel.v1, such as ``("query", "spatial_refs", 2)``, and the number of an item in it.
+    Returns other paths unchanged."""
+    short = short_path(path)
+    for length in (2, 1):
+        name = _NAMES.get(short[:length])
+        if name is not None:
+            return (name, *(part for part in short[length:] if isinstance(part, int)))
+    name = str(short[0]).upper()
+    return (
+        (name, *(each for each in short[1:2] if isinstance(each, int))) if name in INPUTS else path
+    )
 
 
 class _Inputs:
@@ -184,7 +179,7 @@ class _Inputs:
         name = "SPATIAL_REFS"
         refs = []
         for index, item in enumerate(self._items(name, "[x, y] or [x_min, y_min, x_max, y_max]")):
-            where = f"{name}[{index}]"
+            where = (name, index)
             if not isinstance(item, list) or not all(isinstance(each, float) for each in item):
                 raise InvalidRequest(where, "must be a list of numbers")
             refs.append(spatial_ref(item, where))
@@ -195,11 +190,11 @@ class _Inputs:
         name = "PRESUPPOSES"
         for index, item in enumerate(self._items(name, "names of objects")):
             if not isinstance(item, str):
-                raise InvalidRequest(f"{name}[{index}]", "must be a string")
+                raise InvalidRequest((name, index), "must be a string")
             try:
                 task.abstention.objects.append(item)
             except UnicodeEncodeError:
-                raise InvalidRequest(f"{name}[{index}]", "has half of a surrogate pair") from None
+                raise InvalidRequest((name, index), "has half of a surrogate pair") from None
         if "MAX_ABSENCE" in self._found and task.HasField("abstention"):
             task.abstention.max_absence = self._found["MAX_ABSENCE"].only()
 

@@ -126,7 +126,7 @@ class VisionService(VisionServiceServicer):
         self, request: Any, kind: Kind[Any, Response], sender: Sender | None = None
     ) -> Response:
         run = self._run(request, sender)
-        task = CallTask(kind, getattr(request, kind.name), f"{kind.name}.", type(request))
+        task = CallTask(kind, getattr(request, kind.name), (kind.name,))
         await run.images.find(images_of(request))
         response, results = await run.answer(task)
         call = current_call()

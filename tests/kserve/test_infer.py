@@ -268,6 +268,14 @@ async def test_bad_input_is_refused_by_name(serve, inputs: dict, words: str):
     assert told.message.startswith(words), told.message
 
 
+async def test_a_skill_that_the_model_lacks_is_a_fault_of_its_name(serve):
+    served = await serve(family="moondream2")
+    request = infer(SKILL="segment", OBJECT="x", IMAGE=jpeg())
+    told = await failure(GRPCInferenceServiceStub(served.channel).ModelInfer(request))
+    assert told.code is grpc.StatusCode.FAILED_PRECONDITION
+    assert told.message.startswith("model_name: this model can't segment"), told.message
+
+
 def broken(change: str) -> tuple[pb.ModelInferRequest, str]:
     request = infer(SKILL="query", QUESTION="What?", MAX_TOKENS=4)
     match change:

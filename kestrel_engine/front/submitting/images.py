@@ -9,6 +9,7 @@ from typing import Any
 
 from ... import clock
 from ...errors import RequestError
+from ...preprocess.decoding.costs import FIELD
 from ...preprocess.jobs import Preprocessed
 from ...preprocess.looks import Tiled
 from ...preprocess.pool import PreprocessPool
@@ -106,8 +107,9 @@ class ImagePreparation:
                 try:
                     prepared.append(await task)
                 except RequestError as error:
-                    field = f"images[{index}]{error.field.removeprefix('image')}"
-                    raise error.at(field) from error
+                    if error.path[:1] != FIELD:
+                        raise
+                    raise error.at(("images", index, *error.path[1:])) from error
             return prepared
         finally:
             for task in tasks:

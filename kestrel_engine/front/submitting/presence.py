@@ -76,9 +76,9 @@ async def find_absences(
                 try:
                     streams.append(await start(image, name))
                 except RequestError as error:
-                    if error.field != "object":
+                    if error.path != ("object",):
                         raise
-                    raise error.at(f"presupposes[{index}]") from error
+                    raise error.at(("presupposes", index)) from error
         results = await asyncio.gather(*(stream.result() for stream in streams))
     finally:
         for stream in streams:

@@ -13,7 +13,7 @@ from ...config.images import ImageLimits
 from ...config.setting import settings_of
 from ...errors import ImageDecodeError, ImageTooLargeError
 
-FIELD = "image"
+FIELD = ("image",)
 """The request's field that errors name."""
 
 

@@ -33,8 +33,8 @@ _ERRORS = {
 }
 
 
-MOST_TEXT, _MOST_FIELD = 2000, 200
-"""Characters of an error that a decoder reports."""
+MOST_TEXT, _MOST_NAME, _MOST_NAMES = 2000, 50, 4
+"""Characters of an error that a decoder reports, and the names in the path of its field."""
 
 
 class Answers:
@@ -67,8 +67,8 @@ class Answers:
         if "error" in message:
             name, at, text, *facts = message["error"]
             value, limit = (None if fact is None else float(fact) for fact in facts)
-            at, text = str(at)[:_MOST_FIELD], str(text)[:MOST_TEXT]
-            return _ERRORS[name](at, text, value=value, limit=limit)
+            path = tuple(str(part)[:_MOST_NAME] for part in at[:_MOST_NAMES])
+            return _ERRORS[name](path, str(text)[:MOST_TEXT], value=value, limit=limit)
         if "ended" in message:
             return failure or _lost(message)
         if message["fault"] == "MemoryError":

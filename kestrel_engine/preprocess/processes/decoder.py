@@ -174,7 +174,7 @@ class Work:
             return {"done": {**done, "width": width, "height": height, "seconds": seconds}}
         except RequestError as error:
             facts = (error.value, error.limit)
-            return {"error": [type(error).__name__, error.field, error.message, *facts]}
+            return {"error": [type(error).__name__, error.path, error.message, *facts]}
         except MemoryError:
             return {"fault": "MemoryError"}
         except Exception as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from ...errors import InvalidRequest, KestrelError, SkillUnavailable
+from ...errors import FieldPath, InvalidRequest, KestrelError, SkillUnavailable
 from ...types.constraint import Constraint
 from ...types.info import MaskCounts
 from ...types.step import RuleWait, TokenRule
@@ -107,7 +107,7 @@ class Grammar:
         self,
         template: llguidance.LLMatcher,
         first: bytes,
-        field: str,
+        field: FieldPath,
         threads: MaskThreads,
         unlocked: Unlocked,
         principal: str = "",
@@ -164,7 +164,7 @@ class Grammars:
                 "constraint",
                 "needs the package llguidance on the server, which is not installed there",
             )
-        field = f"constraint.{constraint.kind}"
+        field = ("constraint", constraint.kind)
         problem = self._process.problem(constraint)
         if problem:
             raise InvalidRequest(field, problem)

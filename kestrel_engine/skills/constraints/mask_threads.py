@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from ...errors import KestrelError, RequestError, RuntimeFailure
+from ...errors import FieldPath, KestrelError, RequestError, RuntimeFailure
 from ...fair_queue import FairQueue
 from ...types.info import MaskCounts
 from .matcher_budget import MatcherBudget
@@ -28,7 +28,7 @@ class Work(Protocol):
     ordinary time."""
 
     principal: str
-    field: str
+    field: FieldPath
     seconds: float
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ... import clock
-from ...errors import ConstraintsCostly, InvalidRequest, KestrelError, Quota
+from ...errors import ConstraintsCostly, FieldPath, InvalidRequest, KestrelError, Quota, path_text
 
 REQUEST_S = 2.0
 """Seconds that a request may use."""
@@ -25,7 +25,7 @@ class Spender(Protocol):
     """A matcher. ``field``: the setting that its errors name."""
 
     principal: str
-    field: str
+    field: FieldPath
     seconds: float
 
     @property
@@ -55,9 +55,9 @@ class MatcherBudget:
             return None
         principal = matcher.principal or "callers without credentials"
         return ConstraintsCostly(
-            f"{matcher.field} is slow to follow, and slow constraints of {principal} used {used:.1f} s of processor "
-            f"time lately; the limit is {PRINCIPAL_S:g} s, and {REFILL:g} s come back each second; use simpler "
-            "constraints, or fewer at a time",
+            f"{path_text(matcher.field)} is slow to follow, and slow constraints of {principal} used {used:.1f} s of "
+            f"processor time lately; the limit is {PRINCIPAL_S:g} s, and {REFILL:g} s come back each second; use "
+            "simpler constraints, or fewer at a time",
             retry_after_s=max(1.0, (used - PRINCIPAL_S) / REFILL),
             quota=Quota(
                 matcher.principal, "seconds to follow constraints", round(used), int(PRINCIPAL_S)

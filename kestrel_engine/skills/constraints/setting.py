@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from ...errors import InvalidRequest
+from ...errors import FieldPath, InvalidRequest
 from ...types.constraint import Constraint, ConstraintKind
 from ...types.requests import check_bytes
 
@@ -29,7 +29,7 @@ def read_constraint(value: object) -> Constraint | None:
     unknown = given.keys() - {"choices", *_TEXT_KINDS}
     if unknown:
         raise InvalidRequest(
-            f"constraint.{min(map(str, unknown))}",
+            ("constraint", min(map(str, unknown))),
             f"is not a kind of constraint; known: choices, {', '.join(_TEXT_KINDS)}",
         )
     if len(given) != 1:
@@ -42,23 +42,23 @@ def read_constraint(value: object) -> Constraint | None:
     [(kind, part)] = given.items()
     if kind == "json_schema" and isinstance(part, Mapping):
         part = _dumped(part)
-    _check_text(f"constraint.{kind}", part, MAX_SOURCE_BYTES)
+    _check_text(("constraint", kind), part, MAX_SOURCE_BYTES)
     return Constraint(kind, part)
 
 
 def _choices(value: object) -> tuple[str, ...]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        raise InvalidRequest("constraint.choices", "must be a list of texts")
+        raise InvalidRequest(("constraint", "choices"), "must be a list of texts")
     if not 1 <= len(value) <= MAX_CHOICES:
         raise InvalidRequest(
-            "constraint.choices", f"has {len(value)} texts; it must have 1 to {MAX_CHOICES}"
+            ("constraint", "choices"), f"has {len(value)} texts; it must have 1 to {MAX_CHOICES}"
         )
     for index, choice in enumerate(value):
-        _check_text(f"constraint.choices[{index}]", choice, MAX_CHOICE_BYTES)
+        _check_text(("constraint", "choices", index), choice, MAX_CHOICE_BYTES)
     return tuple(value)
 
 
-def _check_text(field: str, text: object, limit: int) -> None:
+def _check_text(field: FieldPath, text: object, limit: int) -> None:
     if not isinstance(text, str):
         raise InvalidRequest(field, "must be text")
     if not text:
@@ -70,4 +70,4 @@ def _dumped(schema: Mapping[object, object]) -> str:
     try:
         return json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest("constraint.json_schema", f"is not JSON: {error}") from error
+        raise InvalidRequest(("constraint", "json_schema"), f"is not JSON: {error}") from error

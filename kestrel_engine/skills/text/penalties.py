@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...errors import InvalidRequest
+from ...errors import FieldPath, InvalidRequest
 from ...types.events import FinishReason
 from ...types.requests import is_number
 from ...types.step import LogitEdit, RuleWait, StepToken, TokenRule
@@ -105,15 +105,20 @@ def _number(
     return float(value)
 
 
+def _part(key: object) -> str | int:
+    return key if isinstance(key, int) else str(key)[:20]
+
+
 def _bias(value: object, vocab_size: int) -> tuple[tuple[int, float], ...]:
     """Of a mapping from ids to numbers, or a list of such pairs. An id may be a text of digits, as in JSON."""
     if value is None:
         return ()
     pairs: list[Any]
+    names: list[FieldPath]
     if isinstance(value, Mapping):
-        pairs, names = [*value.items()], [str(key)[:20] for key in value]
+        pairs, names = [*value.items()], [("logit_bias", _part(key)) for key in value]
     elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        pairs, names = [*value], [str(index) for index in range(len(value))]
+        pairs, names = [*value], [("logit_bias", index) for index in range(len(value))]
     else:
         raise InvalidRequest("logit_bias", "must be an object from ids to numbers")
     if len(pairs) > MAX_BIASED:
@@ -124,8 +129,7 @@ def _bias(value: object, vocab_size: int) -> tuple[tuple[int, float], ...]:
             limit=MAX_BIASED,
         )
     read: dict[int, float] = {}
-    for name, pair in zip(names, pairs, strict=True):
-        field = f"logit_bias[{name}]"
+    for field, pair in zip(names, pairs, strict=True):
         if not isinstance(pair, Sequence) or len(pair) != 2:
             raise InvalidRequest(field, "must be an id and a number")
         token, bias = pair

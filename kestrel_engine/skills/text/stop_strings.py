@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...errors import InvalidRequest
+from ...errors import FieldPath, InvalidRequest
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
@@ -94,11 +94,11 @@ def read_stop_strings(value: object) -> tuple[str, ...]:
             limit=MAX_STOP_STRINGS,
         )
     for index, string in enumerate(value):
-        _check(f"stop[{index}]", string)
+        _check(("stop", index), string)
     return tuple(value)
 
 
-def _check(field: str, string: object) -> None:
+def _check(field: FieldPath, string: object) -> None:
     if not isinstance(string, str):
         raise InvalidRequest(field, "must be text")
     if not string:

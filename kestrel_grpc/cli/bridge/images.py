@@ -92,7 +92,7 @@ class TaskImages:
 async def _fetched(fetcher: ImageFetcher, url: str, name: str) -> bytes:
     held = {"image": url}
     try:
-        await fetcher.fill([Place(held, "image", name)])
+        await fetcher.fill([Place(held, "image", (name,))])
     except RequestError as error:
         raise RequestRefused(str(error)) from None
     image: bytes = held["image"].image  # type: ignore[attr-defined]  # a FetchedImage now

@@ -17,7 +17,9 @@ def id_from_options(options: common_pb2.RequestOptions) -> str | None:
     if not options.HasField("request_id"):
         return None
     if not valid_request_id(options.request_id):
-        raise InvalidRequest("request_id", "must be 1 to 128 visible ASCII characters (! to ~)")
+        raise InvalidRequest(
+            ("options", "request_id"), "must be 1 to 128 visible ASCII characters (! to ~)"
+        )
     return options.request_id
 
 

@@ -40,7 +40,7 @@ class Endings:
         message."""
         note(call, error)
         await delay_refusal(self._pace, call, error)
-        _, message, trailers = status_of(error, call.request_id, call.message)
+        _, message, trailers = status_of(error, call.request_id)
         if isinstance(error, ModelNotReady):
             trailers = (*trailers, (NOT_BEGUN, "1"))
         await self.abort(call, message, trailers)

@@ -2,7 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import kestrel_engine as engine
+from kestrel_engine import FieldPath
+
+
+@contextmanager
+def located(place: Callable[[FieldPath], FieldPath]) -> Iterator[None]:
+    """Raises a RequestError of the block with the path that ``place`` returns for its own: the engine names its
+    arguments, and a reader of a message the fields of this message."""
+    try:
+        yield
+    except engine.RequestError as error:
+        raise error.at(place(error.path)) from error
+
+
+@contextmanager
+def inside(*outer: str | int) -> Iterator[None]:
+    """As ``located``, for fields of what ``outer`` is the path of."""
+    with located(lambda path: (*outer, *path)):
+        yield
 
 
 class ModelNotReady(engine.KestrelError):
@@ -51,14 +72,6 @@ class CaptureError(engine.KestrelError):
 
 class ModelUnavailable(engine.KestrelError):
     """The server cannot load, unload or change models as requested."""
-
-
-class LocatedError(Exception):
-    """An ``error`` of the engine with the ``path`` of its field in the request, which the engine does not know."""
-
-    def __init__(self, error: engine.RequestError, path: str) -> None:
-        super().__init__(f"{path}: {error.message}")
-        self.error, self.path = error, path
 
 
 class ImageNotFound(engine.RequestError):

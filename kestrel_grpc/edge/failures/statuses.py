@@ -8,11 +8,8 @@ For any other error it sees only the request's id.
 
 from __future__ import annotations
 
-import functools
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import grpc
 from google.protobuf.message import Message
@@ -20,6 +17,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 import kestrel_engine as engine
+from kestrel_engine import FieldPath, path_text
 
 from ...security.admission.admission import MessageTooLarge, RateExceeded, TooManyCalls
 from ...security.admission.message_room import MessagesFull
@@ -35,7 +33,6 @@ from .errors import (
     ImageNotFound,
     ImagesFull,
     ImagesNotKept,
-    LocatedError,
     MethodNotFound,
     ModelNotReady,
     ModelUnavailable,
@@ -141,23 +138,9 @@ _MAX_MESSAGE_BYTES = 500
 _MAX_PATH_BYTES = 200
 """Limit on the path of a field. Only a name that the caller made up is longer, in the arguments of RunSkill."""
 
-_ENGINE_WORDS = {
-    "object": "objects[0]",
-    "image": "images[0]",
-    "presupposes": "abstention.objects",
-    "refine": "refinement",
-}
-"""The fields whose name in the engine is another one, at least in some requests."""
-_MODEL_FIELDS = ("skill", "segment")
-"""The engine's fields of a skill that the model does not have."""
-_CHOICES = ("constraint.choices[", "constraint.choices.texts[")
-"""The engine's path of a choice, and that of the message."""
-
 
 def row_of(error: BaseException) -> _Row:
     """The row of the error's nearest class; INTERNAL if no class has a row."""
-    if isinstance(error, LocatedError):
-        error = error.error
     for cls in type(error).__mro__:
         row = TABLE.get(cls)
         if row is not None:
@@ -165,63 +148,21 @@ def row_of(error: BaseException) -> _Row:
     return _UNFORESEEN
 
 
-Place = tuple[str, Any]
-"""Where a request may hold a field: the path of a message, which is empty or ends with a dot, and its descriptor."""
-
-
-def place_of(message: Any) -> tuple[Place, ...]:
-    """A whole request as the only place. ``message``: none, if it is no message."""
-    return (("", message.DESCRIPTOR),) if isinstance(message, Message) else ()
-
-
-def field_path(name: str, *places: Place) -> str:
-    """The path of the field for the engine's name of an argument, which may be empty: the field of this name that is
-    least deep in the first of ``places`` that has one."""
-    root = _first(name)
-    rest = name.replace(*_CHOICES)[len(root) :]
-    for prefix, kind in places:
-        if not root:
-            return prefix.rstrip(".")
-        for word in (root, _ENGINE_WORDS.get(root, root)):
-            first = _first(word)
-            path = _path_in(kind, first)
-            if path is not None:
-                return prefix + path + word[len(first) :] + rest
-    return name
-
-
-def _first(path: str) -> str:
-    return re.split(r"[.\[]", path, maxsplit=1)[0]
-
-
-@functools.cache
-def _path_in(kind: Any, name: str) -> str | None:
-    level = [("", kind)]
-    while level:
-        for prefix, each in level:
-            if name in each.fields_by_name:
-                return f"{prefix}{name}"
-        level = [
-            (f"{prefix}{field.name}.", field.message_type)
-            for prefix, each in level
-            for field in each.fields
-            if field.message_type is not None
-            and not field.is_repeated
-            and field.message_type.file.package == kind.file.package
-        ]
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class Complaint:
-    """The description of an error for the caller, for any transport. ``violations``: field paths and descriptions.
-    ``details``: messages of google.rpc."""
+    """The description of an error for the caller, for any transport. ``path``: of the invalid field; empty if there is
+    none. ``details``: messages of google.rpc."""
 
     code: grpc.StatusCode
-    message: str
     reason: str
-    violations: tuple[tuple[str, str], ...] = ()
+    path: FieldPath
+    description: str
     details: tuple[Message, ...] = ()
+
+    @property
+    def message(self) -> str:
+        """The description, after the path."""
+        return f"{shown_path(self.path)}: {self.description}" if self.path else self.description
 
     @property
     def status(self) -> status_pb2.Status:
@@ -229,57 +170,43 @@ class Complaint:
         return status_message(self.code.value[0], self.message, self.details)
 
 
-def complaint(error: BaseException, request_id: str, *places: Place) -> Complaint:
-    """Describes an error. ``places``: the messages in which the invalid field may be, in order; without them, the
-    engine's name of the field is its path."""
+def shown_path(path: FieldPath) -> str:
+    """The text of a path, with a bounded length."""
+    return _bounded(path_text(path), _MAX_PATH_BYTES)
+
+
+def complaint(error: BaseException, request_id: str) -> Complaint:
+    """Describes an error."""
     row = row_of(error)
-    path, text = "", ""
+    path: FieldPath = ()
     if not row.public:
         what = "the computation failed" if row.reason == "COMPUTATION_FAILED" else "internal error"
         text = f"{what}; the server's log has details under request id {request_id}"
-    elif isinstance(error, LocatedError):
-        path, text = error.path, error.error.message
-    elif isinstance(error, engine.SkillUnavailable) and error.field in _MODEL_FIELDS:
-        # The caller can change only the model.
-        path, text = field_path("model", *places), error.message
     elif isinstance(error, engine.RequestError):
-        path, text = field_path(error.field, *places), error.message
+        path, text = error.path, error.message
     else:
         text = str(error)
-    text, path = _bounded(text), _bounded(path, _MAX_PATH_BYTES)
-    message = f"{path}: {text}" if path else text
-    violations = ((path, text),) if path else ()
-    return Complaint(
-        *(row.code, message, row.reason, violations),
-        details=tuple(_details(error, row.reason, message, violations, request_id)),
-    )
+    described = Complaint(row.code, row.reason, path, _bounded(text))
+    return replace(described, details=tuple(_details(error, described, request_id)))
 
 
-def _details(
-    error: BaseException,
-    reason: str,
-    message: str,
-    violations: tuple[tuple[str, str], ...],
-    request_id: str,
-) -> Iterator[Message]:
+def _details(error: BaseException, told: Complaint, request_id: str) -> Iterator[Message]:
     yield error_details_pb2.ErrorInfo(
-        reason=reason, domain=DOMAIN, metadata=_metadata(error, violations)
+        reason=told.reason, domain=DOMAIN, metadata=_metadata(error, told.path)
     )
-    for path, description in violations:
-        yield _bad_request(path, description, reason)
+    if told.path:
+        yield _bad_request(shown_path(told.path), told.description, told.reason)
     if isinstance(error, engine.EngineOverloaded):
         yield _retry_after(error.retry_after_s)
-        yield _quota_failure(error.quota, message)
+        yield _quota_failure(error.quota, told.message)
     elif isinstance(error, (ModelNotReady, engine.EngineClosed, engine.AdapterUnavailable)):
         yield _retry_after(1.0)
     yield error_details_pb2.RequestInfo(request_id=request_id)
 
 
-def _metadata(error: BaseException, violations: tuple[tuple[str, str], ...]) -> dict[str, str]:
+def _metadata(error: BaseException, path: FieldPath) -> dict[str, str]:
     """What a program needs of an error: the invalid field, its value and the limit, the names that it may have."""
-    facts = {"field": violations[0][0]} if violations else {}
-    if isinstance(error, LocatedError):
-        error = error.error
+    facts = {"field": shown_path(path)} if path else {}
     if isinstance(error, engine.RequestError):
         told = {"value": error.value, "limit": error.limit, "known": ", ".join(error.known)}
         facts |= {
@@ -297,11 +224,9 @@ def _number(value: float) -> str:
     return f"{value:.15g}" if isinstance(value, float) else str(value)
 
 
-def status_of(
-    error: BaseException, request_id: str, message: Any = None
-) -> tuple[grpc.StatusCode, str, Metadata]:
-    """Code, message and trailers of the status for ``error``. ``message``: the request, if it was read."""
-    described = complaint(error, request_id, *place_of(message))
+def status_of(error: BaseException, request_id: str) -> tuple[grpc.StatusCode, str, Metadata]:
+    """Code, message and trailers of the status for ``error``."""
+    described = complaint(error, request_id)
     trailers: Metadata = ()
     if isinstance(error, engine.EngineOverloaded):
         trailers = ((PUSHBACK_KEY, str(round(1000 * error.retry_after_s))),)

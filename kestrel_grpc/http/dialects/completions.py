@@ -15,7 +15,7 @@ import orjson
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import EngineResult, InvalidRequest, clock
+from kestrel_engine import EngineResult, FieldPath, InvalidRequest, clock
 
 from ...edge.calls.call import Context
 from ...edge.calls.current_call import current, current_call
@@ -73,8 +73,8 @@ def _complete(fields: Fields, service: VisionService, names: Sequence[str]) -> A
             task.text.logprobs = True
         requests.append(request)
 
-    def name(path: str) -> str:
-        return "prompt" if (named := rename(path)) == "messages" else named
+    def name(path: FieldPath) -> FieldPath:
+        return ("prompt",) if (named := rename(path)) == ("messages",) else named
 
     if streams:
         return Asked(requests[0], service.StreamQuery, _completion, _chunks(usage), name)
@@ -93,7 +93,7 @@ def _prompts(fields: Fields) -> Sequence[str]:
     for index, prompt in enumerate(prompts):
         if not prompt.strip():
             raise InvalidRequest(
-                "prompt" if isinstance(given, str) else f"prompt[{index}]", "must not be empty"
+                "prompt" if isinstance(given, str) else ("prompt", index), "must not be empty"
             )
     return prompts
 

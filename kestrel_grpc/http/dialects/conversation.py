@@ -6,21 +6,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import InvalidRequest
+from kestrel_engine import FieldPath, InvalidRequest
 
 IMAGE_ALONE = "Describe this image."
 """The question that an image without text asks. The model needs one."""
+FIELDS = frozenset({"image", "images", "question", "system", "answer_start", "history"})
+"""The fields of a Query that messages fill."""
 _ROLES = frozenset({"system", "developer", "user", "assistant"})
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """``name``: the path of the message in the request, for errors."""
+    """``path``: of the message in the request, for errors."""
 
     role: str
     text: str
     images: Sequence[bytes]
-    name: str
+    path: FieldPath
 
 
 @dataclass(slots=True)
@@ -126,8 +128,8 @@ def _check(message: Message) -> None:
     """Raises InvalidRequest."""
     if message.role not in _ROLES:
         raise InvalidRequest(
-            f"{message.name}.role",
+            (*message.path, "role"),
             f"must be system, user or assistant, got {message.role[:50]!r}",
         )
     if message.images and message.role != "user":
-        raise InvalidRequest(f"{message.name}.content", "only user messages may hold images")
+        raise InvalidRequest((*message.path, "content"), "only user messages may hold images")

@@ -29,7 +29,7 @@ _LEADING = re.compile(
 )
 _TRAILING = re.compile(r" (?:in|on) (?:the|this) (?:image|picture|photo)$", re.IGNORECASE)
 _SCORES = ("score", "confidence")
-_SCHEMA = "response_format.json_schema.schema"
+_SCHEMA = ("response_format", "json_schema", "schema")
 _MOST_REFERENCES = 8
 
 _Size = common_pb2.ImageSize

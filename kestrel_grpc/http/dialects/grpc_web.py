@@ -34,6 +34,7 @@ from ...services.vision import VisionService
 from ..edge import Asked, Endpoint, Scope
 from ..fields import Fields
 from ..forms import Told, Whole
+from ..refusals import Rename
 
 _TYPE = b"application/grpc-web+proto"
 _TYPES = (_TYPE, b"application/grpc-web")
@@ -123,8 +124,8 @@ class _Form:
     def ending(self) -> bytes:
         return _trailers(grpc.StatusCode.OK, "", ())
 
-    def told(self, error: Exception, call: Call, rename: Callable[[str], str]) -> Told:
-        frame = _trailers(*status_of(error, call.request_id, call.message))
+    def told(self, error: Exception, call: Call, rename: Rename) -> Told:
+        frame = _trailers(*status_of(error, call.request_id))
         status = 415 if isinstance(error, UnsupportedBody) else 200
         return Told(status, Whole(frame, _TYPE), frame)
 

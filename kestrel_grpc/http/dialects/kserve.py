@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from kestrel_client._pb.inference import grpc_service_pb2 as pb
-from kestrel_engine import InvalidRequest
+from kestrel_engine import FieldPath, InvalidRequest
 
 from ...edge.failures.errors import ModelNotReady
 from ...kserve.model import OUTPUT
@@ -181,7 +181,7 @@ def _request(scope: Scope, body: bytes | bytearray) -> tuple[pb.ModelInferReques
     )
     at = 0
     for index, item in enumerate(fields.items("inputs")):
-        given = _object(item, f"inputs[{index}]")
+        given = _object(item, ("inputs", index))
         name = given.text("name")
         tensor = request.inputs.add(
             name=name, datatype=given.text("datatype"), shape=_shape(given, name)
@@ -207,10 +207,10 @@ def _request(scope: Scope, body: bytes | bytearray) -> tuple[pb.ModelInferReques
     return request, _wants_binary(request, fields)
 
 
-def _object(item: Any, name: str) -> Fields:
+def _object(item: Any, path: FieldPath) -> Fields:
     if not isinstance(item, dict):
-        raise InvalidRequest(name, "must be an object")
-    return Fields(item, f"{name}.")
+        raise InvalidRequest(path, "must be an object")
+    return Fields(item, path)
 
 
 def _shape(given: Fields, name: str) -> list[int]:
@@ -264,13 +264,13 @@ def _parameters(request: pb.ModelInferRequest, parameters: Fields) -> None:
         elif isinstance(value, str):
             request.parameters[name].string_param = value
         else:
-            raise InvalidRequest(f"parameters.{name}", "must be a string, a number, true or false")
+            raise InvalidRequest(("parameters", name), "must be a string, a number, true or false")
 
 
 def _wants_binary(request: pb.ModelInferRequest, fields: Fields) -> bool:
     is_binary = fields.inner("parameters").flag("binary_data_output")
     for index, item in enumerate(fields.items("outputs")):
-        given = _object(item, f"outputs[{index}]")
+        given = _object(item, ("outputs", index))
         output = request.outputs.add(name=given.text("name"))
         parameters = given.inner("parameters")
         for name in ("classification", "shared_memory_region"):

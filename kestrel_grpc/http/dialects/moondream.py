@@ -6,7 +6,6 @@ an object of their own, coordinates in [0, 1], a stream as server-sent events th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ import orjson
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import InvalidRequest
+from kestrel_engine import FieldPath, InvalidRequest
 
 from ...service_names import VISION_METHODS
 from ...services.messages.json_values import (
@@ -37,10 +36,26 @@ from ...services.messages.task_fields import fault_of, short_path
 from ...services.vision import VisionService
 from ..edge import Asked, Endpoint
 from ..fields import Fields, image_bytes, numbers, positive
+from ..refusals import renamed
 from .known_fields import MOONDREAM, MOONDREAM_SAMPLING, MOONDREAM_SETTINGS, MOONDREAM_TILES
 from .models import set_model
 
-_IMAGE = re.compile(r"(?:image|images\[0\])(?:\.encoded)?(?:\.(region))?")
+_NAMES: dict[FieldPath, FieldPath] = {
+    **{(name,): ("settings", name) for name in MOONDREAM_SETTINGS.honoured},
+    **{
+        (*image, *part): field
+        for image in (("image",), ("images", 0))
+        for part, field in (
+            ((), ("image_url",)),
+            (("encoded",), ("image_url",)),
+            (("region",), ("settings", "region")),
+        )
+    },
+    ("abstention", "objects"): ("presupposes",),
+    ("abstention", "max_absence"): ("settings", "max_absence"),
+    ("refinement",): ("refine",),
+    ("options", "model"): ("model",),
+}
 
 
 def endpoints(
@@ -114,33 +129,19 @@ def endpoints(
 def _endpoint(skill: str, read: Callable[[Fields], Asked]) -> Endpoint:
     def checked(fields: Fields) -> Asked:
         MOONDREAM[skill].check(fields)
-        adapter = next((name for name, _ in _adapters(fields)), "model")
-        own = {"options.adapter": adapter}
+        adapter = next((path for path, _ in _adapters(fields)), ("model",))
+        names = {**_NAMES, ("options", "adapter"): adapter}
         if not _are_several(fields):
-            own |= {"objects": "object", "objects[0]": "object"}
-        return replace(read(fields), rename=lambda path: own.get(name := _json_name(path), name))
+            names |= {("objects",): ("object",), ("objects", 0): ("object",)}
+        return replace(read(fields), rename=lambda path: renamed(short_path(path), names))
 
     method = f"{VISION_METHODS}{skill.title()}"
     return Endpoint(method, checked, caps_max_tokens=True)
 
 
-def _json_name(path: str) -> str:
-    """Returns the field of Moondream's JSON for a field of kestrel.v1."""
-    name = short_path(path).removeprefix("abstention.")
-    if path.endswith("abstention.objects") or "abstention.objects[" in path:
-        return name.replace("objects", "presupposes", 1)
-    image = _IMAGE.fullmatch(name)
-    if image is not None:
-        name = image[1] or "image_url"
-    root = name.partition("[")[0].partition(".")[0]
-    if root in MOONDREAM_SETTINGS.honoured:
-        return f"settings.{name}"
-    return {"options.model": "model", "refinement": "refine"}.get(name, name)
-
-
 def _image(fields: Fields) -> bytes:
     """Raises InvalidRequest, UnsupportedImageError."""
-    return image_bytes(fields.text("image_url"), "image_url")
+    return image_bytes(fields.text("image_url"), ("image_url",))
 
 
 def _fill(
@@ -166,19 +167,19 @@ def _fill(
     model = fields.values.get("model")
     if model is not None:
         set_model(options, fields.text("model"), names)
-    for name, adapter in _adapters(fields):
+    for path, adapter in _adapters(fields):
         named = options.adapter
         if named and named != adapter:
-            raise InvalidRequest(name, f"is {adapter!r}, beside {named!r}; name only one adapter")
+            raise InvalidRequest(path, f"is {adapter!r}, beside {named!r}; name only one adapter")
         options.adapter = adapter
 
 
-def _adapters(fields: Fields) -> Iterator[tuple[str, str]]:
-    """The adapters that fields other than ``model`` name, each with the field's name. Raises InvalidRequest."""
+def _adapters(fields: Fields) -> Iterator[tuple[FieldPath, str]]:
+    """The adapters that fields other than ``model`` name, each with the field's path. Raises InvalidRequest."""
     for given in (fields, fields.inner("settings")):
         for key in ("adapter", "variant"):
             if given.values.get(key) is not None:
-                yield given.name(key), given.text(key)
+                yield given.at(key), given.text(key)
 
 
 def _fill_abstention(task: pb.QueryTask, fields: Fields) -> None:
@@ -197,10 +198,10 @@ def _fill_region(image: common_pb2.Image | None, settings: Fields, fields: Field
     if not edges:
         return
     if image is None:
-        raise InvalidRequest(settings.name("region"), f"needs {fields.name('image_url')}")
-    read = numbers(edges, settings.name("region"))
+        raise InvalidRequest(settings.at("region"), "needs image_url")
+    read = numbers(edges, settings.at("region"))
     if len(read) != 4:
-        raise InvalidRequest(settings.name("region"), f"must have 4 numbers, got {len(read)}")
+        raise InvalidRequest(settings.at("region"), f"must have 4 numbers, got {len(read)}")
     region = image.region
     region.x_min, region.y_min, region.x_max, region.y_max = read
 
@@ -224,8 +225,8 @@ def _spatial_refs(fields: Fields) -> list[common_pb2.SpatialRef]:
     """Points as [x, y], boxes as [x_min, y_min, x_max, y_max]. Raises InvalidRequest."""
     refs = []
     for index, item in enumerate(fields.items("spatial_refs")):
-        name = fields.name(f"spatial_refs[{index}]")
-        refs.append(spatial_ref(numbers(item, name), name))
+        path = fields.at("spatial_refs", index)
+        refs.append(spatial_ref(numbers(item, path), path))
     return refs
 
 

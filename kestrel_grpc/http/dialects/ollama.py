@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 import orjson
 
 from kestrel_client._pb.kestrel.v1 import model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import InvalidRequest, clock
+from kestrel_engine import FieldPath, InvalidRequest, clock
 
 from ...service_names import MODEL_METHODS, VISION_METHODS
 from ...services.messages.json_values import finish_reason
@@ -24,7 +23,8 @@ from ...services.vision import VisionService
 from ..edge import Asked, Endpoint
 from ..fields import ANY_OBJECT, Fields, image_bytes, json_text
 from ..forms import JsonForm
-from .conversation import Message, conversation
+from ..refusals import Rename, renamed
+from .conversation import FIELDS, Message, conversation
 from .known_fields import (
     GENERATE,
     OLLAMA_CHAT,
@@ -40,11 +40,11 @@ _VERSION = "0.12.0"
 """The version of Ollama whose interface this is. Clients query it to learn which fields they may send."""
 _NS_PER_MS = 1_000_000
 _LEVELS = ("low", "medium", "high")
-_NAMES = {
-    "question": "prompt",
-    "constraint.json_schema": "format",
-    "options.model": "model",
-    "options.adapter": "model",
+_NAMES: dict[FieldPath, FieldPath] = {
+    ("question",): ("prompt",),
+    ("constraint", "json_schema"): ("format",),
+    ("options", "model"): ("model",),
+    ("options", "adapter"): ("model",),
 }
 
 
@@ -71,14 +71,20 @@ def endpoints(
         images = _images(fields)
         if not prompt.strip() and not images:
             return _loaded(models, names(), {"response": ""})
-        messages = [Message("user", prompt, images, "prompt")]
+        messages = [Message("user", prompt, images, ("prompt",))]
         if system:
-            messages.insert(0, Message("system", system, (), "system"))
+            messages.insert(0, Message("system", system, (), ("system",)))
 
         def answer(text: str, thinking: str) -> dict[str, Any]:
             return {"response": text, **({"thinking": thinking} if thinking else {})}
 
-        rename = partial(_generate_name, num_images=len(images))
+        is_one = len(images) == 1
+
+        def rename(path: FieldPath) -> FieldPath:
+            if path[0] not in ("image", "images"):
+                return path
+            return ("images",) if is_one else path[:2]
+
         return _ask(fields, vision, names(), messages, answer, rename)
 
     def chat(fields: Fields) -> Asked:
@@ -89,12 +95,12 @@ def endpoints(
             return {"message": {**message, **({"thinking": thinking} if thinking else {})}}
 
         messages = [
-            _message(item, f"messages[{index}]")
+            _message(item, ("messages", index))
             for index, item in enumerate(fields.items("messages"))
         ]
         if not messages:
             return _loaded(models, names(), part(""))
-        return _ask(fields, vision, names(), messages, part, _chat_name)
+        return _ask(fields, vision, names(), messages, part, _in_messages)
 
     def tags(fields: Fields) -> Asked:
         request = model_service_pb2.ListModelsRequest()
@@ -129,38 +135,26 @@ def version() -> dict[str, str]:
     return {"version": _VERSION}
 
 
-def _generate_name(path: str, num_images: int) -> str:
-    """The field of /api/generate for a field of kestrel.v1. ``num_images``: of the request."""
-    name = short_path(path)
-    if name.startswith("image"):
-        is_one = num_images == 1 or "[" not in name
-        return "images" if is_one else name.removesuffix(".encoded")
-    setting = OLLAMA_SAMPLING.name(name, {})
-    return _NAMES.get(name, name) if setting is None else f"options.{setting}"
+def _in_messages(path: FieldPath) -> FieldPath:
+    return ("messages",) if path[0] in FIELDS else path
 
 
-def _chat_name(path: str) -> str:
-    name = _generate_name(path, 1)
-    has_it = name in ("prompt", "system", "images") or name.startswith(("history", "answer_start"))
-    return "messages" if has_it else name
-
-
-def _message(item: Any, name: str) -> Message:
+def _message(item: Any, path: FieldPath) -> Message:
     if not isinstance(item, dict):
-        raise InvalidRequest(name, "must be an object with role and content")
-    fields = Fields(item, f"{name}.")
+        raise InvalidRequest(path, "must be an object with role and content")
+    fields = Fields(item, path)
     OLLAMA_MESSAGE.check(fields)
-    return Message(fields.text("role"), fields.text("content", ""), _images(fields), name)
+    return Message(fields.text("role"), fields.text("content", ""), _images(fields), path)
 
 
 def _images(fields: Fields) -> list[bytes]:
     """Raises InvalidRequest."""
     images: list[bytes] = []
     for index, item in enumerate(fields.items("images")):
-        name = fields.name(f"images[{index}]")
+        path = fields.at("images", index)
         if not isinstance(item, str):
-            raise InvalidRequest(name, "must be base64 text")
-        images.append(image_bytes(item, name))
+            raise InvalidRequest(path, "must be base64 text")
+        images.append(image_bytes(item, path))
     return images
 
 
@@ -182,14 +176,15 @@ def _ask(
     names: Sequence[str],
     messages: list[Message],
     part: Callable[[str, str], dict[str, Any]],
-    rename: Callable[[str], str],
+    own: Rename,
 ) -> Asked:
-    """``part`` converts text and thinking to the form of the path, ``rename`` is as Asked's. Raises InvalidRequest."""
+    """``part`` converts text and thinking to the form of the path. ``own`` gives the fields that only this path has, of
+    those that a task has. Raises InvalidRequest."""
     talk = conversation(messages)
     request = talk.request(reasoning=_thinks(fields))
     options = fields.inner("options")
     OLLAMA_OPTIONS.check(options)
-    OLLAMA_SAMPLING.fill(request.query, options)
+    known = _NAMES | OLLAMA_SAMPLING.fill(request.query, options)
     schema = _schema(fields)
     if schema is not None:
         request.query.text.constraint.json_schema = schema
@@ -223,6 +218,9 @@ def _ask(
     def whole(response: pb.QueryResponse) -> dict[str, Any]:
         (answer,) = response.answers
         return final(response, answer.text, answer.reasoning.text)
+
+    def rename(path: FieldPath) -> FieldPath:
+        return renamed(own(short_path(path)), known)
 
     if fields.values.get("stream") is False:
         return Asked(request, vision.Query, whole, rename=rename)

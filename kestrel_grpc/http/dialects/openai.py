@@ -7,15 +7,14 @@ or Point.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import orjson
 
 from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import InvalidRequest, clock
+from kestrel_engine import FieldPath, InvalidRequest, clock
 
 from ...service_names import MODEL_METHODS, VISION_METHODS
 from ...services.messages.json_values import finish_reason
@@ -24,18 +23,17 @@ from ...services.model import ModelService
 from ...services.vision import VisionService
 from ..edge import Asked, Endpoint
 from ..fields import ANY_OBJECT, Fields, image_bytes, json_text, positive
-from .conversation import Conversation, Message, conversation
+from ..refusals import Rename, renamed
+from .conversation import FIELDS, Conversation, Message, conversation
 from .grounding import Wanted, wanted_places
 from .known_fields import CHAT, CHAT_MESSAGE, CHAT_PARTS, OPENAI_SAMPLING, RESPONSE_FORMAT
 from .models import served_name, set_model
 
-_MESSAGES = re.compile(r"(?:images?|question|system|answer_start|history)(?![^.\[])")
-"""The fields of kestrel.v1 that the messages fill."""
-_NAMES = {
-    "num_samples": "n",
-    "options.model": "model",
-    "options.adapter": "model",
-    "constraint.json_schema": "response_format.json_schema.schema",
+_NAMES: dict[FieldPath, FieldPath] = {
+    ("num_samples",): ("n",),
+    ("options", "model"): ("model",),
+    ("options", "adapter"): ("model",),
+    ("constraint", "json_schema"): ("response_format", "json_schema", "schema"),
 }
 UNSUPPORTED_PATHS = {
     "/v1/responses": "use /v1/chat/completions",
@@ -81,14 +79,6 @@ def endpoints(
     }
 
 
-def _json_name(path: str, sent: Mapping[str, str]) -> str:
-    """The field of OpenAI's JSON that stands for a field of kestrel.v1. ``sent``: as SamplingFields.fill returns it."""
-    name = short_path(path)
-    if _MESSAGES.match(name):
-        return "messages"
-    return OPENAI_SAMPLING.name(name, sent) or _NAMES.get(name, name)
-
-
 def _chat(fields: Fields, service: VisionService, names: Sequence[str]) -> Asked:
     """Raises InvalidRequest, UnsupportedImageError."""
     CHAT.check(fields)
@@ -132,11 +122,11 @@ def _grounded(
     behaviour = service.Detect if wanted.skill == "detect" else service.Point
     request.image.encoded = talk.images[0]
     task = getattr(request, wanted.skill)
-    renamed = fill(task, request.options, fields, names)
+    usual = fill(task, request.options, fields, names)
 
-    def rename(path: str) -> str:
-        is_message = len(wanted.names) == 1 and short_path(path).startswith("objects")
-        return "messages" if is_message else renamed(path)
+    def rename(path: FieldPath) -> FieldPath:
+        is_message = len(wanted.names) == 1 and short_path(path)[:1] == ("objects",)
+        return ("messages",) if is_message else usual(path)
 
     _fill_logprobs(task, fields)
 
@@ -181,64 +171,66 @@ def _schema(fields: Fields) -> str | None:
     if kind == "json_object":
         return json_text(form.inner("schema")) if form.values.get("schema") else ANY_OBJECT
     if form.values.get("schema"):
-        raise InvalidRequest(form.name("schema"), "belongs into json_schema")
+        raise InvalidRequest(form.at("schema"), "belongs into json_schema")
     if kind == "text":
         return None
     if kind == "json_schema":
         if form.values.get("json_schema") is None:
-            raise InvalidRequest(form.name("json_schema"), "is required")
+            raise InvalidRequest(form.at("json_schema"), "is required")
         return json_text(form.inner("json_schema").inner("schema"))
-    raise InvalidRequest(
-        "response_format.type", f"must be text, json_object or json_schema, got {kind!r}"
-    )
+    raise InvalidRequest(form.at("type"), f"must be text, json_object or json_schema, got {kind!r}")
 
 
 def _messages(fields: Fields) -> Iterator[Message]:
     """Raises InvalidRequest, UnsupportedImageError."""
     for index, item in enumerate(fields.items("messages")):
-        name = f"messages[{index}]"
+        path = ("messages", index)
         if not isinstance(item, dict):
-            raise InvalidRequest(name, "must be an object with role and content")
-        CHAT_MESSAGE.check(Fields(item, f"{name}."))
-        text, images = _content(item.get("content"), f"{name}.content")
-        yield Message(str(item.get("role")), text, images, name)
+            raise InvalidRequest(path, "must be an object with role and content")
+        CHAT_MESSAGE.check(Fields(item, path))
+        text, images = _content(item.get("content"), (*path, "content"))
+        yield Message(str(item.get("role")), text, images, path)
 
 
-def _content(content: Any, name: str) -> tuple[str, list[bytes]]:
+def _content(content: Any, path: FieldPath) -> tuple[str, list[bytes]]:
     """The text of a message, and its images. Raises InvalidRequest, UnsupportedImageError."""
     if content is None or isinstance(content, str):
         return content or "", []
     if not isinstance(content, list):
-        raise InvalidRequest(name, "must be a string or a list of parts")
+        raise InvalidRequest(path, "must be a string or a list of parts")
     texts: list[str] = []
     images: list[bytes] = []
     for index, item in enumerate(content):
-        where = f"{name}[{index}]"
+        where = (*path, index)
         if not isinstance(item, dict):
             raise InvalidRequest(where, "must be an object with a type")
-        part = Fields(item, f"{where}.")
+        part = Fields(item, where)
         kind = part.text("type")
         if kind not in CHAT_PARTS:
-            raise InvalidRequest(f"{where}.type", f"must be text or image_url, got {kind[:50]!r}")
+            raise InvalidRequest(part.at("type"), f"must be text or image_url, got {kind[:50]!r}")
         CHAT_PARTS[kind].check(part)
         if kind in ("text", "input_text"):
             texts.append(part.text("text"))
         else:
             given = item.get("image_url")
             url = given if isinstance(given, str) else part.inner("image_url").text("url")
-            images.append(image_bytes(url, f"{where}.image_url"))
+            images.append(image_bytes(url, part.at("image_url")))
     return "\n".join(texts), images
 
 
 def fill(
     task: Any, options: common_pb2.RequestOptions, fields: Fields, names: Sequence[str]
-) -> Callable[[str], str]:
-    """Fills in what all requests share. Returns the names of fields of kestrel.v1 (Asked.rename). Raises
-    InvalidRequest."""
-    sent = OPENAI_SAMPLING.fill(task, fields)
+) -> Rename:
+    """Fills in what all requests share. Raises InvalidRequest."""
+    known = _NAMES | OPENAI_SAMPLING.fill(task, fields)
     if fields.values.get("model") is not None:
         set_model(options, fields.text("model"), names)
-    return lambda path: _json_name(path, sent)
+
+    def rename(path: FieldPath) -> FieldPath:
+        short = short_path(path)
+        return ("messages",) if short[0] in FIELDS else renamed(short, known)
+
+    return rename
 
 
 def _fill_logprobs(task: Any, fields: Fields) -> None:

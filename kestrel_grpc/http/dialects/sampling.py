@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
-from kestrel_engine import InvalidRequest
+from kestrel_engine import FieldPath, InvalidRequest
 
 from ...services.messages.task_fields import holder
 from ..fields import Fields, positive
@@ -27,33 +27,28 @@ class SamplingFields:
     unlimited: range = _NO_LIMIT
     no_seed: int | None = None
 
-    def fill(self, task: Any, fields: Fields) -> dict[str, str]:
-        """Returns the field that was sent for each setting of the task that was set. Raises InvalidRequest."""
-        sent: dict[str, str] = {}
+    def fill(self, task: Any, fields: Fields) -> dict[FieldPath, FieldPath]:
+        """Returns the path in the request for each setting, and for the items of those that are lists. Raises
+        InvalidRequest."""
+        sent: dict[FieldPath, FieldPath] = {}
         for key, name in self.names.items():
-            if fields.values.get(key) is None or name in sent:
+            if fields.values.get(key) is None or (name,) in sent:
                 continue
-            sent[name] = key
+            sent[name,] = fields.at(key)
             value = _READERS[name](fields, key, self)
             if value in _NOTHING or value == _NEUTRAL.get(name):
                 continue
-            has_it = holder(task, name, fields.name(key))
-            if isinstance(value, list):
-                getattr(has_it, name).extend(value)
+            has_it = holder(task, name, fields.at(key))
+            if isinstance(value, dict):
+                getattr(has_it, name).extend(value.values())
+                sent |= {(name, index): path for index, path in enumerate(value)}
             else:
                 setattr(has_it, name, value)
         if task.sampling.HasField("top_p") and task.sampling.top_p == 0:
             # The likeliest token alone. kestrel.v1 has one way to say that.
             task.sampling.ClearField("top_p")
             task.sampling.temperature = 0
-        return sent
-
-    def name(self, path: str, sent: Mapping[str, str]) -> str | None:
-        """The dialect's name of a setting, such as "stop[1]"; None if it has no such setting. ``sent``: as `fill`
-        returns it."""
-        root = path.partition("[")[0].partition(".")[0]
-        named = sent.get(root) or next((k for k, v in self.names.items() if v == root), None)
-        return named and named + path.removeprefix(root)
+        return {(name,): fields.at(key) for key, name in reversed([*self.names.items()])} | sent
 
 
 _NEUTRAL = {
@@ -65,7 +60,7 @@ _NEUTRAL = {
 }
 """Values that change nothing. Clients send them for all requests, and skills that find objects refuse the penalties."""
 
-_NOTHING: tuple[Any, ...] = (None, [])
+_NOTHING: tuple[Any, ...] = (None, {})
 """Values of a seed and of lists that set nothing."""
 
 _Reader = Callable[[Fields, str, SamplingFields], Any]
@@ -78,7 +73,7 @@ def _number(fields: Fields, key: str, dialect: SamplingFields) -> float | None:
 def _temperature(fields: Fields, key: str, dialect: SamplingFields) -> float | None:
     value, most = fields.number(key), dialect.hottest
     if value is not None and most is not None and not 0 <= value <= most:
-        raise InvalidRequest(fields.name(key), f"must be in [0, {most:g}], got {value:g}")
+        raise InvalidRequest(fields.at(key), f"must be in [0, {most:g}], got {value:g}")
     return value
 
 
@@ -96,21 +91,31 @@ def _max_tokens(fields: Fields, key: str, dialect: SamplingFields) -> int:
     if value in dialect.unlimited:
         return _MOST
     if value < 1:
-        raise InvalidRequest(fields.name(key), f"must be in [1, {_MOST}], got {value}")
+        raise InvalidRequest(fields.at(key), f"must be in [1, {_MOST}], got {value}")
     return min(value, _MOST)
 
 
-def _stop(fields: Fields, key: str, dialect: SamplingFields) -> list[str]:
-    return [text for text in fields.texts(key) if text]  # Forms send "" where the user wrote none.
+def _stop(fields: Fields, key: str, dialect: SamplingFields) -> dict[FieldPath, str]:
+    """The texts by their paths."""
+    texts, is_one = fields.texts(key), isinstance(fields.values[key], str)
+    # Forms send "" where the user wrote none.
+    return {
+        fields.at(key) if is_one else fields.at(key, index): text
+        for index, text in enumerate(texts)
+        if text
+    }
 
 
-def _logit_bias(fields: Fields, key: str, dialect: SamplingFields) -> list[common_pb2.LogitBias]:
-    biases, found = fields.inner(key), []
+def _logit_bias(
+    fields: Fields, key: str, dialect: SamplingFields
+) -> dict[FieldPath, common_pb2.LogitBias]:
+    """The biases by their paths."""
+    biases, found = fields.inner(key), dict[FieldPath, common_pb2.LogitBias]()
     for token in biases.values:
         bias = biases.number(token)
         if not (token.isascii() and token.isdigit() and len(token) < 10) or bias is None:
-            raise InvalidRequest(biases.name(token), "must be a number for the id of a token")
-        found.append(common_pb2.LogitBias(id=int(token), bias=bias))
+            raise InvalidRequest(biases.at(token), "must be a number for the id of a token")
+        found[biases.at(token)] = common_pb2.LogitBias(id=int(token), bias=bias)
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import EngineResult, InvalidRequest, clock
+from kestrel_engine import EngineResult, FieldPath, InvalidRequest, clock
 
 from ...edge.calls.current_call import current_call
 from ...edge.failures.endings import forget_frames
@@ -27,8 +27,7 @@ async def analyze(run: Run, request: pb.AnalyzeRequest) -> pb.AnalyzeResponse:
     """Answers a call of Analyze. Raises an error if the image, the options or the list of tasks is invalid."""
     tasks = read_tasks(request)
     await run.images.find(images_of(request))
-    await run.images.prepare()
-    await run.begin()
+    await run.prepare()
     return await run_tasks(run, tasks)
 
 
@@ -50,28 +49,30 @@ async def run_tasks(run: Run, tasks: Sequence[CallTask[Any, Any]]) -> pb.Analyze
 def read_tasks(request: pb.AnalyzeRequest | pb.StreamFramesRequest) -> list[CallTask[Any, Any]]:
     """The tasks of a request, or of the config of a stream. Raises InvalidRequest if their number or a key is invalid,
     or if a task is empty."""
+    root: FieldPath
     if isinstance(request, pb.AnalyzeRequest):
-        root, tasks = "", request.tasks
+        root, tasks = ("tasks",), request.tasks
     else:
-        root, tasks = "config.", request.config.tasks
+        root, tasks = ("config", "tasks"), request.config.tasks
     if not 1 <= len(tasks) <= MAX_TASKS:
-        raise InvalidRequest("tasks", f"has {len(tasks)} tasks; must have 1 to {MAX_TASKS}")
+        raise InvalidRequest(root, f"has {len(tasks)} tasks; must have 1 to {MAX_TASKS}")
     read: list[CallTask[Any, Any]] = []
     seen: dict[str, int] = {}
     for index, task in enumerate(tasks):
-        path = f"tasks[{index}]"
+        path = (*root, index)
         key = task.key if task.HasField("key") else str(index)
         if _KEY.fullmatch(key) is None:
             raise InvalidRequest(
-                f"{path}.key", "must be 1 to 128 visible ASCII characters (! to ~)"
+                (*path, "key"), "must be 1 to 128 visible ASCII characters (! to ~)"
             )
         if seen.setdefault(key, index) != index:
-            raise InvalidRequest(f"{path}.key", f"{key!r} is already the key of tasks[{seen[key]}]")
+            raise InvalidRequest(
+                (*path, "key"), f"{key!r} is already the key of tasks[{seen[key]}]"
+            )
         name = task.WhichOneof("task")
         if name is None:
             raise InvalidRequest(path, f"holds no task: set one of {', '.join(KINDS)}")
-        own = f"{root}{path}.{name}."
-        read.append(CallTask(KINDS[name], getattr(task, name), own, type(request), key))
+        read.append(CallTask(KINDS[name], getattr(task, name), (*path, name), key))
     return read
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
-from kestrel_engine import InferenceEngine, PreparedImage, PreparedTiles, RequestError, Tiled, Tiles
+from kestrel_engine import FieldPath, InferenceEngine, PreparedImage, PreparedTiles, Tiled, Tiles
 
 from ...edge.calls.current_call import current_call
 from ...images.request_images import RequestImage, RequestImages
@@ -27,7 +27,7 @@ class CallImages:
     ) -> None:
         self._images, self._engine, self._options, self._keeps = images, engine, options, keeps
         self._found: list[RequestImage] = []
-        self.paths: list[str] = []
+        self.paths: list[FieldPath] = []
         """In the request."""
         self._prepared: dict[Tiles | None, list[PreparedImage | PreparedTiles]] = {}
         self._is_overview = False
@@ -40,22 +40,19 @@ class CallImages:
         """Raises ImageNotFound."""
         owner = current_call().owner
         for path, source in images:
-            try:
+            with at_image(path):
                 self._found.append(await self._images.find(owner, source))
-            except RequestError as error:
-                raise at_image(error, path) from error
             self.paths.append(path)
 
     async def prepare(self, tiles: Tiles | None = None) -> None:
-        """Prepares the images for several requests. Raises the errors of the engine's ``prepare_image``."""
+        """Prepares the images for several requests. Raises the errors of the engine's ``prepare_image``, which name
+        one of several images by its index."""
         self._cutting = self._cutting or asyncio.Lock()
         prepared: list[PreparedImage | PreparedTiles] = []
-        for path, image in zip(self.paths, self._found, strict=True):
+        for index, image in enumerate(self._found):
             given: Any = image.given if tiles is None else Tiled(image.given, tiles)
-            try:
+            with at_image(("images", index)):
                 prepared.append(await self._prepare(given))
-            except RequestError as error:
-                raise at_image(error, path) from error
         self._prepared[tiles] = prepared
 
     async def _prepare(self, image: Any) -> PreparedImage | PreparedTiles:
@@ -82,6 +79,15 @@ class CallImages:
             if tiles not in self._prepared:
                 await self.prepare(tiles)
         return self._prepared[tiles]
+
+    def path_of(self, path: FieldPath) -> FieldPath:
+        """The path in the call's message, if ``path`` is the engine's of an image."""
+        match path:
+            case ("image", *rest) if self.paths:
+                return (*self.paths[0], *rest)
+            case ("images", int(index), *rest):
+                return (*self.paths[index], *rest)
+        return path
 
     @property
     def sizes(self) -> list[tuple[tuple[int, int], bytes]]:

@@ -111,10 +111,10 @@ class FrameStream:
             raise InvalidRequest("frame", "is required in every message after the first")
         frame_id = message.frame.frame_id
         if frame_id < 1:
-            raise InvalidRequest("frame_id", "must be at least 1")
+            raise InvalidRequest(("frame", "frame_id"), "must be at least 1")
         if frame_id <= self._last_id:
             raise InvalidRequest(
-                "frame_id",
+                ("frame", "frame_id"),
                 f"is {frame_id}, but must be above {self._last_id}, the id of the frame before it",
             )
         self._last_id = frame_id
@@ -180,8 +180,7 @@ async def answer_frame(
         run = Run(served, stored, config.options, keeps_images=False)
         images = run.images
         await images.find(images_of(frame))
-        await images.prepare()
-        await run.begin()
+        await run.prepare()
         if config.overview_if_late and stream.is_late(call.duration_ms / 1e3):
             is_whole = images.only.num_distinct == 1 and not config.has_tiles
             images.take_overview()
@@ -245,16 +244,18 @@ def _checked(message: pb.StreamFramesRequest, principal: Principal) -> _Config:
     kept.CopyFrom(message)
     tasks = read_tasks(kept)
     if config.options.HasField("request_id"):
-        raise InvalidRequest("request_id", "must not be set: each frame has an id of its own")
+        raise InvalidRequest(
+            ("config", "options", "request_id"), "must not be set: each frame has an id of its own"
+        )
     if config.last_frame_id < 0:
-        raise InvalidRequest("last_frame_id", "must be at least 0")
-    options = call_options(config.options)
-    overview = known_value("late", config.late, pb.LateFrames, _LATE)
+        raise InvalidRequest(("config", "last_frame_id"), "must be at least 0")
+    options = call_options(config.options, ("config", "options"))
+    overview = known_value(("config", "late"), config.late, pb.LateFrames, _LATE)
     _check_range("latency_budget_ms", config, _MOST_BUDGET_MS)
     _check_range("max_in_flight", config, _MOST_IN_FLIGHT)
     has_budget = config.HasField("latency_budget_ms")
     if overview and not has_budget:
-        raise InvalidRequest("late", "needs latency_budget_ms")
+        raise InvalidRequest(("config", "late"), "needs latency_budget_ms")
     if config.options.priority == common_pb2.PRIORITY_HIGH:
         principal.check(Scope.HIGH)
     return _Config(
@@ -271,4 +272,4 @@ def _check_range(name: str, config: pb.FramesConfig, most: int) -> None:
     """Raises InvalidRequest."""
     value = getattr(config, name)
     if config.HasField(name) and not 1 <= value <= most:  # type: ignore[arg-type]
-        raise InvalidRequest(name, f"is {value}; must be 1 to {most}")
+        raise InvalidRequest(("config", name), f"is {value}; must be 1 to {most}")

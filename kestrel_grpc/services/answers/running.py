@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Generic, NamedTuple
@@ -21,19 +20,21 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import (
     EngineResult,
     EngineStream,
+    FieldPath,
     InvalidRequest,
     RequestError,
     Tiles,
     clock,
+    path_text,
 )
 
 from ...edge.calls.current_call import current_call
 from ...edge.failures.endings import forget_frames
-from ...edge.failures.errors import LocatedError
-from ...edge.failures.statuses import Place, complaint, row_of
+from ...edge.failures.errors import inside, located
+from ...edge.failures.statuses import complaint, row_of
 from ...images.request_images import RequestImages
 from ...served_model import ServedModels
-from ..messages.named_skill import check_skill, located
+from ..messages.named_skill import check_skill
 from ..messages.options import CallOptions
 from ..messages.responses import (
     Found,
@@ -42,6 +43,7 @@ from ..messages.responses import (
     timings_of_several,
     usage_message,
 )
+from ..messages.task_fields import task_path
 from ..messages.tasks import EngineRequest
 from .call_images import CallImages, looks_at
 from .kinds import Event, Kind, Part, Response
@@ -56,24 +58,16 @@ MAX_SEQUENCES = 32
 
 _SEEDS = 2**63
 
-_IMAGE = re.compile(r"images\[(\d+)\]|image(?!s)")
-"""The engine's names of an image: its place among several, or the only one."""
+_OPTIONS = frozenset(common_pb2.RequestOptions.DESCRIPTOR.fields_by_name)
 
 
 class CallTask(NamedTuple, Generic[Part, Response]):
-    """One task of a call. ``message``: such as a DetectTask. ``path``: precedes the paths of its fields. ``request``:
-    the type of the message that holds the call's other fields."""
+    """One task of a call. ``message``: such as a DetectTask. ``path``: of the task in the call's message."""
 
     kind: Kind[Part, Response]
     message: Any
-    path: str
-    request: Any
+    path: FieldPath
     key: str = ""
-
-    @property
-    def places(self) -> tuple[Place, ...]:
-        """Where the fields are that an error of the engine may be about."""
-        return (self.path, self.message.DESCRIPTOR), ("", self.request.DESCRIPTOR)
 
     @property
     def has_tiles(self) -> bool:
@@ -105,12 +99,19 @@ class Run:
     ) -> None:
         """``sender``: of a stream. ``keeps_images``: stores the images. Raises ModelNotReady, ModelNotFoundError."""
         self._call, self._options, self._sender = current_call(), options, sender
-        self.engine = served.engine(options.model)
+        with inside(*options.path):
+            self.engine = served.engine(options.model)
         self.began = clock.now()
         self.images = CallImages(images, self.engine, options, keeps=keeps_images)
         self._info: common_pb2.RequestInfo | None = None
         """None until the call is accepted."""
         self._turns: Turns | None = None
+
+    async def prepare(self) -> None:
+        """Prepares the images for all tasks, and accepts the call."""
+        with located(self.images.path_of):
+            await self.images.prepare()
+        await self.begin()
 
     async def begin(self, seed: int = 0) -> None:
         """Accepts a call whose images are prepared."""
@@ -121,16 +122,13 @@ class Run:
 
     async def answer(self, task: CallTask[Part, Response]) -> tuple[Response, list[EngineResult]]:
         """The response of a task, and the results of its requests. Raises the error that the task fails with."""
-        try:
+        with inside(*task.path):
             tiles = task.kind.tiles(task.message)
             requests = task.kind.requests(task.message, len(self.images))
             if isinstance(task.message, pb.SkillTask):
                 check_skill(task.message.name, self.engine.info.skills)
+        with located(lambda path: self._path_of(task, path)):
             return await self._answer(task, requests, tiles)
-        except RequestError as error:
-            if not isinstance(task.message, pb.SkillTask):
-                raise
-            raise located(error, task.message, task.path) from error
 
     async def _answer(
         self, task: CallTask[Part, Response], requests: list[EngineRequest], tiles: Tiles | None
@@ -188,8 +186,27 @@ class Run:
         """The status that a task, or one of its names, has failed with."""
         request_id = self._call.request_id
         if not row_of(error).public:
-            logger.error("request %s, task %s failed", request_id, task.path, exc_info=error)
-        return complaint(error, request_id, *task.places).status
+            logger.error(
+                "request %s, task %s failed", request_id, path_text(task.path), exc_info=error
+            )
+        return complaint(error, request_id).status
+
+    def _path_of(self, task: CallTask[Any, Any], path: FieldPath, index: int = 0) -> FieldPath:
+        """The path in the call's message of what the engine names ``path``. ``index``: as for task_path."""
+        if not path:
+            return path
+        own = task_path(task.message, path, index)
+        if own is not None:
+            return (*task.path, *own)
+        if path[0] in ("skill", "segment"):
+            path = ("model",)  # It does not have the skill. The caller can change only the model.
+        if path[0] in _OPTIONS:
+            return (*self._options.path, *path)
+        if path[0] not in ("image", "images") and isinstance(task.message, pb.SkillTask):
+            return (*task.path, "arguments", *path)
+        if path == ("image",) and task.kind.name == "query" and not len(self.images):
+            return ("images", 0)
+        return self.images.path_of(path)
 
     def is_of_task(self, error: Exception) -> bool:
         """Whether ``error`` is a failure of a task. An event that could not be sent ends the call."""
@@ -224,9 +241,10 @@ class Run:
         except Exception as error:
             if not self.is_of_task(error):
                 raise
-            told, fault = error, error if isinstance(error, RequestError) else None
-            if fault is not None and fault.field == "object":
-                told, fault = LocatedError(fault, f"{task.path}objects[{index}]"), None
+            told, fault = error, None
+            if isinstance(error, RequestError):
+                told = error.at(self._path_of(task, error.path, index))
+                fault = None if error.path == ("object",) else error
             search = pb.ObjectSearch(object=request.label, error=self.status(told, task))
             forget_frames(error)  # They hold the image, and this frame holds the error.
             await self.send(task, {"search": search})
@@ -329,11 +347,7 @@ class Run:
             if call.caps_max_tokens and most is not None:
                 capped = request._replace(settings={**request.settings, "max_tokens": most})
                 return await self._submit(capped, given)
-            place = _IMAGE.match(error.field)
-            if place is None or len(given) < 2:
-                raise
-            path = self.images.paths[int(place[1] or 0)] + error.field[place.end() :]
-            raise LocatedError(error, path) from error
+            raise
 
     async def _begin(self, sizes: Sequence[tuple[tuple[int, int], bytes]], seed: int) -> None:
         """Accepts the call. ``sizes``: as for CallImages."""

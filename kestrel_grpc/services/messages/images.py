@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -10,15 +11,15 @@ import numpy as np
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import (
+    FieldPath,
     InRegion,
     InvalidRequest,
     OnBackground,
-    RequestError,
     RuntimeConfig,
     settings_of,
 )
 
-from ...edge.failures.errors import LocatedError
+from ...edge.failures.errors import located
 from ...images.store import ImageId
 from .values import known_value, meant_float
 
@@ -40,18 +41,16 @@ ImageSource: TypeAlias = bytes | np.ndarray | ImageId | OnBackground | InRegion
 background colour; or a region of one of these."""
 
 
+def at_image(path: FieldPath) -> AbstractContextManager[None]:
+    """Raises an error that is in the field ``image`` with the ``path`` of the image in the request."""
+    return located(lambda field: (*path, *field[1:]) if field[:1] == ("image",) else field)
+
+
 class LocatedImage(NamedTuple):
     """An image with the path of its field in the request."""
 
-    path: str
+    path: FieldPath
     source: ImageSource
-
-
-def at_image(error: RequestError, path: str) -> Exception:
-    """``error`` with the ``path`` of the image in the request, if it is in the field ``image`` and that is another."""
-    if path == "image" or not error.field.startswith("image"):
-        return error
-    return LocatedError(error, path + error.field.removeprefix("image"))
 
 
 def image_source(image: common_pb2.Image) -> ImageSource:
@@ -74,7 +73,7 @@ def _on_background(image: common_pb2.Image) -> bytes | np.ndarray | ImageId | On
         return source
     if not _COLOUR.fullmatch(image.background):
         raise InvalidRequest(
-            "image.background", f"{image.background!r} must be a colour like #ffffff"
+            ("image", "background"), f"{image.background!r} must be a colour like #ffffff"
         )
     red, green, blue = bytes.fromhex(image.background[1:])
     return OnBackground(source, (red, green, blue))  # type: ignore[arg-type]  # images.store resolves ids
@@ -87,11 +86,11 @@ def _source(image: common_pb2.Image) -> bytes | np.ndarray | ImageId:
     if source == "raw":
         return _raw_pixels(image.raw)
     if source == "image_id":
-        return checked_image_id("image.image_id", image.image_id)
+        return checked_image_id(("image", "image_id"), image.image_id)
     raise InvalidRequest("image", "holds no image: set encoded, raw or image_id")
 
 
-def checked_image_id(field: str, text: str) -> ImageId:
+def checked_image_id(field: str | FieldPath, text: str) -> ImageId:
     """Raises InvalidRequest, which names ``field``, if ``text`` cannot be an id."""
     if not 1 <= len(text) <= _MAX_IMAGE_ID:
         raise InvalidRequest(
@@ -101,15 +100,17 @@ def checked_image_id(field: str, text: str) -> ImageId:
 
 
 def _raw_pixels(raw: common_pb2.RawImage) -> np.ndarray:
-    depth = known_value("image.raw.format", raw.format, common_pb2.PixelFormat, _BYTES_PER_PIXEL)
+    depth = known_value(
+        ("image", "raw", "format"), raw.format, common_pb2.PixelFormat, _BYTES_PER_PIXEL
+    )
     for side, length in (("width", raw.width), ("height", raw.height)):
         if length < 1:
-            raise InvalidRequest(f"image.raw.{side}", f"must be at least 1, got {length}")
+            raise InvalidRequest(("image", "raw", side), f"must be at least 1, got {length}")
     expected = raw.width * raw.height * depth
     data = raw.data
     if len(data) != expected:
         raise InvalidRequest(
-            "image.raw.data",
+            ("image", "raw", "data"),
             f"has {len(data)} bytes; {raw.width}x{raw.height} pixels of {depth} bytes need {expected}",
         )
     pixels = np.frombuffer(data, np.uint8).reshape(raw.height, raw.width, depth)
@@ -124,20 +125,20 @@ def required_image(request: Any) -> ImageSource:
 
 
 def images_of(request: Any) -> list[LocatedImage]:
-    """The images of a request, in the order of the prompt. Raises InvalidRequest."""
+    """The images of a request or a frame, in the order of the prompt. Raises InvalidRequest."""
+    if isinstance(request, pb.Frame):
+        place: FieldPath = ("frame", "image")
+        with at_image(place):
+            return [LocatedImage(place, required_image(request))]
     if isinstance(request, pb.QueryRequest):
         if len(request.images) > MAX_IMAGES:
             raise InvalidRequest("images", f"are {len(request.images)}; the limit is {MAX_IMAGES}")
-        if len(request.images) == 1:
-            return [LocatedImage("image", image_source(request.images[0]))]
         found = []
         for index, image in enumerate(request.images):
-            path = f"images[{index}]"
-            try:
+            path: FieldPath = ("images", index)
+            with at_image(path):
                 found.append(LocatedImage(path, image_source(image)))
-            except RequestError as error:
-                raise at_image(error, path) from error
         return found
     if isinstance(request, pb.RunSkillRequest) and not request.HasField("image"):
         return []
-    return [LocatedImage("image", required_image(request))]
+    return [LocatedImage(("image",), required_image(request))]

@@ -10,7 +10,7 @@ from typing import Any
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import InvalidRequest
+from kestrel_engine import FieldPath, InvalidRequest
 
 Found = pb.PointResponse | pb.DetectResponse
 Response = pb.QueryResponse | pb.CaptionResponse | Found | pb.SegmentResponse
@@ -112,7 +112,7 @@ def metrics_values(response: Response) -> dict[str, float]:
     }
 
 
-def spatial_ref(values: Sequence[float], field: str) -> common_pb2.SpatialRef:
+def spatial_ref(values: Sequence[float], field: FieldPath) -> common_pb2.SpatialRef:
     """A point from [x, y], or a box from [x_min, y_min, x_max, y_max]. Raises InvalidRequest."""
     if len(values) == 2:
         return common_pb2.SpatialRef(point=common_pb2.Point(x=values[0], y=values[1]))

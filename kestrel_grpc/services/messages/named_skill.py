@@ -1,6 +1,6 @@
 """Conversions of RunSkill's messages: arguments, settings and output are google.protobuf.Struct.
 
-This module turns a Struct into plain Python values. It also finds the path of an argument that a skill refuses.
+This module turns a Struct into plain Python values.
 """
 
 from __future__ import annotations
@@ -9,25 +9,15 @@ from typing import Any
 
 from google.protobuf import struct_pb2
 
-from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import ContextLengthError, EngineResult, InvalidRequest, RequestError
+from kestrel_engine import EngineResult, InvalidRequest
 
-from ...edge.failures.errors import LocatedError, SkillNotFound
+from ...edge.failures.errors import SkillNotFound
 from .options import sampling_settings, text_settings
 from .responses import FINISH_REASONS, logprobs_message
 from .tasks import EngineRequest
 
 _MAX_NAME = 128
-_OWN_FIELDS = frozenset(
-    field.name
-    for kind in (
-        *(pb.RunSkillRequest, pb.SkillTask),
-        *(common_pb2.RequestOptions, common_pb2.Sampling, common_pb2.TextOptions),
-    )
-    for field in kind.DESCRIPTOR.fields
-)
-"""Fields of a request that are no arguments of a skill."""
 
 
 def skill_requests(task: pb.SkillTask, num_images: int) -> list[EngineRequest]:
@@ -40,7 +30,9 @@ def skill_requests(task: pb.SkillTask, num_images: int) -> list[EngineRequest]:
     settings, arguments = plain(task.settings), plain(task.arguments)
     for name in settings:
         if name in typed:
-            raise InvalidRequest(name, "is set in a field of its own too; set it only once")
+            raise InvalidRequest(
+                ("settings", name), "is set in a field of its own too; set it only once"
+            )
     label = arguments.get("object")
     return [
         EngineRequest(
@@ -50,24 +42,6 @@ def skill_requests(task: pb.SkillTask, num_images: int) -> list[EngineRequest]:
             label=label if isinstance(label, str) else "",
         )
     ]
-
-
-def located(error: RequestError, task: pb.SkillTask, path: str) -> Exception:
-    """``error``, with the path of the argument or setting that it is about, if it is about one. ``path``: precedes the
-    fields of ``task``."""
-    field = error.field
-    name = field.partition("[")[0].partition(".")[0]
-    if isinstance(error, SkillNotFound) or not name:
-        return error
-    if name in task.settings.fields:
-        return LocatedError(error, f"{path}settings.{field}")
-    if name in task.arguments.fields:
-        return LocatedError(error, f"{path}arguments.{field}")
-    if isinstance(error, ContextLengthError) and name != "max_tokens":
-        # The prompt is too long. Only the skill knows which arguments it is made of.
-        return LocatedError(error, f"{path}arguments")
-    is_own_field = name in _OWN_FIELDS
-    return error if is_own_field else LocatedError(error, f"{path}arguments.{field}")
 
 
 def check_skill(name: str, available: tuple[str, ...]) -> None:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
-from kestrel_engine import InvalidRequest, checked_adapter_name
+from kestrel_engine import FieldPath, InvalidRequest, checked_adapter_name
 
+from ...edge.failures.errors import inside
 from .values import known_value
 
 _MAX_SALT_BYTES = 128
@@ -28,6 +29,8 @@ class CallOptions:
     priority: str = "normal"
     cache_salt: str = ""
     adapter: str | None = None
+    path: FieldPath = ("options",)
+    """Of the options in the call's message."""
 
 
 NO_OPTIONS = CallOptions()
@@ -40,8 +43,15 @@ def checked_model_name(name: str) -> str:
     return name
 
 
-def call_options(options: common_pb2.RequestOptions) -> CallOptions:
-    """Raises InvalidRequest."""
+def call_options(
+    options: common_pb2.RequestOptions, path: FieldPath = NO_OPTIONS.path
+) -> CallOptions:
+    """``path``: as in CallOptions. Raises InvalidRequest."""
+    with inside(*path):
+        return _read(options, path)
+
+
+def _read(options: common_pb2.RequestOptions, path: FieldPath) -> CallOptions:
     priority = known_value("priority", options.priority, common_pb2.Priority, _PRIORITIES)
     model = checked_model_name(options.model) if options.HasField("model") else None
     salt = options.cache_salt
@@ -50,7 +60,7 @@ def call_options(options: common_pb2.RequestOptions) -> CallOptions:
             "cache_salt", f"has {size} UTF-8 bytes; the limit is {_MAX_SALT_BYTES}"
         )
     adapter = checked_adapter_name(options.adapter) if options.HasField("adapter") else None
-    return CallOptions(model=model, priority=priority, cache_salt=salt, adapter=adapter)
+    return CallOptions(model=model, priority=priority, cache_salt=salt, adapter=adapter, path=path)
 
 
 def sampling_settings(sampling: common_pb2.Sampling) -> dict[str, Any]:

@@ -64,7 +64,9 @@ def query_requests(task: pb.QueryTask, num_images: int) -> list[EngineRequest]:
         settings["max_reasoning_tokens"] = task.max_reasoning_tokens
     if task.HasField("abstention"):
         if not task.abstention.objects:
-            raise InvalidRequest("abstention.objects", "is empty: name the objects of the question")
+            raise InvalidRequest(
+                ("abstention", "objects"), "is empty: name the objects of the question"
+            )
         arguments["presupposes"] = list(task.abstention.objects)
         if task.abstention.HasField("max_absence"):
             settings["max_absence"] = meant_float(task.abstention.max_absence)
@@ -120,7 +122,7 @@ def read_spatial_refs(refs: Sequence[common_pb2.SpatialRef]) -> list[tuple[float
         elif kind == "box":
             values.append((ref.box.x_min, ref.box.y_min, ref.box.x_max, ref.box.y_max))
         else:
-            raise InvalidRequest(f"spatial_refs[{index}]", "is empty: set point or box")
+            raise InvalidRequest(("spatial_refs", index), "is empty: set point or box")
     return values
 
 
@@ -163,7 +165,7 @@ def _image_turns(task: pb.QueryTask, num_images: int) -> dict[str, list[int]]:
         count, left = turn.num_images, num_images - len(turns)
         if not 0 <= count <= left:
             raise InvalidRequest(
-                f"history[{index}].num_images",
+                ("history", index, "num_images"),
                 f"{count} is not in [0, {left}]: the request has {num_images} images, the turns before {len(turns)}",
             )
         turns += [index] * count

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from kestrel_engine import InvalidRequest
+from kestrel_engine import FieldPath, InvalidRequest
 
 
-def known_value(name: str, number: int, enum: Any, meanings: Mapping[Any, Any]) -> Any:
+def known_value(name: str | FieldPath, number: int, enum: Any, meanings: Mapping[Any, Any]) -> Any:
     """The meaning of an enum's number. Raises InvalidRequest for a number that this version does not define."""
     if number not in meanings:
         raise InvalidRequest(name, f"{number} is not a value of {enum.DESCRIPTOR.name}")

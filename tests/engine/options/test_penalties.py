@@ -100,7 +100,7 @@ async def test_they_mix_with_constraints_and_other_rows(make_engine, fake_limits
         ({"logit_bias": {5: 101}}, "logit_bias[5]", "101 is not in [-100, 100]"),
         ({"logit_bias": {51200: 1}}, "logit_bias[51200]", "ids are 0 to 51199"),
         ({"logit_bias": {-1: 1}}, "logit_bias[-1]", "ids are 0"),
-        ({"logit_bias": {"x": 1}}, "logit_bias[x]", "ids are 0"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x", "ids are 0"),
         ({"logit_bias": [(1, 1), (2,)]}, "logit_bias[1]", "an id and a number"),
         ({"logit_bias": dict.fromkeys(range(301), 1)}, "logit_bias", "has 301 ids, the limit is 300"),
     ],

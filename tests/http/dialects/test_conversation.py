@@ -14,7 +14,7 @@ def messages(*given):
             role,
             "" if text == "image" else text,
             [b"image"] if "image" in text else [],
-            f"messages[{index}]",
+            ("messages", index),
         )
         for index, (role, text) in enumerate(given)
     ]

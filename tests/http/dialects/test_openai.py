@@ -258,6 +258,8 @@ async def test_errors_name_the_message(http):
         ({"messages": [user("a")], "n": 2, "stream": True}, "n", "must be 1 in a stream"),
         ({"messages": [user("Point: a", url)], "n": 2}, "n", "must be 1 for boxes and points"),
         ({"messages": [user("a")], "stop": ["x", 3]}, "stop[1]", "must be a string"),
+        ({"messages": [user("a")], "stop": ["", "x" * 999]}, "stop[1]", "the limit is"),
+        ({"messages": [user("a")], "stop": "x" * 999}, "stop", "the limit is"),
         ({"messages": [user("a")], "stop": {"x": 1}}, "stop", "must be a string or a list"),
         (
             {"messages": [user("a")], "temperature": 2.1},
@@ -275,9 +277,9 @@ async def test_errors_name_the_message(http):
         ({"messages": [user("Detect: a", url)], "logprobs": True}, "logprobs", "not a setting"),
         ({"messages": [user("a")], "presence_penalty": 2.5}, "presence_penalty", "2.5 is not in"),
         ({"messages": [user("a")], "frequency_penalty": -3}, "frequency_penalty", "-3.0 is not in"),
-        ({"messages": [user("a")], "logit_bias": {"51200": 1}}, "logit_bias[0]", "0 to 51199"),
+        ({"messages": [user("a")], "logit_bias": {"51200": 1}}, "logit_bias.51200", "0 to 51199"),
         ({"messages": [user("a")], "logit_bias": {"x": 1}}, "logit_bias.x", "id of a token"),
-        ({"messages": [user("a")], "logit_bias": {"7": -101}}, "logit_bias[0]", "-101.0 is not in"),
+        ({"messages": [user("a")], "logit_bias": {"7": -101}}, "logit_bias.7", "-101.0 is not in"),
         ({"messages": [user("a")], "max_tokens": 0}, "max_tokens", "must be in [1,"),
         ({"messages": [user(" ")]}, "messages", "must hold a user message that has text"),
         (
