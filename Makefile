@@ -125,8 +125,8 @@ protos: $(INSTALLED) ## Generate the Python stubs, the synchronous clients and t
 baseline: buf ## Take additions to the protos into the baseline, once nothing breaks against the old one
 	$(BIN)/buf build --path protos/kestrel --exclude-source-info -o protos/baseline.binpb.gz
 
-docs: $(INSTALLED) ## Write the table of flags and the map of the rooms in docs/ anew
-	$(BIN)/python -m tests.docs.flag_table
+docs: $(INSTALLED) ## Write the tables of flags and metrics and the map of the rooms in docs/ anew
+	$(BIN)/python -m tests.docs.tables
 	$(BIN)/python -m tests.docs.room_map
 
 check-stubs: ## Load the stubs under the oldest and newest protobuf and grpcio (fetches packages)

@@ -19,7 +19,7 @@ from tests.deploy import crd_schemas
 from tests.deploy.test_manifests import AROUND, DEPLOY, documents
 
 HOME = DEPLOY / "kubernetes"
-TELEMETRY = (DEPLOY.parent / "docs/run/telemetry.md").read_text()
+TELEMETRY = (DEPLOY.parent / "docs/run/metrics.md").read_text()
 """Its table holds every metric, which another test compares with the code."""
 
 

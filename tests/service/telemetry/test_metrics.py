@@ -300,7 +300,7 @@ async def test_all_that_is_named_is_given_and_documented(measured):
 
 def documented():
     rows = []
-    for line in (ROOT / "docs/run/telemetry.md").read_text().splitlines():
+    for line in (ROOT / "docs/run/metrics.md").read_text().splitlines():
         if match := re.fullmatch(r"\| `(.*?)` \| `(.*?)` \| (.*?) \| (.*?) \| (.*) \|", line):
             name, prometheus_name, kind, attributes, description = match.groups()
             names = re.findall("`(.*?)`", attributes)

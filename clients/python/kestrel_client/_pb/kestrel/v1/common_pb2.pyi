@@ -14,7 +14,7 @@ Conventions of this package:
 - Counts are int32; bytes, seeds and counts since the start are int64. None is negative.
 - A task (QueryTask, DetectTask, ...) is the same message in the skill's request, in its stream, in Analyze and in
   StreamFrames, so the path of a field in it is the same everywhere but for its prefix.
-- Errors are gRPC statuses with a google.rpc.ErrorInfo, whose domain and reasons docs/run/service.md lists.
+- Errors are gRPC statuses with a google.rpc.ErrorInfo, whose domain and reasons docs/use/statuses.md lists.
   INVALID_ARGUMENT, NOT_FOUND and FAILED_PRECONDITION carry a google.rpc.BadRequest. Its field violations name the
   invalid field by its path in the request, like `query.sampling.top_p`.
 - Options in `(buf.validate…)` state the same limits for programs. A server may have stricter limits, which
