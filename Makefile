@@ -13,7 +13,7 @@ DESCRIPTORS := kestrel_grpc/services/kestrel.v1.binpb
 SOURCES := kestrel_engine kestrel_grpc clients/python clients/tools deploy tests training benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-slow test-all test-unit test-ray test-gpu bench bench-gpu check fmt lint types imports unused rooms buf ray protos baseline docs check-stubs wheels release-files toolchains sdk-typescript clean
+.PHONY: help install demo serve test test-slow test-all test-unit test-ray fuzz test-gpu bench bench-gpu check fmt lint types imports unused rooms buf ray protos baseline docs check-stubs wheels release-files toolchains sdk-typescript clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +67,11 @@ ray: $(RAY_INSTALLED) ## Make .venv-ray, which adds Ray to .venv
 
 test-ray: $(RAY_INSTALLED) ## Run the tests that need Ray, on a Ray cluster of several nodes
 	$(RAY)/bin/python -m pytest -n 0 tests/cluster/test_on_ray.py
+
+MINUTES ?= 10
+fuzz: $(INSTALLED) ## Send mutated input to everything that reads strangers' bytes: make fuzz MINUTES=60
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e clients/python -e '.[fuzz]'
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
 
 test-gpu: ## Run the tests that need a CUDA device, and kernels and fast runtime compiled, with the Python at hand
 	@export PYTHONPATH=$(CURDIR):$(CURDIR)/clients/python:$$PYTHONPATH; status=0; \

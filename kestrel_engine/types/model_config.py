@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from math import isfinite
 from typing import Any, Literal, TypeVar
 
 from ..errors import ConfigError
@@ -143,27 +144,26 @@ def parse_model_config(raw: Mapping[str, Any], *, family: Family | None = None) 
     """Reads the contents of config.json; absent numbers take the family's released values.
 
     ``family`` overrides detection (by tau attention, MoE or the declared type). Raises ConfigError for numbers that do
-    not fit together.
+    not fit together, and for values of another type.
     """
-    inner = raw.get("config") or {}
-    if not isinstance(inner, Mapping):
-        raise ConfigError("config", inner, "must be an object")
+    inner = _object("config", raw)
     family = family or detect_family(raw)
     md3 = family == "moondream3"
-    text_raw = dict(inner.get("text") or {})
-    moe_raw = dict(text_raw.pop("moe", None) or {})
+    text_raw = dict(_object("text", inner))
+    moe_raw = _object("moe", text_raw)
     moe = _moe(moe_raw) if (md3 or moe_raw) else None
     text_defaults: dict[str, Any] = (
         {"max_context": 32768, "rope_theta": 1_500_000.0, "tau_attn": True} if md3 else {}
     )
-    text = _fill(TextConfig, {**text_defaults, **_present(text_raw)}, moe=moe)
-    vision = _fill(VisionConfig, _present(inner.get("vision") or {}))
+    text = _fill(TextConfig, "text", {**text_defaults, **_present(text_raw)}, moe=moe)
+    vision = _fill(VisionConfig, "vision", _present(_object("vision", inner)))
+    decoder = "linear" if md3 else "mlp"
     region = _fill(
-        RegionConfig, {"decoder": "linear" if md3 else "mlp", **_present(inner.get("region") or {})}
+        RegionConfig, "region", {"decoder": decoder, **_present(_object("region", inner))}
     )
-    tokenizer_raw = inner.get("tokenizer") or {}
-    ids = _fill(SpecialIds, _present(tokenizer_raw))
-    templates = _templates(tokenizer_raw.get("templates") or {}, family, ids)
+    tokenizer_raw = _object("tokenizer", inner)
+    ids = _fill(SpecialIds, "tokenizer", _present(tokenizer_raw))
+    templates = _templates(_object("templates", tokenizer_raw), family, ids, text.vocab_size)
     config = ModelConfig(
         family=family, text=text, vision=vision, region=region, ids=ids, templates=templates
     )
@@ -173,11 +173,8 @@ def parse_model_config(raw: Mapping[str, Any], *, family: Family | None = None) 
 
 def detect_family(raw: Mapping[str, Any]) -> Family:
     """moondream3 if config.json says so by type, tau attention or experts; else moondream2."""
-    inner = raw.get("config") or {}
-    text = inner.get("text") or {}
-    declared = " ".join(
-        [str(raw.get("model_type") or ""), *map(str, raw.get("architectures") or [])]
-    ).lower()
+    text = _object("text", _object("config", raw))
+    declared = f"{raw.get('model_type')} {raw.get('architectures')}".lower()
     if text.get("tau_attn") or text.get("moe") or "moondream3" in declared:
         return "moondream3"
     return "moondream2"
@@ -185,19 +182,64 @@ def detect_family(raw: Mapping[str, Any]) -> Family:
 
 def _moe(raw: Mapping[str, Any]) -> MoeConfig:
     aliases = {"n_experts": "num_experts", "n_experts_per_tok": "experts_per_token"}
-    return _fill(MoeConfig, _present({aliases.get(k, k): v for k, v in raw.items()}))
+    return _fill(MoeConfig, "text.moe", _present({aliases.get(k, k): v for k, v in raw.items()}))
+
+
+def _object(key: str, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The object at ``key``; empty if there is none. Raises ConfigError."""
+    value = raw.get(key)
+    if not isinstance(value, Mapping | None):
+        raise ConfigError(key, _shown(value), "must be an object")
+    return value or {}
 
 
 def _present(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in raw.items() if v is not None}
 
 
-def _fill(cls: type[_Config], raw: Mapping[str, Any], **fixed: Any) -> _Config:
-    known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
-    return cls(**{k: v for k, v in raw.items() if k in known and k not in fixed}, **fixed)
+_MAY_BE_ZERO = ("overlap_margin", "start_layer", *(each.name for each in fields(SpecialIds)))
+_MOST = (1 << 31) - 1
+_DECODERS = ("mlp", "linear")
 
 
-def _templates(raw: Mapping[str, Any], family: Family, ids: SpecialIds) -> Templates:
+def _fill(cls: type[_Config], place: str, raw: Mapping[str, Any], **fixed: Any) -> _Config:
+    """Fills the fields of ``cls`` from ``raw``, which stands at ``place``. Raises ConfigError for a wrong type."""
+    found = {}
+    for each in fields(cls):  # type: ignore[arg-type]
+        if each.name in raw and each.name not in fixed:
+            value = raw[each.name]
+            if problem := _problem(each.name, each.default, value):
+                raise ConfigError(f"{place}.{each.name}", _shown(value), problem)
+            found[each.name] = value
+    return cls(**found, **fixed)
+
+
+def _problem(name: str, default: object, value: object) -> str:
+    """What is wrong with a number, a flag or a name whose default is ``default``; "" if nothing is."""
+    if isinstance(default, bool):
+        return "" if isinstance(value, bool) else "must be true or false"
+    if isinstance(default, str):
+        return "" if value in _DECODERS else f"must be one of {', '.join(_DECODERS)}"
+    if isinstance(default, float) and isinstance(value, float):
+        return "" if 0 < value and isfinite(value) else "must be above 0"
+    least = 0 if name in _MAY_BE_ZERO else 1
+    return (
+        "" if _is_id(value, _MOST + 1, least) else f"must be a whole number from {least} to {_MOST}"
+    )
+
+
+def _is_id(value: object, limit: int, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < limit
+
+
+def _shown(value: object) -> object:
+    text = repr(value)
+    return value if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _templates(
+    raw: Mapping[str, Any], family: Family, ids: SpecialIds, vocab_size: int
+) -> Templates:
     answer, thinking = ids.answer_id, ids.thinking_id
     caption: dict[str, tuple[int, ...]] = {
         "short": (1, 32708, 2, 12492, 3),
@@ -213,11 +255,21 @@ def _templates(raw: Mapping[str, Any], family: Family, ids: SpecialIds) -> Templ
     )
 
     def ids_of(skill: str, part: str, default: tuple[int, ...]) -> tuple[int, ...]:
-        value = (raw.get(skill) or {}).get(part)
-        return default if value is None else tuple(int(i) for i in value)
+        value = _object(skill, raw).get(part)
+        return default if value is None else checked(f"{skill}.{part}", value)
+
+    def checked(place: str, value: object) -> tuple[int, ...]:
+        if not (isinstance(value, list) and all(_is_id(each, vocab_size) for each in value)):
+            raise ConfigError(
+                f"tokenizer.templates.{place}",
+                _shown(value),
+                f"must be a list of ids below {vocab_size}",
+            )
+        return tuple(value)
 
     if "caption" in raw:
-        caption = {k: tuple(int(i) for i in v) for k, v in raw["caption"].items()}
+        lengths = _object("caption", raw)
+        caption = {key: checked(f"caption.{key}", value) for key, value in lengths.items()}
     segment: tuple[int, ...] | None = (1, 17374, 2) if family == "moondream3" else None
     if raw:
         segment = ids_of("segment", "prefix", ()) or None

@@ -90,18 +90,18 @@ def model_config_for(
         return parse_model_config(raw, family=family)
     if hint is not None and hint != found:
         raise ConfigError("model", hint, f"but the checkpoint holds the tensors of a {found} model")
-    text = (raw.get("config") or {}).get("text") or {}
+    config = parse_model_config(raw, family=found)
     if found == "moondream2" and family_of_config(raw) == "moondream3":
         raise ConfigError(
             "config.json",
             "moondream3",
             "names Moondream 3, tau attention or experts, but the tensors are a Moondream 2 model's",
         )
-    if found == "moondream3" and text.get("tau_attn") is False:
+    if found == "moondream3" and not config.text.tau_attn:
         raise ConfigError(
             "config.json", "tau_attn=false", "but the tensors are a Moondream 3 model's"
         )
-    return parse_model_config(raw, family=found)
+    return config
 
 
 def plan_checkpoint(stored: Mapping[str, StoredTensor], config: ModelConfig) -> CheckpointPlan:
