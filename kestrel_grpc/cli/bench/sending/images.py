@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import random
 import secrets
 from collections import deque
@@ -12,13 +13,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kestrel_client import ImageHandle, KestrelError, RequestTooLargeError
 from kestrel_client.images.fetching import is_url
-from kestrel_client.images.images import loaded
+from kestrel_client.images.images import loaded, to_pillow
 
 from ...parser import CommandError
 from ...requests.inputs import open_inputs
 
 if TYPE_CHECKING:
-    import pyvips
+    import PIL.Image
 
 Image: TypeAlias = bytes | ImageHandle
 
@@ -74,46 +75,42 @@ def _too_many() -> str:
 
 
 def _scene(width: int, height: int, rng: random.Random) -> bytes:
-    import pyvips
+    from PIL import Image, ImageDraw
 
-    ground = [float(rng.randrange(200, 256)) for _ in range(3)]
-    image = pyvips.Image.black(width, height, bands=3).linear([1.0] * 3, ground).cast("uchar")
+    ground = (rng.randrange(200, 256), rng.randrange(200, 256), rng.randrange(200, 256))
+    image = Image.new("RGB", (width, height), ground)
+    pen = ImageDraw.Draw(image)
     side = min(width, height)
     for _ in range(rng.randrange(3, 9)):
-        ink = list(map(float, rng.choice(_COLOURS)))
+        ink = rng.choice(_COLOURS)
         size = rng.randrange(max(1, side // 16), max(2, side // 6))
         x, y = rng.randrange(width), rng.randrange(height)
-        if rng.random() < 0.5:
-            image = image.draw_circle(ink, x, y, size, fill=True)
-        else:
-            image = image.draw_rect(ink, x - size, y - size, 2 * size, 2 * size, fill=True)
+        fill = pen.ellipse if rng.random() < 0.5 else pen.rectangle
+        fill((x - size, y - size, x + size, y + size), fill=ink)
     return _jpeg(image)
 
 
 def new_image(image: bytes) -> bytes:
     """The image with a faint random pattern: its bytes and all its crops differ from those of every other image.
 
-    Raises CommandError if libvips cannot read the image.
+    Raises CommandError if Pillow cannot read the image.
     """
-    import pyvips
+    from PIL import Image, ImageChops
 
     try:
-        pixels = pyvips.Image.new_from_buffer(image, "").autorot().colourspace("srgb")
-        if pixels.hasalpha():
-            pixels = pixels.flatten(background=255)
-        noise = secrets.token_bytes(_GRAINS * _GRAINS)
-        grains = pyvips.Image.new_from_memory(noise, _GRAINS, _GRAINS, 1, "uchar") % 8
-        x_scale, y_scale = pixels.width / _GRAINS, pixels.height / _GRAINS
-        pattern = grains.resize(x_scale, vscale=y_scale, kernel="nearest")
-        pattern = pattern.gravity("centre", pixels.width, pixels.height, extend="copy")
-        return _jpeg((pixels + pattern - 4).cast("uchar"))
-    except pyvips.Error as error:
-        why = str(error).strip().splitlines()[-1]
-        raise CommandError(f"cannot make a new image from one of the images: {why}") from None
+        pixels = to_pillow(image)
+    except KestrelError as error:
+        raise CommandError(f"cannot make a new image from one of the images: {error}") from None
+    noise = bytes(byte % 8 for byte in secrets.token_bytes(_GRAINS * _GRAINS))
+    grains = Image.frombytes("L", (_GRAINS, _GRAINS), noise)
+    pattern = grains.resize(pixels.size, Image.Resampling.NEAREST).convert("RGB")
+    return _jpeg(ImageChops.add(pixels, pattern, offset=-4))
 
 
-def _jpeg(image: pyvips.Image) -> bytes:
-    return bytes(image.copy(interpretation="srgb").jpegsave_buffer(Q=_QUALITY))
+def _jpeg(image: PIL.Image.Image) -> bytes:
+    written = io.BytesIO()
+    image.save(written, "JPEG", quality=_QUALITY)
+    return written.getvalue()
 
 
 class ImageSource:
