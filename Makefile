@@ -24,7 +24,7 @@ $(SERVING) $(INSTALLED): pyproject.toml clients/python/pyproject.toml constraint
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it with make PYTHON=..."; exit 1; }
 	@echo "Setting up $(VENV) with $(if $(findstring dev,$(EXTRAS)),all that developers need,the server): torch and other packages. This happens once."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e 'clients/python[images,numpy]' -e '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e clients/python -e '.[$(EXTRAS)]'
 	@touch $(SERVING) $@
 
 install: $(INSTALLED) ## Make .venv with everything in it

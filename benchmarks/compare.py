@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kestrel_grpc.cli.bench.reporting.comparison import Compared
-from kestrel_grpc.cli.bench.reporting.comparison import compare as compare_figures
+from kestrel_client.commands.bench.reporting.comparison import Compared
+from kestrel_client.commands.bench.reporting.comparison import compare as compare_figures
 
 from .reports.report import shown
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from kestrel_grpc.cli import parser
+from kestrel_grpc.cli import program
 
 from .traffic.processes import serve
 
@@ -30,10 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if of_server:
             print("benchmarks.ramp: the flags after -- are for a server that is started here")
             return 2
-        return parser.main(["bench", *of_bench])
+        return program.main(["bench", *of_bench])
     with serve(["--log-level", "warning", *of_server]) as server:
         print(server.ready_line.strip(), flush=True)
-        return parser.main(["bench", *of_bench, "--server", server.address])
+        return program.main(["bench", *of_bench, "--server", server.address])
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""``kestrel-grpc`` and ``python -m kestrel_grpc``: see cli/parser.py."""
+"""``kestrel-grpc`` and ``python -m kestrel_grpc``: see cli/program.py."""
 
 from __future__ import annotations
 
 import sys
 
-from .cli.parser import main
+from .cli.program import main
 
 __all__ = ["main"]
 

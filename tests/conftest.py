@@ -35,7 +35,6 @@ LONG = (
         "engine/runtime",
         "gpu",
         "training",
-        "scenes",
         "engine/scheduler",
     ),
     *("engine/preprocess/test_exact_resize", "service", "benchmarks"),

@@ -12,14 +12,14 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from kestrel_grpc.scenes.paths import path_polygon, polygon_iou
-from kestrel_grpc.scenes.tiling import View
 from training.domains.picture import Ask, Box, Picture
 from training.images.resize import crops, normalise
 from training.kestrel_small import VIEW
 from training.learning.model import Moondream, prompt_mask
 from training.mixture import DOMAINS, draw_picture, draw_size
 from training.prompts import COORD, EOS, SIZE
+from training.scenes.paths import path_polygon, polygon_iou
+from training.scenes.tiling import View
 from training.writing import opening, write, writer
 
 ROOM = 120  # ids of an answer

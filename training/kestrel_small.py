@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kestrel_grpc.scenes.tiling import Geometry
 from training.learning.model import Sizes
+from training.scenes.tiling import Geometry
 
 VIEW = Geometry(patch=20, crop=640, margin=2, max_crops=4)
 LAYERS = 8

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 
-from kestrel_grpc.scenes.tiling import View
 from training.domains.charts.draw import draw as charts
 from training.domains.icons.draw import draw as icons
 from training.domains.picture import Domain, Picture
@@ -14,6 +13,7 @@ from training.domains.shapes.draw import draw as shapes
 from training.domains.text.draw import draw as text
 from training.domains.webcharts.draw import draw as webcharts
 from training.kestrel_small import VIEW
+from training.scenes.tiling import View
 
 # Share of the pictures at the start and at the end of the plan.
 DOMAINS: dict[str, tuple[Domain, float, float]] = {

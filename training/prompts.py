@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from kestrel_grpc.scenes.captions import LENGTHS
+from training.scenes.captions import LENGTHS
 
 EOS, ANSWER, COORD, SIZE = 0, 3, 5, 6
 COORD_BINS = SIZE_BINS = 1024

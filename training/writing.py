@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from kestrel_grpc.scenes.tiling import View
-from kestrel_grpc.scenes.vocabulary import COLOURS, SHAPES
 from training.domains.picture import Ask, Picture
 from training.domains.turning import turn_some
 from training.kestrel_small import TOKENIZER_FILE, VIEW
 from training.learning.batches import Packed, Packer, Spoiling
 from training.mixture import TURNED, draw_domain, draw_picture, draw_size, images_of
 from training.prompts import EOS, Prompt, PromptWriter, path_token_text
+from training.scenes.tiling import View
+from training.scenes.vocabulary import COLOURS, SHAPES
 from training.sources import icon_names
 
 LENGTH = 319  # packed prompt positions a picture; with the prefix a multiple of 16

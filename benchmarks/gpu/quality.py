@@ -266,8 +266,8 @@ async def measure_score(
     opened: Opened, report: GpuReport, *, scenes: int, fp8_gemms: str = "off"
 ) -> None:
     """Returns the share of tasks that kestrel-tiny answers correctly."""
-    from kestrel_grpc.scenes.evaluation_set import encode, example
-    from kestrel_grpc.scenes.scoring import Record, score
+    from training.scenes.evaluation_set import encode, example
+    from training.scenes.scoring import Record, score
 
     examples = [example("seen", index) for index in range(scenes)]
     with ThreadPoolExecutor(thread_name_prefix="render") as pool:

@@ -55,12 +55,12 @@ def main() -> int:
         modules = (*template.MODULES, "benchmarks.overhead.paced_device")
         return template.main(others, modules, partial(run_worker, args.load_s))
 
-    from kestrel_grpc.cli import parser
+    from kestrel_grpc.cli import program
     from kestrel_grpc.workers import forks
 
     load = f"--load-s={args.load_s}"
     forks.COMMAND = (sys.executable, "-m", "benchmarks.service.paced_workers", load, _TEMPLATE)
-    return parser.main(["serve", *others])
+    return program.main(["serve", *others])
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kestrel_grpc.cli import parser
+from kestrel_grpc.cli import program
 from kestrel_grpc.process import serving
 from kestrel_grpc.process.server import KestrelServer
 
@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> Any:
     # Check that the name is still in this module. Otherwise, no thread would answer probes.
     assert vars(serving)["KestrelServer"] is KestrelServer
     serving.KestrelServer = ProbedServer  # type: ignore[attr-defined, misc]
-    return parser.main(["serve", *(sys.argv[1:] if arguments is None else arguments)])
+    return program.main(["serve", *(sys.argv[1:] if arguments is None else arguments)])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """``demo``: starts a server, calls every method once, prints the answers and draws them on images.
 
-The image beside this file is scene 0 of the evaluation set (kestrel_grpc/scenes/evaluation_set.py). The model never saw
-it in training.
+Its image, which bench uses too, is scene 0 of the evaluation set (training/scenes/evaluation_set.py). The model never
+saw it in training.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from kestrel_client import (
     SegmentResult,
     Task,
 )
+from kestrel_client.commands import DEMO_IMAGE
+from kestrel_client.commands.own_server import own_server
+from kestrel_client.commands.parser import CommandError
 
-from .own_server import own_server
-from .parser import CommandError
-
-IMAGE = Path(__file__).with_name("demo.jpg")
 _SHOWN = 300
 """Number of characters of an answer that are printed."""
 
@@ -42,7 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     )
     parser.add_argument("--model", default="kestrel-tiny", help="model to serve [kestrel-tiny]")
     parser.add_argument(
-        "--image", metavar="FILE", default=str(IMAGE), help="image to ask about [the bundled image]"
+        "--image",
+        metavar="FILE",
+        default=str(DEMO_IMAGE),
+        help="image to ask about [the bundled image]",
     )
     parser.add_argument(
         "--question",

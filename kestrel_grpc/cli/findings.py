@@ -7,9 +7,8 @@ import json
 import sys
 from collections.abc import Iterable
 
+from kestrel_client.commands.parser import EXIT_FAILED
 from kestrel_engine import maintenance
-
-from .parser import EXIT_FAILED
 
 _MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 

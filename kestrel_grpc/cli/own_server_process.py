@@ -10,7 +10,7 @@ import sys
 
 from kestrel_engine import end_with_parent
 
-from .parser import main
+from .program import main
 
 if __name__ == "__main__":
     # kernel_signal requires that the command starts this process from its main thread, which it does.

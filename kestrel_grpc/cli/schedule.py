@@ -15,6 +15,15 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from kestrel_client.commands.parser import EXIT_FAILED, CommandError
+from kestrel_client.commands.requests.flags import (
+    add_abstention_flags,
+    add_logprobs_flags,
+    add_reasoning_flags,
+    add_sampling_flags,
+    add_system_flag,
+    sampling,
+)
 from kestrel_engine import (
     ConfigError,
     EngineResult,
@@ -28,15 +37,6 @@ from ..process.startup_progress import LoadingProgress
 from ..settings.configuration import add_config_flag
 from ..settings.flags import SettingsError
 from ..settings.model import add_model_flags, config_error, runtime_config
-from .parser import EXIT_FAILED, CommandError
-from .requests.flags import (
-    add_abstention_flags,
-    add_logprobs_flags,
-    add_reasoning_flags,
-    add_sampling_flags,
-    add_system_flag,
-    sampling,
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:

@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Sequence
 
+from kestrel_client.commands.parser import CommandError, CommandParser, temporary_folder_problem
 from kestrel_engine import ConfigError, RuntimeConfig, SkillRegistry, maintenance
 
 from .. import __version__
@@ -29,7 +30,6 @@ from ..workers.front.front import check_installed
 from ..workers.plan import plan_workers, shared_addresses
 from ..workers.restarts import WorkersError
 from ..workers.supervisor import supervise
-from .parser import CommandError, CommandParser, temporary_folder_problem
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import orjson
 
+from kestrel_client.images.base64_images import decoded_image
 from kestrel_engine import FieldPath, InvalidRequest, UnsupportedImageError
 
-from ..images.base64_images import decoded_image
 from .fetching import FetchedImage, is_address
 
 _KINDS: dict[type, str] = {

@@ -9,8 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kestrel_client.commands import DEMO_IMAGE
+
 _FOLDER = Path(__file__).parent / "page"
-_SAMPLE = Path(__file__).parents[1] / "cli" / "demo.jpg"
 _TYPES = {
     ".jpg": "image/jpeg",
     ".html": "text/html",
@@ -32,7 +33,7 @@ _HEADERS = {
 def page_routes() -> list[Route]:
     """A route for the page, one for each of its files, and one for the sample picture."""
     return [
-        Route("/page/sample.jpg", _sender(_SAMPLE), methods=["GET"]),
+        Route("/page/sample.jpg", _sender(DEMO_IMAGE), methods=["GET"]),
         *_file_routes(),
     ]
 

@@ -16,9 +16,9 @@ from difflib import get_close_matches
 from functools import cached_property
 from itertools import islice
 
+from kestrel_client.images.base64_images import is_data_url
 from kestrel_engine import FieldPath, InvalidRequest
 
-from ..images.base64_images import is_data_url
 from .fields import Fields
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kestrel_client._pb.inference import grpc_service_pb2 as pb
+from kestrel_client.images.base64_images import decoded_image
 from kestrel_engine import InvalidRequest
-
-from ..images.base64_images import decoded_image
 
 FORMATS = {
     "BOOL": "?",

@@ -12,8 +12,6 @@ import re
 import socket
 import stat
 
-DEFAULT_ADDRESS = "127.0.0.1:50051"
-
 _TCP = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%\w]+\]|[^\[\]:/\s]+):(?P<port>\d{1,5})")
 _MAX_UNIX_PATH = 103
 """Longest path of a socket in bytes that every system accepts: macOS accepts 103, Linux 107."""

@@ -19,7 +19,7 @@ from .model import add_model_flags, runtime_configs
 from .security import add_security_flags, security_config
 from .server import ServerConfig, server_config
 from .shared_images import PASSWORD_VARIABLE, SharedImagesConfig
-from .sources import CONFIG_FLAG, CONFIG_VARIABLE, Setting
+from .sources import CONFIG_FLAG, CONFIG_VARIABLE, Setting, read_config_file
 from .telemetry import TelemetryConfig
 from .workers import WorkersConfig
 
@@ -72,7 +72,7 @@ def add_config_flag(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"TOML file of settings; flags and variables override it [none; {CONFIG_VARIABLE}]",
     )
-    parser.sources.known = known_settings
+    read_config_file(parser, known_settings)
 
 
 def known_settings() -> Sequence[Setting]:

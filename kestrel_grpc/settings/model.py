@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from kestrel_client.commands.sources import OFF, ON
 from kestrel_engine import (
     AdapterSources,
     ConfigError,
@@ -34,7 +35,7 @@ from .flags import (
     parser_of,
     settings_error,
 )
-from .sources import OFF, ON, name_of
+from .sources import name_of
 
 SOURCE_FLAGS = ("model",)
 """The group of flags that name the model and its files."""

@@ -11,9 +11,10 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kestrel_client.commands.flags import DEFAULT_ADDRESS
 from kestrel_engine import ConfigError, SettingGroup, check_settings, setting
 
-from .addresses import DEFAULT_ADDRESS, parse_address
+from .addresses import parse_address
 from .debug import DebugConfig
 from .flags import SettingsError, configured, size
 from .http import HttpConfig

@@ -22,7 +22,7 @@ from kestrel_engine import InferenceEngine, ModelLoadError, RuntimeConfig
 from kestrel_engine.preprocess.processes.decoder_process import template
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.step import RuntimeLimits, StepPlan
-from kestrel_grpc.cli import parser
+from kestrel_grpc.cli import program
 from kestrel_grpc.workers import forks, worker
 from kestrel_grpc.workers import template as worker_template
 from tests.engine.fakes import fake_build, never_ends
@@ -72,7 +72,7 @@ def main() -> int:
         )
     if sys.platform == "linux":
         asyncio.create_subprocess_exec = create_forked_process  # type: ignore[assignment]
-    return parser.main(["serve", *sys.argv[1:]])
+    return program.main(["serve", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ import sys
 
 LIGHT = """
 import sys
-import kestrel_client
+from kestrel_client import *
 heavy = {"numpy", "PIL", "torch", "kestrel_engine", "kestrel_grpc"}
-print(sorted(heavy & set(sys.modules)))
+print(sorted(heavy & set(sys.modules)), "grpc" in sys.modules, KestrelClient.__name__)
 """
 
 WITHOUT_PILLOW = """
@@ -28,7 +28,7 @@ except ImportError as error:
 """
 
 BESIDE_THE_ORIGINALS = """
-import kestrel_client
+from kestrel_client import KestrelClient
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2
 from google.protobuf import descriptor_pool
@@ -45,7 +45,7 @@ def run(program: str) -> str:
 
 
 def test_importing_is_light() -> None:
-    assert run(LIGHT) == "[]"
+    assert run(LIGHT) == "[] True KestrelClient"
 
 
 def test_drawing_without_pillow_says_what_is_missing() -> None:

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: make test-ray"),
 ]
-IMAGE = (ROOT / "kestrel_grpc/cli/demo.jpg").read_bytes()
+IMAGE = (ROOT / "clients/python/kestrel_client/commands/demo.jpg").read_bytes()
 PAUSE_S = 0.05
 """Where the load does not matter, callers leave the processor to the servers that start."""
 SETTINGS = """

@@ -17,7 +17,7 @@ from tests.forking.process import create_forked_process
 from tests.service.command_line import ROOT
 from tests.waiting import until
 
-IMAGE = (ROOT / "kestrel_grpc/cli/demo.jpg").read_bytes()
+IMAGE = (ROOT / "clients/python/kestrel_client/commands/demo.jpg").read_bytes()
 TASK = ServerTask(
     settings='[device]\ndevice = "cpu"\nthreads = 1\n[scheduler]\nkv-cache-gib = 0.1\n',
     model="kestrel-tiny",

@@ -45,7 +45,7 @@ def test_the_steps_of_the_image_make_a_server_that_becomes_healthy(tmp_path: Pat
       {start} & server=$!
       until {health}; do kill -0 $server; sleep 2; done
       python -c "import kestrel_grpc; print(kestrel_grpc.__file__)"
-      image=$(python -c "from kestrel_grpc.cli.demo import IMAGE; print(IMAGE)")
+      image=$(python -c "from kestrel_client.commands import DEMO_IMAGE; print(DEMO_IMAGE)")
       printf '{{"image_url": "data:image/jpeg;base64,%s", "question": "How many green crescents are there?"}}' \
         "$(base64 -w0 "$image")" > /tmp/query.json
       curl -sf --unix-socket /tmp/http.sock -H 'Content-Type: application/json' -d @/tmp/query.json http://localhost/v1/query

@@ -72,7 +72,7 @@ systemctl show kestrel-grpc --property=User,MainPID
 ! grep -q '^Uid:.*\\b0\\b' "/proc/$(systemctl show kestrel-grpc --property=MainPID --value)/status"
 stat --format='%n %a %U' /etc/kestrel/credentials/*
 : as a caller
-cd /root; cp /etc/kestrel/credentials/tls.crt .; cp /source/kestrel_grpc/cli/demo.jpg picture.jpg
+cd /root; cp /etc/kestrel/credentials/tls.crt .; cp /source/clients/python/kestrel_client/commands/demo.jpg picture.jpg
 export PATH="/opt/kestrel/bin:$PATH"
 {remote}
 : a new token needs a restart

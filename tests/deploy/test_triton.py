@@ -99,7 +99,7 @@ def served() -> Iterator[Any]:
 
 
 def ask(served: Any, **inputs: Any) -> Request:
-    image = (ROOT / "kestrel_grpc/cli/demo.jpg").read_bytes()
+    image = (ROOT / "clients/python/kestrel_client/commands/demo.jpg").read_bytes()
     request = Request(IMAGE=image, TEMPERATURE=0.0, **inputs)
     served.execute([request])
     return request

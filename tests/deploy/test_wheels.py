@@ -89,14 +89,13 @@ def test_a_wheel_holds_its_packages_and_their_data_only(builds):
         "kestrel_engine", "kestrel_grpc"
     }  # fmt: skip
     for data in (
-        "kestrel_grpc/cli/demo.jpg",
         "kestrel_grpc/services/kestrel.v1.binpb",
         "kestrel_engine/bundled/kestrel_tiny/sample.jpg",
     ):
         assert data in names
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
     client = zipfile.ZipFile(wheel_of(builds, "kestrel_client")).namelist()
-    assert "kestrel_client/py.typed" in client
+    assert {"kestrel_client/py.typed", "kestrel_client/commands/demo.jpg"} <= set(client)
     assert {name.partition("/")[0] for name in client} == {
         "kestrel_client", f"kestrel_client-{VERSION}.dist-info"
     }  # fmt: skip
@@ -132,7 +131,7 @@ def test_metadata(builds):
         assert found["Description-Content-Type"] == "text/markdown"
         assert len(found.get_payload()) > 1000 and found["Requires-Python"] == ">=3.11"
     pinned = [r for r in server.get_all("Requires-Dist") if r.startswith("kestrel-client")]
-    assert pinned == [f"kestrel-client[images]=={server['Version']}"]
+    assert pinned == [f"kestrel-client[cli]=={server['Version']}"]
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import tomllib
 
 import pytest
 
-from kestrel_grpc.cli.parser import COMMANDS, main, whole_parser
+from kestrel_grpc.cli.program import COMMANDS, main, whole_parser
 from tests.docs.code_blocks import PAGES, ROOT, Block, code_blocks
 from tests.forking.process import ForkedProcess
 
@@ -114,9 +114,9 @@ def test_no_block_is_forgotten():
 def folder(tmp_path_factory):
     """picture.jpg, and what a checkout after `make` has that the README's commands name."""
     folder = tmp_path_factory.mktemp("checkout")
-    picture = folder / "kestrel_grpc/cli/demo.jpg"
+    picture = folder / "clients/python/kestrel_client/commands/demo.jpg"
     picture.parent.mkdir(parents=True)
-    shutil.copy(ROOT / "kestrel_grpc/cli/demo.jpg", picture)
+    shutil.copy(ROOT / "clients/python/kestrel_client/commands/demo.jpg", picture)
     shutil.copy(picture, folder / "picture.jpg")
     shutil.copy(ROOT / "kestrel_engine/bundled/kestrel_tiny/sample.jpg", folder / "other.jpg")
     program = folder / ".venv/bin/kestrel-grpc"
@@ -193,7 +193,7 @@ def test_commands_are_ones_that_there_are(block, tmp_path, monkeypatch):
 
 def test_the_first_commands_of_the_readme_run_as_written(address, folder):
     """Apart from the length of the load test."""
-    (block,) = [b for b in COMMAND_BLOCKS if b.text.startswith("cp kestrel_grpc")]
+    (block,) = [b for b in COMMAND_BLOCKS if b.text.startswith("cp clients")]
     commands = block.text.replace("bench --seconds 5", "bench --seconds 1")
     assert commands != block.text
     done = subprocess.run(

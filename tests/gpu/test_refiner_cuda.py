@@ -11,7 +11,7 @@ from kestrel_client.drawing.rasterise import fill
 from kestrel_client.drawing.svg_path import polygons
 from kestrel_engine import InferenceEngine, RuntimeConfig
 
-IMAGE = Path(__file__).parents[2] / "kestrel_grpc/cli/demo.jpg"
+IMAGE = Path(__file__).parents[2] / "clients/python/kestrel_client/commands/demo.jpg"
 OBJECTS = ("pink star", "green crescent", "green shape", "shape")
 WIDTH, HEIGHT = 857, 783
 

@@ -9,7 +9,7 @@ import torch
 from kestrel_engine import InferenceEngine, RuntimeConfig
 from tests.golden.test_engine import CHECKS, cases, check_text, run
 
-IMAGE = Path(__file__).parents[2] / "kestrel_grpc/cli/demo.jpg"
+IMAGE = Path(__file__).parents[2] / "clients/python/kestrel_client/commands/demo.jpg"
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,7 +22,7 @@ from tests.environments import python_with
 
 pytestmark = pytest.mark.slow
 KEY = "k" * 40
-IMAGE = ROOT / "kestrel_grpc/cli/demo.jpg"
+IMAGE = ROOT / "clients/python/kestrel_client/commands/demo.jpg"
 QUESTION = "How many green crescents are there?"
 
 

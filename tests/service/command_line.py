@@ -13,7 +13,7 @@ from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest import mock
 
-from kestrel_grpc.cli.parser import main
+from kestrel_grpc.cli.program import main
 from tests.forking.process import run_forked
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from PIL import Image
 from kestrel_client import InvalidArgumentError, KestrelClient
 from tests.docs.code_blocks import ROOT
 
-IMAGE = ROOT / "kestrel_grpc/cli/demo.jpg"
+IMAGE = ROOT / "clients/python/kestrel_client/commands/demo.jpg"
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tests.docs.code_blocks import ROOT
 from tests.environments import python_with
 
 pytestmark = pytest.mark.slow
-IMAGE = ROOT / "kestrel_grpc/cli/demo.jpg"
+IMAGE = ROOT / "clients/python/kestrel_client/commands/demo.jpg"
 
 
 def test_cvat_gets_boxes_points_polygons_and_masks(server: str, tmp_path: Path):

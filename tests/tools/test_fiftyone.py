@@ -13,7 +13,7 @@ from kestrel_client import KestrelClient
 from tests.docs.code_blocks import ROOT
 from tests.environments import python_named
 
-IMAGE = ROOT / "kestrel_grpc/cli/demo.jpg"
+IMAGE = ROOT / "clients/python/kestrel_client/commands/demo.jpg"
 SOURCE = ROOT / "clients/tools/fiftyone_kestrel"
 
 

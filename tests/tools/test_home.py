@@ -21,7 +21,7 @@ from tests.environments import python_named
 from tests.forking.process import ForkedProcess
 from tests.service.command_line import environment
 
-IMAGE = ROOT / "kestrel_grpc/cli/demo.jpg"
+IMAGE = ROOT / "clients/python/kestrel_client/commands/demo.jpg"
 HOME_ASSISTANT = ROOT / "deploy/homeassistant"
 KEY = "k" * 40
 

@@ -22,12 +22,12 @@ from kestrel_grpc.cli.bridge.command import opened
 from kestrel_grpc.cli.bridge.images import TaskImages, origin
 from kestrel_grpc.cli.bridge.labelling import RequestRefused, read_controls
 from kestrel_grpc.cli.bridge.predictions import Predictor
-from kestrel_grpc.cli.parser import whole_parser
+from kestrel_grpc.cli.program import whole_parser
 from tests.docs.code_blocks import ROOT
 from tests.forking.process import ForkedProcess
 from tests.service.command_line import PROGRAM, environment, here
 
-IMAGE = ROOT / "kestrel_grpc/cli/demo.jpg"
+IMAGE = ROOT / "clients/python/kestrel_client/commands/demo.jpg"
 DATA = IMAGE.read_bytes()
 URL = "data:image/jpeg;base64," + base64.b64encode(DATA).decode()
 TOKEN = "t" * 32

@@ -19,7 +19,7 @@ from tests.environments import python_named
 from tests.tools.test_label_studio import CONFIG, bridge
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-IMAGE = ROOT / "kestrel_grpc/cli/demo.jpg"
+IMAGE = ROOT / "clients/python/kestrel_client/commands/demo.jpg"
 TOKEN = secrets.token_hex(20)
 
 

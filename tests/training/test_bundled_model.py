@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from kestrel_grpc.scenes.evaluation_set import encode, example
-from kestrel_grpc.scenes.tiling import CROP, PREFIX, WINDOW, View
 from training.export import config_json, load_exported
 from training.images.resize import normalise
 from training.learning.model import Moondream, Sizes, prompt_mask
 from training.prompts import COORD, SIZE, Prompt, PromptWriter
+from training.scenes.evaluation_set import encode, example
+from training.scenes.tiling import CROP, PREFIX, WINDOW, View
 
 PAGE = 5
 GREEDY = {"temperature": 0.0}

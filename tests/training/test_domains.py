@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kestrel_grpc.scenes.scenes import draw_scene
 from training.domains.charts.chart import draw_data
 from training.domains.charts.render import RENDER
 from training.domains.drawn import Place
@@ -22,6 +21,7 @@ from training.domains.webcharts import questions as webcharts
 from training.domains.webcharts.plotted import plot
 from training.domains.webcharts.tables import make_table
 from training.mixture import draw_picture
+from training.scenes.scenes import draw_scene
 
 OWN = ("shapes", "text", "charts", "icons")  # drawn without a browser's archive
 

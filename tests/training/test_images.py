@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from kestrel_grpc.scenes.render import render_scene
-from kestrel_grpc.scenes.scenes import draw_scene
-from kestrel_grpc.scenes.tiling import View
 from training.images.jpeg import dct_matrix, jpeg_round_trip
 from training.images.resize import crops, resize
+from training.scenes.render import render_scene
+from training.scenes.scenes import draw_scene
+from training.scenes.tiling import View
 
 pyvips = pytest.importorskip("pyvips")
 

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 
 from kestrel_engine.preprocess.crops import select_tiling
 from kestrel_engine.types.model_config import parse_model_config
-from kestrel_grpc.scenes.tiling import choose_tiling
 from training.domains.picture import Ask, Picture
 from training.images.picture_images import PictureMaker
 from training.judging import Reply, distance, score
@@ -21,6 +20,7 @@ from training.learning.losses import PageHelper
 from training.learning.model import Moondream
 from training.mixture import draw_picture
 from training.prompts import COORD, SIZE
+from training.scenes.tiling import choose_tiling
 from training.writing import (
     CHARACTERS,
     LABELS,

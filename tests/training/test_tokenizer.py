@@ -2,12 +2,12 @@
 
 import random
 
-from kestrel_grpc.scenes.captions import LENGTHS, caption
-from kestrel_grpc.scenes.paths import COMMANDS, GRID_VALUES
-from kestrel_grpc.scenes.questions import draw_question
-from kestrel_grpc.scenes.scenes import draw_scene, draw_size
 from training.domains.vocabulary import SPECIAL
 from training.prompts import PromptWriter, path_token_text
+from training.scenes.captions import LENGTHS, caption
+from training.scenes.paths import COMMANDS, GRID_VALUES
+from training.scenes.questions import draw_question
+from training.scenes.scenes import draw_scene, draw_size
 
 
 def test_every_path_token_is_one_id_above_the_reserved_ones(writer: PromptWriter) -> None:

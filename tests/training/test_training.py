@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from kestrel_grpc.scenes.tiling import GRID, PREFIX
 from training.images.picture_images import PictureMaker
 from training.kestrel_small import SIZES, VIEW
 from training.learning import checkpoints
@@ -16,6 +15,7 @@ from training.learning.model import Moondream, Sizes, pool_matrix, prompt_mask
 from training.learning.muon import Muon, orthogonalise
 from training.mixture import draw_picture
 from training.prompts import coord_bin, size_bin
+from training.scenes.tiling import GRID, PREFIX
 from training.writing import PictureBatch, draw_spoiling, pack
 
 SMALL = Sizes(

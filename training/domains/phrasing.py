@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from kestrel_grpc.scenes.phrases import with_article
 from training.domains.picture import NOT_SHOWN, Ask
+from training.scenes.phrases import with_article
 
 _BEFORE = (
     "Please tell me: ",

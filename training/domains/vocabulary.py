@@ -16,11 +16,11 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from kestrel_grpc.scenes.captions import LENGTHS
-from kestrel_grpc.scenes.paths import COMMANDS, GRID_VALUES
 from training.kestrel_small import SIZES, TOKENIZER_FILE
 from training.mixture import DOMAINS, draw_picture
 from training.prompts import path_token_text
+from training.scenes.captions import LENGTHS
+from training.scenes.paths import COMMANDS, GRID_VALUES
 from training.sources import icon_names
 
 SPECIAL = (

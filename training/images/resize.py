@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kestrel_grpc.scenes.tiling import View
+from training.scenes.tiling import View
 
 Matrix = NDArray[np.float32]
 _GAP = 2.0  # libvips' default: the least reduction that is left to the kernel

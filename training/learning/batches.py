@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kestrel_grpc.scenes.tiling import View
 from training.prompts import COORD, SIZE, Prompt, coord_bin, size_bin
+from training.scenes.tiling import View
 
 SKILLS: tuple[str, ...] = ("query", "point", "detect", "segment", "caption")
 PAD = -1

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kestrel_grpc.scenes.vocabulary import SHAPES
 from training.learning.batches import SKILLS, Packed
 from training.learning.model import Moondream, prompt_mask
+from training.scenes.vocabulary import SHAPES
 from training.writing import CHARACTERS, COLOUR_IDS, LABELS, NO_COLOUR, SLOTS, PictureBatch
 
 SKILL_WEIGHTS = {"query": 1.0, "point": 0.5, "detect": 0.5, "segment": 0.35, "caption": 0.35}

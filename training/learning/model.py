@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kestrel_grpc.scenes.tiling import TINY, Geometry, View
+from training.scenes.tiling import TINY, Geometry, View
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from kestrel_client import (
     RequestTooLargeError,
     UnavailableError,
 )
+from kestrel_client.commands.connection import failure_text
 
-from ..connection import failure_text
 from .labelling import RequestRefused, read_controls
 from .predictions import Predictor
 

@@ -10,14 +10,16 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from kestrel_client.commands.connection import add_connection_flags, open_async_client, sdk_errors
+from kestrel_client.commands.flags import reported
+from kestrel_client.commands.parser import CommandError
+from kestrel_client.commands.values import whole
+
 from ...security.listening import is_loopback
 from ...settings.addresses import AddressError, parse_address
-from ...settings.flags import SettingsError, reported
+from ...settings.flags import SettingsError
 from ...settings.http import HttpConfig, fetched_hosts
 from ...settings.security import SecurityConfig
-from ..connection import add_connection_flags, open_async_client, sdk_errors
-from ..parser import CommandError
-from ..values import whole
 
 TOKEN = "KESTREL_BRIDGE_TOKEN"
 LABEL_STUDIO_TOKEN = "LABEL_STUDIO_API_KEY"

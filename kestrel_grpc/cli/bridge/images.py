@@ -10,10 +10,10 @@ import re
 from collections.abc import Sequence
 from urllib.parse import unquote, urlsplit
 
+from kestrel_client.images.base64_images import decoded_image, is_data_url
 from kestrel_engine import RequestError
 
 from ...http.fetching import ImageFetcher, Place, TrustedOrigin, is_address, origin_of
-from ...images.base64_images import decoded_image, is_data_url
 from .labelling import RequestRefused
 
 MAX_BYTES = 32 * 1024 * 1024

@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
+from kestrel_client.commands.parser import CommandError, CommandParser
+
 from ...cluster.directory import Server
 from ...cluster.follow import DirectoryError, Follower, ask, check_url
 from ...cluster.front import check_front, run_front
@@ -27,7 +29,6 @@ from ...settings.configuration import add_flags, configuration
 from ...settings.flags import Parser, add_settings, configured
 from ...settings.server import ServerConfig
 from ...workers.restarts import WorkersError
-from ..parser import CommandError, CommandParser
 
 _ESSENTIAL = (
     "--model",

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 
-from ..parser import main
+from ..program import main
 
 
 def _watch(fd: int) -> None:

@@ -9,8 +9,9 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from kestrel_client.commands.parser import CommandError, temporary_folder_problem
+
 from ...settings.sources import CONFIG_VARIABLE
-from ..parser import CommandError, temporary_folder_problem
 
 if TYPE_CHECKING:
     from kestrel_engine import RuntimeConfig, maintenance

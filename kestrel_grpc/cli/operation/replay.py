@@ -19,12 +19,12 @@ from google.protobuf import json_format, message_factory
 from google.protobuf.message import Message
 
 from kestrel_client._pb.kestrel.v1 import image_service_pb2, vision_service_pb2
+from kestrel_client.commands.connection import CallMetadata, add_connection_flags, open_channel
+from kestrel_client.commands.parser import EXIT_FAILED, CommandError
 from kestrel_client.errors import from_rpc_error
 
 from ...edge.messages.image_fields import request_images
 from ...edge.messages.request_options import request_options
-from ..connection import CallMetadata, add_connection_flags, open_channel
-from ..parser import EXIT_FAILED, CommandError
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import MethodDescriptor

@@ -6,10 +6,11 @@ import argparse
 import os
 import sys
 
+from kestrel_client.commands.parser import CommandError
+
 from ...security.identity.principal import Scope
 from ...security.identity.tokens import line_of, new_token, parse_scopes
 from ...settings.flags import SettingsError
-from ..parser import CommandError
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:

@@ -9,13 +9,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kestrel_client.commands.parser import CommandError
+from kestrel_client.commands.values import whole
 from kestrel_engine import ConfigError, KestrelError, maintenance
 
 from ...process.startup_progress import LoadingProgress
 from ...settings.configuration import add_config_flag
 from ...settings.model import DEVICE_FLAGS, add_model_flags, config_error
-from ..parser import CommandError
-from ..values import whole
 from .download import computing_config
 
 

@@ -6,13 +6,13 @@ import argparse
 import dataclasses
 from pathlib import Path
 
+from kestrel_client.commands.parser import CommandError
 from kestrel_engine import ConfigError, KestrelError, RuntimeConfig, maintenance
 
 from ...process.startup_progress import LoadingProgress
 from ...settings.configuration import add_config_flag
 from ...settings.flags import SettingsError
 from ...settings.model import add_model_flags, config_error, runtime_configs
-from ..parser import CommandError
 
 _OWN_FLAGS = {"arch": "--arch", "multiprocessors": "--multiprocessors", "out": "--out"}
 

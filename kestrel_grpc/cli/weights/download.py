@@ -6,12 +6,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
+from kestrel_client.commands.parser import CommandError
 from kestrel_engine import ConfigError, KestrelError, RuntimeConfig, maintenance
 
 from ...process.startup_progress import LoadingProgress
 from ...settings.configuration import add_config_flag
 from ...settings.model import SOURCE_FLAGS, add_model_flags, config_error
-from ..parser import CommandError
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:

@@ -6,9 +6,10 @@ import argparse
 import dataclasses
 import json
 
+from kestrel_client.commands.parser import CommandError
+from kestrel_client.commands.requests import models
+
 from ...settings.flags import SettingsError
-from ..connection import add_connection_flags, connected
-from ..parser import CommandError
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
@@ -21,14 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "words", nargs="*", metavar="downloaded|remove", help="use this machine, not the server"
     )
     parser.add_argument("--yes", action="store_true", help="remove without asking")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    add_connection_flags(parser)
+    models.add_arguments(parser, command)
 
 
 def run(args: argparse.Namespace) -> int:
     match args.words:
         case []:
-            return _served(args)
+            return models.run(args)
         case ["downloaded"]:
             return _downloaded(args)
         case ["remove", name]:
@@ -67,34 +67,4 @@ def _remove(name: str, args: argparse.Namespace) -> int:
     except ConfigError as error:
         raise CommandError(f"{name!r} {error.limit}") from None
     print(f"removed {removed.name}: {removed.size_bytes / 1e9:,.2f} GB")
-    return 0
-
-
-def _served(args: argparse.Namespace) -> int:
-    with connected(args) as client:
-        models, server = client.list_models(), client.server_info()
-    if args.json:
-        described = {
-            "models": [model.to_dict() for model in models],
-            "server": server.to_dict(),
-        }
-        print(json.dumps(described))
-        return 0
-    for model in models:
-        print(f"{model.name}: {model.state}")
-        if model.family:
-            print(f"  {model.family}, {model.num_parameters / 1e6:,.1f} M parameters")
-            print(f"  skills: {', '.join(model.skill_names)}")
-            print(
-                f"  context: {model.context_positions} positions, an image takes {model.image_positions}"
-            )
-            print(f"  {model.device} {model.dtype}, {model.max_batch_size} requests at once")
-            print(f"  weights: {model.weights_fingerprint}")
-    print(f"server {server.server_version}")
-    limits = server.limits
-    print(
-        f"  images up to {limits.max_image_bytes / 2**20:g} MiB and {limits.max_image_pixels / 1e6:g} megapixels: "
-        f"{', '.join(server.image_formats)}"
-    )
-    print(f"  {limits.max_queue} requests may wait")
     return 0

@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kestrel_client.commands.parser import CommandError
+from kestrel_client.commands.values import number, whole
 from kestrel_engine import ConfigError, KestrelError, RuntimeConfig, teaching
 
 from ...process.startup_progress import LoadingProgress
 from ...settings.configuration import add_config_flag
 from ...settings.model import DEVICE_FLAGS, add_model_flags, config_error
-from ..parser import CommandError
-from ..values import number, whole
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -24,7 +24,7 @@ from tests.forking.process import ForkedProcess
 pytestmark = pytest.mark.slow
 KEY = "k" * 40
 FLAGS = ("--device", "cpu", "--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0")
-IMAGE = ROOT / "kestrel_grpc/cli/demo.jpg"
+IMAGE = ROOT / "clients/python/kestrel_client/commands/demo.jpg"
 NODE, NPM = shutil.which("node"), shutil.which("npm")
 
 

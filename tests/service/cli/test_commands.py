@@ -20,7 +20,7 @@ from tests.forking.process import run_forked
 from tests.service.cli.serve_process import READY, Process
 from tests.service.command_line import PROGRAM, ROOT, environment, executed, here, kestrel
 
-IMAGE = ROOT / "kestrel_grpc/cli/demo.jpg"
+IMAGE = ROOT / "clients/python/kestrel_client/commands/demo.jpg"
 
 
 @pytest.fixture(scope="module")
@@ -403,7 +403,7 @@ def test_help_and_version():
 
 def test_client_commands_load_neither_torch_nor_the_engine():
     code = (
-        "import sys\nfrom kestrel_grpc.cli.parser import main\n"
+        "import sys\nfrom kestrel_grpc.cli.program import main\n"
         "main(['query', 'hi', '--server', '127.0.0.1:1', '--timeout', '1'])\n"
         "print(*{'torch', 'numpy', 'pyvips', 'kestrel_engine'} & set(sys.modules))"
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kestrel_grpc.cli import own_server
+from kestrel_client.commands import own_server
 from tests.forking.process import ForkedProcess
 from tests.service.cli.serve_process import READY
 from tests.service.command_line import PROGRAM, ROOT, environment, executed, here

@@ -5,7 +5,7 @@ import re
 
 from tests.service.command_line import ROOT, here
 
-IMAGE = ROOT / "kestrel_grpc/cli/demo.jpg"
+IMAGE = ROOT / "clients/python/kestrel_client/commands/demo.jpg"
 
 
 def test_schedule_answers_in_this_process():

@@ -44,7 +44,7 @@ def test_the_pages_have_such_lines():
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 async def test_the_lines_run_as_written(serve, tmp_path, block):
     served = await serve()
-    shutil.copy(ROOT / "kestrel_grpc/cli/demo.jpg", tmp_path / "picture.jpg")
+    shutil.copy(ROOT / "clients/python/kestrel_client/commands/demo.jpg", tmp_path / "picture.jpg")
     shutil.copy(ROOT / "kestrel_grpc/services/kestrel.v1.binpb", tmp_path)
     stored = await served.images.PutImage(image_service_pb2.PutImageRequest(image=raw_image()))
     script = block.text.replace("127.0.0.1:50051", served.server.addresses[0])

@@ -22,9 +22,9 @@ from kestrel_client import (
     QueryTask,
     UnavailableError,
 )
+from kestrel_client.commands.parser import CommandError
+from kestrel_client.commands.requests.watch import jpegs
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_grpc.cli.parser import CommandError
-from kestrel_grpc.cli.requests.watch import jpegs
 from tests.engine.fakes import never_ends
 from tests.service.conftest import LIMITS, HeldRuntime
 from tests.service.services.answers.test_frames import until
@@ -186,7 +186,7 @@ def _stream(data: bytes) -> io.BufferedReader:
 async def test_watch(serve, tmp_path, capsys, monkeypatch):
     import pyvips
 
-    from kestrel_grpc.cli.parser import main
+    from kestrel_grpc.cli.program import main
 
     served = await serve()
     for number in (1, 2):

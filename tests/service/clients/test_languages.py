@@ -18,7 +18,7 @@ from tests.forking.process import ForkedProcess
 
 pytestmark = pytest.mark.slow
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-IMAGE = ROOT / "kestrel_grpc/cli/demo.jpg"
+IMAGE = ROOT / "clients/python/kestrel_client/commands/demo.jpg"
 DEBIAN_GO = Path("/usr/share/gocode")
 DEBIAN_JARS = Path("/usr/share/java")
 DEBIAN_CRATES = Path("/usr/share/cargo/registry")

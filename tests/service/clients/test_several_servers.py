@@ -10,7 +10,7 @@ import signal
 import pytest
 
 from kestrel_client import ImageHandle, NotFoundError, QueryTask
-from kestrel_grpc.cli.parser import main
+from kestrel_grpc.cli.program import main
 from tests.abuse.processes.three_servers import FILES, GREEDY, Servers, places
 from tests.waiting import until
 

@@ -18,7 +18,7 @@ from kestrel_client._pb.inference.grpc_service_pb2_grpc import GRPCInferenceServ
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import image_service_pb2 as image_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_grpc.cli.parser import main
+from kestrel_grpc.cli.program import main
 from kestrel_grpc.settings.debug import DebugConfig
 from kestrel_grpc.settings.http import HttpConfig
 from tests.kserve.conftest import infer

@@ -23,8 +23,8 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import ConfigError, InferenceEngine, RuntimeConfig, SkillRegistry
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.skills import DetectSkill
-from tests.service.cli.test_stored_images import IMAGE
-from tests.service.cli.test_stored_images import kestrel as kestrel
+from tests.client.commands.test_stored_images import IMAGE
+from tests.client.commands.test_stored_images import kestrel as kestrel
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure
 from tests.waiting import until

@@ -16,6 +16,7 @@ from kestrel_grpc.settings.configuration import (
     print_configuration,
 )
 from kestrel_grpc.settings.flags import Parser, SettingsError, add_settings, configured
+from kestrel_grpc.settings.sources import read_config_file
 from tests.forking.process import run_forked
 from tests.service.command_line import here
 
@@ -280,7 +281,7 @@ def test_a_field_is_all_that_a_knob_needs(file):
     def knobs(*flags, **environ):
         parser = Parser(prog="test")
         add_settings(parser, Knobs, environ=environ)
-        parser.sources.known = lambda: parser.sources.settings
+        read_config_file(parser, lambda: parser.sources.settings)
         parser.add_argument("--config")
         return configured(Knobs, parser.parse_args(flags))
 

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from kestrel_grpc.cli.parser import main
+from kestrel_grpc.cli.program import main
 from kestrel_grpc.settings.configuration import add_flags, configuration
 from kestrel_grpc.settings.debug import DebugConfig
 from kestrel_grpc.settings.flags import Parser, SettingsError

@@ -258,7 +258,9 @@ async def test_tasks_of_one_call_have_spans_of_their_own(serve_traced, collector
 
 async def test_images_that_are_put_or_uploaded_have_a_span(serve_traced, collector):
     served = await serve_traced()
-    png = (Path(__file__).parents[3] / "kestrel_grpc/cli/demo.jpg").read_bytes()
+    png = (
+        Path(__file__).parents[3] / "clients/python/kestrel_client/commands/demo.jpg"
+    ).read_bytes()
 
     def upload():
         yield image_pb.UploadImageRequest(info=image_pb.UploadInfo())

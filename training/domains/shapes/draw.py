@@ -8,12 +8,15 @@ import random
 import numpy as np
 from PIL import Image, ImageDraw
 
-from kestrel_grpc.scenes.captions import LENGTHS, caption
-from kestrel_grpc.scenes.paths import path_tokens
-from kestrel_grpc.scenes.phrases import Phrase, draw_absent, draw_present, object_words, refer
-from kestrel_grpc.scenes.questions import draw_question
-from kestrel_grpc.scenes.render import render_scene
-from kestrel_grpc.scenes.scenes import (
+from training.domains.ground import draw_ground
+from training.domains.phrasing import absent_object, off_topic, vary
+from training.domains.picture import Ask, Mark, Picture, Pixels, in_order
+from training.scenes.captions import LENGTHS, caption
+from training.scenes.paths import path_tokens
+from training.scenes.phrases import Phrase, draw_absent, draw_present, object_words, refer
+from training.scenes.questions import draw_question
+from training.scenes.render import render_scene
+from training.scenes.scenes import (
     Scene,
     Shape,
     draw_background,
@@ -21,11 +24,8 @@ from kestrel_grpc.scenes.scenes import (
     draw_scene,
     stripe_gap,
 )
-from kestrel_grpc.scenes.shapes import geometry, place, unit_bounds
-from kestrel_grpc.scenes.vocabulary import COLOURS, FOREIGN_NOUNS, MEASURED_COLOURS, SHAPES
-from training.domains.ground import draw_ground
-from training.domains.phrasing import absent_object, off_topic, vary
-from training.domains.picture import Ask, Mark, Picture, Pixels, in_order
+from training.scenes.shapes import geometry, place, unit_bounds
+from training.scenes.vocabulary import COLOURS, FOREIGN_NOUNS, MEASURED_COLOURS, SHAPES
 
 
 def _grid_scene(rng: random.Random, width: int, height: int) -> Scene:

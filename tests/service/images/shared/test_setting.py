@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kestrel_engine import ConfigError
-from kestrel_grpc.cli.parser import main
+from kestrel_grpc.cli.program import main
 from kestrel_grpc.settings.server import ServerConfig
 from kestrel_grpc.settings.shared_images import SharedImagesConfig
 

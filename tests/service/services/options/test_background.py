@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from kestrel_client import AsyncKestrelClient, CaptionTask, InvalidArgumentError
-from tests.service.cli.test_stored_images import kestrel as kestrel
+from tests.client.commands.test_stored_images import kestrel as kestrel
 
 
 def logo():

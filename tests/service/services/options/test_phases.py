@@ -9,8 +9,8 @@ from kestrel_client import AsyncKestrelClient, QueryTask
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.runtime.fake import FakeRuntime
+from tests.client.commands.test_stored_images import kestrel as kestrel
 from tests.engine.fakes import IMAGE
-from tests.service.cli.test_stored_images import kestrel as kestrel
 from tests.service.conftest import LIMITS
 from tests.service.statuses import failure
 
@@ -85,7 +85,7 @@ async def test_the_command_line_has_both(kestrel, monkeypatch):
     thinking = [*flags, "--reasoning", "--max-reasoning-tokens", 2, "--json"]
     status, told, errors = await kestrel("query", "why?", *thinking)
     assert (status, errors) == (0, "") and '"reasoning_tokens": 2' in told
-    image = "kestrel_grpc/cli/demo.jpg"
+    image = "clients/python/kestrel_client/commands/demo.jpg"
     _, joined, _ = await kestrel("query", image, "Be brief.\n\nwhy?", *flags[2:])
     monkeypatch.setattr("sys.stdin", io.StringIO("why?\n"))
     assert (await kestrel("chat", image, *flags))[1] == joined

@@ -1,0 +1,185 @@
+"""The arguments of ``batch``, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kestrel_client import AnalyzeResult, Task
+
+from ..connection import add_connection_flags
+from ..flags import SettingsError
+from ..parser import EXIT_FAILED, CommandError
+from ..requests.analyze import add_task_flags, task_of
+from ..requests.flags import add_request_flags, request_options
+from ..requests.inputs import IMAGE_HELP
+from .exports import Export, parse_export
+from .journal import Journal
+from .overlays import Overlays
+from .rows import Row, open_rows
+from .runner import Summary
+from .running import add_running_flags, check_running_flags, run_rows, server_of
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    parser.usage = f"{parser.prog} [IMAGE ...] TASK [TASK ...] --output FILE [flags]"
+    parser.epilog = (
+        "Writes a line of JSON for each image, in the order in which they end. The same command continues where an\n"
+        "interrupted one ended. In the tasks, {COLUMN} stands for a column of --rows:\n"
+        "  %(prog)s --rows questions.csv --query '{question}' --output answers.jsonl\n"
+        "  %(prog)s 'photos/**/*.jpg' --detect person --output found.jsonl --export coco:coco.json\n"
+        "Exits with 1 if an image or a task failed."
+    )
+    parser.add_argument("words", metavar="IMAGE", nargs="*", help=IMAGE_HELP)
+    parser.add_argument(
+        "--rows",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="CSV or JSONL file with a row for each image; paths of images are relative to the file",
+    )
+    parser.add_argument(
+        "--image-column",
+        default="image",
+        metavar="NAME",
+        help="column of --rows with the path or the http(s) address of the image [image]",
+    )
+    add_task_flags(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument("--output", metavar="FILE", required=True, help="file of results (JSONL)")
+    output.add_argument(
+        "--export",
+        action="append",
+        default=[],
+        metavar="TARGET",
+        help="also write FILE.csv, FILE.parquet, coco:FILE or yolo:FOLDER at the end; may be given several times",
+    )
+    output.add_argument(
+        "--overlays",
+        metavar="FOLDER",
+        help="draw each result on its image, finished ones too (needs Pillow)",
+    )
+    output.add_argument("--fresh", action="store_true", help="delete the results that there are")
+    output.add_argument(
+        "--retry-failed", action="store_true", help="run the images again that failed before"
+    )
+    output.add_argument("--quiet", action="store_true", help="show no progress")
+    output.add_argument("--json", action="store_true", help="print the summary as JSON")
+    add_running_flags(parser)
+    add_request_flags(parser)
+    parser.set_defaults(priority="low")
+    add_connection_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if not args.tasks:
+        raise SettingsError(
+            "give at least one task: --query, --caption, --point, --detect, --segment"
+        )
+    check_running_flags(args)
+    exports = [parse_export(text) for text in args.export]
+    rows = open_rows(args.words, args.rows, args.image_column)
+    if not rows:
+        raise SettingsError("no image is given: name images, or a file with --rows")
+    keys = _keys(args)
+    for row in rows:
+        _tasks(row, keys, args)  # Raises an error before the first request.
+    overlays = None if args.overlays is None else Overlays(args.overlays, rows)
+    options = {name: value for name, value in request_options(args).items() if value is not None}
+    described = {
+        "tasks": [[kind, asked] for kind, asked in args.tasks],
+        "max_tokens": args.max_tokens,
+        "min_score": args.min_score,
+        "options": {name: value for name, value in options.items() if name != "priority"},
+    }
+    if args.weights is not None:
+        described["weights"] = args.weights
+    with Journal(
+        Path(args.output), described, fresh=args.fresh, without_failed=args.retry_failed
+    ) as journal:
+        left = [row for row in rows if row.identity not in journal.done]
+        summary = Summary()
+        if overlays is not None:
+            overlays.write_finished(journal)
+        if left:
+            with server_of(args):
+                summary = _ask(args, journal, len(rows), left, keys, options, overlays)
+        _export(journal, exports)
+        _print(args, summary, journal, len(rows), len(rows) - len(left))
+        return EXIT_FAILED if journal.failed else 0
+
+
+def _keys(args: argparse.Namespace) -> list[str]:
+    """A name for each task: its kind, with a number from the second of a kind on."""
+    keys: list[str] = []
+    for kind, _ in args.tasks:
+        count = sum(each.partition("_")[0] == kind for each in keys)
+        keys.append(kind if count == 0 else f"{kind}_{count + 1}")
+    return keys
+
+
+def _tasks(row: Row, keys: list[str], args: argparse.Namespace) -> Mapping[str, Task]:
+    return {
+        key: task_of(kind, row.filled(asked), args)
+        for key, (kind, asked) in zip(keys, args.tasks, strict=True)
+    }
+
+
+def _ask(
+    args: argparse.Namespace,
+    journal: Journal,
+    total: int,
+    left: list[Row],
+    keys: list[str],
+    options: dict[str, Any],
+    overlays: Overlays | None,
+) -> Summary:
+    def on_result(row: Row, result: AnalyzeResult) -> None:
+        if overlays is not None:
+            overlays.write(row, result)
+
+    return run_rows(
+        args,
+        journal,
+        left,
+        lambda row: _tasks(row, keys, args),
+        options,
+        total=total,
+        before=total - len(left),
+        on_result=on_result,
+    )
+
+
+def _export(journal: Journal, exports: list[Export]) -> None:
+    for export in exports:
+        try:
+            export.path.parent.mkdir(parents=True, exist_ok=True)
+            export.write(journal.lines(), export.path)
+        except OSError as error:
+            raise CommandError(
+                f"cannot write {str(export.path)!r}: {error.strerror or error}"
+            ) from None
+
+
+def _print(
+    args: argparse.Namespace, summary: Summary, journal: Journal, total: int, before: int
+) -> None:
+    if args.json:
+        plain = {**asdict(summary), "errors": dict(summary.errors), "failed": journal.failed}
+        print(json.dumps({**plain, "images": total, "done_before": before}))
+        return
+    rate = summary.rows / summary.seconds if summary.seconds else 0.0
+    print(
+        f"{summary.rows} images in {summary.seconds:.1f} s ({rate:.2f}/s), {before} were done before, "
+        f"{summary.output_tokens} tokens, at most {summary.most_in_flight} in flight; results in {args.output}"
+    )
+    if summary.refused:
+        print(f"{summary.refused} requests were asked again, because the server was busy or away")
+    for code, count in summary.errors.most_common():
+        print(f"{count} failed: {code}")
+    if journal.failed:
+        print(f"{journal.failed} of all images failed; --retry-failed runs them again")

@@ -1,0 +1,270 @@
+"""The arguments of ``eval``, and the course of an evaluation."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Iterator
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+from kestrel_client import AsyncKestrelClient
+
+from ..batch.journal import Journal
+from ..batch.rows import Row
+from ..batch.running import add_running_flags, check_running_flags, run_rows, server_of
+from ..connection import add_connection_flags
+from ..flags import SettingsError, reported
+from ..parser import EXIT_FAILED, CommandError
+from ..requests.flags import add_min_score_flag, add_request_flags, request_options
+from ..values import number, whole
+from .benchmark import Asking, Benchmark, Hub, Item, items_of
+from .comparison import compare
+from .reading import open_records
+from .report import Report, print_report, write_report
+from .scored import score_lines
+from .sets import MODULES, benchmark
+from .totals import totals
+
+_COMPARE = "compare"
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    parser.usage = (
+        f"{parser.prog} SET [FOLDER] [flags]\n       {parser.prog} {_COMPARE} FOLDER FOLDER [flags]"
+    )
+    parser.epilog = (
+        "Asks about every row of a data set, scores the answers with the set's own metric, and writes results,\n"
+        "scores, a report and a page with the worst images into the folder --output. The same command continues\n"
+        "where an interrupted one ended. Without FOLDER, a set is read from the hub. The sets:\n"
+        f"{', '.join(MODULES)}.\n"
+        "  %(prog)s chartqa ChartQA/ --weights model.safetensors --limit 200\n"
+        "  %(prog)s pope POPE/ --server one:50051 --against='--server two:50051'\n"
+        f"  %(prog)s {_COMPARE} eval-a eval-b\n"
+        "Exits with 1 if a request failed. docs/use/evaluation.md describes sets, layouts and metrics."
+    )
+    parser.add_argument("words", metavar="SET", nargs="*", help="data set, and its folder or file")
+    data = parser.add_argument_group("data")
+    data.add_argument(
+        "--limit",
+        type=_limit,
+        metavar="N",
+        help="use only the first N rows; -1: all [-1]",
+    )
+    data.add_argument(
+        "--hub", metavar="REPO", help="data set of the hub to read instead of the set's own"
+    )
+    data.add_argument(
+        "--split", metavar="NAME", help="split of the data set on the hub [the set's usual one]"
+    )
+    data.add_argument(
+        "--subset",
+        metavar="NAME",
+        help="configuration of the data set on the hub [the set's usual one]",
+    )
+    asking = parser.add_argument_group("questions")
+    asking.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        help="text of each question; {question} stands for the row's question [the set's own]",
+    )
+    asking.add_argument(
+        "--reasoning", action="store_true", help="let the model reason before it answers"
+    )
+    asking.add_argument(
+        "--temperature", type=number, default=0.0, help="0 always takes the most likely token [0]"
+    )
+    asking.add_argument(
+        "--max-tokens", type=whole(), help="limit on the tokens of each answer [the server's]"
+    )
+    add_min_score_flag(asking)
+    asking.add_argument(
+        "--absent",
+        type=whole(0, 1000),
+        default=0,
+        metavar="N",
+        help="sets of boxes: also ask for N objects that each image does not show [0]",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--output",
+        metavar="PATH",
+        help="folder of results and reports [eval-SET]; of compare: a page to write (HTML)",
+    )
+    output.add_argument(
+        "--against",
+        metavar="FLAGS",
+        help="evaluate again with these flags changed, as in --against='--server HOST:PORT', and compare",
+    )
+    output.add_argument(
+        "--worst", type=whole(0, 500), default=24, metavar="N", help="images on the page [24]"
+    )
+    output.add_argument("--fresh", action="store_true", help="delete the results that there are")
+    output.add_argument("--retry-failed", action="store_true", help="ask again what failed before")
+    output.add_argument("--quiet", action="store_true", help="show no progress")
+    output.add_argument("--json", action="store_true", help="print the report as JSON")
+    add_running_flags(parser)
+    add_request_flags(parser)
+    parser.set_defaults(priority="low")
+    add_connection_flags(parser)
+
+
+def _whole_or_all(text: str) -> int:
+    return -1 if text == "-1" else whole(1)(text)
+
+
+_limit = reported(_whole_or_all)
+
+
+def run(args: argparse.Namespace) -> int:
+    name, *places = args.words or [""]
+    if not name:
+        raise SettingsError(f"no data set is given; the sets are {', '.join(MODULES)}")
+    if name == _COMPARE:
+        return compare(places, args.output, as_json=args.json, worst=args.worst)
+    return _run_set(args, name, places) if args.against is None else _run_both(args, name, places)
+
+
+def _run_both(args: argparse.Namespace, name: str, places: list[str]) -> int:
+    """Evaluates both sides, and compares them."""
+    folder = Path(args.output or f"eval-{name}")
+    sides = {"first": copy(args), "second": _changed(args)}
+    for side, own in sides.items():
+        own.output = str(folder / side)
+    failed = [_run_set(own, name, places) for own in sides.values()]
+    page = str(folder / "compared.html")
+    compare([own.output for own in sides.values()], page, as_json=args.json, worst=args.worst)
+    return max(failed)
+
+
+def _changed(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments with the flags of --against. Raises SettingsError."""
+    try:
+        flags = shlex.split(args.against)
+    except ValueError as error:
+        raise SettingsError(f"--against={args.against}: {error}") from None
+    _, commands, _ = args.program.whole_parser(["eval"])
+    changed: argparse.Namespace = commands["eval"].parse_args(flags, copy(args))
+    if changed.words:
+        raise SettingsError(f"--against={args.against}: takes flags only, not {changed.words[0]!r}")
+    return changed
+
+
+def _run_set(args: argparse.Namespace, name: str, places: list[str]) -> int:
+    chosen = benchmark(name)
+    if len(places) > 1:
+        raise SettingsError(f"eval {name} takes one folder, not {len(places)}")
+    check_running_flags(args)
+    asking = Asking(
+        prompt=_prompt(args.prompt),
+        reasoning=args.reasoning,
+        temperature=args.temperature,
+        max_tokens=args.max_tokens,
+        min_score=args.min_score,
+        absent=args.absent,
+    )
+    data, items = _data(args, chosen, places[0] if places else None, asking)
+    return _evaluate(args, chosen, data, items, asking)
+
+
+def _prompt(text: str | None) -> str | None:
+    if text is not None and "{question}" not in text:
+        raise SettingsError("--prompt: must have {question}, which stands for the row's question")
+    return text
+
+
+def _data(
+    args: argparse.Namespace, chosen: Benchmark, place: str | None, asking: Asking
+) -> tuple[str, Iterator[Item]]:
+    """The name of the data, and its items."""
+    limit = chosen.default_limit if args.limit is None else args.limit
+    limit = None if limit == -1 else limit
+    if chosen.items is not None:
+        if place is not None or args.hub or args.split or args.subset:
+            raise SettingsError(f"eval {chosen.name} draws its images; it takes no folder")
+        return chosen.title, chosen.items(asking, limit)
+    hub = _hub(args, chosen.hub)
+    if place is not None and (args.hub or args.split or args.subset):
+        raise SettingsError("--hub, --split and --subset read from the hub; give them or a folder")
+    records = open_records(chosen, place, hub, limit)
+    return records.name, items_of(records.rows, chosen, asking)
+
+
+def _hub(args: argparse.Namespace, usual: Hub | None) -> Hub | None:
+    if args.hub is not None:
+        split = args.split or (usual.split if usual is not None else "test")
+        return Hub(args.hub, split, args.subset)
+    if usual is None:
+        return None
+    return Hub(usual.repo, args.split or usual.split, args.subset or usual.config)
+
+
+def _evaluate(
+    args: argparse.Namespace,
+    chosen: Benchmark,
+    data: str,
+    found: Iterator[Item],
+    asking: Asking,
+) -> int:
+    folder = Path(args.output or f"eval-{chosen.name}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"cannot create the folder {str(folder)!r}: {error.strerror}") from None
+    options = {key: value for key, value in request_options(args).items() if value is not None}
+    described = {
+        "set": chosen.name,
+        "data": data,
+        "questions": {name: getattr(asking, name) for name in asking.__slots__},
+        "options": {key: value for key, value in options.items() if key != "priority"},
+        "weights": args.weights,
+    }
+    items: dict[Any, Item] = {item.identity: item for item in found}
+    if not items:
+        raise CommandError(f"{data} has no row")
+    with Journal(
+        folder / "results.jsonl", described, fresh=args.fresh, without_failed=args.retry_failed
+    ) as journal:
+        left = [item for item in items.values() if item.identity not in journal.done]
+        if left:
+            with server_of(args):
+                run_rows(
+                    args,
+                    journal,
+                    (Row(item.image, item.load(), item.number) for item in left),
+                    lambda row: {k: c.task for k, c in items[row.identity].cases.items()},
+                    options,
+                    total=len(items),
+                    before=len(items) - len(left),
+                    check=lambda client: _check_skills(client, args, chosen),
+                )
+        answered = list(score_lines(journal.lines(), items, chosen))
+        models = sorted({line["model"] for line in journal.lines() if line.get("model")})
+    scores = [each.scored for each in answered]
+    report = Report(
+        benchmark=chosen,
+        described=described,
+        models=models,
+        num_images=len(items),
+        totals=totals(scores, chosen.groups),
+        whole=chosen.whole(answered) if chosen.whole is not None else None,
+        answered=answered,
+    )
+    write_report(report, folder, worst=args.worst)
+    print_report(report, folder, as_json=args.json)
+    return EXIT_FAILED if report.failed else 0
+
+
+async def _check_skills(
+    client: AsyncKestrelClient, args: argparse.Namespace, chosen: Benchmark
+) -> None:
+    """Raises CommandError if the model lacks a skill that the data set needs."""
+    model = await client.get_model(args.model)
+    names = model.skill_names
+    missing = [skill for skill in chosen.skills if names and skill not in names]
+    if missing:
+        raise CommandError(
+            f"the model {model.name!r} has no skill {' and '.join(map(repr, missing))}, which eval {chosen.name} "
+            f"needs; its skills are {', '.join(names)}"
+        )

@@ -1,0 +1,136 @@
+"""``eval compare``: two runs of one data set side by side, with paired tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..flags import SettingsError
+from ..parser import CommandError
+from .page import html_table, page_head
+from .paired import Difference, differences
+from .reading import json_file
+from .report import REPORT, SCORES, percent, print_table, write_whole
+from .scored import Scored, read_scores
+from .sets import benchmark
+
+_METHOD = (
+    "Interval and p: paired bootstrap over images. McNemar's exact test compares right and wrong answers one by one; "
+    "it takes the questions of an image as independent."
+)
+
+
+def compare(places: Sequence[str], output: str | None, *, as_json: bool, worst: int) -> int:
+    """Compares the runs in two folders. ``output``: a page to write. ``worst``: the answers that it shows."""
+    if len(places) != 2:
+        raise SettingsError("eval compare takes the two folders of --output")
+    folders = [Path(place) for place in places]
+    reports = [json_file(folder / REPORT) for folder in folders]
+    sides = [read_scores(folder / SCORES) for folder in folders]
+    names = {_text(report, "set") for report in reports}
+    if len(names) != 1:
+        raise CommandError(f"the runs are of different data sets: {' and '.join(sorted(names))}")
+    first, second = _paired(*sides)
+    if not first:
+        raise CommandError("the runs have no question in common")
+    found = differences(first, second, benchmark(names.pop()).groups)
+    only = len(sides[0]) + len(sides[1]) - 2 * len(first)
+    title = f"{places[0]} and {places[1]}: {len(first)} questions in common"
+    notes = [*_settings(reports, places), _METHOD]
+    if only:
+        notes.insert(0, f"{only} questions that only one run has are left out")
+    if output is not None:
+        changed = [(a, b) for a, b in zip(first, second, strict=True) if a.value != b.value]
+        changed.sort(key=lambda pair: -abs(pair[1].value - pair[0].value))
+        page = page_head(title, notes) + html_table(_table(found, places))
+        page += f"<h2>The answers that differ most, of {len(changed)}</h2>\n"
+        page += html_table(_changes(changed[:worst], places)) + "</html>\n"
+        write_whole(Path(output), lambda file: file.write_text(page, encoding="utf-8"))
+    if as_json:
+        shown = {"runs": list(places), "questions": len(first), "left_out": only}
+        print(json.dumps({**shown, "metrics": [asdict(each) for each in found]}))
+        return 0
+    print(title)
+    print_table(_table(found, places))
+    for note in notes:
+        print(note)
+    if output is not None:
+        print(f"{output} shows the answers that differ most")
+    return 0
+
+
+def _paired(first: Sequence[Scored], second: Sequence[Scored]) -> tuple[list[Scored], list[Scored]]:
+    """The cases that both runs have. Raises CommandError if a case has another truth."""
+    others = {each.key: each for each in second}
+    pairs = [(each, others[each.key]) for each in first if each.key in others]
+    for a, b in pairs:
+        if (a.question, a.expected) != (b.question, b.expected):
+            raise CommandError(
+                f"the runs are of different data: {a.image!r}, row {a.row}, expects {a.expected[:60]!r} of "
+                f"{a.question[:60]!r} in one, {b.expected[:60]!r} of {b.question[:60]!r} in the other"
+            )
+    return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+def _settings(reports: Sequence[Any], places: Sequence[str]) -> list[str]:
+    """What the runs were made with, where they differ."""
+    lines = []
+    for name in ("models", "questions", "options", "weights", "data"):
+        values = [report.get(name) for report in reports]
+        if values[0] == values[1]:
+            continue
+        if all(isinstance(value, Mapping) for value in values):
+            keys = [k for k in {**values[0], **values[1]} if values[0].get(k) != values[1].get(k)]
+            values = [{key: value.get(key) for key in keys} for value in values]
+        shown = (f"{json.dumps(v)} in {p}" for v, p in zip(values, places, strict=True))
+        lines.append(f"{name}: {', '.join(shown)}")
+    return lines
+
+
+def _text(report: Any, name: str) -> str:
+    value = report.get(name) if isinstance(report, Mapping) else None
+    if not isinstance(value, str):
+        raise CommandError(f"a {REPORT} is not the report of an evaluation")
+    return value
+
+
+def _table(found: Sequence[Difference], places: Sequence[str]) -> list[list[str]]:
+    head = ["", "metric", "questions", *places, "difference", "95 % interval", "p"]
+    rows = [[*head, "only one right", "McNemar p"]]
+    for each in found:
+        interval = "" if each.low is None else f"{_signed(each.low)} … {_signed(each.high)}"
+        tested = each.mcnemar_p is not None
+        rows.append(
+            [
+                each.group,
+                each.metric,
+                str(each.cases),
+                percent(each.first),
+                percent(each.second),
+                _signed(each.second - each.first),
+                interval,
+                _probability(each.bootstrap_p),
+                f"{each.only_first} and {each.only_second}" if tested else "",
+                _probability(each.mcnemar_p),
+            ]
+        )
+    return rows
+
+
+def _changes(pairs: Sequence[tuple[Scored, Scored]], places: Sequence[str]) -> list[list[str]]:
+    rows = [["image", "question", "expected", *places]]
+    for a, b in pairs:
+        said = [each.error or each.said or "(nothing)" for each in (a, b)]
+        rows.append([f"{a.image}, row {a.row}", a.question, a.expected, *said])
+    return rows
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:+.2f}"
+
+
+def _probability(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"

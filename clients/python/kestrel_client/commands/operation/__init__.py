@@ -1,0 +1,1 @@
+"""Commands that operate a server: its administration and its health."""

@@ -1,0 +1,58 @@
+"""``kestrel``: the program of the commands that need only the SDK."""
+
+from __future__ import annotations
+
+import sys
+
+from ..version import __version__
+from .parser import Program
+
+COMMANDS = {
+    "query": ("requests.skills", "ask a question, about an image or without one"),
+    "caption": ("requests.skills", "describe an image"),
+    "point": ("requests.skills", "find the centres of objects"),
+    "detect": ("requests.skills", "find the bounding boxes of objects"),
+    "segment": ("requests.skills", "outline an object"),
+    "analyze": ("requests.analyze", "run several tasks on an image in one call"),
+    "batch": ("batch.command", "run tasks on many images; an interrupted run can be continued"),
+    "eval": ("evaluation.command", "measure a model on a data set, or compare two such runs"),
+    "embed": ("requests.embed", "compute embeddings of images, for search and comparison"),
+    "watch": ("requests.watch", "run tasks on the frames of a folder or of a camera's stream"),
+    "run": ("requests.run_skill", "run any skill of the server by its name"),
+    "put": ("requests.images", "store an image on the server and print its id, for later commands"),
+    "forget": ("requests.images", "delete a stored image"),
+    "chat": ("requests.chat", "ask questions about one image, as a conversation in the terminal"),
+    "mcp": (
+        "requests.mcp_server",
+        "offer the skills of a server to agents (Model Context Protocol)",
+    ),
+    "models": ("requests.models", "describe the models of a server"),
+    "admin": (
+        "operation.admin",
+        "manage a running server: drain, cancel, flush, log-level, statistics, profile, capture",
+    ),
+    "health": ("operation.health", "report whether a server is ready"),
+    "bench": (
+        "bench.command",
+        "measure a server under load: time to first token, gaps between tokens, requests/s",
+    ),
+    "completion": ("completion", "print a script that completes commands and flags in a shell"),
+}
+COMMANDS = {name: (f"{__package__}.{at}", summary) for name, (at, summary) in COMMANDS.items()}
+"""The module and the line of help of each command."""
+
+_EXAMPLES = """examples:
+  kestrel query photo.jpg "How many red circles are there?" --stream
+  kestrel detect photo.jpg "red circle" --save boxes.png
+  kestrel caption holiday/ long --save captioned/
+  kestrel analyze photo.jpg --caption short --query "How many people?" --detect person --server HOST:50051
+
+'kestrel COMMAND --help' shows the help of a command."""
+
+PROGRAM = Program(
+    "kestrel", __version__, "Looks at images with a Kestrel server.", _EXAMPLES, COMMANDS
+)
+main = PROGRAM.main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""``analyze``: runs several tasks on one image in one request to a running server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from kestrel_client import (
+    AnalyzeResult,
+    CaptionTask,
+    DetectTask,
+    KestrelClient,
+    Outcome,
+    PointTask,
+    QueryTask,
+    RpcError,
+    SegmentTask,
+    Stream,
+    Task,
+    TaskDone,
+    TaskEvent,
+)
+from kestrel_client.values.tasks import outcome_dict
+
+from ..connection import add_connection_flags, connected, reported_failures
+from ..flags import SettingsError
+from ..parser import EXIT_FAILED
+from ..terminal import styled
+from ..values import whole
+from .flags import add_min_score_flag, add_request_flags, add_save_flags, request_options
+from .inputs import IMAGE_HELP, Input, open_inputs
+from .output import event_dict, print_result
+from .painted import Painter
+
+_KINDS: dict[str, type[Task]] = {
+    "query": QueryTask,
+    "caption": CaptionTask,
+    "point": PointTask,
+    "detect": DetectTask,
+    "segment": SegmentTask,
+}
+
+
+class _AddTask(argparse.Action):
+    """Collects the tasks of all kinds in the order of the command line, as (kind, text)."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        kind = str(option).removeprefix("--")
+        namespace.tasks = [*(namespace.tasks or []), (kind, values)]
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    parser.epilog = "Each kind of task may be given several times. Exits with 1 if a task fails."
+    parser.usage = f"{parser.prog} IMAGE [IMAGE ...] TASK [TASK ...] [flags]"
+    parser.add_argument("words", metavar="IMAGE", nargs="*", help=IMAGE_HELP)
+    add_task_flags(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument("--stream", action="store_true", help="print results as they arrive")
+    output.add_argument(
+        "--json", action="store_true", help="print JSON; with --stream one object per line"
+    )
+    add_save_flags(output)
+    add_request_flags(parser)
+    add_connection_flags(parser)
+
+
+def add_task_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that `tasks_of` reads."""
+    tasks = parser.add_argument_group("tasks")
+    tasks.set_defaults(tasks=None)
+    for kind, metavar, help in (
+        ("query", "QUESTION", "ask a question"),
+        ("point", "OBJECT", "find the centres of objects"),
+        ("detect", "OBJECT", "find the bounding boxes of objects"),
+        ("segment", "OBJECT", "outline an object"),
+    ):
+        tasks.add_argument(f"--{kind}", action=_AddTask, dest="tasks", metavar=metavar, help=help)
+    tasks.add_argument(
+        "--caption",
+        action=_AddTask,
+        dest="tasks",
+        nargs="?",
+        const="normal",
+        choices=("short", "normal", "long"),
+        help="describe the image",
+    )
+    parser.add_argument(
+        "--max-tokens", type=whole(), help="limit on the tokens of each task [the server's]"
+    )
+    add_min_score_flag(parser)
+
+
+def tasks_of(args: argparse.Namespace) -> list[Task]:
+    """The tasks of the command line, in order. Raises SettingsError if there is none."""
+    if not args.tasks:
+        raise SettingsError(
+            "give at least one task: --query, --caption, --point, --detect, --segment"
+        )
+    return [task_of(kind, asked, args) for kind, asked in args.tasks]
+
+
+def run(args: argparse.Namespace) -> int:
+    tasks = tasks_of(args)
+    if not args.words:
+        raise SettingsError(f"no image is given: {args.program.name} analyze IMAGE TASK ...")
+    inputs = open_inputs(list(args.words))
+    painter = None if args.save is None else Painter(args.save, inputs, args.save_on)
+    failed = 0
+    with connected(args) as client:
+        for each in inputs:
+            with reported_failures(each.name, alone=len(inputs) == 1) as attempt:
+                named = {"image": each.name} if len(inputs) > 1 else {}
+                analysis = _analyze(client, args, each, named, tasks, painter)
+                failed += bool(analysis.errors)
+            failed += attempt.failed
+    return EXIT_FAILED if failed else 0
+
+
+def task_of(kind: str, asked: Any, args: argparse.Namespace) -> Task:
+    """The task of one flag. ``asked``: its question, object or length."""
+    scored = {} if kind in ("query", "caption") else {"min_score": args.min_score}
+    return _KINDS[kind](asked, max_tokens=args.max_tokens, **scored)
+
+
+def _analyze(
+    client: KestrelClient,
+    args: argparse.Namespace,
+    given: Input,
+    named: dict[str, str],
+    tasks: list[Task],
+    painter: Painter | None,
+) -> AnalyzeResult:
+    """``named``: the first fields of each JSON object."""
+    silent = painter is not None and painter.takes_output
+    titles = {str(n): f"{kind} {asked!r}" for n, (kind, asked) in enumerate(args.tasks)}
+    options = request_options(args)
+    if named and not args.json and not silent:
+        print(styled(f"{given.name}:", "bold", sys.stdout), flush=True)
+    if args.stream and not silent:
+        with client.stream_analyze(given.source, tasks, **options) as events:
+            analysis = _print_stream(args, events, titles, named)
+    else:
+        analysis = client.analyze(given.source, tasks, **options)
+        if args.json and not silent:
+            _print_json({**named, **analysis.to_dict()})
+        elif not silent:
+            for key, outcome in analysis.outcomes.items():
+                _print_outcome(titles[key], outcome)
+    if painter is not None:
+        painter.write(analysis, given)
+    return analysis
+
+
+def _print_stream(
+    args: argparse.Namespace,
+    events: Stream[AnalyzeResult, TaskEvent | TaskDone],
+    titles: Mapping[str, str],
+    named: dict[str, str],
+) -> AnalyzeResult:
+    """Prints a stream: with --json every event, otherwise the result of each task as soon as it is complete.
+
+    Texts of several tasks, printed piece by piece, could not be read.
+    """
+    for item in events:
+        if isinstance(item, TaskEvent):
+            if args.json:
+                _print_json({**named, "key": item.key, **event_dict(item.event)})
+        elif args.json:
+            _print_json({**named, "key": item.key, "result": outcome_dict(item.outcome)})
+        else:
+            _print_outcome(titles[item.key], item.outcome)
+    analysis = events.result()
+    if args.json:
+        _print_json({**named, "final": analysis.to_dict()})
+    return analysis
+
+
+def _print_json(line: dict[str, Any]) -> None:
+    print(json.dumps(line, ensure_ascii=False), flush=True)
+
+
+def _print_outcome(title: str, outcome: Outcome) -> None:
+    print(styled(f"{title}:", "cyan", sys.stdout), flush=True)
+    if isinstance(outcome, RpcError):
+        print(f"failed: {outcome.message} [{outcome.code.name}]", file=sys.stderr, flush=True)
+    else:
+        print_result(outcome)
+    sys.stdout.flush()

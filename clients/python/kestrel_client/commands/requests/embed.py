@@ -1,0 +1,95 @@
+"""``embed``: the embeddings of images, as JSON or in a file for numpy."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from kestrel_client import EmbedResult
+
+from ..connection import add_connection_flags, connected, reported_failures
+from ..flags import SettingsError
+from ..parser import EXIT_FAILED, CommandError
+from .flags import add_request_flags, request_options
+from .inputs import IMAGE_HELP, open_inputs
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    parser.epilog = (
+        "Prints a line of JSON for each image. With --save, writes arrays instead: 'names' and 'vectors',\n"
+        "with --crops also 'crops', 'crop_of' (the index of each crop's image) and 'boxes'. numpy.load reads them."
+    )
+    parser.add_argument("images", metavar="IMAGE", nargs="+", help=IMAGE_HELP)
+    parser.add_argument(
+        "--crops", action="store_true", help="embed the crops of each image too, not only the whole"
+    )
+    parser.add_argument(
+        "--pooling",
+        choices=("mean", "none"),
+        default="mean",
+        help="mean: one vector of length 1 for an image or crop; none: one vector for each patch [mean]",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float16"),
+        default="float32",
+        help="format of the numbers [float32]",
+    )
+    parser.add_argument("--save", metavar="FILE.npz", help="write the vectors to this file")
+    add_request_flags(parser)
+    add_connection_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.save is not None and not args.save.endswith(".npz"):
+        raise SettingsError(f"--save: {args.save!r} must end in .npz")
+    inputs = open_inputs(args.images)
+    found: dict[str, EmbedResult] = {}
+    failed = 0
+    with connected(args) as client:
+        for each in inputs:
+            # If one of several images fails, the command continues with the others.
+            with reported_failures(each.name, alone=len(inputs) == 1) as attempt:
+                # A stream has no limit on the bytes of all embeddings together.
+                stream = client.stream_embed(
+                    each.source,
+                    crops=args.crops,
+                    pooling=args.pooling,
+                    dtype=args.dtype,
+                    **request_options(args),
+                )
+                with stream:
+                    result = stream.result()
+                if args.save is None:
+                    print(json.dumps({"image": each.name, **result.to_dict()}), flush=True)
+                else:
+                    found[each.name] = result
+            failed += attempt.failed
+    if found:
+        _save(Path(args.save), found)
+    return EXIT_FAILED if failed else 0
+
+
+def _save(path: Path, found: dict[str, EmbedResult]) -> None:
+    """Raises CommandError."""
+    import numpy as np
+
+    results = list(found.values())
+    arrays = {
+        "names": np.array(list(found)),
+        "vectors": np.stack([np.asarray(result.whole_image) for result in results]),
+    }
+    crops = [(i, crop) for i, result in enumerate(results) for crop in result.crops]
+    if crops:
+        boxes = [(c.box.x_min, c.box.y_min, c.box.x_max, c.box.y_max) for _, c in crops]
+        arrays["crops"] = np.stack([np.asarray(crop) for _, crop in crops])
+        arrays["crop_of"] = np.array([i for i, _ in crops])
+        arrays["boxes"] = np.array(boxes, np.float32)
+    try:
+        with path.open("wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+    except OSError as error:
+        raise CommandError(f"cannot write {str(path)!r}: {error.strerror}") from None
+    print(f"wrote {len(results)} images to {path}", file=sys.stderr)

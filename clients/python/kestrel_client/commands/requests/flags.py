@@ -1,0 +1,319 @@
+"""The flags that several commands share: sampling, the form of an answer, handling of the request; and their values."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from kestrel_client import (
+    Constraint,
+    Tiles,
+)
+
+from ..flags import SettingsError
+from ..values import MAX_INT64, number, whole
+from .painted import SAVE_HELP
+
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "max_tokens", "max_reasoning_tokens", "seed", "stop",
+    "logprobs", "top_logprobs", *_PENALTIES
+)  # fmt: skip
+_OPTIONS = ("model", "adapter", "request_id", "priority", "cache_salt", "background", "region")
+
+
+def add_sampling_flags(
+    parser: argparse.ArgumentParser, *, text: bool, has_seed: bool = False
+) -> None:
+    """``text``: the skill writes text. ``has_seed``: the command has a flag --seed of its own."""
+    group = parser.add_argument_group("sampling (default: the server's)")
+    group.add_argument(
+        "--temperature", type=number, help="from 0 to 100; 0 always takes the most likely token"
+    )
+    group.add_argument(
+        "--top-p",
+        type=number,
+        help="sample from the most likely tokens, up to this total probability; above 0, at most 1",
+    )
+    group.add_argument(
+        "--top-k",
+        type=whole(),
+        help="sample from this many of the most likely tokens; 0: from all tokens",
+    )
+    group.add_argument(
+        "--min-p",
+        type=number,
+        help="sample from tokens with at least this part of the largest probability; from 0 to 1",
+    )
+    group.add_argument(
+        "--max-tokens",
+        type=whole(),
+        help="limit on the generated tokens; a point takes 2 tokens, a box 3",
+    )
+    if not has_seed:
+        group.add_argument(
+            "--seed",
+            type=whole(0, MAX_INT64),
+            help="seed of sampling, from 0 to 2^63 - 1; the same seed gives the same answer",
+        )
+    if text:
+        group.add_argument(
+            "--stop",
+            action="append",
+            metavar="TEXT",
+            help="end the answer before this text; may be given several times",
+        )
+        group.add_argument(
+            "--repetition-penalty",
+            type=number,
+            help="above 1: repeat less of the question and of the text so far; from 0.01 to 10; 1: no penalty",
+        )
+        group.add_argument(
+            "--presence-penalty",
+            type=number,
+            help="above 0: avoid tokens of the text so far; from -2 to 2",
+        )
+        group.add_argument(
+            "--frequency-penalty",
+            type=number,
+            help="above 0: avoid frequent tokens of the text so far; from -2 to 2",
+        )
+        group.add_argument(
+            "--logit-bias",
+            action="append",
+            type=_bias,
+            metavar="ID=NUMBER",
+            help="add a number from -100 to 100 to the logit of a token; may be given several times",
+        )
+        _add_constraint_flags(parser)
+
+
+def add_reasoning_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--reasoning", action="store_true", help="let the model reason before it answers"
+    )
+    parser.add_argument(
+        "--max-reasoning-tokens",
+        type=whole(),
+        metavar="N",
+        help="with --reasoning: limit on the tokens of the reasoning [that of --max-tokens]",
+    )
+
+
+def add_system_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--system",
+        metavar="TEXT",
+        default="",
+        help="instructions that precede the first question [none]",
+    )
+
+
+def add_abstention_flags(parser: argparse.ArgumentParser, *, has_limit: bool = False) -> None:
+    """``has_limit``: the command has a flag --max-absence of its own."""
+    parser.add_argument(
+        "--presupposes",
+        action="append",
+        default=[],
+        metavar="OBJECT",
+        help="answer only if the image shows this object; may be given several times",
+    )
+    if has_limit:
+        return
+    parser.add_argument(
+        "--max-absence",
+        type=number,
+        metavar="P",
+        help="with --presupposes: largest probability that the object is absent, in [0, 1] [the server's default]",
+    )
+
+
+def question_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The values of the flags of questions, as keyword arguments of the client's methods."""
+    return {
+        "reasoning": args.reasoning,
+        "system": args.system,
+        "presupposes": args.presupposes,
+        "max_absence": args.max_absence,
+    }
+
+
+def add_logprobs_flags(output: Any) -> None:
+    output.add_argument(
+        "--logprobs",
+        action="store_true",
+        default=None,
+        help="print the log-probability of each token too, and their sum and mean",
+    )
+    output.add_argument(
+        "--top-logprobs",
+        type=whole(0, 20),
+        metavar="N",
+        help="with --logprobs: print the N likeliest tokens beside each token, at most 20",
+    )
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: must be an id and a number, like 17=-100"
+        ) from None
+
+
+def _add_constraint_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("form of the answer (one of these; default: any text)")
+    kinds = group.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--choice",
+        action="append",
+        metavar="TEXT",
+        help="answer with this text, or with that of another --choice",
+    )
+    kinds.add_argument(
+        "--regex", metavar="PATTERN", help="answer with a text that matches this regular expression"
+    )
+    kinds.add_argument(
+        "--grammar",
+        metavar="FILE",
+        help="answer with a text of the Lark grammar in this file",
+    )
+    kinds.add_argument(
+        "--json-schema",
+        metavar="FILE",
+        help="answer with JSON that is valid under the JSON Schema in this file",
+    )
+
+
+def _constraint(args: argparse.Namespace) -> Constraint | None:
+    """Raises SettingsError if a file cannot be read."""
+    given = {
+        "choices": getattr(args, "choice", None),
+        "regex": getattr(args, "regex", None),
+        "grammar": _text_of("--grammar", getattr(args, "grammar", None)),
+        "json_schema": _text_of("--json-schema", getattr(args, "json_schema", None)),
+    }
+    return Constraint(**given) if any(value is not None for value in given.values()) else None
+
+
+def _text_of(flag: str, path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"{flag}: {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{flag}: {path}: is not UTF-8 text") from error
+
+
+def sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """The values of the flags of ``add_sampling_flags``, as keyword arguments of the client's methods."""
+    given = {name: getattr(args, name) for name in _SAMPLING if hasattr(args, name)}
+    if not hasattr(args, "logit_bias"):
+        return given
+    biases = args.logit_bias
+    return given | {
+        "constraint": _constraint(args),
+        "logit_bias": None if biases is None else dict(biases),
+    }
+
+
+def add_save_flags(output: Any) -> None:
+    output.add_argument("--save", metavar="FILE", help=SAVE_HELP)
+    output.add_argument(
+        "--save-on", metavar="FILE", help="with --save: the image to draw on if IMAGE is an id"
+    )
+
+
+def add_request_flags(parser: argparse.ArgumentParser) -> None:
+    request = parser.add_argument_group("request")
+    request.add_argument(
+        "--model", help="name of the model that must answer [the server's default model]"
+    )
+    request.add_argument(
+        "--adapter", metavar="NAME", help="adapter, a fine-tune of the model, to apply [none]"
+    )
+    request.add_argument(
+        "--request-id",
+        help="id of the request, for logs and for 'admin cancel' [the server makes one]",
+    )
+    request.add_argument(
+        "--priority",
+        choices=("low", "normal", "high"),
+        help="priority among waiting requests [normal]",
+    )
+    request.add_argument(
+        "--cache-salt",
+        metavar="TEXT",
+        help="share cached computation only with requests that have the same salt [no salt]",
+    )
+    request.add_argument(
+        "--background",
+        type=_colour,
+        metavar="COLOUR",
+        help="background for a transparent image: white, black or RRGGBB [alpha is dropped]",
+    )
+    request.add_argument(
+        "--region",
+        type=_region,
+        metavar="X0,Y0,X1,Y1",
+        help="part of the image that the model sees: left, upper, right and lower edge as fractions [the whole image]",
+    )
+
+
+def _region(text: str) -> tuple[float, ...]:
+    numbers = tuple(map(number, text.split(",")))
+    if len(numbers) != 4:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be four numbers, like 0,0,0.5,0.5")
+    return numbers
+
+
+def tile_grid(text: str) -> tuple[int, int]:
+    """Reads ROWSxCOLUMNS. Raises argparse.ArgumentTypeError."""
+    rows, _, columns = text.partition("x")
+    try:
+        return int(rows), int(columns)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be rows and columns, like 2x3") from None
+
+
+def _colour(text: str) -> str:
+    named = {"white": "ffffff", "black": "000000"}
+    digits = named.get(text, text.removeprefix("#"))
+    if re.fullmatch(r"[0-9a-fA-F]{6}", digits) is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be white, black or RRGGBB, like ffeedd")
+    return f"#{digits}"
+
+
+def request_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The values of the flags of ``add_request_flags``, as keyword arguments of the client's methods."""
+    return {name: getattr(args, name) for name in _OPTIONS}
+
+
+def add_min_score_flag(parser: Any) -> None:
+    parser.add_argument(
+        "--min-score",
+        type=number,
+        metavar="SCORE",
+        help="omit what has a lower score, in [0, 1] [the server's default]",
+    )
+
+
+def object_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The values of the flags of ``point`` and ``detect`` alone, as keyword arguments of the client's methods. Raises
+    SettingsError."""
+    options = {name: getattr(args, name) for name in ("max_objects", "min_score")}
+    if args.command == "detect":
+        options["max_overlap"] = args.max_overlap
+    if args.tiles is None:
+        for flag in ("tile_overlap", "tiles_only"):
+            if getattr(args, flag):
+                raise SettingsError(f"--{flag.replace('_', '-')}: needs --tiles, like --tiles 2x3")
+        return options
+    rows, columns = args.tiles
+    return {**options, "tiles": Tiles(rows, columns, args.tile_overlap, args.tiles_only)}

@@ -1,0 +1,179 @@
+"""``mcp``: the five skills as tools of the Model Context Protocol, for agents. Asks a running server.
+
+An image is named by a path within ``--root``, a data URL, or the id of a stored image. Tools that find places also
+return the image with the places drawn on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from kestrel_client import AsyncKestrelClient, ImageHandle, KestrelError
+
+from ...images.base64_images import decoded_image, is_data_url
+from ..connection import add_connection_flags, failure_text, open_async_client, sdk_errors
+from ..parser import CommandError
+from ..values import whole
+
+if TYPE_CHECKING:
+    from mcp.server.mcpserver import MCPServer
+
+_MAX_BYTES = 32 * 1024 * 1024
+_ID_PREFIX = "img_"
+_INSTRUCTIONS = (
+    "Looks at images with a Moondream model. Coordinates are fractions of the image's width and height, measured from "
+    "the upper left corner. Name objects in a few words, like 'red car'."
+)
+
+
+class _ImageRefused(Exception):
+    """The image can't be used. The message is for the agent."""
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    parser.epilog = "Needs the extra mcp."
+    parser.add_argument(
+        "--root",
+        metavar="FOLDER",
+        help="let tools read images below this folder [no files]",
+    )
+    parser.add_argument(
+        "--http",
+        metavar="PORT",
+        type=whole(1, 65535),
+        help="serve streamable HTTP at http://127.0.0.1:PORT/mcp in place of standard input and output",
+    )
+    add_connection_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    root = None if args.root is None else Path(args.root).resolve()
+    if root is not None and not root.is_dir():
+        raise CommandError(f"--root {args.root}: there is no such folder")
+    try:
+        import anyio
+
+        server = _server(args, root)
+    except ModuleNotFoundError as error:
+        raise CommandError(
+            f"the package {error.name} is missing; install it with pip install './clients/python[mcp]'"
+        ) from None
+    with sdk_errors(args):
+        if args.http is None:
+            anyio.run(server.run_stdio_async)
+        else:
+            anyio.run(lambda: server.run_streamable_http_async(host="127.0.0.1", port=args.http))
+    return 0
+
+
+def _server(args: argparse.Namespace, root: Path | None) -> MCPServer[Any]:
+    """The tools. Each opens the client's connection once, at its first use."""
+    from mcp.server.mcpserver import Image, MCPServer
+    from mcp.server.mcpserver.exceptions import ToolError
+
+    server: MCPServer[Any] = MCPServer("kestrel", instructions=_INSTRUCTIONS, log_level="WARNING")
+    opened: list[AsyncKestrelClient] = []
+
+    def client() -> AsyncKestrelClient:
+        if not opened:
+            opened.append(open_async_client(args))
+        return opened[0]
+
+    async def answer(call: Any, *, draws: bool = False) -> list[Any]:
+        try:
+            result = await call
+        except KestrelError as error:
+            raise ToolError(failure_text(error, args.server, args.timeout)) from None
+        texts = [json.dumps(result.to_dict(), ensure_ascii=False)]
+        if not draws:
+            return texts
+        file = io.BytesIO()
+        try:
+            result.draw().save(file, "PNG")
+        except (ImportError, KestrelError):
+            return texts  # No Pillow, or the image is only known by its id.
+        return [*texts, Image(data=file.getvalue(), format="png")]
+
+    def source(image: str) -> bytes | ImageHandle:
+        try:
+            return _source(image, root)
+        except _ImageRefused as error:
+            raise ToolError(str(error)) from None
+
+    @server.tool(structured_output=False)
+    async def query(
+        image: str,
+        question: str,
+        reasoning: bool = False,
+        stop: list[str] | None = None,
+        presupposes: list[str] | None = None,
+    ) -> list[Any]:
+        """Answers a question about an image. `image`: a path, a data URL or an image id. `stop`: texts that end the
+        answer. `presupposes`: objects that the question is about; if the image does not show one of them, `abstained`
+        is true and there is no answer."""
+        call = client().query(
+            source(image),
+            question,
+            reasoning=reasoning,
+            stop=stop or (),
+            presupposes=presupposes or (),
+        )
+        return await answer(call)
+
+    @server.tool(structured_output=False)
+    async def caption(
+        image: str, length: Literal["short", "normal", "long"] = "normal"
+    ) -> list[Any]:
+        """Describes an image. `image`: a path, a data URL or an image id."""
+        return await answer(client().caption(source(image), length))
+
+    @server.tool(structured_output=False)
+    async def detect(image: str, objects: list[str]) -> list[Any]:
+        """Finds the bounding box of every object of each kind, and draws the boxes on the image. `objects`: the kinds,
+        like ["red circle"]."""
+        return await answer(client().detect(source(image), objects), draws=True)
+
+    @server.tool(structured_output=False)
+    async def point(image: str, objects: list[str]) -> list[Any]:
+        """Finds the centre of every object of each kind, and draws the points on the image. `objects`: as for
+        detect."""
+        return await answer(client().point(source(image), objects), draws=True)
+
+    @server.tool(structured_output=False)
+    async def segment(image: str, object: str) -> list[Any]:
+        """Outlines one object, as an SVG path relative to its box, and draws the outline on the image."""
+        return await answer(client().segment(source(image), object), draws=True)
+
+    return server
+
+
+def _source(image: str, root: Path | None) -> bytes | ImageHandle:
+    """The image for the client. Raises _ImageRefused."""
+    if image.startswith(_ID_PREFIX):
+        return ImageHandle(image)
+    if is_data_url(image):
+        try:
+            return decoded_image(image)
+        except ValueError as error:
+            raise _ImageRefused(f"the data URL {error}") from None
+    if image[:8].lower().startswith(("http://", "https://")):
+        raise _ImageRefused("an address is not fetched; give a path, a data URL or an image id")
+    if root is None:
+        raise _ImageRefused("files can't be read: start mcp with --root FOLDER")
+    path = (root / image).resolve()
+    if not path.is_relative_to(root):
+        raise _ImageRefused(f"{image}: is not below {root}")
+    try:
+        size = os.stat(path).st_size
+        if not path.is_file():
+            raise _ImageRefused(f"{image}: is not a file")
+        if size > _MAX_BYTES:
+            raise _ImageRefused(f"{image}: has {size} bytes, the limit is {_MAX_BYTES}")
+        return path.read_bytes()
+    except OSError as error:
+        raise _ImageRefused(f"{image}: {(error.strerror or str(error)).lower()}") from None

@@ -1,0 +1,100 @@
+"""``run``: runs any skill of a running server by its name, with the skill's own arguments and settings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from ..connection import add_connection_flags, connected
+from ..flags import SettingsError
+from .flags import add_request_flags, add_save_flags, request_options
+from .inputs import IMAGE_HELP, open_input
+from .output import event_dict, print_event
+from .painted import Painter
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    parser.epilog = (
+        'A VALUE that is valid JSON (a number, true, [0.5, 0.5], "text") is read as JSON, any other as text.\n'
+        "The command models lists the skills."
+    )
+    parser.add_argument("skill", metavar="SKILL", help="name of the skill")
+    parser.add_argument(
+        "image",
+        metavar="IMAGE",
+        nargs="?",
+        help=IMAGE_HELP,
+    )
+    for flag, help in (
+        ("argument", "an argument of the skill"),
+        ("setting", "a setting of the skill"),
+    ):
+        parser.add_argument(
+            f"--{flag}", action="append", type=_pair, default=[], metavar="NAME=VALUE",
+            help=f"{help}; may be given several times",
+        )  # fmt: skip
+    parser.add_argument("--stream", action="store_true", help="print results as they arrive")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print the whole result as JSON; with --stream one object per line",
+    )
+    add_save_flags(parser)
+    add_request_flags(parser)
+    add_connection_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    image = None if args.image is None else open_input(args.image)
+    inputs = [] if image is None else [image]
+    painter = None if args.save is None else Painter(args.save, inputs, args.save_on)
+    silent = painter is not None and painter.takes_output
+    source = None if image is None else image.source
+    given = (args.skill, source, _once("argument", args.argument), _once("setting", args.setting))
+    with connected(args) as client:
+        if silent or not args.stream:
+            result = client.run_skill(*given, **request_options(args))
+            if not silent:
+                _print(result.to_dict() if args.json else result.output)
+            if painter is not None and image is not None:
+                painter.write(result, image)
+            return 0
+        with client.stream_skill(*given, **request_options(args)) as stream:
+            for event in stream:
+                if args.json:
+                    _print(event_dict(event))
+                else:
+                    print_event(event)
+            result = stream.result()
+        if args.json:
+            _print({"final": result.to_dict()})
+        else:
+            print()
+        if painter is not None and image is not None:
+            painter.write(result, image)
+    return 0
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _once(flag: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs by name. Raises SettingsError if a name is given twice."""
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise SettingsError(f"--{flag} {name!r} is given twice")
+        values[name] = value
+    return values
+
+
+def _print(value: dict[str, Any]) -> None:
+    print(json.dumps(value, ensure_ascii=False), flush=True)

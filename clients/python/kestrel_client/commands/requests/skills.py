@@ -1,0 +1,279 @@
+"""``query``, ``caption``, ``point``, ``detect``, ``segment``: one request per image to a running server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from kestrel_client import (
+    CaptionResult,
+    KestrelClient,
+    QueryResult,
+    ReasoningDelta,
+    Result,
+    TextDelta,
+)
+from kestrel_client.values.results.objects import ObjectsResult
+
+from ..connection import add_connection_flags, connected, reported_failures
+from ..flags import SettingsError
+from ..parser import EXIT_FAILED, suggestion
+from ..terminal import styled
+from ..values import number, whole
+from .flags import (
+    add_abstention_flags,
+    add_logprobs_flags,
+    add_min_score_flag,
+    add_reasoning_flags,
+    add_request_flags,
+    add_sampling_flags,
+    add_save_flags,
+    add_system_flag,
+    object_options,
+    question_options,
+    request_options,
+    sampling,
+    tile_grid,
+)
+from .inputs import IMAGE_HELP, Input, Source, open_inputs, split_words
+from .output import event_dict, print_event, print_logprobs, print_nothing, print_result
+from .painted import Painter
+
+_LENGTHS = ("short", "normal", "long")
+_TEXT_COMMANDS = ("query", "caption")
+_OWN_WORD = {"query": "QUESTION", "caption": "[short|normal|long]"}
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    images = "[IMAGE ...]" if command == "query" else "IMAGE [IMAGE ...]"
+    parser.usage = f"{parser.prog} {images} {_OWN_WORD.get(command, 'OBJECT')} [flags]"
+    parser.epilog = _EPILOGS.get(command)
+    parser.add_argument("words", metavar="IMAGE", nargs="*", help=IMAGE_HELP)
+    _add_own(parser, command)
+    writes_text = command in _TEXT_COMMANDS
+    add_sampling_flags(parser, text=writes_text)
+    output = parser.add_argument_group("output")
+    if writes_text:
+        output.add_argument(
+            "--samples",
+            type=whole(1, 16),
+            metavar="N",
+            help="generate N answers, at most 16, with the seeds SEED, SEED+1 and so on [1]",
+        )
+        add_logprobs_flags(output)
+    output.add_argument("--stream", action="store_true", help="print the answer as it arrives")
+    output.add_argument(
+        "--json",
+        action="store_true",
+        help="print JSON, with usage and timings; with --stream one object per line",
+    )
+    add_save_flags(output)
+    add_request_flags(parser)
+    add_connection_flags(parser)
+
+
+_EPILOGS = {
+    "query": "The last word is the question. Without an image the model answers from the text alone.",
+    "caption": "The last word may be the length: short, normal (the default) or long.",
+    **dict.fromkeys(
+        ("point", "detect", "segment"), 'The last word names the object to find, like "red circle".'
+    ),
+}
+
+
+def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
+    if command == "query":
+        add_reasoning_flags(parser)
+        add_system_flag(parser)
+        add_abstention_flags(parser)
+        parser.add_argument(
+            "--together",
+            action="store_true",
+            help="ask one question about all images together, instead of about each",
+        )
+    elif command == "caption":
+        parser.add_argument(
+            "--length",
+            choices=_LENGTHS,
+            help="length of the caption, instead of the last word [normal]",
+        )
+    if command in ("point", "detect"):
+        parser.add_argument(
+            "--max-objects",
+            type=whole(),
+            metavar="N",
+            help="limit on the number of objects [the server's]",
+        )
+        parser.add_argument(
+            "--object",
+            action="append",
+            dest="objects",
+            metavar="OBJECT",
+            help="object to find, instead of the last word; may be given several times",
+        )
+        parser.add_argument(
+            "--tiles",
+            type=tile_grid,
+            metavar="RxC",
+            help="look for small objects in R rows and C columns of tiles too, like 2x3; at most 16 tiles",
+        )
+        parser.add_argument(
+            "--tile-overlap",
+            type=number,
+            metavar="PART",
+            help="with --tiles: the part of a tile that it shares with its neighbour, in [0, 0.5] [0.2]",
+        )
+        parser.add_argument(
+            "--tiles-only",
+            action="store_true",
+            help="with --tiles: leave out the look at the whole image",
+        )
+    if command == "detect":
+        parser.add_argument(
+            "--max-overlap",
+            type=number,
+            metavar="PART",
+            help="of two boxes that overlap more, keep the one with the higher score [keep both]",
+        )
+    if command in ("point", "detect", "segment"):
+        add_min_score_flag(parser)
+    if command == "segment":
+        parser.add_argument(
+            "--mask", choices=("none", "svg", "png", "rle", "polygons"), default="none",
+            help="mask to request in addition to the outline; --json prints it [none]",
+        )  # fmt: skip
+        parser.add_argument(
+            "--coarse",
+            action="store_true",
+            help="give the model's own outline, which a refiner would sharpen",
+        )
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.stream and (getattr(args, "samples", None) or 1) > 1:
+        raise SettingsError("--samples: a stream has one sample; leave out --stream")
+    names, word = _words(args)
+    inputs: list[Input | None] = [*open_inputs(names)] or [None]
+    more: list[Input | None] = []
+    if getattr(args, "together", False):
+        inputs, more = inputs[:1], inputs[1:]
+    given = [each for each in inputs if each is not None]
+    painter = None if args.save is None else Painter(args.save, given, args.save_on)
+    arguments, options = _arguments(args, word)
+    if more:
+        options["images"] = [each.source for each in more if each is not None]
+    failed = 0
+    with connected(args) as client:
+        for each in inputs:
+            # If one of several images fails, the command continues with the others.
+            with reported_failures(each.name if each else "", alone=len(inputs) == 1) as attempt:
+                result = _ask(client, args, each, len(inputs) > 1, arguments, options, painter)
+                failed += isinstance(result, ObjectsResult) and bool(result.errors)
+            failed += attempt.failed
+    return EXIT_FAILED if failed else 0
+
+
+def _words(args: argparse.Namespace) -> tuple[list[str], str | list[str]]:
+    """The images, and the question, the object or objects, or the length. Raises SettingsError."""
+    program, command, words = args.program.name, args.command, args.words
+    usage = f"{program} {command} IMAGE {_OWN_WORD.get(command, 'OBJECT')}"
+    images: list[str]
+    word: str | list[str]
+    if getattr(args, "objects", None):
+        images, word = words, args.objects
+        usage = f"{program} {command} IMAGE --object NAME"
+    elif command != "caption":
+        what = "question" if command == "query" else "object"
+        images, word = split_words(words, what, usage)
+    elif words and words[-1] in _LENGTHS and not args.length:
+        images, word = words[:-1], words[-1]
+    else:
+        images, word = words, args.length or "normal"
+        if len(words) > 1 and not os.path.exists(words[-1]):
+            hint = suggestion(words[-1], _LENGTHS)
+            if hint:
+                raise SettingsError(f"{words[-1]!r} is neither an image nor a length{hint}")
+    if not images and command != "query":
+        raise SettingsError(f"no image is given: {usage}")
+    return images, word
+
+
+def _ask(
+    client: KestrelClient,
+    args: argparse.Namespace,
+    given: Input | None,
+    several: bool,
+    arguments: list[Any],
+    options: dict[str, Any],
+    painter: Painter | None,
+) -> Result:
+    silent = painter is not None and painter.takes_output
+    source = None if given is None else given.source
+    if several and not args.json and not silent:
+        assert given is not None
+        print(styled(f"{given.name}:", "bold", sys.stdout), flush=True)
+    named = {"image": given.name} if several and given is not None else {}
+    if args.stream and not silent:
+        result: Result = _stream(client, args, source, arguments, options, named)
+    else:
+        result = getattr(client, args.command)(source, *arguments, **options)
+        if silent:
+            print_nothing(result)
+        elif args.json:
+            print(json.dumps({**named, **result.to_dict()}, ensure_ascii=False), flush=True)
+        else:
+            print_result(result)
+    if painter is not None and given is not None:
+        painter.write(result, given)
+    return result
+
+
+def _arguments(args: argparse.Namespace, word: str | list[str]) -> tuple[list[Any], dict[str, Any]]:
+    """The skill's positional arguments and all keywords, for the client's method."""
+    options = sampling(args) | request_options(args)
+    if args.command in _TEXT_COMMANDS and (args.samples or 1) > 1:
+        options["num_samples"] = args.samples
+    if args.command == "query":
+        return [word], {**options, **question_options(args)}
+    if args.command == "caption":
+        return [word], options
+    if args.command == "segment":
+        own = {"mask": args.mask, "refine": False if args.coarse else None}
+        return [word], {**options, **own, "min_score": args.min_score}
+    return [word], {**options, **object_options(args)}
+
+
+def _stream(
+    client: KestrelClient,
+    args: argparse.Namespace,
+    image: Source | None,
+    arguments: list[Any],
+    options: dict[str, Any],
+    named: dict[str, str],
+) -> Result:
+    """Prints a stream. ``named``: the first fields of each JSON object."""
+    method: Callable[..., Any] = getattr(client, f"stream_{args.command}")
+    with method(image, *arguments, **options) as stream:
+        thinking, labelled = False, len(getattr(args, "objects", None) or ()) > 1
+        for event in stream:
+            if args.json:
+                print(json.dumps({**named, **event_dict(event)}, ensure_ascii=False), flush=True)
+                continue
+            if thinking and isinstance(event, TextDelta):
+                print("\n")
+            thinking = isinstance(event, ReasoningDelta)
+            print_event(event, labelled=labelled)
+        result: Result = stream.result()
+    if args.json:
+        final = {**named, "final": result.to_dict()}
+        print(json.dumps(final, ensure_ascii=False), flush=True)
+    elif isinstance(result, (QueryResult, CaptionResult)):
+        print()
+        print_logprobs(result.logprobs)
+    else:
+        print_nothing(result)
+    return result

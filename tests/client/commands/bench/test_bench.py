@@ -1,0 +1,107 @@
+"""The command against a real server."""
+
+import json
+
+import pytest
+
+from kestrel_client.commands.bench.reporting.results import read_results
+from tests.client.commands.test_stored_images import IMAGE
+from tests.client.commands.test_stored_images import kestrel as kestrel
+from tests.forking.spawned import fork_what_is_spawned
+from tests.service.command_line import here
+
+
+async def test_one_stage(kestrel):
+    flags = ["--seconds", 0.2, "--concurrency", 2, "--max-tokens", 4]
+    status, told, _ = await kestrel("bench", *flags, "--json")
+    measured = json.loads(told)
+    assert status == 0 and measured["requests"] > 0 and measured["errors"] == {}
+    assert 0 < measured["ttft_ms"]["p50"] <= measured["total_ms"]["p99"]
+    status, told, _ = await kestrel("bench", IMAGE, *flags)
+    assert "requests/s" in told and "first token (TTFT)" in told
+    status, told, _ = await kestrel("bench", *flags, "--unary")
+    assert "whole answer" in told and "TTFT" not in told
+
+
+async def test_a_ramp_of_all_skills_is_stored_and_reported(kestrel, tmp_path):
+    result, page = tmp_path / "r.json", tmp_path / "r.html"
+    status, told, errors = await kestrel(
+        "bench", "--made-up", 2, "--size", "64x48", "--unique-images", 0.5, "--max-tokens", 8,
+        "--mix", "query=2,caption,point,detect,segment", "--question", "a?", "--question", "b?",
+        "--seconds", 0.3, "--start-concurrency", 1, "--concurrency-step", 2, "--max-concurrency", 4,
+        "--output", result, "--report", page, "--label", "ramp", "--latency-threshold-ms", 60000,
+        "--ttft-threshold-ms", 60000,
+    )  # fmt: skip
+    assert (status, errors) == (0, "")
+    assert [line.partition(":")[0] for line in told.splitlines()[:3]] == [
+        "1 in flight", "3 in flight", "4 in flight"
+    ]  # fmt: skip
+    content = read_results(str(result))
+    assert [stage["concurrency_limit"] for stage in content["results"]] == [1, 3, 4]
+    assert content["server"]["device"] and content["machine"]["cores"]
+    assert content["settings"]["mix"]["query"] == 2 and content["loop"] == "closed"
+    assert all(stage["requests_success"] > 0 for stage in content["results"])
+    assert set(content["results"][2]["skills"]) <= {
+        "query",
+        "caption",
+        "point",
+        "detect",
+        "segment",
+    }
+    assert "<svg" in page.read_text() and "ramp" in page.read_text()
+
+
+async def test_an_open_loop_of_two_processes_ends_when_a_limit_is_passed(
+    kestrel, tmp_path, monkeypatch
+):
+    fork_what_is_spawned(monkeypatch)
+    result = tmp_path / "r.json"
+    status, told, errors = await kestrel(
+        "bench", "--rate", 20, "--max-rate", 1000, "--seconds", 0.5, "--processes", 2,
+        "--max-tokens", 2, "--latency-threshold-ms", 0.001, "--output", result,
+    )  # fmt: skip
+    assert (status, errors) == (0, "")
+    assert "overloaded: latency p95" in told and "no stage kept within the limits" in told
+    (stage,) = read_results(str(result))["results"]
+    assert stage["target_rps"] == 20 and stage["requests_success"] > 1
+    assert stage["goodput_rps"] == 0 and stage["client"]["processes"] == 2
+
+
+async def test_refusals_are_counted_and_a_run_without_an_answer_fails(kestrel, tmp_path):
+    status, _, errors = await kestrel("bench", "--model", "other", "--seconds", 0.1)
+    assert status == 1 and "no request succeeded: " in errors and "other" in errors
+    notes = tmp_path / "notes.jpg"
+    notes.write_text("no image")
+    status, _, errors = await kestrel("bench", notes, "--seconds", 0.1)
+    assert status == 1 and "not in a supported format" in errors
+    for flag in ("--output", "--report"):
+        status, _, errors = await kestrel("bench", flag, notes / "below")
+        assert status == 1 and "cannot write" in errors
+        status, _, errors = await kestrel("bench", flag, tmp_path)
+        assert status == 1 and "it is a folder" in errors
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--seconds", 0], "'0': must be a number of seconds from 0.1 to 86400"),
+        (["--max-rate", 5], "--max-rate: needs --rate"),
+        (["--rate", 5, "--max-concurrency", 9], "--max-concurrency: --rate makes an open loop"),
+        (["--rate", 5, "--concurrency", 9], "--concurrency: --rate makes an open loop"),
+        (["--rate", 5, "--max-rate", 4], "--max-rate: 4 is less than the first rate, 5"),
+        (["--concurrency-step", 2], "--concurrency-step: needs --max-concurrency"),
+        (["--rate", "nan"], "'nan': must be a number of requests per second above 0"),
+        (["--mix", "query=1,fly=2"], "'fly' is no skill; the skills are query, caption"),
+        (["--mix", "query=1,query=2"], "'query' is given twice"),
+        (["--mix", "query=-1"], "'-1' is not a number above 0"),
+        (["--slo", "ttft"], "must be like ttft=500,itl=50"),
+        (["--size", "1x1"], "must be a width and a height from 16 to 8192"),
+        (["--unique-images", 2], "must be a number from 0 to 1"),
+        (["--percentile", 101], "must be a number above 0, at most 100"),
+        (["--unique-images", 0.5, "img_x"], "an id was given"),
+        (["--made-up", 2, "a.jpg"], "--made-up: images are given"),
+    ],
+)
+def test_wrong_flags_are_refused_before_anything_is_sent(flags, words):
+    done = here("bench", *flags)
+    assert done.returncode == 2 and done.stdout == "" and words in done.stderr

@@ -1,0 +1,205 @@
+"""``kestrel-grpc eval`` with a real server: results, reports, interruptions, errors, and comparisons."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import sys
+import time
+from html.parser import HTMLParser
+
+import pytest
+import pyvips
+
+from kestrel_engine import SkillRegistry
+from kestrel_engine.skills.query import QuerySkill
+from kestrel_grpc.cli.program import main
+from tests.forking.process import ForkedProcess
+
+COUNT = 6
+
+
+@pytest.fixture
+def charts(tmp_path):
+    """A folder in ChartQA's layout, with a question that tries to break the page."""
+    folder = tmp_path / "charts"
+    (folder / "test/png").mkdir(parents=True)
+    rows = []
+    for number in range(COUNT):
+        image = (pyvips.Image.black(40, 30, bands=3) + number).cast("uchar")
+        image.copy(interpretation="srgb").pngsave(str(folder / f"test/png/{number}.png"))
+        query = f"<script>alert({number})</script>"
+        rows.append({"imgname": f"{number}.png", "query": query, "label": str(number)})
+    (folder / "test/test_human.json").write_text(json.dumps(rows))
+    return folder
+
+
+async def run(served, *words):
+    address = served.server.addresses[0]
+    arguments = ["eval", *map(str, words), "--quiet", "--server", address]
+    return await asyncio.to_thread(main, arguments)
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+class Tags(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+
+
+async def test_reports_and_going_on(serve, charts, tmp_path, capsys):
+    served = await serve()
+    out = tmp_path / "out"
+    words = ["chartqa", charts, "--output", out]
+    assert await run(served, *words, "--limit", 2) == 0
+    assert "ChartQA: 2 images, 2 questions" in capsys.readouterr().out
+    # A larger limit goes on with the results that there are.
+    assert await run(served, *words, "--limit", -1) == 0
+    printed = capsys.readouterr().out
+    assert f"ChartQA: {COUNT} images" in printed and "relaxed accuracy" in printed
+    results = lines(out / "results.jsonl")
+    assert sorted(line["row"] for line in results) == [*range(1, COUNT + 1)]
+    report = json.loads((out / "report.json").read_text())
+    assert (report["set"], report["cases"], report["failed"]) == ("chartqa", COUNT, 0)
+    assert report["metrics"][0] | {"value": 0, "interval_95": None} == {
+        "group": "all", "metric": "relaxed accuracy", "cases": COUNT, "value": 0, "interval_95": None
+    }  # fmt: skip
+    assert [
+        line["expected"] for line in sorted(lines(out / "scores.jsonl"), key=lambda s: s["row"])
+    ] == [*map(str, range(COUNT))]
+    page = Tags()
+    page.feed((out / "report.html").read_text())
+    tags = [tag for tag, _ in page.seen]
+    assert "script" not in tags and tags.count("figure") == tags.count("image") == COUNT
+    assert all(a["href"].startswith("data:image/jpeg") for tag, a in page.seen if tag == "image")
+    # Nothing is left, so no server is needed; other questions do not mix with these.
+    steps = len(served.runtime.plans)
+    assert await run(served, *words, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == report and len(served.runtime.plans) == steps
+    assert await run(served, *words, "--prompt", "{question}!") == 1
+    assert "holds results of other questions" in capsys.readouterr().err
+
+
+async def test_a_failed_request_counts_as_wrong_and_can_be_asked_again(
+    serve, charts, tmp_path, capsys
+):
+    served = await serve()
+    image = charts / "test/png/3.png"
+    good = image.read_bytes()
+    image.write_bytes(b"no image")
+    words = ["chartqa", charts, "--output", tmp_path / "out"]
+    assert await run(served, *words) == 1
+    assert "1 failed and count as wrong" in capsys.readouterr().out
+    assert "no image: " in (tmp_path / "out/report.html").read_text()
+    image.write_bytes(good)
+    assert await run(served, *words, "--retry-failed") == 0
+    assert json.loads((tmp_path / "out/report.json").read_text())["failed"] == 0
+
+
+async def test_two_runs_side_by_side(serve, charts, tmp_path, capsys):
+    served = await serve()
+    for name, flags in (("a", []), ("b", ["--prompt", "{question} Shortly.", "--limit", 4])):
+        assert await run(served, "chartqa", charts, "--output", tmp_path / name, *flags) == 0
+    capsys.readouterr()
+    folders = [str(tmp_path / name) for name in "ab"]
+    page = tmp_path / "compared.html"
+    assert main(["eval", "compare", *folders, "--output", str(page)]) == 0
+    printed = capsys.readouterr().out
+    assert "4 questions in common" in printed and "2 questions that only one run has" in printed
+    assert '"prompt": "{question} Shortly."' in printed and "McNemar" in printed
+    assert "<script" not in page.read_text()
+    assert main(["eval", "compare", *folders, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["metrics"][:1]
+    assert found["cases"] == 4 and 0 <= found["mcnemar_p"] <= 1
+    for words, text in (
+        (["compare", folders[0]], "takes the two folders"),
+        (["compare", folders[0], str(tmp_path)], "cannot read"),
+    ):
+        assert main(["eval", *words]) in (1, 2)
+        assert text in capsys.readouterr().err
+
+
+async def test_two_sides_in_one_command(serve, charts, tmp_path, capsys):
+    first, second = await serve(), await serve()
+    out = tmp_path / "both"
+    against = f"--server {second.server.addresses[0]} --max-tokens 2"
+    words = ["chartqa", charts, "--output", out, "--against", against]
+    assert await run(first, *words) == 0
+    printed = capsys.readouterr().out
+    assert f"{out}/first and {out}/second: {COUNT} questions in common" in printed
+    assert 'questions: {"max_tokens": null}' in printed and (out / "compared.html").is_file()
+    assert first.runtime.plans and second.runtime.plans
+    for flags, text in (
+        ("chartqa", "takes flags only"),
+        ("--sever x", "did you mean --server"),
+        ("'", "quotation"),
+    ):
+        try:
+            assert await run(first, *words[:-1], flags) == 2
+        except SystemExit as ended:
+            assert ended.code == 2
+        assert text in capsys.readouterr().err
+
+
+async def test_what_can_not_be_done_is_said_before_the_first_request(
+    serve, charts, tmp_path, capsys
+):
+    served = await serve(skills=SkillRegistry([QuerySkill()]))
+    out = ["--output", tmp_path / "out"]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"image": "charts/test/png/0.png", "instruction": "x", "bbox": [0, 0, 1, 1]}')
+    for words, text in (
+        ([], "no data set is given; the sets are chartqa"),
+        (["charqa"], "did you mean chartqa?"),
+        (["chartqa", charts, charts], "takes one folder"),
+        (["chartqa", charts, "--prompt", "what?"], "must have {question}"),
+        (["chartqa", charts, "--split", "x"], "give them or a folder"),
+        (["chartqa", charts, "--limit", "0"], "whole number from 1"),
+        (["screenspot", rows, *out], "has no skill 'point', which eval screenspot needs; its skills are query"),
+    ):  # fmt: skip
+        try:
+            assert await run(served, *words) in (1, 2)
+        except SystemExit as ended:
+            assert ended.code == 2
+        assert text in capsys.readouterr().err
+    assert not served.runtime.plans
+
+
+@pytest.mark.slow
+async def test_a_killed_evaluation_loses_and_repeats_nothing(serve, charts, tmp_path):
+    served = await serve()
+    image = charts / "test/png/0.png"
+    rows = [{"image": str(image), "query": f"{n}?", "label": "1"} for n in range(300)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "kestrel_grpc", "eval", "chartqa", str(file), "--quiet",
+               "--output", str(out), "--server", served.server.addresses[0]]  # fmt: skip
+    rng, killed = random.Random(7), 0
+    while True:
+        process = ForkedProcess(command)
+        results = out / "results.jsonl"
+        before = results.stat().st_size if results.exists() else 0
+        until = time.monotonic() + rng.uniform(0.0, 0.2)
+        while killed < 15 and process.poll() is None:
+            await asyncio.sleep(0.005)
+            grown = results.exists() and results.stat().st_size > before
+            if time.monotonic() > until and (grown or rng.random() < 0.1):
+                process.send_signal(signal.SIGKILL)
+                killed += 1
+                break
+        status = await asyncio.to_thread(process.wait, 60)
+        if status != -signal.SIGKILL:
+            assert status == 0
+            break
+    assert killed > 7
+    assert sorted(line["row"] for line in lines(out / "results.jsonl")) == [*range(1, 301)]
+    assert sorted(line["row"] for line in lines(out / "scores.jsonl")) == [*range(1, 301)]

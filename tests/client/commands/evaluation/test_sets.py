@@ -1,0 +1,421 @@
+"""Each data set: its own layout as tiny files, the questions and truths of its rows, and the scores of answers."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+import pyvips
+
+from kestrel_client import DetectTask, PointTask, QueryTask
+from kestrel_client.commands.evaluation.benchmark import Asking, Hub, items_of
+from kestrel_client.commands.evaluation.reading import open_records
+from kestrel_client.commands.evaluation.scored import score_lines
+from kestrel_client.commands.evaluation.sets import MODULES, benchmark
+from kestrel_client.commands.parser import CommandError
+from kestrel_grpc.settings.flags import SettingsError
+
+SIZE = {"width": 40, "height": 20}
+
+
+def png(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image = pyvips.Image.black(40, 20, bands=3).copy(interpretation="srgb")
+    image.write_to_file(str(path))
+
+
+def write(path, value):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
+def items(name, folder, limit=None, **asking):
+    chosen = benchmark(name)
+    records = open_records(chosen, str(folder), None, limit)
+    return list(items_of(records.rows, chosen, Asking(**asking)))
+
+
+def cases(name, folder, **asking):
+    return [case for item in items(name, folder, **asking) for case in item.cases.values()]
+
+
+def score(name, case, outcome):
+    return benchmark(name).score(case, outcome)
+
+
+def box(x_min, y_min, x_max, y_max, value=1.0):
+    edges = {"x_min": x_min, "y_min": y_min, "x_max": x_max, "y_max": y_max}
+    return {**edges, "score": value}
+
+
+def test_chartqa(tmp_path):
+    png(tmp_path / "test/png/a.png")
+    rows = [{"imgname": "a.png", "query": "How much?", "label": "100"}]
+    write(tmp_path / "test/test_human.json", rows)
+    write(tmp_path / "test/test_augmented.json", rows * 2)
+    found = items("chartqa", tmp_path)
+    assert found[0].load() == str(tmp_path / "test/png/a.png")
+    first, *others = cases("chartqa", tmp_path)
+    assert [first.group, *(each.group for each in others)] == ["human", "augmented", "augmented"]
+    assert isinstance(first.task, QueryTask) and first.task.question.endswith(
+        "formatting. How much?"
+    )
+    assert first.task.temperature == 0 and not first.task.reasoning
+    assert score("chartqa", first, {"answer": "96"}).value == 1
+    assert (
+        score("chartqa", first, {"answer": "90"}).value == score("chartqa", first, None).value == 0
+    )
+    (own, *_) = cases("chartqa", tmp_path, prompt="{question} Be short.", reasoning=True)
+    assert own.task.question == "How much? Be short." and own.task.reasoning
+
+
+def test_textvqa(tmp_path):
+    png(tmp_path / "train_images/x1.jpg")
+    answers = ["nokia"] * 4 + ["the nokia"] * 2 + ["phone"] * 4
+    row = {"question": "which brand?", "image_id": "x1", "answers": answers}
+    write(tmp_path / "TextVQA_0.5.1_val.json", {"data": [row]})
+    (case,) = cases("textvqa", tmp_path)
+    assert score("textvqa", case, {"answer": "Nokia."}).value == 1
+    assert score("textvqa", case, {"answer": "samsung"}).value == 0
+
+
+def test_docvqa(tmp_path):
+    png(tmp_path / "documents/p.png")
+    row = {"question": "Who?", "image": "documents/p.png", "answers": ["Dr. Who", "Who"],
+           "question_types": ["form", "layout"]}  # fmt: skip
+    write(tmp_path / "val_v1.0_withQT.json", {"data": [row]})
+    (case,) = cases("docvqa", tmp_path)
+    assert case.group == "form" and case.task.question.startswith("Who? The answer")
+    assert score("docvqa", case, {"answer": "dr who"}).value == pytest.approx(6 / 7)
+
+
+def test_pope(tmp_path):
+    png(tmp_path / "val2014/c.jpg")
+    lines = [{"question_id": i, "image": "c.jpg", "text": "Is there a dog?", "label": label}
+             for i, label in enumerate(("yes", "no", "yes"))]  # fmt: skip
+    (tmp_path / "coco_pope_random.json").write_text("\n".join(map(json.dumps, lines)))
+    found = cases("pope", tmp_path)
+    assert [each.group for each in found] == ["random"] * 3
+    said = ["yes", "Yes, there is", "no"]
+    scores = [score("pope", c, {"answer": a}) for c, a in zip(found, said, strict=True)]
+    totals = {m: [sum(s.counts[m][i] for s in scores) for i in (0, 1)] for m in scores[0].counts}
+    # One true, one false positive, one false negative.
+    assert totals["accuracy"] == [1, 3] and totals["F1"] == [2, 4]
+    assert totals["precision"] == [1, 2] and totals["recall"] == [1, 2]
+    assert totals["share of yes"] == [2, 3]
+
+
+def test_countbench(tmp_path):
+    png(tmp_path / "c.png")
+    row = {"image": "c.png", "question": "How many cats?", "number": 4}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (case,) = cases("countbench", tmp_path)
+    assert score("countbench", case, {"answer": "Four."}).value == 1
+    near = score("countbench", case, {"answer": "5"})
+    assert near.counts == {"exact count": (0, 1), "off by at most one": (1, 1)}
+
+
+def test_refcoco(tmp_path):
+    png(tmp_path / "train2014/r.jpg")
+    refs = [{"image_id": 1, "ann_id": 7, "split": split, "sentences": [{"sent": "left man"}, {"sent": "man"}]}
+            for split in ("train", "val")]  # fmt: skip
+    (tmp_path / "refs(unc).p").write_bytes(pickle.dumps(refs, protocol=0))
+    write(tmp_path / "instances.json", {"images": [{"id": 1, "file_name": "r.jpg"}],
+                                        "annotations": [{"id": 7, "bbox": [10, 5, 20, 10]}]})  # fmt: skip
+    (item,) = items("refcoco", tmp_path)
+    first, second = item.cases.values()
+    assert (first.task.objects, second.task.objects, first.group) == ("left man", "man", "val")
+    assert first.truth == (10, 5, 30, 15)
+    outcome = {
+        "objects": [box(0, 0, 0.1, 0.1, 0.3), box(0.25, 0.25, 0.75, 0.75, 0.9)],
+        "image_size": SIZE,
+    }
+    assert score("refcoco", first, outcome).value == 1
+    worse = {"objects": [box(0.25, 0.25, 0.5, 0.75)], "image_size": SIZE}
+    assert score("refcoco", first, worse).counts["accuracy at IoU 0.5"] == (1, 1)
+    assert score("refcoco", first, {"objects": [], "image_size": SIZE}).value == 0
+
+
+def test_a_pickle_that_names_code_is_refused(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (print, ("run",))
+
+    (tmp_path / "refs(unc).p").write_bytes(pickle.dumps([Evil()]))
+    write(tmp_path / "instances.json", {"images": [], "annotations": []})
+    with pytest.raises(CommandError, match=r"not a list of references: it holds builtins.print"):
+        items("refcoco", tmp_path)
+
+
+def test_screenspot(tmp_path):
+    png(tmp_path / "screenspot_imgs/s.png")
+    row = {
+        "img_filename": "s.png",
+        "instruction": "close",
+        "bbox": [4, 2, 8, 4],
+        "data_type": "icon",
+    }
+    write(tmp_path / "screenspot_web.json", [row])
+    (case,) = cases("screenspot", tmp_path)
+    assert isinstance(case.task, PointTask) and case.group == "web icon"
+    points = [{"x": 0.9, "y": 0.9, "score": 0.2}, {"x": 0.2, "y": 0.2, "score": 0.8}]
+    assert score("screenspot", case, {"points": points, "image_size": SIZE}).value == 1
+    assert score("screenspot", case, {"points": points[:1], "image_size": SIZE}).value == 0
+    hub = {"image": "screenspot_imgs/s.png", "instruction": "x", "bbox": [0.1, 0.1, 0.3, 0.3],
+           "data_source": "ios", "data_type": "text"}  # fmt: skip
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub/rows.jsonl").write_text(
+        json.dumps({**hub, "image": "../screenspot_imgs/s.png"})
+    )
+    (case,) = cases("screenspot", tmp_path / "hub")
+    assert case.group == "mobile text" and case.frame == (1, 1)
+    assert score("screenspot", case, {"points": points[1:], "image_size": SIZE}).value == 1
+
+
+@pytest.fixture
+def coco(tmp_path):
+    for name in ("a.jpg", "b.jpg"):
+        png(tmp_path / "val2017" / name)
+    annotation = {"iscrowd": 0, "area": 100}
+    write(
+        tmp_path / "annotations/instances_val2017.json",
+        {
+            "images": [{"id": i, "file_name": f"{n}.jpg", "width": 40, "height": 20} for i, n in ((3, "a"), (5, "b"))],
+            "categories": [{"id": 1, "name": "dog"}, {"id": 2, "name": "cat"}, {"id": 4, "name": "cow"}],
+            "annotations": [
+                {"id": 1, "image_id": 3, "category_id": 1, "bbox": [0, 0, 10, 10], **annotation},
+                {"id": 2, "image_id": 3, "category_id": 1, "bbox": [20, 0, 10, 10], **annotation},
+                {"id": 3, "image_id": 5, "category_id": 2, "bbox": [0, 0, 20, 20], **annotation, "area": 400},
+                {"id": 4, "image_id": 5, "category_id": 1, "bbox": [0, 0, 20, 20], "area": 400, "iscrowd": 1},
+            ],
+        },
+    )  # fmt: skip
+    return tmp_path
+
+
+def test_coco(coco):
+    pytest.importorskip("faster_coco_eval")
+    chosen = benchmark("coco")
+    found = {item.identity: item for item in items("coco", coco)}
+    names = [[case.question for case in item.cases.values()] for item in found.values()]
+    assert names == [["dog"], ["cat"]]  # Nobody asks for a name of which there are crowds only.
+    dogs = [box(0, 0, 0.25, 0.5, 0.9), box(0.8, 0.8, 1, 1, 0.5)]
+    lines = [
+        {"image": "val2017/a.jpg", "row": 1, "tasks": {"0": {"objects": dogs, "image_size": SIZE}}},
+        {"image": "val2017/b.jpg", "row": 2,
+         "tasks": {"0": {"objects": [box(0, 0, 0.5, 1)], "image_size": SIZE}}},
+    ]  # fmt: skip
+    answered = list(score_lines(lines, found, chosen))
+    assert [each.scored.value for each in answered] == [0.5, 1.0]
+    values = chosen.whole(answered).values
+    # Of two dogs one is found, and a wrong box has a lower score: the precision is 1 up to a recall of 0.5.
+    assert values["AP50"] == pytest.approx((51 / 101 + 1) / 2)
+    assert values["AP"] == pytest.approx(values["AP50"])
+
+
+def test_average_precision_of_a_false_positive_with_the_best_score(coco):
+    """By hand: a wrong dog with the best score halves the precision; the cat is missed."""
+    pytest.importorskip("faster_coco_eval")
+    chosen = benchmark("coco")
+    found = {item.identity: item for item in items("coco", coco)}
+    dogs = [
+        box(0.8, 0.8, 1, 1, 0.95),
+        box(0, 0, 0.25, 0.5, 0.9),
+        box(0.5, 0, 0.75, 0.5, 0.8),
+    ]
+    lines = [
+        {"image": "val2017/a.jpg", "row": 1, "tasks": {"0": {"objects": dogs, "image_size": SIZE}}},
+        {"image": "val2017/b.jpg", "row": 2, "tasks": {"0": {"objects": [], "image_size": SIZE}}},
+    ]
+    values = chosen.whole(list(score_lines(lines, found, chosen))).values
+    # After the wrong box: precision 1/2 at recall 1/2, 2/3 at recall 1. COCO takes the best precision at or beyond each
+    # recall, 2/3 everywhere. The cat's AP is 0, and the mean is over both names.
+    assert values["AP50"] == pytest.approx((2 / 3 + 0) / 2)
+    assert values["AP small"] == pytest.approx(
+        (2 / 3 + 0) / 2
+    )  # Both have fewer than 32 x 32 pixels.
+    assert "AP medium" not in values and "AP large" not in values
+
+
+def test_coco_asks_for_absent_names_the_same_way_in_every_run(coco):
+    first, second = (items("coco", coco, absent=2) for _ in range(2))
+    asked = [[case.question for case in item.cases.values()] for item in first]
+    assert asked == [["dog", "cat", "cow"], ["cat", "cow"]]
+    assert [[*item.cases] for item in second] == [["0", "1", "2"], ["0", "1"]]
+    absent = first[0].cases["1"]
+    assert isinstance(absent.task, DetectTask)
+    nothing = score("coco", absent, {"objects": [], "image_size": SIZE})
+    assert nothing.value == 1 and nothing.counts["absent: nothing found"] == (1, 1)
+    assert score("coco", absent, {"objects": [box(0, 0, 1, 1)], "image_size": SIZE}).value == 0
+    assert score("coco", absent, None).value == 0
+
+
+def test_coco_boxes_are_in_the_size_that_the_file_gives(tmp_path):
+    """Also if the image file has another one."""
+    png(tmp_path / "i.png")
+    objects = {"bbox": [[0, 0, 100, 100]], "label": ["dog"]}
+    row = {
+        "image": "i.png",
+        "objects": objects,
+        "width": 200,
+        "height": 100,
+        "absent": ["cat", "dog"],
+    }
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (dog, cat) = cases("coco", tmp_path, absent=9)
+    assert cat.question == "cat"
+    assert score("coco", dog, {"objects": [box(0, 0, 0.5, 1)], "image_size": SIZE}).value == 1
+
+
+def test_rows_with_more_names_than_a_call_takes_become_several_items(tmp_path):
+    png(tmp_path / "i.png")
+    objects = {"bbox": [[0, 0, 5, 5]], "label": [1]}
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"image": "i.png", "objects": json.dumps(objects)})
+    )
+    found = items("coco", tmp_path, absent=79)
+    assert [len(item.cases) for item in found] == [32, 32, 16]
+    assert len({item.identity for item in found}) == 3
+    assert found[0].cases["0"].question == "person" and "79" in found[2].cases
+    asked = {case.question for item in found for case in item.cases.values()}
+    assert len(asked) == 80 and {"toothbrush", "stop sign"} < asked and not {"hat", "door"} & asked
+
+
+@pytest.mark.slow
+def test_a_parquet_file_is_read_without_its_images(tmp_path, monkeypatch):
+    """Slow, because importing the package is."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    png(tmp_path / "c.png")
+    data = (tmp_path / "c.png").read_bytes()
+    table = datasets.Dataset.from_dict(
+        {"image": [{"bytes": data, "path": None}] * 3, "question": ["q"] * 3, "number": [1, 2, 3]},
+        features=datasets.Features({"image": datasets.Image(), "question": datasets.Value("string"),
+                                    "number": datasets.Value("int64")}),
+    )  # fmt: skip
+    table.to_parquet(str(tmp_path / "part.parquet"))
+    # The hub's reader also takes a folder.
+    chosen = benchmark("countbench")
+    hub = open_records(chosen, None, Hub(str(tmp_path), "train"), None)
+    read = list(items_of(hub.rows, chosen, Asking()))
+    assert [item.load() for item in read] == [data] * 3
+    with pytest.raises(CommandError, match=r"cannot read .* part"):
+        open_records(chosen, None, Hub(str(tmp_path), "part"), None)
+    first, second = items("countbench", tmp_path / "part.parquet", limit=2)
+    assert (first.image, second.number) == ("row 1", 2) and second.load() == data
+    assert second.cases["0"].truth == 2
+    with pytest.raises(CommandError, match="row 1 has no column 'answer'"):
+        items("pope", tmp_path / "part.parquet")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            {"annotations": [{"image_id": 3, "category_id": [1], "bbox": [1, 2, 3, 4]}]},
+            "not in the layout of COCO",
+        ),
+        (
+            {"annotations": [{"image_id": 3, "category_id": 9, "bbox": [1, 2, 3, 4]}]},
+            "unknown category_id 9",
+        ),
+        (
+            {"annotations": [{"image_id": 3, "category_id": 1, "bbox": [1, 2, 3]}]},
+            "row 1: bbox is '.1, 2, 3.', needs 4",
+        ),
+        (
+            {"annotations": [{"image_id": 3, "category_id": 1, "bbox": [1, 2, 3, 4], "area": "x"}]},
+            "area is 'x'",
+        ),
+        (
+            {"annotations": [{"image_id": 3, "category_id": 1, "bbox": [1, 2, -3, 4]}]},
+            "bbox is .* needs a width and a height of at least 0",
+        ),
+        (
+            {"annotations": [{"image_id": 3, "category_id": 1, "bbox": [1, 2, 3, 10**400]}]},
+            "bbox is .* needs 4 numbers",
+        ),
+        (
+            {"annotations": [{"image_id": 3, "category_id": 1, "bbox": [1, 2, 3, 4], "area": -1}]},
+            "area is '-1'",
+        ),
+        (
+            {
+                "annotations": [
+                    {"image_id": 3, "category_id": 1, "bbox": [1, 2, 3, 4], "area": float("nan")}
+                ]
+            },
+            "area is 'nan'",
+        ),
+        (
+            {"images": [{"id": 3, "file_name": "a.jpg", "width": 10**400, "height": 1}]},
+            "width is .* needs a whole number",
+        ),
+        ({"images": [{"id": 3, "file_name": "/etc/passwd"}]}, "an image outside of it"),
+        ({"images": [{"id": 3, "file_name": "../val2017/a.jpg"}]}, "an image outside of it"),
+        ({"images": [{"id": 3, "file_name": 7}]}, "names no image, but 7"),
+        ({"categories": None}, "'categories' of .* must be a list of objects"),
+    ],
+)
+def test_errors_of_a_file_in_the_layout_of_a_set(coco, change, text):
+    file = coco / "annotations/instances_val2017.json"
+    write(file, json.loads(file.read_text()) | change)
+    with pytest.raises(CommandError, match=text):
+        items("coco", coco)
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        ([{"question": "q", "number": 1}], "row 1 has no image in the column 'image'"),
+        ([{"image": "gone.png", "question": "q", "number": 1}], "row 1: there is no image"),
+        ([{"image": "c.png", "number": 1}], "row 1 has no column 'question'; its columns are number"),
+        ([{"image": "c.png", "question": "q", "number": "many"}], "number is 'many', needs a whole number"),
+        ([{"image": "c.png", "question": "  ", "number": 1}], "question is '  ', needs a text"),
+        ([{"image": "c.png", "question": "\ud800", "number": 1}], "question is .*ud800', needs a text"),
+        (["text"], "row 1 is not an object"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_row_and_the_column(tmp_path, rows, text):
+    png(tmp_path / "c.png")
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(CommandError, match=text):
+        items("countbench", tmp_path)
+
+
+def test_results_of_another_question_are_not_scored(tmp_path):
+    png(tmp_path / "c.png")
+    (tmp_path / "rows.jsonl").write_text('{"image": "c.png", "question": "How many?", "number": 1}')
+    found = {item.identity: item for item in items("countbench", tmp_path)}
+    task = {"question": "Another?", "answer": "1"}
+    with pytest.raises(CommandError, match="answers another question than 'How many"):
+        list(
+            score_lines(
+                [{"image": "c.png", "row": 1, "tasks": {"0": task}}], found, benchmark("countbench")
+            )
+        )
+
+
+def test_errors_of_places(tmp_path):
+    for name, place, text in (
+        ("chartqa", tmp_path / "no", "there is no file or folder"),
+        ("chartqa", tmp_path, "no file of rows"),
+    ):
+        with pytest.raises(CommandError, match=text):
+            items(name, place)
+    (tmp_path / "x.csv").write_text("a")
+    with pytest.raises(CommandError, match=r"must end with .jsonl or .parquet"):
+        items("chartqa", tmp_path / "x.csv")
+    (tmp_path / "rows.jsonl").write_bytes(b"\xff")
+    with pytest.raises(CommandError, match="is not UTF-8"):
+        items("chartqa", tmp_path)
+    (tmp_path / "rows.jsonl").write_text("{")
+    with pytest.raises(CommandError, match="row 1 is not JSON"):
+        items("chartqa", tmp_path)
+    write(tmp_path / "test/test_human.json", [{"imgname": "gone.png"}])
+    with pytest.raises(CommandError, match=r"there is no image 'gone.png' in"):
+        items("chartqa", tmp_path)
+    with pytest.raises(SettingsError, match="did you mean screenspot"):
+        benchmark("screnspot")
+    assert all(benchmark(name).name == name for name in MODULES)

@@ -1,0 +1,107 @@
+"""``health`` names what is wrong, and what to do."""
+
+import socket
+from contextlib import ExitStack
+
+import pytest
+
+from kestrel_client.commands.operation import health
+from kestrel_grpc.security.identity.principal import Scope
+from kestrel_grpc.security.identity.tokens import line_of, new_token
+from tests.abuse.process import ServerProcess
+from tests.service.certificates import make_authority
+from tests.service.command_line import here
+
+OPERATOR = new_token()
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory, authority, server_pair):
+    """The addresses of three servers: without TLS; with TLS and a token; with TLS that asks for certificates."""
+    folder = tmp_path_factory.mktemp("servers")
+    (folder / "tokens").write_text(line_of("ops", [Scope.ADMIN], OPERATOR))
+    tls = ("--tls-cert", server_pair.cert, "--tls-key", server_pair.key)
+    flags = {
+        "plain": (),
+        "tls": (*tls, "--auth-tokens", folder / "tokens"),
+        "mutual": (*tls, "--tls-client-ca", authority.ca.cert),
+    }
+    with ExitStack() as stack:
+        addresses = {}
+        for name, each in flags.items():
+            (folder / name).mkdir()
+            server = stack.enter_context(ServerProcess(folder / name, *map(str, each)))
+            addresses[name] = server.address
+        yield addresses
+
+
+def ask(address, *flags, **variables):
+    return here("health", "--server", address, "--wait", 0.3, *flags, **variables)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "words"),
+    [
+        ("tls", (), "If it uses TLS, set --ca FILE or --tls"),
+        ("tls", ("--tls",), "no trusted authority signed the server's certificate; set --ca"),
+        ("tls", ("--ca", "{stranger}"), "no trusted authority signed"),
+        ("tls", ("--ca", "/absent/ca.pem"), "can't read --ca /absent/ca.pem: No such file"),
+        ("tls", ("--ca", "{key}"), "--ca {key} is not a PEM file"),
+        ("tls", ("--ca", "{ca}", "--server-name", "example.org"), "set --server-name to a name"),
+        ("plain", ("--tls",), "does not use TLS there; omit --tls, --ca"),
+        ("plain", ("--ca", "{ca}"), "does not use TLS there; omit --tls, --ca"),
+        ("mutual", ("--ca", "{ca}"), "set --client-cert and --client-key"),
+    ],
+)
+def test_a_mismatch_of_tls_is_named(servers, authority, tmp_path, name, flags, words):
+    strange = make_authority(tmp_path).ca.cert
+    (tmp_path / "text").write_text("not a certificate")
+    files = {"ca": authority.ca.cert, "stranger": strange, "key": tmp_path / "text"}
+    done = ask(servers[name], *[flag.format(**files) for flag in flags])
+    assert (done.returncode, done.stdout) == (1, "")
+    assert words.format(**files) in done.stderr.splitlines()[-1]
+
+
+def test_no_server_is_named():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        done = ask(f"127.0.0.1:{unused.getsockname()[1]}")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no server answers there; is 'kestrel-grpc serve' running?" in done.stderr
+    assert "the host's name is not known" in ask("nowhere.invalid:1").stderr
+
+
+def test_a_server_that_does_not_answer_is_named(monkeypatch):
+    monkeypatch.setattr(health, "_ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        done = ask(f"127.0.0.1:{silent.getsockname()[1]}")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "does the server hang, or does a firewall drop the connection?" in done.stderr
+
+
+def test_a_wrong_token_is_named(servers, authority):
+    flags = (servers["tls"], "--ca", authority.ca.cert)
+    assert ask(*flags).stdout == "SERVING\n", "health answers every caller"
+    # Its token has no scope for ModelService, and is known.
+    assert ask(*flags, KESTREL_TOKEN=OPERATOR).stdout == "SERVING\n"
+    for variable in ("KESTREL_TOKEN", "KESTREL_API_KEY"):
+        done = ask(*flags, **{variable: new_token()})
+        assert (done.returncode, done.stdout) == (1, "")
+        assert f"the token is not known to this server; {variable} held the token" in done.stderr
+    unencrypted = ask("example.org:50051", KESTREL_TOKEN=OPERATOR)
+    assert unencrypted.returncode == 2 and "set --tls, or --ca" in unencrypted.stderr
+
+
+def test_a_drained_server_is_named(tmp_path, authority):
+    address = f"unix:{tmp_path}/s.sock"
+    (tmp_path / "tokens").write_text(line_of("ops", [Scope.ADMIN, Scope.INFER], OPERATOR))
+    flags = ("--auth-tokens", str(tmp_path / "tokens"))
+    with ServerProcess(tmp_path, *flags, listen=address) as server:
+        assert here("admin", "drain", "--server", address, KESTREL_TOKEN=OPERATOR).returncode == 0
+        known = ask(address, KESTREL_TOKEN=OPERATOR)
+        assert (known.returncode, known.stdout) == (1, "NOT_SERVING\n")
+        assert "answers, but it drains, so it takes no new requests" in known.stderr
+        stranger = ask(address)
+        assert (stranger.returncode, stranger.stdout) == (1, "NOT_SERVING\n")
+        assert "it starts, drains or has failed; its log says which" in stranger.stderr
+        server.stop(within_s=60)

@@ -1,0 +1,60 @@
+"""Signed distances, outlines and paths describe the same shapes."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageDraw
+
+from training.scenes.paths import GRID_VALUES, outline, path_polygon, path_tokens, polygon_iou
+from training.scenes.render import distances, render_scene, render_scenes
+from training.scenes.scenes import draw_scene, draw_size
+from training.scenes.scoring import inside
+from training.scenes.shapes import geometry, place
+from training.scenes.vocabulary import SHAPES
+
+
+@pytest.mark.parametrize("kind", range(len(SHAPES)), ids=SHAPES)
+def test_signed_distance_agrees_with_the_outline(kind: int) -> None:
+    points, side = geometry(kind).outline, 400
+    image = Image.new("1", (side, side))
+    ImageDraw.Draw(image).polygon([tuple(p) for p in (points + 1.2) / 2.4 * (side - 1)], fill=1)
+    drawn = torch.from_numpy(np.array(image))
+    at = torch.linspace(-1.2, 1.2, side)
+    x, y = at.view(1, -1).expand(side, side), at.view(-1, 1).expand(side, side)
+    measured = distances(x, y, torch.tensor(float(kind))) < 0
+    assert int((drawn & measured).sum()) > 0.975 * int((drawn | measured).sum())
+    on = torch.from_numpy(points).float()
+    edge = distances(on[:, 0], on[:, 1], torch.full((len(on),), float(kind)))
+    assert float(edge.abs().max()) < 0.02
+
+
+@pytest.mark.parametrize("kind", range(len(SHAPES)), ids=SHAPES)
+def test_the_anchor_lies_inside_whatever_the_turn(kind: int) -> None:
+    shape = geometry(kind)
+    for degrees in range(0, 360, 30):
+        polygon = place(shape.outline, 50, 60, 20, math.radians(degrees))
+        x, y = place(np.array([shape.anchor]), 50, 60, 20, math.radians(degrees))[0]
+        assert inside(polygon, x, y)
+
+
+def test_paths_come_back_as_the_shape() -> None:
+    rng = random.Random(8)
+    ious = []
+    for _ in range(30):
+        for shape in draw_scene(rng, *draw_size(rng)).shapes:
+            tokens = path_tokens(shape)
+            assert all(t.isalpha() or int(t) in GRID_VALUES for t in tokens)
+            path = " ".join(t if t.isalpha() else f"{int(t) / 960:.3f}" for t in tokens)
+            polygon = path_polygon(path, shape.box)
+            assert polygon is not None
+            ious.append(polygon_iou(polygon, outline(shape)))
+    assert min(ious) > 0.94
+    assert sum(ious) / len(ious) > 0.975
+
+
+def test_painting_only_windows_changes_nothing() -> None:
+    scene = draw_scene(random.Random(9), 300, 200, count=8)
+    assert float((render_scene(scene) - render_scenes([scene])[0]).abs().max()) < 1e-3

@@ -1,0 +1,91 @@
+"""Segment paths: a shape's outline as the path tokens of the model, and back to a polygon."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+
+from training.scenes.scenes import Box, Shape
+from training.scenes.shapes import geometry, place
+
+GRID_STEP = 16
+GRID_VALUES: tuple[int, ...] = tuple(range(0, 961, GRID_STEP))
+COMMANDS: tuple[str, ...] = ("M", "L", "C", "z")
+_KAPPA = 0.5522847498
+
+_near, _far = 480 * (1 - _KAPPA), 480 * (1 + _KAPPA)
+_CIRCLE = ((480, 0), (_far, 0), (960, _near), (960, 480), (960, _far), (_far, 960), (480, 960),
+           (_near, 960), (0, _far), (0, 480), (0, _near), (_near, 0), (480, 0))  # fmt: skip
+
+
+def _grid(value: float) -> str:
+    return str(min(max(round(value / GRID_STEP), 0), 60) * GRID_STEP)
+
+
+def path_tokens(shape: Shape) -> list[str]:
+    """Commands and integers in the 960-unit box of the shape's bounding box."""
+    vertices = geometry(shape.kind).vertices
+    if len(vertices) == 0:
+        points = [_grid(v) for xy in _CIRCLE for v in xy]
+        return ["M", *points[:2], "C", *points[2:], "z"]
+    placed = place(vertices, shape.cx, shape.cy, shape.radius, shape.angle)
+    x0, y0, x1, y1 = shape.box
+    relative = (placed - (x0, y0)) / (x1 - x0, y1 - y0) * 960
+    points = [_grid(v) for v in relative.reshape(-1)]
+    return ["M", *points[:2], "L", *points[2:], "z"]
+
+
+_TOKEN = re.compile(r"[A-Za-z]|-?\d*\.?\d+")
+
+
+def path_polygon(path: str, box: Box) -> NDArray[np.float64] | None:
+    """Points [n, 2] of an "M … L/C … z" path with coordinates 0..1 relative to ``box``; None if it has none."""
+    x0, y0, x1, y1 = box
+    command = ""
+    numbers: list[float] = []
+    points: list[tuple[float, ...]] = []
+    for token in _TOKEN.findall(path):
+        if token.isalpha():
+            command, numbers = token, []
+            continue
+        numbers.append(float(token))
+        if command in ("M", "L") and len(numbers) == 2:
+            points.append(tuple(numbers))
+            numbers = []
+        elif command == "C" and len(numbers) == 6 and points:
+            a = np.array((points[-1], numbers[0:2], numbers[2:4], numbers[4:6]))
+            t = np.linspace(0, 1, 17)[1:, None]
+            curve = (
+                (1 - t) ** 3 * a[0]
+                + 3 * t * (1 - t) ** 2 * a[1]
+                + 3 * t * t * (1 - t) * a[2]
+                + t**3 * a[3]
+            )
+            points += [tuple(p) for p in curve]
+            numbers = []
+    if len(points) < 3:
+        return None
+    return np.array(points) * (x1 - x0, y1 - y0) + (x0, y0)
+
+
+def outline(shape: Shape) -> NDArray[np.float64]:
+    """The true outline [n, 2] in image pixels."""
+    return place(geometry(shape.kind).outline, shape.cx, shape.cy, shape.radius, shape.angle)
+
+
+def polygon_iou(a: NDArray[np.float64], b: NDArray[np.float64], side: int = 384) -> float:
+    """Intersection over union of two polygons, on a raster of ``side`` pixels around both."""
+    low = np.minimum(a.min(0), b.min(0))
+    span = np.maximum(np.maximum(a.max(0), b.max(0)) - low, 1e-9)
+    masks = []
+    for polygon in (a, b):
+        image = Image.new("1", (side, side))
+        ImageDraw.Draw(image).polygon(
+            [tuple(p) for p in (polygon - low) / span * (side - 1)], fill=1
+        )
+        masks.append(np.asarray(image))
+    union = np.logical_or(*masks).sum()
+    return float(np.logical_and(*masks).sum() / union) if union else 0.0

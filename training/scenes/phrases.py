@@ -1,0 +1,148 @@
+"""Naming objects: which shapes a phrase means, and the many ways to write it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from training.scenes.scenes import Scene, Shape
+from training.scenes.vocabulary import (
+    ANY_NOUNS,
+    COLOURS,
+    HELD_OUT,
+    PLURALS,
+    SHAPES,
+    STYLE_WORDS,
+    STYLES,
+    SYNONYMS,
+)
+
+
+@dataclass(frozen=True)
+class Phrase:
+    """A description such as "striped red circle"; a field that is None leaves that property open."""
+
+    kind: int | None = None
+    colour: int | None = None
+    style: int | None = None
+
+    def matches(self, shape: Shape) -> bool:
+        return (
+            (self.kind is None or self.kind == shape.kind)
+            and (self.colour is None or self.colour == shape.colour)
+            and (self.style is None or self.style == shape.style)
+        )
+
+    def find(self, scene: Scene) -> list[int]:
+        """Indices of the matching shapes, left to right."""
+        return [i for i, shape in enumerate(scene.shapes) if self.matches(shape)]
+
+    @property
+    def held_out(self) -> bool:
+        return (self.colour, self.kind) in HELD_OUT
+
+    def plain(self, plural: bool = False) -> str:
+        """The canonical words, as answers and reasoning use them."""
+        return self._join(None, plural)
+
+    def words(self, rng: random.Random, plural: bool = False) -> str:
+        """The words as a user may say them."""
+        return self._join(rng, plural)
+
+    def _join(self, rng: random.Random | None, plural: bool) -> str:
+        parts = []
+        if self.style is not None:
+            parts.append(rng.choice(STYLE_WORDS[self.style]) if rng else STYLES[self.style])
+        if self.colour is not None:
+            parts.append(COLOURS[self.colour])
+        if self.kind is None:
+            noun = rng.choice(ANY_NOUNS) if rng else ANY_NOUNS[0]
+        else:
+            noun = (SHAPES[self.kind], PLURALS[self.kind])
+            if rng and rng.random() < 0.15:
+                noun = SYNONYMS.get(SHAPES[self.kind], noun)
+        parts.append(noun[plural])
+        return " ".join(parts)
+
+
+def name_of(shape: Shape) -> str:
+    """Canonical short name: "red circle"."""
+    return f"{COLOURS[shape.colour]} {SHAPES[shape.kind]}"
+
+
+def article(words: str) -> str:
+    return "an" if words[0] in "aeiou" else "a"
+
+
+def with_article(words: str) -> str:
+    return f"{article(words)} {words}"
+
+
+def refer(rng: random.Random, scene: Scene, index: int) -> Phrase | None:
+    """A phrase that means this shape alone, mostly by colour and kind; None if it has a twin."""
+    shape = scene.shapes[index]
+    options = [
+        Phrase(shape.kind, shape.colour),
+        Phrase(shape.kind, shape.colour),
+        Phrase(shape.kind, shape.colour, shape.style),
+        Phrase(shape.kind),
+        Phrase(None, shape.colour),
+    ]
+    rng.shuffle(options)
+    for phrase in options:
+        if phrase.find(scene) == [index]:
+            return phrase
+    return None
+
+
+def draw_present(rng: random.Random, scene: Scene) -> Phrase | None:
+    """A phrase with at least one match."""
+    if not scene.shapes:
+        return None
+    shape = rng.choice(scene.shapes)
+    u = rng.random()
+    style = shape.style if rng.random() < 0.12 else None
+    if u < 0.16:
+        return Phrase(style=style)
+    if u < 0.34:
+        return Phrase(kind=shape.kind, style=style)
+    if u < 0.54:
+        return Phrase(colour=shape.colour, style=style)
+    return Phrase(shape.kind, shape.colour, style)
+
+
+def draw_absent(rng: random.Random, scene: Scene, held_out: bool = False) -> Phrase | None:
+    """A phrase without a match, mostly built from what is there. held_out: may be a pair never trained on."""
+    for _ in range(20):
+        near = bool(scene.shapes) and rng.random() < 0.7
+        kind = rng.choice(scene.shapes).kind if near else rng.randrange(len(SHAPES))
+        colour = rng.choice(scene.shapes).colour if near else rng.randrange(scene.palette)
+        u = rng.random()
+        style = rng.randrange(3) if rng.random() < 0.08 else None
+        if u < 0.15:
+            phrase = Phrase(kind=kind, style=style)
+        elif u < 0.3:
+            phrase = Phrase(colour=colour, style=style)
+        else:
+            phrase = Phrase(kind, colour, style)
+        if not phrase.find(scene) and (held_out or not phrase.held_out):
+            return phrase
+    return None
+
+
+def object_words(rng: random.Random, phrase: Phrase) -> str:
+    """How a user names what is to be found: singular, plural, with or without an article."""
+    u = rng.random()
+    if u < 0.45:
+        words = phrase.words(rng)
+    elif u < 0.8:
+        words = phrase.words(rng, plural=True)
+    elif u < 0.88:
+        words = "the " + phrase.words(rng)
+    elif u < 0.92:
+        words = "all " + phrase.words(rng, plural=True)
+    elif u < 0.96:
+        words = "every " + phrase.words(rng)
+    else:
+        words = "a " + phrase.words(rng)
+    return words.capitalize() if rng.random() < 0.03 else words

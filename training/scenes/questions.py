@@ -1,0 +1,441 @@
+"""Questions about a scene with one right answer each, in varied words.
+
+A maker returns None when the scene allows no fair question of its kind.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from training.scenes.captions import place_of, short_caption
+from training.scenes.phrases import Phrase, draw_absent, draw_present, name_of, refer
+from training.scenes.scenes import MIN_SIZE_RATIO, Scene
+from training.scenes.vocabulary import COLOURS, FOREIGN_NOUNS, SHAPES, STYLE_WORDS, STYLES
+
+RELATION_GAP = 0.05  # least difference of two centres, as a share of the side
+EDGE_GAP = 0.03  # least lead of the outermost centre
+PLACE_GAP = 0.03  # least distance from the lines that divide the image into thirds
+
+
+@dataclass(frozen=True)
+class Question:
+    """kind: the row of the evaluation table.
+
+    steps: what the reasoning points at, as (words, indices of shapes); refs: a spatial reference in image
+    shares, [x, y] or [x0, y0, x1, y1].
+    """
+
+    kind: str
+    text: str
+    answer: str
+    steps: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    refs: tuple[tuple[float, ...], ...] = ()
+
+
+Maker = Callable[[random.Random, Scene, bool], Question | None]
+
+
+def _say(rng: random.Random, templates: Sequence[str], **words: str) -> str:
+    """One of the templates, filled; sometimes without capital or mark, as people type."""
+    picture = rng.choice(("picture", "picture", "image", "photo"))
+    text = rng.choice(templates).format(picture=picture, **words)
+    if rng.random() < 0.2:
+        text = text[0].lower() + text[1:]
+    if rng.random() < 0.15:
+        text = text.rstrip("?.")
+    return text
+
+
+def _noun(rng: random.Random, plural: bool = False) -> str:
+    return Phrase().words(rng, plural)
+
+
+def count(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
+    absent = rng.random() < 0.13 or not scene.shapes
+    phrase = draw_absent(rng, scene, held_out) if absent else draw_present(rng, scene)
+    if absent and not scene.shapes and rng.random() < 0.5:
+        phrase = Phrase()
+    if phrase is None:
+        return None
+    found = phrase.find(scene)
+    text = _say(
+        rng,
+        (
+            "How many {p} are there?",
+            "How many {p} are there?",
+            "How many {p} are in the {picture}?",
+            "How many {p} are there in this {picture}?",
+            "How many {p} do you see?",
+            "How many {p} can you see in the {picture}?",
+            "How many {p} does the {picture} show?",
+            "Count the {p}.",
+            "Count all the {p} in the {picture}.",
+            "What is the number of {p}?",
+            "Number of {p}?",
+        ),
+        p=phrase.words(rng, plural=True),
+    )
+    return Question(
+        "count", text, str(len(found)), ((phrase.plain(len(found) != 1), tuple(found)),)
+    )
+
+
+def colour(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
+    options = [(i, Phrase(kind=s.kind)) for i, s in enumerate(scene.shapes)]
+    options += [(i, Phrase(kind=s.kind, style=s.style)) for i, s in enumerate(scene.shapes)]
+    options = [(i, p) for i, p in options if p.find(scene) == [i]]
+    if not options:
+        return None
+    index, phrase = rng.choice(options)
+    c = rng.choice(("colour", "color"))
+    text = _say(
+        rng,
+        (
+            "What {c} is the {p}?",
+            "What {c} is the {p}?",
+            "What is the {c} of the {p}?",
+            "Which {c} is the {p}?",
+            "Which {c} does the {p} have?",
+            "Tell me the {c} of the {p}.",
+        ),
+        c=c,
+        p=phrase.words(rng),
+    )
+    return Question(
+        "colour", text, COLOURS[scene.shapes[index].colour], ((phrase.plain(), (index,)),)
+    )
+
+
+def shape(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
+    options = [(i, Phrase(colour=s.colour)) for i, s in enumerate(scene.shapes)]
+    options += [(i, Phrase(colour=s.colour, style=s.style)) for i, s in enumerate(scene.shapes)]
+    options = [(i, p) for i, p in options if p.find(scene) == [i]]
+    if not options:
+        return None
+    index, phrase = rng.choice(options)
+    adjective = phrase.words(rng).rsplit(" ", 1)[0]
+    text = _say(
+        rng,
+        (
+            "What shape is the {p}?",
+            "Which shape is the {p}?",
+            "What is the shape of the {p}?",
+            "What kind of shape is the {p}?",
+            "Which shape is {a}?",
+            "What shape is {a}?",
+            "What is the {p}?",
+        ),
+        p=phrase.words(rng),
+        a=adjective,
+    )
+    return Question("shape", text, SHAPES[scene.shapes[index].kind], ((phrase.plain(), (index,)),))
+
+
+_PRESENCE = (
+    "Is there {one}?",
+    "Is there {one}?",
+    "Is there {one} in the {picture}?",
+    "Do you see {one}?",
+    "Can you see {one}?",
+    "Does the {picture} contain {one}?",
+    "Does the {picture} show {one}?",
+    "Are there any {many}?",
+    "Are there any {many} in the {picture}?",
+)
+
+
+def presence(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
+    u = rng.random()
+    if u < 0.04:
+        empty = "yes" if not scene.shapes else "no"
+        text = _say(rng, ("Is the {picture} empty?", "Is this {picture} empty?"))
+        return Question("presence", text, empty, (("shapes", tuple(range(len(scene.shapes)))),))
+    if u < 0.09:
+        noun = rng.choice(FOREIGN_NOUNS)
+        one = ("an " if noun[0] in "aeiou" else "a ") + noun
+        return Question(
+            "presence", _say(rng, _PRESENCE, one=one, many=noun + "s"), "no", ((noun, ()),)
+        )
+    phrase = draw_absent(rng, scene, held_out) if u < 0.55 else draw_present(rng, scene)
+    if phrase is None:
+        return None
+    found = phrase.find(scene)
+    one = phrase.words(rng)
+    one = ("an " if one[0] in "aeiou" else "a ") + one
+    text = _say(rng, _PRESENCE, one=one, many=phrase.words(rng, plural=True))
+    return Question(
+        "presence", text, "yes" if found else "no", ((phrase.plain(len(found) != 1), tuple(found)),)
+    )
+
+
+_DIRECTIONS: tuple[tuple[str, int, int], ...] = (
+    ("left of", 0, -1),
+    ("to the left of", 0, -1),
+    ("right of", 0, 1),
+    ("to the right of", 0, 1),
+    ("above", 1, -1),
+    ("below", 1, 1),
+    ("under", 1, 1),
+)
+
+
+def _lead(scene: Scene, a: int, b: int, axis: int) -> float:
+    """How far centre a lies beyond centre b along the axis, as a share of the side."""
+    side = (scene.width, scene.height)[axis]
+    return (scene.shapes[a].centre[axis] - scene.shapes[b].centre[axis]) / side
+
+
+def relation(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
+    """Is A left of B?"""
+    if len(scene.shapes) < 2:
+        return None
+    a, b = rng.sample(range(len(scene.shapes)), 2)
+    first, second = refer(rng, scene, a), refer(rng, scene, b)
+    direction, axis, sign = rng.choice(_DIRECTIONS)
+    lead = _lead(scene, a, b, axis)
+    if first is None or second is None or abs(lead) < RELATION_GAP:
+        return None
+    text = _say(
+        rng,
+        ("Is the {a} {d} the {b}?", "Is the {a} {d} the {b}?", "Does the {a} lie {d} the {b}?"),
+        a=first.words(rng),
+        b=second.words(rng),
+        d=direction,
+    )
+    answer = "yes" if lead * sign > 0 else "no"
+    return Question("relation", text, answer, ((first.plain(), (a,)), (second.plain(), (b,))))
+
+
+def neighbour(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
+    """What is left of B? Asked only where one object is, or none."""
+    order = list(range(len(scene.shapes)))
+    rng.shuffle(order)
+    for b in order:
+        direction, axis, sign = rng.choice(_DIRECTIONS)
+        phrase = refer(rng, scene, b)
+        leads = {i: _lead(scene, i, b, axis) * sign for i in order if i != b}
+        beyond = [i for i, lead in leads.items() if lead > 0]
+        unclear = any(abs(lead) < RELATION_GAP for lead in leads.values())
+        if phrase is None or unclear or len(beyond) > 1 or not leads:
+            continue
+        answer = name_of(scene.shapes[beyond[0]]) if beyond else "nothing"
+        text = _say(
+            rng,
+            (
+                "What is {d} the {b}?",
+                "What is {d} the {b}?",
+                "Which {n} is {d} the {b}?",
+                "What do you see {d} the {b}?",
+            ),
+            d=direction,
+            b=phrase.words(rng),
+            n=_noun(rng),
+        )
+        return Question("relation", text, answer, ((phrase.plain(), (b,)), (answer, tuple(beyond))))
+    return None
+
+
+_EXTREMES: tuple[tuple[str, int, int], ...] = (
+    ("leftmost", 0, -1),
+    ("furthest left", 0, -1),
+    ("rightmost", 0, 1),
+    ("furthest right", 0, 1),
+    ("topmost", 1, -1),
+    ("highest", 1, -1),
+    ("bottommost", 1, 1),
+    ("lowest", 1, 1),
+)
+
+
+def _about_one(rng: random.Random, scene: Scene, kind: str, index: int, word: str) -> Question:
+    """Ask for the name, colour or shape of the object that a superlative means."""
+    found = scene.shapes[index]
+    adjective = word if not word.startswith("furthest") else ""
+    wanted = rng.choice(("name", "name", "colour", "shape"))
+    c, n = rng.choice(("colour", "color")), _noun(rng)
+    if wanted == "colour":
+        templates = (
+            "What {c} is the {w} {n}?",
+            "Which {c} does the {w} {n} have?",
+            "What is the {c} of the {w} {n}?",
+        )
+        answer = COLOURS[found.colour]
+    elif wanted == "shape":
+        templates = ("What shape is the {w} {n}?", "What shape is the {w} one?")  # type: ignore[assignment]
+        answer = SHAPES[found.kind]
+    else:
+        templates = ("What is the {w} {n}?", "Which {n} is the {w}?", "Which is the {w} {n}?")
+        answer = name_of(found)
+    if not adjective:
+        templates = ("Which {n} is {w}?", "What is {w}?")  # type: ignore[assignment]
+        answer = name_of(found)
+    text = _say(rng, templates, w=word, n=n, c=c)
+    return Question(kind, text, answer, ((name_of(found), (index,)),))
+
+
+def extreme(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
+    if len(scene.shapes) < 2:
+        return None
+    word, axis, sign = rng.choice(_EXTREMES)
+    side = (scene.width, scene.height)[axis]
+    ranked = sorted(range(len(scene.shapes)), key=lambda i: -sign * scene.shapes[i].centre[axis])
+    first, second = (scene.shapes[i].centre[axis] for i in ranked[:2])
+    if abs(first - second) < EDGE_GAP * side:
+        return None
+    return _about_one(rng, scene, "position", ranked[0], word)
+
+
+def _clearly_larger(scene: Scene, a: int, b: int) -> bool:
+    """Larger by the box and by the area alike."""
+    first, second = scene.shapes[a], scene.shapes[b]
+    return (
+        first.extent > MIN_SIZE_RATIO * second.extent and first.area > MIN_SIZE_RATIO * second.area
+    )
+
+
+def size(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
+    """The largest or smallest object."""
+    if len(scene.shapes) < 2:
+        return None
+    largest = rng.random() < 0.5
+    ranked = sorted(range(len(scene.shapes)), key=lambda i: scene.shapes[i].extent, reverse=largest)
+    others = ranked[1:]
+    clear = all(
+        _clearly_larger(scene, ranked[0], i) if largest else _clearly_larger(scene, i, ranked[0])
+        for i in others
+    )
+    if not clear:
+        return None
+    word = rng.choice(("largest", "biggest") if largest else ("smallest",))
+    return _about_one(rng, scene, "size", ranked[0], word)
+
+
+def compare(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
+    """Is A bigger than B?"""
+    if len(scene.shapes) < 2:
+        return None
+    a, b = rng.sample(range(len(scene.shapes)), 2)
+    first, second = refer(rng, scene, a), refer(rng, scene, b)
+    larger = _clearly_larger(scene, a, b)
+    if first is None or second is None or not (larger or _clearly_larger(scene, b, a)):
+        return None
+    word = rng.choice(("bigger", "larger", "smaller"))
+    text = _say(
+        rng, ("Is the {a} {w} than the {b}?",), a=first.words(rng), b=second.words(rng), w=word
+    )
+    answer = "yes" if larger == (word != "smaller") else "no"
+    return Question("size", text, answer, ((first.plain(), (a,)), (second.plain(), (b,))))
+
+
+def style(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
+    if not scene.shapes:
+        return None
+    index = rng.randrange(len(scene.shapes))
+    found = scene.shapes[index]
+    phrase = Phrase(found.kind, found.colour)
+    if phrase.find(scene) != [index]:
+        return None
+    steps = ((phrase.plain(), (index,)),)
+    if rng.random() < 0.4:
+        text = _say(
+            rng,
+            ("Is the {p} solid, outlined or striped?", "What style is the {p}?"),
+            p=phrase.words(rng),
+        )
+        return Question("style", text, STYLES[found.style], steps)
+    asked = found.style if rng.random() < 0.5 else rng.randrange(3)
+    text = _say(rng, ("Is the {p} {s}?",), p=phrase.words(rng), s=rng.choice(STYLE_WORDS[asked]))
+    return Question("style", text, "yes" if asked == found.style else "no", steps)
+
+
+def place(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
+    """Where is A? Asked only well away from the lines between the thirds."""
+    if not scene.shapes:
+        return None
+    index = rng.randrange(len(scene.shapes))
+    x, y = scene.shapes[index].centre
+    shares = (x / scene.width, y / scene.height)
+    phrase = refer(rng, scene, index)
+    if phrase is None or any(abs(s - line) < PLACE_GAP for s in shares for line in (1 / 3, 2 / 3)):
+        return None
+    text = _say(
+        rng, ("Where is the {p}?", "Where in the {picture} is the {p}?"), p=phrase.words(rng)
+    )
+    return Question(
+        "place", text, place_of(scene, scene.shapes[index]), ((phrase.plain(), (index,)),)
+    )
+
+
+def listing(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
+    text = _say(
+        rng,
+        (
+            "What is in the {picture}?",
+            "What is in this {picture}?",
+            "What do you see?",
+            "What does the {picture} show?",
+            "Describe the {picture}.",
+            "Describe this {picture}.",
+            "Which shapes are there?",
+            "What shapes are in the {picture}?",
+            "List the shapes.",
+        ),
+    )
+    return Question(
+        "listing", text, short_caption(scene), (("shapes", tuple(range(len(scene.shapes)))),)
+    )
+
+
+def pointed(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
+    """What is this? with a spatial reference to one object."""
+    if not scene.shapes:
+        return None
+    index = rng.randrange(len(scene.shapes))
+    found = scene.shapes[index]
+    if rng.random() < 0.6:
+        x, y = found.anchor
+        ref: tuple[float, ...] = (x / scene.width, y / scene.height)
+    else:
+        x0, y0, x1, y1 = found.box
+        ref = (x0 / scene.width, y0 / scene.height, x1 / scene.width, y1 / scene.height)
+    wanted = rng.choice(("name", "name", "colour", "shape"))
+    templates, answer = {
+        "name": (("What is this?", "What is here?", "What object is this?"), name_of(found)),
+        "colour": (("What colour is this?", "What color is this?"), COLOURS[found.colour]),
+        "shape": (("What shape is this?", "Which shape is this?"), SHAPES[found.kind]),
+    }[wanted]
+    return Question(
+        "reference", _say(rng, templates), answer, ((name_of(found), (index,)),), (ref,)
+    )
+
+
+MAKERS: tuple[tuple[Maker, int], ...] = (
+    (count, 26),
+    (colour, 9),
+    (shape, 8),
+    (presence, 13),
+    (relation, 9),
+    (neighbour, 7),
+    (extreme, 8),
+    (size, 7),
+    (compare, 5),
+    (style, 4),
+    (place, 3),
+    (listing, 3),
+    (pointed, 4),
+)
+_WEIGHTS = [weight for _, weight in MAKERS]
+
+
+def draw_question(rng: random.Random, scene: Scene, held_out: bool = False) -> Question:
+    """A random fair question; held_out: pairs that training never shows may be named."""
+    for _ in range(30):
+        maker = rng.choices(MAKERS, _WEIGHTS)[0][0]
+        question = maker(rng, scene, held_out)
+        if question is not None:
+            return question
+    found = listing(rng, scene, held_out)
+    assert found is not None
+    return found

@@ -1,0 +1,138 @@
+"""Scores of single tasks against the scene's truth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from training.scenes.captions import named_objects, objects_of
+from training.scenes.evaluation_set import Task
+from training.scenes.paths import outline, path_polygon, polygon_iou
+from training.scenes.scenes import Box, Scene, Shape
+
+Record = dict[str, Any]
+
+
+def inside(polygon: NDArray[np.float64], x: float, y: float) -> bool:
+    """Whether a point lies in a polygon [n, 2]."""
+    x0, y0 = polygon[:, 0], polygon[:, 1]
+    x1, y1 = np.roll(x0, -1), np.roll(y0, -1)
+    crosses = (y0 > y) != (y1 > y)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        at = (x1 - x0) * (y - y0) / (y1 - y0) + x0
+    return bool(np.count_nonzero(crosses & (x < at)) % 2)
+
+
+def box_iou(a: Box, b: Box) -> float:
+    w = min(a[2], b[2]) - max(a[0], b[0])
+    h = min(a[3], b[3]) - max(a[1], b[1])
+    if w <= 0 or h <= 0:
+        return 0.0
+    both = (a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1])
+    return w * h / (both - w * h)
+
+
+def _point_hits(scene: Scene, targets: Iterable[int], points: list[tuple[float, float]]) -> int:
+    """How many targets have a point of their own inside them."""
+    left = {i: outline(scene.shapes[i]) for i in targets}
+    hits = 0
+    for x, y in points:
+        hit = next(
+            (i for i, p in left.items() if inside(p, x * scene.width, y * scene.height)), None
+        )
+        if hit is not None:
+            del left[hit]
+            hits += 1
+    return hits
+
+
+def _pixel_box(scene: Scene, box: Mapping[str, float]) -> Box:
+    w, h = scene.width, scene.height
+    return box["x_min"] * w, box["y_min"] * h, box["x_max"] * w, box["y_max"] * h
+
+
+def _matched_ious(truth: list[Box], found: list[Box]) -> list[float]:
+    """IoUs of one-to-one matches of at least 0.5, best first."""
+    pairs = sorted(
+        ((box_iou(t, f), i, j) for i, t in enumerate(truth) for j, f in enumerate(found)),
+        reverse=True,
+    )
+    used_t: set[int] = set()
+    used_f: set[int] = set()
+    ious = []
+    for iou, i, j in pairs:
+        if iou >= 0.5 and i not in used_t and j not in used_f:
+            used_t.add(i)
+            used_f.add(j)
+            ious.append(iou)
+    return ious
+
+
+def segment_iou(scene: Scene, shape: Shape, path: str, box: Mapping[str, float] | None) -> float:
+    """The IoU of a path relative to ``box`` with the outline of ``shape``; 0 without a path or a box."""
+    if not path or box is None:
+        return 0.0
+    polygon = path_polygon(path, _pixel_box(scene, box))
+    return 0.0 if polygon is None else polygon_iou(polygon, outline(shape))
+
+
+def _segment_ious(
+    scene: Scene, task: Task, segments: list[Mapping[str, Any]]
+) -> tuple[float, float]:
+    """The IoUs of the result's outline, and of the model's own."""
+    if not segments:
+        return 0.0, 0.0
+    found, shape = segments[0], scene.shapes[task.targets[0]]
+    final = segment_iou(scene, shape, found.get("svg_path", ""), found.get("bbox"))
+    if not found.get("refined"):
+        return final, final
+    return final, segment_iou(scene, shape, found["coarse_path"], found["coarse_bbox"])
+
+
+def score(scene: Scene, task: Task, output: Mapping[str, Any]) -> Record:
+    """One line of the record: what was asked, whether it was right, and the numbers the table needs."""
+    record: Record = {"skill": task.skill, "kind": task.kind, "targets": len(task.targets)}
+    if task.kind == "absent":
+        segments = output.get("segments", [])
+        nothing = not output.get("points") and not output.get("objects")
+        record["ok"] = nothing and not any(s.get("svg_path") or s.get("bbox") for s in segments)
+    elif task.skill in ("query", "reasoning"):
+        record["ok"] = output["answer"].strip() == task.answer
+        record["answer"] = task.answer
+        if task.skill == "reasoning":
+            grounding = output.get("reasoning", {}).get("grounding", [])
+            points = [(float(p[0]), float(p[1])) for chunk in grounding for p in chunk["points"]]
+            record["hits"] = _point_hits(scene, set(task.targets), points)
+            record["found"], record["targets"] = len(points), len(set(task.targets))
+    elif task.skill == "caption":
+        record["ok"] = named_objects(output["caption"]) == objects_of(scene)
+        record["targets"] = len(scene.shapes)
+    elif task.skill == "point":
+        points = [(p["x"], p["y"]) for p in output["points"]]
+        record["hits"], record["found"] = _point_hits(scene, task.targets, points), len(points)
+        record["ok"] = record["hits"] == record["found"] == len(task.targets)
+    elif task.skill == "detect":
+        found = [_pixel_box(scene, b) for b in output["objects"]]
+        ious = _matched_ious([scene.shapes[i].box for i in task.targets], found)
+        record["ious"], record["found"] = [round(i, 4) for i in ious], len(found)
+        record["ok"] = len(ious) == len(found) == len(task.targets)
+        w, h = scene.width, scene.height
+        record["truth"] = [
+            [x0 / w, y0 / h, x1 / w, y1 / h]
+            for x0, y0, x1, y1 in (scene.shapes[i].box for i in task.targets)
+        ]
+        record["boxes"] = [
+            [b["x_min"], b["y_min"], b["x_max"], b["y_max"], b["score"]]
+            for b in output["objects"]
+            if "score" in b
+        ]
+    else:
+        final, coarse = _segment_ious(scene, task, output["segments"])
+        record["iou"], record["coarse_iou"] = round(final, 4), round(coarse, 4)
+        record["ok"] = record["iou"] >= 0.5
+    if not record["ok"]:
+        record["asked"], record["said"] = task.text, str(output)[:300]
+    return record
