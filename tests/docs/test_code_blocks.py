@@ -82,7 +82,7 @@ def is_python(block: Block) -> bool:
 def is_commands(block: Block) -> bool:
     return (
         re.match(
-            r"(KESTREL_TOKEN=\S+ |HF_TOKEN=\S+ |MOONDREAM_API_KEY=\S+ |cp |\.venv/bin/)*kestrel-grpc |cp ",
+            r"(KESTREL_TOKEN=\S+ |HF_TOKEN=\S+ |MOONDREAM_API_KEY=\S+ |cp |\.venv/bin/)*kestrel(-grpc)? |cp ",
             block.text,
         )
         is not None
@@ -119,11 +119,15 @@ def folder(tmp_path_factory):
     shutil.copy(ROOT / "clients/python/kestrel_client/commands/demo.jpg", picture)
     shutil.copy(picture, folder / "picture.jpg")
     shutil.copy(ROOT / "kestrel_engine/bundled/kestrel_tiny/sample.jpg", folder / "other.jpg")
-    program = folder / ".venv/bin/kestrel-grpc"
-    program.parent.mkdir(parents=True)
-    fork = f"{sys.executable} -S {ROOT}/tests/forking/worker.py -u -m kestrel_grpc"
-    program.write_text(f'#!/bin/sh\nexec {fork} "$@"\n')
-    program.chmod(0o755)
+    (folder / ".venv/bin").mkdir(parents=True)
+    for name, module in (
+        ("kestrel-grpc", "kestrel_grpc"),
+        ("kestrel", "kestrel_client.commands.program"),
+    ):
+        program = folder / ".venv/bin" / name
+        fork = f"{sys.executable} -S {ROOT}/tests/forking/worker.py -u -m {module}"
+        program.write_text(f'#!/bin/sh\nexec {fork} "$@"\n')
+        program.chmod(0o755)
     return folder
 
 
@@ -166,13 +170,13 @@ def test_python_runs_as_written(block, request, folder, monkeypatch):
 
 
 def commands(block):
-    """Its kestrel-grpc commands as lists of words, without variables, comments and what … stands for."""
+    """Its commands as lists of words, without variables, comments and what … stands for."""
     joined = re.sub(r"\\\n\s*", " ", block.text)
     for line in joined.splitlines():
         words = shlex.split(line, comments=True)
         while words and re.match(r"[A-Z_]+=", words[0]):
             words.pop(0)
-        if words and words[0].endswith("kestrel-grpc"):
+        if words and words[0].endswith(("kestrel", "kestrel-grpc")):
             yield [word for word in words[1:] if word != "…"]
 
 

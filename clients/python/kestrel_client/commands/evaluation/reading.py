@@ -175,7 +175,7 @@ def _loaded(name: str, limit: int | None, *args: Any, **options: Any) -> Records
     """Rows of the package datasets."""
     if importlib.util.find_spec("datasets") is None:
         raise CommandError(
-            f"{name!r} needs the package datasets: pip install './clients/python[eval]'"
+            f"{name!r} needs the package datasets: pip install './clients/python[cli,eval]'"
         )
     import datasets
 

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         server = _server(args, root)
     except ModuleNotFoundError as error:
         raise CommandError(
-            f"the package {error.name} is missing; install it with pip install './clients/python[mcp]'"
+            f"the package {error.name} is missing; install it with pip install './clients/python[cli,mcp]'"
         ) from None
     with sdk_errors(args):
         if args.http is None:

@@ -145,7 +145,7 @@ def _whole(answered: Sequence[Answered]) -> Whole | None:
         from faster_coco_eval import COCO, COCOeval_faster
     except ImportError:
         return Whole(
-            {}, "average precision needs faster-coco-eval: pip install './clients/python[eval]'"
+            {}, "average precision needs faster-coco-eval: pip install './clients/python[cli,eval]'"
         )
     images: dict[str, int] = {}
     names: dict[str, int] = {}

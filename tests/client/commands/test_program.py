@@ -1,0 +1,55 @@
+"""The program ``kestrel`` runs without the server's packages, and ``kestrel-grpc`` has its commands too."""
+
+import asyncio
+import sys
+
+import pytest
+
+from kestrel_client.commands import DEMO_IMAGE, program
+from kestrel_grpc.cli.program import COMMANDS
+
+ALONE = """
+import sys
+sys.modules |= dict.fromkeys(("kestrel_engine", "kestrel_grpc", "torch", "pyvips"))
+from kestrel_client.commands.program import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_kestrel_grpc_runs_the_same_modules():
+    assert list(program.COMMANDS) and set(program.COMMANDS) < set(COMMANDS)
+    other = [name for name, found in program.COMMANDS.items() if COMMANDS[name] != found]
+    assert other == ["models"]  # It also lists what this machine has downloaded.
+
+
+@pytest.mark.parametrize(
+    ("words", "printed"),
+    [
+        (["query", DEMO_IMAGE, "How many?", "--max-tokens", "4"], b"\n"),
+        (["models"], b"requests may wait"),
+        (["health"], b"SERVING"),
+        (["bench", "--made-up", "1", "--unique-images", "1", "--seconds", "0.1"], b"requests/s"),
+        (
+            ["batch", DEMO_IMAGE, "--caption", "--in-process", "--output", "out"],
+            b"needs the server's package",
+        ),
+    ],
+    ids=lambda words: words[0] if isinstance(words, list) else "",
+)
+async def test_commands_run_without_the_servers_packages(serve, tmp_path, words, printed):
+    served = await serve()
+    if words[0] != "batch":
+        words = [*words, "--server", served.server.addresses[0]]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", ALONE, *map(str, words),
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, cwd=tmp_path,
+    )  # fmt: skip
+    output, _ = await process.communicate()
+    assert printed in output and process.returncode == int(words[0] == "batch"), output
+
+
+def test_a_command_of_the_server_is_unknown_here(capsys):
+    with pytest.raises(SystemExit) as ended:
+        program.main(["serve"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("kestrel: error: unknown command 'serve'")
