@@ -7,7 +7,7 @@
 Importing this package loads no torch; creating an engine does.
 """
 
-from . import clock, errors, maintenance, teaching
+from . import clock, errors, maintenance, processes, teaching
 from .adapters.lora import LoRA, TextLoRAConfig
 from .adapters.references import checked_adapter_name
 from .config.adapters import AdapterSources
@@ -53,10 +53,10 @@ from .errors import (
 )
 from .front.merging import best_boxes
 from .front.profiling import ProfileRequest
-from .parent_death import end_with_parent
 from .preprocess.decoding.images import FORMATS as IMAGE_FORMATS
 from .preprocess.decoding.images import OnBackground
 from .preprocess.looks import InRegion, Tiled, Tiles
+from .processes import end_with_parent
 from .runtime.profile import Profile
 from .skills.base import SkillSpec
 from .skills.registry import SkillRegistry
@@ -150,6 +150,7 @@ __all__ = [
     "errors",
     "maintenance",
     "path_text",
+    "processes",
     "read_small_file",
     "setting",
     "settings_of",

@@ -111,7 +111,7 @@ def test_importing_loads_no_more_than_it_must():
 
 OF_THE_SYSTEM = (
     "kestrel_engine/clock.py",
-    "kestrel_engine/parent_death.py",
+    "kestrel_engine/processes/parent_death.py",
     "kestrel_engine/preprocess/processes/decoder.py",
     "kestrel_engine/skills/constraints/grammar_text.py",
     "kestrel_grpc/cli/",

@@ -6,7 +6,7 @@ import pickle
 import sys
 from dataclasses import replace
 
-from ..parent_death import end_with_parent
+from ..processes.parent_death import end_with_parent
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ from ..errors import (
     RuntimeFailure,
 )
 from ..fair_queue import FairQueue
+from ..processes.template import confined
 from ..types.model_config import VisionConfig
 from .decoding.costs import FIELD, Cost
 from .decoding.images import ImageSource, OnBackground, read_source
@@ -42,7 +43,7 @@ from .known_bytes import KnownBytes
 from .looks import WHOLE, selection_of, selection_values
 from .prepared_cache import PreparedCache, source_digest, source_key
 from .processes.answers import MOST_TEXT, Answers
-from .processes.decoder_process import DecoderProcess, template
+from .processes.decoder_process import MODULE, DecoderProcess
 from .processes.segments import new_segment, write_segment
 from .raw_images import RawImages
 
@@ -138,7 +139,7 @@ class PreprocessPool:
         self._idle: list[DecoderProcess] = []
         self._runs: dict[DecoderProcess, _Run] = {}
         self._closed = False
-        template.start()
+        confined.start(MODULE)
 
     async def prepare(
         self,

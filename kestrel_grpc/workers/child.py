@@ -3,49 +3,69 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import signal
+import socket
 from collections.abc import Callable
+from typing import Any
 
-from kestrel_engine import clock
+from kestrel_engine import clock, processes
 
-from .forks import Fork, Template, ending
-from .line import Alive, Failed, Message, Ready, SupervisorEnd, new_line
+from .forks import WorkerTemplate, ending
+from .line import Alive, Failed, Message, Ready, decode, send_task
 from .plan import WorkerTask
+
+_STATUS_S = 5.0
+"""Seconds that the template has to report the status of a process that has ended."""
+_ATTEMPTS = 2
+"""The template may be killed while it starts a worker."""
 
 
 class Child:
-    """A worker process. Create it with ``start``, then await ``wait``."""
+    """A worker process. Create it with ``start``, call ``heed``, then await ``wait``."""
 
-    def __init__(
-        self,
-        task: WorkerTask,
-        process: Fork,
-        line: SupervisorEnd,
-        on_ready: Callable[[Child, Ready], None],
-    ) -> None:
-        self.task, self.pid = task, process.pid
+    def __init__(self, task: WorkerTask) -> None:
+        self.task, self.pid = task, 0
         self.ready: Ready | None = None
         self.failure: Failed | None = None
         self.started_at = clock.now()
         self.silent_for = 0
         """Beats of the supervisor since the worker's last message. Counted only after the worker is ready."""
-        self._process, self._line, self._on_ready = process, line, on_ready
-        asyncio.get_running_loop().add_reader(line.fileno(), self._read)
+        self._on_ready: Callable[[Child, Ready], None] | None = None
+        self._unheeded: list[Message] = []
+        ours, self._theirs = socket.socketpair()
+        ours.setblocking(False)
+        self._line = processes.Line(ours, trusts=True)
+        self._process = -1
+        """A descriptor of the process, so that signals reach no other that got its number."""
+        self._status: int | None = None
+        self._has_begun, self._has_ended = asyncio.Event(), asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._line.fileno(), self._read)
 
     @classmethod
-    async def start(
-        cls, task: WorkerTask, template: Template, on_ready: Callable[[Child, Ready], None]
-    ) -> Child:
+    async def start(cls, task: WorkerTask, template: WorkerTemplate) -> Child:
         """Starts a worker for ``task``. Raises OSError if the process cannot be started."""
-        supervisor_end, worker_socket = new_line()
-        try:
-            supervisor_end.send_task(task)
-            with worker_socket:
-                process = await template.fork(task.index, task.environ, worker_socket)
-        except BaseException:
-            supervisor_end.close()
-            raise
-        return cls(task, process, supervisor_end, on_ready)
+        for _ in range(_ATTEMPTS):
+            child = cls(task)
+            try:
+                with child._theirs as theirs:
+                    send_task(child._line, task)
+                    template.fork_worker(task, theirs)
+                await child._has_begun.wait()
+            except BaseException:
+                child._hang_up()
+                raise
+            if child.pid:
+                return child
+        how = ending(await asyncio.to_thread(template.wait))
+        raise OSError(f"the template of workers: {how}")
+
+    def heed(self, on_ready: Callable[[Child, Ready], None]) -> None:
+        """Heeds the worker's messages from now on, and those that have arrived."""
+        self._on_ready = on_ready
+        while self._unheeded:
+            self._heed(self._unheeded.pop(0))
 
     @property
     def name(self) -> str:
@@ -53,18 +73,29 @@ class Child:
 
     def drain(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Asks the worker to finish its requests and end. ``number``: SIGINT skips the drain delay."""
-        self._process.signal(number)
+        self._signal(number)
 
     def kill(self) -> None:
-        self._process.signal(signal.SIGKILL)
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process, number)
 
     async def wait(self) -> int | None:
         """Waits for the end of the process and reads its last messages. Returns the exit status, negative for a
-        signal; None if it is not known."""
-        status = await self._process.wait()
-        self._read()
-        self._hang_up()
-        return status
+        signal; None if the template ended before."""
+        try:
+            await _readable(self._process)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_STATUS_S):
+                    await self._has_ended.wait()
+        finally:
+            self._hang_up()
+            os.close(self._process)
+            self._process = -1
+        return self._status
 
     def how_it_ended(self, status: int | None) -> str:
         """Describes the end of the process for a log: the worker's error, the exit status or the signal."""
@@ -73,15 +104,26 @@ class Child:
         return ending(status)
 
     def _read(self) -> None:
-        if self._line.fileno() < 0:
-            return
-        try:
-            for message in self._line.messages():
-                self._handle(message)
-        except EOFError:
+        is_open = self._line.read()
+        for message in self._line.messages():
+            self._handle(message)
+        if not is_open:
             self._hang_up()
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
+        if "pid" in message:
+            self.pid, self._process = message["pid"], self._line.descriptors.pop(0)
+            self._has_begun.set()
+        elif "ended" in message:
+            self._status = message["ended"]
+            self._has_ended.set()
+        else:
+            self._heed(decode(message))
+
+    def _heed(self, message: Message) -> None:
+        if self._on_ready is None:
+            self._unheeded.append(message)
+            return
         self.silent_for = 0
         match message:
             case Ready():
@@ -96,3 +138,16 @@ class Child:
         if self._line.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._line.fileno())
             self._line.close()
+        self._has_begun.set()
+        self._has_ended.set()
+
+
+async def _readable(fd: int) -> None:
+    """Waits until ``fd`` is readable."""
+    loop = asyncio.get_running_loop()
+    event = asyncio.Event()
+    loop.add_reader(fd, event.set)
+    try:
+        await event.wait()
+    finally:
+        loop.remove_reader(fd)

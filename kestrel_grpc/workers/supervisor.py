@@ -28,7 +28,7 @@ from ..settings.flags import SettingsError
 from ..settings.server import ServerConfig
 from ..settings.workers import MOST_WORKERS
 from .child import Child
-from .forks import Template
+from .forks import WorkerTemplate, ending
 from .front.bootstrap import FrontPlan
 from .front.front import Front, check_installed, is_installed
 from .line import Ready
@@ -142,7 +142,7 @@ class Supervisor:
                 await self._front.stop()
             for timer in timers if self._announcing is None else (*timers, self._announcing):
                 timer.cancel()
-            await self._template.close()
+            self._template.stop()
             self._remove_sockets()
         return 0 if self._orderly else 1
 
@@ -216,21 +216,22 @@ class Supervisor:
 
     async def _fork(self, task: WorkerTask) -> Child:
         """Raises OSError."""
-        child = await Child.start(task, self._template, self._on_ready)
-        # Before the event loop can read that it is ready.
+        child = await Child.start(task, self._template)
         self._children[task.index] = child
+        child.heed(self._on_ready)
         return child
 
     async def _keep_template(self) -> None:
         """Starts the template again when it has ended, before a worker needs it."""
         restarts = Restarts(self._config.workers.restarts)
         while True:
-            log_lifecycle("template_ended", error=await self._template.ended())
+            self._template.start()
+            status = await asyncio.to_thread(self._template.wait)
+            log_lifecycle("template_ended", error=ending(status))
             delay_s = restarts.next_delay(clock.now())
             if delay_s is None:  # The next worker that starts tries it again.
                 return
             await asyncio.sleep(delay_s)
-            await self._template.ensure()
 
     def _on_ready(self, child: Child, ready: Ready) -> None:
         log_lifecycle(
@@ -317,10 +318,10 @@ class Supervisor:
                 close_address(address)
 
 
-def _template_for(tasks: Sequence[WorkerTask]) -> Template:
+def _template_for(tasks: Sequence[WorkerTask]) -> WorkerTemplate:
     shared = set.intersection(*(set(task.environ.items()) for task in tasks))
     cuda = any(task.device != "cpu" for task in tasks)
-    return Template(dict(shared), "cuda" if cuda else "cpu")
+    return WorkerTemplate(dict(shared), "cuda" if cuda else "cpu")
 
 
 def _raise_start_failure(child: Child, status: int | None) -> None:

@@ -6,9 +6,7 @@ workers that serve lack this time when one of them has ended.
 The template starts nothing that does not survive a fork: no gRPC core, no CUDA, no threads, no event loop. If a library
 has started a thread all the same, workers start in interpreters of their own.
 
-A request is a message with the changes to the environment, and two files: the worker's end of its line, and a socket
-for the answers. The first answer is the process's number with a descriptor of the process (pidfd), the second its exit
-status. The template ends with its supervisor. Its workers do not end with it.
+A job has the changes to the environment. The template ends with its supervisor. Its workers do not end with it.
 """
 
 from __future__ import annotations
@@ -17,14 +15,15 @@ import contextlib
 import ctypes
 import gc
 import importlib
-import json
 import os
-import selectors
 import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kestrel_engine import processes
 
 MODULES = (
     "torch",
@@ -41,7 +40,6 @@ CUDA_MODULES = ("kestrel_engine.runtime.gpu.runtime",)
 """What workers with a GPU import besides."""
 ALONE = "kestrel_grpc.workers.worker"
 """The module that runs a worker in an interpreter of its own."""
-MOST_BYTES = 64 * 1024
 _ONE_THREAD = "OPENBLAS_NUM_THREADS"
 """numpy's OpenBLAS starts threads when it is imported, unless this is 1."""
 _IGNORED = (signal.SIGINT, signal.SIGTERM)
@@ -64,6 +62,8 @@ def main(
         modules = (*MODULES, *(CUDA_MODULES if arguments[1] == "cuda" else ()))
     given = os.environ.get(_ONE_THREAD)
     os.environ[_ONE_THREAD] = "1"
+    from kestrel_engine import processes
+
     for name in modules:
         with contextlib.suppress(ImportError):  # The worker reports what it misses.
             importlib.import_module(name)
@@ -72,11 +72,10 @@ def main(
         os.environ[_ONE_THREAD] = given
     gc.collect()
     gc.freeze()  # The forks share these objects' memory as long as no collection visits them.
-    fork = _fork_on_request(link)
+    fork = processes.Forks(link).run()
     if fork is None:
         return 0
-    fork.become_worker()
-    return (worker or _worker)([str(fork.line)])
+    return (worker or _worker)([str(_become_worker(fork))])
 
 
 def _worker(arguments: Sequence[str]) -> int:
@@ -85,75 +84,16 @@ def _worker(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
-@dataclass(frozen=True)
-class _Fork:
-    """What a fork of the template knows. ``line``: the number of the worker's end. ``alone``: a thread did not survive
-    the fork, so the worker needs an interpreter of its own."""
-
-    index: int
-    variables: dict[str, str]
-    line: int
-    alone: bool
-
-    def become_worker(self) -> None:
-        """Gives this process what a process of its own would have."""
-        os.environ.update(self.variables)
-        os.setsid()  # Ctrl-C in a terminal reaches the supervisor, which passes it on.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        # All workers have the template's command line. This name tells them apart, for instance in `ps -o comm`.
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"worker {self.index}".encode(), 0, 0, 0)
-        if self.alone:
-            os.set_inheritable(self.line, True)
-            os.execv(sys.executable, [sys.executable, "-m", ALONE, str(self.line)])
-
-
-def _fork_on_request(link: socket.socket) -> _Fork | None:
-    """Forks for each request. Returns None when the supervisor has ended, and in a fork what it knows.
-
-    A fork keeps no file of the template open but its line.
-    """
-    with selectors.DefaultSelector() as selector, link:
-        selector.register(link, selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select():
-                if key.fileobj is not link:
-                    _report_end(selector, key)
-                    continue
-                request, fds, _, _ = socket.recv_fds(link, MOST_BYTES, 2)
-                if not request:
-                    return None
-                line, answers = fds[0], socket.socket(fileno=fds[1])
-                alone = num_threads() > 1
-                if (pid := os.fork()) == 0:
-                    answers.close()
-                    _close(selector)
-                    return _Fork(**json.loads(request), line=line, alone=alone)
-                os.close(line)
-                process = os.pidfd_open(pid)
-                with contextlib.suppress(OSError):  # The supervisor may have ended.
-                    socket.send_fds(answers, [str(pid).encode()], [process])
-                selector.register(process, selectors.EVENT_READ, (pid, answers))
-
-
-def _report_end(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
-    pid, answers = key.data
-    selector.unregister(key.fileobj)
-    os.close(key.fd)
-    _, status = os.waitpid(pid, 0)
-    with answers, contextlib.suppress(OSError):
-        answers.send(str(os.waitstatus_to_exitcode(status)).encode())
-
-
-def _close(selector: selectors.BaseSelector) -> None:
-    """Closes what the template knows about the other workers."""
-    for key in selector.get_map().values():
-        if key.data is not None:
-            _, answers = key.data
-            answers.close()
-            os.close(key.fd)
-
-
-def num_threads() -> int:
-    """The number of threads of this process."""
-    return len(os.listdir("/proc/self/task"))
+def _become_worker(fork: processes.Fork) -> int:
+    """Gives this process what a process of its own would have. Returns the descriptor of its line."""
+    line = fork.line.detach()
+    os.environ.update(fork.job["variables"])
+    os.setsid()  # Ctrl-C in a terminal reaches the supervisor, which passes it on.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # All workers have the template's command line. This name tells them apart, for instance in `ps -o comm`.
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, f"worker {fork.job['index']}".encode(), 0, 0, 0)
+    if fork.alone:
+        os.set_inheritable(line, True)
+        os.execv(sys.executable, [sys.executable, "-m", ALONE, str(line)])
+    return line

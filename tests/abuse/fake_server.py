@@ -9,7 +9,6 @@ fork of the fork server.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 import time
@@ -19,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from kestrel_engine import InferenceEngine, ModelLoadError, RuntimeConfig
-from kestrel_engine.preprocess.processes.decoder_process import template
+from kestrel_engine.processes.template import confined
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.step import RuntimeLimits, StepPlan
 from kestrel_grpc.cli import program
 from kestrel_grpc.workers import forks, worker
 from kestrel_grpc.workers import template as worker_template
 from tests.engine.fakes import fake_build, never_ends
-from tests.forking.process import create_forked_process
+from tests.forking.process import ForkedProcess
 
 STEP_S = 0.005
 HANG_FILE = "ABUSE_HANG_FILE"
@@ -62,7 +61,7 @@ def main() -> int:
         return InferenceEngine(config, built, options["skills"], observer=options["observer"])
 
     InferenceEngine.create = create  # type: ignore[assignment, method-assign]
-    template.start = lambda: None  # type: ignore[method-assign]  # Most of these servers see no image.
+    confined.start = lambda load: None  # type: ignore[method-assign]  # Most of these servers see no image.
     forks.COMMAND = (sys.executable, "-m", "tests.abuse.fake_server", TEMPLATE)
     if sys.argv[1] == TEMPLATE:
         return worker_template.main(
@@ -71,7 +70,7 @@ def main() -> int:
             lambda arguments: worker.main(arguments, create),
         )
     if sys.platform == "linux":
-        asyncio.create_subprocess_exec = create_forked_process  # type: ignore[assignment]
+        forks.START = ForkedProcess  # type: ignore[misc]
     return program.main(["serve", *sys.argv[1:]])
 
 

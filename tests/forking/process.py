@@ -133,25 +133,28 @@ class ForkedProcess(subprocess.Popen[Any]):
                 self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
 
         def _internal_poll(self, *_: Any, **__: Any) -> int | None:
-            if self.returncode is None:
-                self._read_status(0)
+            if self.returncode is None and self._waitpid_lock.acquire(blocking=False):  # type: ignore[attr-defined]
+                try:  # Another thread may wait for the end.
+                    self._read_status(0)
+                finally:
+                    self._waitpid_lock.release()  # type: ignore[attr-defined]
             return self.returncode
 
         def _wait(self, timeout: float | None) -> int:
-            if self.returncode is None and not self._read_status(timeout):
-                assert timeout is not None
-                raise subprocess.TimeoutExpired(self.args, timeout)
+            with self._waitpid_lock:  # type: ignore[attr-defined]
+                if not self._read_status(timeout):
+                    assert timeout is not None
+                    raise subprocess.TimeoutExpired(self.args, timeout)
             return self.returncode
 
         def _read_status(self, timeout: float | None) -> bool:
             """Waits for the end of the process. Returns False if it has not ended within ``timeout`` seconds."""
-            with self._waitpid_lock:  # type: ignore[attr-defined]
-                if self._status is not None:
-                    if not select.select([self._status], [], [], timeout)[0]:
-                        return False
-                    self.returncode = int(self._status.recv(64))
-                    self._status.close()
-                    self._status = None
+            if self._status is not None:
+                if not select.select([self._status], [], [], timeout)[0]:
+                    return False
+                self.returncode = int(self._status.recv(64))
+                self._status.close()
+                self._status = None
             return True
 
 

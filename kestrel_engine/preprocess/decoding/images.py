@@ -9,7 +9,7 @@ This module knows no model, crop or cache. Importing it changes libvips for the 
   for each image.
 - libvips' own concurrency is 1. The pool decodes several images side by side, and one JPEG or PNG is decoded by one
   thread. Several threads can resize an image (crops.py).
-- No thread of libvips remains, so that a process may fork after the import (template.py).
+- No thread of libvips remains, so that a process may fork after the import (processes/).
 
 libvips opens all images but BMP (bmp.py) and plain JPEGs (plain_jpeg.py).
 

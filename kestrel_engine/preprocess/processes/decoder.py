@@ -1,7 +1,7 @@
 """The code of a decoder process: it checks and decodes one image after the other, and makes crops and content key.
 
-A decoder is forked from the template (template.py), confined (confinement/), and may be killed at any time. It reads no
-environment variable and can open no file. Images and crops are passed in segments. A decoder ends when its link is
+A decoder is a fork of the template (processes/), confines itself, and may be killed at any time. It reads no
+environment variable and can open no file. Images and crops are passed in segments. A decoder ends when its line is
 closed.
 """
 
@@ -13,7 +13,6 @@ import math
 import mmap
 import os
 import resource
-import socket
 import sys
 import threading
 import time
@@ -27,17 +26,19 @@ from typing import Any
 import numpy as np
 
 from ...config.images import ImageLimits
-from ...confinement.own_memory import read_count
+from ...confinement.own_memory import open_count, read_count
 from ...errors import RequestError
+from ...processes.forking import Fork
+from ...processes.lines import Line
 from ...types.model_config import VisionConfig
 from ...types.requests import PreparedImage
 from ..crop_keys import crop_keys
 from ..crops import Piece, Run, content_key, device_makes_crops, prepare, region_of, stored_shape
+from ..decoding.bmp import load_reader
 from ..decoding.costs import PIXELS, Cost, check_size, cost_of
 from ..decoding.decoded_image import DecodedImage, new_bytes
 from ..decoding.images import Undecoded, read_header
 from ..looks import WHOLE, Selection, look_size, read_selection, regions
-from .segments import send_message, take_message
 
 _SLACK_BYTES = 64 * 2**20
 """Memory that an image may take beyond its cost before it fails. The table holds measured peaks, and allocators round
@@ -71,34 +72,35 @@ _SWITCH_INTERVAL_S = 0.5e-3
 longer than the work on a band."""
 
 
-def serve(link: socket.socket, memory: int) -> None:
-    """Answers jobs until ``link`` is closed. The first message has the limits and the geometry. The others are a
+def load() -> None:
+    """Imports in the template what decoders would import later, when they can open no file."""
+    load_reader()
+
+
+def main(fork: Fork) -> None:
+    """The process. The job says the bytes that an image may take (``num_bytes``)."""
+    memory = open_count()
+    fork.confine(fork.job["num_bytes"], memory)
+    serve(fork.line, memory)
+
+
+def serve(line: Line, memory: int) -> None:
+    """Answers jobs until ``line`` is closed. The first message has the limits and the geometry. The others are a
     segment for the crops of the next image, or an image. ``memory``: the descriptor of ``own_memory.open_count``."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     _keep_freed_memory()
-    received, descriptors = bytearray(), list[int]()
-
-    def next_message() -> dict[str, Any] | None:
-        while (message := take_message(received)) is None:
-            data, found, _, _ = socket.recv_fds(link, 64 * 1024, 2)
-            descriptors.extend(found)
-            if not data:
-                return None
-            received.extend(data)
-        return message
-
-    setup = next_message()
+    setup = line.wait()
     if setup is None:
         return
     work = Work(ImageLimits(**setup["limits"]), VisionConfig(**setup["vision"]), memory)
-    while (message := next_message()) is not None:
-        descriptor = descriptors.pop(0)
+    while (message := line.wait()) is not None:
+        descriptor = line.descriptors.pop(0)
         if "crops" in message:
             work.take_crops_segment(descriptor, message["crops"])
         else:
             reply = work.answer(message, descriptor)
             os.close(descriptor)
-            send_message(link, reply, ())
+            line.send(reply)
 
 
 class Work:

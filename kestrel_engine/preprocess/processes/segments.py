@@ -1,4 +1,4 @@
-"""Segments of memory and messages between the server's process and its decoders. Owns the formats of both.
+"""Segments of memory that the server's process and its decoders share.
 
 A segment is anonymous memory, passed as a file descriptor. It carries encoded bytes or pixels to a decoder, and crops
 back. The server's process creates all segments. It writes and reads them with calls that report a segment of the wrong
@@ -9,22 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import json
 import math
 import mmap
 import os
-import socket
 import sys
 import tempfile
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-
-MOST_MESSAGE_BYTES = 64 * 1024
-
-_LENGTH_BYTES = 4
 
 _MAPPED_BYTES = 128 * 1024
 """Less is copied, which takes no longer. A process may have 65,530 mappings (vm.max_map_count), and small images that
@@ -91,35 +84,3 @@ def map_segment(descriptor: int, shape: tuple[int, ...]) -> np.ndarray:
     memory = (ctypes.c_uint8 * size).from_address(address)
     weakref.finalize(memory, _LIBC.munmap, address, size).atexit = False
     return np.frombuffer(memoryview(memory), np.uint8).reshape(shape)
-
-
-def send_message(link: socket.socket, message: dict[str, Any], segments: Sequence[int]) -> None:
-    """Sends a message with the descriptors of ``segments``. The message must be so short that a socket accepts it at
-    once."""
-    data = json.dumps(message).encode()
-    framed = len(data).to_bytes(_LENGTH_BYTES, "little") + data
-    if segments:
-        socket.send_fds(link, [framed], list(segments))
-    else:
-        link.sendall(framed)
-
-
-def take_message(received: bytearray) -> dict[str, Any] | None:
-    """Removes the first complete message from the received bytes and returns it; None if there is none yet. Raises
-    ValueError if the bytes are not a message."""
-    if len(received) < _LENGTH_BYTES:
-        return None
-    length = int.from_bytes(received[:_LENGTH_BYTES], "little")
-    if length > MOST_MESSAGE_BYTES:
-        raise ValueError(f"a message of {length} bytes")
-    end = _LENGTH_BYTES + length
-    if len(received) < end:
-        return None
-    try:
-        message = json.loads(bytes(received[_LENGTH_BYTES:end]))
-    except RecursionError:
-        raise ValueError("a message of too many levels") from None
-    del received[:end]
-    if not isinstance(message, dict):
-        raise ValueError("a message that is no object")
-    return message

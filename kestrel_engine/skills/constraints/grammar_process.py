@@ -8,16 +8,17 @@ processor time. What it has compiled takes as long in the server.
 from __future__ import annotations
 
 import contextlib
-import json
+import os
 import resource
 import signal
-import subprocess
-import sys
+import socket
 import threading
 
-from ...confinement import children
-from ...confinement.steps import confine, leave_surroundings
+from ...confinement.own_memory import open_count, read_count
 from ...errors import RuntimeFailure
+from ...processes.forking import Fork
+from ...processes.lines import Line
+from ...processes.template import confined
 from ...types.constraint import Constraint
 
 COMPILE_S = 0.5
@@ -25,9 +26,7 @@ COMPILE_S = 0.5
 _WALL_S = 20.0
 """The same by the clock, for a machine that has no processor time left."""
 _MEMORY = 1 << 30
-"""Bytes of address space."""
-
-_MOST_ANSWER_BYTES = 64 * 1024
+"""Bytes of address space that a constraint may take."""
 
 
 class GrammarProcess:
@@ -36,85 +35,79 @@ class GrammarProcess:
     def __init__(self, confine: str = "auto") -> None:
         """``confine``: one of ``confinement.MODES``."""
         self._confine = confine
-        self._process: subprocess.Popen[bytes] | None = None
+        self._line: Line | None = None
+        self._number = 0
 
     def problem(self, constraint: Constraint) -> str:
         """What is wrong with the constraint, with the place; "" if nothing is.
 
         Raises RuntimeFailure if no process can be started.
         """
-        request = json.dumps([constraint.kind, constraint.source]).encode() + b"\n"
-        answer = b""
         # A process that ended between two requests, for any reason, is started again.
         for _ in range(2):
-            process = self._running()
-            assert process.stdin is not None and process.stdout is not None
-            try:
-                process.stdin.write(request)
-                process.stdin.flush()
-            except OSError:
-                self.close()
-                continue
+            line = self._running()
             # A process that a constraint controls may answer nothing, or without end.
-            end = threading.Timer(2 * _WALL_S, process.kill)
+            end = threading.Timer(2 * _WALL_S, confined.kill, (self._number,))
             end.start()
-            answer = process.stdout.readline(_MOST_ANSWER_BYTES)
+            try:
+                line.send({"kind": constraint.kind, "source": constraint.source})
+                answer = line.wait()
+            except OSError:
+                answer = None
+            except ValueError:
+                answer = {}
+            is_late = not end.is_alive()
             end.cancel()
-            break
-        with contextlib.suppress(ValueError, RecursionError):
-            problem = json.loads(answer)
-            if isinstance(problem, str):
+            if answer is not None and isinstance(problem := answer.get("problem"), str):
                 return problem
-        self.close()
+            self.close()
+            was_killed = answer is None or answer.get("ended") == -signal.SIGKILL
+            if is_late or not was_killed:
+                break
         return "takes too much time or memory to compile"
 
     def close(self) -> None:
         """Ends the process. Any thread may call it once no other call is running."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.communicate()
+        line, self._line = self._line, None
+        if line is not None:
+            confined.kill(self._number)
+            line.close()
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None:
+    def _running(self) -> Line:
+        if self._line is None:
+            ours, theirs = socket.socketpair()
             try:
-                self._process = children.start(
-                    __name__, self._confine, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-                )
+                with theirs:
+                    self._number = confined.fork(theirs, module=__name__, confine=self._confine)
             except OSError as error:
+                ours.close()
                 raise RuntimeFailure(f"no process can be started: {error}") from error
-            # If it is killed, it is no zombie until a constraint needs it again.
-            threading.Thread(target=self._process.wait, name="grammar-end", daemon=True).start()
-        return self._process
+            self._line = Line(ours)
+        return self._line
 
 
-def main(mode: str) -> None:
-    """The process: answers requests until its input is closed. ``mode``: of ``confinement.MODES``."""
+def main(fork: Fork) -> None:
+    """The process: answers requests until its line is closed."""
     from .grammar_text import new_tokenizer, problem
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)
     # A child inherits what its parent ignores and blocks.
     for number in (signal.SIGPROF, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPROF, signal.SIGALRM))
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit.
-        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-    namespaces = mode != "off" and leave_surroundings()
+        count = open_count()
+        most = read_count(count)[0] + _MEMORY
+        os.close(count)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
     # What a constraint costs to compile hardly depends on the vocabulary.
     tokenizer = new_tokenizer([bytes([byte]) for byte in range(256)] + [b""], 256)
     problem(Constraint("regex", "a"), tokenizer)  # Opens and allocates what the first one needs.
-    if mode != "off":
-        result, _ = confine(_MEMORY, namespaces)
-        if mode == "require" and not result.suffices:
-            return
-    for line in sys.stdin.buffer:
-        kind, source = json.loads(line)
+    fork.confine(_MEMORY)
+    while (request := fork.line.wait()) is not None:
         # The signals end the process at once, also inside the library.
         signal.setitimer(signal.ITIMER_PROF, COMPILE_S)
         signal.setitimer(signal.ITIMER_REAL, _WALL_S)
-        answer = problem(Constraint(kind, source), tokenizer)
+        answer = problem(Constraint(request["kind"], request["source"]), tokenizer)
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
-        sys.stdout.buffer.flush()
+        fork.line.send({"problem": answer})

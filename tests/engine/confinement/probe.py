@@ -17,8 +17,8 @@ import threading
 from collections.abc import Callable
 
 from kestrel_engine.confinement import steps
-from kestrel_engine.preprocess.processes import template
-from kestrel_engine.preprocess.processes.segments import send_message
+from kestrel_engine.confinement.own_memory import open_count
+from kestrel_engine.processes import Fork
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 X86 = os.uname().machine == "x86_64"
@@ -377,24 +377,26 @@ def some_memory() -> None:
     bytearray(2**24)
 
 
-def serve(link: socket.socket, memory: int) -> None:
-    """Does what the message on the link names, and reports what became of it."""
-    name = bytearray(link.recv(2**10)).decode()
+def load() -> None:
+    pass
+
+
+def main(fork: Fork) -> None:
+    """In place of a decoder. Does what the message on the line names, and reports what became of it."""
+    wall = fork.job["wall"]
+    if wall in ("landlock", "namespaces"):
+        steps._restrict_calls = lambda reports: (False, -1)  # type: ignore[assignment]
+    if wall in ("seccomp", "namespaces"):
+        steps._restrict_files = lambda: 0  # type: ignore[assignment]
+    if wall in ("seccomp", "landlock"):
+        fork.job["confine"] = "auto"  # The template has not made namespaces.
+    memory = open_count()
+    fork.confine(2**27, memory)
+    message = fork.line.wait()
+    assert message is not None
     try:
-        (ATTACKS | WORK)[name]()
+        (ATTACKS | WORK)[message["probe"]]()
         outcome = "reached"
     except (OSError, AssertionError, MemoryError, ValueError) as error:
         outcome = f"refused: {error!r}"
-    send_message(link, {"outcome": outcome}, ())
-
-
-def main(argument: str) -> None:
-    """The template, with the probe in place of a decoder. ``argument``: the only wall that is used; "": all."""
-    if argument in ("landlock", "namespaces"):
-        steps._restrict_calls = lambda reports: (False, -1)  # type: ignore[assignment]
-    if argument in ("seccomp", "namespaces"):
-        steps._restrict_files = lambda: 0  # type: ignore[assignment]
-    if argument in ("seccomp", "landlock"):
-        template.leave_surroundings = lambda: False
-    template.serve = serve
-    template.main("")
+    fork.line.send({"outcome": outcome})

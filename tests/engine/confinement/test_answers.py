@@ -8,8 +8,11 @@ import pytest
 
 from kestrel_engine.config.images import ImageLimits
 from kestrel_engine.errors import KestrelError
+from kestrel_engine.preprocess import pool
 from kestrel_engine.preprocess.pool import PreprocessPool
 from kestrel_engine.preprocess.processes import decoder_process
+from kestrel_engine.processes import Template
+from kestrel_engine.processes.template import start_confined
 from kestrel_engine.types.model_config import VisionConfig
 from tests.waiting import until
 
@@ -49,23 +52,26 @@ def framed(answer) -> bytes:
 
 
 def decoders() -> str:
-    process = decoder_process.template._process
-    return Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    pid = decoder_process.confined.pid
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text()
 
 
 @pytest.fixture(scope="module")
 def lying():
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(decoder_process, "_TEMPLATE", "tests.engine.confinement.liar")
-        patched.setattr(decoder_process, "template", decoder_process._Template())
+        template = Template(start_confined)
+        patched.setattr(pool, "confined", template)
+        patched.setattr(decoder_process, "confined", template)
+        for module in (pool, decoder_process):
+            patched.setattr(module, "MODULE", "tests.engine.confinement.liar")
         yield
-        decoder_process.template.stop()
+        template.stop()
 
 
 @pytest.mark.parametrize("name", [*ANSWERS, "a message without end", "two answers"])
 async def test_an_answer_of_a_decoder_that_an_image_controls(lying, name):
-    pool = PreprocessPool(1, ImageLimits(), VisionConfig())
-    free = pool._free_bytes
+    images = PreprocessPool(1, ImageLimits(), VisionConfig())
+    free = images._free_bytes
     if name == "a message without end":
         answer = b"\xff\xff\xff\xff"
     elif name == "two answers":
@@ -74,8 +80,8 @@ async def test_an_answer_of_a_decoder_that_an_image_controls(lying, name):
         answer = framed(ANSWERS[name])
     for number in range(2):
         with pytest.raises(KestrelError) as caught:
-            await pool.prepare(answer + bytes(number))
+            await images.prepare(answer + bytes(number))
         assert len(str(caught.value)) < 2300
-    pool.close()
+    images.close()
     await until(lambda: not decoders())  # None is left behind, whatever it says of its end.
-    assert (pool._free_bytes, pool._waiting_pixels, len(pool._runs)) == (free, 0, 0)
+    assert (images._free_bytes, images._waiting_pixels, len(images._runs)) == (free, 0, 0)

@@ -10,20 +10,22 @@ from pathlib import Path
 import pytest
 
 from kestrel_engine import InferenceEngine, ModelLoadError, RuntimeConfig
-from kestrel_engine.confinement import children, trial
+from kestrel_engine.confinement import trial
 from kestrel_engine.confinement.steps import Found
 from kestrel_engine.errors import ConfigError
 from kestrel_engine.maintenance import Finding
 from kestrel_engine.maintenance.device import check_confinement
-from kestrel_engine.preprocess.processes import decoder_process
-from kestrel_engine.preprocess.processes.segments import take_message
+from kestrel_engine.processes import Line, Template
+from kestrel_engine.processes.template import start_confined
 from kestrel_engine.skills.constraints.grammar_process import GrammarProcess
 from kestrel_engine.types.constraint import Constraint
 from tests.engine.confinement.probe import ATTACKS, WORK
+from tests.engine.preprocess.decoders import decoders
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux confines decoders")
 
 SECRET = "KESTREL_TEST_SECRET"
+PROBE = "tests.engine.confinement.probe"
 FILES = {"list_a_folder", "open_by_openat2", "read_a_file", "write_a_file"}
 REACHED_OFF = FILES | {
     "executable_pages", "execute_memory", "fork", "inet_socket", "limits_of_the_server",
@@ -40,25 +42,23 @@ def reach():
 
     def run(name: str, mode: str = "auto", wall: str = "") -> tuple[str | None, int, int | None]:
         if wall not in templates:
-            templates[wall] = decoder_process._Template()
+            templates[wall] = Template(start_confined)
         ours, theirs = socket.socketpair()
         with ours, pytest.MonkeyPatch.context() as patched:
             patched.setenv(SECRET, "in the server's environment")
-            patched.setattr(decoder_process, "_TEMPLATE", "tests.engine.confinement.probe")
-            start = children.start
-            patched.setattr(children, "start", lambda module, **how: start(module, wall, **how))
+            templates[wall].start(PROBE)
+            if wall in ("landlock", "seccomp"):
+                mode = "off"  # The probe confines itself, without namespaces.
             with theirs:
-                templates[wall].fork(theirs, mode, 0, 2**27)
-            ours.sendall(name.encode())
-            received, outcome = bytearray(), None
+                templates[wall].fork(theirs, module=PROBE, confine=mode, wall=wall)
+            line, outcome = Line(ours), None
+            line.send({"probe": name})
             while True:
-                data = ours.recv(2**16)
-                assert data, "the template ended"
-                received += data
-                while (message := take_message(received)) is not None:
-                    if "ended" in message:
-                        return outcome, message["ended"], message["call"]
-                    outcome = message["outcome"]
+                message = line.wait()
+                assert message is not None, "the template ended"
+                if "ended" in message:
+                    return outcome, message["ended"], message["call"]
+                outcome = message["outcome"]
 
     yield run
     for template in templates.values():
@@ -142,10 +142,10 @@ def test_a_server_closes_its_memory_and_still_counts_its_own_files(mode, open_to
 
 
 def test_the_compiler_of_constraints_is_confined(confined):
-    process = GrammarProcess("require")
+    before, process = decoders(), GrammarProcess("require")
     assert process.problem(Constraint("regex", "[a-z]{3}")) == ""
-    assert process._process is not None
-    status = Path(f"/proc/{process._process.pid}/status").read_text()
+    (pid,) = decoders() - before
+    status = Path(f"/proc/{pid}/status").read_text()
     process.close()
     fields = dict(line.split(":\t", 1) for line in status.splitlines())
     assert (fields["Seccomp"].strip(), fields["NoNewPrivs"], fields["Threads"]) == ("2", "1", "1")

@@ -8,15 +8,12 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from kestrel_engine.preprocess.processes.decoder_process import template
+from kestrel_engine.processes.template import confined
 
 
 def decoders() -> set[int]:
     """Processes that the template of this process has forked and that live."""
-    process = template._process
-    if process is None:
-        return set()
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    children = Path(f"/proc/{confined.pid}/task/{confined.pid}/children")
     found = {int(pid) for pid in children.read_text().split()} if children.exists() else set()
     return {pid for pid in found if state(pid) not in ("Z", "")}
 

@@ -34,7 +34,7 @@ from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.decoding.images import open_image
 from kestrel_engine.preprocess.pool import EXPENSIVE_NICE, PreprocessPool
 from kestrel_engine.preprocess.processes import decoder_process
-from kestrel_engine.preprocess.processes.decoder_process import template
+from kestrel_engine.processes.template import confined
 from kestrel_engine.types.model_config import VisionConfig
 from tests.engine.preprocess.decoders import decoders, held_up, nice_of, state
 from tests.waiting import until
@@ -407,8 +407,7 @@ async def test_an_idle_decoder_that_dies_is_replaced(make_pool):
 async def test_the_template_is_started_again(make_pool):
     pool = make_pool()
     [pid] = await decoders_of(pool)
-    assert template._process is not None
-    killed = template._process.pid
+    killed = confined.pid
     os.kill(killed, signal.SIGKILL)
     await until(lambda: not (state(killed) or state(pid)))  # Neither stays a zombie.
     await until(lambda: not pool._idle)
@@ -496,31 +495,35 @@ import asyncio, sys
 import numpy as np
 from kestrel_engine.config.images import ImageLimits
 from kestrel_engine.types.model_config import VisionConfig
-from kestrel_engine.preprocess.processes import decoder_process
-from kestrel_engine.preprocess.processes.decoder_process import template
-from kestrel_engine.preprocess.pool import EXPENSIVE_NICE, PreprocessPool
+from kestrel_engine.processes.template import confined
+from kestrel_engine.preprocess.pool import PreprocessPool
+from kestrel_engine.skills.constraints.grammar_process import GrammarProcess
+from kestrel_engine.types.constraint import Constraint
 
 async def main():
     pool = PreprocessPool(1, ImageLimits(), VisionConfig())
-    await pool.prepare(np.zeros((60, 60, 3), np.uint8))
-    children = open(f"/proc/{template._process.pid}/task/{template._process.pid}/children").read()
-    print(template._process.pid, children, flush=True)
+    if sys.argv[1] != "loading":
+        await pool.prepare(np.zeros((60, 60, 3), np.uint8))
+        GrammarProcess().problem(Constraint("regex", "a"))
+    children = open(f"/proc/{confined.pid}/task/{confined.pid}/children").read()
+    print(confined.pid, children, flush=True)
     await asyncio.sleep(60)
 
 asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("busy", [False, True])
-async def test_nothing_is_left_of_a_process_that_is_killed(busy):
+@pytest.mark.parametrize("state_of_it", ["loading", "idle", "busy"])
+async def test_nothing_is_left_of_a_process_that_is_killed(state_of_it):
     with subprocess.Popen(
-        [sys.executable, "-c", _KILLED], stdout=subprocess.PIPE, cwd=ROOT, text=True
+        [sys.executable, "-c", _KILLED, state_of_it], stdout=subprocess.PIPE, cwd=ROOT, text=True
     ) as process:
         assert process.stdout is not None
         pids = [int(pid) for pid in process.stdout.readline().split()]
-        assert len(pids) == 2
-        if busy:  # It looks at no link meanwhile.
-            os.kill(pids[1], signal.SIGSTOP)
+        assert len(pids) == (1 if state_of_it == "loading" else 3)
+        if state_of_it == "busy":  # They look at no line meanwhile.
+            for pid in pids[1:]:
+                os.kill(pid, signal.SIGSTOP)
         process.kill()
         process.wait()
         await until(lambda: not any(state(pid) not in ("", "Z") for pid in pids))
@@ -530,7 +533,8 @@ def test_a_decoder_has_neither_torch_nor_the_engine(make_pool):
     """What the template loads, all decoders have."""
     code = (
         "import sys, types; package = types.ModuleType('kestrel_engine'); package.__path__ = [sys.argv[1]];"
-        "sys.modules['kestrel_engine'] = package; import kestrel_engine.preprocess.processes.template, os;"
+        "sys.modules['kestrel_engine'] = package; import kestrel_engine.processes.forking, os;"
+        "import kestrel_engine.preprocess.processes.decoder as decoder; decoder.load();"
         "print(*sys.modules); print(len(os.listdir('/proc/self/task')))"
     )
     done = subprocess.run(

@@ -16,7 +16,7 @@ from kestrel_grpc.settings.server import ServerConfig
 from kestrel_grpc.settings.workers import WorkersConfig
 from kestrel_grpc.workers import forks, restarts, supervisor
 from kestrel_grpc.workers.supervisor import WorkersError, supervise
-from tests.forking.process import create_forked_process
+from tests.forking.process import ForkedProcess
 from tests.service.workers import puppet
 from tests.waiting import until
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="SO_REUSEPORT sp
 @pytest.fixture
 def puppets(monkeypatch, tmp_path, capfd):
     """Supervises two puppets that behave as told, in this process, and returns its task. The puppets are forks."""
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", create_forked_process)
+    monkeypatch.setattr(forks, "START", ForkedProcess)
     monkeypatch.setenv(puppet.FOLDER, str(tmp_path))
     monkeypatch.setattr(supervisor, "BEAT_S", 0.05)
     monkeypatch.setattr(supervisor, "PATIENCE_S", 0.2)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from kestrel_engine import parent_death
+from kestrel_engine.processes import parent_death
 from tests.waiting import wait_until
 
 CHILD = """
