@@ -25,6 +25,7 @@ from .dialects import completions, grpc_web, kserve, moondream, ollama, openai
 from .edge import Endpoint, HttpEdge, Receive, Scope, Send
 from .files import page_routes
 from .metrics import metrics
+from .refusals import error_body
 
 _EXPOSED = [REQUEST_ID_KEY, TRACE_ID_KEY, "retry-after", "retry-after-ms"]
 """The headers of responses that programs of other origins may read. gRPC-Web has its status in the body."""
@@ -136,13 +137,9 @@ async def _wrong_method(request: Request, error: Exception) -> Response:
 
 def _refused(status: int, path: str, message: str) -> Response:
     """In the form of the clients that use such paths."""
-    error: Any = {
-        "message": message,
-        "type": "invalid_request_error",
-        "param": None,
-        "code": "path_not_found" if status == 404 else "method_not_allowed",
-    }
-    response = _json(status, {"error": message if path.startswith(_PLAIN_ERRORS) else error})
+    code = "path_not_found" if status == 404 else "method_not_allowed"
+    body = error_body(message, "invalid_request_error", code)
+    response = _json(status, {"error": message} if path.startswith(_PLAIN_ERRORS) else body)
     response.headers["connection"] = "close"  # A body may follow, which the server does not read.
     return response
 

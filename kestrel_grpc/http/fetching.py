@@ -4,6 +4,9 @@ Addresses in requests can make a server attack its own network (server-side requ
 request or of a redirect, is checked in full: its host is on the list, all IP addresses of the host are public, and the
 connection is made to an address that was checked, so that a second answer of the name server changes nothing. Bytes,
 seconds and redirects are limited, and the answer must begin like an image.
+
+It uses h11 without an HTTP client: httpcore2 reads informational answers without a bound, and a backend that bounds
+them takes more lines than it saves.
 """
 
 from __future__ import annotations

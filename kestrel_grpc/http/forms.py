@@ -59,15 +59,19 @@ class JsonForm:
     ending: bytes = b""
 
     def told(self, error: Exception, call: Call, rename: Rename) -> Told:
-        refused = refusal(error, complaint(error, call.request_id), rename)
-        body = orjson.dumps(self.error(refused.body))
-        whole = Whole(body, JSON, tuple(refused.headers))
-        return Told(refused.status, whole, self.error_event(refused.body))
+        status, body, headers = refusal(error, complaint(error, call.request_id), rename)
+        whole = Whole(orjson.dumps(self.error(body)), JSON, headers)
+        return Told(status, whole, self.error_event(body))
+
+
+def sent_event(values: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + orjson.dumps(values) + b"\n\n"
 
 
 SSE = JsonForm(
     stream_type=b"text/event-stream",
     error=lambda body: body,
-    error_event=lambda body: b"data: " + orjson.dumps({**body, "completed": True}) + b"\n\n",
+    error_event=lambda body: sent_event({**body, "completed": True}),
 )
 """Server-sent events, with errors in the form of OpenAI's and Moondream's clients."""

@@ -1,4 +1,4 @@
-"""Refusal: an error as an HTTP response. Owns the table of HTTP statuses for gRPC's codes, and the form of error
+"""An error as an HTTP response. Owns the table of HTTP statuses for gRPC's codes, and the form of error
 bodies.
 
 The body is the one that OpenAI's and Moondream's clients parse: ``{"error": {"message", "type", "param", "code"}}``.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -49,44 +48,29 @@ _OWN_STATUS = {"MESSAGE_TOO_LARGE": 413, "SLOW_SENDER": 408, "CONTENT_TYPE_UNSUP
 _STARTING_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """``retry_after_s``: None if the same request would fail again."""
-
-    status: int
-    body: dict[str, Any]
-    retry_after_s: float | None = None
-
-    @property
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        if self.retry_after_s is None:
-            return []
-        seconds = str(max(1, math.ceil(self.retry_after_s))).encode()
-        milliseconds = str(round(1000 * self.retry_after_s)).encode()
-        return [(b"retry-after", seconds), (b"retry-after-ms", milliseconds)]
+def error_body(message: str, kind: str, code: str, param: str | None = None) -> dict[str, Any]:
+    """``param``: the invalid field."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def refusal(
     error: BaseException, complaint: Complaint, rename: Rename = lambda path: path
-) -> Refusal:
-    """Converts an error to a response."""
+) -> tuple[int, dict[str, Any], tuple[tuple[bytes, bytes], ...]]:
+    """Status, body and headers of the response that an error becomes."""
     status, kind = _STATUSES.get(complaint.code, _INTERNAL)
     status = _OWN_STATUS.get(complaint.reason, status)
-    message, param = complaint.message, None
+    message, param = complaint.description, None
     if complaint.path:
         param = shown_path(rename(complaint.path))
-        message = f"{param}: {complaint.description}"
-    retry_after_s = None
+        message = f"{param}: {message}"
+    body = error_body(message, kind, complaint.reason.lower(), param)
     if isinstance(error, engine.EngineOverloaded):
-        retry_after_s = error.retry_after_s
-    elif isinstance(error, (ModelNotReady, engine.EngineClosed)):
-        retry_after_s = _STARTING_S
-    body = {
-        "error": {
-            "message": message,
-            "type": kind,
-            "param": param,
-            "code": complaint.reason.lower(),
-        }
-    }
-    return Refusal(status, body, retry_after_s)
+        return status, body, _retry_after(error.retry_after_s)
+    if isinstance(error, (ModelNotReady, engine.EngineClosed)):
+        return status, body, _retry_after(_STARTING_S)
+    return status, body, ()  # The same request would fail again.
+
+
+def _retry_after(seconds: float) -> tuple[tuple[bytes, bytes], ...]:
+    whole = str(max(1, math.ceil(seconds))).encode()
+    return (b"retry-after", whole), (b"retry-after-ms", str(round(1000 * seconds)).encode())

@@ -21,7 +21,7 @@ from ..monitoring.call_statistics import CallStatistics
 from ..served_model import ServedModels, State
 from ..services.vision import VisionService
 from . import model
-from .skills import Asked, Values, asked, input_path
+from .skills import Asked, Values, asked, input_path, output_values
 from .statistics import model_statistics
 from .tensors import BYTES, raw_bytes
 
@@ -48,8 +48,26 @@ _STATES = {
 }
 
 
+def _refused(reason: str) -> Any:
+    """A method that this server does not answer."""
+
+    async def refuse(self: InferenceService, request: Any, context: Context) -> NoReturn:
+        raise NotServed(reason)
+
+    return refuse
+
+
 class InferenceService(GRPCInferenceServiceServicer):
     """Holds no state."""
+
+    RepositoryModelLoad = RepositoryModelUnload = _refused(_NO_LOADING)
+    SystemSharedMemoryStatus = CudaSharedMemoryStatus = _refused(_NO_SHARED_MEMORY)
+    SystemSharedMemoryRegister = CudaSharedMemoryRegister = _refused(_NO_SHARED_MEMORY)
+    SystemSharedMemoryUnregister = CudaSharedMemoryUnregister = _refused(_NO_SHARED_MEMORY)
+    TraceSetting = _refused(
+        "traces are configured when the server starts; see docs/run/telemetry.md"
+    )
+    LogSettings = _refused("log levels are set with kestrel.v1.AdminService/SetLogLevel")
 
     def __init__(self, served: ServedModels, vision: VisionService, calls: CallStatistics) -> None:
         self._served, self._vision, self._calls = served, vision, calls
@@ -121,7 +139,7 @@ class InferenceService(GRPCInferenceServiceServicer):
             raise InvalidRequest("STREAM", "ModelInfer has one response; use ModelStreamInfer")
         with located(input_path):
             response = await wanted.behaviour(wanted.message, context)
-        return _response(request, wanted.values(response))
+        return _response(request, output_values(response))
 
     async def ModelStreamInfer(  # type: ignore[override]
         self, request: pb.ModelInferRequest, context: Context
@@ -134,37 +152,7 @@ class InferenceService(GRPCInferenceServiceServicer):
                 await wanted.behaviour(wanted.message, pieces)
                 return
             response = await wanted.behaviour(wanted.message, context)
-        await context.write(_stream_response(request, wanted.values(response), is_final=True))
-
-    async def RepositoryModelLoad(self, request: Any, context: Context) -> NoReturn:
-        raise NotServed(_NO_LOADING)
-
-    async def RepositoryModelUnload(self, request: Any, context: Context) -> NoReturn:
-        raise NotServed(_NO_LOADING)
-
-    async def SystemSharedMemoryStatus(self, request: Any, context: Context) -> NoReturn:
-        raise NotServed(_NO_SHARED_MEMORY)
-
-    async def SystemSharedMemoryRegister(self, request: Any, context: Context) -> NoReturn:
-        raise NotServed(_NO_SHARED_MEMORY)
-
-    async def SystemSharedMemoryUnregister(self, request: Any, context: Context) -> NoReturn:
-        raise NotServed(_NO_SHARED_MEMORY)
-
-    async def CudaSharedMemoryStatus(self, request: Any, context: Context) -> NoReturn:
-        raise NotServed(_NO_SHARED_MEMORY)
-
-    async def CudaSharedMemoryRegister(self, request: Any, context: Context) -> NoReturn:
-        raise NotServed(_NO_SHARED_MEMORY)
-
-    async def CudaSharedMemoryUnregister(self, request: Any, context: Context) -> NoReturn:
-        raise NotServed(_NO_SHARED_MEMORY)
-
-    async def TraceSetting(self, request: Any, context: Context) -> NoReturn:
-        raise NotServed("traces are configured when the server starts; see docs/run/telemetry.md")
-
-    async def LogSettings(self, request: Any, context: Context) -> NoReturn:
-        raise NotServed("log levels are set with kestrel.v1.AdminService/SetLogLevel")
+        await context.write(_stream_response(request, output_values(response), is_final=True))
 
     def _asked(self, request: pb.ModelInferRequest) -> Asked:
         """Raises InvalidRequest, ModelNotFoundError."""

@@ -16,18 +16,12 @@ from ..edge.calls.call import Context
 from ..services.messages.json_values import (
     CAPTION_LENGTHS,
     REFINEMENTS,
-    Found,
     Response,
-    absence_values,
-    abstention_values,
-    finish_reason,
-    metrics_values,
-    outline_values,
-    places_by_name,
-    reasoning_values,
+    call_values,
+    skill_values,
     spatial_ref,
 )
-from ..services.messages.task_fields import holder, short_path
+from ..services.messages.task_fields import REQUESTS, holder, short_path
 from ..services.vision import VisionService
 from .model import INPUTS
 from .tensors import Tensor, tensors
@@ -66,8 +60,6 @@ class Asked:
     behaviour: Callable[[Any, Context], Awaitable[Any]]
     """The service's method. A stream's method writes its messages to the context."""
     streams: bool
-    values: Callable[[Any], Values]
-    """Converts the response to values for JSON."""
 
     def piece(self, message: Any) -> Values | None:
         """Converts a message of a stream to values for JSON; None for a message that has no counterpart."""
@@ -84,7 +76,7 @@ class Asked:
                 "reasoning_chunk": delta.text,
             }
         if kind == "final":
-            return {"chunk": "", "completed": True, **self.values(message.final)}
+            return {"chunk": "", "completed": True, **output_values(message.final)}
         return None
 
 
@@ -93,11 +85,21 @@ def asked(request: inference.ModelInferRequest, vision: VisionService) -> Asked:
     inputs = _Inputs(tensors(request))
     skill = inputs.text("SKILL")
     if skill is None:
-        raise InvalidRequest("SKILL", f"is required: one of {', '.join(_SKILLS)}")
-    if skill not in _SKILLS:
+        raise InvalidRequest("SKILL", f"is required: one of {', '.join(_READERS)}")
+    if skill not in _READERS:
         shown = skill[:40]
-        raise InvalidRequest("SKILL", f"{shown!r} is not one of {', '.join(_SKILLS)}")
-    return _SKILLS[skill](inputs, vision)
+        raise InvalidRequest("SKILL", f"{shown!r} is not one of {', '.join(_READERS)}")
+    message = REQUESTS[skill]()
+    _READERS[skill](getattr(message, skill), inputs)
+    inputs.fill(message, skill)
+    streams = skill in _STREAMED and inputs.flag("STREAM")
+    behaviour = getattr(vision, f"{'Stream' if streams else ''}{skill.title()}")
+    return Asked(message, behaviour, streams)
+
+
+def output_values(response: Response) -> Values:
+    """Converts the response of a skill to values for JSON."""
+    return skill_values(response) | call_values(response)
 
 
 def input_path(path: FieldPath) -> FieldPath:
@@ -249,92 +251,43 @@ class _Inputs:
             )
 
 
-def _query(inputs: _Inputs, vision: VisionService) -> Asked:
-    task = pb.QueryTask(
-        question=inputs.required("QUESTION", "query"),
-        reasoning=inputs.flag("REASONING"),
-        spatial_refs=inputs.spatial_refs(),
-        system=inputs.text("SYSTEM"),
-    )
+def _query(task: pb.QueryTask, inputs: _Inputs) -> None:
+    task.question = inputs.required("QUESTION", "query")
+    task.reasoning = inputs.flag("REASONING")
+    task.spatial_refs.extend(inputs.spatial_refs())
+    task.system = inputs.text("SYSTEM") or ""
     inputs.fill_abstention(task)
-    request = pb.QueryRequest(query=task)
-    inputs.fill(request, "query")
-    if inputs.flag("STREAM"):
-        return Asked(request, vision.StreamQuery, True, _query_values)
-    return Asked(request, vision.Query, False, _query_values)
 
 
-def _caption(inputs: _Inputs, vision: VisionService) -> Asked:
+def _caption(task: pb.CaptionTask, inputs: _Inputs) -> None:
     length = inputs.text("LENGTH") or "normal"
     if length not in CAPTION_LENGTHS:
         raise InvalidRequest("LENGTH", f"must be short, normal or long, got {length[:40]!r}")
-    request = pb.CaptionRequest(caption=pb.CaptionTask(length=CAPTION_LENGTHS[length]))
-    inputs.fill(request, "caption")
-    if inputs.flag("STREAM"):
-        return Asked(request, vision.StreamCaption, True, _caption_values)
-    return Asked(request, vision.Caption, False, _caption_values)
+    task.length = CAPTION_LENGTHS[length]
 
 
-def _point(inputs: _Inputs, vision: VisionService) -> Asked:
-    request = pb.PointRequest()
-    request.point.objects.append(inputs.required("OBJECT", "point"))
-    request.point.spatial_refs.extend(inputs.spatial_refs())
-    inputs.fill(request, "point")
-    return Asked(request, vision.Point, False, lambda found: _found_values(found, "points"))
+def _point(task: pb.PointTask, inputs: _Inputs) -> None:
+    task.objects.append(inputs.required("OBJECT", "point"))
+    task.spatial_refs.extend(inputs.spatial_refs())
 
 
-def _detect(inputs: _Inputs, vision: VisionService) -> Asked:
-    request = pb.DetectRequest()
-    request.detect.objects.append(inputs.required("OBJECT", "detect"))
-    inputs.fill(request, "detect")
-    return Asked(request, vision.Detect, False, lambda found: _found_values(found, "objects"))
+def _detect(task: pb.DetectTask, inputs: _Inputs) -> None:
+    task.objects.append(inputs.required("OBJECT", "detect"))
 
 
-def _segment(inputs: _Inputs, vision: VisionService) -> Asked:
-    request = pb.SegmentRequest()
-    request.segment.objects.append(inputs.required("OBJECT", "segment"))
-    request.segment.spatial_refs.extend(inputs.spatial_refs())
+def _segment(task: pb.SegmentTask, inputs: _Inputs) -> None:
+    task.objects.append(inputs.required("OBJECT", "segment"))
+    task.spatial_refs.extend(inputs.spatial_refs())
     if inputs.has("REFINE"):
-        request.segment.refinement = REFINEMENTS[inputs.flag("REFINE")]
-    inputs.fill(request, "segment")
-    return Asked(request, vision.Segment, False, _segment_values)
+        task.refinement = REFINEMENTS[inputs.flag("REFINE")]
 
 
-_SKILLS = {
+_READERS: dict[str, Callable[[Any, _Inputs], None]] = {
     "query": _query,
     "caption": _caption,
     "point": _point,
     "detect": _detect,
     "segment": _segment,
 }
-
-
-def _query_values(response: pb.QueryResponse) -> Values:
-    (answer,) = response.answers
-    values = _values(response, answer=answer.text)
-    if answer.HasField("reasoning"):
-        values["reasoning"] = reasoning_values(answer.reasoning)
-    return values | abstention_values(response)
-
-
-def _caption_values(response: pb.CaptionResponse) -> Values:
-    (caption,) = response.captions
-    return _values(response, caption=caption.text)
-
-
-def _found_values(response: Found, key: str) -> Values:
-    (search,), (places,) = response.searches, places_by_name(response)
-    return _values(response, **{key: places}, **absence_values(search))
-
-
-def _segment_values(response: pb.SegmentResponse) -> Values:
-    return _values(response, **outline_values(response))
-
-
-def _values(response: Response, **output: Any) -> Values:
-    return {
-        "request_id": response.info.request_id,
-        "finish_reason": finish_reason(response),
-        **output,
-        "metrics": metrics_values(response),
-    }
+_STREAMED = ("query", "caption")
+"""The skills that the input STREAM applies to."""

@@ -11,8 +11,6 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import orjson
-
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import EngineResult, FieldPath, InvalidRequest, clock
@@ -24,6 +22,7 @@ from ...services.answers.total_result import total_result
 from ...services.vision import VisionService
 from ..edge import Asked, Endpoint
 from ..fields import Fields
+from ..forms import sent_event
 from .known_fields import COMPLETIONS
 from .openai import (
     fill,
@@ -168,14 +167,14 @@ def _chunks(usage: bool) -> Callable[[Any], Iterable[bytes]]:
             delta = message.text_delta
             tokens = lists.of(delta.tokens) if delta.tokens else None
             choice = _choice(0, delta.text, None, tokens)
-            yield _event({**head, "choices": [choice]})
+            yield sent_event({**head, "choices": [choice]})
         elif kind == "final":
             (answer,) = message.final.answers
             scores = answer.HasField("logprobs") and not answer.logprobs.tokens
             choice = _choice(0, "", reason_of(answer), lists.of(()) if scores else None)
-            yield _event({**head, "choices": [choice]})
+            yield sent_event({**head, "choices": [choice]})
             if usage:
-                yield _event({**head, "choices": [], "usage": usage_json(message.final)})
+                yield sent_event({**head, "choices": [], "usage": usage_json(message.final)})
             yield b"data: [DONE]\n\n"
 
     return events
@@ -232,7 +231,3 @@ def _name(token: common_pb2.TokenLogprob) -> str:
         return token.utf8.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.utf8)
-
-
-def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(body) + b"\n\n"

@@ -7,10 +7,7 @@ an object of their own, coordinates in [0, 1], a stream as server-sent events th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
-
-import orjson
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
@@ -22,20 +19,18 @@ from ...services.messages.json_values import (
     REFINEMENTS,
     Found,
     Response,
-    absence_values,
-    abstention_values,
-    finish_reason,
-    metrics_values,
-    outline_values,
+    call_values,
+    found_values,
     place_values,
     places_by_name,
-    reasoning_values,
+    skill_values,
     spatial_ref,
 )
-from ...services.messages.task_fields import fault_of, short_path
+from ...services.messages.task_fields import REQUESTS, fault_of, short_path
 from ...services.vision import VisionService
 from ..edge import Asked, Endpoint
 from ..fields import Fields, image_bytes, numbers, positive
+from ..forms import sent_event
 from ..refusals import renamed
 from .known_fields import MOONDREAM, MOONDREAM_SAMPLING, MOONDREAM_SETTINGS, MOONDREAM_TILES
 from .models import set_model
@@ -64,84 +59,83 @@ def endpoints(
     """Returns the endpoints by verb and path. ``served`` returns the served models' names, the default
     first."""
 
-    def query(fields: Fields) -> Asked:
-        request = pb.QueryRequest(
-            query=pb.QueryTask(
-                question=fields.text("question"),
-                reasoning=fields.flag("reasoning"),
-                spatial_refs=_spatial_refs(fields),
-                system=fields.text("system", ""),
-            )
-        )
-        _fill_abstention(request.query, fields)
-        image = None
-        if fields.values.get("image_url") is not None:
-            image = request.images.add(encoded=_image(fields))
-        _fill(request.query, image, request.options, fields, served())
-        if not fields.flag("stream"):
-            return Asked(request, service.Query, query_json)
-        return Asked(request, service.StreamQuery, query_json, _text_events(query_json))
+    def endpoint(skill: str) -> Endpoint:
+        def read(fields: Fields) -> Asked:
+            MOONDREAM[skill].check(fields)
+            return _asked(skill, fields, service, served())
 
-    def caption(fields: Fields) -> Asked:
-        length = fields.text("length", "normal")
-        if length not in CAPTION_LENGTHS:
-            raise InvalidRequest("length", f"must be short, normal or long, got {length!r}")
-        request = pb.CaptionRequest(image=common_pb2.Image(encoded=_image(fields)))
-        request.caption.length = CAPTION_LENGTHS[length]
-        _fill(request.caption, request.image, request.options, fields, served())
-        if not fields.flag("stream"):
-            return Asked(request, service.Caption, caption_json)
-        return Asked(request, service.StreamCaption, caption_json, _text_events(caption_json))
+        return Endpoint(f"{VISION_METHODS}{skill.title()}", read, caps_max_tokens=True)
 
-    def point(fields: Fields) -> Asked:
-        task = pb.PointTask(spatial_refs=_spatial_refs(fields), objects=_objects(fields))
-        request = pb.PointRequest(image=common_pb2.Image(encoded=_image(fields)), point=task)
-        _fill(request.point, request.image, request.options, fields, served())
-        return Asked(request, service.Point, _several_json if _are_several(fields) else _one_json)
-
-    def detect(fields: Fields) -> Asked:
-        task = pb.DetectTask(objects=_objects(fields))
-        request = pb.DetectRequest(image=common_pb2.Image(encoded=_image(fields)), detect=task)
-        _fill(request.detect, request.image, request.options, fields, served())
-        return Asked(request, service.Detect, _several_json if _are_several(fields) else _one_json)
-
-    def segment(fields: Fields) -> Asked:
-        refs = _spatial_refs(fields)
-        task = pb.SegmentTask(objects=[fields.text("object")], spatial_refs=refs)
-        if fields.values.get("refine") is not None:
-            task.refinement = REFINEMENTS[fields.flag("refine")]
-        request = pb.SegmentRequest(image=common_pb2.Image(encoded=_image(fields)), segment=task)
-        _fill(request.segment, request.image, request.options, fields, served())
-        if not fields.flag("stream"):
-            return Asked(request, service.Segment, segment_json)
-        return Asked(request, service.StreamSegment, segment_json, _segment_events)
-
-    skills = {
-        "query": query,
-        "caption": caption,
-        "point": point,
-        "detect": detect,
-        "segment": segment,
-    }
-    return {("POST", f"/v1/{skill}"): _endpoint(skill, read) for skill, read in skills.items()}
+    return {("POST", f"/v1/{skill}"): endpoint(skill) for skill in _READERS}
 
 
-def _endpoint(skill: str, read: Callable[[Fields], Asked]) -> Endpoint:
-    def checked(fields: Fields) -> Asked:
-        MOONDREAM[skill].check(fields)
-        adapter = next((path for path, _ in _adapters(fields)), ("model",))
-        names = {**_NAMES, ("options", "adapter"): adapter}
-        if not _are_several(fields):
-            names |= {("objects",): ("object",), ("objects", 0): ("object",)}
-        return replace(read(fields), rename=lambda path: renamed(short_path(path), names))
+def _asked(skill: str, fields: Fields, service: VisionService, names: Sequence[str]) -> Asked:
+    request = REQUESTS[skill]()
+    task = getattr(request, skill)
+    _READERS[skill](task, fields)
+    image = None
+    if skill != "query" or fields.values.get("image_url") is not None:
+        image = request.images.add() if skill == "query" else request.image
+        image.encoded = image_bytes(fields.text("image_url"), ("image_url",))
+    _fill(task, image, request.options, fields, names)
+    events = _EVENTS.get(skill)
+    if events is not None and not fields.flag("stream"):
+        events = None
+    behaviour = getattr(service, f"{'' if events is None else 'Stream'}{skill.title()}")
+    are_several = _are_several(fields)
+    adapter = next((path for path, _ in _adapters(fields)), ("model",))
+    renames = {**_NAMES, ("options", "adapter"): adapter}
+    if not are_several:
+        renames |= {("objects",): ("object",), ("objects", 0): ("object",)}
+    return Asked(
+        *(request, behaviour, _several_json if are_several else _one_json, events),
+        rename=lambda path: renamed(short_path(path), renames),
+    )
 
-    method = f"{VISION_METHODS}{skill.title()}"
-    return Endpoint(method, checked, caps_max_tokens=True)
+
+def _query(task: pb.QueryTask, fields: Fields) -> None:
+    task.question = fields.text("question")
+    task.reasoning = fields.flag("reasoning")
+    task.spatial_refs.extend(_spatial_refs(fields))
+    task.system = fields.text("system", "")
+    most = fields.inner("settings").number("max_absence")
+    objects = fields.texts("presupposes")
+    if objects:
+        task.abstention.objects.extend(objects)
+        if most is not None:
+            task.abstention.max_absence = most
 
 
-def _image(fields: Fields) -> bytes:
-    """Raises InvalidRequest, UnsupportedImageError."""
-    return image_bytes(fields.text("image_url"), ("image_url",))
+def _caption(task: pb.CaptionTask, fields: Fields) -> None:
+    length = fields.text("length", "normal")
+    if length not in CAPTION_LENGTHS:
+        raise InvalidRequest("length", f"must be short, normal or long, got {length!r}")
+    task.length = CAPTION_LENGTHS[length]
+
+
+def _point(task: pb.PointTask, fields: Fields) -> None:
+    task.spatial_refs.extend(_spatial_refs(fields))
+    task.objects.extend(_objects(fields))
+
+
+def _detect(task: pb.DetectTask, fields: Fields) -> None:
+    task.objects.extend(_objects(fields))
+
+
+def _segment(task: pb.SegmentTask, fields: Fields) -> None:
+    task.spatial_refs.extend(_spatial_refs(fields))
+    task.objects.append(fields.text("object"))
+    if fields.values.get("refine") is not None:
+        task.refinement = REFINEMENTS[fields.flag("refine")]
+
+
+_READERS: dict[str, Callable[[Any, Fields], None]] = {
+    "query": _query,
+    "caption": _caption,
+    "point": _point,
+    "detect": _detect,
+    "segment": _segment,
+}
 
 
 def _fill(
@@ -180,16 +174,6 @@ def _adapters(fields: Fields) -> Iterator[tuple[FieldPath, str]]:
         for key in ("adapter", "variant"):
             if given.values.get(key) is not None:
                 yield given.at(key), given.text(key)
-
-
-def _fill_abstention(task: pb.QueryTask, fields: Fields) -> None:
-    """Raises InvalidRequest."""
-    most = fields.inner("settings").number("max_absence")
-    objects = fields.texts("presupposes")
-    if objects:
-        task.abstention.objects.extend(objects)
-        if most is not None:
-            task.abstention.max_absence = most
 
 
 def _fill_region(image: common_pb2.Image | None, settings: Fields, fields: Fields) -> None:
@@ -244,19 +228,6 @@ def _objects(fields: Fields) -> Sequence[str]:
     return fields.texts("objects")
 
 
-def query_json(response: pb.QueryResponse) -> dict[str, Any]:
-    (answer,) = response.answers
-    body: dict[str, Any] = {"answer": answer.text, **_shared(response)}
-    if answer.HasField("reasoning"):
-        body["reasoning"] = reasoning_values(answer.reasoning)
-    return body | abstention_values(response)
-
-
-def caption_json(response: pb.CaptionResponse) -> dict[str, Any]:
-    (caption,) = response.captions
-    return {"caption": caption.text, **_shared(response)}
-
-
 def _several_json(response: Found) -> dict[str, Any]:
     results: list[dict[str, Any]] = []
     for search, places in zip(response.searches, places_by_name(response), strict=True):
@@ -264,54 +235,34 @@ def _several_json(response: Found) -> dict[str, Any]:
             fault = fault_of(search.error)
             outcome: Any = {"error": {"message": fault.message, "code": fault.reason.lower()}}
         else:
-            outcome = _places_json(response, search, places)
+            outcome = _counted(found_values(response, search, places))
         results.append({"object": search.object, **outcome})
     return {"results": results, **_shared(response)}
 
 
-def _one_json(response: Found) -> dict[str, Any]:
-    (search,), (places,) = response.searches, places_by_name(response)
-    return {**_places_json(response, search, places), **_shared(response)}
+def _one_json(response: Response) -> dict[str, Any]:
+    return {**_counted(skill_values(response)), **_shared(response)}
 
 
-def _places_json(
-    response: Found, search: pb.ObjectSearch, places: list[dict[str, float]]
-) -> dict[str, Any]:
-    if isinstance(response, pb.DetectResponse):
-        return {"objects": places, **absence_values(search)}
-    return {"points": places, "count": len(places), **absence_values(search)}
-
-
-def segment_json(response: pb.SegmentResponse) -> dict[str, Any]:
-    return {**outline_values(response), **_shared(response)}
+def _counted(values: dict[str, Any]) -> dict[str, Any]:
+    return values | {"count": len(values["points"])} if "points" in values else values
 
 
 def _shared(response: Response) -> dict[str, Any]:
-    return {
-        "request_id": response.info.request_id,
-        "model": response.info.model,
-        "finish_reason": finish_reason(response),
-        "metrics": metrics_values(response),
-    }
+    return {"model": response.info.model, **call_values(response)}
 
 
-def _text_events(final: Callable[[Any], dict[str, Any]]) -> Callable[[Any], Iterable[bytes]]:
+def _text_events(message: Any) -> Iterable[bytes]:
     """The events of an answer or a caption."""
-
-    def events(message: Any) -> Iterable[bytes]:
-        kind = message.WhichOneof("event")
-        if kind == "text_delta":
-            delta = message.text_delta
-            yield _event(chunk=delta.text, completed=False, token_index=delta.output_tokens)
-        elif kind == "reasoning_delta":
-            delta = message.reasoning_delta
-            yield _event(
-                reasoning_chunk=delta.text, completed=False, token_index=delta.output_tokens
-            )
-        elif kind == "final":
-            yield _event(chunk="", completed=True, **final(message.final))
-
-    return events
+    kind = message.WhichOneof("event")
+    if kind == "text_delta":
+        delta = message.text_delta
+        yield _event(chunk=delta.text, completed=False, token_index=delta.output_tokens)
+    elif kind == "reasoning_delta":
+        delta = message.reasoning_delta
+        yield _event(reasoning_chunk=delta.text, completed=False, token_index=delta.output_tokens)
+    elif kind == "final":
+        yield _event(chunk="", completed=True, **_one_json(message.final))
 
 
 def _segment_events(message: Any) -> Iterable[bytes]:
@@ -322,8 +273,16 @@ def _segment_events(message: Any) -> Iterable[bytes]:
         # The client concatenates the pieces without changes.
         yield _event(type="path_delta", chunk=f"{message.path_piece.path} ", completed=False)
     elif kind == "final":
-        yield _event(type="final", completed=True, **segment_json(message.final))
+        yield _event(type="final", completed=True, **_one_json(message.final))
 
 
 def _event(**fields: Any) -> bytes:
-    return b"data: " + orjson.dumps(fields) + b"\n\n"
+    return sent_event(fields)
+
+
+_EVENTS: dict[str, Callable[[Any], Iterable[bytes]]] = {
+    "query": _text_events,
+    "caption": _text_events,
+    "segment": _segment_events,
+}
+"""Of the skills that stream."""

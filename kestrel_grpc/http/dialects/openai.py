@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import orjson
-
 from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import FieldPath, InvalidRequest, clock
@@ -23,6 +21,7 @@ from ...services.model import ModelService
 from ...services.vision import VisionService
 from ..edge import Asked, Endpoint
 from ..fields import ANY_OBJECT, Fields, image_bytes, json_text, positive
+from ..forms import sent_event
 from ..refusals import Rename, renamed
 from .conversation import FIELDS, Conversation, Message, conversation
 from .grounding import Wanted, wanted_places
@@ -338,7 +337,7 @@ def _chunk(
         "choices": [] if delta is None else [choice],
         **({} if usage is None else {"usage": usage}),
     }
-    return b"data: " + orjson.dumps(body) + b"\n\n"
+    return sent_event(body)
 
 
 def reason_of(answer: pb.Answer) -> str:

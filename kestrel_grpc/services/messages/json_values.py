@@ -22,6 +22,31 @@ CAPTION_LENGTHS = {
 REFINEMENTS = {True: pb.REFINEMENT_REQUIRED, False: pb.REFINEMENT_NONE}
 
 
+def skill_values(response: Response) -> dict[str, Any]:
+    """The output of a skill: of the only answer, or of the only name."""
+    if isinstance(response, pb.QueryResponse):
+        (answer,) = response.answers
+        values: dict[str, Any] = {"answer": answer.text}
+        if answer.HasField("reasoning"):
+            values["reasoning"] = _reasoning_values(answer.reasoning)
+        return values | _abstention_values(response)
+    if isinstance(response, pb.CaptionResponse):
+        (caption,) = response.captions
+        return {"caption": caption.text}
+    if isinstance(response, pb.SegmentResponse):
+        return _outline_values(response)
+    (search,), (places,) = response.searches, places_by_name(response)
+    return found_values(response, search, places)
+
+
+def found_values(
+    response: Found, search: pb.ObjectSearch, places: list[dict[str, float]]
+) -> dict[str, Any]:
+    """The places of one name, and the probability that the image has no such object, if it is known."""
+    key = "objects" if isinstance(response, pb.DetectResponse) else "points"
+    return {key: places, **({"absence": search.absence} if search.HasField("absence") else {})}
+
+
 def place_values(found: pb.Detection) -> dict[str, float]:
     """The box of an object, or its centre, with its score."""
     if found.HasField("box"):
@@ -42,12 +67,7 @@ def places_by_name(response: Found) -> list[list[dict[str, float]]]:
     return list(found.values())
 
 
-def absence_values(search: pb.ObjectSearch) -> dict[str, float]:
-    """The probability that the image has no such object. Empty if it is unknown."""
-    return {"absence": search.absence} if search.HasField("absence") else {}
-
-
-def abstention_values(response: pb.QueryResponse) -> dict[str, Any]:
+def _abstention_values(response: pb.QueryResponse) -> dict[str, Any]:
     """Empty if the question presupposed no object."""
     if not response.presupposed:
         return {}
@@ -55,7 +75,7 @@ def abstention_values(response: pb.QueryResponse) -> dict[str, Any]:
     return {"absences": absences, "abstained": response.abstained}
 
 
-def reasoning_values(reasoning: pb.Reasoning) -> dict[str, Any]:
+def _reasoning_values(reasoning: pb.Reasoning) -> dict[str, Any]:
     return {
         "text": reasoning.text,
         "grounding": [
@@ -69,7 +89,7 @@ def reasoning_values(reasoning: pb.Reasoning) -> dict[str, Any]:
     }
 
 
-def outline_values(response: pb.SegmentResponse) -> dict[str, Any]:
+def _outline_values(response: pb.SegmentResponse) -> dict[str, Any]:
     """``response``: of one name."""
     (search,) = response.searches
     if not response.detections:
@@ -101,7 +121,16 @@ def finish_reason(response: Response) -> str:
     return "length" if is_cut else "stop"
 
 
-def metrics_values(response: Response) -> dict[str, float]:
+def call_values(response: Response) -> dict[str, Any]:
+    """What the outputs of all skills have beside them."""
+    return {
+        "request_id": response.info.request_id,
+        "finish_reason": finish_reason(response),
+        "metrics": _metrics_values(response),
+    }
+
+
+def _metrics_values(response: Response) -> dict[str, float]:
     timings = response.timings
     return {
         "input_tokens": response.usage.input_tokens,

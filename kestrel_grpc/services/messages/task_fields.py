@@ -10,6 +10,14 @@ from google.rpc import error_details_pb2, status_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import FieldPath, InvalidRequest
 
+REQUESTS: dict[str, Any] = {
+    "query": pb.QueryRequest,
+    "caption": pb.CaptionRequest,
+    "point": pb.PointRequest,
+    "detect": pb.DetectRequest,
+    "segment": pb.SegmentRequest,
+}
+"""The requests of the skills that the adapters have, by the name of their task."""
 _TASKS = frozenset(field.name for field in pb.Task.DESCRIPTOR.oneofs_by_name["task"].fields)
 _PARTS = ("sampling", "text")
 _OWN = ("max_tokens", "max_reasoning_tokens", "max_objects", "min_score", "max_overlap")
