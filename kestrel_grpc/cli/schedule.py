@@ -38,6 +38,11 @@ from ..settings.configuration import add_config_flag
 from ..settings.flags import SettingsError
 from ..settings.model import add_model_flags, config_error, runtime_config
 
+ESSENTIAL = (
+    *("--image", "--stream", "--json", "--temperature", "--max-tokens", "--config"),
+    *("--model", "--weights", "--device", "--precision", "--max-batch-size"),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = "Exits with 1 if an answer is empty."

@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Sequence
 
-from kestrel_client.commands.parser import CommandError, CommandParser, temporary_folder_problem
+from kestrel_client.commands.parser import CommandError, temporary_folder_problem
 from kestrel_engine import ConfigError, RuntimeConfig, SkillRegistry, maintenance
 
 from .. import __version__
@@ -35,22 +35,12 @@ logger = logging.getLogger(__name__)
 
 logger = logging.getLogger(__name__)
 
-_ESSENTIAL = (
-    "--model",
-    "--weights",
-    "--device",
-    "--dtype",
-    "--listen",
-    "--max-batch-size",
-    "--kv-cache-gib",
-    "--workers",
-    "--auth-tokens",
-    "--tls-cert",
-    "--tls-key",
-    "--metrics-listen",
-    "--log-level",
-    "--config",
-    "--print-config",
+ESSENTIAL = (
+    *("--config", "--print-config", "--model", "--weights", "--device", "--precision", "--skill"),
+    *("--adapters-dir", "--offline", "--max-batch-size", "--max-queue", "--kv-cache-gib"),
+    *("--listen", "--http-listen", "--metrics-listen", "--workers", "--devices", "--grace"),
+    *("--access-log", "--log-level", "--tls-cert", "--tls-key", "--tls-client-ca"),
+    *("--auth-tokens", "--rate"),
 )
 """The flags that the short help shows."""
 
@@ -69,8 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         help="check the settings, print them as TOML with their sources and without secrets, and exit",
     )
     assert isinstance(parser, Parser)
-    if isinstance(parser, CommandParser):  # The docs' table of flags uses a plain Parser.
-        parser.essential = _ESSENTIAL
     parser.set_defaults(settings=parser.sources.settings)
     parser.add_argument("--version", action="version", version=f"kestrel-grpc {__version__}")
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-from kestrel_client.commands.parser import CommandError, CommandParser
+from kestrel_client.commands.parser import CommandError
 
 from ...cluster.directory import Server
 from ...cluster.follow import DirectoryError, Follower, ask, check_url
@@ -30,7 +30,7 @@ from ...settings.flags import Parser, add_settings, configured
 from ...settings.server import ServerConfig
 from ...workers.restarts import WorkersError
 
-_ESSENTIAL = (
+ESSENTIAL = (
     "--model",
     "--weights",
     "--device",
@@ -73,8 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     add_flags(parser)
     add_settings(parser, ClusterConfig)
     assert isinstance(parser, Parser)
-    if isinstance(parser, CommandParser):
-        parser.essential = _ESSENTIAL
     parser.add_argument(
         "--directory",
         metavar="URL",

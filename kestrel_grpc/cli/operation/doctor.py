@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
     from ...settings.configuration import Configuration
 
+ESSENTIAL = (
+    *("--json", "--config", "--model", "--weights", "--device", "--precision"),
+    *("--listen", "--http-listen", "--workers", "--auth-tokens", "--tls-cert"),
+    *("--tls-key",),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (

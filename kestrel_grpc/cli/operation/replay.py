@@ -54,6 +54,9 @@ class Captured:
         return f"/{self.method.containing_service.full_name}/{self.method.name}"
 
 
+ESSENTIAL = ("--server", "--model", "--weights", "--device", "--config")
+
+
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     from ...settings.configuration import add_config_flag
     from ...settings.model import add_model_flags

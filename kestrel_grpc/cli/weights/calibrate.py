@@ -18,6 +18,11 @@ from ...settings.configuration import add_config_flag
 from ...settings.model import DEVICE_FLAGS, add_model_flags, config_error
 from .download import computing_config
 
+ESSENTIAL = (
+    *("--annotations", "--images", "--out", "--json", "--config", "--model"),
+    *("--weights", "--device"),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (

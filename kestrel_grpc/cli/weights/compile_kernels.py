@@ -16,6 +16,11 @@ from ...settings.model import add_model_flags, config_error, runtime_configs
 
 _OWN_FLAGS = {"arch": "--arch", "multiprocessors": "--multiprocessors", "out": "--out"}
 
+ESSENTIAL = (
+    *("--arch", "--out", "--config", "--model", "--weights", "--precision"),
+    *("--max-batch-size",),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (

@@ -13,6 +13,8 @@ from ...process.startup_progress import LoadingProgress
 from ...settings.configuration import add_config_flag
 from ...settings.model import SOURCE_FLAGS, add_model_flags, config_error
 
+ESSENTIAL = ("--to", "--config", "--weights-cache", "--adapter-downloads")
+
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (

@@ -28,6 +28,12 @@ _FIELDS = {
 }
 """Flags whose setting has another name."""
 
+ESSENTIAL = (
+    *("--adapter", "--data", "--overwrite", "--rank", "--epochs", "--minutes"),
+    *("--layers", "--json", "--config", "--model", "--weights", "--adapters-dir"),
+    *("--device", "--precision"),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (

@@ -15,6 +15,8 @@ from ...settings.model import DEVICE_FLAGS, add_model_flags
 from ..findings import print_findings
 from .download import computing_config
 
+ESSENTIAL = ("--image", "--json", "--config", "--model", "--weights", "--device")
+
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (

@@ -326,16 +326,6 @@ def test_completion_knows_commands_and_flags(capsys, shell):
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 
 
-def test_help_is_short_or_whole(capsys):
-    lengths = []
-    for flag in ("-h", "--help"):
-        with pytest.raises(SystemExit) as ended:
-            main(["serve", flag])
-        assert ended.value.code == 0
-        lengths.append(capsys.readouterr().out.count("\n"))
-    assert lengths[0] < 60 < 300 < lengths[1]
-
-
 def test_colours_only_where_they_are_seen(monkeypatch):
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)

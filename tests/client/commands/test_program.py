@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from kestrel_client.commands import DEMO_IMAGE, program
-from kestrel_grpc.cli.program import COMMANDS
+from kestrel_client.commands.parser import GROUPS
+from kestrel_grpc.cli.program import COMMANDS, PROGRAM
 
 ALONE = """
 import sys
@@ -46,6 +47,35 @@ async def test_commands_run_without_the_servers_packages(serve, tmp_path, words,
     )  # fmt: skip
     output, _ = await process.communicate()
     assert printed in output and process.returncode == int(words[0] == "batch"), output
+
+
+def test_the_short_help_of_every_command_is_short(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, parsers, modules = PROGRAM.whole_parser(COMMANDS)
+    lengths = {name: parser.short_help().count("\n") for name, parser in parsers.items()}
+    assert {name: length for name, length in lengths.items() if length > 55} == {
+        "serve": lengths["serve"]
+    }
+    assert lengths["serve"] < 80 < 300 < parsers["serve"].format_help().count("\n")
+    assert len(parsers["serve"].essential) == 25 and "--http-listen" in parsers["serve"].essential
+    for name, parser in parsers.items():
+        # Commands of one module share the list.
+        alike = [parsers[other] for other, module in modules.items() if module is modules[name]]
+        known = {
+            flag for each in alike for action in each._actions for flag in action.option_strings
+        }
+        assert known >= set(parser.essential), name
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_the_help_lists_commands_by_group(capsys, flag):
+    with pytest.raises(SystemExit) as ended:
+        PROGRAM.main([flag])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert all(f"\n{group}:\n" in text for group in GROUPS)
+    assert all(f"\n  {name} " in text for name in COMMANDS)
+    assert ("examples:" in text) == (flag == "--help")
 
 
 def test_a_command_of_the_server_is_unknown_here(capsys):

@@ -18,10 +18,12 @@ import os
 import re
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 from .flags import EXIT_USAGE, Parser, SettingsError
 from .terminal import styled
@@ -29,6 +31,7 @@ from .terminal import styled
 _INVALID_COMMAND = re.compile(r"argument COMMAND: invalid choice: '(.*?)'")
 _UNKNOWN_FLAG = re.compile(r"unrecognized arguments: (-\S+)")
 _INVALID_CHOICE = re.compile(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)")
+_DEFAULT = re.compile(r"(.*?)(?: \[([^\[\]]*)\])?")
 EXIT_FAILED = 1
 _ESCAPE = "kestrel-escape"
 EXIT_INTERRUPTED = 130
@@ -36,6 +39,10 @@ EXIT_INTERRUPTED = 130
 
 class CommandError(Exception):
     """The command failed. The message is one line for the user."""
+
+
+GROUPS = ("ask", "serve", "operate", "teach", "measure")
+"""The groups of commands, in the order of the help."""
 
 
 class Command(Protocol):
@@ -48,7 +55,7 @@ class Command(Protocol):
 class CommandParser(Parser):
     """A parser that suggests the closest known name for an unknown one.
 
-    If ``essential`` is set, ``-h`` shows only those flags.
+    ``-h`` shows the first clause of each flag's help; only of the ``essential`` flags, if there are any.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -76,19 +83,76 @@ class CommandParser(Parser):
         super().error(message)
 
     def short_help(self) -> str:
-        """The help with the essential flags only; the full help if ``essential`` is empty."""
-        if not self.essential:
-            return self.format_help()
+        """The help of ``-h``."""
         formatter = self._get_formatter()
-        chosen = [a for a in self._actions if set(a.option_strings) & {*self.essential, "--help"}]
-        formatter.add_usage(f"{self.prog} [flags]", [], [])
+        formatter.add_usage(self.short_usage(), [], [])
         formatter.add_text(self.description)
-        formatter.start_section("most used flags")
-        formatter.add_arguments(chosen)
-        formatter.end_section()
-        count = sum(bool(action.option_strings) for action in self._actions)
-        formatter.add_text(f"'{self.prog} --help' shows all {count} flags.")
+        flags = [a for a in self._actions if a.option_strings and a.help != argparse.SUPPRESS]
+        shown = {*self.essential, "--help"}
+        chosen = [a for a in flags if not self.essential or shown & {*a.option_strings}]
+        for title, actions in (
+            ("positional arguments", [a for a in self._actions if not a.option_strings]),
+            ("most used flags" if len(chosen) < len(flags) else "flags", chosen),
+        ):
+            formatter.start_section(title)
+            formatter.add_arguments(map(_brief, actions))
+            formatter.end_section()
+        formatter.add_text(self.epilog)
+        formatter.add_text(f"'{self.prog} --help' says more, about all {len(flags)} flags.")
         return formatter.format_help()
+
+    def short_usage(self) -> str:
+        """The usage: words and required flags."""
+        if self.usage is not None:
+            return self.usage
+        words = [self.prog]
+        for action in self._actions:
+            value = action.metavar or (action.dest.upper() if action.nargs != 0 else "")
+            if action.option_strings and action.required:
+                words.append(f"{action.option_strings[0]} {value}")
+            elif not action.option_strings:
+                words.append(f"[{value} ...]" if action.nargs == "*" else str(value))
+        return " ".join([*words, "[flags]"])
+
+
+def _brief(action: argparse.Action) -> argparse.Action:
+    """The action with the first clause of its help, and with its default."""
+    text, default = _DEFAULT.fullmatch(action.help or "").groups()  # type: ignore[union-attr]
+    default = (default or "").partition("; KESTREL_")[0].removeprefix("KESTREL_")
+    brief = copy(action)
+    brief.help = text.partition("; ")[0] + (f" [{default}]" if default else "")
+    return brief
+
+
+class _MainParser(CommandParser):
+    """The parser of a program. Its help lists the commands by group."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(prog=program.name, description=program.description)
+        self.program = program
+
+    def format_help(self) -> str:
+        return f"{self.short_help()}\n{self.program.examples}\n"
+
+    def short_help(self) -> str:
+        lines = [f"usage: {self.prog} COMMAND ...", "", self.program.description]
+        width = max(map(len, self.commands)) + 2
+        groups = dict.fromkeys(each.group for each in self.program.commands.values())
+        for group in sorted(groups, key=GROUPS.index):
+            lines += ["", f"{group}:"]
+            for name, each in self.program.commands.items():
+                if each.group == group:
+                    lines += textwrap.wrap(
+                        f"{name:{width}}{each.summary}",
+                        100,
+                        initial_indent="  ",
+                        subsequent_indent=" " * (width + 2),
+                    )
+        lines += [
+            "",
+            f"'{self.prog} COMMAND -h' shows a command's most used flags, --help all of them.",
+        ]
+        return "\n".join(lines) + "\n"
 
 
 class _ShortHelp(argparse.Action):
@@ -115,15 +179,32 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+class Entry(NamedTuple):
+    """A command in a program's table. ``module`` is a Command; its ESSENTIAL, if any, are its most used flags."""
+
+    module: str
+    group: str
+    summary: str
+
+
+def entries(package: str, table: Mapping[str, Mapping[str, tuple[str, str]]]) -> dict[str, Entry]:
+    """The commands of a table of groups, whose modules are in ``package``."""
+    return {
+        name: Entry(f"{package}.{module}", group, summary)
+        for group, commands in table.items()
+        for name, (module, summary) in commands.items()
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A program of ``commands``: the module and the line of help of each."""
+    """A program of ``commands``."""
 
     name: str
     version: str
     description: str
     examples: str
-    commands: Mapping[str, tuple[str, str]]
+    commands: Mapping[str, Entry]
 
     def whole_parser(
         self, loaded: Iterable[str]
@@ -132,19 +213,16 @@ class Program:
 
         Only the parsers of the ``loaded`` commands have their flags. The parsed arguments name the ``program``.
         """
-        parser = CommandParser(
-            prog=self.name,
-            description=self.description,
-            epilog=self.examples,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        parser = _MainParser(self)
         parser.add_argument("--version", action="version", version=f"{self.name} {self.version}")
         parser.set_defaults(program=self)
         parser.commands = tuple(self.commands)
-        adding = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+        adding = parser.add_subparsers(
+            dest="command", metavar="COMMAND", required=True, parser_class=CommandParser
+        )
         commands: dict[str, CommandParser] = {}
         modules: dict[str, Command] = {}
-        for name, (module_name, summary) in self.commands.items():
+        for name, (module_name, _, summary) in self.commands.items():
             commands[name] = adding.add_parser(
                 name,
                 help=summary,
@@ -154,6 +232,8 @@ class Program:
             if name in loaded:
                 module = cast(Command, importlib.import_module(module_name))
                 module.add_arguments(commands[name], name)
+                commands[name].essential = getattr(module, "ESSENTIAL", ())
+                commands[name].usage = commands[name].short_usage()
                 modules[name] = module
         return parser, commands, modules
 

@@ -5,49 +5,60 @@ from __future__ import annotations
 import sys
 
 from ..version import __version__
-from .parser import Program
+from .parser import Program, entries
 
-COMMANDS = {
-    "query": ("requests.skills", "ask a question, about an image or without one"),
-    "caption": ("requests.skills", "describe an image"),
-    "point": ("requests.skills", "find the centres of objects"),
-    "detect": ("requests.skills", "find the bounding boxes of objects"),
-    "segment": ("requests.skills", "outline an object"),
-    "analyze": ("requests.analyze", "run several tasks on an image in one call"),
-    "batch": ("batch.command", "run tasks on many images; an interrupted run can be continued"),
-    "eval": ("evaluation.command", "measure a model on a data set, or compare two such runs"),
-    "embed": ("requests.embed", "compute embeddings of images, for search and comparison"),
-    "watch": ("requests.watch", "run tasks on the frames of a folder or of a camera's stream"),
-    "run": ("requests.run_skill", "run any skill of the server by its name"),
-    "put": ("requests.images", "store an image on the server and print its id, for later commands"),
-    "forget": ("requests.images", "delete a stored image"),
-    "chat": ("requests.chat", "ask questions about one image, as a conversation in the terminal"),
-    "mcp": (
-        "requests.mcp_server",
-        "offer the skills of a server to agents (Model Context Protocol)",
-    ),
-    "models": ("requests.models", "describe the models of a server"),
-    "admin": (
-        "operation.admin",
-        "manage a running server: drain, cancel, flush, log-level, statistics, profile, capture",
-    ),
-    "health": ("operation.health", "report whether a server is ready"),
-    "bench": (
-        "bench.command",
-        "measure a server under load: time to first token, gaps between tokens, requests/s",
-    ),
-    "completion": ("completion", "print a script that completes commands and flags in a shell"),
-}
-COMMANDS = {name: (f"{__package__}.{at}", summary) for name, (at, summary) in COMMANDS.items()}
-"""The module and the line of help of each command."""
+COMMANDS = entries(
+    __package__,
+    {
+        "ask": {
+            "query": ("requests.skills", "ask a question, about an image or without one"),
+            "caption": ("requests.skills", "describe an image"),
+            "point": ("requests.skills", "find the centres of objects"),
+            "detect": ("requests.skills", "find the bounding boxes of objects"),
+            "segment": ("requests.skills", "outline an object"),
+            "analyze": ("requests.analyze", "run several tasks on an image in one call"),
+            "chat": ("requests.chat", "ask questions about one image, as a conversation"),
+            "batch": ("batch.command", "run tasks on many images; can continue an interrupted run"),
+            "watch": (
+                "requests.watch",
+                "run tasks on the frames of a folder or of a camera's stream",
+            ),
+            "embed": ("requests.embed", "compute embeddings of images, for search and comparison"),
+            "run": ("requests.run_skill", "run any skill of the server by its name"),
+            "put": ("requests.images", "store an image on the server and print its id"),
+            "forget": ("requests.images", "delete a stored image"),
+            "mcp": (
+                "requests.mcp_server",
+                "offer a server's skills to agents (Model Context Protocol)",
+            ),
+        },
+        "measure": {
+            "bench": ("bench.command", "measure a server under load: times, gaps, requests/s"),
+            "eval": (
+                "evaluation.command",
+                "measure a model on a data set, or compare two such runs",
+            ),
+        },
+        "operate": {
+            "models": ("requests.models", "describe the models of a server"),
+            "health": ("operation.health", "report whether a server is ready"),
+            "admin": (
+                "operation.admin",
+                "manage a running server: drain, cancel, profile and more",
+            ),
+            "completion": (
+                "completion",
+                "print a script that completes commands and flags in a shell",
+            ),
+        },
+    },
+)
 
 _EXAMPLES = """examples:
   kestrel query photo.jpg "How many red circles are there?" --stream
   kestrel detect photo.jpg "red circle" --save boxes.png
   kestrel caption holiday/ long --save captioned/
-  kestrel analyze photo.jpg --caption short --query "How many people?" --detect person --server HOST:50051
-
-'kestrel COMMAND --help' shows the help of a command."""
+  kestrel analyze photo.jpg --caption short --query "How many people?" --detect person --server HOST:50051"""
 
 PROGRAM = Program(
     "kestrel", __version__, "Looks at images with a Kestrel server.", _EXAMPLES, COMMANDS

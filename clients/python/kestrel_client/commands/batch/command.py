@@ -24,6 +24,12 @@ from .rows import Row, open_rows
 from .runner import Summary
 from .running import add_running_flags, check_running_flags, run_rows, server_of
 
+ESSENTIAL = (
+    *("--rows", "--query", "--caption", "--point", "--detect", "--segment", "--output"),
+    *("--export", "--overlays", "--fresh", "--retry-failed", "--concurrency"),
+    *("--in-process", "--model", "--server"),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.usage = f"{parser.prog} [IMAGE ...] TASK [TASK ...] --output FILE [flags]"

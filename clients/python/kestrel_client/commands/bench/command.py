@@ -19,6 +19,7 @@ from ..connection import sdk_errors, servers_of
 from ..flags import SettingsError
 from ..parser import EXIT_FAILED, EXIT_INTERRUPTED, CommandError
 from ..requests.flags import request_options
+from .flags import ESSENTIAL as ESSENTIAL
 from .flags import IN_FLIGHT, limits_of, ramp_of, slo_of
 from .flags import add_arguments as add_arguments
 from .reporting.comparison import compare_files

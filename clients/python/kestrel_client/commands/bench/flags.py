@@ -24,6 +24,13 @@ examples:
   %(prog)s --rate 2 --max-rate 100 --mix query=3,detect=1 --made-up 50 --unique-images 0.5 --output new.json
   %(prog)s --compare old.json new.json --report both.html"""
 
+ESSENTIAL = (
+    *("--concurrency", "--max-concurrency", "--rate", "--max-rate", "--seconds"),
+    *("--mix", "--question", "--object", "--max-tokens", "--made-up"),
+    *("--unique-images", "--slo", "--json", "--output", "--report", "--compare"),
+    *("--model", "--server"),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = _EPILOG

@@ -29,6 +29,11 @@ from .totals import totals
 
 _COMPARE = "compare"
 
+ESSENTIAL = (
+    *("--limit", "--reasoning", "--output", "--against", "--fresh", "--json"),
+    *("--in-process", "--model", "--weights", "--server"),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.usage = (

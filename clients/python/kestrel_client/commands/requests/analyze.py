@@ -54,6 +54,12 @@ class _AddTask(argparse.Action):
         namespace.tasks = [*(namespace.tasks or []), (kind, values)]
 
 
+ESSENTIAL = (
+    *("--query", "--caption", "--point", "--detect", "--segment", "--max-tokens"),
+    *("--min-score", "--stream", "--json", "--save", "--model", "--server"),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = "Each kind of task may be given several times. Exits with 1 if a task fails."
     parser.usage = f"{parser.prog} IMAGE [IMAGE ...] TASK [TASK ...] [flags]"

@@ -37,6 +37,11 @@ _MAX_TURNS = 64
 """Limit of QueryRequest.history."""
 _TOO_LONG = "CONTEXT_LENGTH_EXCEEDED"
 
+ESSENTIAL = (
+    *("--reasoning", "--system", "--temperature", "--max-tokens", "--model"),
+    *("--server",),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = "An empty line, 'exit' or Ctrl-D ends the chat."

@@ -15,6 +15,8 @@ from ..parser import EXIT_FAILED, CommandError
 from .flags import add_request_flags, request_options
 from .inputs import IMAGE_HELP, open_inputs
 
+ESSENTIAL = ("--crops", "--pooling", "--dtype", "--save", "--model", "--server")
+
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (

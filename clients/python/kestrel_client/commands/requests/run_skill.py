@@ -13,6 +13,8 @@ from .inputs import IMAGE_HELP, open_input
 from .output import event_dict, print_event
 from .painted import Painter
 
+ESSENTIAL = ("--argument", "--setting", "--stream", "--json", "--save", "--model", "--server")
+
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (

@@ -47,6 +47,12 @@ _LENGTHS = ("short", "normal", "long")
 _TEXT_COMMANDS = ("query", "caption")
 _OWN_WORD = {"query": "QUESTION", "caption": "[short|normal|long]"}
 
+ESSENTIAL = (
+    *("--object", "--reasoning", "--temperature", "--max-tokens", "--max-objects"),
+    *("--min-score", "--tiles", "--json-schema", "--stream", "--json", "--save"),
+    *("--model", "--region", "--server"),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     images = "[IMAGE ...]" if command == "query" else "IMAGE [IMAGE ...]"

@@ -24,6 +24,11 @@ _BEGIN, _END = b"\xff\xd8", b"\xff\xd9"
 _MOST_BYTES = 32 * 1024 * 1024
 _READ_BYTES = 65536
 
+ESSENTIAL = (
+    *("--query", "--caption", "--point", "--detect", "--segment", "--latency-budget"),
+    *("--late", "--fps", "--in-flight", "--model", "--server"),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
