@@ -13,7 +13,7 @@ DESCRIPTORS := kestrel_grpc/services/kestrel.v1.binpb
 SOURCES := kestrel_engine kestrel_grpc clients/python clients/tools deploy tests training benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-slow test-all test-unit test-ray fuzz test-gpu bench bench-gpu check fmt lint types imports unused rooms buf ray protos baseline docs check-stubs wheels release-files toolchains sdk-typescript clean
+.PHONY: help install demo serve test test-slow test-all test-unit test-ray fuzz test-gpu bench bench-gpu check fmt lint types imports unused pages buf ray protos baseline docs check-stubs wheels release-files toolchains sdk-typescript clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,7 +91,7 @@ bench-gpu: ## Measure all that docs/lab/performance.md holds on one GPU, in 12 m
 	PYTHONPATH=$(CURDIR):$(CURDIR)/clients/python:$$PYTHONPATH \
 	  python3 -u -m benchmarks.gpu_suite --out $(BENCH_OUT)
 
-check: lint types imports unused rooms buf ## Lint, format, types, import rules, unused code, the map of the rooms, protos
+check: lint types imports unused pages buf ## Lint, format, types, import rules, unused code, the style of the pages and their map, protos
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check $(wildcard $(SOURCES))
@@ -106,7 +106,8 @@ imports: $(INSTALLED)
 unused: $(INSTALLED)
 	$(BIN)/vulture
 
-rooms: $(INSTALLED)
+pages: $(INSTALLED)
+	$(BIN)/python -m tests.docs.style
 	$(BIN)/python -m tests.docs.room_map --check
 
 buf: $(INSTALLED)

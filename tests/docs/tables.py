@@ -47,13 +47,15 @@ def _flag(action: argparse.Action) -> str:
 
 
 def metrics() -> str:
-    """A row for each metric: its name in OpenTelemetry and in Prometheus."""
-    head = "| metric | for Prometheus | kind, unit | attributes | what |\n| --- | --- | --- | --- | --- |\n"
+    """A row for each metric: its names in OpenTelemetry and in Prometheus."""
+    head = (
+        "| metric | for Prometheus | kind | attributes | what |\n| --- | --- | --- | --- | --- |\n"
+    )
     return head + "".join(
         _row(
             f"`{m.name}`",
             f"`{m.prometheus_name}`",
-            f"{m.kind}, {m.unit}",
+            m.kind,
             ", ".join(f"`{name}`" for name in m.attributes),
             m.description,
         )
