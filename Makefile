@@ -35,9 +35,9 @@ demo: $(SERVING) ## Serve the bundled model on the CPU, call every RPC, paint th
 serve: $(SERVING) ## Serve the bundled model on 127.0.0.1:50051
 	$(BIN)/kestrel-grpc serve
 
-# How many processes share the tests: make test WORKERS=8. With 0, one process runs them, and a debugger works. There is
-# one more than cores, as some tests wait. Each process collects all tests, which takes 6 s of processor time.
-WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
+# How many processes share the tests: make test WORKERS=8. With 0, one process runs them, and a debugger works. There are
+# two more than cores, as some tests wait. Each process collects all tests, which takes 6 s of processor time.
+WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 2)))
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(INSTALLED) ## Run the tests, but no slow ones and none that need a GPU

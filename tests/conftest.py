@@ -30,14 +30,10 @@ sys.dont_write_bytecode = False
 
 LONG = (
     *("http/real_clients/test_real_clients", "abuse/test_attacks", "golden", "equality", "abuse"),
-    *(
-        "engine/preprocess/test_pool",
-        "engine/runtime",
-        "gpu",
-        "training",
-        "engine/scheduler",
-    ),
-    *("engine/preprocess/test_exact_resize", "service", "benchmarks"),
+    *("service/cli/test_commands", "docs", "tools", "deploy", "cluster"),
+    *("engine/preprocess/test_pool", "engine/runtime", "gpu", "training"),
+    *("engine/scheduler", "engine/preprocess/test_exact_resize", "service", "benchmarks"),
+    *("simulation", "engine/adapters", "engine/confinement"),
 )
 """Folders and files whose tests take longest. They start first, so that the processes end at about the same time. Those
 that compute and those that wait start together."""
@@ -74,7 +70,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     # What was imported and collected stays until the end. A collection of garbage need not visit it, which takes 0.2 s.
-    gc.collect()
     gc.freeze()
 
 

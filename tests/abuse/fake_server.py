@@ -3,12 +3,13 @@
 python -m tests.abuse.fake_server FLAGS OF SERVE…
 
 A step takes STEP_S; no step ends while the file named by HANG_FILE exists, or one with the process's number as its
-suffix. With FAIL set no engine can be made. MODEL names the model. The template of workers runs this module too, as a
-fork of the fork server.
+suffix. While a step hangs, each file with the suffix .passed lets 100 s pass. With FAIL set no engine can be made.
+MODEL names the model. The template of workers runs this module too, as a fork of the fork server.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import time
@@ -17,13 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kestrel_engine import InferenceEngine, ModelLoadError, RuntimeConfig
+from kestrel_engine import InferenceEngine, ModelLoadError, RuntimeConfig, clock, engine
 from kestrel_engine.processes.template import confined
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.step import RuntimeLimits, StepPlan
 from kestrel_grpc.cli import program
 from kestrel_grpc.workers import forks, worker
 from kestrel_grpc.workers import template as worker_template
+from tests.clock import MovedClock
 from tests.engine.fakes import fake_build, never_ends
 from tests.forking.process import ForkedProcess
 
@@ -41,18 +43,28 @@ def main() -> int:
     hang = Path(os.environ.get(HANG_FILE, "/nonexistent"))
     for_ever = hang.with_suffix(".forever")
     device_thread, (never, _) = ThreadPoolExecutor(1), os.pipe()
+    moved = MovedClock()
+
+    def pass_time() -> None:
+        if (passed := hang.with_suffix(".passed")).exists():
+            passed.unlink()
+            moved.advance(100)
 
     def cost(plan: StepPlan) -> float:
         if for_ever.exists() or hang.exists():
             hang.with_suffix(".hung").touch()
+            engine.STOP_PATIENCE_S = 0.1  # Nothing comes of patience now.
         if for_ever.exists():
+            pass_time()
             # In a system call that never returns, in a thread for which the interpreter waits at its end, as torch's.
             device_thread.submit(os.read, never, 1).result()
         while hang.exists() or Path(f"{hang}.{os.getpid()}").exists():
+            pass_time()
             time.sleep(0.02)
         return STEP_S
 
     async def create(config: RuntimeConfig, **options: Any) -> InferenceEngine:
+        moved.follow(asyncio.get_running_loop())
         if os.environ.get(FAIL):
             raise ModelLoadError(os.environ[FAIL])
         built = fake_build(config, FakeRuntime(LIMITS, never_ends, cost=cost))
@@ -71,7 +83,8 @@ def main() -> int:
         )
     if sys.platform == "linux":
         forks.START = ForkedProcess  # type: ignore[misc]
-    return program.main(["serve", *sys.argv[1:]])
+    with clock.installed(now=moved.now):
+        return program.main(["serve", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ async def endless_headers(address: str, seconds: float) -> None:
 
 def test_headers_without_end_are_bounded(server: ServerProcess) -> None:
     async def attack() -> None:
-        await asyncio.gather(*(endless_headers(server.address, 1.0) for _ in range(24)))
+        await asyncio.gather(*(endless_headers(server.address, 0.5) for _ in range(24)))
 
     with Polite(server) as polite:
         asyncio.run(attack())

@@ -35,14 +35,14 @@ HELD = 512 * MIB
 QUERY = "/kestrel.v1.VisionService/Query"
 CHECK = "/grpc.health.v1.Health/Check"
 RUDE, POLITE = "rude-caller-token-0123456789", "polite-caller-token-0123456789"
-CONNECTIONS, SECONDS = 4, 2.0
+CONNECTIONS, SECONDS = 4, 1.0
 ATTACKS = {
-    "bombs": (QUERY, "", bomb, 120 * MIB, 40),
+    "bombs": (QUERY, "", bomb, 120 * MIB, 12),
     "unfinished": (QUERY, "", None, 40 * MIB, 24),
     "unfinished health": (CHECK, "", None, 40 * MIB, 40),
-    "bombs of a caller": (QUERY, RUDE, bomb, 120 * MIB, 40),
+    "bombs of a caller": (QUERY, RUDE, bomb, 120 * MIB, 12),
     "unfinished of a caller": (QUERY, RUDE, None, 33 * MIB, 24),
-    "whole of a caller": (QUERY, RUDE, "whole", 33 * MIB, 40),
+    "whole of a caller": (QUERY, RUDE, "whole", 33 * MIB, 28),
 }
 """What is called, by whom, the kind of body, its size, how many."""
 

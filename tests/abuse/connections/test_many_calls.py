@@ -16,7 +16,9 @@ from tests.service.conftest import serve
 __all__ = ["serve"]
 
 
-@pytest.mark.parametrize(("streams", "num_calls"), [(100, 600), (7, 100)])
+@pytest.mark.parametrize(
+    ("streams", "num_calls"), [pytest.param(100, 600, marks=pytest.mark.slow), (7, 100)]
+)
 async def test_no_call_beyond_the_limit_of_a_connection_is_refused(serve, streams, num_calls):
     connections = ConnectionLimits(streams=streams)
     served = await serve(server_config={"security": SecurityConfig(connections=connections)})

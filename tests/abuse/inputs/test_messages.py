@@ -43,7 +43,7 @@ def fuzz(examples: int) -> settings:
     )
 
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 CALLERS_FAULT = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,

@@ -18,20 +18,23 @@ from tests.engine.preprocess.decoding.test_tiff import ACCEPTED
 
 LIMITS, VISION = ImageLimits(), VisionConfig()
 GOLDENS = Path(__file__).parents[2] / "data" / "goldens" / "images"
-OTHERS = {
-    "jpeg cmyk": encoded("JPEG", IMAGE.convert("CMYK")),
-    "jpeg grey": encoded("JPEG", IMAGE.convert("L")),
-    "png of 16 bits": encoded("PNG", IMAGE.convert("I;16")),
-    "tiff lzw": encoded("TIFF", compression="tiff_lzw"),
-    "tiff jpeg": encoded("TIFF", compression="jpeg"),
-    "tiff lab": encoded("TIFF", IMAGE.convert("LAB")),
-    "tiff cmyk": encoded("TIFF", IMAGE.convert("CMYK")),
-    "webp lossless": encoded("WEBP", lossless=True),
-    "webp large": encoded("WEBP", IMAGE.resize((1600, 1200))),
-    "avif large": encoded("AVIF", IMAGE.resize((1600, 1200))),
-    "gif animated": encoded("GIF", save_all=True, append_images=[IMAGE.rotate(180)]),
-} | HEIF_PROBES
 FILES = {path.name: path.read_bytes() for path in sorted(GOLDENS.iterdir())}
+
+
+def others() -> dict[str, bytes]:
+    return {
+        "jpeg cmyk": encoded("JPEG", IMAGE.convert("CMYK")),
+        "jpeg grey": encoded("JPEG", IMAGE.convert("L")),
+        "png of 16 bits": encoded("PNG", IMAGE.convert("I;16")),
+        "tiff lzw": encoded("TIFF", compression="tiff_lzw"),
+        "tiff jpeg": encoded("TIFF", compression="jpeg"),
+        "tiff lab": encoded("TIFF", IMAGE.convert("LAB")),
+        "tiff cmyk": encoded("TIFF", IMAGE.convert("CMYK")),
+        "webp lossless": encoded("WEBP", lossless=True),
+        "webp large": encoded("WEBP", IMAGE.resize((1600, 1200))),
+        "avif large": encoded("AVIF", IMAGE.resize((1600, 1200))),
+        "gif animated": encoded("GIF", save_all=True, append_images=[IMAGE.rotate(180)]),
+    } | HEIF_PROBES
 
 
 def damaged(data: bytes, rng: np.random.Generator) -> bytes:
@@ -44,7 +47,7 @@ def damaged(data: bytes, rng: np.random.Generator) -> bytes:
 @pytest.mark.parametrize("rounds", [5, pytest.param(30, marks=pytest.mark.slow)])
 async def test_all_files_end_as_in_an_open_process(caplog, rounds):
     rng = np.random.default_rng(36)
-    whole = [*TAKEN.values(), *OTHERS.values(), *(data for data, _ in ACCEPTED.values())]
+    whole = [*TAKEN.values(), *others().values(), *(data for data, _ in ACCEPTED.values())]
     broken = [damaged(data, rng) for data in whole for _ in range(rounds)]
     pool = PreprocessPool(2, LIMITS, VISION)
 

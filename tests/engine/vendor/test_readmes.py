@@ -83,6 +83,7 @@ def publish(stand: Stand, model: str, folder: Path) -> None:
     stand.revisions |= {STARMIE.revision: stand.revisions["main"]}
 
 
+@pytest.mark.slow
 async def test_the_examples_of_the_early_readme(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,7 @@ def servers(tmp_path_factory):
     running.close()
 
 
+@pytest.mark.slow_with("async")
 @pytest.mark.parametrize("kind", ["sync", "async"])
 async def test_servers_appear_and_vanish_under_load(servers, kind, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(directory.Directory.__init__, "__defaults__", (0.02,))

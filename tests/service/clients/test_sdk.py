@@ -73,7 +73,7 @@ def check(case, result):
             assert result.usage.output_tokens == len(case["ids"])
 
 
-@pytest.mark.slow_with("md2", "every case")
+@pytest.mark.slow
 @pytest.mark.golden
 @pytest.mark.parametrize("chosen", ["smallest images", "every case"])
 @pytest.mark.parametrize("model", ["md2", "md3"])

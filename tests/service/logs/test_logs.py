@@ -291,10 +291,8 @@ def session(target, folder):
         stub.FlushCaches(admin_service_pb2.FlushCachesRequest(), metadata=tuple(pairs.items()))
 
 
-@pytest.mark.parametrize(
-    ("first", "is_told"),
-    [pytest.param("os", True, marks=pytest.mark.slow), ("kestrel_grpc.cli", False)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "is_told"), [("os", True), ("kestrel_grpc.cli", False)])
 def test_torch_does_not_warn_of_settings_that_we_use_on_purpose(first: str, is_told: bool):
     code = f"import {first}, torch; torch._C._set_sm_carveout_experimental(3)"
     done = subprocess.run(

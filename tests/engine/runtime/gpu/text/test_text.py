@@ -152,6 +152,7 @@ def test_a_prompt_and_steps_of_several_sequences(family, inline_tau, monkeypatch
     pair.check_pools()
 
 
+@pytest.mark.slow_with(False)
 @pytest.mark.parametrize("fp8", [False, True])
 def test_experts_that_begin_ahead_change_no_bit(fp8, monkeypatch):
     """Steps whose router computes the LayerNorm, and the same steps with a LayerNorm in front of the router."""
