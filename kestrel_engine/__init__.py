@@ -53,6 +53,7 @@ from .errors import (
 )
 from .front.merging import best_boxes
 from .front.profiling import ProfileRequest
+from .front.submitting.request import Request
 from .preprocess.decoding.images import FORMATS as IMAGE_FORMATS
 from .preprocess.decoding.images import OnBackground
 from .preprocess.looks import InRegion, Tiled, Tiles
@@ -123,6 +124,7 @@ __all__ = [
     "ProfileRequest",
     "QueueTimeout",
     "Quota",
+    "Request",
     "RequestError",
     "RequestEvent",
     "RuntimeConfig",

@@ -28,16 +28,19 @@ from .front.calls import SkillCalls
 from .front.lifetime import Lifetime
 from .front.open_requests import OpenRequests
 from .front.profiling import ProfileRequest, take_profile
-from .front.submitting.checked import Asked, RequestCheck
+from .front.submitting.checked import RequestCheck
 from .front.submitting.constraints import ConstraintCompiler
 from .front.submitting.images import ImagePreparation
 from .front.submitting.preparing import Preparing
 from .front.submitting.queue_places import Place, QueuePlaces
-from .front.submitting.request_options import (
+from .front.submitting.request import (
+    Request,
+    as_images,
+    check_request_id,
     check_weight,
     checked_priority,
-    checked_request_id,
     deadline_after,
+    without_adapter,
 )
 from .front.submitting.seeds import Seeds
 from .front.submitting.sequence_start import SequenceStart
@@ -69,6 +72,7 @@ from .types.observer import Observer
 from .types.progress import Progress
 from .types.requests import PreparedImage, PreparedTiles
 from .types.stream import EngineStream
+from .types.timings import FrontTimings
 
 __all__ = ["EngineMetrics", "EngineResult", "EngineStream", "InferenceEngine", "StreamUpdate"]
 
@@ -122,7 +126,7 @@ class InferenceEngine(SkillCalls):
         self._places = QueuePlaces(config.max_queue, sizes.max_batch_size)
         self._preparing = Preparing(self._note_idle)
         self._seeds = Seeds(config.seed)
-        check = RequestCheck(config, built, skills)
+        check = RequestCheck(config, built, skills, self._seeds)
         self._submitter = Submitter(
             built.lora,
             self._lifetime,
@@ -140,9 +144,7 @@ class InferenceEngine(SkillCalls):
                 self._preparing,
             ),
             adapters=built.adapters,
-            sequences=SequenceStart(
-                config, built, self._loop, self._open, check.context, self._seeds
-            ),
+            sequences=SequenceStart(config, built, self._loop, self._open, check),
         )
         self._start()
         self._watchdog = asyncio.create_task(self._watch())
@@ -284,6 +286,7 @@ class InferenceEngine(SkillCalls):
         arguments: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
         *,
+        adapter: str | None = None,
         request_id: str | None = None,
         priority: str = "normal",
         timeout_s: float | None = None,
@@ -295,27 +298,37 @@ class InferenceEngine(SkillCalls):
         queued.
 
         ``image``: an image, an InRegion of one, a Tiled image for point and detect, a list of images in the order of
-        the prompt, or None. A Tiled image takes a place in the queue for each look. ``priority``: "high", "normal" or
-        "low". ``timeout_s``: the request is dropped if nothing was computed for it by then. ``cache_salt``: images and
-        prefixes are shared with requests of the same salt only. ``principal``: the caller's name; "" is one principal,
-        too. ``weight``: the principal's share relative to others, above 0. Raises RequestError, EngineOverloaded,
-        DeadlineExceeded, EngineClosed; the stream raises later failures.
+        the prompt, or None. A Tiled image takes a place in the queue for each look. ``adapter``: the name of one, which
+        ``settings`` may hold instead. ``priority``: "high", "normal" or "low". ``timeout_s``: the request is dropped if
+        nothing was computed for it by then. ``cache_salt``: images and prefixes are shared with requests of the same
+        salt only. ``principal``: the caller's name; "" is one principal, too. ``weight``: the principal's share
+        relative to others, above 0. Raises RequestError, EngineOverloaded, DeadlineExceeded, EngineClosed; the stream
+        raises later failures.
         """
-        request_id = checked_request_id(request_id)
-        now = clock.now()
-        deadline_at = deadline_after(timeout_s, now)
-        place = self._take_place(principal, weight, priority)
-        asked = Asked(
-            skill=skill,
-            image=image,
-            arguments=arguments or {},
-            settings=settings or {},
-            request_id=request_id,
-            accepted_at=now,
-            deadline_at=deadline_at,
-            cache_salt=cache_salt,
+        named, settings = without_adapter(settings or {})
+        options: dict[str, Any] = {} if request_id is None else {"request_id": request_id}
+        return await self.start(
+            Request(
+                skill=skill,
+                images=as_images(image),
+                arguments=arguments or {},
+                settings=settings,
+                adapter=named if adapter is None else adapter,
+                priority=priority,
+                deadline_at=deadline_after(timeout_s, clock.now()),
+                cache_salt=cache_salt,
+                principal=principal,
+                weight=weight,
+                **options,
+            )
         )
-        return await self._submitter.submit(asked, place)
+
+    async def start(self, request: Request) -> EngineStream:
+        """As ``submit``, for a request that the caller has made."""
+        check_request_id(request.request_id)
+        place = self._take_place(request.principal, request.weight, request.priority)
+        timings = FrontTimings(accepted_at=clock.now())
+        return await self._submitter.submit(dataclasses.replace(request, timings=timings), place)
 
     @overload
     async def prepare_image(

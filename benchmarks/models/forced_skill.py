@@ -13,7 +13,8 @@ from kestrel_engine.errors import InvalidRequest
 from kestrel_engine.skills.base import SkillContext, SkillControl, SkillOutput, SkillRequest
 from kestrel_engine.skills.detect import DetectSkill
 from kestrel_engine.skills.objects.locate import LocateControl
-from kestrel_engine.skills.query import QuerySkill
+from kestrel_engine.skills.objects.request import ObjectsRequest
+from kestrel_engine.skills.query import QueryRequest, QuerySkill
 from kestrel_engine.skills.text.answer import AnswerOutput
 from kestrel_engine.types.events import FinishReason
 from kestrel_engine.types.requests import SamplingParams
@@ -53,7 +54,7 @@ class ForcedQuery:
 
     def build(
         self, arguments: Mapping[str, Any], settings: Mapping[str, Any], context: SkillContext
-    ) -> SkillRequest:
+    ) -> QueryRequest:
         greedy = {"temperature": 0.0, "top_p": 1.0}
         request = self._query.build(arguments, {**greedy, **settings}, context)
         if request.max_tokens is None:
@@ -61,12 +62,12 @@ class ForcedQuery:
         return replace(request, skill=self.name, needs_image=True)
 
     def new_control(
-        self, request: SkillRequest, max_tokens: int, context: SkillContext
+        self, request: QueryRequest, max_tokens: int, context: SkillContext
     ) -> SkillControl:
-        return _NeverEnds(context, request.options["top_logprobs"])
+        return _NeverEnds(context, request.top_logprobs)
 
-    def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
-        return AnswerOutput("answer", context, logprobs=request.options["logprobs"])
+    def new_output(self, request: QueryRequest, context: SkillContext) -> SkillOutput:
+        return AnswerOutput("answer", context, logprobs=request.logprobs)
 
 
 class ForcedDetect:
@@ -78,15 +79,15 @@ class ForcedDetect:
 
     def build(
         self, arguments: Mapping[str, Any], settings: Mapping[str, Any], context: SkillContext
-    ) -> SkillRequest:
+    ) -> ObjectsRequest:
         return replace(self._detect.build(arguments, settings, context), skill=self.name)
 
     def new_control(
-        self, request: SkillRequest, max_tokens: int, context: SkillContext
+        self, request: ObjectsRequest, max_tokens: int, context: SkillContext
     ) -> SkillControl:
-        return _AlwaysAnother(context, request.options["max_objects"])
+        return _AlwaysAnother(context, request.merging.max_objects)
 
-    def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
+    def new_output(self, request: ObjectsRequest, context: SkillContext) -> SkillOutput:
         return self._detect.new_output(request, context)
 
 

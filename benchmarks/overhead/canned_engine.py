@@ -13,7 +13,6 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from kestrel_engine import (
     EngineResult,
     EngineStream,
     Observer,
+    Request,
     RequestEvent,
     StepEvent,
     StreamUpdate,
@@ -88,33 +88,21 @@ class CannedEngine:
         self._thread = threading.Thread(target=self._run, name="kestrel-canned", daemon=True)
         self._thread.start()
 
-    async def submit(
-        self,
-        skill: str,
-        image: Any = None,
-        arguments: Mapping[str, Any] | None = None,
-        settings: Mapping[str, Any] | None = None,
-        *,
-        request_id: str | None = None,
-        priority: str = "normal",
-        timeout_s: float | None = None,
-        cache_salt: str = "",
-        principal: str = "",
-        weight: float = 1.0,
-    ) -> EngineStream:
+    async def start(self, request: Request) -> EngineStream:
         """As the real engine's, but only ``max_tokens`` has an effect."""
-        wanted = min(MOST_TOKENS, (settings or {}).get("max_tokens", 64))
+        wanted = min(MOST_TOKENS, request.settings.get("max_tokens", 64))
+        image = next(iter(request.images), None)
         digest = source_digest(image)
         seen = () if digest is None else (SeenImage(size=IMAGE_SIZE, digest=digest.hex()),)
         stream = EngineStream(
-            request_id or "canned",
-            lambda: setattr(request, "aborted", True),
+            request.request_id,
+            lambda: setattr(canned, "aborted", True),
             images=seen,
             seed=1,
         )
-        request = _Request(skill, stream, wanted, time.monotonic())
+        canned = _Request(request.skill, stream, wanted, time.monotonic())
         self.num_requests += 1
-        self._new.append(request)
+        self._new.append(canned)
         return stream
 
     def check_admission(self, *args: Any, **kwargs: Any) -> None:

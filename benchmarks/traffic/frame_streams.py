@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kestrel_engine.preprocess.crops import crop_boxes, select_tiling
+from kestrel_engine.preprocess.crops import select_tiling
 from kestrel_engine.types.model_config import VisionConfig
 
 SIZES = ((640, 360), (640, 480), (1280, 720), (1920, 1080))
@@ -40,7 +40,7 @@ class FrameStream(NamedTuple):
             found += [numbers.integers(0, 255, shape, np.uint8) for _ in range(self.count - 1)]
             return found
         rows, columns = select_tiling(width, height, self.vision)
-        boxes = crop_boxes((rows, columns), self.vision)[1:] or [(0.0, 0.0, 1.0, 1.0)]
+        boxes = self.vision.crop_boxes((rows, columns))[1:] or [(0.0, 0.0, 1.0, 1.0)]
         # One more crop than tiles changes: the overview.
         share = (1 - self.unchanged) * self.num_crops / (1 + self.changed_tiles)
         next_tile = 0

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..errors import KestrelError
-from ..skills.base import Merging
+from ..skills.base import SkillRequest
+from ..skills.objects.request import Merging, ObjectsRequest
 from ..steps.delivery import Finished, RequestEnd
 from ..types.events import FinishReason
 from ..types.requests import Edges
@@ -100,3 +101,11 @@ class LookGroup:
             # The object is absent only if no look sees it.
             absence=min(absences, default=None),
         )
+
+
+def group_of(work: SkillRequest, num_looks: int, abort: Callable[[], None]) -> LookGroup | None:
+    """The group of a request's sequences; None for one sequence whose objects stay as they are."""
+    if isinstance(work, ObjectsRequest):
+        if num_looks > 1 or work.merging.max_overlap is not None:
+            return LookGroup(num_looks, work.merging, abort)
+    return None

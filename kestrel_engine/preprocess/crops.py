@@ -66,24 +66,6 @@ def select_tiling(width: int, height: int, vision: VisionConfig) -> tuple[int, i
     return max(1, rows), max(1, columns)
 
 
-def crop_boxes(
-    tiling: tuple[int, int], vision: VisionConfig
-) -> list[tuple[float, float, float, float]]:
-    """Returns the place of each distinct crop in the image, as (x_min, y_min, x_max, y_max) in [0, 1]: the overview,
-    then the tiles row by row. A single tile equals the overview and is left out."""
-    rows, columns = tiling
-    boxes = [(0.0, 0.0, 1.0, 1.0)]
-    if tiling == (1, 1):
-        return boxes
-    side, window = vision.crop_size, vision.crop_window
-    width, height = window * (columns - 1) + side, window * (rows - 1) + side
-    for top in range(0, window * rows, window):
-        for left in range(0, window * columns, window):
-            right, bottom = (left + side) / width, (top + side) / height
-            boxes.append((left / width, top / height, right, bottom))
-    return boxes
-
-
 def device_makes_crops(width: int, height: int, vision: VisionConfig, device_pixels: int) -> bool:
     """Whether an image of ``width`` x ``height`` pixels is prepared without crops, because the device makes them. The
     device does so for images of up to ``device_pixels`` (0: for none), and only for sizes with exact results."""

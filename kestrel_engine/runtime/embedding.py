@@ -24,7 +24,7 @@ class FetchedEmbedding:
     def is_finite(self) -> bool:
         return bool(self.finite)
 
-    def embedding(self) -> Embedding:
+    def value(self) -> Embedding:
         """The arrays share the tensors' memory."""
         return Embedding(
             image=None if self.image is None else self.image.numpy(),

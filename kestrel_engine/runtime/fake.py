@@ -18,11 +18,11 @@ from typing import cast
 import numpy as np
 
 from .. import clock
-from ..types.embedding import Embedding
+from ..types.embedding import Embedding, EmbeddingSpec
 from ..types.requests import Coord, ImageBlock, Size, Token, num_positions
 from ..types.step import (
     PREVIOUS,
-    EmbedRead,
+    ImageRead,
     Lane,
     Row,
     RuntimeLimits,
@@ -156,10 +156,10 @@ class FakeRuntime:
                 if piece.image.key in self.bad_images:
                     self.bad_images.discard(piece.image.key)
                     self._spoiled.add(piece.image.key)
-        bad = {read.sequence_id for read in plan.embed if read.image.key in self._spoiled}
-        embeddings = {
-            read.sequence_id: self._embedding(read)
-            for read in plan.embed
+        bad = {read.sequence_id for read in plan.reads if read.image.key in self._spoiled}
+        readings = {
+            read.sequence_id: self._reading(read)
+            for read in plan.reads
             if read.sequence_id not in bad
         }
         rows = (*plan.prefill, *plan.decode)
@@ -175,12 +175,13 @@ class FakeRuntime:
         # A refined mask is the coarse one less its first row, so that tests can tell them apart.
         refined = {row.sequence_id: _without_first_row(row.mask) for row in plan.refine}
         return StepResult(
-            tokens=tokens, embeddings=embeddings, non_finite=frozenset(bad), refined=refined
+            tokens=tokens, readings=readings, non_finite=frozenset(bad), refined=refined
         )
 
-    def _embedding(self, read: EmbedRead) -> Embedding:
+    def _reading(self, read: ImageRead) -> Embedding:
         """Two numbers a vector that depend on the image's key and the crop only."""
         image, spec = read.image, read.spec
+        assert isinstance(spec, EmbeddingSpec)
         assert self._crops.get(image.key) == 10**9, f"image {image.key} was not encoded"
         assert not spec.crops or image.keeps_features, f"the features of {image.key} were dropped"
         dtype = np.float16 if spec.half else np.float32

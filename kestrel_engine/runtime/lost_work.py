@@ -24,7 +24,7 @@ class LostWork:
     def note(self, plan: StepPlan) -> None:
         """Records all rows and crops of a plan that raised an error."""
         self._sequences |= {row.sequence_id for row in plan.prefill + plan.decode}
-        self._sequences |= {read.sequence_id for read in plan.embed}
+        self._sequences |= {read.sequence_id for read in plan.reads}
         self._images |= {piece.image.key for piece in plan.encode}
 
     def note_sequences(self, sequence_ids: Iterable[int]) -> None:
@@ -44,9 +44,9 @@ class LostWork:
         return replace(
             plan,
             encode=tuple(p for p in plan.encode if p.image.key not in self._images),
-            embed=tuple(
+            reads=tuple(
                 r
-                for r in plan.embed
+                for r in plan.reads
                 if r.sequence_id not in self._sequences and r.image.key not in self._images
             ),
             prefill=tuple(r for r in plan.prefill if r.sequence_id not in self._sequences),

@@ -28,8 +28,8 @@ from ..types.requests import Coord, Size, num_positions
 from ..types.step import (
     NEAR_BINS,
     PREVIOUS,
-    EmbedRead,
     EncodeSlice,
+    ImageRead,
     RefineRow,
     Row,
     RuntimeLimits,
@@ -39,12 +39,12 @@ from ..types.step import (
     StepToken,
 )
 from .batch import Batch, build_batch, known
-from .embedding import FetchedEmbedding, fetch
 from .kept_crops import KeptCrops
 from .kv_cache import KvCache
 from .lost_work import LostWork
 from .out_of_memory import raise_as_memory_error
 from .protocol import StepHandle
+from .reading import Fetched, fetch
 from .refinement import Refinement, arrays_of, results_of
 from .sampler import Drawn, sample
 
@@ -176,11 +176,11 @@ class TorchRuntime:
             self._sampled.pop(sequence_id, None)
         began = clock.now()
         self._encode(plan.encode)
-        embeddings = {read.sequence_id: self._embedding(read) for read in plan.embed}
+        readings = {read.sequence_id: self._reading(read) for read in plan.reads}
         refined = self._refine(plan.refine)
         encoded = self._now()
         tokens, non_finite, groups = self._run(plan.prefill)
-        non_finite |= {i for i, found in embeddings.items() if not found.is_finite}
+        non_finite |= {i for i, found in readings.items() if not found.is_finite}
         prefilled = self._now()
         for row in plan.decode:
             assert len(row.tokens) == 1, f"{len(row.tokens)} tokens in a decode row"
@@ -193,7 +193,7 @@ class TorchRuntime:
         self._lost.note_sequences(non_finite)
         return StepResult(
             tokens=tokens,
-            embeddings={i: e.embedding() for i, e in embeddings.items() if e.is_finite},
+            readings={i: e.value() for i, e in readings.items() if e.is_finite},
             non_finite=frozenset(non_finite),
             refined=refined,
             shared_groups=groups + more_groups,
@@ -241,7 +241,7 @@ class TorchRuntime:
                 if piece.image.keeps_features:
                     self._features[key] = [all_features]
 
-    def _embedding(self, read: EmbedRead) -> FetchedEmbedding:
+    def _reading(self, read: ImageRead) -> Fetched:
         """Raises AssertionError if the image was not encoded."""
         key, spec, crops = read.image.key, read.spec, None
         assert key in self._images, f"image {key} was not encoded"

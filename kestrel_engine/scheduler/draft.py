@@ -1,8 +1,8 @@
-"""Draft: a step in the making. Owns its rows, and the crops and embeddings that it computes."""
+"""Draft: a step in the making. Owns its rows, and the crops and readings that it computes."""
 
 from __future__ import annotations
 
-from ..types.step import PREVIOUS, EmbedRead, EncodeSlice, Row, SampleSpec
+from ..types.step import PREVIOUS, EncodeSlice, ImageRead, Row, SampleSpec
 from .budget import Allowance
 from .memory.images import Images
 from .memory.prompt_images import ImagePiece
@@ -17,14 +17,14 @@ class Draft:
         self._images = images
         self._page_size = page_size
         self.encode: list[EncodeSlice] = []
-        self.embed: list[EmbedRead] = []
+        self.reads: list[ImageRead] = []
         self.prefill: list[Row] = []
         self.decode: list[Row] = []
         self.scheduled: list[Scheduled] = []
 
     @property
     def is_empty(self) -> bool:
-        return not (self.encode or self.embed or self.prefill or self.decode)
+        return not (self.encode or self.reads or self.prefill or self.decode)
 
     def add_decode(self, sequence: Sequence) -> None:
         """Schedules the last token of a sequence that can decode. It runs for every token of every row."""
@@ -45,26 +45,26 @@ class Draft:
 
     def add_new_work(self, sequence: Sequence, allowance: Allowance) -> None:
         """Schedules as much of a sequence's images and prompt as the allowance permits."""
-        if sequence.submission.embedding is not None:
-            self._embed(sequence, allowance)
+        if sequence.submission.reads is not None:
+            self._read(sequence, allowance)
         else:
             self._prefill(sequence, allowance)
 
-    def _embed(
+    def _read(
         self,
         sequence: Sequence,
         allowance: Allowance,
     ) -> None:
-        """Schedules crops of an image as the allowance permits, and the embeddings to return after the last one."""
-        (piece,), spec = sequence.needed, sequence.submission.embedding
+        """Schedules crops of an image as the allowance permits, and the reading after the last one."""
+        (piece,), spec = sequence.needed, sequence.submission.reads
         assert spec is not None
         image = piece.image
         if not self._encode(sequence, piece, allowance):
             return
-        allowance.take_crops(1)  # Embeddings that are there cost little, but not nothing.
+        allowance.take_crops(1)  # Readings cost little, but not nothing.
         self._images.release(image.key)
         sequence.needed = []
-        self.embed.append(EmbedRead(sequence.sequence_id, image, spec))
+        self.reads.append(ImageRead(sequence.sequence_id, image, spec))
         self.scheduled.append(
             Scheduled(
                 sequence, sequence.epoch, 0, samples=False, is_prefill=False, images=(image.key,)

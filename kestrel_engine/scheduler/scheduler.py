@@ -172,7 +172,7 @@ class Scheduler:
             drop_crops=() if lane is Lane.DECODE else images.crops.take_dropped(),
             ended=self._batch.take_ended(),
             encode=tuple(draft.encode),
-            embed=tuple(draft.embed),
+            reads=tuple(draft.reads),
             prefill=tuple(draft.prefill),
             decode=tuple(draft.decode),
             refine=tuple(refine),

@@ -5,8 +5,6 @@ from ..types.events import FinishReason, StreamUpdate, TokenLogprob
 from ..types.requests import Coord, Prompt, SamplingParams, Size
 from ..types.step import StepToken, TokenRule
 from .base import (
-    Merging,
-    Presupposed,
     SkillContext,
     SkillControl,
     SkillOutput,
@@ -25,12 +23,15 @@ from .declaration import (
 )
 from .detect import DetectSkill
 from .objects.locate import LocateControl, LocateOutput
+from .objects.request import Merging, ObjectsRequest
 from .point import PointSkill
+from .presupposed import Presupposed
 from .query import QuerySkill
 from .registry import SkillRegistry
 from .segment import SegmentSkill
 from .settings import read_settings, reject_unknown
 from .text.answer import AnswerControl, AnswerOutput
+from .text.request import TextRequest
 
 __all__ = [
     "FLAG",
@@ -47,6 +48,7 @@ __all__ = [
     "LocateControl",
     "LocateOutput",
     "Merging",
+    "ObjectsRequest",
     "PointSkill",
     "Presupposed",
     "Prompt",
@@ -62,6 +64,7 @@ __all__ = [
     "SkillSpec",
     "StepToken",
     "StreamUpdate",
+    "TextRequest",
     "TokenLogprob",
     "TokenRule",
     "checked_text",

@@ -6,17 +6,25 @@ tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import abc
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ..errors import FieldPath, InvalidRequest
 from ..types.calibration import UNCALIBRATED, Calibration
 from ..types.constraint import Constraint
-from ..types.embedding import EmbeddingSpec
 from ..types.events import EngineMetrics, EngineResult, FinishReason, StreamUpdate, TokenLogprob
 from ..types.model_config import ModelConfig
-from ..types.requests import ImagePlace, SamplingParams, Token, check_bytes
+from ..types.reading import ReadSpec
+from ..types.requests import (
+    ImagePlace,
+    PreparedImage,
+    PreparedTiles,
+    SamplingParams,
+    Token,
+    check_bytes,
+)
 from ..types.step import RuleWait, StepToken, TokenRule
 from ..types.stream import EngineStream
 from .constraints.grammars import Grammar
@@ -64,6 +72,8 @@ class SkillDefaults:
     max_absence: float = 0.5
     """The largest probability of an object's absence with which a question about it is answered."""
     max_text_bytes: int = 32 * 1024 - 1
+    seed: int = 0
+    """The seed of a request that names none; the engine draws one for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,24 +88,29 @@ class SkillContext:
     calibration: Calibration = UNCALIBRATED
 
 
-@dataclass(frozen=True, slots=True)
-class Merging:
-    """How to merge the outputs of several looks at an image: ``key`` names the list of points or boxes in an output, of
-    which the merged one has at most ``max_objects``. ``max_overlap``: of two boxes that overlap more (intersection over
-    union), also of one look, the result has the better one; None: both."""
-
-    key: str
-    max_objects: int
-    max_overlap: float | None = None
+_Result = TypeVar("_Result")
+_Request = TypeVar("_Request", bound="SkillRequest")
 
 
-@dataclass(frozen=True, slots=True)
-class Presupposed:
-    """The request is about ``objects``. If one of them is absent from its images with a probability above
-    ``max_absence``, nothing is generated."""
+class Preparation(Protocol):
+    """What the engine does for a request before its submission, if its kind of work asks for it. All of it ends by the
+    request's deadline, or when the request loses its place in the queue."""
 
-    objects: tuple[str, ...]
-    max_absence: float
+    async def compiled(self, constraint: Constraint) -> Grammar: ...
+
+    async def ask(
+        self,
+        skill: str,
+        image: PreparedImage,
+        arguments: Mapping[str, Any],
+        settings: Mapping[str, Any],
+    ) -> EngineStream:
+        """Starts a request of its own, with a place in the queue, and what else the caller chose."""
+        ...
+
+    async def wait(self, work: Awaitable[_Result], what: str) -> _Result:
+        """The result of ``work``. Raises DeadlineExceeded, if the deadline passes ``what``, and Displaced."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +119,11 @@ class SkillRequest:
     IMAGE_PLACE for images that come later: the last images of the request go there, in order.
 
     ``max_tokens``: what the caller asked for; None means the default, shrunk to the room left in the context.
-    ``seed``: the caller's, else None and the engine draws one. ``options``: the skill's own fields, for its state.
-    ``prompt_field``: the argument that makes the prompt long; the error names it if the prompt exceeds the context.
+    ``options``: the skill's own fields, for its state. ``prompt_field``: the argument that makes the prompt long; the
+    error names it if the prompt exceeds the context.
+
+    This class is for skills that only generate tokens. A kind of work that needs more is a subclass with fields of its
+    own (TextRequest, ObjectsRequest, SegmentRequest, EmbedRequest). The engine knows it by what is defined here.
     """
 
     skill: str
@@ -117,9 +135,6 @@ class SkillRequest:
     num_images: int | None = None
     """The number of images that ``prompt_suffix`` is made for; None: any."""
     max_tokens: int | None = None
-    max_reasoning_tokens: int | None = None
-    """The caller's limit on the reasoning. Then ``max_tokens`` bounds the answer alone."""
-    seed: int | None = None
     token_budget: int | None = None
     """Most tokens that may be sampled, if that differs from max_tokens: 3 a box, or a reasoning phase and an answer.
     Shrinks to the room left in the context."""
@@ -127,23 +142,57 @@ class SkillRequest:
     """The budget after that. The engine sets it before it asks for a control and an output."""
     options: Mapping[str, Any] = field(default_factory=dict)
     prompt_field: str = "arguments"
-    embedding: EmbeddingSpec | None = None
-    """The request asks for embeddings in place of tokens."""
-    refine: bool = False
-    """Whether the engine's refiner, if it has one, sharpens the outline. The output then has ``outline`` and
-    ``set_outline``, and its ``finish`` is called twice."""
-    constraint: Constraint | None = None
-    """What the text must match."""
-    merging: Merging | None = None
-    """None: the skill looks at an image once, and refuses tiles."""
-    presupposed: Presupposed | None = None
-    """The objects without which the request is not answered. It needs an image then."""
-    grammar: Grammar | None = None
-    """The compiled ``constraint``. The engine sets it before it asks for a control."""
 
+    @property
+    def takes_tiles(self) -> bool:
+        """Whether the request may look at an image several times."""
+        return False
 
-Outline: TypeAlias = tuple[str, tuple[float, float, float, float]]
-"""An SVG path relative to a box, and the box: x_min, y_min, x_max, y_max as fractions of the image."""
+    @property
+    def reads(self) -> ReadSpec | None:
+        """What to read of the encoded image in place of tokens; None: tokens are generated."""
+        return None
+
+    @property
+    def refines(self) -> bool:
+        """Whether the engine's refiner, if it has one, sharpens the outline. The output is an OutlineOutput then, and
+        its ``finish`` is called twice."""
+        return False
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Tokens that may be sampled in addition to ``max_tokens``, by a limit of their own."""
+        return 0
+
+    @property
+    def token_limits(self) -> Iterable[tuple[str, int, str]]:
+        """The caller's limits: the field, the tokens that it needs, and how an error shows them."""
+        return (("max_tokens", self.max_tokens or 0, f"{self.max_tokens}"),)
+
+    async def prepared(self, engine: Preparation) -> SkillRequest:
+        """The request with what it needs beside images. Comes before the images are prepared."""
+        return self
+
+    async def looked(
+        self, engine: Preparation, images: Sequence[PreparedImage | PreparedTiles]
+    ) -> SkillRequest:
+        """The request with what it needs to know of its prepared images."""
+        return self
+
+    def about(
+        self, images: tuple[PreparedImage, ...], model: ModelConfig
+    ) -> tuple[SkillRequest, tuple[PreparedImage, ...]]:
+        """The request for these images, and the images as the runtime gets them. Raises InvalidRequest."""
+        return self, images
+
+    @property
+    def ends_at_once(self) -> FinishReason | None:
+        """Why nothing is generated: "cancelled", or "stop" because the request abstains. None: it is generated."""
+        return None
+
+    def added_to(self, result: EngineResult) -> EngineResult:
+        """``result`` with what the request found before its submission."""
+        return result
 
 
 class SkillControl(Protocol):
@@ -169,80 +218,59 @@ class SkillControl(Protocol):
         ...
 
 
-class SkillOutput(Protocol):
-    """Turns tokens into text, points and paths. Runs on the delivery thread; gets every token but the stop token."""
+class SkillOutput(abc.ABC):
+    """Turns tokens into text, points and paths. Runs on the delivery thread; gets every token but the stop token.
 
+    An output that knows more than its dict overrides the properties at the end.
+    """
+
+    @abc.abstractmethod
     def push(self, token: StepToken) -> list[StreamUpdate]:
         """Takes the next token; returns the updates that it completed."""
-        ...
 
+    @abc.abstractmethod
     def finish(self) -> list[StreamUpdate]:
         """No token follows; returns the updates that were held back."""
-        ...
 
+    @abc.abstractmethod
     def output(self) -> dict[str, Any]:
         """The final dict (moondream.md section 13). Called once, after ``finish``."""
-        ...
 
     @property
+    @abc.abstractmethod
     def token_ids(self) -> tuple[int, ...]:
         """Generated ids, stop ids left out."""
-        ...
+
+    def note_stop(self, token: StepToken) -> None:  # noqa: B027  # Few outputs need it.
+        """Takes the stop token, which ``push`` does not get."""
+
+    def take(self, reading: object) -> None:
+        """Takes what the device read of the image for ``SkillRequest.reads``."""
+        raise AssertionError("this output reads no images")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the output needs no further token, because a stop string has ended it. Once it is True, the request
+        ends by "stop", and the output gets no further token."""
+        return False
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        """The tokens of the text with their log-probabilities; None if they were not asked for."""
+        return None
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """How many of the generated ids are reasoning."""
+        return 0
+
+    @property
+    def absence(self) -> float | None:
+        """The probability that the image has no such object; None if it is unknown."""
+        return None
 
 
-def is_complete(output: SkillOutput) -> bool:
-    """Whether ``output`` needs no further token, because a stop string has ended it.
-
-    An output that can end its request has an attribute ``is_complete``; others need none. Once it is True, the request
-    ends by "stop", and the output gets no further token.
-    """
-    return bool(getattr(output, "is_complete", False))
-
-
-def logprobs_of(output: SkillOutput) -> tuple[TokenLogprob, ...] | None:
-    """The tokens of the text with their log-probabilities; None if they were not asked for.
-
-    An output that gives them has an attribute ``logprobs``; others need none.
-    """
-    logprobs: tuple[TokenLogprob, ...] | None = getattr(output, "logprobs", None)
-    return logprobs
-
-
-def num_reasoning_tokens(output: SkillOutput) -> int:
-    """How many of the generated ids are reasoning. An output with reasoning has an attribute ``num_reasoning_tokens``;
-    others need none."""
-    return int(getattr(output, "num_reasoning_tokens", 0))
-
-
-def outline_of(output: SkillOutput) -> Outline | None:
-    """The SVG path and the box of a finished output's outline; None if it has none. An output with an outline has an
-    attribute ``outline``."""
-    outline: Outline | None = getattr(output, "outline", None)
-    return outline
-
-
-def set_outline(output: SkillOutput, path: str, box: tuple[float, float, float, float]) -> None:
-    """Replaces the outline of an output that has one. ``path`` is relative to ``box``."""
-    output.set_outline(path, box)  # type: ignore[attr-defined]
-
-
-def note_stop(output: SkillOutput, token: StepToken) -> None:
-    """Passes the stop token, which ``push`` does not get, to an output that has a method ``note_stop``."""
-    note = getattr(output, "note_stop", None)
-    if note is not None:
-        note(token)
-
-
-def absence_of(output: SkillOutput) -> float | None:
-    """The probability that the image has no such object; None if it is unknown.
-
-    An output that gives it has an attribute ``absence``; others need none.
-    """
-    absence: float | None = getattr(output, "absence", None)
-    return absence
-
-
-class SkillSpec(Protocol):
+class SkillSpec(Protocol[_Request]):
     """A skill: register an instance through SkillRegistry. It must not keep state of a request."""
 
     @property
@@ -250,18 +278,18 @@ class SkillSpec(Protocol):
 
     def build(
         self, arguments: Mapping[str, Any], settings: Mapping[str, Any], context: SkillContext
-    ) -> SkillRequest:
+    ) -> _Request:
         """Checks the caller's arguments and settings and builds the prompt; raises RequestError naming the field. Runs
         on the event loop, or in a thread if a text is long."""
         ...
 
     def new_control(
-        self, request: SkillRequest, max_tokens: int, context: SkillContext
+        self, request: _Request, max_tokens: int, context: SkillContext
     ) -> SkillControl:
         """The control of one request that may sample ``max_tokens`` tokens."""
         ...
 
-    def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
+    def new_output(self, request: _Request, context: SkillContext) -> SkillOutput:
         """The output of the same request."""
         ...
 

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InvalidRequest
-from .base import SkillContext, SkillControl, SkillOutput, SkillRequest
+from .base import SkillContext, SkillControl, SkillOutput
 from .declaration import TEXT_SETTINGS, names_of, object_schema, settings_schema
 from .settings import read_settings, reject_unknown
 from .text.answer import AnswerOutput, answer_control
 from .text.penalties import read_penalties
+from .text.request import TextRequest
 
 LENGTHS = ("short", "normal", "long")
 
@@ -25,7 +26,7 @@ class CaptionSkill:
 
     def build(
         self, arguments: Mapping[str, Any], settings: Mapping[str, Any], context: SkillContext
-    ) -> SkillRequest:
+    ) -> TextRequest:
         reject_unknown(arguments, names_of(self.arguments))
         length = arguments.get("length", "normal")
         key = length.lower() if isinstance(length, str) else ""
@@ -35,26 +36,22 @@ class CaptionSkill:
             settings, context.defaults, greedy=False, extra=names_of(self.settings)
         )
         penalties = read_penalties(settings, context.model.text.vocab_size)
-        return SkillRequest(
+        return TextRequest(
             skill=self.name,
             prompt_suffix=tuple(context.model.templates.caption[key]),
             sampling=read.sampling,
-            seed=read.seed,
             max_tokens=read.max_tokens,
             constraint=read.constraint,
-            options={
-                "stop": read.stop,
-                "logprobs": read.logprobs,
-                "top_logprobs": read.top_logprobs,
-                "penalties": penalties,
-            },
+            stop=read.stop,
+            logprobs=read.logprobs,
+            top_logprobs=read.top_logprobs,
+            penalties=penalties,
         )
 
     def new_control(
-        self, request: SkillRequest, max_tokens: int, context: SkillContext
+        self, request: TextRequest, max_tokens: int, context: SkillContext
     ) -> SkillControl:
         return answer_control(request, context)
 
-    def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
-        options = request.options
-        return AnswerOutput("caption", context, options["stop"], logprobs=options["logprobs"])
+    def new_output(self, request: TextRequest, context: SkillContext) -> SkillOutput:
+        return AnswerOutput("caption", context, request.stop, logprobs=request.logprobs)

@@ -42,7 +42,7 @@ def names_of(schema: Schema) -> Set[str]:
     return names
 
 
-def describe(skill: SkillSpec) -> SkillDescription:
+def describe(skill: SkillSpec[Any]) -> SkillDescription:
     """The description of a skill. Of a skill that declares nothing, arguments and settings are any objects. Raises
     ConfigError for a declaration that is not JSON."""
     declared = isinstance(skill, Declared)

@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .base import (
-    Merging,
-    SkillContext,
-    SkillControl,
-    SkillOutput,
-    SkillRequest,
-    checked_text,
-)
+from .base import SkillContext, SkillControl, SkillOutput, checked_text
 from .declaration import BOX_SETTINGS, TEXT, names_of, object_schema, settings_schema
 from .objects.locate import LocateControl, LocateOutput
+from .objects.request import Merging, ObjectsRequest
 from .settings import read_settings, reject_unknown
 
 
@@ -29,13 +23,13 @@ class DetectSkill:
 
     def build(
         self, arguments: Mapping[str, Any], settings: Mapping[str, Any], context: SkillContext
-    ) -> SkillRequest:
+    ) -> ObjectsRequest:
         reject_unknown(arguments, names_of(self.arguments))
         text = checked_text("object", arguments.get("object"), context)
         read = read_settings(settings, context.defaults, greedy=True, extra=names_of(self.settings))
         max_objects = read.max_objects or context.defaults.max_objects
         templates = context.model.templates
-        return SkillRequest(
+        return ObjectsRequest(
             skill=self.name,
             prompt_field="object",
             prompt_suffix=(
@@ -44,23 +38,22 @@ class DetectSkill:
                 *templates.detect_suffix,
             ),
             sampling=read.sampling,
-            seed=read.seed,
             max_tokens=read.max_tokens,
             token_budget=min(read.max_tokens or 3 * max_objects, 3 * max_objects),
             merging=Merging("objects", max_objects, read.max_overlap),
-            options={"max_objects": max_objects, "min_score": read.min_score},
+            min_score=read.min_score,
         )
 
     def new_control(
-        self, request: SkillRequest, max_tokens: int, context: SkillContext
+        self, request: ObjectsRequest, max_tokens: int, context: SkillContext
     ) -> SkillControl:
-        max_objects = request.options["max_objects"]
+        max_objects = request.merging.max_objects
         return LocateControl(boxes=True, max_objects=max_objects, model=context.model)
 
-    def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
+    def new_output(self, request: ObjectsRequest, context: SkillContext) -> SkillOutput:
         return LocateOutput(
             "objects",
             boxes=True,
-            min_score=request.options["min_score"],
+            min_score=request.min_score,
             calibration=context.calibration,
         )

@@ -4,14 +4,16 @@ it, because its results are arrays: RunSkill can't return them."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import InvalidRequest
 from ..types.embedding import Embedding, EmbeddingSpec
 from ..types.events import FinishReason, StreamUpdate
-from ..types.requests import SamplingParams
+from ..types.model_config import ModelConfig
+from ..types.requests import Edges, PreparedImage, SamplingParams
 from ..types.step import StepToken, TokenRule
-from .base import SkillContext, SkillRequest
+from .base import SkillContext, SkillOutput, SkillRequest
 from .settings import reject_unknown
 
 EMBED = "embed"
@@ -20,6 +22,44 @@ EMBED = "embed"
 POOLINGS = ("mean", "none")
 DTYPES = ("float32", "float16")
 _ARGUMENTS = frozenset({"whole_image", "crops", "pooling", "dtype", "max_bytes", "one_by_one"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbedRequest(SkillRequest):
+    """``max_bytes``: limit on the bytes of all embeddings together, or, if they are returned ``one_by_one``, of each.
+    ``boxes``: the places of the crops in the image, once it is known."""
+
+    spec: EmbeddingSpec
+    max_bytes: int | None
+    one_by_one: bool
+    boxes: tuple[Edges, ...] = ()
+
+    @property
+    def reads(self) -> EmbeddingSpec:
+        return self.spec
+
+    def about(
+        self, images: tuple[PreparedImage, ...], model: ModelConfig
+    ) -> tuple[EmbedRequest, tuple[PreparedImage, ...]]:
+        """Raises InvalidRequest if the embeddings are larger than the caller takes."""
+        (image,), spec, vision = images, self.spec, model.vision
+        boxes = vision.crop_boxes(image.tiling)
+        count = 1 if self.one_by_one else spec.image + spec.crops * len(boxes)
+        vectors = vision.grid**2 if spec.patches else 1
+        num_bytes = count * vectors * vision.proj_out_dim * (2 if spec.half else 4)
+        if self.max_bytes is not None and num_bytes > self.max_bytes:
+            other = "" if self.one_by_one else ", leave out the crops, or use a stream"
+            raise InvalidRequest(
+                "pooling",
+                f"{count} embeddings take {num_bytes} bytes, the limit is {self.max_bytes}: pool them, use "
+                f"float16{other}",
+                value=num_bytes,
+                limit=self.max_bytes,
+            )
+        if spec.crops:
+            # The runtime drops the features of other images. So this one does not share their embedding.
+            image = replace(image, key=f"{image.key}/crops", keeps_features=True)
+        return replace(self, boxes=tuple(boxes)), (image,)
 
 
 class EmbedSkill:
@@ -34,10 +74,15 @@ class EmbedSkill:
 
     def build(
         self, arguments: Mapping[str, Any], settings: Mapping[str, Any], context: SkillContext
-    ) -> SkillRequest:
+    ) -> EmbedRequest:
         reject_unknown(arguments, _ARGUMENTS)
         reject_unknown(settings, frozenset())
-        given = {"whole_image": True, "crops": False, "pooling": "mean", "dtype": "float32"}
+        given: dict[str, Any] = {
+            "whole_image": True,
+            "crops": False,
+            "pooling": "mean",
+            "dtype": "float32",
+        }
         given |= {name: value for name, value in arguments.items() if value is not None}
         for name in ("whole_image", "crops"):
             if not isinstance(given[name], bool):
@@ -47,16 +92,14 @@ class EmbedSkill:
                 raise InvalidRequest(name, f"{given[name]!r} is not one of {', '.join(values)}")
         if not (given["whole_image"] or given["crops"]):
             raise InvalidRequest("crops", "must be true if whole_image is false")
-        return SkillRequest(
+        return EmbedRequest(
             skill=self.name,
             prompt_suffix=(),
             sampling=SamplingParams(),
             max_tokens=1,
-            options={
-                "max_bytes": given.get("max_bytes"),
-                "one_by_one": given.get("one_by_one", False),
-            },
-            embedding=EmbeddingSpec(
+            max_bytes=given.get("max_bytes"),
+            one_by_one=bool(given.get("one_by_one", False)),
+            spec=EmbeddingSpec(
                 image=bool(given["whole_image"]),
                 crops=bool(given["crops"]),
                 patches=given["pooling"] == "none",
@@ -65,12 +108,12 @@ class EmbedSkill:
         )
 
     def new_control(
-        self, request: SkillRequest, max_tokens: int, context: SkillContext
+        self, request: EmbedRequest, max_tokens: int, context: SkillContext
     ) -> EmbedControl:
         return EmbedControl()
 
-    def new_output(self, request: SkillRequest, context: SkillContext) -> EmbedOutput:
-        return EmbedOutput(request.options["boxes"])
+    def new_output(self, request: EmbedRequest, context: SkillContext) -> EmbedOutput:
+        return EmbedOutput(request.boxes)
 
 
 class EmbedControl:
@@ -83,10 +126,10 @@ class EmbedControl:
         raise AssertionError("no token is sampled for an embedding")
 
 
-class EmbedOutput:
-    """Keeps the embedding until the request ends. ``boxes``: see `crop_boxes`."""
+class EmbedOutput(SkillOutput):
+    """Keeps the embedding until the request ends. ``boxes``: see `VisionConfig.crop_boxes`."""
 
-    def __init__(self, boxes: list[tuple[float, float, float, float]]) -> None:
+    def __init__(self, boxes: tuple[Edges, ...]) -> None:
         self._boxes = boxes
         self._embedding: Embedding | None = None
 
@@ -94,8 +137,9 @@ class EmbedOutput:
     def token_ids(self) -> tuple[int, ...]:
         return ()
 
-    def take(self, embedding: Embedding) -> None:
-        self._embedding = embedding
+    def take(self, reading: object) -> None:
+        assert isinstance(reading, Embedding)
+        self._embedding = reading
 
     def push(self, token: StepToken) -> list[StreamUpdate]:
         raise AssertionError("no token is sampled for an embedding")
@@ -106,7 +150,7 @@ class EmbedOutput:
     def output(self) -> dict[str, Any]:
         """Without arrays if the request was cancelled."""
         found = self._embedding or Embedding(None, None)
-        return {"image": found.image, "crops": found.crops, "boxes": self._boxes}
+        return {"image": found.image, "crops": found.crops, "boxes": list(self._boxes)}
 
 
 _NO_RULE = TokenRule()

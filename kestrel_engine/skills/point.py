@@ -6,14 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..types.requests import check_spatial_refs, spatial_tokens
-from .base import (
-    Merging,
-    SkillContext,
-    SkillControl,
-    SkillOutput,
-    SkillRequest,
-    checked_text,
-)
+from .base import SkillContext, SkillControl, SkillOutput, checked_text
 from .declaration import (
     OBJECT_SETTINGS,
     SPATIAL_REFS,
@@ -23,6 +16,7 @@ from .declaration import (
     settings_schema,
 )
 from .objects.locate import LocateControl, LocateOutput
+from .objects.request import Merging, ObjectsRequest
 from .settings import read_settings, reject_unknown
 
 
@@ -36,14 +30,14 @@ class PointSkill:
 
     def build(
         self, arguments: Mapping[str, Any], settings: Mapping[str, Any], context: SkillContext
-    ) -> SkillRequest:
+    ) -> ObjectsRequest:
         reject_unknown(arguments, names_of(self.arguments))
         text = checked_text("object", arguments.get("object"), context)
         refs = check_spatial_refs(arguments.get("spatial_refs"))
         read = read_settings(settings, context.defaults, greedy=True, extra=names_of(self.settings))
         max_objects = read.max_objects or context.defaults.max_objects
         templates = context.model.templates
-        return SkillRequest(
+        return ObjectsRequest(
             skill=self.name,
             prompt_field="object",
             prompt_suffix=(
@@ -53,23 +47,22 @@ class PointSkill:
                 *templates.point_suffix,
             ),
             sampling=read.sampling,
-            seed=read.seed,
             max_tokens=read.max_tokens,
             token_budget=min(read.max_tokens or 2 * max_objects, 2 * max_objects),
             merging=Merging("points", max_objects),
-            options={"max_objects": max_objects, "min_score": read.min_score},
+            min_score=read.min_score,
         )
 
     def new_control(
-        self, request: SkillRequest, max_tokens: int, context: SkillContext
+        self, request: ObjectsRequest, max_tokens: int, context: SkillContext
     ) -> SkillControl:
-        max_objects = request.options["max_objects"]
+        max_objects = request.merging.max_objects
         return LocateControl(boxes=False, max_objects=max_objects, model=context.model)
 
-    def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
+    def new_output(self, request: ObjectsRequest, context: SkillContext) -> SkillOutput:
         return LocateOutput(
             "points",
             boxes=False,
-            min_score=request.options["min_score"],
+            min_score=request.min_score,
             calibration=context.calibration,
         )

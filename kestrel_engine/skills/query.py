@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -18,15 +19,7 @@ from ..types.requests import (
     spatial_tokens,
 )
 from ..types.step import RuleWait, StepToken, TokenRule
-from .base import (
-    Presupposed,
-    SkillContext,
-    SkillControl,
-    SkillOutput,
-    SkillRequest,
-    check_size,
-    checked_text,
-)
+from .base import SkillContext, SkillControl, SkillOutput, check_size, checked_text
 from .declaration import (
     FLAG,
     REASONING_SETTINGS,
@@ -37,13 +30,43 @@ from .declaration import (
     object_schema,
     settings_schema,
 )
+from .presupposed import Presupposed
 from .settings import read_settings, reject_unknown
 from .text.answer import AnswerOutput, answer_control
 from .text.detokenize import StreamingText
 from .text.penalties import read_penalties
+from .text.request import TextRequest
 
 MAX_TURNS = 64
 MAX_PRESUPPOSED = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryRequest(TextRequest):
+    """``max_reasoning_tokens``: the caller's limit on the reasoning. Then ``max_tokens`` bounds the answer alone."""
+
+    reasoning: bool = False
+    max_reasoning_tokens: int | None = None
+
+    @property
+    def tokens_ahead(self) -> int:
+        # The last one separates the reasoning from the answer.
+        return 0 if self.max_reasoning_tokens is None else self.max_reasoning_tokens + 1
+
+    @property
+    def token_limits(self) -> Iterable[tuple[str, int, str]]:
+        yield from super(QueryRequest, self).token_limits
+        if (most := self.max_reasoning_tokens) is not None:
+            rest = 1 + (self.max_tokens or 1)
+            yield "max_reasoning_tokens", most + rest, f"{most} + {rest} for the answer"
+
+    def most_reasoning(self, token_limit: int | None, context: SkillContext) -> int:
+        """The limit on the tokens of the reasoning. ``token_limit``: on all tokens; None: no limit but the wanted."""
+        if self.max_reasoning_tokens is not None:
+            return self.max_reasoning_tokens
+        wanted = self.max_tokens or context.defaults.max_tokens
+        # Where the context is too short for both, reasoning may take half of what there is.
+        return wanted if token_limit is None else min(wanted, max(1, (token_limit - 1) // 2))
 
 
 class QuerySkill:
@@ -51,7 +74,7 @@ class QuerySkill:
     answer_start. Output: {"answer", "reasoning"?}.
 
     ``presupposes``: names of objects that the question is about. If an image has no such object, the answer is empty
-    (SkillRequest.presupposed).
+    (TextRequest.presupposed).
 
     ``system``: instructions for the whole conversation. They precede the first question, with a blank line between
     (moondream.md section 14).
@@ -97,7 +120,7 @@ class QuerySkill:
 
     def build(
         self, arguments: Mapping[str, Any], settings: Mapping[str, Any], context: SkillContext
-    ) -> SkillRequest:
+    ) -> QueryRequest:
         reject_unknown(arguments, names_of(self.arguments))
         question = checked_text("question", arguments.get("question"), context)
         reasoning = arguments.get("reasoning", False)
@@ -129,12 +152,11 @@ class QuerySkill:
         # A reasoning phase, the answer id after it, and an answer.
         wanted = read.max_tokens or context.defaults.max_tokens
         most_reasoning = read.max_reasoning_tokens or wanted
-        return SkillRequest(
+        return QueryRequest(
             skill=self.name,
             prompt_suffix=prompt,
             prompt_field="question",
             sampling=read.sampling,
-            seed=read.seed,
             needs_image=bool(refs or objects),
             presupposed=Presupposed(objects, read.max_absence) if objects else None,
             max_images=None,
@@ -143,44 +165,33 @@ class QuerySkill:
             max_reasoning_tokens=read.max_reasoning_tokens,
             token_budget=most_reasoning + 1 + wanted if reasoning else None,
             constraint=read.constraint,
-            options={
-                "reasoning": reasoning,
-                "stop": read.stop,
-                "logprobs": read.logprobs,
-                "top_logprobs": read.top_logprobs,
-                "penalties": penalties,
-            },
+            reasoning=reasoning,
+            stop=read.stop,
+            logprobs=read.logprobs,
+            top_logprobs=read.top_logprobs,
+            penalties=penalties,
         )
 
     def new_control(
-        self, request: SkillRequest, max_tokens: int, context: SkillContext
+        self, request: QueryRequest, max_tokens: int, context: SkillContext
     ) -> SkillControl:
-        if not request.options["reasoning"]:
+        if not request.reasoning:
             return answer_control(request, context)
         wanted = request.max_tokens or context.defaults.max_tokens
         return ReasoningControl(
-            _most_reasoning(request, max_tokens, context),
+            request.most_reasoning(max_tokens, context),
             wanted,
             context,
             answer_control(request, context),
             has_own_limit=request.max_reasoning_tokens is not None,
         )
 
-    def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
-        stop, logprobs = request.options["stop"], request.options["logprobs"]
-        if request.options["reasoning"]:
-            most = _most_reasoning(request, request.token_limit, context)
+    def new_output(self, request: QueryRequest, context: SkillContext) -> SkillOutput:
+        stop, logprobs = request.stop, request.logprobs
+        if request.reasoning:
+            most = request.most_reasoning(request.token_limit, context)
             return ReasoningOutput(context, most, stop, logprobs=logprobs)
         return AnswerOutput("answer", context, stop, logprobs=logprobs)
-
-
-def _most_reasoning(request: SkillRequest, token_limit: int | None, context: SkillContext) -> int:
-    """The limit on the tokens of the reasoning. ``token_limit``: that on all tokens; None: no other than the wanted."""
-    if request.max_reasoning_tokens is not None:
-        return request.max_reasoning_tokens
-    wanted = request.max_tokens or context.defaults.max_tokens
-    # Where the context is too short for both, reasoning may take half of what there is.
-    return wanted if token_limit is None else min(wanted, max(1, (token_limit - 1) // 2))
 
 
 def _presupposed(objects: Any, context: SkillContext) -> tuple[str, ...]:
@@ -355,7 +366,7 @@ def _reasoning_rules(eos_id: int, size_id: int) -> tuple[TokenRule, TokenRule]:
     return TokenRule(read_coord=True), TokenRule(suppressed=(eos_id, size_id), read_coord=True)
 
 
-class ReasoningOutput:
+class ReasoningOutput(SkillOutput):
     """Reasoning text with the points that ground it, then the answer.
 
     A coordinate id carries its value; pairs of them ground the chunk of text in which they occur; the ids that start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from ..errors import ConfigError, SkillUnavailable
 from ..types.info import SkillDescription
@@ -11,21 +12,24 @@ from .base import NeedsModel, SkillSpec
 from .caption import CaptionSkill
 from .declaration import describe
 from .detect import DetectSkill
-from .embed import EMBED
+from .embed import EMBED, EmbedSkill
 from .point import PointSkill
 from .query import QuerySkill
 from .segment import SegmentSkill
+
+_OWN: dict[str, SkillSpec[Any]] = {EMBED: EmbedSkill()}
+"""The engine's own skills, which RunSkill does not serve."""
 
 
 class SkillRegistry:
     """Immutable. Two skills of one name are an error, so that no skill replaces another by accident."""
 
-    def __init__(self, skills: Iterable[SkillSpec]) -> None:
-        self._skills: dict[str, SkillSpec] = {}
+    def __init__(self, skills: Iterable[SkillSpec[Any]]) -> None:
+        self._skills: dict[str, SkillSpec[Any]] = {}
         for skill in skills:
             if skill.name in self._skills:
                 raise ConfigError("skills", skill.name, "is registered twice")
-            if skill.name == EMBED:
+            if skill.name in _OWN:
                 raise ConfigError(
                     "skills", skill.name, "is the engine's own skill; choose another name"
                 )
@@ -37,8 +41,11 @@ class SkillRegistry:
         """query, caption, point, detect and segment."""
         return cls([QuerySkill(), CaptionSkill(), PointSkill(), DetectSkill(), SegmentSkill()])
 
-    def get(self, name: str) -> SkillSpec:
-        """The skill called ``name``. Raises SkillUnavailable, which names the registered skills."""
+    def get(self, name: str) -> SkillSpec[Any]:
+        """The skill called ``name``, also one of the engine's own. Raises SkillUnavailable, which names the registered
+        skills."""
+        if name in _OWN:
+            return _OWN[name]
         if name not in self._skills:
             raise SkillUnavailable(
                 "skill", f"{name!r} is not registered; there are {', '.join(self._skills)}"
@@ -61,5 +68,5 @@ class SkillRegistry:
         """What the skills that ``model`` can do take."""
         return tuple(self._descriptions[name] for name in self.available(model))
 
-    def __iter__(self) -> Iterator[SkillSpec]:
+    def __iter__(self) -> Iterator[SkillSpec[Any]]:
         return iter(self._skills.values())

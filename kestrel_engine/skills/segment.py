@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +12,7 @@ from ..types.events import FinishReason, StreamUpdate
 from ..types.model_config import ModelConfig
 from ..types.requests import Coord, Size, check_spatial_refs, spatial_tokens
 from ..types.step import StepToken, TokenRule
-from .base import Outline, SkillContext, SkillControl, SkillOutput, SkillRequest, checked_text
+from .base import SkillContext, SkillControl, SkillOutput, SkillRequest, checked_text
 from .declaration import (
     FLAG,
     SCORE_SETTINGS,
@@ -21,12 +22,26 @@ from .declaration import (
     object_schema,
     settings_schema,
 )
+from .objects.outline import Outline, OutlineOutput
 from .objects.scores import raw_score, rounded
 from .objects.svg_path import PathError, SvgPathDecoder
 from .settings import read_settings, reject_unknown
 
 LAST_NON_TEXT_ID = 20
 """Ids up to here are no part of a path (moondream.md section 9.3)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentRequest(SkillRequest):
+    """``object``: its name. ``min_score``: the least score of a box whose outline is returned."""
+
+    object: str
+    min_score: float
+    refine: bool
+
+    @property
+    def refines(self) -> bool:
+        return self.refine
 
 
 class SegmentSkill:
@@ -48,7 +63,7 @@ class SegmentSkill:
 
     def build(
         self, arguments: Mapping[str, Any], settings: Mapping[str, Any], context: SkillContext
-    ) -> SkillRequest:
+    ) -> SegmentRequest:
         reject_unknown(arguments, names_of(self.arguments))
         templates = context.model.templates
         if templates.segment_prefix is None:
@@ -57,7 +72,7 @@ class SegmentSkill:
         refs = check_spatial_refs(arguments.get("spatial_refs"))
         refine = _checked_refine(arguments.get("refine"), context)
         read = read_settings(settings, context.defaults, greedy=True, extra=names_of(self.settings))
-        return SkillRequest(
+        return SegmentRequest(
             skill=self.name,
             prompt_field="object",
             prompt_suffix=(
@@ -67,20 +82,19 @@ class SegmentSkill:
                 *templates.segment_suffix,
             ),
             sampling=read.sampling,
-            seed=read.seed,
             max_tokens=read.max_tokens,
-            options={"object": text, "min_score": read.min_score},
+            object=text,
+            min_score=read.min_score,
             refine=refine,
         )
 
     def new_control(
-        self, request: SkillRequest, max_tokens: int, context: SkillContext
+        self, request: SegmentRequest, max_tokens: int, context: SkillContext
     ) -> SkillControl:
         return SegmentControl(context)
 
-    def new_output(self, request: SkillRequest, context: SkillContext) -> SkillOutput:
-        options = request.options
-        return SegmentOutput(options["object"], context, min_score=options["min_score"])
+    def new_output(self, request: SegmentRequest, context: SkillContext) -> SkillOutput:
+        return SegmentOutput(request.object, context, min_score=request.min_score)
 
 
 class SegmentControl:
@@ -103,7 +117,7 @@ def _rule(eos_id: int) -> TokenRule:
     return TokenRule(stop=eos_id, read_coord=True, read_size=True)
 
 
-class SegmentOutput:
+class SegmentOutput(OutlineOutput):
     """The box is streamed first, then the coarse path command by command; pieces are held back until the box is there.
     After a parse error the final path is empty and ``parse_error`` says why, whatever was streamed before. A refined
     outline is not streamed: the result has it as ``svg_path`` and ``bbox``.
@@ -166,14 +180,12 @@ class SegmentOutput:
 
     @property
     def outline(self) -> Outline | None:
-        """The coarse outline; None without a path or a box."""
         if self._error is not None or self._box is None or not self._decoder.path:
             return None
         box = self._box
         return self._decoder.path, (box["x_min"], box["y_min"], box["x_max"], box["y_max"])
 
     def set_outline(self, path: str, box: tuple[float, float, float, float]) -> None:
-        """Sets the refined outline of the result."""
         self._refined = path, box
 
     def output(self) -> dict[str, Any]:

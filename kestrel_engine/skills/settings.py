@@ -21,7 +21,7 @@ _MAX_SEED = 2**64 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """``seed``, ``max_tokens``, ``max_reasoning_tokens`` and ``max_objects`` are None where the caller set none;
+    """``max_tokens``, ``max_reasoning_tokens`` and ``max_objects`` are None where the caller set none;
     ``stop`` is empty.
 
     ``min_score``: the least score of an object that is returned, in [0, 1]. ``max_overlap``: of two boxes that overlap
@@ -30,7 +30,6 @@ class Settings:
     """
 
     sampling: SamplingParams
-    seed: int | None
     max_tokens: int | None
     max_reasoning_tokens: int | None = None
     max_objects: int | None
@@ -64,7 +63,6 @@ def read_settings(
                 str(key), f"is not a setting of this skill; known: {', '.join(sorted(known))}"
             )
     given = {k: v for k, v in settings.items() if v is not None}
-    seed = given.get("seed")
     logprobs = given.get("logprobs", False)
     if not isinstance(logprobs, bool):
         raise InvalidRequest("logprobs", f"{logprobs!r} is not true or false")
@@ -78,11 +76,10 @@ def read_settings(
         top_p=given.get("top_p", 1.0 if greedy else defaults.top_p),
         top_k=given.get("top_k", 0),
         min_p=given.get("min_p", 0.0),
-        seed=0 if seed is None else seed,
+        seed=given.get("seed", defaults.seed),
     )
     return Settings(
         sampling=sampling,
-        seed=seed,
         max_tokens=_positive("max_tokens", given.get("max_tokens")),
         max_reasoning_tokens=_positive("max_reasoning_tokens", given.get("max_reasoning_tokens")),
         max_objects=_positive("max_objects", given.get("max_objects")),

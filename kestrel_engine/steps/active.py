@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from .. import clock
 from ..errors import (
@@ -25,15 +24,11 @@ from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import Sequence
 from ..skills.base import SkillControl, SkillOutput
 from ..skills.rule_check import RuleCheck
-from ..types.embedding import Embedding
 from ..types.events import FinishReason
 from ..types.step import RefineRow, RuleWait, StepPlan, StepResult, StepToken
 from ..types.submission import Submission
 from ..types.timings import StepTimings
 from .delivery import SequenceEnd, StepReport
-
-if TYPE_CHECKING:
-    import numpy as np
 
 logger = logging.getLogger(__name__)
 
@@ -192,10 +187,10 @@ class ActiveRequests:
             self._not_finite(sequence_id)
         for sequence, token in self._scheduler.commit(plan, result):
             self._consume(self._active[sequence.sequence_id], sequence, token, now)
-        for sequence_id in result.embeddings.keys() & self._active.keys():
+        for sequence_id in result.readings.keys() & self._active.keys():
             active = self._active[sequence_id]
             active.first_token_at = active.last_token_at = now
-            self._end(sequence_id, "stop", embedding=result.embeddings[sequence_id])
+            self._end(sequence_id, "stop", reading=result.readings[sequence_id])
         if plan.refine:
             self._end_refined(plan, result)
 
@@ -347,15 +342,14 @@ class ActiveRequests:
                 mask = result.refined.get(row.sequence_id)
                 if mask is None:
                     logger.error("request %s: the refiner failed", active.work.request_id)
-                self._end(row.sequence_id, active.finish, refined=mask)
+                self._end(row.sequence_id, active.finish, reading=mask)
 
     def _end(
         self,
         sequence_id: int,
         reason: FinishReason | KestrelError,
         token: StepToken | None = None,
-        embedding: Embedding | None = None,
-        refined: np.ndarray | None = None,
+        reading: object | None = None,
         stop: StepToken | None = None,
     ) -> None:
         active = self._active.pop(sequence_id)
@@ -371,7 +365,6 @@ class ActiveRequests:
                 active.work.output,
                 active.num_sampled,
                 token,
-                SequenceEnd(reason, active.timings(clock.now()), refined, stop),
-                embedding=embedding,
+                SequenceEnd(reason, active.timings(clock.now()), reading, stop),
             )
         )

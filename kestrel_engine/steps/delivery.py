@@ -20,24 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from .. import clock
 from ..errors import KestrelError, RuntimeFailure
-from ..skills.base import (
-    SkillOutput,
-    absence_of,
-    is_complete,
-    logprobs_of,
-    note_stop,
-    num_reasoning_tokens,
-)
-from ..skills.embed import EmbedOutput
-from ..types.embedding import Embedding
+from ..skills.base import SkillOutput
+from ..skills.objects.outline import OutlineOutput
 from ..types.events import FinishReason, StreamUpdate, TokenLogprob
 from ..types.step import RefineRow, StepToken
 from ..types.timings import StepTimings
 from .refining import Refining
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from ..types.requests import PreparedImage
 
 logger = logging.getLogger(__name__)
@@ -55,15 +45,15 @@ class SequenceEnd:
 
     reason: FinishReason | KestrelError
     timings: StepTimings
-    refined: np.ndarray | None = None
-    """The refined mask, as in StepResult."""
+    reading: object | None = None
+    """What the device read of the request's image, or its refined mask, as in StepResult."""
     stop: StepToken | None = None
 
 
 @dataclass(slots=True)
 class StepReport:
-    """What one step did for one request: admitted it, sampled a token or computed an embedding, ended it. Never
-    changed; not frozen because one is made for every token, and that would double its cost."""
+    """What one step did for one request: admitted it, sampled a token, ended it. Never changed; not frozen because one
+    is made for every token, and that would double its cost."""
 
     sequence_id: int
     output: SkillOutput
@@ -71,7 +61,6 @@ class StepReport:
     token: StepToken | None = None
     end: SequenceEnd | None = None
     admitted_at: float | None = None
-    embedding: Embedding | None = None
     to_refine: PreparedImage | None = None
     """The image of a request that has its last token and may be refined: the step thread waits for ``refine``."""
 
@@ -201,23 +190,20 @@ class DeliveryThread:
                 if report.end is None:
                     return False
                 self._over.discard(sequence_id)
-                if is_complete(report.output):
+                if report.output.is_complete:
                     end, updates = self._finish(report.output, report.end)
                 else:
                     end = RequestEnd(_skill_failure(), report.end.timings)
             else:
                 if report.token is not None:
                     updates = report.output.push(report.token)
-                if report.embedding is not None:
-                    assert isinstance(report.output, EmbedOutput)
-                    report.output.take(report.embedding)
                 if report.to_refine is not None:
                     updates = [*updates, *self._draft(report, report.to_refine)]
                 elif report.end is not None:
-                    self._use_refined(report, report.end)
+                    self._use_reading(report, report.end)
                     end, last_updates = self._finish(report.output, report.end)
                     updates = [*updates, *last_updates]
-                elif is_complete(report.output):
+                elif report.output.is_complete:
                     self._end_early(sequence_id)
         except Exception:  # A skill's fault ends its own request only.
             logger.exception("the skill of sequence %d failed on a token", sequence_id)
@@ -246,9 +232,11 @@ class DeliveryThread:
         )
         return updates
 
-    def _use_refined(self, report: StepReport, end: SequenceEnd) -> None:
-        if self._refining is not None:
-            self._refining.finish(report.sequence_id, report.output, end.refined)
+    def _use_reading(self, report: StepReport, end: SequenceEnd) -> None:
+        if self._refining is not None and isinstance(report.output, OutlineOutput):
+            self._refining.finish(report.sequence_id, report.output, end.reading)
+        elif end.reading is not None:
+            report.output.take(end.reading)
 
     def _end_early(self, sequence_id: int) -> None:
         self._over.add(sequence_id)
@@ -257,22 +245,22 @@ class DeliveryThread:
     @staticmethod
     def _finish(output: SkillOutput, end: SequenceEnd) -> tuple[RequestEnd, list[StreamUpdate]]:
         reason = end.reason
-        if isinstance(reason, KestrelError) and not is_complete(output):
+        if isinstance(reason, KestrelError) and not output.is_complete:
             return RequestEnd(reason, end.timings), []
         if end.stop is not None:
-            note_stop(output, end.stop)
+            output.note_stop(end.stop)
         updates = output.finish()
         # Asked again: a stop string may lie in the text that was held back to the end.
-        if is_complete(output):
+        if output.is_complete:
             reason = "stop"
         assert not isinstance(reason, KestrelError)
         finished = Finished(
             output.output(),
             reason,
             output.token_ids,
-            logprobs_of(output),
-            absence_of(output),
-            num_reasoning_tokens(output),
+            output.logprobs,
+            output.absence,
+            output.num_reasoning_tokens,
         )
         return RequestEnd(finished, end.timings), updates
 

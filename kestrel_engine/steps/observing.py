@@ -32,7 +32,7 @@ class StepEvents:
     ) -> None:
         """Before the step's tokens are taken and its requests end."""
         ids = [row.sequence_id for row in plan.prefill + plan.decode]
-        ids += [read.sequence_id for read in plan.embed] + [r.sequence_id for r in plan.refine]
+        ids += [read.sequence_id for read in plan.reads] + [r.sequence_id for r in plan.refine]
         encoded = {piece.image.key for piece in plan.encode}
         num_tokens, gaps = self._requests.gaps(result, collected_at)
         event = StepEvent(

@@ -12,7 +12,8 @@ import numpy as np
 from ..outlines.coarse_mask import draw
 from ..outlines.region import Region, crop
 from ..outlines.trace import trace
-from ..skills.base import SkillOutput, outline_of, set_outline
+from ..skills.base import SkillOutput
+from ..skills.objects.outline import OutlineOutput
 from ..types.model_config import VisionConfig
 from ..types.requests import PreparedImage
 from ..types.step import RefineRow
@@ -36,7 +37,7 @@ class Refining:
     ) -> RefineRow | None:
         """Returns the work for the device; None if the finished ``output`` has no outline with anything inside, or one
         that is too long."""
-        outline = outline_of(output)
+        outline = output.outline if isinstance(output, OutlineOutput) else None
         if outline is None:
             return None
         path, box = outline
@@ -59,14 +60,14 @@ class Refining:
         self._regions[sequence_id] = region
         return row
 
-    def finish(self, sequence_id: int, output: SkillOutput, mask: np.ndarray | None) -> None:
+    def finish(self, sequence_id: int, output: OutlineOutput, mask: object | None) -> None:
         """Gives ``output`` the outline of the refined ``mask``. None: the coarse outline stays."""
         region = self._regions.pop(sequence_id, None)
-        if region is None or mask is None:
+        if region is None or not isinstance(mask, np.ndarray):
             return
         try:
             outline = trace(mask, region)
             if outline is not None:
-                set_outline(output, outline.path, outline.box)
+                output.set_outline(outline.path, outline.box)
         except Exception:
             logger.exception("the refined mask of sequence %d can't be traced", sequence_id)

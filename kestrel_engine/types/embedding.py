@@ -10,18 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .reading import ReadSpec
+
 if TYPE_CHECKING:
     import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingSpec:
-    """Which embeddings of an image to return. At least one of ``image`` and ``crops`` is set."""
+class EmbeddingSpec(ReadSpec):
+    """Which embeddings of an image to return, and in which form."""
 
-    image: bool = True
-    """That of the whole image, all crops merged."""
-    crops: bool = False
-    """Those of the crops: the overview first, then the tiles row by row. An image of a single tile has one crop."""
     patches: bool = False
     """One vector a patch, in place of one pooled vector."""
     half: bool = False

@@ -71,6 +71,21 @@ class VisionConfig:
         """Distance from one crop's edge to the next one's, pixels: neighbours overlap by a margin of each."""
         return self.crop_size - 2 * self.overlap_margin * self.enc_patch_size
 
+    def crop_boxes(self, tiling: tuple[int, int]) -> list[tuple[float, float, float, float]]:
+        """Returns the place of each distinct crop in an image of ``tiling``, as (x_min, y_min, x_max, y_max) in [0, 1]:
+        the overview, then the tiles row by row. A single tile equals the overview and is left out."""
+        rows, columns = tiling
+        boxes = [(0.0, 0.0, 1.0, 1.0)]
+        if tiling == (1, 1):
+            return boxes
+        side, window = self.crop_size, self.crop_window
+        width, height = window * (columns - 1) + side, window * (rows - 1) + side
+        for top in range(0, window * rows, window):
+            for left in range(0, window * columns, window):
+                right, bottom = (left + side) / width, (top + side) / height
+                boxes.append((left / width, top / height, right, bottom))
+        return boxes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionConfig:

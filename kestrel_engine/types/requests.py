@@ -187,6 +187,11 @@ class PreparedImage:
     adapter: Adapter | None = None
 
     @property
+    def looks(self) -> tuple[PreparedImage, ...]:
+        """The image alone, as that of a request that looks at it once."""
+        return (self,)
+
+    @property
     def image_size(self) -> tuple[int, int]:
         """Width and height of the whole upright image."""
         if self.region is None:

@@ -11,9 +11,9 @@ import abc
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .embedding import Embedding, EmbeddingSpec
+from .reading import ReadSpec
 from .requests import Coord, PreparedImage, SamplingParams, Size, Token
 
 if TYPE_CHECKING:
@@ -176,13 +176,13 @@ class EncodeSlice:
 
 
 @dataclass(frozen=True, slots=True)
-class EmbedRead:
-    """Asks for embeddings of an image that is encoded in this step or was before. If they are of crops, the image has
+class ImageRead:
+    """Reads an image that is encoded in this step or was before. If ``spec`` reads crops, the image has
     ``keeps_features``."""
 
     sequence_id: int
     image: PreparedImage
-    spec: EmbeddingSpec
+    spec: ReadSpec
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -249,8 +249,8 @@ class StepPlan:
     """Sequences that will have no further row. The runtime may drop their state. An id may be unknown."""
     encode: tuple[EncodeSlice, ...] = ()
     """Crops to encode. After an image's last slice its embedding is kept under its key until ``drop_images``."""
-    embed: tuple[EmbedRead, ...] = ()
-    """Embeddings to return, after encoding."""
+    reads: tuple[ImageRead, ...] = ()
+    """What to read of images, after encoding."""
     prefill: tuple[Row, ...] = ()
     """Rows of many tokens."""
     decode: tuple[Row, ...] = ()
@@ -267,19 +267,19 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        work = self.encode or self.embed or self.prefill or self.decode or self.refine
+        work = self.encode or self.reads or self.prefill or self.decode or self.refine
         return not (work or self.drop_images or self.drop_crops or self.ended)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of a step: one StepToken for each row with a SampleSpec, one Embedding for each EmbedRead, by sequence
+    """The result of a step: one StepToken for each row with a SampleSpec, and what each ImageRead has read, by sequence
     id; seconds by phase."""
 
     tokens: dict[int, StepToken] = field(default_factory=dict)
-    embeddings: dict[int, Embedding] = field(default_factory=dict)
+    readings: dict[int, Any] = field(default_factory=dict)
     non_finite: frozenset[int] = frozenset()
-    """Sequences whose embedding is not finite, or whose row gave NaN or infinity, as hidden values at its last
+    """Sequences whose reading is not finite, or whose row gave NaN or infinity, as hidden values at its last
     position, as logits or from a region head. They have no result, and what their rows wrote to their pages is
     worthless. Other sequences are not affected."""
     refined: dict[int, np.ndarray] = field(default_factory=dict)

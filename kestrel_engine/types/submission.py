@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from .adapter import Adapter
-from .embedding import EmbeddingSpec
+from .reading import ReadSpec
 from .requests import PreparedImage, Prompt, SamplingParams
 from .step import TokenRule
 
@@ -37,8 +37,8 @@ class Submission:
     """An instant of the scheduler's clock, as ``deadline_at``."""
     deadline_at: float | None = None
     """After this instant the scheduler does not admit the request."""
-    embedding: EmbeddingSpec | None = None
-    """The request asks for embeddings of its image. Its prompt is empty, and no token is sampled."""
+    reads: ReadSpec | None = None
+    """What to read of the encoded image. The prompt is empty then, and no token is sampled."""
     adapter: Adapter | None = None
     """Applies to all positions of the request. ``namespace`` must differ between adapters."""
 

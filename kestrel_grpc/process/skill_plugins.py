@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from kestrel_engine import ConfigError, SkillRegistry, SkillSpec
 
@@ -34,7 +35,7 @@ def skill_registry(names: Sequence[str], source: str = "--skill") -> SkillRegist
     return SkillRegistry(skills)
 
 
-def _load(name: str, source: str) -> SkillSpec:
+def _load(name: str, source: str) -> SkillSpec[Any]:
     module_name, _, class_name = name.partition(":")
     try:
         skill = getattr(importlib.import_module(module_name), class_name)()
@@ -49,5 +50,5 @@ def _load(name: str, source: str) -> SkillSpec:
     missing = [part for part in _PARTS if not callable(getattr(skill, part, None))]
     if missing:
         raise SettingsError(f"{source}={name}: is not a skill; it lacks {', '.join(missing)}")
-    loaded: SkillSpec = skill
+    loaded: SkillSpec[Any] = skill
     return loaded

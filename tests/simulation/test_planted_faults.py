@@ -6,7 +6,7 @@ import re
 import pytest
 
 from kestrel_engine.front.submitting import preparing
-from kestrel_engine.front.submitting.queue_places import QueuePlaces
+from kestrel_engine.front.submitting.queue_places import Place, QueuePlaces
 from kestrel_engine.scheduler.batch import Batch
 from kestrel_engine.scheduler.sequence import Phase
 from kestrel_engine.steps.active import ActiveRequests
@@ -59,7 +59,8 @@ def the_places_of_several_looks_are_kept(monkeypatch):
     give_back = QueuePlaces.give_back
 
     def only_the_first(self, place):
-        if place.displace.__name__ != "<lambda>" or place.more:
+        # A further place has the first one as its occupant.
+        if not isinstance(place._occupant, Place):
             place.more.clear()
         give_back(self, place)
 
@@ -84,11 +85,14 @@ def a_request_that_loses_two_places_is_cancelled(monkeypatch):
         task, displaced = asyncio.current_task(), []
         cancelling = task.cancelling()
 
-        def displace(error):
-            displaced.append(error)
-            task.cancel()
+        class Occupant:
+            is_waiting = True
 
-        place.displace = displace
+            def displace(self, error):
+                displaced.append(error)
+                task.cancel()
+
+        place.pass_to(Occupant())
         try:
             return await work
         except asyncio.CancelledError:

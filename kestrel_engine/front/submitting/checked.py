@@ -1,10 +1,12 @@
-"""RequestCheck: from the arguments of a request to a CheckedRequest, before anything is computed for it. Owns the
-skills, and the defaults that they take from the engine's settings."""
+"""RequestCheck: what the skill makes of a request, before anything is computed for it.
+
+Owns the skills, and the defaults that they take from the engine's settings.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ...adapters.references import checked_adapter_name
@@ -14,45 +16,18 @@ from ...errors import InvalidRequest
 from ...preprocess.looks import Tiled
 from ...preprocess.tokenizer import LONG_TEXT
 from ...skills.base import SkillContext, SkillDefaults, SkillRequest, SkillSpec
-from ...skills.embed import EMBED, EmbedSkill
 from ...skills.prompts import check_context, check_images
 from ...skills.registry import SkillRegistry
 from ...skills.rule_check import check_prompt
 from ...types.requests import Coord, PreparedTiles
+from .request import Request
+from .seeds import Seeds
 from .token_limit import token_limit
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What a caller asks of ``InferenceEngine.submit``."""
-
-    skill: str
-    image: Any
-    arguments: Mapping[str, Any]
-    settings: Mapping[str, Any]
-    request_id: str
-    accepted_at: float
-    deadline_at: float | None
-    """After this instant nothing is begun for the request. All of its stages share it."""
-    cache_salt: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedRequest:
-    """``num_looks``: those at its image, 1 unless it is tiled. ``max_tokens``: most tokens to sample."""
-
-    spec: SkillSpec
-    request: SkillRequest
-    images: list[Any]
-    num_looks: int
-    max_tokens: int
-    adapter: str | None
-    """The name of the adapter, if the request names one."""
-
-
-def has_long_text(asked: Asked) -> bool:
+def has_long_text(request: Request) -> bool:
     """Whether the check of a request may take a millisecond or more, because it encodes a long text."""
-    arguments = asked.arguments
+    arguments = request.arguments
     return (
         isinstance(arguments, Mapping) and _num_characters(list(arguments.values()), 3) >= LONG_TEXT
     )
@@ -74,9 +49,12 @@ def _num_characters(values: Sequence[Any], depth: int) -> int:
 class RequestCheck:
     """Knows what the model, the settings and the skills allow."""
 
-    def __init__(self, config: RuntimeConfig, built: Built, skills: SkillRegistry) -> None:
+    def __init__(
+        self, config: RuntimeConfig, built: Built, skills: SkillRegistry, seeds: Seeds
+    ) -> None:
         self._config = config
         self._skills = skills
+        self._seeds = seeds
         self._model = built.model
         self._max_positions = built.runtime.limits.max_seq_length
         self.context = SkillContext(
@@ -96,67 +74,65 @@ class RequestCheck:
         )
         """What skills know of the engine."""
 
-    def check(self, asked: Asked) -> CheckedRequest:
-        """Raises RequestError."""
-        embeds = asked.skill == EMBED
-        spec: SkillSpec = EmbedSkill() if embeds else self._skills.get(asked.skill)
-        adapter, settings = _without_adapter(asked.settings)
-        request = spec.build(asked.arguments, settings, self.context)
-        check_prompt(request.prompt_suffix, self._model)
-        images = _as_list(asked.image)
-        num_looks = _check_tiled(images, request)
-        check_images(request, len(images), self._config.max_images)
+    def skill(self, request: Request) -> SkillSpec[Any]:
+        """Raises SkillUnavailable."""
+        return self._skills.get(request.skill)
+
+    def context_of(self, request: Request) -> SkillContext:
+        """What a request's skill knows when it builds its prompt: also a seed, if the caller gives none."""
+        settings = request.settings
+        if isinstance(settings, Mapping) and settings.get("seed") is not None:
+            return self.context
+        defaults = replace(self.context.defaults, seed=self._seeds.draw())
+        return replace(self.context, defaults=defaults)
+
+    def check(self, request: Request, context: SkillContext) -> SkillRequest:
+        """What the skill makes of a request. Raises RequestError."""
+        spec = self.skill(request)
+        if request.adapter is not None:
+            checked_adapter_name(request.adapter)
+        work: SkillRequest = spec.build(request.arguments, request.settings, context)
+        check_prompt(work.prompt_suffix, self._model)
+        images = request.images
+        _check_tiled(images, work)
+        check_images(work, len(images), self._config.max_images)
         positions = 0
-        if request.embedding is None:
-            positions = check_context(request, len(images), self._model, self._max_positions)
-        max_tokens = token_limit(
-            request,
+        if work.reads is None:
+            positions = check_context(work, len(images), self._model, self._max_positions)
+        limit = token_limit(
+            work,
             positions,
             context=self._max_positions,
             most=self._config.max_new_tokens,
             default=self.context.defaults.max_tokens,
         )
-        return CheckedRequest(
-            spec=spec,
-            request=replace(request, token_limit=max_tokens),
-            images=images,
-            num_looks=num_looks,
-            max_tokens=max_tokens,
-            adapter=adapter,
-        )
+        return replace(work, token_limit=limit)
 
 
-def _without_adapter(settings: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
-    """The name of the adapter, if there is one, and the settings for the skill. Raises InvalidRequest."""
-    if not isinstance(settings, Mapping) or "adapter" not in settings:
-        return None, settings
-    name = settings["adapter"]
-    if name is not None:
-        name = checked_adapter_name(name)
-    return name, {key: value for key, value in settings.items() if key != "adapter"}
+def num_looks(request: Request) -> int:
+    """How often a request looks at its images."""
+    return sum(
+        image.tiles.num_looks
+        if isinstance(image, Tiled)
+        else len(image.looks)
+        if isinstance(image, PreparedTiles)
+        else 1
+        for image in request.images
+    )
 
 
-def _as_list(image: Any) -> list[Any]:
-    """The images of a request."""
-    if isinstance(image, (list, tuple)):
-        return list(image)
-    return [] if image is None else [image]
-
-
-def _check_tiled(images: Sequence[Any], request: SkillRequest) -> int:
-    """The number of looks at an image of the request: 1 unless it is tiled. Raises InvalidRequest."""
+def _check_tiled(images: Sequence[Any], work: SkillRequest) -> None:
+    """Raises InvalidRequest."""
     for image in images:
         if not isinstance(image, (Tiled, PreparedTiles)):
             continue
         if len(images) > 1:
             raise InvalidRequest("tiles", f"are for one image; the request has {len(images)}")
-        if request.merging is None:
+        if not work.takes_tiles:
             raise InvalidRequest(
-                "tiles", f"are for skills that find objects; {request.skill} looks at an image once"
+                "tiles", f"are for skills that find objects; {work.skill} looks at an image once"
             )
-        if any(isinstance(token, Coord) for token in request.prompt_suffix):
+        if any(isinstance(token, Coord) for token in work.prompt_suffix):
             raise InvalidRequest(
                 "spatial_refs", "must be empty for a tiled image: a tile may not show the places"
             )
-        return image.tiles.num_looks if isinstance(image, Tiled) else len(image.looks)
-    return 1

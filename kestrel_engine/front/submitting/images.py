@@ -13,7 +13,6 @@ from ...preprocess.decoding.costs import FIELD
 from ...preprocess.jobs import Preprocessed
 from ...preprocess.looks import Tiled
 from ...preprocess.pool import PreprocessPool
-from ...preprocess.prepared_cache import Looks
 from ...types.observer import ImageEvent, Observer
 from ...types.requests import PreparedImage, PreparedTiles
 from ...types.timings import FrontTimings
@@ -40,12 +39,12 @@ class ImagePreparation:
         deadline_at: float | None,
         cache_salt: str,
         place: Place,
-    ) -> tuple[list[Looks], FrontTimings]:
-        """The looks at each image: one, or those of a tiled image. Raises RequestError, EngineOverloaded,
-        DeadlineExceeded, and Displaced if the request loses its place meanwhile."""
-        ready = [_looks_of(image) for image in images]
-        if all(ready):
-            return ready, FrontTimings(accepted_at=accepted_at)
+    ) -> tuple[tuple[PreparedImage | PreparedTiles, ...], FrontTimings]:
+        """Raises RequestError, EngineOverloaded, DeadlineExceeded, and Displaced if the request loses its place
+        meanwhile."""
+        ready = [image for image in images if isinstance(image, (PreparedImage, PreparedTiles))]
+        if len(ready) == len(images):
+            return tuple(ready), FrontTimings(accepted_at=accepted_at)
         prepared = await self._preparing.run(
             self._prepare_each(images, cache_salt, place), place, deadline_at, "in preprocessing"
         )
@@ -56,7 +55,13 @@ class ImagePreparation:
             preprocess_s=min(sum(each.seconds for each in prepared), now - accepted_at),
             prepared_at=now,
         )
-        return [each.looks for each in prepared], timings
+        found = [
+            PreparedTiles(each.looks)
+            if isinstance(image, (Tiled, PreparedTiles))
+            else each.looks[0]
+            for image, each in zip(images, prepared, strict=True)
+        ]
+        return tuple(found), timings
 
     async def prepare_ahead(
         self,
@@ -69,11 +74,12 @@ class ImagePreparation:
         """An image ahead of the requests that will be about it. Tells the observer. Raises as ``prepare``."""
         now = clock.now()
         timings = FrontTimings(accepted_at=now)
-        looks: Looks = ()
+        looks: tuple[PreparedImage, ...] = ()
         error = ""
         try:
-            (looks,), timings = await self.prepare([image], now, deadline_at, cache_salt, place)
-            return PreparedTiles(looks) if isinstance(image, Tiled) else looks[0]
+            (found,), timings = await self.prepare([image], now, deadline_at, cache_salt, place)
+            looks = found.looks
+            return found
         except BaseException as failed:
             error = type(failed).__name__
             raise
@@ -96,8 +102,8 @@ class ImagePreparation:
             return [await self._prepare_one(images[0], cache_salt, place)]
 
         async def prepare(image: Any) -> Preprocessed:
-            if ready := _looks_of(image):
-                return Preprocessed(ready, 0.0)
+            if isinstance(image, (PreparedImage, PreparedTiles)):
+                return Preprocessed(image.looks, 0.0)
             return await self._prepare_one(image, cache_salt, place)
 
         tasks = [asyncio.create_task(prepare(image)) for image in images]
@@ -121,7 +127,13 @@ class ImagePreparation:
             image, cache_salt, principal=place.principal, is_high=place.priority == 0
         )
 
-    def _observe(self, request_id: str, timings: FrontTimings, looks: Looks, error: str) -> None:
+    def _observe(
+        self,
+        request_id: str,
+        timings: FrontTimings,
+        looks: tuple[PreparedImage, ...],
+        error: str,
+    ) -> None:
         if self._observer is None:
             return
         event = ImageEvent(
@@ -137,10 +149,3 @@ class ImagePreparation:
             self._observer.on_image(event)
         except Exception:  # A fault of the observer must not change what it observes.
             logger.exception("the observer failed on an image")
-
-
-def _looks_of(image: Any) -> Looks:
-    """The looks at an image that is prepared; none for another image."""
-    if isinstance(image, PreparedTiles):
-        return image.looks
-    return (image,) if isinstance(image, PreparedImage) else ()

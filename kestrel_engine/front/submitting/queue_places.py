@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable
+from typing import Protocol, TypeVar
 
 from ...errors import Displaced, EngineOverloaded, Quota
 from ...types.info import PlaceCounts
@@ -25,19 +25,45 @@ _RESERVED_OF_QUEUE = 16
 """For each of this many places in the queue, one place is added for the best priority."""
 
 
-class Place:
-    """One request's place. ``is_waiting``: whether nothing was computed for it. ``displace`` ends it with an error."""
+class Occupant(Protocol):
+    """A request that has a place, as far as it has come."""
 
-    __slots__ = ("displace", "holder", "is_waiting", "more", "principal", "priority", "weight")
+    @property
+    def is_waiting(self) -> bool:
+        """Whether nothing was computed for it."""
+        ...
+
+    def displace(self, error: Displaced) -> None:
+        """Ends it with ``error``."""
+        ...
+
+
+class Place:
+    """One request's place, from its acceptance to its end."""
+
+    __slots__ = ("_occupant", "holder", "more", "principal", "priority", "weight")
 
     def __init__(self, holder: _Holder, weight: float, priority: int) -> None:
         self.holder: _Holder | None = holder
         """None once the place was given back."""
         self.principal, self.weight, self.priority = holder.principal, weight, priority
-        self.is_waiting: Callable[[], bool] = lambda: True
-        self.displace: Callable[[Displaced], None] = lambda error: None
+        self._occupant: Occupant | None = None
         self.more: list[Place] = []
         """The further places of a request with several images."""
+
+    def pass_to(self, occupant: Occupant) -> None:
+        """From now on ``occupant`` has the place."""
+        self._occupant = occupant
+
+    @property
+    def is_waiting(self) -> bool:
+        """As of its occupant."""
+        return self._occupant is None or self._occupant.is_waiting
+
+    def displace(self, error: Displaced) -> None:
+        """As of its occupant."""
+        if self._occupant is not None:
+            self._occupant.displace(error)
 
 
 class _Holder:
@@ -65,7 +91,7 @@ class _Holder:
         for level in reversed(self._waiting[best:]):
             while level:
                 place = next(reversed(level))
-                if place.is_waiting():
+                if place.is_waiting:
                     return place
                 del level[place]
         return None
@@ -121,8 +147,7 @@ class QueuePlaces:
         EngineOverloaded."""
         for _ in range(min(count, self.bound - 1)):
             more = self.take(place.principal, place.weight, place.priority)
-            more.is_waiting = lambda: place.is_waiting()
-            more.displace = lambda error: place.displace(error)
+            more.pass_to(place)
             place.more.append(more)
 
     def give_back(self, place: Place) -> None:
@@ -197,22 +222,32 @@ def _first(holders: list[_Holder], *, best: int) -> Place | None:
     return None
 
 
+class _Prepared:
+    """A task that prepares a request."""
+
+    is_waiting = True
+
+    def __init__(self, task: asyncio.Task[object]) -> None:
+        self._task = task
+        self.error: Displaced | None = None
+        """Set once the request has lost its place."""
+
+    def displace(self, error: Displaced) -> None:
+        if self.error is None:  # A request with several places may lose more than one.
+            self.error = error
+            self._task.cancel()
+
+
 async def until_displaced(place: Place, work: Awaitable[_Result]) -> _Result:
     """The result of ``work``. If the request loses its place before, cancels ``work`` and raises Displaced."""
     task = asyncio.current_task()
     assert task is not None, "requests are submitted from tasks"
     cancelling = task.cancelling()
-    displaced: list[Displaced] = []
-
-    def displace(error: Displaced) -> None:
-        if not displaced:  # A request with several places may lose more than one.
-            displaced.append(error)
-            task.cancel()
-
-    place.displace = displace
+    prepared = _Prepared(task)
+    place.pass_to(prepared)
     try:
         return await work
     except asyncio.CancelledError:
-        if not displaced or task.uncancel() > cancelling:
+        if prepared.error is None or task.uncancel() > cancelling:
             raise
-        raise displaced[0] from None
+        raise prepared.error from None

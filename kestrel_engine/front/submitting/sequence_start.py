@@ -13,42 +13,24 @@ from typing import cast
 
 from ...building.factory import Built
 from ...config.runtime import RuntimeConfig
-from ...errors import InvalidRequest
-from ...preprocess.crops import crop_boxes
-from ...preprocess.prepared_cache import Looks
-from ...skills.base import SkillContext, SkillRequest
+from ...errors import Displaced, SkillFault
+from ...skills.base import SkillOutput, SkillRequest
 from ...skills.prompts import build_prompt
 from ...steps.active import Work
+from ...steps.delivery import Finished
 from ...steps.loop import EngineLoop
 from ...types.adapter import Adapter
-from ...types.embedding import EmbeddingSpec
-from ...types.events import SeenImage
-from ...types.requests import PreparedImage
+from ...types.events import FinishReason, SeenImage
+from ...types.requests import PreparedImage, PreparedTiles
 from ...types.step import TokenRule
 from ...types.stream import EngineStream
 from ...types.submission import Submission
-from ...types.timings import FrontTimings
-from ..looks import LookGroup
+from ..looks import group_of
 from ..open_requests import OpenRequest, OpenRequests
 from ..whole_image import prompt_in_region
-from .checked import Asked, CheckedRequest
-from .presence import Presence
+from .checked import RequestCheck
 from .queue_places import Place
-from .seeds import Seeds
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
-    """A request with all that it needs. ``images``: the looks at each."""
-
-    asked: Asked
-    checked: CheckedRequest
-    request: SkillRequest
-    images: list[Looks]
-    adapter: Adapter | None
-    timings: FrontTimings
-    presence: Presence | None
-    """What was found of the objects that the request presupposes; None if it presupposes none."""
+from .request import Request
 
 
 class SequenceStart:
@@ -60,141 +42,140 @@ class SequenceStart:
         built: Built,
         loop: EngineLoop,
         opened: OpenRequests,
-        context: SkillContext,
-        seeds: Seeds,
+        check: RequestCheck,
     ) -> None:
         self._max_wait_s = config.max_queue_wait_s
         self._model = built.model
         self._loop = loop
         self._open = opened
-        self._context = context
-        self._seeds = seeds
+        self._check = check
         self._ids = itertools.count(1)
 
-    def start(self, ready: Ready, place: Place, on_end: Callable[[], None]) -> EngineStream:
-        """``on_end``: is called when the request has ended. Raises RequestError."""
-        asked, checked, request = ready.asked, ready.checked, ready.request
-        adapter, prepared = ready.adapter, ready.images
-        namespace: Hashable = asked.cache_salt
+    def start(self, request: Request, place: Place, on_end: Callable[[], None]) -> EngineStream:
+        """``on_end``: is called when the request has ended. Raises RequestError, SkillFault."""
+        work, timings = request.work, request.timings
+        assert work is not None and timings is not None, "the request was checked"
+        looks = _sequences(request)
+        works = [self._work(next(self._ids), images, request, place) for images in looks]
+        ids = [each.submission.sequence_id for each in works]
+        abort = partial(self._abort, ids)
+        stream = EngineStream(
+            request.request_id,
+            abort,
+            work.added_to,
+            images=tuple(
+                SeenImage(size=image.image_size, digest=(image.source_digest or b"").hex())
+                for image in looks[0]
+            ),
+            seed=work.sampling.seed,
+        )
+        group = group_of(work, len(looks), abort)
+        opened = [
+            OpenRequest(request.skill, stream, timings, each.submission, on_end, group=group)
+            for each in works
+        ]
+        if (reason := work.ends_at_once) is not None:
+            self._open.end_at_once(opened[0], _abstained(reason, works[0].output))
+            return stream
+        for sequence_id, each in zip(ids, opened, strict=True):
+            self._open.add(sequence_id, each)
+        place.pass_to(_Submitted(self._loop, ids, opened))
+        for sequence in works:
+            self._loop.submit(sequence)
+        return stream
+
+    def _abort(self, sequence_ids: Sequence[int]) -> None:
+        for sequence_id in sequence_ids:
+            self._loop.abort(sequence_id)
+
+    def _work(
+        self,
+        sequence_id: int,
+        images: tuple[PreparedImage, ...],
+        request: Request,
+        place: Place,
+    ) -> Work:
+        """One sequence of a request. ``images``: those of its prompt."""
+        assert request.work is not None and request.timings is not None
+        adapter, arrived_at = request.adapter, request.timings.accepted_at
+        assert not isinstance(adapter, str), "adapters are loaded first"
+        namespace: Hashable = request.cache_salt
         if adapter is not None:
-            namespace = (asked.cache_salt, adapter.key)
-            if adapter.changes_vision:
-                prepared = [tuple(look.with_adapter(adapter) for look in each) for each in prepared]
-        if request.embedding is not None:
-            ((whole,),) = prepared
-            request, whole = self._to_embed(request, request.embedding, whole)
-            prepared = [(whole,)]
-        is_tiled = checked.num_looks > 1
-        looks = _sequences(prepared, is_tiled)
-        arrived_at = ready.timings.accepted_at
-        deadline_at, longest_s = asked.deadline_at, self._max_wait_s
+            namespace = (request.cache_salt, adapter.key)
+        deadline_at, longest_s = request.deadline_at, self._max_wait_s
         queue_limited = longest_s is not None and (
             deadline_at is None or arrived_at + longest_s < deadline_at
         )
         if longest_s is not None and queue_limited:
             deadline_at = arrived_at + longest_s
-        seed = self._seeds.draw() if request.seed is None else request.seed
-        ids = [next(self._ids) for _ in looks]
-
-        def for_all(command: Callable[[int], None]) -> None:
-            for sequence_id in ids:
-                command(sequence_id)
-
-        abort = partial(for_all, self._loop.abort)
-        presence = ready.presence
-        adds = None if presence is None else presence.added_to
-        seen_images = tuple(
-            SeenImage(size=image.image_size, digest=(image.source_digest or b"").hex())
-            for image in looks[0]
-        )
-        stream = EngineStream(asked.request_id, abort, adds, images=seen_images, seed=seed)
-        group, merging = None, request.merging
-        if merging is not None and (is_tiled or merging.max_overlap is not None):
-            group = LookGroup(len(looks), merging, abort)
-        opened: list[OpenRequest] = []
-        works: list[Work] = []
-        for sequence_id, images_of_look in zip(ids, looks, strict=True):
-            seen = _in_region(request, images_of_look)
-            control = checked.spec.new_control(seen, checked.max_tokens, self._context)
+        work, images = request.work.about(images, self._model)
+        work = _in_region(work, images)
+        spec, context, limit = self._check.skill(request), self._check.context, work.token_limit
+        assert limit is not None
+        control, output = spec.new_control(work, limit, context), spec.new_output(work, context)
+        if not isinstance(output, SkillOutput):
+            raise SkillFault(f"the output of {work.skill} is no kestrel_engine.skills.SkillOutput")
+        submission = Submission(
+            sequence_id=sequence_id,
+            prompt=() if work.reads is not None else build_prompt(work, images, self._model),
+            images=images,
+            sampling=work.sampling,
             # The loop checks it: a skill may be a plug-in.
-            rule = cast("TokenRule | None", control.rule(0))
-            submission = Submission(
-                sequence_id=sequence_id,
-                prompt=()
-                if request.embedding is not None
-                else build_prompt(seen, images_of_look, self._model),
-                images=images_of_look,
-                sampling=dataclasses.replace(request.sampling, seed=seed),
-                rule=rule,
-                max_tokens=checked.max_tokens,
-                namespace=namespace,
-                principal=place.principal,
-                weight=place.weight,
-                priority=place.priority,
-                arrived_at=arrived_at,
-                deadline_at=deadline_at,
-                embedding=request.embedding,
-                adapter=adapter,
-            )
-            output = checked.spec.new_output(seen, self._context)
-            refines = request.refine and self._context.refines and bool(images_of_look)
-            works.append(
-                Work(asked.request_id, submission, control, output, queue_limited, refines)
-            )
-            opened.append(
-                OpenRequest(asked.skill, stream, ready.timings, submission, on_end, group=group)
-            )
-        if presence is not None and request.presupposed is not None:
-            outcome = presence.ending(request.presupposed.max_absence, works[0].output)
-            if outcome is not None:
-                self._open.end_at_once(opened[0], outcome)
-                return stream
-        for each in opened:
-            self._open.add(each.submission.sequence_id, each)
-        place.is_waiting = lambda: all(each.admitted_at is None for each in opened)
-        place.displace = lambda error: for_all(lambda i: self._loop.refuse(i, error))
-        for work in works:
-            self._loop.submit(work)
-        return stream
-
-    def _to_embed(
-        self, request: SkillRequest, spec: EmbeddingSpec, image: PreparedImage
-    ) -> tuple[SkillRequest, PreparedImage]:
-        """The request with the boxes of the crops, and the image as the runtime gets it. Raises InvalidRequest if the
-        embeddings are larger than the caller takes."""
-        vision = self._model.vision
-        boxes = crop_boxes(image.tiling, vision)
-        one_by_one, limit = request.options["one_by_one"], request.options["max_bytes"]
-        count = 1 if one_by_one else spec.image + spec.crops * len(boxes)
-        vectors = vision.grid**2 if spec.patches else 1
-        num_bytes = count * vectors * vision.proj_out_dim * (2 if spec.half else 4)
-        if limit is not None and num_bytes > limit:
-            other = "" if one_by_one else ", leave out the crops, or use a stream"
-            raise InvalidRequest(
-                "pooling",
-                f"{count} embeddings take {num_bytes} bytes, the limit is {limit}: pool them, use float16{other}",
-                value=num_bytes,
-                limit=limit,
-            )
-        if spec.crops:
-            # The runtime drops the features of other images. So this one does not share their embedding.
-            key = f"{image.key}/crops"
-            image = dataclasses.replace(image, key=key, keeps_features=True)
-        return dataclasses.replace(request, options={"boxes": boxes}), image
+            rule=cast("TokenRule | None", control.rule(0)),
+            max_tokens=limit,
+            namespace=namespace,
+            principal=place.principal,
+            weight=place.weight,
+            priority=place.priority,
+            arrived_at=arrived_at,
+            deadline_at=deadline_at,
+            reads=work.reads,
+            adapter=adapter,
+        )
+        refines = work.refines and context.refines and bool(images)
+        return Work(request.request_id, submission, control, output, queue_limited, refines)
 
 
-def _sequences(prepared: Sequence[Looks], is_tiled: bool) -> list[Looks]:
+class _Submitted:
+    """The sequences of a request, as the occupant of its place."""
+
+    def __init__(
+        self, loop: EngineLoop, sequence_ids: Sequence[int], opened: Sequence[OpenRequest]
+    ) -> None:
+        self._loop, self._ids, self._opened = loop, sequence_ids, opened
+
+    @property
+    def is_waiting(self) -> bool:
+        return all(each.admitted_at is None for each in self._opened)
+
+    def displace(self, error: Displaced) -> None:
+        for sequence_id in self._ids:
+            self._loop.refuse(sequence_id, error)
+
+
+def _sequences(request: Request) -> list[tuple[PreparedImage, ...]]:
     """The images of each sequence of a request: one look at a tiled image, or all images together."""
-    if is_tiled:
-        return [(look,) for look in prepared[0]]
-    return [tuple(looks[0] for looks in prepared)]
+    images, looks = request.images, list[tuple[PreparedImage, ...]]()
+    if len(images) == 1 and isinstance(images[0], PreparedTiles):
+        looks += [(look,) for look in images[0].looks]
+    else:
+        looks.append(images)
+    adapter = request.adapter
+    if isinstance(adapter, Adapter) and adapter.changes_vision:
+        looks = [tuple(image.with_adapter(adapter) for image in each) for each in looks]
+    return looks
 
 
-def _in_region(request: SkillRequest, images: Sequence[PreparedImage]) -> SkillRequest:
+def _abstained(reason: FinishReason, output: SkillOutput) -> Finished:
+    """The outcome of a request for which nothing is generated."""
+    output.finish()
+    return Finished(output.output(), reason, (), output.logprobs, abstained=reason == "stop")
+
+
+def _in_region(work: SkillRequest, images: Sequence[PreparedImage]) -> SkillRequest:
     """The request with its spatial references in the coordinates of its only image, if that is a region. Raises
     InvalidRequest."""
     region = images[0].region if len(images) == 1 else None
     if region is None:
-        return request
-    suffix = prompt_in_region(request.prompt_suffix, region)
-    return dataclasses.replace(request, prompt_suffix=suffix)
+        return work
+    return dataclasses.replace(work, prompt_suffix=prompt_in_region(work.prompt_suffix, region))

@@ -1,31 +1,37 @@
 """Submitter: from a request with a place in the queue to one with all that it needs, and on to the step thread.
 
-Owns what a request needs first: the preparation of images, the compiler of constraints, the library of adapters.
+Owns what a request needs first: the preparation of images, the compiler of constraints, the library of adapters. Its
+stages are the functions that complete a request; each gets the request and returns what it adds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Awaitable, Mapping
 from contextlib import ExitStack
+from typing import Any, TypeVar
 
 from ... import clock
-from ...adapters.library import AdapterLibrary, Lease
+from ...adapters.library import AdapterLibrary
 from ...errors import AdapterNotFound
-from ...preprocess.prepared_cache import Looks
+from ...skills.base import SkillRequest
+from ...skills.constraints.grammars import Grammar
 from ...types.adapter import Adapter
+from ...types.constraint import Constraint
 from ...types.requests import PreparedImage
 from ...types.stream import EngineStream
 from ...types.timings import FrontTimings
 from ..lifetime import Lifetime
-from .checked import Asked, RequestCheck, has_long_text
+from .checked import RequestCheck, has_long_text, num_looks
 from .constraints import ConstraintCompiler
 from .images import ImagePreparation
 from .preparing import Preparing
-from .presence import LOOK, LOOK_SETTINGS, Presence, find_absences
 from .queue_places import Place, QueuePlaces
-from .sequence_start import Ready, SequenceStart
+from .request import Request
+from .sequence_start import SequenceStart
+
+_Result = TypeVar("_Result")
 
 
 class Submitter:
@@ -68,96 +74,65 @@ class Submitter:
         lease.give_back()
         return lease.adapter.num_bytes
 
-    async def submit(self, asked: Asked, place: Place) -> EngineStream:
+    async def submit(self, request: Request, place: Place) -> EngineStream:
         """Starts a request. ``place``: its place in the queue, which it gives back at its end, or if this raises."""
         held = ExitStack()
         held.callback(self._places.give_back, place)
         try:
-            ready = await self._prepare(asked, place, held)
+            ready = await self._prepared(request, place, held)
             self._lifetime.check_alive()
             return self._sequences.start(ready, place, held.close)
         except BaseException:
             held.close()
             raise
 
-    async def _prepare(self, asked: Asked, place: Place, held: ExitStack) -> Ready:
+    async def _prepared(self, request: Request, place: Place, held: ExitStack) -> Request:
         """The request with all that it needs. ``held``: what the request gives back at its end."""
-        deadline_at = asked.deadline_at
-        timings = FrontTimings(accepted_at=asked.accepted_at)
-        if has_long_text(asked):
-            checked = await self._preparing.run(
-                asyncio.to_thread(self._check.check, asked),
-                place,
-                deadline_at,
-                "before its text was encoded",
-            )
-        else:
-            checked = self._check.check(asked)
-        request, images = checked.request, checked.images
-        if len(images) * checked.num_looks > 1:
-            self._places.take_more(place, len(images) * checked.num_looks - 1)
-        if request.constraint is not None:
-            grammar = await self.constraints.compiled(request.constraint, deadline_at, place)
-            request = dataclasses.replace(request, grammar=grammar)
-        adapter = self._lora
-        if checked.adapter is not None:
-            lease = await self._leased(checked.adapter, deadline_at, place)
-            held.callback(lease.give_back)
-            adapter = lease.adapter
-        prepared: list[Looks] = []
-        if images:
-            prepared, timings = await self.images.prepare(
-                images, asked.accepted_at, deadline_at, asked.cache_salt, place
-            )
-        presence = None
-        if request.presupposed is not None:
-            began = clock.now()
-            look = dataclasses.replace(
-                asked,
-                skill=LOOK,
-                settings={**LOOK_SETTINGS, "adapter": checked.adapter},
-                accepted_at=began,
-            )
-            presence = await self._look(look, request.presupposed.objects, prepared, place)
-            timings = dataclasses.replace(timings, looking_s=clock.now() - began)
-        return Ready(
-            asked=asked,
-            checked=checked,
-            request=request,
-            images=prepared,
-            adapter=adapter,
-            timings=timings,
-            presence=presence,
-        )
-
-    async def _look(
-        self, asked: Asked, objects: Sequence[str], prepared: Sequence[Looks], place: Place
-    ) -> Presence:
-        """Whether the images show ``objects``. Each look is a request of its own, with a place in the queue. ``asked``:
-        the look, without image and object.
-
-        Raises what ``submit`` does, and Displaced if the request loses its place meanwhile.
-        """
-
-        async def start(image: PreparedImage, name: str) -> EngineStream:
-            own = self._places.take(place.principal, place.weight, place.priority)
-            look = dataclasses.replace(asked, image=image, arguments={"object": name})
-            return await self.submit(look, own)
-
-        return await self._preparing.run(
-            find_absences(objects, prepared, start),
+        assert request.timings is not None, "the request was accepted"
+        work = await self._checked(request, place)
+        if (count := num_looks(request)) > 1:
+            self._places.take_more(place, count - 1)
+        engine = _Preparation(self, self._places, self._preparing, request, place)
+        work = await work.prepared(engine)
+        adapter = await self._loaded(request, engine, held)
+        images, timings = await self.images.prepare(
+            request.images,
+            request.timings.accepted_at,
+            request.deadline_at,
+            request.cache_salt,
             place,
-            asked.deadline_at,
-            "before the objects that the question presupposes were looked for",
+        )
+        began, unlooked = clock.now(), work
+        work = await work.looked(engine, images)
+        if work is not unlooked:
+            timings = dataclasses.replace(timings, looking_s=clock.now() - began)
+        return dataclasses.replace(
+            request, work=work, adapter=adapter, images=images, timings=timings
         )
 
-    async def _leased(self, name: str, deadline_at: float | None, place: Place) -> Lease:
-        """The adapter ``name``, loaded. Raises the errors of ``AdapterLibrary.acquire``, and Displaced if the request
-        loses its place meanwhile."""
-        acquired = self._library(name).acquire(name)
+    async def _checked(self, request: Request, place: Place) -> SkillRequest:
+        context = self._check.context_of(request)
+        if not has_long_text(request):
+            return self._check.check(request, context)
         return await self._preparing.run(
-            acquired, place, deadline_at, "before the adapter was loaded"
+            asyncio.to_thread(self._check.check, request, context),
+            place,
+            request.deadline_at,
+            "before its text was encoded",
         )
+
+    async def _loaded(
+        self, request: Request, engine: _Preparation, held: ExitStack
+    ) -> Adapter | None:
+        """The adapter of a request. Raises the errors of ``AdapterLibrary.acquire``."""
+        name = request.adapter
+        if name is None:
+            return self._lora
+        assert isinstance(name, str), "the name was checked"
+        acquired = self._library(name).acquire(name)
+        lease = await engine.wait(acquired, "before the adapter was loaded")
+        held.callback(lease.give_back)
+        return lease.adapter
 
     def _library(self, name: str) -> AdapterLibrary:
         """Raises AdapterNotFound if requests may name no adapters."""
@@ -166,3 +141,44 @@ class Submitter:
                 "adapter", f"there is no adapter {name!r}: this server has none (--adapters-dir)"
             )
         return self.adapters
+
+
+class _Preparation:
+    """What a kind of work may ask of the engine for one request (skills.base.Preparation)."""
+
+    def __init__(
+        self,
+        submitter: Submitter,
+        places: QueuePlaces,
+        preparing: Preparing,
+        request: Request,
+        place: Place,
+    ) -> None:
+        self._submitter, self._places, self._preparing = submitter, places, preparing
+        self._request, self._place = request, place
+
+    async def compiled(self, constraint: Constraint) -> Grammar:
+        compiler, deadline_at = self._submitter.constraints, self._request.deadline_at
+        return await compiler.compiled(constraint, deadline_at, self._place)
+
+    async def ask(
+        self,
+        skill: str,
+        image: PreparedImage,
+        arguments: Mapping[str, Any],
+        settings: Mapping[str, Any],
+    ) -> EngineStream:
+        beside = self._place
+        own = self._places.take(beside.principal, beside.weight, beside.priority)
+        request = dataclasses.replace(
+            self._request,
+            skill=skill,
+            images=(image,),
+            arguments=arguments,
+            settings=settings,
+            timings=FrontTimings(accepted_at=clock.now()),
+        )
+        return await self._submitter.submit(request, own)
+
+    async def wait(self, work: Awaitable[_Result], what: str) -> _Result:
+        return await self._preparing.run(work, self._place, self._request.deadline_at, what)

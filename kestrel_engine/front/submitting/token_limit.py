@@ -15,15 +15,8 @@ def token_limit(
     request. ``default``: the default of max_tokens. Raises ContextLengthError, InvalidRequest.
     """
     room = context - positions
-    reasoning = 0 if request.max_reasoning_tokens is None else request.max_reasoning_tokens + 1
-    fitting = min(room, most or room) - reasoning
-    asked = [("max_tokens", request.max_tokens or 0, f"{request.max_tokens}")]
-    if request.max_reasoning_tokens is not None:
-        # The rest: the token that separates the reasoning from the answer, and an answer.
-        rest = 1 + (request.max_tokens or 1)
-        shown = f"{request.max_reasoning_tokens} + {rest} for the answer"
-        asked.append(("max_reasoning_tokens", request.max_reasoning_tokens + rest, shown))
-    for field, needed, shown in asked:
+    fitting = min(room, most or room) - request.tokens_ahead
+    for field, needed, shown in request.token_limits:
         error: RequestError
         if needed > room:
             error = ContextLengthError(

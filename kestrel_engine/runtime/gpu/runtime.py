@@ -374,15 +374,15 @@ class GpuRuntime:
         # A part without work ends where the part before it does.
         marks.append(self._mark() if plan.decode else marks[-1])
         self._images.encode(plan.encode, leave_room=plan.leave_room)
-        embeddings = {read.sequence_id: self._images.embedding(read) for read in plan.embed}
+        readings = {read.sequence_id: self._images.reading(read) for read in plan.reads}
         refined = self._refine(plan.refine) if plan.refine else None
-        looks = plan.encode or plan.embed or plan.refine
+        looks = plan.encode or plan.reads or plan.refine
         marks.append(self._mark() if looks else marks[-1])
         for rows in self._prompts.passes(plan.prefill):
             self._prefill(rows, plan, outputs, flags)
         marks.append(self._mark() if plan.prefill else marks[-1])
         self._lanes.enqueued(plan, marks[-1])
-        return PendingStep(plan, embeddings, outputs, groups, flags, refined, marks)
+        return PendingStep(plan, readings, outputs, groups, flags, refined, marks)
 
     def _refine(self, rows: Sequence[RefineRow]) -> Tensor:
         """Enqueues the refinement of masks, and the copy of the results to the host."""

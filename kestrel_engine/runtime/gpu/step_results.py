@@ -12,7 +12,7 @@ from torch import Tensor
 from ...kernels.decode_io import RESULT_WIDTH, flag_rows
 from ...types.model_config import ModelConfig
 from ...types.step import Row, StepPlan, StepResult
-from ..embedding import FetchedEmbedding
+from ..reading import Fetched
 from ..refinement import results_of
 from .sampling.rows import spec_of
 from .sampling.rules import TOP_WIDTH, decode_results
@@ -33,11 +33,11 @@ class PassOutput:
 class PendingStep:
     """An enqueued step. ``outputs``: those of its passes. ``shared_groups``: as in StepResult. ``flags``: the prompt
     rows of each pass that has rows without sampling, with flags [rows, 1] int32 that are 1 for rows that are not
-    finite. ``embeddings``: by sequence id. All are valid after the last of ``marks``, which time the parts of the step.
+    finite. ``readings``: by sequence id. All are valid after the last of ``marks``, which time the parts of the step.
     So are ``refined``, the masks of ``plan.refine``, [rows, crop_size, crop_size] float32; None without such rows."""
 
     plan: StepPlan
-    embeddings: dict[int, FetchedEmbedding]
+    readings: dict[int, Fetched]
     outputs: list[PassOutput]
     shared_groups: tuple[int, ...]
     flags: list[tuple[Sequence[Row], Tensor]]
@@ -81,7 +81,7 @@ class StepResults:
     def read(self, step: PendingStep) -> StepResult:
         """Waits for ``step`` and returns its results. Call it once for each step. Raises torch's own errors."""
         tokens = {}
-        embeddings = {}
+        readings = {}
         non_finite: set[int] = set()
         step.wait()
         for each in step.outputs:
@@ -99,9 +99,9 @@ class StepResults:
             bad = flags[:, 0].tolist()
             self._flags.release(flags)
             non_finite |= {r.sequence_id for r, b in zip(prompts, bad, strict=True) if b}
-        for sequence_id, fetched in step.embeddings.items():
+        for sequence_id, fetched in step.readings.items():
             if fetched.is_finite:
-                embeddings[sequence_id] = fetched.embedding()
+                readings[sequence_id] = fetched.value()
             else:
                 non_finite.add(sequence_id)
         refined = {}
@@ -110,7 +110,7 @@ class StepResults:
         decode_s, vision_s, prefill_s = _seconds(step.marks)
         return StepResult(
             tokens=tokens,
-            embeddings=embeddings,
+            readings=readings,
             non_finite=frozenset(non_finite),
             refined=refined,
             shared_groups=step.shared_groups,

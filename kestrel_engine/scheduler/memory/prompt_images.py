@@ -92,7 +92,7 @@ class PromptImages:
 def _pieces(submission: Submission) -> tuple[ImagePiece, ...]:
     if not submission.images:
         return ()
-    if submission.embedding is not None:
+    if submission.reads is not None:
         return (ImagePiece(submission.images[0], 0, 0, 0, 0),)
     images = iter(submission.images)
     pieces: list[ImagePiece] = []

@@ -16,6 +16,7 @@ from ...types.events import FinishReason, StreamUpdate
 from ...types.model_config import Family, ModelConfig, SpecialIds
 from ...types.requests import Coord, Size
 from ...types.step import StepToken, TokenRule
+from ..base import SkillOutput
 from .scores import raw_score, rounded
 
 
@@ -58,7 +59,7 @@ def _rules(family: Family, ids: SpecialIds) -> tuple[TokenRule, TokenRule, Token
     )
 
 
-class LocateOutput:
+class LocateOutput(SkillOutput):
     """Points, or boxes if a size follows. Each is returned when it is complete, with its ``score``.
 
     An object whose score is below ``min_score`` is dropped. It still counts towards the limit on objects.
@@ -75,7 +76,7 @@ class LocateOutput:
     ) -> None:
         self._key, self._boxes, self._min_score = key, boxes, min_score
         self._calibration, self._curve = calibration, "detect" if boxes else "point"
-        self.absence: float | None = None
+        self._absence: float | None = None
         self._ids: list[int] = []
         self._tokens: list[StepToken] = []
         """Tokens of the incomplete object."""
@@ -112,6 +113,10 @@ class LocateOutput:
     def token_ids(self) -> tuple[int, ...]:
         return tuple(self._ids)
 
+    @property
+    def absence(self) -> float | None:
+        return self._absence
+
     def _complete(self, found: dict[str, float]) -> list[StreamUpdate]:
         tokens, self._tokens = self._tokens, []
         raw = raw_score(tokens)
@@ -125,4 +130,4 @@ class LocateOutput:
 
     def _set_absence(self, raw: float) -> None:
         # Rounding may give a little more than 1.
-        self.absence = self._calibration.score(ABSENCE, min(max(raw, 0.0), 1.0))
+        self._absence = self._calibration.score(ABSENCE, min(max(raw, 0.0), 1.0))

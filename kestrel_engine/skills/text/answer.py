@@ -7,10 +7,11 @@ from typing import Any
 
 from ...types.events import FinishReason, StreamUpdate, TokenLogprob, alternatives
 from ...types.step import RuleWait, StepToken, TokenRule
-from ..base import SkillContext, SkillControl, SkillRequest
+from ..base import SkillContext, SkillControl, SkillOutput
 from ..constraints.grammars import Grammar
 from .detokenize import StreamingText
-from .penalties import PenalizingControl, Penalties
+from .penalties import PenalizingControl
+from .request import TextRequest
 from .stop_strings import StopStrings
 
 
@@ -64,21 +65,21 @@ class ConstrainedAnswerControl:
         return None
 
 
-def answer_control(request: SkillRequest, context: SkillContext) -> SkillControl:
+def answer_control(request: TextRequest, context: SkillContext) -> SkillControl:
     """The control of an answer with the request's constraint, penalties and alternatives."""
-    top: int = request.options["top_logprobs"]
+    top, constraint = request.top_logprobs, request.constraint
     control: SkillControl
-    if request.grammar is None:
+    if constraint is None:
         control = AnswerControl(context, top)
     else:
-        control = ConstrainedAnswerControl(context, request.grammar, top)
-    penalties: Penalties | None = request.options["penalties"]
-    if penalties is None:
+        assert isinstance(constraint, Grammar), "constraints are compiled first"
+        control = ConstrainedAnswerControl(context, constraint, top)
+    if request.penalties is None:
         return control
-    return PenalizingControl(control, penalties, request.prompt_suffix, context)
+    return PenalizingControl(control, request.penalties, request.prompt_suffix, context)
 
 
-class AnswerOutput:
+class AnswerOutput(SkillOutput):
     """Text under ``key``, streamed as it becomes certain. It ends before the first of the ``stop`` strings.
 
     The token that completes a stop string is the last of ``token_ids``. ``logprobs``: whether to keep the tokens'

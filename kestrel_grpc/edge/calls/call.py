@@ -118,6 +118,12 @@ class Call:
         return most if own is None else min(own, most)
 
     @property
+    def deadline_at(self) -> float | None:
+        """The instant of the clock at which ``timeout_s`` ends."""
+        left = self.timeout_s
+        return None if left is None else clock.now() + left
+
+    @property
     def duration_ms(self) -> float:
         return 1e3 * (clock.now() - self.started_at)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import EngineResult, Tiles, best_boxes
+from kestrel_engine import EngineResult, Request, Tiles, best_boxes
 
 from ..messages.embeddings import embed_requests, embeddings
 from ..messages.named_skill import skill_requests, skill_response
@@ -21,7 +21,6 @@ from ..messages.responses import (
     query_answer,
 )
 from ..messages.tasks import (
-    EngineRequest,
     caption_requests,
     detect_requests,
     point_requests,
@@ -44,7 +43,7 @@ class Kind(Generic[Part, Response]):
 
     name: str
     """The name of the task's field in its request and in Task, and of the result's field in TaskResult."""
-    requests: Callable[[Any, int], list[EngineRequest]]
+    requests: Callable[[Any, int], list[Request]]
     """From the task and the number of images. Raises InvalidRequest."""
     part: Callable[[EngineResult, str], Part]
     """From the result of a request and its label."""
@@ -73,7 +72,7 @@ def _query_response(result: EngineResult | None, parts: list[pb.Answer]) -> pb.Q
 
 def _finding(
     name: str,
-    requests: Callable[[Any, int], list[EngineRequest]],
+    requests: Callable[[Any, int], list[Request]],
     part: Callable[[EngineResult, str], Found],
     response: Callable[..., Response],
     **others: Any,

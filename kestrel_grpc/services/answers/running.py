@@ -22,6 +22,7 @@ from kestrel_engine import (
     EngineStream,
     FieldPath,
     InvalidRequest,
+    Request,
     RequestError,
     Tiles,
     clock,
@@ -44,7 +45,7 @@ from ..messages.responses import (
     usage_message,
 )
 from ..messages.task_fields import task_path
-from ..messages.tasks import EngineRequest
+from ..messages.tasks import label_of
 from .call_images import CallImages, looks_at
 from .kinds import Event, Kind, Part, Response
 from .sender import Sender
@@ -131,7 +132,7 @@ class Run:
             return await self._answer(task, requests, tiles)
 
     async def _answer(
-        self, task: CallTask[Part, Response], requests: list[EngineRequest], tiles: Tiles | None
+        self, task: CallTask[Part, Response], requests: list[Request], tiles: Tiles | None
     ) -> tuple[Response, list[EngineResult]]:
         began, several, seed = clock.now(), len(requests) > 1, 0
         if several and not task.kind.has_names and self._sender is not None:
@@ -220,7 +221,7 @@ class Run:
     async def _names(
         self,
         task: CallTask[Part, Response],
-        requests: Sequence[EngineRequest],
+        requests: Sequence[Request],
         given: Sequence[Any],
     ) -> list[_Ended[Part]]:
         """The requests of several names, each of which fails alone. Raises an error that is in a field of the task, if
@@ -234,7 +235,7 @@ class Run:
         return ended
 
     async def _named(
-        self, task: CallTask[Any, Any], index: int, request: EngineRequest, given: Sequence[Any]
+        self, task: CallTask[Any, Any], index: int, request: Request, given: Sequence[Any]
     ) -> _Ended[Any]:
         try:
             return await self._ended(task, request, given)
@@ -245,7 +246,7 @@ class Run:
             if isinstance(error, RequestError):
                 told = error.at(self._path_of(task, error.path, index))
                 fault = None if error.path == ("object",) else error
-            search = pb.ObjectSearch(object=request.label, error=self.status(told, task))
+            search = pb.ObjectSearch(object=label_of(request), error=self.status(told, task))
             forget_frames(error)  # They hold the image, and this frame holds the error.
             await self.send(task, {"search": search})
             return _Ended(Found([], search), None, fault)
@@ -253,7 +254,7 @@ class Run:
     async def _samples(
         self,
         task: CallTask[Part, Response],
-        requests: Sequence[EngineRequest],
+        requests: Sequence[Request],
         given: Sequence[Any],
     ) -> list[_Ended[Part]]:
         """The requests of several samples. The first that fails ends the others. The first sample looks for the objects
@@ -269,21 +270,21 @@ class Run:
                 abstained.append(result)
             looked.set()
 
-        async def later(request: EngineRequest) -> _Ended[Part]:
+        async def later(request: Request) -> _Ended[Part]:
             await looked.wait()
             if abstained:
                 same = replace(abstained[0], seed=request.settings["seed"])
-                return _Ended(task.kind.part(same, request.label), None)
+                return _Ended(task.kind.part(same, label_of(request)), None)
             return await self._ended(task, request, given)
 
         arguments = {k: value for k, value in first.arguments.items() if k != "presupposes"}
-        rest = [later(each._replace(arguments=arguments)) for each in others]
+        rest = [later(replace(each, arguments=arguments)) for each in others]
         return await all_of([self._ended(task, first, given, note), *rest])
 
     async def _ended(
         self,
         task: CallTask[Part, Response],
-        request: EngineRequest,
+        request: Request,
         given: Sequence[Any],
         note: Callable[[EngineStream], Awaitable[None]] | None = None,
     ) -> _Ended[Part]:
@@ -296,11 +297,11 @@ class Run:
     async def _ran(
         self,
         task: CallTask[Part, Response],
-        request: EngineRequest,
+        request: Request,
         given: Sequence[Any],
         note: Callable[[EngineStream], Awaitable[None]] | None,
     ) -> _Ended[Part]:
-        stream = await self._submit(request, given)
+        stream, label = await self._submit(request, given), label_of(request)
         try:
             if note is not None:
                 await note(stream)
@@ -309,14 +310,14 @@ class Run:
                 await self._begin(sizes, stream.seed if task.kind.generates else 0)
             if self._sender is not None:
                 async for update in stream:
-                    await self._sender.send(event_fields(update, request.label), task.key)
+                    await self._sender.send(event_fields(update, label), task.key)
             result = await stream.result()
             if self._turns is None:
                 self._call.result = result
         finally:
             await stream.aclose()
         kind = task.kind
-        part = kind.part(result, request.label)
+        part = kind.part(result, label)
         if kind.complete is not None and result.image_size is not None:
             await kind.complete(task.message, part, result.image_size)
         if self._sender is not None:
@@ -324,28 +325,26 @@ class Run:
                 await self._sender.send(event, task.key)
         return _Ended(part, result)
 
-    async def _submit(self, request: EngineRequest, given: Sequence[Any]) -> EngineStream:
+    async def _submit(self, request: Request, given: Sequence[Any]) -> EngineStream:
         """If the deadline passes while the request waits, the engine computes nothing."""
-        options, call, settings = self._options, self._call, request.settings
-        if options.adapter is not None:
-            settings = {**settings, "adapter": options.adapter}
+        options, call = self._options, self._call
+        whole = replace(
+            request,
+            images=tuple(given),
+            adapter=options.adapter,
+            request_id=call.request_id,
+            priority=options.priority,
+            deadline_at=call.deadline_at,
+            cache_salt=call.principal.namespace(options.cache_salt),
+            principal=call.principal.name,
+            weight=call.principal.weight,
+        )
         try:
-            return await self.engine.submit(
-                request.skill,
-                given if len(given) > 1 else next(iter(given), None),
-                request.arguments,
-                settings,
-                request_id=call.request_id,
-                priority=options.priority,
-                timeout_s=call.timeout_s,
-                cache_salt=call.principal.namespace(options.cache_salt),
-                principal=call.principal.name,
-                weight=call.principal.weight,
-            )
+            return await self.engine.start(whole)
         except RequestError as error:
             most = error.most_tokens
             if call.caps_max_tokens and most is not None:
-                capped = request._replace(settings={**request.settings, "max_tokens": most})
+                capped = replace(request, settings={**request.settings, "max_tokens": most})
                 return await self._submit(capped, given)
             raise
 
@@ -358,9 +357,7 @@ class Run:
         if self._sender is not None:
             await self._sender.send({"started": self.info(seed)})
 
-    def _seeded(
-        self, kind: Kind[Any, Any], requests: Sequence[EngineRequest]
-    ) -> list[EngineRequest]:
+    def _seeded(self, kind: Kind[Any, Any], requests: Sequence[Request]) -> list[Request]:
         """Several requests with their seeds: one for all names, or seeds in a row for samples."""
         step = 0 if kind.has_names else 1
         seed = requests[0].settings.get("seed")
@@ -369,6 +366,6 @@ class Run:
         # The engine refuses a seed below 0.
         seeds = [(seed + step * i) % _SEEDS if seed >= 0 else seed for i in range(len(requests))]
         return [
-            each._replace(settings={**each.settings, "seed": own})
+            replace(each, settings={**each.settings, "seed": own})
             for each, own in zip(requests, seeds, strict=True)
         ]

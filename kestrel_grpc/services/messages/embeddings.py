@@ -9,9 +9,8 @@ import numpy as np
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import EngineResult
+from kestrel_engine import EngineResult, Request
 
-from .tasks import EngineRequest
 from .values import known_value
 
 _REST_BYTES = 16 * 1024
@@ -43,7 +42,7 @@ _WHOLE = (0.0, 0.0, 1.0, 1.0)
 
 def embed_requests(
     task: pb.EmbedTask, max_message_bytes: int | None, *, streamed: bool
-) -> list[EngineRequest]:
+) -> list[Request]:
     """Raises InvalidRequest. ``streamed``: the limit is on each embedding, not on all together."""
     whole_image, crops = known_value("parts", task.parts, pb.EmbeddingParts, _PARTS)
     arguments: dict[str, Any] = {
@@ -55,7 +54,7 @@ def embed_requests(
     }
     if max_message_bytes is not None:
         arguments["max_bytes"] = max_message_bytes - _REST_BYTES
-    return [EngineRequest(skill="embed", arguments=arguments, settings={})]
+    return [Request(skill="embed", arguments=arguments)]
 
 
 def embeddings(result: EngineResult) -> Iterator[pb.Embedding]:

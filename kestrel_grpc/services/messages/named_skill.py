@@ -10,17 +10,16 @@ from typing import Any
 from google.protobuf import struct_pb2
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import EngineResult, InvalidRequest
+from kestrel_engine import EngineResult, InvalidRequest, Request
 
 from ...edge.failures.errors import SkillNotFound
 from .options import sampling_settings, text_settings
 from .responses import FINISH_REASONS, logprobs_message
-from .tasks import EngineRequest
 
 _MAX_NAME = 128
 
 
-def skill_requests(task: pb.SkillTask, num_images: int) -> list[EngineRequest]:
+def skill_requests(task: pb.SkillTask, num_images: int) -> list[Request]:
     """Raises InvalidRequest."""
     if not 1 <= len(task.name) <= _MAX_NAME:
         raise InvalidRequest("name", f"must have 1 to {_MAX_NAME} characters")
@@ -33,15 +32,7 @@ def skill_requests(task: pb.SkillTask, num_images: int) -> list[EngineRequest]:
             raise InvalidRequest(
                 ("settings", name), "is set in a field of its own too; set it only once"
             )
-    label = arguments.get("object")
-    return [
-        EngineRequest(
-            skill=task.name,
-            arguments=arguments,
-            settings={**settings, **typed},
-            label=label if isinstance(label, str) else "",
-        )
-    ]
+    return [Request(skill=task.name, arguments=arguments, settings={**settings, **typed})]
 
 
 def check_skill(name: str, available: tuple[str, ...]) -> None:

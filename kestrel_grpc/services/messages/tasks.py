@@ -6,11 +6,11 @@ This module does not check what the engine checks (ranges, texts, images), so th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import InvalidRequest, Tiles
+from kestrel_engine import InvalidRequest, Request, Tiles
 
 from .options import sampling_settings, text_settings
 from .values import known_value, meant_float
@@ -35,17 +35,13 @@ TextTask: TypeAlias = pb.QueryTask | pb.CaptionTask
 FindTask: TypeAlias = pb.PointTask | pb.DetectTask | pb.SegmentTask
 
 
-class EngineRequest(NamedTuple):
-    """One request of the engine, without its images and options."""
-
-    skill: str
-    arguments: Mapping[str, Any]
-    settings: Mapping[str, Any]
-    label: str = ""
-    """Name of the object that the request is about, as in the task."""
+def label_of(request: Request) -> str:
+    """Name of the object that a request is about, as in the task; empty if it is about none."""
+    name = request.arguments.get("object", "")
+    return name if isinstance(name, str) else ""
 
 
-def query_requests(task: pb.QueryTask, num_images: int) -> list[EngineRequest]:
+def query_requests(task: pb.QueryTask, num_images: int) -> list[Request]:
     """Raises InvalidRequest."""
     arguments: dict[str, Any] = {
         "question": task.question,
@@ -73,19 +69,19 @@ def query_requests(task: pb.QueryTask, num_images: int) -> list[EngineRequest]:
     return _samples("query", task, arguments, settings)
 
 
-def caption_requests(task: pb.CaptionTask, num_images: int) -> list[EngineRequest]:
+def caption_requests(task: pb.CaptionTask, num_images: int) -> list[Request]:
     """Raises InvalidRequest."""
     length = known_value("length", task.length, pb.CaptionLength, _LENGTHS)
     return _samples("caption", task, {"length": length}, _text_settings(task))
 
 
-def point_requests(task: pb.PointTask, num_images: int) -> list[EngineRequest]:
+def point_requests(task: pb.PointTask, num_images: int) -> list[Request]:
     """Raises InvalidRequest."""
     arguments = {"spatial_refs": read_spatial_refs(task.spatial_refs)}
     return _names("point", task, arguments, _object_settings(task))
 
 
-def detect_requests(task: pb.DetectTask, num_images: int) -> list[EngineRequest]:
+def detect_requests(task: pb.DetectTask, num_images: int) -> list[Request]:
     """Raises InvalidRequest."""
     settings = _object_settings(task)
     if task.HasField("max_overlap"):
@@ -93,7 +89,7 @@ def detect_requests(task: pb.DetectTask, num_images: int) -> list[EngineRequest]
     return _names("detect", task, {}, settings)
 
 
-def segment_requests(task: pb.SegmentTask, num_images: int) -> list[EngineRequest]:
+def segment_requests(task: pb.SegmentTask, num_images: int) -> list[Request]:
     """Raises InvalidRequest."""
     known_value("mask_format", task.mask_format, pb.MaskFormat, _MASKS)
     refined = known_value("refinement", task.refinement, pb.Refinement, _REFINEMENTS)
@@ -128,17 +124,17 @@ def read_spatial_refs(refs: Sequence[common_pb2.SpatialRef]) -> list[tuple[float
 
 def _samples(
     skill: str, task: TextTask, arguments: Mapping[str, Any], settings: Mapping[str, Any]
-) -> list[EngineRequest]:
+) -> list[Request]:
     """A request for each sample; their seeds are drawn later."""
     wanted = task.num_samples if task.HasField("num_samples") else 1
     if not 1 <= wanted <= MAX_SAMPLES:
         raise InvalidRequest("num_samples", f"{wanted} is not in [1, {MAX_SAMPLES}]")
-    return [EngineRequest(skill=skill, arguments=arguments, settings=settings)] * wanted
+    return [Request(skill=skill, arguments=arguments, settings=settings)] * wanted
 
 
 def _names(
     skill: str, task: FindTask, arguments: Mapping[str, Any], settings: Mapping[str, Any]
-) -> list[EngineRequest]:
+) -> list[Request]:
     """A request for each name."""
     names = task.objects
     if not names:
@@ -151,9 +147,7 @@ def _names(
             raise InvalidRequest("objects", f"has {name[:40]!r} twice; name each object once")
         seen.add(name)
     return [
-        EngineRequest(
-            skill=skill, arguments={"object": name, **arguments}, settings=settings, label=name
-        )
+        Request(skill=skill, arguments={"object": name, **arguments}, settings=settings)
         for name in names
     ]
 

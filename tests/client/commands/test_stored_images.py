@@ -136,13 +136,13 @@ async def test_any_skill(kestrel):
 
 async def test_priority_and_salt(kestrel, monkeypatch):
     seen = []
-    submit = kestrel.served.engine.submit
+    start = kestrel.served.engine.start
 
-    async def spy(*args, priority, cache_salt, **options):
-        seen.append((priority, cache_salt))
-        return await submit(*args, priority=priority, cache_salt=cache_salt, **options)
+    async def spy(request):
+        seen.append((request.priority, request.cache_salt))
+        return await start(request)
 
-    kestrel.served.engine.submit = spy
+    kestrel.served.engine.start = spy
     flags = ["--priority", "high", "--cache-salt", "mine"]
     await kestrel("query", "what?", "--max-tokens", 1, *flags)
     await kestrel("analyze", IMAGE, "--query", "what?", *flags)

@@ -27,9 +27,19 @@ class Held:
         place = self.places.take(principal, weight, priority)
         number = len(self.taken)
         self.taken.append(place)
-        place.is_waiting = lambda: number not in self.running
-        place.displace = lambda error: self.lost.setdefault(number, error)
+        place.pass_to(Held.Occupant(self, number))
         return number
+
+    class Occupant:
+        def __init__(self, held, number):
+            self.held, self.number = held, number
+
+        @property
+        def is_waiting(self):
+            return self.number not in self.held.running
+
+        def displace(self, error):
+            self.held.lost.setdefault(self.number, error)
 
     def fill(self, principal="", priority=NORMAL, weight=1.0):
         numbers = []

@@ -79,7 +79,7 @@ class Spec:
         return Submission(
             sequence_id=self.number,
             prompt=() if self.embeds else (*prompt, *self.text[begin:]),
-            embedding=self.embeds,
+            reads=self.embeds,
             images=tuple(self.prepared(key) for key in self.images),
             sampling=SamplingParams(),
             rule=TokenRule(),
@@ -188,8 +188,8 @@ class Simulation:
                 self.ended.add(number)
             else:
                 self.resume(number, ahead=False)
-        for number in result.embeddings.keys() & self.live.keys():
-            found = result.embeddings[number]
+        for number in result.readings.keys() & self.live.keys():
+            found = result.readings[number]
             vectors = [v for v in (found.image, found.crops) if v is not None]
             self.tokens[number] = [int(sum(v.sum(dtype=np.float64) for v in vectors))]
             self.scheduler.abort(number)

@@ -100,7 +100,7 @@ def test_skills_without_text_have_no_stop_strings(moondream3):
 @pytest.mark.parametrize("stop", ["END", ["END"], ("END",)])
 def test_one_text_is_one_stop_string(moondream3, stop):
     request = CaptionSkill().build({}, {"stop": stop}, moondream3)
-    assert request.options["stop"] == ("END",)
+    assert request.stop == ("END",)
 
 
 def test_the_tokens_up_to_the_end_of_the_stop_string_count(moondream3, codec):

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from kestrel_engine.errors import RuntimeFailure
+from kestrel_engine.skills import SkillOutput
 from kestrel_engine.steps import delivery
 from kestrel_engine.steps.delivery import DeliveryThread, SequenceEnd, StepReport
 from kestrel_engine.types.events import StreamUpdate
@@ -15,7 +16,7 @@ from kestrel_engine.types.timings import StepTimings
 ENDED = StepTimings(scheduled_at=1.0, first_token_at=2.0, last_token_at=3.0, finished_at=4.0)
 
 
-class Letters:
+class Letters(SkillOutput):
     """Every token is its id as a letter."""
 
     def __init__(self):

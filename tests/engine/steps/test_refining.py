@@ -15,6 +15,8 @@ from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.scheduler.budget import StepBudget
 from kestrel_engine.scheduler.policy import SchedulerPolicy
 from kestrel_engine.scheduler.scheduler import Scheduler
+from kestrel_engine.skills import SkillContext
+from kestrel_engine.skills.segment import SegmentOutput
 from kestrel_engine.steps.refining import Refining
 from kestrel_engine.types.model_config import parse_model_config
 from kestrel_engine.types.requests import PreparedImage, SamplingParams
@@ -26,7 +28,7 @@ from kestrel_engine.types.step import (
     TokenRule,
 )
 from kestrel_engine.types.submission import Submission
-from tests.engine.fakes import IMAGE, SMALL, Listener, fake_build
+from tests.engine.fakes import IMAGE, SMALL, ByteCodec, Listener, fake_build
 
 PATH = "M 0 0 L 960 0 L 960 960 L 0 960 z".split()
 """The whole box."""
@@ -182,17 +184,18 @@ async def test_an_outline_without_a_box_is_not_refined(make):
 
 
 def test_a_path_that_would_take_long_to_draw_is_not_refined():
-    class Output:
+    class Output(SegmentOutput):
         outline = "", (0.2, 0.2, 0.8, 0.8)
 
-    vision = parse_model_config(SMALL, family="moondream3").vision
+    model = parse_model_config(SMALL, family="moondream3")
+    output, vision = Output("cat", SkillContext(model=model, codec=ByteCodec())), model.vision
     refining, side = Refining(vision), vision.crop_size
     image = PreparedImage("key", np.zeros((2, side, side, 3), np.uint8), (1, 1), 60, 40)
     square, curve = "M 0 0 L 1 0 L 1 1 L 0 1", " C 0.111 0.222 0.333 0.444 0.555 0.666"
     for curves in (0, 200, 240):
         Output.outline = square + curves * curve + " z", Output.outline[1]
         began = time.process_time()
-        row = refining.begin(1, Output, image)
+        row = refining.begin(1, output, image)
         assert (row is None) == (curves == 240)
         assert time.process_time() - began < 1
 

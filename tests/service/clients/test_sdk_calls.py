@@ -305,13 +305,13 @@ async def test_skills_by_name(client, picture, served):
 async def test_priority_and_salt_reach_the_engine(serve):
     served = await serve()
     seen = []
-    submit = served.engine.submit
+    start = served.engine.start
 
-    async def spy(*args, priority, cache_salt, **options):
-        seen.append((priority, cache_salt))
-        return await submit(*args, priority=priority, cache_salt=cache_salt, **options)
+    async def spy(request):
+        seen.append((request.priority, request.cache_salt))
+        return await start(request)
 
-    served.engine.submit = spy
+    served.engine.start = spy
     async with AsyncKestrelClient(served.server.addresses[0], timeout=60) as client:
         await client.query(None, "?", max_tokens=1)
         await client.query(None, "?", max_tokens=1, priority="low", cache_salt="mine")

@@ -315,10 +315,10 @@ async def test_a_failed_step_is_internal_and_the_server_goes_on(serve):
 async def test_an_unforeseen_exception_tells_nothing_but_the_request_id(serve, caplog):
     served = await serve()
 
-    async def break_down(*args, **kwargs):
+    async def break_down(request):
         raise LookupError("secret")
 
-    served.engine.submit = break_down
+    served.engine.start = break_down
     told = await failure(served.vision.Query(query(options=options(request_id="r-1"))))
     assert told.code is grpc.StatusCode.INTERNAL
     assert told.message == "internal error; the server's log has details under request id r-1"
@@ -361,16 +361,16 @@ async def test_a_retrying_client_obeys_the_pushback(serve):
     """Initial metadata would tell a client's retry policy to give up, so a refused call must not send any."""
     served = await serve()
     calls = 0
-    submit = served.engine.submit
+    start = served.engine.start
 
-    async def overloaded_once(*args, **kwargs):
+    async def overloaded_once(request):
         nonlocal calls
         calls += 1
         if calls == 1:
             raise kestrel_engine.EngineOverloaded("full", retry_after_s=0.2)
-        return await submit(*args, **kwargs)
+        return await start(request)
 
-    served.engine.submit = overloaded_once
+    served.engine.start = overloaded_once
     policy = (
         '{"methodConfig": [{"name": [{}], "retryPolicy": {"maxAttempts": 3, "initialBackoff": "0.01s", '
         '"maxBackoff": "0.01s", "backoffMultiplier": 1, "retryableStatusCodes": ["RESOURCE_EXHAUSTED"]}}]}'

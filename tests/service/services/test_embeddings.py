@@ -136,7 +136,7 @@ async def test_embeddings_larger_than_a_message_need_a_stream(serve):
             await client.embed(WIDE, crops=True, pooling="none")
         assert "embed.pooling: 4 embeddings take 2654208 bytes, the limit is" in str(refused.value)
         assert "use a stream" in str(refused.value)
-        assert not any(plan.embed for plan in served.runtime.plans)
+        assert not any(plan.reads for plan in served.runtime.plans)
         assert (
             len((await client.stream_embed(WIDE, crops=True, pooling="none").result()).crops) == 3
         )

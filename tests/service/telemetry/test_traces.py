@@ -43,7 +43,7 @@ class TimedRuntime(FakeRuntime):
         result = super().collect(handle)
         return StepResult(
             tokens=result.tokens,
-            embeddings=result.embeddings,
+            readings=result.readings,
             vision_s=0.001 if handle.encode else 0.0,
             prefill_s=0.001 if handle.prefill else 0.0,
             decode_s=0.001 if handle.decode else 0.0,

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ....types.adapter import Adapter
 from ....types.requests import PreparedImage
-from ....types.step import EmbedRead, EncodeSlice
-from ...embedding import FetchedEmbedding, fetch
+from ....types.step import EncodeSlice, ImageRead
 from ...kept_crops import KeptCrops
+from ...reading import Fetched, fetch
 from ..state.staging import ImageUploader, Uploader
 from .crop_graphs import captured_crops
 from .device_crops import DeviceCrops
@@ -111,8 +111,8 @@ class EncodedImages:
         # The device works on the images.
         self._make_crops.capture()
 
-    def embedding(self, read: EmbedRead) -> FetchedEmbedding:
-        """Enqueues the copies of embeddings. The image was encoded."""
+    def reading(self, read: ImageRead) -> Fetched:
+        """Enqueues the copies. The image was encoded."""
         key, spec, crops = read.image.key, read.spec, None
         if spec.crops:
             (features,) = self._features[key]

@@ -18,8 +18,8 @@ from kestrel_engine.types.embedding import EmbeddingSpec
 from kestrel_engine.types.requests import Coord, ImageBlock, SamplingParams, Size, num_positions
 from kestrel_engine.types.step import (
     PREVIOUS,
-    EmbedRead,
     EncodeSlice,
+    ImageRead,
     LogitEdit,
     Row,
     SampleSpec,
@@ -319,12 +319,12 @@ def test_embeddings_are_those_of_the_reference(both):
             StepPlan(
                 1,
                 encode=(EncodeSlice(image, 2, 4),),
-                embed=(EmbedRead(1, image, spec), EmbedRead(2, image, EmbeddingSpec(half=True))),
+                reads=(ImageRead(1, image, spec), ImageRead(2, image, EmbeddingSpec(half=True))),
             ),
             StepPlan(2, drop_images=("embedded",)),
         ]
         results = [runtime.collect(runtime.launch(plan)) for plan in plans]
-        found.append(results[1].embeddings)
+        found.append(results[1].readings)
     wanted, got = found
     assert got[1].crops.shape == (4, 16, config.text.dim)
     for name in ("image", "crops"):

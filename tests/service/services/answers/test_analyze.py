@@ -246,14 +246,14 @@ async def test_a_task_may_be_a_named_skill(serve):
 
 async def test_our_own_failure_in_a_task_is_told_without_its_words(serve, caplog):
     served = await serve()
-    submit = served.engine.submit
+    start = served.engine.start
 
-    async def break_down(skill, *args, **kwargs):
-        if skill == "caption":
+    async def break_down(request):
+        if request.skill == "caption":
             raise LookupError("secret")
-        return await submit(skill, *args, **kwargs)
+        return await start(request)
 
-    served.engine.submit = break_down
+    served.engine.start = break_down
     tasks = [question(), pb.Task(caption=pb.CaptionTask())]
     reply = await served.vision.Analyze(request(*tasks, request_id="r-1"))
     assert reply.results[0].query.usage.output_tokens

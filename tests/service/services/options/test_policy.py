@@ -7,6 +7,7 @@ import pytest
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine import clock
 from tests.service.conftest import LIMITS, NO_END, EndlessRuntime, raw_image
 from tests.service.statuses import failure
 from tests.waiting import until
@@ -68,13 +69,13 @@ async def test_the_engine_learns_of_the_deadline(serve):
     """Not only of the cancellation that follows it."""
     served = await serve()
     seen = []
-    submit = served.engine.submit
+    start = served.engine.start
 
-    async def spy(*args, timeout_s, **kwargs):
-        seen.append(timeout_s)
-        return await submit(*args, timeout_s=timeout_s, **kwargs)
+    async def spy(request):
+        seen.append(request.deadline_at - clock.now())
+        return await start(request)
 
-    served.engine.submit = spy
+    served.engine.start = spy
     await served.vision.Query(query())
     await served.vision.Query(query(), timeout=50)
     assert 115 < seen[0] < 120, "the server's own limit"

@@ -15,7 +15,7 @@ from kestrel_engine.runtime.gpu.vision.graphs import PassShape, VisionGraphs
 from kestrel_engine.runtime.gpu.vision.tower import FusedVision
 from kestrel_engine.runtime.gpu.weights import pack_weights
 from kestrel_engine.types.embedding import EmbeddingSpec
-from kestrel_engine.types.step import EmbedRead, EncodeSlice, StepPlan
+from kestrel_engine.types.step import EncodeSlice, ImageRead, StepPlan
 from tests.engine.adapters.random_adapters import adapter, merged, random_tensors
 from tests.engine.runtime.gpu.small_models import picture, small_model
 from tests.engine.runtime.gpu.test_gpu_runtime import DEVICE, SIZES, TEXT, Talk, answers, image
@@ -132,9 +132,9 @@ def test_embeddings_of_crops_have_the_adapter(tested):
     own = replace(own, key="own/crops", keeps_features=True)
     spec = EmbeddingSpec(image=True, crops=True, patches=True)
     plan = StepPlan(
-        5, encode=(EncodeSlice(own, 0, own.num_crops),), embed=(EmbedRead(7, own, spec),)
+        5, encode=(EncodeSlice(own, 0, own.num_crops),), reads=(ImageRead(7, own, spec),)
     )
-    found = tested.collect(tested.launch(plan)).embeddings[7]
+    found = tested.collect(tested.launch(plan)).readings[7]
     model = Moondream(CONFIG, merged(TENSORS, CHANGES["all"])).vision
     with torch.inference_mode():
         features = model.encode_crops(torch.from_numpy(own.crops))

@@ -1,29 +1,28 @@
-"""Whether the images of a question show the objects that it presupposes: requests to point at each of them, which end
-with their first decision (docs/use/scores.md). Owns nothing."""
+"""Presupposed: the objects that a question is about, and whether its images show them.
+
+Requests to point at each of them end with their first decision (docs/use/scores.md). If an object is absent, the
+question ends without a token.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...errors import RequestError
-from ...preprocess.prepared_cache import Looks
-from ...skills.base import SkillOutput, logprobs_of
-from ...steps.delivery import Finished
-from ...types.events import EngineResult, FinishReason, ObjectAbsence
-from ...types.stream import EngineStream
+from ..errors import RequestError
+from ..types.events import EngineResult, FinishReason, ObjectAbsence
+from ..types.requests import PreparedImage
+from ..types.stream import EngineStream
+from .base import Preparation
 
-LOOK = "point"
+_LOOK = "point"
 """The skill of a look."""
-LOOK_SETTINGS: Mapping[str, Any] = {
+_LOOK_SETTINGS: Mapping[str, Any] = {
     "max_objects": 1, "max_tokens": 1, "temperature": 0.0, "min_score": 0.0, "seed": 0
 }  # fmt: skip
 """One token: the decision that there is an object."""
-
-Start = Callable[[Any, str], Awaitable[EngineStream]]
-"""Starts the request to point at an object in an image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +33,12 @@ class Presence:
     results: tuple[EngineResult, ...]
     was_cancelled: bool
 
-    def ending(self, max_absence: float, output: SkillOutput) -> Finished | None:
-        """The outcome of the question if nothing is generated for it, because an object is absent with a probability
-        above ``max_absence``, or a look was cancelled. ``output``: that of the question."""
-        is_absent = any(each.absence > max_absence for each in self.absences)
-        if not self.was_cancelled and not is_absent:
-            return None
-        output.finish()
-        reason: FinishReason = "cancelled" if self.was_cancelled else "stop"
-        abstained = not self.was_cancelled
-        return Finished(output.output(), reason, (), logprobs_of(output), abstained=abstained)
+    def ending(self, max_absence: float) -> FinishReason | None:
+        """Why nothing is generated for the question: a look was cancelled, or an object is absent with a probability
+        above ``max_absence``."""
+        if self.was_cancelled:
+            return "cancelled"
+        return "stop" if any(each.absence > max_absence for each in self.absences) else None
 
     def added_to(self, result: EngineResult) -> EngineResult:
         """``result`` with the absences, and with the tokens and crops of the looks."""
@@ -62,19 +57,35 @@ class Presence:
         )
 
 
-async def find_absences(
-    objects: Sequence[str], prepared: Sequence[Looks], start: Start
-) -> Presence:
-    """Looks for all objects in all images at the same time. An object is absent if no image shows it.
+@dataclass(frozen=True, slots=True)
+class Presupposed:
+    """The request is about ``objects``. If one of them is absent from its images with a probability above
+    ``max_absence``, nothing is generated."""
 
-    Raises the first error; one of an object's name names its place in ``objects``.
-    """
+    objects: tuple[str, ...]
+    max_absence: float
+
+    async def found(self, engine: Preparation, images: Sequence[PreparedImage]) -> Presence:
+        """Looks for all objects in all images at the same time. An object is absent if no image shows it.
+
+        Raises the first error; one of an object's name names its place in ``objects``.
+        """
+        return await engine.wait(
+            _find(self.objects, images, engine),
+            "before the objects that the question presupposes were looked for",
+        )
+
+
+async def _find(
+    objects: Sequence[str], images: Sequence[PreparedImage], engine: Preparation
+) -> Presence:
     streams: list[EngineStream] = []
     try:
         for index, name in enumerate(objects):
-            for (image,) in prepared:
+            for image in images:
                 try:
-                    streams.append(await start(image, name))
+                    look = await engine.ask(_LOOK, image, {"object": name}, _LOOK_SETTINGS)
+                    streams.append(look)
                 except RequestError as error:
                     if error.path != ("object",):
                         raise
@@ -85,7 +96,7 @@ async def find_absences(
             await stream.aclose()
     absences = []
     for index, name in enumerate(objects):
-        of_object = results[index * len(prepared) : (index + 1) * len(prepared)]
+        of_object = results[index * len(images) : (index + 1) * len(images)]
         known = [result.absence for result in of_object if result.absence is not None]
         if known:
             absences.append(ObjectAbsence(name, min(known)))
