@@ -14,18 +14,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ..edge.calls.call import REQUEST_ID_KEY, TRACE_ID_KEY
-from ..kserve.service import InferenceService
 from ..security.admission.guard import Guard
 from ..served_model import ServedModels, State
-from ..services.image import ImageService
-from ..services.model import ModelService
-from ..services.vision import VisionService
 from ..telemetry.opening import Telemetry
 from .dialects import completions, grpc_web, kserve, moondream, ollama, openai
 from .edge import Endpoint, HttpEdge, Receive, Scope, Send
 from .files import page_routes
 from .metrics import metrics
 from .refusals import error_body
+from .services import HttpServices
 
 _EXPOSED = [REQUEST_ID_KEY, TRACE_ID_KEY, "retry-after", "retry-after-ms"]
 """The headers of responses that programs of other origins may read. gRPC-Web has its status in the body."""
@@ -45,16 +42,13 @@ class _Answered:
 
 def application(
     edge: HttpEdge,
-    vision: VisionService,
-    images: ImageService,
-    models: ModelService,
-    inference: InferenceService,
-    served: ServedModels,
+    services: HttpServices,
     guard: Guard,
     telemetry: Telemetry | None,
     origins: Sequence[str] = (),
 ) -> Any:
     """The ASGI application. ``origins``: of the pages whose programs may read the responses; "*" stands for all."""
+    vision, images, models, inference, served = services
     endpoints = {
         **moondream.endpoints(vision, lambda: served.names),
         **openai.endpoints(vision, models, lambda: served.names),

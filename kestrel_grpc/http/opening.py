@@ -8,19 +8,15 @@ from typing import TYPE_CHECKING
 
 from ..edge.calls.call import Call
 from ..edge.calls.in_flight import InFlight
-from ..kserve.service import InferenceService
 from ..security.admission.guard import Guard
 from ..security.connections.connection_guard import ConnectionGuard
 from ..security.identity.tls import RenewedContext
 from ..security.listening import check_exposure
-from ..served_model import ServedModels
-from ..services.image import ImageService
-from ..services.model import ModelService
-from ..services.vision import VisionService
 from ..settings.addresses import AddressError
 from ..settings.http import HttpConfig
 from ..settings.security import SecurityConfig
 from ..telemetry.opening import Telemetry
+from .services import HttpServices
 
 if TYPE_CHECKING:
     from .listener import HttpListener
@@ -31,11 +27,7 @@ _PACKAGES = "orjson, starlette and uvicorn"
 def open_http(
     config: HttpConfig,
     security: SecurityConfig,
-    vision: VisionService,
-    images: ImageService,
-    models: ModelService,
-    inference: InferenceService,
-    served: ServedModels,
+    services: HttpServices,
     in_flight: InFlight,
     guard: Guard,
     end_call: Callable[[Call], None],
@@ -60,9 +52,6 @@ def open_http(
     allowed = config.http_fetch_allow
     fetcher = ImageFetcher(allowed, guard.messages.largest) if allowed else None
     edge = HttpEdge(in_flight, guard, connection_guard, end_call, telemetry, fetcher)
-    app = application(
-        *(edge, vision, images, models, inference, served, guard, telemetry),
-        origins=config.http_allow_origins,
-    )
+    app = application(edge, services, guard, telemetry, config.http_allow_origins)
     tls = None if security.tls is None else RenewedContext(security.tls, "HTTP port")
     return HttpListener(app, config, security, tls, connections, connection_guard)

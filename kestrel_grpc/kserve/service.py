@@ -21,7 +21,7 @@ from ..monitoring.call_statistics import CallStatistics
 from ..served_model import ServedModels, State
 from ..services.vision import VisionService
 from . import model
-from .skills import Asked, Values, asked, input_path, output_values
+from .skills import Values, VisionCall, input_path, output_values, vision_call
 from .statistics import model_statistics
 from .tensors import BYTES, raw_bytes
 
@@ -134,7 +134,7 @@ class InferenceService(GRPCInferenceServiceServicer):
     async def ModelInfer(
         self, request: pb.ModelInferRequest, context: Context
     ) -> pb.ModelInferResponse:
-        wanted = self._asked(request)
+        wanted = self._call(request)
         if wanted.streams:
             raise InvalidRequest("STREAM", "ModelInfer has one response; use ModelStreamInfer")
         with located(input_path):
@@ -145,7 +145,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         self, request: pb.ModelInferRequest, context: Context
     ) -> None:
         """Answers one request of the stream. edge/request_streams.py divides the stream."""
-        wanted = self._asked(request)
+        wanted = self._call(request)
         with located(input_path):
             if wanted.streams:
                 pieces = cast(Context, _Pieces(request, wanted, context))
@@ -154,14 +154,14 @@ class InferenceService(GRPCInferenceServiceServicer):
             response = await wanted.behaviour(wanted.message, context)
         await context.write(_stream_response(request, output_values(response), is_final=True))
 
-    def _asked(self, request: pb.ModelInferRequest) -> Asked:
+    def _call(self, request: pb.ModelInferRequest) -> VisionCall:
         """Raises InvalidRequest, ModelNotFoundError."""
         named = (request.model_name, request.model_version)
         served = model.model_of(self._served, *named, field="model_name")
         call = current_call()
         _apply_parameters(request, call)
         _check_outputs(request)
-        wanted = asked(request, self._vision)
+        wanted = vision_call(request, self._vision)
         if served is not self._served.default:
             wanted.message.options.model = served.name
         call.message, call.streams = wanted.message, wanted.streams
@@ -186,7 +186,7 @@ def refuse(
 class _Pieces:
     """The context of a stream's method. It converts the messages to responses of ``request``."""
 
-    def __init__(self, request: pb.ModelInferRequest, wanted: Asked, context: Context) -> None:
+    def __init__(self, request: pb.ModelInferRequest, wanted: VisionCall, context: Context) -> None:
         self._request, self._wanted, self._context = request, wanted, context
 
     async def write(self, message: Any) -> None:
@@ -231,8 +231,8 @@ def _apply_parameters(request: pb.ModelInferRequest, call: Call) -> None:
             raise InvalidRequest(
                 ("parameters", "timeout"), "must be at least 1 microsecond, as int64"
             )
-        asked_s = timeout_us / 1e6
-        call.longest_s = asked_s if call.longest_s is None else min(call.longest_s, asked_s)
+        wanted_s = timeout_us / 1e6
+        call.longest_s = wanted_s if call.longest_s is None else min(call.longest_s, wanted_s)
 
 
 def _check_outputs(request: pb.ModelInferRequest) -> None:

@@ -52,7 +52,7 @@ Values = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class VisionCall:
     """A request in the form that a service accepts."""
 
     message: Any
@@ -80,7 +80,7 @@ class Asked:
         return None
 
 
-def asked(request: inference.ModelInferRequest, vision: VisionService) -> Asked:
+def vision_call(request: inference.ModelInferRequest, vision: VisionService) -> VisionCall:
     """Raises InvalidRequest."""
     inputs = _Inputs(tensors(request))
     skill = inputs.text("SKILL")
@@ -94,7 +94,7 @@ def asked(request: inference.ModelInferRequest, vision: VisionService) -> Asked:
     inputs.fill(message, skill)
     streams = skill in _STREAMED and inputs.flag("STREAM")
     behaviour = getattr(vision, f"{'Stream' if streams else ''}{skill.title()}")
-    return Asked(message, behaviour, streams)
+    return VisionCall(message, behaviour, streams)
 
 
 def output_values(response: Response) -> Values:

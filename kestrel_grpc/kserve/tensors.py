@@ -2,6 +2,9 @@
 
 The raw form of a BYTES element is its length in four bytes, little-endian, then its bytes. Other elements are packed
 without gaps, little-endian.
+
+It uses no library: tritonclient's functions make an array of all elements before anything is checked, and their errors
+name no input.
 """
 
 from __future__ import annotations

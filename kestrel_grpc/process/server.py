@@ -47,6 +47,7 @@ from ..edge.generic_methods import GenericMethods
 from ..edge.interceptors import CallInterceptor
 from ..edge.request_streams import StreamKind
 from ..http.opening import open_http
+from ..http.services import HttpServices
 from ..images.request_images import RequestImages
 from ..images.shared.opening import open_shared_images
 from ..images.shared.shared_images import SharedImageEvent, SharedImages
@@ -246,11 +247,13 @@ class KestrelServer:
             self._http = open_http(
                 http,
                 security,
-                vision,
-                self._image_service(images),
-                self._model_service(),
-                kserve.InferenceService(self.served, vision, self.call_statistics),
-                self.served,
+                HttpServices(
+                    vision,
+                    self._image_service(images),
+                    self._model_service(),
+                    kserve.InferenceService(self.served, vision, self.call_statistics),
+                    self.served,
+                ),
                 self._in_flight,
                 self.guard,
                 end_call,

@@ -17,6 +17,7 @@ from kestrel_grpc.edge.calls.call import Call
 from kestrel_grpc.edge.calls.in_flight import InFlight
 from kestrel_grpc.http.app import application
 from kestrel_grpc.http.edge import HttpEdge
+from kestrel_grpc.http.services import HttpServices
 from kestrel_grpc.images.request_images import RequestImages
 from kestrel_grpc.images.store import ImageStore
 from kestrel_grpc.images.upload import UploadRoom
@@ -85,11 +86,15 @@ class Service:
             HttpEdge(
                 self.in_flight, self.guard, ConnectionGuard(security.connections, 0, None), end_call
             ),
-            vision,
-            ImageService(served, images, UploadRoom(2**20), 30),
-            ModelService(served, load, max_message_bytes=_MESSAGE_BYTES, image_store_bytes=2**20),
-            InferenceService(served, vision, statistics),
-            served,
+            HttpServices(
+                vision,
+                ImageService(served, images, UploadRoom(2**20), 30),
+                ModelService(
+                    served, load, max_message_bytes=_MESSAGE_BYTES, image_store_bytes=2**20
+                ),
+                InferenceService(served, vision, statistics),
+                served,
+            ),
             self.guard,
             None,
         )

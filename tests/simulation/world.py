@@ -288,7 +288,7 @@ def one_thread(
         with (
             still() as own,
             patch.object(pool, "DecoderProcess", decoders),
-            patch.object(pool, "template"),
+            patch.object(pool, "confined"),
             patch.object(watchdog, "log_stacks"),
             patch.object(message_room, "copy_s_per_byte", lambda: 1e-8),  # Measured otherwise.
             asyncio.Runner(loop_factory=lambda: loop_of(own)) as runner,

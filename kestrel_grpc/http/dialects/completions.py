@@ -13,7 +13,7 @@ from typing import Any
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import EngineResult, FieldPath, InvalidRequest, clock
+from kestrel_engine import EngineResult, FieldPath, InvalidRequest
 
 from ...edge.calls.call import Context
 from ...edge.calls.current_call import current, current_call
@@ -27,6 +27,7 @@ from .known_fields import COMPLETIONS
 from .openai import (
     fill,
     fill_top_logprobs,
+    head,
     reason_of,
     samples,
     usage_json,
@@ -181,12 +182,7 @@ def _chunks(usage: bool) -> Callable[[Any], Iterable[bytes]]:
 
 
 def _head(info: common_pb2.RequestInfo) -> dict[str, Any]:
-    return {
-        "id": f"cmpl-{info.request_id}",
-        "object": "text_completion",
-        "created": int(clock.wall()),
-        "model": info.model,
-    }
+    return head(info, "cmpl", "text_completion")
 
 
 def _choice(

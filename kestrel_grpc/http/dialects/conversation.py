@@ -26,10 +26,10 @@ class Message:
 
 
 @dataclass(slots=True)
-class Asked:
-    """What the user asked. ``images``: those that the question shows, in order."""
+class Question:
+    """``text``: what the user wrote. ``images``: those that the question shows, in order."""
 
-    question: str
+    text: str
     images: list[bytes]
 
 
@@ -38,16 +38,16 @@ class Conversation:
     """``last``: the question to answer. ``history``: earlier questions with their answers, oldest first. ``system``:
     all texts before the first question. ``begun``: the beginning of the answer, which the model continues."""
 
-    last: Asked
-    history: list[tuple[Asked, str]]
+    last: Question
+    history: list[tuple[Question, str]]
     system: str
     begun: str = ""
 
     @property
     def images(self) -> list[bytes]:
         """All images, in order."""
-        turns = [*(asked for asked, _ in self.history), self.last]
-        return [image for asked in turns for image in asked.images]
+        questions = [*(question for question, _ in self.history), self.last]
+        return [image for question in questions for image in question.images]
 
     def request(self, *, reasoning: bool) -> pb.QueryRequest:
         """The request that asks the question."""
@@ -55,11 +55,12 @@ class Conversation:
         for image in self.images:
             request.images.add(encoded=image)
         task = request.query
-        task.question, task.reasoning, task.system = self.last.question, reasoning, self.system
+        task.question, task.reasoning, task.system = self.last.text, reasoning, self.system
         if self.begun:
             task.answer_start = self.begun
-        for asked, answer in self.history:
-            task.history.add(question=asked.question, answer=answer, num_images=len(asked.images))
+        for question, answer in self.history:
+            num_images = len(question.images)
+            task.history.add(question=question.text, answer=answer, num_images=num_images)
         return request
 
 
@@ -96,20 +97,18 @@ def conversation(messages: Iterable[Message]) -> Conversation:
         turns.append(_Turn())
     if not turns or (ends_empty and turns[-1].answers):
         raise InvalidRequest("messages", "must hold a user message that has text or an image")
-    system, asked = "\n\n".join(before), [turn.asked() for turn in turns]
-    if has_system and not has_greeting and not asked[0].question.strip():
-        system, asked[0].question = (
-            "",
-            system,
-        )  # Instructions for the image are the question about it.
-    for each in asked:
-        if not each.question.strip():
+    system, questions = "\n\n".join(before), [turn.question() for turn in turns]
+    if has_system and not has_greeting and not questions[0].text.strip():
+        # Instructions for the image are the question about it.
+        system, questions[0].text = "", system
+    for each in questions:
+        if not each.text.strip():
             if not each.images:
                 raise InvalidRequest("messages", "must hold text or an image")
-            each.question = IMAGE_ALONE
+            each.text = IMAGE_ALONE
     answers = ["\n\n".join(turn.answers) for turn in turns]
-    history = list(zip(asked[:-1], answers[:-1], strict=True))
-    return Conversation(asked[-1], history, system, answers[-1])
+    history = list(zip(questions[:-1], answers[:-1], strict=True))
+    return Conversation(questions[-1], history, system, answers[-1])
 
 
 @dataclass(slots=True)
@@ -120,8 +119,8 @@ class _Turn:
     images: list[bytes] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
 
-    def asked(self) -> Asked:
-        return Asked("\n\n".join(self.texts), self.images)
+    def question(self) -> Question:
+        return Question("\n\n".join(self.texts), self.images)
 
 
 def _check(message: Message) -> None:

@@ -83,7 +83,7 @@ def _chat(fields: Fields, service: VisionService, names: Sequence[str]) -> Asked
     CHAT.check(fields)
     talk = conversation(_messages(fields))
     form = fields.inner("response_format")
-    wanted = wanted_places(talk.last.question, form) if talk.images else None
+    wanted = wanted_places(talk.last.text, form) if talk.images else None
     streams = fields.flag("stream")
     usage = fields.inner("stream_options").flag("include_usage")
     if wanted is not None:
@@ -261,12 +261,19 @@ def _completion(response: pb.QueryResponse) -> dict[str, Any]:
 
 def _whole(response: Any, choices: list[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "id": f"chatcmpl-{response.info.request_id}",
-        "object": "chat.completion",
-        "created": int(clock.wall()),
-        "model": response.info.model,
+        **head(response.info, "chatcmpl", "chat.completion"),
         "choices": choices,
         "usage": usage_json(response),
+    }
+
+
+def head(info: common_pb2.RequestInfo, prefix: str, kind: str) -> dict[str, Any]:
+    """What all answers begin with."""
+    return {
+        "id": f"{prefix}-{info.request_id}",
+        "object": kind,
+        "created": int(clock.wall()),
+        "model": info.model,
     }
 
 
@@ -330,10 +337,7 @@ def _chunk(
         "finish_reason": reason,
     }
     body = {
-        "id": f"chatcmpl-{info.request_id}",
-        "object": "chat.completion.chunk",
-        "created": int(clock.wall()),
-        "model": info.model,
+        **head(info, "chatcmpl", "chat.completion.chunk"),
         "choices": [] if delta is None else [choice],
         **({} if usage is None else {"usage": usage}),
     }

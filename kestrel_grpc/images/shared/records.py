@@ -58,11 +58,15 @@ class Keys:
     @classmethod
     def read(cls, path: str) -> Keys:
         """Raises ConfigError, whose message shows no part of a key."""
+
+        def refused(why: str) -> ConfigError:
+            return ConfigError("shared_images_key_file", path, why)
+
         try:
             lines = Path(path).read_text("ascii").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "is not ASCII"
-            raise ConfigError("shared_images_key_file", path, f"can't be read: {reason}") from None
+            raise refused(f"can't be read: {reason}") from None
         keys: dict[str, bytes] = {}
         for number, line in enumerate(map(str.strip, lines), 1):
             if not line or line.startswith("#"):
@@ -70,29 +74,17 @@ class Keys:
             match = _KEY_LINE.fullmatch(line)
             key = _decoded(match["key"]) if match else b""
             if match is None or len(key) != _KEY_BYTES:
-                raise ConfigError(
-                    "shared_images_key_file",
-                    path,
-                    f"line {number} must be an id and 32 bytes in base64",
-                )
+                raise refused(f"line {number} must be an id and 32 bytes in base64")
             if match["id"] in keys:
-                raise ConfigError(
-                    "shared_images_key_file", path, f"line {number} repeats the id {match['id']}"
-                )
+                raise refused(f"line {number} repeats the id {match['id']}")
             keys[match["id"]] = key
         if not 1 <= len(keys) <= _MOST_KEYS:
-            raise ConfigError(
-                "shared_images_key_file",
-                path,
-                f"holds {len(keys)} keys; there may be 1 to {_MOST_KEYS}",
-            )
+            raise refused(f"holds {len(keys)} keys; there may be 1 to {_MOST_KEYS}")
         try:
             return cls(keys)
         except ImportError:
-            raise ConfigError(
-                "shared_images_key_file",
-                path,
-                "needs the package cryptography: pip install ./clients/python '.[redis]' or '.[s3]'",
+            raise refused(
+                "needs the package cryptography: pip install ./clients/python '.[redis]' or '.[s3]'"
             ) from None
 
     def seal(self, data: bytes, context: bytes) -> bytes:

@@ -32,9 +32,9 @@ def test_messages_of_one_user_in_a_row_are_one_question():
             ("user", "When?"),
         )
     )
-    ((asked, answer),) = found.history
-    assert (asked.question, asked.images, answer) == ("image 1\n\nWhat?", [b"image"], "A cat.")
-    assert found.last.question == "Where?\n\nimage 2\n\nWhen?"
+    ((question, answer),) = found.history
+    assert (question.text, question.images, answer) == ("image 1\n\nWhat?", [b"image"], "A cat.")
+    assert found.last.text == "Where?\n\nimage 2\n\nWhen?"
     assert found.last.images == [b"image"] and len(found.images) == 2
     assert found.system == "Be brief." and found.begun == ""
 
@@ -83,8 +83,8 @@ ALL = {
 def test_a_conversation_of_another_form(given, system, history, question, begun):
     found = conversation(messages(*given))
     assert found.system == system and found.begun == begun
-    assert [(asked.question, answer) for asked, answer in found.history] == history
-    assert found.last.question == question
+    assert [(question.text, answer) for question, answer in found.history] == history
+    assert found.last.text == question
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_list_that_is_no_conversation(given, field):
 def test_many_messages_in_a_row_are_joined_once():
     """Joined for each message, they would take a minute."""
     found = conversation(messages(*[("user", "x" * 400)] * 60_000))
-    assert len(found.last.question) == 60_000 * 402 - 2
+    assert len(found.last.text) == 60_000 * 402 - 2
 
 
 async def test_the_answers_of_both_dialects_are_those_of_the_query(http):
