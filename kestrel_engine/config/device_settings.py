@@ -58,8 +58,8 @@ class DeviceSettings:
     attention: str = setting(
         "auto",
         DEVICE,
-        "on CUDA, the library that computes the attention of prompts: flashinfer (which then also decodes), triton "
-        "(our kernels) or torch; auto uses the fastest combination that needs no nvcc: our kernels with cuDNN",
+        "on CUDA, the library for the attention of prompts: flashinfer (which then also decodes), triton (our kernels) "
+        "or torch; auto: our kernels with cuDNN, the fastest combination that needs no nvcc",
         choices=("auto", "flashinfer", "triton", "torch"),
     )
     compile: bool = setting(

@@ -50,8 +50,8 @@ class ModelSettings:
     weights_cache_gib: float | None = setting(
         None,
         MODEL,
-        "limit of all models in --weights-cache in GiB; a new model takes the place of those that no process uses, the "
-        "least recently used first",
+        "limit of all models in --weights-cache in GiB; a new model takes the place of models that no process uses, "
+        "the least recently used first",
         kind="number",
         metavar="GIB",
         above=0,

@@ -36,7 +36,7 @@ class RequestSettings:
     max_queue: int = setting(
         512,
         REQUESTS,
-        "limit on the requests that wait, including those in preprocessing; further ones get RESOURCE_EXHAUSTED",
+        "limit on the requests that wait, including requests in preprocessing; further ones get RESOURCE_EXHAUSTED",
         kind="whole",
         metavar="N",
         low=1,

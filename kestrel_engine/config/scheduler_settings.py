@@ -35,8 +35,8 @@ class SchedulerSettings:
     kv_cache_dtype: str = setting(
         "auto",
         SCHEDULER,
-        "type of keys and values: the model's type (model), or FP8 (fp8), which takes half the bytes and is less "
-        "accurate; auto uses fp8 if the checkpoint has scales for it and the GPU converts it",
+        "type of keys and values: the model's type (model), or FP8 (fp8, half the bytes, less accurate); auto: fp8 if "
+        "the checkpoint has scales for it and the GPU converts it",
         choices=("auto", "model", "fp8"),
     )
     """FP8 uses the checkpoint's scales, and 1 for a scale that the checkpoint lacks. "auto" requires compute capability

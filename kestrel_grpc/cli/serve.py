@@ -47,8 +47,8 @@ ESSENTIAL = (
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
-        "A setting's value comes from its flag, or else from its environment variable, or else from the file of\n"
-        "--config (a key with the flag's name, in the section of its group), or else it is the default.\n"
+        "A setting's value comes from its flag, else from its environment variable, else from the file of --config,\n"
+        "else it is the default. In the file, its key has the flag's name, in the section of its group.\n"
         "After the first SIGTERM or Ctrl-C, running requests may end; a second one ends them. Ctrl-C skips\n"
         "--drain-delay."
     )

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     actions = "\n".join(f"  {name:<8}{what}" for name, what in _ACTIONS.items())
     parser.epilog = (
         f"actions:\n{actions}\n\n"
-        "Settings are those of serve, and the section [cluster] of the same file. Each server listens at the address\n"
+        "Takes the settings of serve, and the section [cluster] of the same file. Each server listens at the address\n"
         "of its node; --listen is the front's. Files that settings name must be on every node."
     )
     parser.add_argument(

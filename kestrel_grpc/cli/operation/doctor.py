@@ -28,10 +28,10 @@ ESSENTIAL = (
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
         "Give it the flags, variables and file that 'kestrel-grpc serve' will get. Checks torch, driver and GPU,\n"
-        "Triton (by compiling a small kernel), FlashInfer, libvips and its formats, the model's files and whether\n"
-        "they fit into memory, installed packages and stubs, addresses, TLS and tokens, plug-in skills, telemetry,\n"
-        "the store of shared images (it writes, reads and deletes a value), misspelt variables, clock and limits. It\n"
-        "loads no model and calls no hub; 'verify' checks the weights.\n"
+        "Triton (by compiling a small kernel), FlashInfer, libvips, and whether the model's files fit into memory.\n"
+        "Checks packages and stubs, addresses, TLS and tokens, plug-in skills, telemetry, clock, limits, and the\n"
+        "store of shared images (it writes, reads and deletes a value). Warns about misspelt variables. It loads no\n"
+        "model and calls no hub; 'verify' checks the weights.\n"
         "Exits with 1 if a check fails. A warning is about something that works, but could work better."
     )
     parser.add_argument("--json", action="store_true", help="print JSON")

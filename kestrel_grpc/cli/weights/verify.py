@@ -20,9 +20,9 @@ ESSENTIAL = ("--image", "--json", "--config", "--model", "--weights", "--device"
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
-        "Checks, in this order: that the files exist; their checksums, against those of the hub at the download or a\n"
-        "SHA256SUMS beside the files; names and shapes of all tensors; that all values are finite; and, with the\n"
-        "model loaded, its known answers. Known answers exist for kestrel-tiny and moondream3-preview. The answer of\n"
+        "Checks that the files exist, their checksums (of the hub at the download, or a SHA256SUMS beside the files),\n"
+        "names and shapes of all tensors, and that all values are finite. Then loads the model and checks its known\n"
+        "answers. Known answers exist for kestrel-tiny and moondream3-preview. The answer of\n"
         "moondream3-preview is about an image that we may not distribute (vLLM's test asset stop_sign.jpg): its own\n"
         "code points at the 'sign' in it and draws its box. Give the image with --image. Weights given by a path are\n"
         "checked as the model that --model names:\n"

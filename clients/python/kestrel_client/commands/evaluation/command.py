@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         f"{parser.prog} SET [FOLDER] [flags]\n       {parser.prog} {_COMPARE} FOLDER FOLDER [flags]"
     )
     parser.epilog = (
-        "Asks about every row of a data set, scores the answers with the set's own metric, and writes results,\n"
+        "Asks about every row of a data set, and scores the answers with the set's own metric. Writes results,\n"
         "scores, a report and a page with the worst images into the folder --output. The same command continues\n"
         "where an interrupted one ended. Without FOLDER, a set is read from the hub. The sets:\n"
         f"{', '.join(MODULES)}.\n"

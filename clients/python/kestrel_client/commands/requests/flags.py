@@ -172,7 +172,7 @@ def _add_constraint_flags(parser: argparse.ArgumentParser) -> None:
         "--choice",
         action="append",
         metavar="TEXT",
-        help="answer with this text, or with that of another --choice",
+        help="answer with this text, or with the text of another --choice",
     )
     kinds.add_argument(
         "--regex", metavar="PATTERN", help="answer with a text that matches this regular expression"

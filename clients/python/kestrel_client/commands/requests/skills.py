@@ -143,7 +143,7 @@ def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
             "--max-overlap",
             type=number,
             metavar="PART",
-            help="of two boxes that overlap more, keep the one with the higher score [keep both]",
+            help="of two boxes that overlap more, keep the box with the higher score [keep both]",
         )
     if command in ("point", "detect", "segment"):
         add_min_score_flag(parser)

@@ -650,7 +650,7 @@ class LoadModelRequest(_message.Message):
     @_builtins.property
     def settings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Settings of the model's own, by the names of their flags: {"kv-cache-gib": "8"}. Unknown names are refused. Other
-        settings are those of the server. Default: none.
+        settings are the server's. Default: none.
         """
 
     def __init__(

@@ -5,7 +5,7 @@ isort:skip_file
 Messages that all Kestrel services share: images, geometry, sampling, options, usage and timings.
 
 Conventions of this package:
-- Coordinates are fractions of the upright image (EXIF orientation applied): x grows to the right, y downwards,
+- Coordinates are fractions of the upright image (EXIF orientation applied). x grows to the right, y downwards.
   (0, 0) is the upper left corner and (1, 1) the lower right one. Results are clipped to [0, 1].
 - Sizes of images are in pixels, durations are numbers of milliseconds (suffix _ms), amounts of data are in bytes
   (suffix _bytes), instants are google.protobuf.Timestamp (suffix _time).
@@ -13,7 +13,7 @@ Conventions of this package:
 - A flag is a plain bool, and its default is false.
 - Counts are int32; bytes, seeds and counts since the start are int64. None is negative.
 - A task (QueryTask, DetectTask, ...) is the same message in the skill's request, in its stream, in Analyze and in
-  StreamFrames, so the path of a field in it is the same everywhere but for its prefix.
+  StreamFrames. So the path of a field in it is the same everywhere but for its prefix.
 - Errors are gRPC statuses with a google.rpc.ErrorInfo, whose domain and reasons docs/use/statuses.md lists.
   INVALID_ARGUMENT, NOT_FOUND and FAILED_PRECONDITION carry a google.rpc.BadRequest. Its field violations name the
   invalid field by its path in the request, like `query.sampling.top_p`.
@@ -163,9 +163,9 @@ class Image(_message.Message):
     @_builtins.property
     def region(self) -> Global___Box:
         """The part of the image that this request sees; its edges are moved outwards to the next pixels. At least 8 x 8
-        pixels. Results and spatial references have coordinates of the whole image, and image_size is that of the whole
-        image. In a query with several images, coordinates are those of the region. PutImage and UploadImage store the
-        whole image. Default: the whole image.
+        pixels. Results and spatial references have coordinates of the whole image, and image_size is the size of the whole
+        image. In a query with several images, coordinates refer to the region. PutImage and UploadImage store the whole
+        image. Default: the whole image.
         """
 
     def __init__(
@@ -376,9 +376,9 @@ class Sampling(_message.Message):
     seed: _builtins.int
     """Seed of sampling, at least 0: the same seed and request give the same result, independent of other requests.
     Exceptions come from rounding: other requests in the batch change logits in their last digits (float32: by about
-    1e-6). A sampled token then changes if the two leading tokens of its draw are as close (for a change of 1e-6, about
-    once in a million tokens), or if it is itself at the cut of top_p, top_k or min_p. bfloat16 and FP8 round more, so
-    there it happens more often. Default: a random seed, which the result returns.
+    1e-6). A sampled token then changes if the two leading tokens of its draw are as close: for a change of 1e-6, about
+    once in a million tokens. It also changes if it is itself at the cut of top_p, top_k or min_p. bfloat16 and FP8
+    round more, so there it happens more often. Default: a random seed, which the result returns.
     """
     def __init__(
         self,
@@ -708,9 +708,9 @@ class RequestOptions(_message.Message):
     adapter: _builtins.str
     """Name of the adapter (a fine-tune of the model) to apply, such as "scratches" or "01J5Z3NDEKTSV4RRFFQ69G5FAV@1000":
     1 to 128 letters, digits and any of ". _ + -", then possibly "@" and a step. Or a repository of the hub, ORG/REPO
-    or ORG/REPO@REVISION, if the server allows it. A name that the server does not know gives NOT_FOUND, one that it
-    may not fetch FAILED_PRECONDITION, one that it can't fetch now UNAVAILABLE, and an adapter that does not fit the
-    model INVALID_ARGUMENT. Default: none.
+    or ORG/REPO@REVISION, if the server allows it. A name that the server does not know gives NOT_FOUND, and a name
+    that it may not fetch FAILED_PRECONDITION. If it can't fetch the adapter now, it answers UNAVAILABLE. An adapter
+    that does not fit the model gives INVALID_ARGUMENT. Default: none.
     """
     cache_salt: _builtins.str
     """The computation of earlier images and prompts is reused only among requests with the same salt. With different

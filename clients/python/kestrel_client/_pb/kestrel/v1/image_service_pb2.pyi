@@ -8,8 +8,8 @@ This service is separate from VisionService, because it needs no skills of a mod
 what the server stores. A proxy may treat them differently.
 
 The server stores images that are put, and images that are sent with requests: every result has an id. An image is
-stored until it is deleted, the server stops, or newer images need its place: the server stores up to
-ServerLimits.image_store_bytes bytes of images and drops the least recently used. No image is written to disk. An id
+stored until it is deleted, the server stops, or newer images need its place. The server stores up to
+ServerLimits.image_store_bytes bytes of images, and drops the least recently used. No image is written to disk. An id
 cannot be guessed. An image that is put again may get the same id. If callers have credentials, only the caller that
 sent an image can use it.
 """

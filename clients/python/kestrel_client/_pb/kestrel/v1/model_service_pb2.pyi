@@ -205,7 +205,7 @@ class Model(_message.Message):
     """Whether the model has a segmentation refiner (SegmentTask.refinement); false until the model is ready."""
     @_builtins.property
     def skills(self) -> _containers.RepeatedCompositeFieldContainer[Global___Skill]:
-        """Skills of the model: those of "query", "caption", "point", "detect" and "segment" that it has, in this order, then
+        """Skills of the model: "query", "caption", "point", "detect" and "segment" as far as it has them, in this order. Then
         the server's additional skills, which RunSkill runs.
         """
 

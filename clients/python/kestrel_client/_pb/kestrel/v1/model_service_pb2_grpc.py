@@ -82,7 +82,7 @@ class ModelServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListAdapters(self, request, context):
-        """Lists the adapters (fine-tunes) that the server knows: those of its adapter folders and those in memory.
+        """Lists the adapters (fine-tunes) that the server knows, in its adapter folders and in memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

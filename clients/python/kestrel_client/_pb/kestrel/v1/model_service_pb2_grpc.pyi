@@ -39,7 +39,7 @@ class ModelServiceStub:
     GetModel: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.GetModelRequest, _model_service_pb2.GetModelResponse]
     """Describes one model. NOT_FOUND if the server does not serve it."""
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.ListAdaptersRequest, _model_service_pb2.ListAdaptersResponse]
-    """Lists the adapters (fine-tunes) that the server knows: those of its adapter folders and those in memory."""
+    """Lists the adapters (fine-tunes) that the server knows, in its adapter folders and in memory."""
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.GetServerInfoRequest, _model_service_pb2.GetServerInfoResponse]
     """Returns the server's versions and limits."""
     GetLoad: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.GetLoadRequest, _model_service_pb2.GetLoadResponse]
@@ -55,7 +55,7 @@ class ModelServiceAsyncStub(ModelServiceStub):
     GetModel: _aio.UnaryUnaryMultiCallable[_model_service_pb2.GetModelRequest, _model_service_pb2.GetModelResponse]  # type: ignore[assignment]
     """Describes one model. NOT_FOUND if the server does not serve it."""
     ListAdapters: _aio.UnaryUnaryMultiCallable[_model_service_pb2.ListAdaptersRequest, _model_service_pb2.ListAdaptersResponse]  # type: ignore[assignment]
-    """Lists the adapters (fine-tunes) that the server knows: those of its adapter folders and those in memory."""
+    """Lists the adapters (fine-tunes) that the server knows, in its adapter folders and in memory."""
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_model_service_pb2.GetServerInfoRequest, _model_service_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """Returns the server's versions and limits."""
     GetLoad: _aio.UnaryUnaryMultiCallable[_model_service_pb2.GetLoadRequest, _model_service_pb2.GetLoadResponse]  # type: ignore[assignment]
@@ -86,7 +86,7 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _model_service_pb2.ListAdaptersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_model_service_pb2.ListAdaptersResponse, _abc.Awaitable[_model_service_pb2.ListAdaptersResponse]]:
-        """Lists the adapters (fine-tunes) that the server knows: those of its adapter folders and those in memory."""
+        """Lists the adapters (fine-tunes) that the server knows, in its adapter folders and in memory."""
 
     @_abc_1.abstractmethod
     def GetServerInfo(

@@ -245,9 +245,9 @@ class VisionServiceServicer:
         """Runs the same tasks on every frame of a stream, such as the frames of a camera or of a screen. Each frame has
         exactly one response, in the order in which the frames end: its results, an error, or the reason why it was
         dropped. The stream goes on after the error of a frame. It ends with a status if its first message is invalid, if a
-        message cannot be read, if no frame arrives within the time for a message while none is computed, if the client
-        does not read, or if the server stops. The server keeps nothing of a stream that has ended: to go on, open another
-        one with FramesConfig.last_frame_id.
+        message cannot be read, if the client does not read, or if the server stops. It also ends if no frame arrives
+        within the time for a message while none is computed. The server keeps nothing of a stream that has ended: to go
+        on, open another one with FramesConfig.last_frame_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
