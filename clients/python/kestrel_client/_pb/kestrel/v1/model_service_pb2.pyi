@@ -211,8 +211,8 @@ class Model(_message.Message):
 
     @_builtins.property
     def calibrated_scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The skills whose scores are calibrated (docs/use/scores.md), and "absence" if ObjectSearch.absence is. Other scores are
-        raw.
+        """The skills whose scores are calibrated (docs/use/scores.md), and "absence" if ObjectSearch.absence is. Other scores
+        are raw.
         """
 
     def __init__(

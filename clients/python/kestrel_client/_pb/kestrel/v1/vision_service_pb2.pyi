@@ -450,8 +450,8 @@ Global___Turn: _TypeAlias = Turn  # noqa: Y015
 @_typing.final
 class Abstention(_message.Message):
     """When to abstain from an answer: the models answer "What colour is the dog?" without a dog, too. The server first asks
-    the model for each object, as Point does, whether the image shows it (docs/use/scores.md). Each is a short request of its
-    own in the queue and the batch, and shares the image's prefix with the question.
+    the model for each object, as Point does, whether the image shows it (docs/use/scores.md). Each is a short request of
+    its own in the queue and the batch, and shares the image's prefix with the question.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
