@@ -13,6 +13,7 @@ import h11
 
 from kestrel_engine import InferenceEngine, RuntimeConfig
 from kestrel_engine.runtime.fake import FakeRuntime
+from kestrel_engine.types.requests import Token
 from kestrel_engine.types.step import RuntimeLimits
 from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.settings.http import HttpConfig
@@ -24,6 +25,14 @@ T = TypeVar("T")
 _LIMITS = RuntimeLimits(
     num_pages=400, page_size=2, max_batch_size=3, max_seq_length=300, vocab_size=400
 )
+
+
+def _short(fed: tuple[Token, ...]) -> int:
+    """An answer of a few letters: its length costs time and is not a fault."""
+    last = fed[-1]
+    if last not in range(100, 105):
+        return 100
+    return 0 if last == 104 else int(last) + 1
 
 
 class RunningServer:
@@ -46,7 +55,7 @@ class RunningServer:
         settings = RuntimeConfig(max_batch_size=3)
 
         async def load() -> InferenceEngine:
-            built = fake_build(settings, FakeRuntime(_LIMITS), "moondream3")
+            built = fake_build(settings, FakeRuntime(_LIMITS, _short), "moondream3")
             return InferenceEngine(settings, built, observer=server.telemetry)
 
         config = ServerConfig(

@@ -119,8 +119,8 @@ def _check(place: str, schema: dict[str, Any]) -> None:
         value = schema.get(key)
         if isinstance(value, float) and value.is_integer():
             schema[key] = int(value)
-    multiple = schema.get("multipleOf")
-    if multiple is not None and not (_is_number(multiple) and multiple > 0):
+    multiple = schema.get("multipleOf", 1)
+    if not (_is_number(multiple) and multiple > 0):
         raise ValueError(f"at {place}/multipleOf: must be a number above 0")
     least, required = schema.get("minProperties"), schema.get("required")
     if isinstance(least, int) and least > 1:

@@ -101,6 +101,7 @@ def test_values_that_restrict_nothing_are_accepted():
         ({"x-guidance": {"lenient": True}}, "at /x-guidance: options of the library cannot be set"),
         ({"multipleOf": 0}, "at /multipleOf: must be a number above 0"),
         ({"multipleOf": -2}, "at /multipleOf: must be a number above 0"),
+        ({"multipleOf": None}, "at /multipleOf: must be a number above 0"),
         ({"minProperties": 2}, "at /minProperties: 2 cannot be enforced"),
         (
             {"oneOf": [{"type": "integer"}, {"type": "number"}]},
