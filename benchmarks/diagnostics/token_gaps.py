@@ -20,7 +20,7 @@ from itertools import pairwise
 from unittest.mock import patch
 
 from kestrel_engine import StepEvent
-from kestrel_engine.scheduler.order import decode_lane
+from kestrel_engine.scheduler.lanes import beside
 
 from ..models.opening import Opened, engine_on, model_arguments, opened_model, parse, server_gc
 from ..reports.gpu_report import GpuReport, command_line
@@ -78,7 +78,7 @@ def _quantiles(seconds: Sequence[float]) -> str:
 @contextmanager
 def without_room() -> Iterator[None]:
     """Inside the context, new work leaves no room, and decode steps are not spaced."""
-    with patch.object(decode_lane, "MANY_WAITING", sys.maxsize):
+    with patch.object(beside, "MANY_WAITING", sys.maxsize):
         yield
 
 

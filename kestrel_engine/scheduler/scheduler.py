@@ -26,7 +26,7 @@ from ..types.submission import Submission
 from .batch import Batch, preemption_rank
 from .budget import Allowance, Pacer
 from .draft import Draft
-from .order.decode_lane import DecodeLane, Load
+from .lanes.beside import Beside, Load
 from .order.prefill_order import PrefillOrder
 from .order.turns import Turns
 from .policy import SchedulerPolicy
@@ -55,7 +55,7 @@ class Scheduler:
         self._out: dict[Lane, deque[tuple[StepPlan, list[Scheduled], bool]]]
         self._out = {lane: deque() for lane in self._turns}
         """Plans, their rows, and whether favoured sequences have them for themselves."""
-        self._decode_lane = DecodeLane(self._policy.itl_target_s, room=limits.leaves_room)
+        self._decode_lane = Beside(self._policy.itl_target_s, room=limits.leaves_room)
         self._flushing = False
         """Whether the next step is due even if it only drops images."""
         self._refine: deque[RefineRow] = deque()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kestrel_engine.building import kept_images, runtimes
-from kestrel_engine.scheduler.order.decode_lane import DecodeLane
+from kestrel_engine.scheduler.lanes.beside import Beside
 from tests.equality.mixes import (
     ASKS,
     REFERRING,
@@ -64,7 +64,7 @@ async def test_two_lanes_change_no_token(
         settings["itl_target_ms"] = 0.0 if seed < 3 else 15.0
         # With seed 2, decode steps are spaced, as under load.
         spacing_s = 0.002 if seed == 2 else 0.0
-        monkeypatch.setattr(DecodeLane, "spacing_s", spacing_s)
+        monkeypatch.setattr(Beside, "spacing_s", spacing_s)
         # With odd seeds, the device keeps the last image only, and the host the others.
         monkeypatch.setattr(runtimes, "IN_USE", 1 if seed % 2 else kept_images.IN_USE)
         if seed % 2:

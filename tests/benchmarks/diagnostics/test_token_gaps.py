@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.diagnostics import token_gaps
-from kestrel_engine.scheduler.order import decode_lane
-from kestrel_engine.scheduler.order.decode_lane import DecodeLane, Load
+from kestrel_engine.scheduler.lanes import beside
+from kestrel_engine.scheduler.lanes.beside import Beside, Load
 from tests.benchmarks.test_smoke import process_settings, run
 
 __all__ = ["process_settings"]
@@ -23,10 +23,10 @@ def test_both_forms_are_measured_in_turns(tmp_path: Path) -> None:
 
 
 def test_without_room_no_step_leaves_any() -> None:
-    lane = DecodeLane(itl_target_s=0.0, room=True)
+    lane = Beside(itl_target_s=0.0, room=True)
     lane.launched_new_work(0, Load(1.0))
     lane.ended(0, 0.1)
     assert lane.leaves_room(Load(1.0, 60, 60))
     with token_gaps.without_room():
         assert not lane.leaves_room(Load(1.0, 60, 60))
-    assert decode_lane.MANY_WAITING < 60
+    assert beside.MANY_WAITING < 60

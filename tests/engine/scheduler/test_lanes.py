@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from kestrel_engine.scheduler.budget import StepBudget
-from kestrel_engine.scheduler.order import decode_lane
-from kestrel_engine.scheduler.order.decode_lane import SPACING, DecodeLane, Load
+from kestrel_engine.scheduler.lanes import beside
+from kestrel_engine.scheduler.lanes.beside import SPACING, Beside, Load
 from kestrel_engine.scheduler.policy import SchedulerPolicy
 from kestrel_engine.scheduler.sequence import Sequence
 from kestrel_engine.types.step import Lane
@@ -121,14 +121,14 @@ def test_a_sequence_whose_prompt_is_out_is_not_preempted():
     assert all(tokens[number] == alone(simulation.specs[number]) for number in (1, 2))
 
 
-def is_waited_for(lane: DecodeLane) -> bool:
+def is_waited_for(lane: Beside) -> bool:
     """Whether a decode step of other rows waits for the step of new work that is out."""
     other = Sequence(text(1, 4).submission(), LIMITS.page_size)
     return lane.choose([other], [other])[1] is not None
 
 
 def test_the_time_of_new_work_is_learnt_from_steps_that_ran_alone():
-    lane = DecodeLane(itl_target_s=0.015)
+    lane = Beside(itl_target_s=0.015)
     lane.launched_new_work(0, Load(1.0, 20))
     assert is_waited_for(lane), "nothing is known yet"
     lane.launched(0)
@@ -150,7 +150,7 @@ def test_the_time_of_new_work_is_learnt_from_steps_that_ran_alone():
 
 def test_decoding_does_not_wait_for_a_short_step_behind_a_long_one():
     """It would wait for both."""
-    lane = DecodeLane(itl_target_s=0.015)
+    lane = Beside(itl_target_s=0.015)
     lane.launched_new_work(0, Load(1.0, 20))
     lane.launched(0)
     lane.ended(0, 0.060)
@@ -165,7 +165,7 @@ def test_decoding_does_not_wait_for_a_short_step_behind_a_long_one():
 
 
 def test_long_steps_leave_room_while_many_sequences_wait():
-    lane = DecodeLane(itl_target_s=0.015, room=True)
+    lane = Beside(itl_target_s=0.015, room=True)
     lane.launched_new_work(0, Load(1.0, 20, 50))
     assert lane.spacing_s == 0, "nothing is known yet"
     lane.launched(0)
@@ -181,16 +181,16 @@ def test_long_steps_leave_room_while_many_sequences_wait():
     assert lane.spacing_s == pytest.approx(SPACING * 0.015), "the older one runs"
     lane.ended(1, 0.060)
     assert lane.spacing_s == 0
-    other = DecodeLane(itl_target_s=0.015)
+    other = Beside(itl_target_s=0.015)
     other.launched_new_work(0, long)
     other.ended(0, 0.060)
     assert not other.is_short(long) and not other.leaves_room(long), "this device can't"
 
 
 def test_a_long_step_is_told_to_leave_room_and_the_decode_steps_beside_it_are_spaced(monkeypatch):
-    monkeypatch.setattr(decode_lane, "MANY_DECODING", 1)
-    monkeypatch.setattr(decode_lane, "MANY_WAITING", 1)
-    monkeypatch.setattr(DecodeLane, "is_short", lambda self, load: False)
+    monkeypatch.setattr(beside, "MANY_DECODING", 1)
+    monkeypatch.setattr(beside, "MANY_WAITING", 1)
+    monkeypatch.setattr(Beside, "is_short", lambda self, load: False)
     policy = SchedulerPolicy(budget=StepBudget(prefill_positions=4))
     simulation = Simulation(replace(BESIDE, leaves_room=True), policy, depth=3)
     decoding(simulation, text(1, 4, max_tokens=20))

@@ -1,4 +1,4 @@
-"""DecodeLane: which sequences a step of the lane DECODE computes, and for which step of NEW_WORK it waits.
+"""Beside: which sequences a step of the lane DECODE computes, and for which step of NEW_WORK it waits.
 
 Beside new work, decode steps hold fewer rows than after it, and take nearly as long as with more rows. So with a small
 batch both together take longer than one after the other (H100, 4 requests of 30 tokens in flight: 29 instead of 41 a
@@ -54,7 +54,7 @@ class _NewWork:
     """A decode step may have run at the same time, so that the device took longer."""
 
 
-class DecodeLane:
+class Beside:
     """Owns the steps of NEW_WORK that are out, as decode steps see them. Steps of NEW_WORK end in order.
 
     ``itl_target_s``: seconds between two tokens that new work may cause. ``room``: new work can leave room.
