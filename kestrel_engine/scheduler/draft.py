@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from ..types.step import PREVIOUS, EncodeSlice, ImageRead, Row, SampleSpec
+from ..types.step import (
+    PREVIOUS,
+    EncodeSlice,
+    ImageRead,
+    Lane,
+    RefineRow,
+    Row,
+    SampleSpec,
+    StepPlan,
+)
 from .budget import Allowance
 from .memory.images import Images
 from .memory.prompt_images import ImagePiece
@@ -20,11 +29,40 @@ class Draft:
         self.reads: list[ImageRead] = []
         self.prefill: list[Row] = []
         self.decode: list[Row] = []
+        self.refine: list[RefineRow] = []
         self.scheduled: list[Scheduled] = []
+        self.dropped: dict[str, bool] = {}
+        """As `Images.take_dropped` returns it."""
+        self.dropped_crops: tuple[str, ...] = ()
+        self.is_due = False
+        """Whether the step is made even if it only drops images."""
+        self.after: int | None = None
+        self.leave_room = False
+        self.spacing_s = 0.0
+        """These three as in StepPlan."""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.encode or self.reads or self.prefill or self.decode)
+        work = self.encode or self.reads or self.prefill or self.decode or self.refine
+        return not (work or self.is_due)
+
+    def plan(self, step_id: int, lane: Lane, ended: tuple[int, ...]) -> StepPlan:
+        """``ended``: as in StepPlan."""
+        return StepPlan(
+            step_id=step_id,
+            drop_images=tuple(self.dropped),
+            drop_crops=self.dropped_crops,
+            ended=ended,
+            encode=tuple(self.encode),
+            reads=tuple(self.reads),
+            prefill=tuple(self.prefill),
+            decode=tuple(self.decode),
+            refine=tuple(self.refine),
+            lane=lane,
+            after=self.after,
+            leave_room=self.leave_room,
+            spacing_s=self.spacing_s,
+        )
 
     def add_decode(self, sequence: Sequence) -> None:
         """Schedules the last token of a sequence that can decode. It runs for every token of every row."""

@@ -1,77 +1,54 @@
 """Scheduler: which sequences compute what in the next step.
 
-Pure Python, ints in and ints out; it owns the steps that are out, and knows no tensor, text, skill or clock. One thread
-uses it. Several steps may be out at a time; they run in the order scheduled, or in two lanes (types.step.Lane).
-
-All sequences of the batch (batch.py) that can decode do so in every step. Beside them a step takes new work within its
-allowance: text in chunks, images crop by crop, the positions of an image whole.
+Pure Python, ints in and ints out; it owns the lanes with the steps that are out, and knows no tensor, text, skill or
+clock. One thread uses it. Several steps may be out at a time; they run in the order scheduled, or in two lanes
+(types.step.Lane). What a step of each lane computes is in lanes/.
 """
 
 from __future__ import annotations
 
-from collections import deque
-
 from ..types.info import SchedulerStats
-from ..types.step import (
-    MOST_REFINED,
-    Lane,
-    RefineRow,
-    RuntimeLimits,
-    StepPlan,
-    StepResult,
-    StepToken,
-    TokenRule,
-)
+from ..types.step import Lane, RefineRow, RuntimeLimits, StepPlan, StepResult, StepToken, TokenRule
 from ..types.submission import Submission
-from .batch import Batch, preemption_rank
-from .budget import Allowance, Pacer
+from .batch import Batch
 from .draft import Draft
-from .lanes.beside import Beside, Load
-from .order.prefill_order import PrefillOrder
-from .order.turns import Turns
+from .lanes.all import AllLane
+from .lanes.beside import Beside
+from .lanes.decode import DecodeLane
+from .lanes.intake import Intake
+from .lanes.lane import Out, StepLane
+from .lanes.new_work import NewWorkLane
 from .policy import SchedulerPolicy
-from .scheduled import Scheduled
 from .sequence import Phase, Sequence
 from .shares import Shares
-
-CROPS_OF_A_MASK = 4
-"""A mask to refine takes at most as long as this many crops of an image: one pass of the tower, and the refiner's."""
 
 
 class Scheduler:
     """add / schedule / commit / resume; every sequence ends by abort, discard or fail_step."""
 
     def __init__(self, limits: RuntimeLimits, policy: SchedulerPolicy | None = None) -> None:
+        policy = policy or SchedulerPolicy()
         self._limits = limits
-        self._policy = policy or SchedulerPolicy()
-        self._shares = Shares(limits.max_batch_size)
-        self._batch = Batch(limits, self._policy, self._shares)
-        two = limits.decodes_beside
-        self._turns = {
-            lane: Turns(self._shares)
-            for lane in ((Lane.DECODE, Lane.NEW_WORK) if two else (Lane.ALL,))
-        }
-        self._order = PrefillOrder(self._policy, self._shares)
-        self._out: dict[Lane, deque[tuple[StepPlan, list[Scheduled], bool]]]
-        self._out = {lane: deque() for lane in self._turns}
-        """Plans, their rows, and whether favoured sequences have them for themselves."""
-        self._decode_lane = Beside(self._policy.itl_target_s, room=limits.leaves_room)
-        self._flushing = False
-        """Whether the next step is due even if it only drops images."""
-        self._refine: deque[RefineRow] = deque()
-        """Masks of sequences that have ended, in the order of their ends."""
+        shares = Shares(limits.max_batch_size)
+        batch = self._batch = Batch(limits, policy, shares)
+        intake = self._intake = Intake(batch, policy, shares)
+        beside = self._beside = Beside(policy.itl_target_s, room=limits.leaves_room)
+        lanes: list[StepLane] = [AllLane(batch, shares, intake, policy)]
+        if limits.decodes_beside:
+            new_work = NewWorkLane(batch, shares, intake, beside)
+            lanes = [DecodeLane(batch, shares, beside), new_work]
+        self._lanes = {lane.kind: lane for lane in lanes}
         self._next_step_id = 0
-        self._pacer = Pacer(self._policy.budget)
 
     @property
     def has_work(self) -> bool:
-        unfinished = len(self._batch) or self._refine or self._flushing
-        return bool(unfinished or any(self._out.values()))
+        unfinished = len(self._batch) or self._intake.masks or self._intake.is_flushing
+        return bool(unfinished or any(lane.out for lane in self._lanes.values()))
 
     @property
     def is_decoding_beside(self) -> bool:
         """Whether the next step of the lane DECODE runs beside new work."""
-        return self._decode_lane.is_beside
+        return self._beside.is_beside
 
     @property
     def stats(self) -> SchedulerStats:
@@ -94,17 +71,16 @@ class Scheduler:
 
     def refine(self, row: RefineRow) -> None:
         """Queues a mask for the next steps. Its sequence has ended, so it holds neither pages nor a batch place."""
-        self._refine.append(row)
+        self._intake.masks.append(row)
 
     def abort_refinement(self, sequence_id: int) -> None:
         """Removes a queued mask. Without effect if a step has it, or if there is none."""
-        self._refine = deque(row for row in self._refine if row.sequence_id != sequence_id)
+        self._intake.drop_mask(sequence_id)
 
     @property
     def is_refining(self) -> bool:
         """Whether masks are queued, or in a step that is out."""
-        plans = (plan for out in self._out.values() for plan, _, _ in out)
-        return bool(self._refine) or any(plan.refine for plan in plans)
+        return bool(self._intake.masks) or any(out.plan.refine for out in self._out)
 
     def expired(self, now: float) -> list[int]:
         """Sequences that wait and whose deadline has passed; the caller ends them."""
@@ -117,80 +93,34 @@ class Scheduler:
     def schedule(self, now: float = 0.0, lane: Lane = Lane.ALL) -> StepPlan | None:
         """The next step of a lane, or None if nothing can be computed now. commit() or fail_step() must follow, in the
         order of the lane, and for a step after the one that its ``after`` names."""
+        steps = self._lanes[lane]
         self._batch.replace_running(now)
-        turns = self._turns[lane]
-        turns.begin(self._batch.running.values(), now, idle=not self._out[lane])
-        plan = self._plan(now, lane)
-        if plan is None and turns.alone and not self._out[lane]:
+        steps.turns.begin(self._batch.running.values(), now, idle=not steps.out)
+        plan = self._plan(now, steps)
+        if plan is None and steps.turns.alone and not steps.out:
             # The favoured sequences have nothing to compute, and no step is out that could change that.
-            turns.for_all()
-            plan = self._plan(now, lane)
+            steps.turns.for_all()
+            plan = self._plan(now, steps)
         return plan
 
-    def _plan(self, now: float, lane: Lane) -> StepPlan | None:
+    def _plan(self, now: float, lane: StepLane) -> StepPlan | None:
         """The step for the sequences whose turn it is; None if it would be empty."""
-        turns = self._turns[lane]
         draft = Draft(self._batch.images, self._limits.page_size)
-        after: int | None = None
-        if lane is not Lane.NEW_WORK:
-            after = self._decode_rows(draft, lane)
+        lane.add_rows(draft)
         while (admitted := self._batch.admit(now)) is not None:
-            # Beside decode rows that wait for a step, an admitted sequence would wait for it as well.
-            if lane is not Lane.NEW_WORK and after is None and admitted.can_decode:
-                if turns.has_turn(admitted):
-                    draft.add_decode(admitted)
-        images = self._batch.images
-        # Images that are dropped from here on are used by this step.
-        dropped = images.take_dropped() if lane is not Lane.DECODE else {}
-        used = 0.0
-        if lane is Lane.NEW_WORK or (
-            lane is Lane.ALL and (turns.alone or not self._pacer.pauses(len(draft.decode)))
-        ):
-            used = self._schedule_new_work(draft, turns, now, lane)
-        refine: list[RefineRow] = []
-        # Decoding rows of the step wait for the masks.
-        allowed = self._policy.budget.crops // CROPS_OF_A_MASK if draft.decode else MOST_REFINED
-        most = 0 if lane is Lane.DECODE else min(MOST_REFINED, max(1, allowed))
-        while self._refine and len(refine) < most:
-            refine.append(self._refine.popleft())
-        flushing = self._flushing and lane is not Lane.DECODE
-        if draft.is_empty and not (refine or flushing):
+            lane.add_admitted(draft, admitted)
+        lane.add_new_work(draft, now)
+        if draft.is_empty:
             # Ended sequences and images to drop wait for the next step with rows. A step for them alone would delay the
             # next request and the delivery of the last one.
-            images.give_back_dropped(dropped)
+            self._batch.images.give_back_dropped(draft.dropped)
             return None
-        load = Load(used)
-        if lane is Lane.NEW_WORK:
-            for item in draft.scheduled:
-                item.sequence.steps_out.append(self._next_step_id)
-            idle = [s.needs_prefill for s in self._batch.running.values() if not s.steps_out]
-            load = Load(used, idle.count(False), self._batch.num_waiting + idle.count(True))
-        is_spaced = lane is Lane.DECODE and after is None
-        plan = StepPlan(
-            step_id=self._next_step_id,
-            drop_images=tuple(dropped),
-            drop_crops=() if lane is Lane.DECODE else images.crops.take_dropped(),
-            ended=self._batch.take_ended(),
-            encode=tuple(draft.encode),
-            reads=tuple(draft.reads),
-            prefill=tuple(draft.prefill),
-            decode=tuple(draft.decode),
-            refine=tuple(refine),
-            lane=lane,
-            after=after,
-            leave_room=lane is Lane.NEW_WORK and self._decode_lane.leaves_room(load),
-            spacing_s=self._decode_lane.spacing_s if is_spaced else 0.0,
-        )
-        self._flushing = self._flushing and not flushing
+        lane.settle(draft, self._next_step_id)
+        plan = draft.plan(self._next_step_id, lane.kind, self._batch.take_ended())
         if plan.is_empty:
             return None
         self._next_step_id += 1
-        self._out[lane].append((plan, draft.scheduled, turns.alone))
-        if lane is Lane.NEW_WORK:
-            self._decode_lane.launched_new_work(plan.step_id, load)
-        elif lane is Lane.DECODE:
-            self._decode_lane.launched(plan.after)
-        turns.launched()
+        lane.launched(plan, draft.scheduled)
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[tuple[Sequence, StepToken]]:
@@ -201,10 +131,9 @@ class Scheduler:
         Other sequences do not wait for it.
         """
         sampled: list[tuple[Sequence, StepToken]] = []
-        if plan.lane is Lane.NEW_WORK:
-            self._decode_lane.ended(plan.step_id, result.vision_s + result.prefill_s)
         self._batch.images.crops.came_back(plan.encode, failed=False)
-        for item in self._pop_oldest(plan):
+        seconds = result.vision_s + result.prefill_s
+        for item in self._lanes[plan.lane].came_back(plan, seconds):
             sequence = item.sequence
             if sequence.phase is Phase.FINISHED:
                 continue
@@ -239,26 +168,22 @@ class Scheduler:
 
         No state on the device is trusted after that: unused cached prefixes and all embeddings are dropped.
         """
-        if plan.lane is Lane.NEW_WORK:
-            self._decode_lane.ended(plan.step_id, None)
         images = {piece.image.key for piece in plan.encode}
         self._batch.images.crops.came_back(plan.encode, failed=True)
         # Later steps that are out do not encode the rest of these images.
-        for out in self._out.values():
-            for later, _, _ in out:
-                for piece in later.encode:
-                    if piece.image.key in images:
-                        self._batch.images.crops.forget(piece.kept_keys)
-        involved = [item.sequence for item in self._pop_oldest(plan)]
+        for later in self._out:
+            for piece in later.plan.encode:
+                if piece.image.key in images:
+                    self._batch.images.crops.forget(piece.kept_keys)
+        involved = [item.sequence for item in self._lanes[plan.lane].came_back(plan, None)]
         involved += [
             s for s in self._batch.running.values() if any(p.image.key in images for p in s.needed)
         ]
         # Later steps that are out may compute prefixes of images that this one should have encoded.
         involved += [
             item.sequence
-            for out in self._out.values()
-            for _, scheduled, _ in out
-            for item in scheduled
+            for later in self._out
+            for item in later.scheduled
             if images.intersection(item.images)
         ]
         failed = []
@@ -271,60 +196,15 @@ class Scheduler:
 
     def flush(self) -> None:
         """Drops cached prefixes and embeddings without users. The next step drops them in the runtime."""
-        self._batch.flush()
-        images = self._batch.images
-        self._flushing = images.has_dropped or images.crops.has_dropped
+        self._intake.flush()
 
     def check(self) -> None:
         """Raises AssertionError unless pages, tree, phases, shares and counts agree."""
-        plans = [plan for out in self._out.values() for plan, _, _ in out]
-        kept = [key for plan in plans for piece in plan.encode for key in piece.kept_keys]
+        kept = [key for out in self._out for piece in out.plan.encode for key in piece.kept_keys]
         self._batch.images.crops.check(kept)
         self._batch.check()
 
-    def _decode_rows(self, draft: Draft, lane: Lane) -> int | None:
-        """Adds the rows of the running sequences. Returns the step of NEW_WORK that they continue, if any."""
-        ready = [s for s in self._turns[lane].of(self._batch.running.values()) if s.can_decode]
-        after = None
-        if lane is Lane.DECODE:
-            ready, after = self._decode_lane.choose(ready, self._batch.running.values())
-        if self._batch.num_free_pages < len(ready):
-            # Pages may run out: the sequences that would be preempted last get theirs first.
-            ready.sort(key=preemption_rank)
-        served: set[int] = set()
-        for sequence in ready:
-            if sequence.phase is Phase.RUNNING and self._batch.grow(sequence, served):
-                draft.add_decode(sequence)
-                served.add(sequence.sequence_id)
-        return after if draft.decode else None
-
-    def _schedule_new_work(self, draft: Draft, turns: Turns, now: float, lane: Lane) -> float:
-        """Schedules images and prompts within the allowance. Returns the used share of it."""
-        num_decode = len(draft.decode)
-        # In a lane of its own, a large step delays no decoding. But its last image delays its first answer.
-        bounded = lane is Lane.NEW_WORK or num_decode > 0
-        allowance = Allowance(self._policy.budget, decoding=bounded)
-        order = self._order.order(turns.of(self._batch.running.values()), now)
-        for sequence in order:
-            if allowance.is_spent:
-                break
-            before = allowance.work
-            draft.add_new_work(sequence, allowance)
-            work = allowance.work - before
-            assert sequence.account is not None
-            self._shares.charge(sequence.account, work)
-        if not turns.alone and lane is Lane.ALL:
-            waiting = self._batch.num_waiting + sum(
-                1 for sequence in order if sequence.needs_prefill
-            )
-            self._pacer.took(allowance.used, num_decode, waiting)
-        return allowance.used
-
-    def _pop_oldest(self, plan: StepPlan) -> list[Scheduled]:
-        oldest, scheduled, alone = self._out[plan.lane].popleft()
-        self._turns[plan.lane].ended(alone=alone)
-        assert oldest is plan, f"step {plan.step_id} came back before step {oldest.step_id}"
-        if plan.lane is Lane.NEW_WORK:
-            for item in scheduled:
-                self._batch.step_came_back(item.sequence, plan.step_id)
-        return scheduled
+    @property
+    def _out(self) -> list[Out]:
+        """The steps that are out."""
+        return [out for lane in self._lanes.values() for out in lane.out]

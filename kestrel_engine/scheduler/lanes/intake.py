@@ -1,0 +1,77 @@
+"""Intake: the new work of a step, within its allowance: images and prompts of the batch, and masks.
+
+Owns the masks that wait to be refined, and whether images are to be dropped at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ...types.step import MOST_REFINED, RefineRow
+from ..batch import Batch
+from ..budget import Allowance
+from ..draft import Draft
+from ..order.prefill_order import PrefillOrder
+from ..order.turns import Turns
+from ..policy import SchedulerPolicy
+from ..shares import Shares
+
+CROPS_OF_A_MASK = 4
+"""A mask to refine takes at most as long as this many crops of an image: one pass of the tower, and the refiner's."""
+
+
+class Intake:
+    """``begin``, ``schedule`` and ``add_masks`` for each draft with new work, ``settle`` if it is not empty."""
+
+    def __init__(self, batch: Batch, policy: SchedulerPolicy, shares: Shares) -> None:
+        self._batch, self._shares = batch, shares
+        self._budget = policy.budget
+        self._order = PrefillOrder(policy, shares)
+        self.masks: deque[RefineRow] = deque()
+        """Masks of sequences that have ended, in the order of their ends."""
+        self.is_flushing = False
+        """Whether the next step is due even if it only drops images."""
+
+    def flush(self) -> None:
+        """Drops cached prefixes and embeddings without users. The next step drops them in the runtime."""
+        self._batch.flush()
+        images = self._batch.images
+        self.is_flushing = images.has_dropped or images.crops.has_dropped
+
+    def drop_mask(self, sequence_id: int) -> None:
+        """Removes a mask that waits, if there is one."""
+        self.masks = deque(row for row in self.masks if row.sequence_id != sequence_id)
+
+    def begin(self, draft: Draft) -> None:
+        """Images that are dropped from here on are used by the step."""
+        draft.dropped = self._batch.images.take_dropped()
+        draft.is_due = self.is_flushing
+
+    def schedule(
+        self, draft: Draft, turns: Turns, now: float, *, bounded: bool
+    ) -> tuple[float, int]:
+        """Schedules images and prompts. ``bounded``: only as much as beside decoding. Returns the used share of the
+        allowance, and the number of sequences with more to compute."""
+        allowance = Allowance(self._budget, decoding=bounded)
+        order = self._order.order(turns.of(self._batch.running.values()), now)
+        for sequence in order:
+            if allowance.is_spent:
+                break
+            before = allowance.work
+            draft.add_new_work(sequence, allowance)
+            work = allowance.work - before
+            assert sequence.account is not None
+            self._shares.charge(sequence.account, work)
+        return allowance.used, sum(1 for sequence in order if sequence.needs_prefill)
+
+    def add_masks(self, draft: Draft) -> None:
+        """Decoding rows of the step wait for the masks."""
+        allowed = self._budget.crops // CROPS_OF_A_MASK if draft.decode else MOST_REFINED
+        most = min(MOST_REFINED, max(1, allowed))
+        while self.masks and len(draft.refine) < most:
+            draft.refine.append(self.masks.popleft())
+
+    def settle(self, draft: Draft) -> None:
+        """Completes a draft that is not empty."""
+        draft.dropped_crops = self._batch.images.crops.take_dropped()
+        self.is_flushing = False
