@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from ..errors import ConfigError
 from ..types.info import SkillDescription
+from ..types.requests import SAMPLING_SETTINGS
 from .base import SkillSpec
 
 Schema: TypeAlias = Mapping[str, Any]
@@ -73,13 +74,6 @@ SPATIAL_REFS: Schema = {
 }
 """Points, [x, y], and boxes, [x_min, y_min, x_max, y_max]."""
 
-SAMPLING_SETTINGS: Mapping[str, Schema] = {
-    "temperature": {"type": "number", "minimum": 0, "maximum": 100},
-    "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-    "top_k": {"type": "integer", "minimum": 0},
-    "min_p": _SHARE,
-    "seed": {"type": "integer", "minimum": 0},
-}
 LENGTH_SETTINGS: Mapping[str, Schema] = {"max_tokens": _COUNT}
 TEXT_SETTINGS: Mapping[str, Schema] = {
     **LENGTH_SETTINGS,

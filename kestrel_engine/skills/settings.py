@@ -9,14 +9,11 @@ from typing import Any, cast
 
 from ..errors import InvalidRequest
 from ..types.constraint import Constraint
-from ..types.requests import SamplingParams, is_number
+from ..types.requests import SAMPLING_SETTINGS, SamplingParams, is_number
 from ..types.step import MAX_TOP
 from .base import SkillDefaults
 from .constraints.setting import read_constraint
-from .declaration import SAMPLING_SETTINGS
 from .text.stop_strings import read_stop_strings
-
-_MAX_SEED = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +68,12 @@ def read_settings(
         raise InvalidRequest("top_logprobs", f"{top!r} is not a whole number from 0 to {MAX_TOP}")
     if top and not logprobs:
         raise InvalidRequest("top_logprobs", f"is {top} without logprobs; set logprobs to true")
-    sampling = SamplingParams(
-        temperature=given.get("temperature", 0.0 if greedy else defaults.temperature),
-        top_p=given.get("top_p", 1.0 if greedy else defaults.top_p),
-        top_k=given.get("top_k", 0),
-        min_p=given.get("min_p", 0.0),
-        seed=given.get("seed", defaults.seed),
-    )
+    sampling: dict[str, Any] = {"seed": defaults.seed}
+    if not greedy:
+        sampling |= {"temperature": defaults.temperature, "top_p": defaults.top_p}
+    sampling |= {name: given[name] for name in SAMPLING_SETTINGS if name in given}
     return Settings(
-        sampling=sampling,
+        sampling=SamplingParams(**sampling),
         max_tokens=_positive("max_tokens", given.get("max_tokens")),
         max_reasoning_tokens=_positive("max_reasoning_tokens", given.get("max_reasoning_tokens")),
         max_objects=_positive("max_objects", given.get("max_objects")),

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
 
@@ -66,34 +67,66 @@ def num_positions(tokens: tuple[Token, ...] | list[Token]) -> int:
     return sum(t.num_positions if isinstance(t, ImageBlock) else 1 for t in tokens)
 
 
+def _number(default: float, **schema: float) -> Any:
+    """A field of SamplingParams. ``schema``: its range, in JSON Schema."""
+    return field(default=default, metadata={"schema": {"type": "number", **schema}})
+
+
+def _whole(default: int, limit: str) -> Any:
+    """As `_number`, for a whole number of at least 0. ``limit``: how an error states its range."""
+    schema = {"type": "integer", "minimum": 0}
+    return field(default=default, metadata={"schema": schema, "limit": limit})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn. ``temperature`` 0 is greedy; ``top_k`` 0 keeps all; the engine always sets ``seed``."""
+    """How tokens are drawn. ``temperature`` 0 is greedy; ``top_k`` 0 keeps all. Each field is a setting of all skills,
+    with its name and range."""
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    temperature: float = _number(0.0, minimum=0, maximum=100)
+    top_p: float = _number(1.0, exclusiveMinimum=0, maximum=1)
+    top_k: int = _whole(0, "of at least 0 (0 keeps all)")
+    min_p: float = _number(0.0, minimum=0, maximum=1)
     """Ids whose probability is below this part of the largest one are not drawn. It applies before top_k and top_p."""
-    seed: int = 0
+    seed: int = _whole(0, "in [0, 2^63)")
 
     def __post_init__(self) -> None:
-        if not is_number(self.temperature) or not 0 <= self.temperature <= 100:
-            raise InvalidRequest("temperature", f"{self.temperature!r} is not in [0, 100]")
-        if not is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise InvalidRequest("top_p", f"{self.top_p!r} is not in (0, 1]")
-        if not is_number(self.min_p) or not 0 <= self.min_p <= 1:
-            raise InvalidRequest("min_p", f"{self.min_p!r} is not in [0, 1]")
-        if not isinstance(self.top_k, int) or isinstance(self.top_k, bool) or self.top_k < 0:
-            raise InvalidRequest(
-                "top_k", f"{self.top_k!r} is not a whole number of at least 0 (0 keeps all)"
-            )
-        if (
-            not isinstance(self.seed, int)
-            or isinstance(self.seed, bool)
-            or not 0 <= self.seed < 2**63
-        ):
-            raise InvalidRequest("seed", f"{self.seed!r} is not a whole number in [0, 2^63)")
+        for name, (schema, limit) in _SAMPLING.items():
+            value = getattr(self, name)
+            if schema["type"] == "integer":
+                whole = isinstance(value, int) and not isinstance(value, bool)
+                if not whole or value < 0 or (name == "seed" and value >= 2**63):
+                    raise InvalidRequest(name, f"{value!r} is not a whole number {limit}")
+            elif not is_number(value) or not _is_in(value, schema):
+                raise InvalidRequest(name, f"{value!r} is not in {limit}")
+
+    @property
+    def is_odd(self) -> bool:
+        """Whether kernels do not know a rule of it."""
+        return self.min_p > 0 and self.temperature > 0
+
+
+def _range(schema: Mapping[str, Any]) -> str:
+    low, high = schema.get("exclusiveMinimum"), schema["maximum"]
+    return f"[{schema['minimum']}, {high}]" if low is None else f"({low}, {high}]"
+
+
+_SAMPLING: dict[str, tuple[Mapping[str, Any], str]] = {
+    each.name: (
+        each.metadata["schema"],
+        each.metadata.get("limit") or _range(each.metadata["schema"]),
+    )
+    for each in fields(SamplingParams)
+}
+
+SAMPLING_SETTINGS: Mapping[str, Mapping[str, Any]] = {k: v[0] for k, v in _SAMPLING.items()}
+"""The fields of SamplingParams, each with its JSON Schema."""
+
+
+def _is_in(value: float, schema: Mapping[str, Any]) -> bool:
+    low = schema.get("exclusiveMinimum")
+    above = value >= schema["minimum"] if low is None else value > low
+    return bool(above and value <= schema["maximum"])
 
 
 def is_number(value: object) -> TypeGuard[float]:

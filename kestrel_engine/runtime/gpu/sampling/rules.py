@@ -128,7 +128,7 @@ class RuleEncoder:
                 place = self._place_with_mask(index, rule)
             else:
                 place = self._place(rule)
-            if sampling.min_p > 0 and sampling.temperature > 0 and rule.forced is None:
+            if sampling.is_odd and rule.forced is None:
                 place = -1
             places.append(place)
             if place < 0:
