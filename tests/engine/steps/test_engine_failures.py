@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import threading
 
 import pytest
 
@@ -246,6 +247,30 @@ async def test_a_hung_device_fails_those_who_wait_and_tells_where_it_hangs(
     assert "kestrel-steps" in caplog.text
     assert "assert self.open.wait(60)" in caplog.text
     gate.open.set()
+    await engine.shutdown()
+
+
+async def test_a_step_that_hangs_when_its_requests_have_ended_is_noticed(moved_clock, fake_limits):
+    """Later requests wait for it in the queue of commands, where the counts of the scheduler do not see them."""
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def cost(plan):
+        if len(runtime.plans) > 1:  # Launched before the first step has said that the request ends.
+            hangs.set()
+            assert goes_on.wait(60)
+        return 0.0
+
+    runtime = FakeRuntime(fake_limits, lambda fed: 0, cost=cost)
+    config = RuntimeConfig(max_batch_size=3, step_timeout_s=300)
+    engine = kestrel_engine.InferenceEngine(config, fake_build(config, runtime))
+    assert (await engine.query(question="a", settings=GREEDY)).finish_reason == "stop"
+    await asyncio.to_thread(hangs.wait, 60)
+    assert engine.stats.running == engine.num_requests == 0
+    later = await engine.submit("query", None, {"question": "a"}, GREEDY)
+    moved_clock.advance(301)
+    with pytest.raises(RuntimeFailure, match="no step ended for 301"):
+        await later.result()
+    goes_on.set()
     await engine.shutdown()
 
 
