@@ -7,7 +7,6 @@ import zlib
 import numpy as np
 import pytest
 import pyvips
-import simplejpeg
 from PIL import Image, ImageCms, ImageOps
 
 from kestrel_engine.config.images import ImageLimits
@@ -103,6 +102,7 @@ def test_jpeg_equals_pillows_decoder():
 
 @pytest.mark.parametrize("sampling", ["444", "422", "420", "440", "411", "Gray"])
 def test_libjpeg_turbo_gives_the_pixels_of_libvips(sampling, monkeypatch):
+    simplejpeg = pytest.importorskip("simplejpeg")
     rng = np.random.default_rng(int(sampling, 36))
     for height, width in ((1, 1), (7, 9), (16, 16), (33, 50), (129, 255), (200, 31)):
         noise = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
