@@ -13,7 +13,6 @@ _HERE = entries(
         "serve": {
             "serve": ("serve", "serve a model over gRPC"),
             "cluster": ("cluster.command", "serve on a Ray cluster: start, upgrade, list, end"),
-            "bridge": ("bridge.command", "answer Label Studio with a server's results"),
             "demo": ("demo", "serve the bundled model, call every method, draw the answers"),
             "schedule": (
                 "schedule",

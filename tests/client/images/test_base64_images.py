@@ -6,9 +6,9 @@ import base64
 
 import pytest
 
+from clients.tools.label_studio_kestrel.images import TaskImages
 from kestrel_client.commands.requests.mcp_server import _source
 from kestrel_client.images.base64_images import decoded_image
-from kestrel_grpc.cli.bridge.images import TaskImages
 
 DATA = bytes(range(256)) + b"\xfb"
 TEXT = base64.b64encode(DATA).decode()

@@ -7,11 +7,13 @@ import asyncio
 import base64
 import binascii
 import hmac
+import json
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-import orjson
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -59,14 +61,17 @@ class Backend:
         self._places = asyncio.Semaphore(_MOST_READ)
 
     def application(self) -> Starlette:
+        # A page of another site has no token, so any name may lead to a bridge that needs one.
+        names = ["*"] if self._token is not None else ["127.0.0.1", "localhost"]
         return Starlette(
+            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=names)],
             routes=[
                 Route("/", _health, methods=["GET"]),
                 Route("/health", _health, methods=["GET"]),
                 Route("/setup", self._answered(self._setup), methods=["POST"]),
                 Route("/predict", self._answered(self._predict), methods=["POST"]),
                 Route("/versions", self._answered(self._versions), methods=["GET", "POST"]),
-            ]
+            ],
         )
 
     async def _setup(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -131,8 +136,8 @@ async def _read(request: Request) -> dict[str, Any]:
     except TimeoutError:
         raise RequestRefused(f"the request did not arrive within {BODY_S:g} s") from None
     try:
-        body = orjson.loads(data or b"{}")  # GET has no body.
-    except orjson.JSONDecodeError as error:
+        body = json.loads(data or b"{}")  # GET has no body.
+    except (ValueError, RecursionError) as error:
         raise RequestRefused(f"the request is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise RequestRefused("the request must be a JSON object")
@@ -177,9 +182,9 @@ def _status(error: KestrelError) -> int:
 
 
 def _json(status: int, values: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
-    return Response(orjson.dumps(values), status, headers, media_type="application/json")
+    return Response(json.dumps(values), status, headers, media_type="application/json")
 
 
 def _failed(status: int, message: str, *, challenge: bool = False) -> Response:
-    headers = {"www-authenticate": 'Basic realm="kestrel-grpc bridge"'} if challenge else None
+    headers = {"www-authenticate": 'Basic realm="kestrel"'} if challenge else None
     return _json(status, {"error": message}, headers)
