@@ -23,14 +23,13 @@ from pathlib import Path
 
 import grpc
 
+from benchmarks.reports.report import Report, benchmark_parser
+from benchmarks.traffic.images import jpeg
+from benchmarks.traffic.processes import ServerProcess
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
-
-from .reports.report import Report, benchmark_parser
-from .soak import MOST_GROWTH, MOST_RESIDENT_GROWTH
-from .soaking.server import held_by
-from .traffic.images import jpeg
-from .traffic.processes import ServerProcess
+from tests.abuse.soak.__main__ import MOST_GROWTH, MOST_RESIDENT_GROWTH
+from tests.abuse.soak.server import held_by
 
 SMALL = ("--threads", "1", "--image-store-bytes", "8MiB", "--image-cache-bytes", "8MiB")
 SIZES = ((640, 480), (512, 512), (480, 640), (800, 600), (378, 378), (1024, 320))
@@ -89,7 +88,7 @@ class Callers:
 
 def measure(report: Report, calls: int, callers: int, rounds: int, flags: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="kestrel-memory-") as folder:
-        command = [sys.executable, "-m", "benchmarks.soaking.server", "--listen", "127.0.0.1:0"]
+        command = [sys.executable, "-m", "tests.abuse.soak.server", "--listen", "127.0.0.1:0"]
         with ServerProcess([*command, *flags], log=Path(folder) / "log") as server:
             asking = Callers(server.address, callers)
             began, seen = time.monotonic(), []

@@ -14,7 +14,6 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.soaking.rude_sockets import PREFACE, frame
 from kestrel_client import AsyncKestrelClient, DeadlineExceededError, Tls, UnauthenticatedError
 from kestrel_client._pb.kestrel.v1 import admin_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
@@ -23,6 +22,7 @@ from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceS
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of, new_token
 from tests.abuse.connections.hand_made_calls import head
+from tests.abuse.connections.rude_sockets import PREFACE, frame
 from tests.abuse.process import ServerProcess
 from tests.service.certificates import make_authority
 from tests.waiting import until, wait_until

@@ -8,9 +8,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
-from benchmarks.soaking.rude_sockets import PREFACE, frame
 from tests.abuse.attacks.registry import QUERY, attack, many
 from tests.abuse.connections.hand_made_calls import head
+from tests.abuse.connections.rude_sockets import PREFACE, frame
 from tests.abuse.target import Target, query
 
 

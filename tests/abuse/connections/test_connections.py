@@ -19,10 +19,10 @@ import grpc
 import psutil
 import pytest
 
-from benchmarks.soaking.rude_sockets import PREFACE, frame
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from tests.abuse.connections.hand_made_calls import head
+from tests.abuse.connections.rude_sockets import PREFACE, frame
 from tests.abuse.process import ServerProcess
 from tests.waiting import wait_until
 

@@ -20,12 +20,12 @@ import grpc
 import psutil
 import pytest
 
-from benchmarks.soaking.rude_sockets import Asked, RudeCaller
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of
 from tests.abuse.connections.hand_made_calls import Body, HandMadeCalls, bomb
+from tests.abuse.connections.rude_sockets import Asked, RudeCaller
 from tests.abuse.process import ROOT, ServerProcess
 from tests.forking.process import run_forked
 from tests.waiting import wait_until

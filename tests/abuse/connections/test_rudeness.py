@@ -13,11 +13,11 @@ import pytest
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="counts spans")
 
-from benchmarks.soak import TOKEN, Server, rest, timed
-from benchmarks.soaking.rude_sockets import PREFACE, Asked, RudeCaller, frame
-from benchmarks.soaking.span_receiver import SpanReceiver
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
+from tests.abuse.connections.rude_sockets import PREFACE, Asked, RudeCaller, frame
+from tests.abuse.soak.__main__ import TOKEN, Server, rest, timed
+from tests.abuse.soak.span_receiver import SpanReceiver
 from tests.forking.process import ForkedProcess
 
 FORGED = b'\n{"event": "forged"}\n'

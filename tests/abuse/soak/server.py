@@ -1,6 +1,6 @@
 """The server of soak.py: ``kestrel-grpc serve``, with a thread that reports the resources of the process on request.
 
-python -m benchmarks.soaking.server FLAGS OF SERVE…
+python -m tests.abuse.soak.server FLAGS OF SERVE…
 
 For each line "probe" on standard input, it collects garbage and writes one JSON object (Held) to standard output.
 """
@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.traffic.processes import ServerProcess
 from kestrel_grpc.cli import program
 from kestrel_grpc.process import serving
 from kestrel_grpc.process.server import KestrelServer
-
-from ..traffic.processes import ServerProcess
 
 
 @dataclass(frozen=True)

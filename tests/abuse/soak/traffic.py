@@ -19,14 +19,13 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
+from benchmarks.traffic.images import jpeg
 from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import ImageServiceStub
 from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
-
-from ..traffic.images import jpeg
-from .rude_sockets import Asked, RudeCaller
+from tests.abuse.connections.rude_sockets import Asked, RudeCaller
 
 NUM_CALLERS = 6
 NUM_RUDE = 3

@@ -1,6 +1,6 @@
 """Soak test: a real server under mixed and malformed traffic. Nothing may grow, be lost or become slower.
 
-python -m benchmarks.soak [--minutes 30 | --seconds N] [--json FILE]
+python -m tests.abuse.soak [--minutes 30 | --seconds N] [--json FILE]
 
 ``kestrel-grpc serve`` runs in one process, with the bundled model, and its callers in another, which is killed in the
 middle of every third round. Between rounds there are no callers. Then the benchmark reads the resources that the server
@@ -26,16 +26,15 @@ from typing import Any
 import grpc
 import psutil
 
+from benchmarks.reports.report import Report, benchmark_parser, median, quantile
+from benchmarks.traffic.processes import ChildProcess, ServerProcess
 from kestrel_client._pb.kestrel.v1 import admin_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceStub
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
-
-from .reports.report import Report, benchmark_parser, median, quantile
-from .soaking.server import Held, held_by
-from .soaking.span_receiver import SpanReceiver
-from .soaking.traffic import traffic
-from .traffic.processes import ChildProcess, ServerProcess
+from tests.abuse.soak.server import Held, held_by
+from tests.abuse.soak.span_receiver import SpanReceiver
+from tests.abuse.soak.traffic import traffic
 
 ROUND_S = 10.0
 REST_S = 60.0
@@ -84,7 +83,7 @@ class Server(ServerProcess):
             "OTEL_BSP_SCHEDULE_DELAY": "200",
             "OTEL_BSP_MAX_QUEUE_SIZE": "20000",
         }
-        command = [sys.executable, "-m", "benchmarks.soaking.server", *FLAGS]
+        command = [sys.executable, "-m", "tests.abuse.soak.server", *FLAGS]
         super().__init__(command, log=self.log, environment=environment, start=start)
 
     def probe(self) -> Held:

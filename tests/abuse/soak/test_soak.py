@@ -1,4 +1,4 @@
-"""The soak of benchmarks/soak.py, short: a real server, mixed and rude traffic, callers killed in the middle.
+"""The soak, short: a real server, mixed and rude traffic, callers killed in the middle.
 
 KESTREL_SOAK_SECONDS says how long the slow one takes (1800 is the full one).
 """
@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="counts spans")
 
-from benchmarks import soak
+import tests.abuse.soak.__main__ as soak
 
 SECONDS = float(os.environ.get("KESTREL_SOAK_SECONDS", "120"))
 
