@@ -1,6 +1,6 @@
 """Soak test: a real server under mixed and malformed traffic. Nothing may grow, be lost or become slower.
 
-python -m tests.abuse.soak [--minutes 30 | --seconds N] [--json FILE]
+python -m tests.abuse.soak [--minutes 30 | --seconds N] [--new-images N] [--json FILE] [-- FLAGS OF SERVE]
 
 ``kestrel-grpc serve`` runs in one process, with the bundled model, and its callers in another, which is killed in the
 middle of every third round. Between rounds there are no callers. Then the benchmark reads the resources that the server
@@ -8,6 +8,11 @@ process holds, after a garbage collection, and times a few calls. The server mus
 and a call must not take more processor time. Latency decides nothing, because other processes of the machine change it.
 During the first third of the rounds, at least one, caches fill. The collector must have received the server span of
 every call in the access log.
+
+With --new-images N, N callers always send new images instead, so that the caches of images fill. On a GPU give the
+flags of a real server:
+
+    python -m tests.abuse.soak --new-images 128 -- --model moondream2 --precision fp8
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,9 +49,9 @@ REST_S = 60.0
 TIMED_CALLS = 50
 TOKEN = "token-of-the-soak"
 METADATA = (("authorization", f"Bearer {TOKEN}"),)
+LOGGED = ("--listen", "127.0.0.1:0", "--access-log", "json", "--log-format", "json")
 FLAGS = (
-    "--listen", "127.0.0.1:0", "--threads", "1", "--access-log", "json", "--log-format", "json",
-    "--write-timeout", "1", "--image-store-bytes", "1MiB", "--image-cache-bytes", "8MiB",
+    "--threads", "1", "--write-timeout", "1", "--image-store-bytes", "1MiB", "--image-cache-bytes", "8MiB",
     "--max-batch-size", "8", "--max-seq-length", "1024", "--kv-cache-pages", "320", "--grace", "10",
     "--drain-delay", "0",
 )  # fmt: skip
@@ -72,6 +78,7 @@ class Server(ServerProcess):
         folder: Path,
         endpoint: str,
         start: type[subprocess.Popen[Any]] = subprocess.Popen,
+        flags: Sequence[str] = FLAGS,
     ) -> None:
         self.log = folder / "log"
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KESTREL_", "OTEL_"))}
@@ -83,7 +90,7 @@ class Server(ServerProcess):
             "OTEL_BSP_SCHEDULE_DELAY": "200",
             "OTEL_BSP_MAX_QUEUE_SIZE": "20000",
         }
-        command = [sys.executable, "-m", "tests.abuse.soak.server", *FLAGS]
+        command = [sys.executable, "-m", "tests.abuse.soak.server", *LOGGED, *flags]
         super().__init__(command, log=self.log, environment=environment, start=start)
 
     def probe(self) -> Held:
@@ -100,14 +107,14 @@ class Server(ServerProcess):
 class Callers:
     """The process of the callers. A killed process is replaced by a new one."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, address: str, new_images: int) -> None:
+        self._address, self._new_images = address, new_images
         self._seed = 0
         self._start()
 
     def _start(self) -> None:
         self._seed += 1
-        self._child = ChildProcess(traffic, self._address, TOKEN, self._seed)
+        self._child = ChildProcess(traffic, self._address, TOKEN, self._seed, self._new_images)
         assert self._child.pipe.recv() == "ready"
 
     def run(self, seconds: float, *, killed: bool) -> Counter[str]:
@@ -175,23 +182,30 @@ def timed(stub: Any) -> list[float]:
     return latencies
 
 
-def soak(seconds: float, report: Report, folder: Path, start: type[subprocess.Popen[Any]]) -> None:
+def soak(
+    seconds: float,
+    report: Report,
+    folder: Path,
+    start: type[subprocess.Popen[Any]],
+    new_images: int = 0,
+    flags: Sequence[str] = FLAGS,
+) -> None:
     rests: list[Rest] = []
     came: Counter[str] = Counter()
     with SpanReceiver() as receiver:
         with (
-            Server(folder, receiver.endpoint, start) as server,
+            Server(folder, receiver.endpoint, start, flags) as server,
             grpc.insecure_channel(server.address) as channel,
         ):
             vision, admin = VisionServiceStub(channel), AdminServiceStub(channel)
             timed(vision)
             normal = rest(server, None)
-            with Callers(server.address) as callers:
+            with Callers(server.address, new_images) as callers:
                 began = time.monotonic()
                 while (left := seconds - (time.monotonic() - began)) > 1 or len(rests) < 4:
                     number = len(rests) + 1
                     span_s = max(1.0, min(ROUND_S, left, seconds / 6))
-                    outcome = callers.run(span_s, killed=number % 3 == 0)
+                    outcome = callers.run(span_s, killed=number % 3 == 0 and not new_images)
                     came += outcome
                     held = rest(server, normal)
                     before = server.cpu_s
@@ -216,6 +230,7 @@ def _report_rest(report: Report, rest: Rest, seconds: float) -> None:
             "calls": sum(n for name, n in rest.came.items() if ":" not in name),
             "RSS MiB": held.rss_kib / 1024,
             "in use MiB": held.in_use_kib / 1024,
+            "stored MiB": held.stored_kib / 1024,
             "blocks": held.blocks,
             "objects": held.objects,
             "tasks": held.tasks,
@@ -288,11 +303,15 @@ def main(
     how_long = parser.add_mutually_exclusive_group()
     how_long.add_argument("--minutes", type=float, default=30.0)
     how_long.add_argument("--seconds", type=float)
+    parser.add_argument(
+        "--new-images", type=int, default=0, metavar="N", help="N callers send new images only"
+    )
+    parser.add_argument("flags", nargs="*", metavar="-- FLAGS OF SERVE")
     args = parser.parse_args(arguments)
     report = Report("soak", vars(args))
     seconds = 20.0 if args.quick else args.seconds or 60 * args.minutes
     with tempfile.TemporaryDirectory(prefix="kestrel-soak-") as folder:
-        soak(seconds, report, Path(folder), start)
+        soak(seconds, report, Path(folder), start, args.new_images, args.flags or FLAGS)
     report.finish(args.json)
     return report
 

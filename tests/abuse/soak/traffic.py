@@ -1,4 +1,4 @@
-"""Mixed traffic for soak.py, in a separate process: all methods, with cancellations, deadlines, slow readers and
+"""Traffic of the soak, in a separate process: all methods, with cancellations, deadlines, slow readers and
 disconnections.
 
 ``traffic`` is the function of the process. It receives a number of seconds through its pipe, runs traffic for that
@@ -167,12 +167,35 @@ class Caller:
         return pb.QueryTask(question=self._rng.choice(QUESTIONS), **_TEXT)
 
 
+class NewImageCaller(Caller):
+    """Asks about a new image in each call, so that the caches of images fill."""
+
+    async def run(self, until: float) -> None:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(self._address, options=options) as channel:
+            self._vision = VisionServiceStub(channel)
+            while time.monotonic() < until:
+                await self._one()
+
+    async def _one(self) -> None:
+        data = self._rng.choice(self._images) + self._rng.randbytes(8)
+        query = pb.QueryTask(question=QUESTIONS[1], max_tokens=3, sampling={"temperature": 0})
+        request = pb.QueryRequest(images=[common_pb2.Image(encoded=data)], query=query)
+        try:
+            await self._vision.Query(request, timeout=120, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            self.came[error.code().name] += 1
+        else:
+            self.came["OK"] += 1
+
+
 async def _run(
-    seconds: float, address: str, token: str, rng: random.Random, images: list[bytes]
+    seconds: float, address: str, token: str, rng: random.Random, images: list[bytes], new: int
 ) -> Counter[str]:
     until = time.monotonic() + seconds
+    kind = NewImageCaller if new else Caller
     callers = [
-        Caller(address, token, random.Random(rng.random()), images) for _ in range(NUM_CALLERS)
+        kind(address, token, random.Random(rng.random()), images) for _ in range(new or NUM_CALLERS)
     ]
     stream = pb.QueryRequest(query={"question": QUESTIONS[0]})
     asked = Asked("/kestrel.v1.VisionService/StreamQuery", stream.SerializeToString(), token)
@@ -186,17 +209,18 @@ async def _run(
     async with asyncio.TaskGroup() as group:
         for caller in callers:
             group.create_task(caller.run(until))
-        for _ in range(NUM_RUDE):
+        for _ in range(0 if new else NUM_RUDE):
             group.create_task(rude())
     for caller in callers:
         came += caller.came
     return came
 
 
-def traffic(pipe: Connection, address: str, token: str, seed: int) -> None:
-    """Sends a Counter for every number of seconds that it receives. Raises no errors."""
+def traffic(pipe: Connection, address: str, token: str, seed: int, new: int) -> None:
+    """Sends a Counter for every number of seconds that it receives. Raises no errors. ``new``: this many callers send
+    new images only; 0 for mixed and rude callers."""
     rng = random.Random(seed)
     images = [jpeg(i, 320 + 40 * i, 240) for i in range(6)]
     pipe.send("ready")
     while (seconds := pipe.recv()) is not None:
-        pipe.send(asyncio.run(_run(seconds, address, token, rng, images)))
+        pipe.send(asyncio.run(_run(seconds, address, token, rng, images, new)))
