@@ -5,6 +5,7 @@ WHY = {
     "abuse/connections/": "attacks as above; threads sample memory",
     "abuse/fake_server.py": "a step that hangs",
     "abuse/inputs/test_expensive_images.py": "slow: a thread samples memory",
+    "abuse/soak/": "slow: callers pause, and what the server holds is polled",
     "abuse/target.py": "a polite caller pauses between calls",
     "client/calls/test_calls.py": "nobody listens: the client gives up by itself",
     "client/calls/test_map.py": "answers come in another order than their requests",

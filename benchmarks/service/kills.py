@@ -206,7 +206,7 @@ async def run(args: argparse.Namespace, address: str, pid: int, report: Report) 
     images = [jpeg(seed, 400, 300) for seed in range(args.images)]
     async with AsyncKestrelClient(address) as client:
         (model, *_) = await client.list_models()
-        traffic = Traffic(client, images, rng, model.skills)
+        traffic = Traffic(client, images, rng, [skill.name for skill in model.skills])
         await traffic.warm_up()
         until = time.monotonic() + args.seconds
         killing = asyncio.create_task(kill(psutil.Process(pid), args, until))

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import boxes, compare, engine_host, frames, ramp, serving_cpu
+from benchmarks import boxes, engine_host, frames, serving_cpu
 from benchmarks.service import kills, workers_trace
 
 
@@ -104,21 +104,6 @@ def test_the_trace_through_workers(tmp_path: Path) -> None:
     pytest.importorskip("envoy")
     (rows,) = run(workers_trace, tmp_path)["tables"].values()
     assert len(rows) == 6 and all(row["x one"] > 0 for row in rows)
-
-
-def test_ramp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "ramp.json"
-    load = ["--max-concurrency", "2", "--concurrency", "1", "--seconds", "0.3", "--max-tokens", "2"]
-    for limit in ("--latency-threshold-ms", "--ttft-threshold-ms"):
-        load += [limit, "600000"]  # No figure ends the ramp.
-    assert ramp.main([*load, "--output", str(path), "--", "--threads", "1"]) == 0
-    assert [stage["concurrency_limit"] for stage in json.loads(path.read_text())["results"]] == [
-        1,
-        2,
-    ]
-    assert "kestrel-tiny" in capsys.readouterr().out
-    assert compare.main([str(path), str(path)]) == 0  # the form of all benchmarks
-    assert ramp.main(["--server", "127.0.0.1:1", "--", "--threads", "1"]) == 2
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def tiling_of(rows: int, n: int, k: int, splits: int, element_bytes: int) -> Til
     A layer of Moondream 2 without attention takes 30.7, 31.2 and 35.3 us with 1, 16 and 64 rows; cuBLAS takes 37.6,
     38.6 and 40.5 us; the memory floor is 23.5 us. Prefetching into L2 before the wait costs more than it gains, except
     for the output GEMM of one or two rows, in front of which attention leaves the memory idle: with it, a layer with
-    attention takes 47.2 us instead of 48.1 on an H100 (``benchmarks.kernels.decode_layers``). For one shape, all
+    attention takes 47.2 us instead of 48.1 on an H100. For one shape, all
     numbers of rows use tiles of the same depth, so a row has the same bits in every batch.
     """
     if element_bytes == 4:

@@ -43,7 +43,7 @@ class Tiles(NamedTuple):
 
 # By bytes of a weight and batch class (1 token, up to 16, up to 64). Measured on an H200:
 # 24, 111 and 141 us for FP8, 34, 176 and 207 us for bfloat16. Those of one token in FP8 are
-# smaller now than they were for these 24 us: beside attention they are faster (benchmarks/kernels/decode_layers.py).
+# smaller now than they were for these 24 us: beside attention they are faster.
 TILES: dict[tuple[int, int], Tiles] = {
     (1, 1): Tiles(Tile(4, 512, 2, 4), Tile(8, 512, 4, 2)),
     (1, 16): Tiles(Tile(32, 128, 4, 4, False), Tile(64, 128, 4, 4)),

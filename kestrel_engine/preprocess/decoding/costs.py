@@ -1,6 +1,7 @@
 """The cost of decoding: bytes and processor time by format. Owns the table and the rule which pixel limit applies.
 
-``python -m benchmarks.diagnostics.image_costs`` measures these figures again. For each format, the table has the
+``KESTREL_COST_SIDE=3000 pytest -s -m slow tests/engine/preprocess/decoding/test_costs.py`` measures these figures
+again. For each format, the table has the
 figures of the most expensive of several images (noise and one colour, turned and not), rounded up.
 """
 

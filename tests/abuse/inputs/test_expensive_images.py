@@ -18,12 +18,12 @@ import pytest
 import pyvips
 from PIL import Image
 
-from benchmarks.diagnostics.image_costs import jpeg_of_many_scans
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_engine import ImageLimits, RuntimeConfig
 from tests.abuse.process import ServerProcess
+from tests.engine.preprocess.decoding.measured_costs import jpeg_of_many_scans
 from tests.waiting import wait_until
 
 LIMITS, CONFIG = ImageLimits(), RuntimeConfig()

@@ -1,21 +1,16 @@
-"""Measures memory and CPU time of decoding an image, by format, and compares them with preprocess/decoding/costs.py.
-
-python -m benchmarks.diagnostics.image_costs [--quick] [--megapixels N] [--json FILE]
+"""Measures memory and CPU time of decoding an image, by format.
 
 Each image is prepared in a process of its own, a fork of one that has only imported what it needs, as a decoder is.
-Noise is the most expensive content; a single colour makes the smallest file. The measured cost must not exceed the
-reserved cost.
+Noise is the most expensive content; a single colour makes the smallest file.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -29,8 +24,6 @@ from kestrel_engine.config.images import ImageLimits
 from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.decoding.images import EncodedImage
 from kestrel_engine.types.model_config import VisionConfig
-
-from ..reports.report import Report, benchmark_parser
 
 LIMITS, VISION = ImageLimits(), VisionConfig()
 
@@ -178,7 +171,7 @@ def measure_each(paths: Iterable[str]) -> None:
 @contextlib.contextmanager
 def measurer() -> Iterator[Callable[[Path], dict[str, float] | None]]:
     """Gives a function that measures the image of a file in a process of its own. It returns None if that failed."""
-    command = [sys.executable, "-m", "benchmarks.diagnostics.image_costs", "--each"]
+    command = [sys.executable, "-m", "tests.engine.preprocess.decoding.measured_costs"]
     # OpenBLAS would start threads, which do not survive a fork.
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
@@ -195,46 +188,5 @@ def measurer() -> Iterator[Callable[[Path], dict[str, float] | None]]:
         yield ask
 
 
-def main(arguments: list[str] | None = None) -> Report:
-    parser = benchmark_parser("diagnostics.image_costs", __doc__)
-    parser.add_argument("--megapixels", type=float, default=9.0)
-    parser.add_argument("--each", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args(arguments)
-    report = Report("image_costs", vars(args))
-    if args.each:
-        measure_each(sys.stdin)
-        return report
-    side = 300 if args.quick else round((args.megapixels * 1e6) ** 0.5)
-    worst_bytes = worst_seconds = 0.0
-    with tempfile.TemporaryDirectory() as folder, measurer() as measured:
-        for content, image in contents(side).items():
-            for form, save in FORMS.items():
-                path = Path(folder) / "image"
-                path.write_bytes(save(image))
-                found = measured(path)
-                if found is None:
-                    raise SystemExit(f"{form}, {content}: not measured")
-                pixels = found["pixels"]
-                report.add(
-                    f"Images of {side} x {side}",
-                    {
-                        "bytes/pixel": found["bytes"] / pixels,
-                        "private": found["private bytes"] / pixels,
-                        "reserved": found["reserved bytes"] / pixels,
-                        "ns/pixel": 1e9 * found["seconds"] / pixels,
-                        "expected": 1e9 * found["reserved seconds"] / pixels,
-                        "encoded": path.stat().st_size / pixels,
-                        "of": f"{form}, {content}",
-                    },
-                )
-                most = max(found["bytes"], found["private bytes"])
-                worst_bytes = max(worst_bytes, most / found["reserved bytes"])
-                worst_seconds = max(worst_seconds, found["seconds"] / found["reserved seconds"])
-    report.bar("most bytes over what is reserved", worst_bytes, 1.0)
-    report.bar("most seconds over what is expected", worst_seconds, 2.0)
-    report.finish(args.json)
-    return report
-
-
 if __name__ == "__main__":
-    main()
+    measure_each(sys.stdin)

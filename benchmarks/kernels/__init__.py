@@ -1,1 +1,0 @@
-"""Times the kernels of a decode step on a GPU, and variants of them."""
