@@ -53,6 +53,23 @@ async def test_a_conversation_is_a_query_with_its_history(http):
     assert body["model"] == response.info.model
 
 
+async def test_what_lmms_eval_sends_is_a_question_about_the_image(http):
+    """Its client puts the text before the images, which are PNGs, and greedy settings beside."""
+    _, client = await http()
+    before, after = [], []
+    for asked, parts in ((before, [0, 1]), (after, [1, 0])):
+        content = user("How many dots?", data_url())["content"]
+        messages = [{"role": "user", "content": [content[part] for part in parts]}]
+        body = {
+            "model": "moondream3-preview",
+            "max_tokens": 16,
+            "temperature": 0,
+            "messages": messages,
+        }
+        asked.append((await client.post("/v1/chat/completions", json=body)).json()["choices"])
+    assert before == after and before[0][0]["message"]["content"]
+
+
 async def test_a_response_format_gives_json(http):
     _, client = await http()
     schema = {

@@ -70,52 +70,6 @@ def test_chartqa(tmp_path):
     assert own.task.question == "How much? Be short." and own.task.reasoning
 
 
-def test_textvqa(tmp_path):
-    png(tmp_path / "train_images/x1.jpg")
-    answers = ["nokia"] * 4 + ["the nokia"] * 2 + ["phone"] * 4
-    row = {"question": "which brand?", "image_id": "x1", "answers": answers}
-    write(tmp_path / "TextVQA_0.5.1_val.json", {"data": [row]})
-    (case,) = cases("textvqa", tmp_path)
-    assert score("textvqa", case, {"answer": "Nokia."}).value == 1
-    assert score("textvqa", case, {"answer": "samsung"}).value == 0
-
-
-def test_docvqa(tmp_path):
-    png(tmp_path / "documents/p.png")
-    row = {"question": "Who?", "image": "documents/p.png", "answers": ["Dr. Who", "Who"],
-           "question_types": ["form", "layout"]}  # fmt: skip
-    write(tmp_path / "val_v1.0_withQT.json", {"data": [row]})
-    (case,) = cases("docvqa", tmp_path)
-    assert case.group == "form" and case.task.question.startswith("Who? The answer")
-    assert score("docvqa", case, {"answer": "dr who"}).value == pytest.approx(6 / 7)
-
-
-def test_pope(tmp_path):
-    png(tmp_path / "val2014/c.jpg")
-    lines = [{"question_id": i, "image": "c.jpg", "text": "Is there a dog?", "label": label}
-             for i, label in enumerate(("yes", "no", "yes"))]  # fmt: skip
-    (tmp_path / "coco_pope_random.json").write_text("\n".join(map(json.dumps, lines)))
-    found = cases("pope", tmp_path)
-    assert [each.group for each in found] == ["random"] * 3
-    said = ["yes", "Yes, there is", "no"]
-    scores = [score("pope", c, {"answer": a}) for c, a in zip(found, said, strict=True)]
-    totals = {m: [sum(s.counts[m][i] for s in scores) for i in (0, 1)] for m in scores[0].counts}
-    # One true, one false positive, one false negative.
-    assert totals["accuracy"] == [1, 3] and totals["F1"] == [2, 4]
-    assert totals["precision"] == [1, 2] and totals["recall"] == [1, 2]
-    assert totals["share of yes"] == [2, 3]
-
-
-def test_countbench(tmp_path):
-    png(tmp_path / "c.png")
-    row = {"image": "c.png", "question": "How many cats?", "number": 4}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    (case,) = cases("countbench", tmp_path)
-    assert score("countbench", case, {"answer": "Four."}).value == 1
-    near = score("countbench", case, {"answer": "5"})
-    assert near.counts == {"exact count": (0, 1), "off by at most one": (1, 1)}
-
-
 def test_refcoco(tmp_path):
     png(tmp_path / "train2014/r.jpg")
     refs = [{"image_id": 1, "ann_id": 7, "split": split, "sentences": [{"sent": "left man"}, {"sent": "man"}]}
@@ -290,23 +244,23 @@ def test_a_parquet_file_is_read_without_its_images(tmp_path, monkeypatch):
     png(tmp_path / "c.png")
     data = (tmp_path / "c.png").read_bytes()
     table = datasets.Dataset.from_dict(
-        {"image": [{"bytes": data, "path": None}] * 3, "question": ["q"] * 3, "number": [1, 2, 3]},
-        features=datasets.Features({"image": datasets.Image(), "question": datasets.Value("string"),
-                                    "number": datasets.Value("int64")}),
+        {"image": [{"bytes": data, "path": None}] * 3, "query": ["q"] * 3, "label": ["1", "2", "3"]},
+        features=datasets.Features({"image": datasets.Image(), "query": datasets.Value("string"),
+                                    "label": datasets.Value("string")}),
     )  # fmt: skip
     table.to_parquet(str(tmp_path / "part.parquet"))
     # The hub's reader also takes a folder.
-    chosen = benchmark("countbench")
+    chosen = benchmark("chartqa")
     hub = open_records(chosen, None, Hub(str(tmp_path), "train"), None)
     read = list(items_of(hub.rows, chosen, Asking()))
     assert [item.load() for item in read] == [data] * 3
     with pytest.raises(CommandError, match=r"cannot read .* part"):
         open_records(chosen, None, Hub(str(tmp_path), "part"), None)
-    first, second = items("countbench", tmp_path / "part.parquet", limit=2)
+    first, second = items("chartqa", tmp_path / "part.parquet", limit=2)
     assert (first.image, second.number) == ("row 1", 2) and second.load() == data
-    assert second.cases["0"].truth == 2
-    with pytest.raises(CommandError, match="row 1 has no column 'answer'"):
-        items("pope", tmp_path / "part.parquet")
+    assert second.cases["0"].truth == "2"
+    with pytest.raises(CommandError, match="row 1 has no column 'instruction'"):
+        items("screenspot", tmp_path / "part.parquet")
 
 
 @pytest.mark.parametrize(
@@ -368,12 +322,11 @@ def test_errors_of_a_file_in_the_layout_of_a_set(coco, change, text):
 @pytest.mark.parametrize(
     ("rows", "text"),
     [
-        ([{"question": "q", "number": 1}], "row 1 has no image in the column 'image'"),
-        ([{"image": "gone.png", "question": "q", "number": 1}], "row 1: there is no image"),
-        ([{"image": "c.png", "number": 1}], "row 1 has no column 'question'; its columns are number"),
-        ([{"image": "c.png", "question": "q", "number": "many"}], "number is 'many', needs a whole number"),
-        ([{"image": "c.png", "question": "  ", "number": 1}], "question is '  ', needs a text"),
-        ([{"image": "c.png", "question": "\ud800", "number": 1}], "question is .*ud800', needs a text"),
+        ([{"query": "q", "label": "1"}], "row 1 has no image in the column 'image'"),
+        ([{"image": "gone.png", "query": "q", "label": "1"}], "row 1: there is no image"),
+        ([{"image": "c.png", "label": "1"}], "row 1 has no column 'query' or 'question'; its columns are label"),
+        ([{"image": "c.png", "query": "  ", "label": "1"}], "query is '  ', needs a text"),
+        ([{"image": "c.png", "query": "\ud800", "label": "1"}], "query is .*ud800', needs a text"),
         (["text"], "row 1 is not an object"),
     ],
 )  # fmt: skip
@@ -381,18 +334,18 @@ def test_errors_name_the_row_and_the_column(tmp_path, rows, text):
     png(tmp_path / "c.png")
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(CommandError, match=text):
-        items("countbench", tmp_path)
+        items("chartqa", tmp_path)
 
 
 def test_results_of_another_question_are_not_scored(tmp_path):
     png(tmp_path / "c.png")
-    (tmp_path / "rows.jsonl").write_text('{"image": "c.png", "question": "How many?", "number": 1}')
-    found = {item.identity: item for item in items("countbench", tmp_path)}
+    (tmp_path / "rows.jsonl").write_text('{"image": "c.png", "query": "How many?", "label": "1"}')
+    found = {item.identity: item for item in items("chartqa", tmp_path)}
     task = {"question": "Another?", "answer": "1"}
     with pytest.raises(CommandError, match="answers another question than 'How many"):
         list(
             score_lines(
-                [{"image": "c.png", "row": 1, "tasks": {"0": task}}], found, benchmark("countbench")
+                [{"image": "c.png", "row": 1, "tasks": {"0": task}}], found, benchmark("chartqa")
             )
         )
 

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "where an interrupted one ended. Without FOLDER, a set is read from the hub. The sets:\n"
         f"{', '.join(MODULES)}.\n"
         "  %(prog)s chartqa ChartQA/ --weights model.safetensors --limit 200\n"
-        "  %(prog)s pope POPE/ --server one:50051 --against='--server two:50051'\n"
+        "  %(prog)s coco coco/ --server one:50051 --against='--server two:50051'\n"
         f"  %(prog)s {_COMPARE} eval-a eval-b\n"
         "Exits with 1 if a request failed. docs/use/evaluation.md describes sets, layouts and metrics."
     )

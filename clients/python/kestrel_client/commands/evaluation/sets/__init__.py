@@ -8,16 +8,7 @@ from ...flags import SettingsError
 from ...parser import suggestion
 from ..benchmark import Benchmark
 
-_HERE = (
-    "chartqa",
-    "textvqa",
-    "docvqa",
-    "pope",
-    "countbench",
-    "refcoco",
-    "screenspot",
-    "coco",
-)
+_HERE = ("chartqa", "refcoco", "screenspot", "coco")
 MODULES = {name: f"{__name__}.{name}" for name in _HERE}
 """The module of each set. A program may add sets of its own, as training/scenes/evaluate.py does."""
 

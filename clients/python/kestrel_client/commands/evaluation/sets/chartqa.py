@@ -5,6 +5,7 @@ Rows: ``query``, ``label`` and perhaps ``human_or_machine`` (0: asked by people)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 from ..benchmark import Asking, Benchmark, Case, Hub, Outcome, Score, share
 from ..reading import image_file, json_file, objects_of
 from ..records import Record
-from ..text_metrics import relaxed_correct
 
 PROMPT = (
     "Analyze the chart carefully, consider both visual features and data values, and provide a precise answer "
@@ -40,6 +40,26 @@ def _score(case: Case, outcome: Outcome | None) -> Score:
     said = "" if outcome is None else str(outcome["answer"])
     right = outcome is not None and relaxed_correct(case.truth, said)
     return share("relaxed accuracy", float(right), said)
+
+
+def relaxed_correct(expected: str, said: str, tolerance: float = 0.05) -> bool:
+    """ChartQA's relaxed accuracy: numbers may be off by 5 %, other answers must be equal but for case.
+
+    https://arxiv.org/abs/2203.10244, section 5.1. A percentage is its value over 100.
+    """
+    truth, answer = expected.strip().lower(), said.strip().lower()
+    wanted, given = _number(truth), _number(answer)
+    if wanted and given is not None:  # Nothing is within 5 % of 0 but 0, which is equal as a text.
+        return abs(given - wanted) / abs(wanted) <= tolerance
+    return truth == answer
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
 
 
 def _layout(folder: Path) -> Iterator[dict[str, Any]] | None:
