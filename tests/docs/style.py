@@ -1,7 +1,8 @@
 """The style of the pages: sentences of at most 30 words, and none of the habits of HABITS. ``make check`` runs it.
 
-Checks README, CONTRIBUTING and docs/, or the files that are given. Of Markdown it reads prose, lists and the parts of
-tables' cells; code, generated tables and addresses of links are left out. Of protos it reads comments.
+Checks README, CONTRIBUTING, docs/ and the pages of clients, protos and training, or the files that are given. Of
+Markdown it reads prose, lists and the parts of tables' cells. It leaves out code, generated tables and the addresses of
+links. Of protos it reads comments.
 """
 
 from __future__ import annotations
@@ -12,12 +13,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "protos/README.md", "training/README.md")
+    ),
+    *sorted((ROOT / "clients").glob("*/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 MOST_WORDS = 30
 HABITS = {
-    "a pronoun for a noun": r"\bthose (?:of|with|without|in|from|for|on|at|by|that|who|which)\b"
+    "a pronoun for a noun": r"\bthose (?:of|with|without|in|from|for|on|at|by|that|who|which|after|before|like)\b"
     r"|\b(?:the|this|that) ones? (?:that|of|in|with|without|from|for|which)\b"
-    r"|\b(?:is|are|as|by|than|like|with|from|to|and|or|of|in) that of\b",
+    r"|\b(?:is|are|as|by|than|like|with|from|to|and|or|of|in) that (?:of|from)\b",
     "a participle for a noun": r"\bthe (?:asked|given|told|owed)\b(?=[.,;:)]|$| (?:is|are|of|by|in|to|and)\b)",
     '"is no X" for "is not an X"': r"(?<!there )\b(?:is|are|was|were) no"
     r" (?!longer\b|more\b|less\b|such\b|\w+er\b)\w+",
