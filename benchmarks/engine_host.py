@@ -20,7 +20,7 @@ from kestrel_engine.scheduler.budget import StepBudget
 from kestrel_engine.scheduler.policy import SchedulerPolicy
 from kestrel_engine.skills.base import SkillContext
 from kestrel_engine.skills.text.answer import AnswerControl, AnswerOutput
-from kestrel_engine.steps.active import Work
+from kestrel_engine.steps.active import SkillSubmission
 from kestrel_engine.steps.delivery import Delivery, DeliveryThread
 from kestrel_engine.steps.loop import PIPELINE_DEPTH, EngineLoop
 from kestrel_engine.types.events import StreamUpdate
@@ -100,7 +100,7 @@ class NullRuntime:
         pass
 
 
-def work(number: int, max_tokens: int, context: SkillContext) -> Work:
+def work(number: int, max_tokens: int, context: SkillContext) -> SkillSubmission:
     """Returns a caption request about an image of its own."""
     image = PreparedImage(f"p{number}", np.zeros((2, 1, 1, 3), np.uint8), (1, 1), 1, 1)
     control = AnswerControl(context)
@@ -115,7 +115,7 @@ def work(number: int, max_tokens: int, context: SkillContext) -> Work:
         deadline_at=time.monotonic() + 3600,
     )
     output = CountingOutput("caption", context)
-    return Work(str(number), submission, control, output)
+    return SkillSubmission(str(number), submission, control, output)
 
 
 def measure(batch_size: int, queue_length: int, num_steps: int) -> dict[str, float | int | str]:

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """A request that is ready for the scheduler."""
+class SkillSubmission:
+    """A submission with the control and the output that its skill has made."""
 
     request_id: str
     submission: Submission
@@ -51,7 +51,7 @@ class Work:
 class _Active:
     """A request that has not ended, on the step thread."""
 
-    work: Work
+    work: SkillSubmission
     sequence: Sequence | None = None
     """None until the scheduler has it."""
     first_token_at: float | None = None
@@ -115,7 +115,7 @@ class ActiveRequests:
         reports, self._reports = self._reports, []
         return reports
 
-    def add(self, work: Work) -> None:
+    def add(self, work: SkillSubmission) -> None:
         submission = work.submission
         active = self._active[submission.sequence_id] = _Active(work)
         try:

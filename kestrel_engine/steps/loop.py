@@ -28,7 +28,7 @@ from ..skills.rule_check import RuleCheck
 from ..types.info import SchedulerStats
 from ..types.observer import Observer
 from ..types.step import Lane, RefineRow, StepPlan, StepResult
-from .active import ActiveRequests, Work
+from .active import ActiveRequests, SkillSubmission
 from .delivery import DeliveryThread
 from .observing import StepEvents
 
@@ -120,7 +120,7 @@ class EngineLoop:
         has_work = has_step or stats.running or stats.waiting or self._requests.is_refining
         return clock.now() - self._beat_at if has_work else 0.0
 
-    def submit(self, work: Work) -> None:
+    def submit(self, work: SkillSubmission) -> None:
         """Any thread. The delivery thread reports the request's outcome."""
         self._commands.put(lambda: self._requests.add(work))
 

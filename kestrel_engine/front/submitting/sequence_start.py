@@ -16,7 +16,7 @@ from ...config.runtime import RuntimeConfig
 from ...errors import Displaced, SkillFault
 from ...skills.base import SkillOutput, SkillRequest
 from ...skills.prompts import build_prompt
-from ...steps.active import Work
+from ...steps.active import SkillSubmission
 from ...steps.delivery import Finished
 from ...steps.loop import EngineLoop
 from ...types.adapter import Adapter
@@ -94,7 +94,7 @@ class SequenceStart:
         images: tuple[PreparedImage, ...],
         request: Request,
         place: Place,
-    ) -> Work:
+    ) -> SkillSubmission:
         """One sequence of a request. ``images``: those of its prompt."""
         assert request.work is not None and request.timings is not None
         adapter, arrived_at = request.adapter, request.timings.accepted_at
@@ -133,7 +133,9 @@ class SequenceStart:
             adapter=adapter,
         )
         refines = work.refines and context.refines and bool(images)
-        return Work(request.request_id, submission, control, output, queue_limited, refines)
+        return SkillSubmission(
+            request.request_id, submission, control, output, queue_limited, refines
+        )
 
 
 class _Submitted:

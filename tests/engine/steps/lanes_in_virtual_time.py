@@ -26,7 +26,7 @@ from kestrel_engine.runtime.protocol import StepHandle
 from kestrel_engine.scheduler.budget import StepBudget
 from kestrel_engine.scheduler.policy import SchedulerPolicy
 from kestrel_engine.steps import loop
-from kestrel_engine.steps.active import Work
+from kestrel_engine.steps.active import SkillSubmission
 from kestrel_engine.steps.delivery import StepReport
 from kestrel_engine.types.requests import ImageBlock, PreparedImage, SamplingParams
 from kestrel_engine.types.step import (
@@ -306,7 +306,7 @@ class Callers:
             _, number, image, count = heapq.heappop(self.arriving)
             made = submission(number, image, count, self._tokens, self._runtime.clock())
             skill: Any = Counted()
-            engine.submit(Work(str(number), made, skill, skill))
+            engine.submit(SkillSubmission(str(number), made, skill, skill))
 
 
 def questions(seed: int) -> list[tuple[int, int]]:
