@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from kestrel_client._pb.kestrel.v1 import common_pb2
+
 from ..known_fields import KnownFields
 from .sampling import SamplingFields
 
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-_SAME = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", *_PENALTIES)
+_SAME = (*common_pb2.Sampling.DESCRIPTOR.fields_by_name, "stop", *_PENALTIES)
 """Settings of sampling that have the same name in kestrel.v1."""
 
 MOONDREAM_SAMPLING = SamplingFields(

@@ -35,7 +35,7 @@ class SamplingFields:
             if fields.values.get(key) is None or (name,) in sent:
                 continue
             sent[name,] = fields.at(key)
-            value = _READERS[name](fields, key, self)
+            value = _READERS.get(name, _number)(fields, key, self)
             if value in _NOTHING or value == _NEUTRAL.get(name):
                 continue
             has_it = holder(task, name, fields.at(key))
@@ -121,15 +121,11 @@ def _logit_bias(
 
 _READERS: Mapping[str, _Reader] = {
     "temperature": _temperature,
-    "top_p": _number,
-    "min_p": _number,
     "top_k": _top_k,
     "seed": _seed,
     "stop": _stop,
     "logit_bias": _logit_bias,
     "max_tokens": _max_tokens,
     "max_reasoning_tokens": lambda fields, key, dialect: positive(fields, key),
-    "repetition_penalty": _number,
-    "presence_penalty": _number,
-    "frequency_penalty": _number,
 }
+"""Of the settings that are not numbers of any size."""

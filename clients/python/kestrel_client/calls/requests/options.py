@@ -99,7 +99,7 @@ _PRIORITIES = {
     "normal": common_pb2.PRIORITY_NORMAL,
     "high": common_pb2.PRIORITY_HIGH,
 }
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
+_SAMPLING = tuple(common_pb2.Sampling.DESCRIPTOR.fields_by_name)
 _TEXT = (
     "constraint",
     "stop",
