@@ -37,8 +37,8 @@ def fetch(spec: EmbeddingSpec, image: Tensor | None, crops: Tensor | None) -> Fe
     None if ``spec`` does not ask for it."""
     found = [None if each is None else _formatted(each, spec) for each in (image, crops)]
     finite = torch.stack([torch.isfinite(each).all() for each in found if each is not None]).all()
-    on_host = [None if each is None else _on_host(each) for each in found]
-    return FetchedEmbedding(on_host[0], on_host[1], _on_host(finite))
+    copies = [None if each is None else on_host(each) for each in found]
+    return FetchedEmbedding(copies[0], copies[1], on_host(finite))
 
 
 def pooled(vectors: Tensor) -> Tensor:
@@ -52,7 +52,8 @@ def _formatted(vectors: Tensor, spec: EmbeddingSpec) -> Tensor:
     return (vectors if spec.patches else pooled(vectors)).to(wanted)
 
 
-def _on_host(source: Tensor) -> Tensor:
+def on_host(source: Tensor) -> Tensor:
+    """Enqueues a copy."""
     # A copy also on a CPU: the runtime may keep the source.
     host = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
     return host.copy_(source, non_blocking=True)

@@ -233,6 +233,11 @@ async def test_objects_end_at_max_tokens_and_at_the_engines_limit(
         (lambda e: e.query(None, "q", settings={"top_p": 1.5}), InvalidRequest, "top_p"),
         (lambda e: e.query(None, "q", settings={"adapter": "x@1"}), AdapterNotFound, "adapter"),
         (lambda e: e.query(None, "q", settings={"adapter": 1}), InvalidRequest, "adapter"),
+        (
+            lambda e: e.submit("query", None, {"question": "q"}, adapter="x@1"),
+            AdapterNotFound,
+            "adapter",
+        ),
         (lambda e: e.submit("paint"), SkillUnavailable, "skill"),
         (lambda e: e.submit("query", timeout_s=float("nan")), InvalidRequest, "timeout_s"),
         (lambda e: e.prepare_image(IMAGE, timeout_s="5"), InvalidRequest, "timeout_s"),

@@ -69,6 +69,21 @@ class BrokenOutput(QuerySkill):
         return output
 
 
+async def test_an_output_of_another_class_is_a_fault_of_the_skill(fake_limits):
+    class Other(QuerySkill):
+        name = "other"
+
+        def new_output(self, request, context):
+            return object()
+
+    config = RuntimeConfig(max_batch_size=3)
+    built = fake_build(config, FakeRuntime(fake_limits))
+    async with kestrel_engine.InferenceEngine(config, built, SkillRegistry([Other()])) as engine:
+        with pytest.raises(SkillFault, match="SkillOutput"):
+            await engine.submit("other", None, {"question": "a"}, GREEDY)
+        assert engine.places.held == 0
+
+
 @pytest.mark.parametrize("broken", [BrokenControl, BrokenRule, BrokenOutput])
 async def test_a_broken_skill_fails_its_own_request_only(fake_limits, broken):
     config = RuntimeConfig(max_batch_size=3)
