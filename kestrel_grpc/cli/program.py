@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kestrel_client.commands import program
-from kestrel_client.commands.parser import Program, entries
+from kestrel_client.commands.parser import Entry, Program, entries
 
 from .. import __version__
 
@@ -13,7 +13,6 @@ _HERE = entries(
         "serve": {
             "serve": ("serve", "serve a model over gRPC"),
             "cluster": ("cluster.command", "serve on a Ray cluster: start, upgrade, list, end"),
-            "demo": ("demo", "serve the bundled model, call every method, draw the answers"),
             "schedule": (
                 "schedule",
                 "run prompts with an engine in this process, without a server",
@@ -46,7 +45,12 @@ _HERE = entries(
         },
     },
 )
-COMMANDS = _HERE | program.COMMANDS | _HERE
+_DEMO = Entry(
+    "kestrel_client.commands.demo",
+    "serve",
+    "serve the bundled model, call every method, draw the answers",
+)
+COMMANDS = {**_HERE, "demo": _DEMO, **program.COMMANDS, **_HERE}
 
 _EXAMPLES = """examples:
   kestrel-grpc serve

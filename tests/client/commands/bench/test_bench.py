@@ -1,10 +1,17 @@
 """The command against a real server."""
 
+import asyncio
 import json
+from functools import partial
 
 import pytest
 
+from kestrel_client import AsyncKestrelClient
 from kestrel_client.commands.bench.reporting.results import read_results
+from kestrel_client.commands.bench.sending.client import ClientPlan
+from kestrel_client.commands.bench.sending.fleet import open_fleet
+from kestrel_client.commands.bench.sending.mix import Mix
+from kestrel_client.commands.bench.sending.sender import Stage
 from tests.client.commands.test_stored_images import IMAGE
 from tests.client.commands.test_stored_images import kestrel as kestrel
 from tests.forking.spawned import fork_what_is_spawned
@@ -21,6 +28,26 @@ async def test_one_stage(kestrel):
     assert "requests/s" in told and "first token (TTFT)" in told
     status, told, _ = await kestrel("bench", *flags, "--unary")
     assert "whole answer" in told and "TTFT" not in told
+
+
+async def test_a_program_makes_load(serve):
+    """As the package's docstring shows it."""
+    address = (await serve()).server.addresses[0]
+    plan = ClientPlan(
+        partial(AsyncKestrelClient, address),
+        4,
+        Mix({"query": 1.0, "detect": 1.0}, ["How many?"], ["car"]),
+        [IMAGE.read_bytes()],
+        options={"max_tokens": 4},
+    )
+
+    def load():
+        with open_fleet(plan, processes=1) as fleet:
+            return fleet.run(Stage("closed", level=4, window_s=0.2))
+
+    tally, health = await asyncio.to_thread(load)
+    assert tally.succeeded == tally.total > 0 and not tally.errors
+    assert tally.ttft.percentile(50) > 0 and health.lag.count
 
 
 async def test_a_ramp_of_all_skills_is_stored_and_reported(kestrel, tmp_path):

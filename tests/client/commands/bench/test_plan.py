@@ -55,7 +55,7 @@ def test_steady_arrivals_have_equal_gaps():
 
 
 def stage(loop, level, most=1024):
-    return Stage(loop, level, "poisson", 0.0, 1.0, 2.0, 3.0, most, "seed")
+    return Stage(loop, level, 2.0, "poisson", 0.0, 1.0, 3.0, most, "seed")
 
 
 def test_processes_share_a_stage():

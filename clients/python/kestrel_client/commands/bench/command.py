@@ -9,13 +9,14 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 from kestrel_client.connection import is_local
 
 from ...version import __version__
 from .. import DEMO_IMAGE
-from ..connection import sdk_errors, servers_of
+from ..connection import open_async_client, sdk_errors, servers_of
 from ..flags import SettingsError
 from ..parser import EXIT_FAILED, EXIT_INTERRUPTED, CommandError
 from ..requests.flags import request_options
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     images = _images(args)
     ramp, limits, slo = ramp_of(args), limits_of(args), slo_of(args)
     plan = ClientPlan(
-        connection=args,
+        connect=partial(open_async_client, args),
         most_in_flight=_most_in_flight(args),
         mix=Mix(args.mix, args.question, args.object),
         images=images,
@@ -122,7 +123,6 @@ def _run_stage(
         loop="closed" if args.rate is None else "open",
         level=level,
         arrivals=args.arrivals,
-        begins_at=math.nan,
         warm_up_s=warm_up_s,
         window_s=args.seconds,
         drain_s=args.drain,

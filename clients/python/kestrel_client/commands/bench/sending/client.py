@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from ...connection import open_async_client
+from kestrel_client import AsyncKestrelClient
+
 from ..stages import Slo
 from ..tally import Tally
 from .client_health import ClientHealth
@@ -30,18 +30,19 @@ _OPTIONS = (
 class ClientPlan:
     """What every client process needs.
 
-    ``connection``: the flags of the connection. ``most_in_flight``: requests in flight of one process, at most.
-    ``options``: of every call.
+    ``connect``: makes a client with the given ``channel_options``; it can be pickled. ``most_in_flight``: requests in
+    flight of one process, at most. ``unique_share``: of the requests, with an image that no cache knows. ``options``:
+    of every call.
     """
 
-    connection: argparse.Namespace
+    connect: Callable[..., AsyncKestrelClient]
     most_in_flight: int
     mix: Mix
     images: Sequence[Image]
-    unique_share: float
-    slo: Slo
-    options: dict[str, Any]
-    streaming: bool
+    unique_share: float = 0.0
+    slo: Slo = field(default_factory=Slo)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    streaming: bool = True
 
 
 class Client:
@@ -51,7 +52,7 @@ class Client:
         self._plan = plan
         self._runner = asyncio.Runner()
         count = 1 + (plan.most_in_flight - 1) // _PER_CONNECTION
-        self._clients = [open_async_client(plan.connection, _OPTIONS) for _ in range(count)]
+        self._clients = [plan.connect(channel_options=_OPTIONS) for _ in range(count)]
         self._images = ImageSource(plan.images, plan.unique_share)
         self._sender = Sender(
             Connections(self._clients, _PER_CONNECTION),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,13 +41,13 @@ class Stage:
 
     loop: Loop
     level: float
-    arrivals: Arrivals
-    begins_at: float
-    warm_up_s: float
     window_s: float
-    drain_s: float
-    most_in_flight: int
-    seed: str
+    arrivals: Arrivals = "poisson"
+    begins_at: float = math.nan
+    warm_up_s: float = 0.0
+    drain_s: float = 30.0
+    most_in_flight: int = 1024
+    seed: str = "0"
 
     @property
     def window(self) -> tuple[float, float]:

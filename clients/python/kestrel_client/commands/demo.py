@@ -26,9 +26,10 @@ from kestrel_client import (
     SegmentResult,
     Task,
 )
-from kestrel_client.commands import DEMO_IMAGE
-from kestrel_client.commands.own_server import own_server
-from kestrel_client.commands.parser import CommandError
+
+from . import DEMO_IMAGE
+from .own_server import own_server
+from .parser import CommandError
 
 _SHOWN = 300
 """Number of characters of an answer that are printed."""
