@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -24,21 +24,16 @@ import grpc
 from kestrel_engine import EngineClosed, Quota
 
 from ..security.admission.admission import TooManyCalls
-from ..security.admission.guard import Guard
 from ..security.admission.message_limits import ADAPTED_COPIES
 from ..security.admission.message_room import Hold
 from ..security.identity.principal import Principal, needed_scopes
-from .calls.call import Call, Context, Metadata, code_of_cancellation, new_id
+from .call_life import CallLife
+from .calls.call import Call, Context, Metadata, new_id
 from .calls.call_limit import CallLimit
-from .calls.call_watcher import CallWatcher
-from .calls.current_call import current
-from .calls.in_flight import InFlight
-from .calls.request_ids import own_id
-from .failures.endings import Endings, delay_refusal, finish, forget_frames, note
 from .failures.errors import ShuttingDown, SlowReader, SlowSender
 from .failures.statuses import Complaint, complaint
-from .messages.bounded_context import BoundedContext
-from .messages.incoming import Incoming
+from .grpc_method import GrpcMethod, Trailers
+from .messages.bounded_context import bounded
 
 _MOST_REQUESTS = 64
 _RETRY_S = 0.1
@@ -85,104 +80,66 @@ class StreamKind:
     """Limit on the streams of one principal."""
 
 
-class _EndStream(Exception):
-    """``error`` must end the stream with its status."""
+class StreamMethod(GrpcMethod):
+    """Such a method. Its behaviour takes one request, and a context to write responses to."""
 
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
-class RequestStreams:
-    """Wraps the handlers of such methods. Their behaviour takes one request, and a context to write responses to."""
+    is_visit = True
 
     def __init__(
         self,
-        guard: Guard,
-        endings: Endings,
-        in_flight: InFlight,
-        end_call: Callable[[Call], None],
-        watcher: CallWatcher | None,
-        kinds: Mapping[str, StreamKind],
+        life: CallLife,
+        method: str,
+        handler: Any,
+        kind: StreamKind,
+        write_s: float | None,
+        trailers: Callable[[str], Trailers] | None,
     ) -> None:
-        """``kinds``: by method. A method that is absent has the defaults of StreamKind."""
-        self.guard, self.in_flight, self.end_call = guard, in_flight, end_call
-        self.watcher, self._kinds = watcher, kinds
-        self._open: Counter[tuple[str, str]] = Counter()
-        """The number of open streams by method and principal."""
-        self.limit = CallLimit(guard.limits.deadline_s)
-        self.pulls = CallLimit(None)
-        """A stream limits the time for a message itself, because that time does not run while requests do."""
-        self._endings = endings
-
-    def edge(self, method: str, handler: Any) -> Any:
-        """A handler that wraps ``handler``."""
-        kind = self._kinds.get(method, StreamKind())
-
-        async def handle(_messages: Any, context: Context) -> None:
-            call = Call.begin(method, context)
-            failed: Exception | None = None
-            stream: _RequestStream | None = None
-            guard, limits = self.guard, self.guard.limits
-            use = guard.connections.use(call.peer)
-            try:
-                with use, contextlib.ExitStack() as stack:
-                    call.principal = principal = guard.principal(call.metadata, context)
-                    principal.check(*needed_scopes(method))
-                    use.is_known = True
-                    stack.enter_context(self._counted(kind, method, principal.name))
-                    writer: Any = context
-                    if limits.write_s is not None:
-                        writer = BoundedContext(context, limits.write_s)
-                        stack.callback(writer.close)
-                    stream = _RequestStream(self, kind, handler, call, writer)
-                    await stream.run()
-            except grpc.aio.InternalError:
-                # A message could not be sent, because the connection is lost.
-                raise asyncio.CancelledError from None
-            except Exception as error:
-                failed = error.error if isinstance(error, _EndStream) else error
-                await self._endings.fail(call, failed)
-            finally:
-                if failed is not None:
-                    self.end_call(call)
-                    if self.watcher is not None:
-                        self.watcher.end(call)
-                    forget_frames(failed)
-                    failed = None
-                call.release()
-                stream = None
-
-        return grpc.stream_stream_rpc_method_handler(
-            handle, response_serializer=handler.response_serializer
+        # A stream limits the time for a message itself, because that time does not run while requests do.
+        super().__init__(
+            *(life, method, handler),
+            pulls=CallLimit(None),
+            write_s=write_s,
+            copies=kind.copies,
+            trailers=trailers,
         )
+        self.kind = kind
+        self.open: Counter[str] = Counter()
+        """The number of open streams by principal."""
 
     @contextlib.contextmanager
-    def _counted(self, kind: StreamKind, method: str, principal: str) -> Iterator[None]:
-        """Counts a stream while it is open. Raises TooManyCalls."""
-        key = (method, principal)
-        if kind.most_streams is not None and self._open[key] >= kind.most_streams:
+    def _enter(self, call: Call) -> Iterator[None]:
+        """Counts a stream while it is open. Raises NotAuthenticated, ScopeMissing, TooManyCalls."""
+        principal = self.life.identify(call)
+        principal.check(*needed_scopes(self.method))
+        who, most = principal.name, self.kind.most_streams
+        if most is not None and self.open[who] >= most:
             raise TooManyCalls(
-                f"{self._open[key]} streams of this method are open; the limit is {kind.most_streams}",
-                quota=Quota(principal, "open streams", self._open[key], kind.most_streams),
+                f"{self.open[who]} streams of this method are open; the limit is {most}",
+                quota=Quota(who, "open streams", self.open[who], most),
             )
-        self._open[key] += 1
+        self.open[who] += 1
         try:
             yield
         finally:
-            self._open[key] -= 1
-            if not self._open[key]:
-                del self._open[key]
+            self.open[who] -= 1
+            if not self.open[who]:
+                del self.open[who]
+
+    async def read(self, call: Call, hold: None) -> None:  # type: ignore[override]
+        """Reads nothing: the stream reads its requests."""
+
+    async def answer(self, call: Call, request: Any) -> None:
+        with bounded(call.context, self._write_s) as writer:
+            await _RequestStream(self, call, writer).run()
 
 
 class _RequestStream:
     """One stream. ``writer``: where its responses go."""
 
-    def __init__(
-        self, edge: RequestStreams, kind: StreamKind, handler: Any, call: Call, writer: Any
-    ) -> None:
-        self._edge, self._kind, self._handler, self._call = edge, kind, handler, call
-        self.state = kind.state()
-        self._writer, self._writing = writer, asyncio.Lock()
+    def __init__(self, method: StreamMethod, call: Call, writer: Any) -> None:
+        self.method, self.call, self.writer = method, call, writer
+        self.state = method.kind.state()
+        self._writing = asyncio.Lock()
         self._is_stuck = False
         """Whether a write is in progress or was given up."""
         self._running: set[asyncio.Task[None]] = set()
@@ -190,52 +147,40 @@ class _RequestStream:
         """The last message that held no request: what all requests of the stream have in common."""
 
     async def run(self) -> None:
-        """Answers the requests until the client has ended the stream and all are answered."""
+        """Answers the requests until the client has ended the stream and all are answered. Raises what ends the
+        stream."""
         reading: asyncio.Task[Any] | None = None
-        guard, call = self._edge.guard, self._call
+        call, guard = self.call, self.method.life.guard
         try:
             while True:
-                hold = guard.hold(call.principal, call.peer)
-                try:
+                with contextlib.ExitStack() as until_read:
+                    hold = guard.hold(call.principal, call.peer)
+                    until_read.callback(hold.close)
                     await self._reserve(hold)
-                    incoming = Incoming(
-                        *(call.context, self._handler.request_deserializer, hold),
-                        *(guard.messages, self._edge.pulls, guard.connections.use(call.peer)),
-                        copies=self._kind.copies,
-                    )
-                    reading = asyncio.create_task(incoming.reserved())
+                    reading = asyncio.create_task(self.method.incoming(call, hold).reserved())
                     request = await self._read(reading)
-                except BaseException:
-                    hold.close()
-                    raise
-                if request is None:
-                    hold.close()
-                    break
-                try:
+                    if request is None:
+                        break
                     call.message = request  # For a capture, if it is refused.
                     is_request = self.state.take(request, call.principal)
                     call.message = None
+                    if not is_request:
+                        self._opening = request
+                        continue
                     # The next request has arrived by the time that it may begin.
-                    while is_request and len(self._running) >= self.state.most_requests:
+                    while len(self._running) >= self.state.most_requests:
                         await self._one_ends()
-                except BaseException:
-                    hold.close()
-                    raise
-                if not is_request:
-                    hold.close()
-                    self._opening = request
-                    continue
-                task = asyncio.create_task(self._answer(request))
-                # The task may be cancelled before it begins.
-                task.add_done_callback(lambda _, hold=hold: hold.close())  # type: ignore[misc]
-                self._running.add(task)
-                del request, reading
-                reading = None
+                    task = asyncio.create_task(self._answer(request))
+                    # The task may be cancelled before it begins.
+                    task.add_done_callback(lambda _, hold=hold: hold.close())  # type: ignore[misc]
+                    until_read.pop_all()
+                    self._running.add(task)
+                    request = reading = None
             while self._running:
                 await self._one_ends()
-        except _EndStream as end:
-            if isinstance(end.error, (ShuttingDown, EngineClosed)) and self._running:
-                # A stopping server refuses new requests and ends those that run.
+        except (ShuttingDown, EngineClosed):
+            # A stopping server refuses new requests and ends those that run.
+            if self._running:
                 await asyncio.wait(self._running)
             raise
         finally:
@@ -245,7 +190,7 @@ class _RequestStream:
             await asyncio.gather(*left, return_exceptions=True)
 
     async def _reserve(self, hold: Hold) -> None:
-        num_bytes = self._edge.guard.messages.reserved_for(self._kind.copies)
+        num_bytes = self.method.life.guard.messages.reserved_for(self.method.kind.copies)
         while self._running:
             if hold.reserve_spare(num_bytes):
                 return
@@ -253,7 +198,7 @@ class _RequestStream:
         await hold.reserve(num_bytes)
 
     async def _read(self, reading: asyncio.Task[Any]) -> Any:
-        limit_s = self._edge.guard.limits.read_s
+        limit_s = self.method.life.guard.limits.read_s
         while not reading.done():
             timeout_s = None if self._running else limit_s
             if not await self._one_ends(reading, timeout_s=timeout_s):
@@ -271,84 +216,62 @@ class _RequestStream:
             task.result()
         return bool(done)
 
-    async def _answer(self, request: Any) -> None:
-        edge, stream = self._edge, self._call
-        guard, watcher, method = edge.guard, edge.watcher, stream.method
+    async def _answer(self, message: Any) -> None:
+        life, stream = self.method.life, self.call
+        request = _Request(self, message)
         call = Call(
-            method=method,
+            method=stream.method,
             peer=stream.peer,
-            context=cast(Context, _RequestContext(self, self._writer)),
+            context=cast(Context, request),
             metadata=stream.metadata,
-            request_id=own_id(request) or new_id(),
-            owner=stream.principal.name,
+            request_id=new_id(),
             principal=stream.principal,
-            longest_s=guard.limits.deadline_s,
-            message=request,
+            longest_s=life.guard.limits.deadline_s,
             opening=self._opening,
             streams=True,
         )
-        current.set(call)
-        if watcher is not None:
-            watcher.begin(call)
-        failed: Exception | None = None
-        with edge.in_flight:
-            try:
-                with guard.admit(call.principal, method):
-                    guard.check_room(method)
-                    if watcher is not None:
-                        watcher.on_message(call)
-                    behaviour = self._handler.stream_stream
-                    await edge.limit.within(behaviour(request, call.context))
-            except asyncio.CancelledError:
-                call.code = code_of_cancellation(self._writer)
-                raise
-            except grpc.aio.InternalError:
-                call.code = grpc.StatusCode.CANCELLED
-                raise
-            except Exception as error:
-                failed = error.error if isinstance(error, _EndStream) else error
-                note(call, failed)
-                await delay_refusal(guard.refusals, call, failed)
-                await self._refuse(call, request, failed)
-            finally:
-                finish(call, edge.end_call, watcher, failed)
-                failed = None
-
-    async def _refuse(self, call: Call, request: Any, error: Exception) -> None:
-        """Raises _EndStream if the error must end the stream."""
-        told = None
-        if not isinstance(error, SlowReader):
-            described = complaint(error, call.request_id)
-            told = self._kind.refuse(request, described, call.metadata)
-        if told is None:
-            self._call.message = request
-            raise _EndStream(error) from None
-        await self.write(told)
+        await life.run(call, request, life.admit)
 
     async def write(self, message: Any) -> None:
-        """Writes a response. gRPC allows one write at a time, and none after one that was given up. Raises SlowReader,
-        _EndStream."""
+        """Writes a response. gRPC allows one write at a time, and none after one that was given up. Raises
+        SlowReader."""
         async with self._writing:
             if self._is_stuck:
-                raise _EndStream(SlowReader("the client does not read the stream"))
+                raise SlowReader("the client does not read the stream")
             self._is_stuck = True
-            await self._writer.write(message)
+            await self.writer.write(message)
             self._is_stuck = False
 
 
-class _RequestContext:
-    """What a service asks of gRPC's context, for one request of the stream."""
+class _Request:
+    """One request of a stream: the transport of its call, and what a service asks of gRPC's context."""
 
-    def __init__(self, stream: _RequestStream, writer: Any) -> None:
-        self._stream, self._writer = stream, writer
+    def __init__(self, stream: _RequestStream, message: Any) -> None:
+        self._stream, self._message = stream, message
         self.state = stream.state
+        self.write = stream.write
+
+    async def read(self, call: Call, hold: Hold) -> Any:
+        """The request, for whose memory the stream has a hold."""
+        return self._message
+
+    async def answer(self, call: Call, request: Any) -> None:
+        await self._stream.method.behaviour(request, call.context)
+
+    async def refuse(self, call: Call, error: Exception) -> None:
+        """Writes the message that answers the request. Raises ``error`` if it must end the stream."""
+        told = None
+        if not isinstance(error, (SlowReader, grpc.aio.InternalError)):
+            described = complaint(error, call.request_id)
+            told = self._stream.method.kind.refuse(self._message, described, call.metadata)
+        if told is None:
+            self._stream.call.message = self._message
+            raise error
+        await self.write(told)
 
     def time_remaining(self) -> float | None:
-        left: float | None = self._writer.time_remaining()
+        left: float | None = self._stream.call.context.time_remaining()
         return left
 
     async def send_initial_metadata(self, metadata: Any) -> None:
         """The stream's metadata belongs to all of its requests. Responses carry their request's id."""
-
-    async def write(self, message: Any) -> None:
-        await self._stream.write(message)

@@ -17,8 +17,9 @@ from ..edge.calls.call import REQUEST_ID_KEY, TRACE_ID_KEY
 from ..security.admission.guard import Guard
 from ..served_model import ServedModels, State
 from ..telemetry.opening import Telemetry
+from .context import Receive, Scope, Send
 from .dialects import completions, grpc_web, kserve, moondream, ollama, openai
-from .edge import Endpoint, HttpEdge, Receive, Scope, Send
+from .edge import Endpoint, HttpEdge
 from .files import page_routes
 from .metrics import metrics
 from .refusals import error_body

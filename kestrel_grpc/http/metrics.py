@@ -17,7 +17,6 @@ from ..security.admission.guard import Guard
 from ..security.identity.principal import NotAuthenticated, ScopeMissing
 from ..telemetry.opening import Telemetry
 from .context import HttpContext
-from .edge import metadata_of
 
 _ABSENT = (
     "there are no metrics at this port; they need --http-metrics on and "
@@ -31,7 +30,8 @@ def metrics(guard: Guard, telemetry: Telemetry | None) -> Callable[[Request], An
 
     async def send(request: Request) -> Response:
         try:
-            guard.check_scraper(metadata_of(request.scope["headers"]), HttpContext(request.scope))
+            context = HttpContext(request.scope)
+            guard.check_scraper(context.invocation_metadata(), context)
         except NotAuthenticated as error:
             return _refused(401, str(error), {"www-authenticate": "Bearer"})
         except ScopeMissing as error:

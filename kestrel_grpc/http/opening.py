@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..edge.calls.call import Call
+from ..edge.call_life import CallLife
+from ..edge.calls.call_watcher import CallWatcher
 from ..edge.calls.in_flight import InFlight
 from ..security.admission.guard import Guard
 from ..security.connections.connection_guard import ConnectionGuard
@@ -30,7 +30,7 @@ def open_http(
     services: HttpServices,
     in_flight: InFlight,
     guard: Guard,
-    end_call: Callable[[Call], None],
+    watcher: CallWatcher,
     telemetry: Telemetry | None,
 ) -> HttpListener:
     """Returns the listener, not yet started. Raises AddressError, TlsError."""
@@ -51,7 +51,7 @@ def open_http(
     connection_guard = ConnectionGuard(limits, 0, connections)
     allowed = config.http_fetch_allow
     fetcher = ImageFetcher(allowed, guard.messages.largest) if allowed else None
-    edge = HttpEdge(in_flight, guard, connection_guard, end_call, telemetry, fetcher)
+    edge = HttpEdge(CallLife(guard, connection_guard, in_flight, watcher), fetcher)
     app = application(edge, services, guard, telemetry, config.http_allow_origins)
     tls = None if security.tls is None else RenewedContext(security.tls, "HTTP port")
     return HttpListener(app, config, security, tls, connections, connection_guard)

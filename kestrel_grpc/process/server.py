@@ -40,7 +40,8 @@ from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import (
 )
 from kestrel_engine import InferenceEngine, RuntimeConfig, clock
 
-from ..edge.calls.call import Call
+from ..edge.call_life import CallLife
+from ..edge.calls.call_watcher import CallWatchers
 from ..edge.calls.in_flight import InFlight
 from ..edge.forwarded import FrontCalls
 from ..edge.generic_methods import GenericMethods
@@ -223,17 +224,15 @@ class KestrelServer:
                 self.telemetry.show_shared_images(lambda: self.shares_images)
         log = AccessLog(self._config.access_log)
 
-        def end_call(call: Call) -> None:
-            log(call)
-            self.load_meter.on_call(call)
-            self.call_statistics.on_call(call)
-            self.capture.on_call(call)
-
+        watcher = CallWatchers(
+            log,
+            self.load_meter.on_call,
+            self.call_statistics.on_call,
+            self.capture.on_call,
+            watcher=self.telemetry,
+        )
         self._interceptor = CallInterceptor(
-            self._in_flight,
-            self.guard,
-            end_call,
-            self.telemetry,
+            CallLife(self.guard, self.guard.connections, self._in_flight, watcher),
             self._load_reports.trailer if self._config.orca else None,
             {
                 f"{KSERVE_METHODS}ModelStreamInfer": StreamKind(kserve.refuse),
@@ -256,7 +255,7 @@ class KestrelServer:
                 ),
                 self._in_flight,
                 self.guard,
-                end_call,
+                watcher,
                 self.telemetry,
             )
             await self._http.start()

@@ -13,7 +13,9 @@ from typing import Any
 import orjson
 
 from kestrel_engine import EngineResult, InferenceEngine, RuntimeConfig, clock
+from kestrel_grpc.edge.call_life import CallLife
 from kestrel_grpc.edge.calls.call import Call
+from kestrel_grpc.edge.calls.call_watcher import CallWatchers
 from kestrel_grpc.edge.calls.in_flight import InFlight
 from kestrel_grpc.http.app import application
 from kestrel_grpc.http.edge import HttpEdge
@@ -80,12 +82,12 @@ class Service:
             load.on_call(call)
             statistics.on_call(call)
 
+        connections = ConnectionGuard(security.connections, 0, None)
+        life = CallLife(self.guard, connections, self.in_flight, CallWatchers(end_call))
         images = RequestImages(ImageStore(2**20))
         vision = VisionService(served, images, _MESSAGE_BYTES)
         self.app = application(
-            HttpEdge(
-                self.in_flight, self.guard, ConnectionGuard(security.connections, 0, None), end_call
-            ),
+            HttpEdge(life),
             HttpServices(
                 vision,
                 ImageService(served, images, UploadRoom(2**20), 30),

@@ -12,6 +12,7 @@ import numpy as np
 
 from kestrel_engine import EngineResult, clock
 
+from ...security.connections.connection_guard import ConnectionUse
 from ...security.identity.principal import ANONYMOUS, Principal
 from .request_ids import valid_request_id
 
@@ -41,9 +42,12 @@ class Call:
     metadata: Metadata = ()
     """The metadata that the client sent."""
     request_id: str = ""
-    owner: str = ""
-    """The owner of stored images: the principal's name."""
     principal: Principal = ANONYMOUS
+    use: ConnectionUse = field(default_factory=ConnectionUse)
+    """The use of the call's connection. Requests of one stream are no use of it, because the stream is."""
+    is_visit: bool = False
+    """Whether the call may last as long as its connection, so that the server neither limits nor counts it, and reports
+    it only if it is refused."""
     longest_s: float | None = None
     """The server's limit on the duration of the call, in seconds."""
     started_at: float = field(default_factory=lambda: clock.now())
@@ -57,7 +61,7 @@ class Call:
     opening: Any = None
     """The message that opened the call's stream, if several calls share it; otherwise None."""
     streams: bool = False
-    """Whether the method that takes ``message`` answers with a stream."""
+    """Whether the method answers with a stream. By HTTP and KServe's protocol, the request says it."""
     caps_max_tokens: bool = False
     """Whether a max_tokens above the room for tokens is lowered to it instead of refused."""
     stored: dict[str, bytes | np.ndarray] = field(default_factory=dict)
@@ -72,22 +76,6 @@ class Call:
     """For the CallWatcher only."""
     _greeted: bool = False
 
-    @classmethod
-    def begin(
-        cls, method: str, context: Context, *, longest_s: float | None = None, asked: str = ""
-    ) -> Call:
-        """The call that ``context`` has begun. Its id is the caller's if it is valid, else a new one."""
-        metadata = tuple(context.invocation_metadata() or ())
-        return cls(
-            method=method,
-            peer=context.peer(),
-            context=context,
-            metadata=metadata,
-            request_id=id_from_metadata(metadata) or new_id(),
-            longest_s=longest_s,
-            asked=asked,
-        )
-
     def release(self) -> None:
         """Drops large objects at the end of the call. A cancelled timer keeps its task's context, and so this object,
         until its time."""
@@ -100,6 +88,11 @@ class Call:
         if not self._greeted:
             self._greeted = True
             await self.context.send_initial_metadata(self.ids)
+
+    @property
+    def owner(self) -> str:
+        """The owner of stored images."""
+        return self.principal.name
 
     @property
     def ids(self) -> tuple[tuple[str, str], ...]:

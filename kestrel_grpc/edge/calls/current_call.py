@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .call import Call
 
 current: contextvars.ContextVar[Call] = contextvars.ContextVar("kestrel_call")
-"""Only the interceptor sets it."""
+"""Only CallLife sets it."""
 
 
 def current_call() -> Call:

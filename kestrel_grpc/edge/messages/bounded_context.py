@@ -7,9 +7,18 @@ rest of a write.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ..failures.errors import SlowReader
+
+
+def bounded(context: Any, limit_s: float | None) -> AbstractContextManager[Any]:
+    """``context`` with a limit on each write, for the time of a stream; ``context`` itself if ``limit_s`` is None."""
+    if limit_s is None:
+        return contextlib.nullcontext(context)
+    return contextlib.closing(BoundedContext(context, limit_s))
 
 
 class BoundedContext:

@@ -31,7 +31,8 @@ from ...security.admission.admission import MessageTooLarge
 from ...services.image import ImageService
 from ...services.model import ModelService
 from ...services.vision import VisionService
-from ..edge import Asked, Endpoint, Scope
+from ..context import Scope
+from ..edge import Asked, Endpoint
 from ..fields import Fields
 from ..forms import Told, Whole
 from ..refusals import Rename

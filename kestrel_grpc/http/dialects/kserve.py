@@ -20,7 +20,8 @@ from ...kserve.service import InferenceService
 from ...kserve.tensors import BYTES, CONTENT_TYPE, FORMATS, raw_bytes
 from ...security.admission.message_limits import ADAPTED_COPIES
 from ...service_names import KSERVE_METHODS
-from ..edge import Asked, Endpoint, Scope
+from ..context import Scope
+from ..edge import Asked, Endpoint
 from ..fields import Fields, json_fields
 from ..forms import JSON, JsonForm, Whole
 

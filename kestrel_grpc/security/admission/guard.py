@@ -5,8 +5,8 @@ The checks use only the call's metadata and connection, and run before any of it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from ...service_names import (
@@ -105,20 +105,22 @@ class Guard:
         elif self._callers.asks_certificate:
             self._callers.check_revoked(context.auth_context())
 
-    def admit(self, principal: Principal, method: str) -> AbstractContextManager[None]:
-        """A context manager around a call of kestrel.v1. Raises ScopeMissing. Entering it raises RateExceeded,
-        TooManyCalls."""
+    @contextlib.contextmanager
+    def admit(self, principal: Principal, method: str, peer: str) -> Iterator[Hold]:
+        """A context manager around a call of kestrel.v1, which gives the memory of the call's messages. It counts for
+        the principal, or for the address if callers need no credentials. Raises ScopeMissing, RateExceeded,
+        TooManyCalls, and EngineOverloaded if the engine could not accept the call's request."""
         principal.check(*needed_scopes(method))
-        return self.admission.admit(principal.name)
-
-    def check_room(self, method: str) -> None:
-        """Checks whether the engine could accept the request of an admitted call. Raises EngineOverloaded."""
-        if method.startswith(INFERENCE_METHODS):
-            self._check_room()
+        with (
+            self.admission.admit(principal.name),
+            contextlib.closing(self.hold(principal, peer)) as hold,
+        ):
+            if method.startswith(INFERENCE_METHODS):
+                self._check_room()
+            yield hold
 
     def hold(self, principal: Principal, peer: str) -> Hold:
-        """The memory of an admitted call's messages. It counts for the principal, or for the address if callers need no
-        credentials."""
+        """The memory of messages of a caller, empty at first. Close it at the end."""
         return self._room.hold(principal.name or address_of(peer))
 
     def visitor(self, method: str, metadata: Metadata, context: Any) -> Principal:
@@ -142,9 +144,15 @@ class Guard:
             return ANONYMOUS
         return ANONYMOUS if is_open else self._callers.of(metadata, {})
 
-    def hold_visit(self, address: str) -> Hold:
-        """The memory of the messages of a call of health or reflection."""
-        return self._strangers_room.hold(address)
+    @contextlib.contextmanager
+    def admit_visit(self, principal: Principal, peer: str, *, stream: bool) -> Iterator[Hold]:
+        """As ``admit``, for a call of health, reflection or load reports. Raises TooManyCalls."""
+        who = principal.name or address_of(peer)
+        with (
+            self.visits.admit(who, stream=stream),
+            contextlib.closing(self._strangers_room.hold(who)) as hold,
+        ):
+            yield hold
 
 
 def _divided(messages: MessageLimits) -> tuple[int | None, int]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import hashlib
 
 import grpc
@@ -13,8 +12,9 @@ import pyvips
 from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import ImageLimits
-from kestrel_grpc.edge import interceptors
 from kestrel_grpc.images.store import RECORD_BYTES
+from kestrel_grpc.monitoring.load import LoadMeter
+from kestrel_grpc.security.identity.principal import ANONYMOUS, Principal
 from tests.service.conftest import raw_image
 from tests.service.statuses import failure
 from tests.waiting import outlived, until
@@ -183,15 +183,10 @@ async def test_delete(serve):
 
 
 async def test_ids_belong_to_their_owner(serve, monkeypatch):
-    """Callers are not told apart yet: the owner is set by hand, as authentication will."""
     served = await serve()
     stored = await put(served)
-    begin = interceptors.Call.begin
-
-    def by_somebody_else(*args, **kwargs):
-        return dataclasses.replace(begin(*args, **kwargs), owner="somebody else")
-
-    monkeypatch.setattr(interceptors.Call, "begin", by_somebody_else)
+    somebody_else = Principal("somebody else", ANONYMOUS.scopes)
+    monkeypatch.setattr(served.server.guard, "principal", lambda *_: somebody_else)
     told = await failure(served.vision.Query(query(by_id(stored.image_id))))
     assert told.reason == "IMAGE_NOT_FOUND"
     request = image_service_pb2.DeleteImageRequest(image_id=stored.image_id)
@@ -319,9 +314,9 @@ async def test_server_info_tells_the_bounds(serve):
 
 @pytest.mark.parametrize("how", ["deadline", "cancel"])
 async def test_an_upload_that_is_given_up_is_no_bad_upload(serve, monkeypatch, how):
-    served = await serve()
     codes = []
-    monkeypatch.setattr(served.server.load_meter, "on_call", lambda call: codes.append(call.code))
+    monkeypatch.setattr(LoadMeter, "on_call", lambda _, call: codes.append(call.code))
+    served = await serve()
 
     async def given_up(timeout):
         call = served.images.UploadImage(timeout=timeout if how == "deadline" else None)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 
 import grpc
 import pytest
 
 from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2
-from kestrel_grpc.edge import interceptors
 from kestrel_grpc.images.shared import shared_images
+from kestrel_grpc.security.identity.principal import ANONYMOUS, Principal
 from kestrel_grpc.settings.shared_images import PASSWORD_VARIABLE, SharedImagesConfig
 from kestrel_grpc.settings.telemetry import TelemetryConfig
 from tests.service.conftest import raw_image
@@ -94,13 +93,9 @@ async def test_uploads_are_shared_and_deletions_too(serve, shared, monkeypatch, 
 async def test_another_caller_does_not_find_the_image(serve, shared, monkeypatch):
     first, second = await serve(**shared()), await serve(**shared())
     stored = await put(first)
-    begin = interceptors.Call.begin
-
-    def by_somebody_else(*args, **kwargs):
-        return dataclasses.replace(begin(*args, **kwargs), owner="somebody else")
-
     with monkeypatch.context() as patched:
-        patched.setattr(interceptors.Call, "begin", by_somebody_else)
+        somebody_else = Principal("somebody else", ANONYMOUS.scopes)
+        patched.setattr(second.server.guard, "principal", lambda *_: somebody_else)
         told = await failure(second.vision.Query(query(by_id(stored.image_id))))
         assert told.reason == "IMAGE_NOT_FOUND"
         assert not (await delete(second, stored.image_id)).existed

@@ -1,0 +1,146 @@
+"""CallLife: the life of a call, the same for all transports. Owns the order of its steps, and how a call ends.
+
+The caller is identified, the call is admitted, and memory is reserved before the request is read. The request then has
+its id and its priority, and the service answers it within the server's limit. A call ends once: with its response, with
+a refusal, or because its client has left. Services raise exceptions, and only this module takes them.
+
+The request's id comes from the request's field, or else from ``x-request-id`` metadata, or else it is made here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import grpc
+
+from ..security.admission.guard import Guard
+from ..security.admission.message_room import Hold
+from ..security.connections.connection_guard import ConnectionGuard
+from ..security.identity.principal import Principal
+from .calls.call import Call, Context, code_of_cancellation, id_from_metadata, new_id
+from .calls.call_limit import CallLimit
+from .calls.call_watcher import CallWatcher
+from .calls.current_call import current
+from .calls.in_flight import InFlight
+from .failures.endings import delay_refusal, forget_frames, note
+from .messages.request_options import check_priority, options_of, take_id
+
+_UNCOUNTED = contextlib.nullcontext()
+
+Enter = Callable[[Call], AbstractContextManager[Any]]
+"""Identifies a call's caller and admits the call, or raises the error that refuses it. The context manager gives the
+Hold of the call's messages."""
+
+
+class Transport(Protocol):
+    """What a transport does for a call, in the form of its protocol."""
+
+    async def read(self, call: Call, hold: Hold) -> Any:
+        """Reads the request, for which it reserves memory in ``hold``. Returns a message, a list of messages, or an
+        async iterator over the messages of a stream."""
+        ...
+
+    async def answer(self, call: Call, request: Any) -> Any:
+        """Gives the request to the service, and writes the response or returns it."""
+        ...
+
+    async def refuse(self, call: Call, error: Exception) -> None:
+        """Writes the status of ``error``. InternalError: a message could not be sent, because the connection is lost.
+        May raise."""
+        ...
+
+
+class CallLife:
+    """The calls of one port. ``connections``: the guard of the port's connections."""
+
+    def __init__(
+        self, guard: Guard, connections: ConnectionGuard, in_flight: InFlight, watcher: CallWatcher
+    ) -> None:
+        self.guard, self._connections = guard, connections
+        self._in_flight, self.watcher = in_flight, watcher
+        self._limit = CallLimit(guard.limits.deadline_s)
+
+    def begin(
+        self, method: str, context: Context, *, is_visit: bool = False, **fields: Any
+    ) -> Call:
+        """The call that ``context`` has begun. ``fields``: further ones of Call."""
+        metadata, peer = tuple(context.invocation_metadata() or ()), context.peer()
+        return Call(
+            method=method,
+            peer=peer,
+            context=context,
+            metadata=metadata,
+            request_id=id_from_metadata(metadata) or new_id(),
+            longest_s=None if is_visit else self.guard.limits.deadline_s,
+            use=self._connections.use(peer),
+            is_visit=is_visit,
+            **fields,
+        )
+
+    def identify(self, call: Call) -> Principal:
+        """Gives a call its principal. Raises NotAuthenticated."""
+        call.principal = self.guard.principal(call.metadata, call.context)
+        call.use.is_known = True
+        return call.principal
+
+    def admit(self, call: Call) -> AbstractContextManager[Hold]:
+        """As Enter, for a call whose caller is identified."""
+        return self.guard.admit(call.principal, call.method, call.peer)
+
+    def enter(self, call: Call) -> AbstractContextManager[Hold]:
+        """As Enter, for the methods of the model."""
+        self.identify(call)
+        return self.admit(call)
+
+    async def run(self, call: Call, transport: Transport, enter: Enter) -> Any:
+        """Leads a call from its beginning to its end, and returns what ``transport.answer`` returns. Raises
+        CancelledError if the client has left, and what ``transport.refuse`` raises."""
+        current.set(call)
+        failed: Exception | None = None
+        request: Any = None
+        if not call.is_visit:
+            self.watcher.begin(call)
+        with _UNCOUNTED if call.is_visit else self._in_flight, call.use:
+            try:
+                with enter(call) as hold:
+                    request = await transport.read(call, hold)
+                    if call.is_visit:
+                        return await transport.answer(call, request)
+                    self._receive(call, request)
+                    return await self._limit.within(transport.answer(call, request))
+            except asyncio.CancelledError:
+                call.code = code_of_cancellation(call.context)
+                raise  # Without this, grpc leaks memory.
+            except grpc.aio.InternalError as error:
+                call.code = grpc.StatusCode.CANCELLED
+                forget_frames(error)
+                await transport.refuse(call, error)
+            except grpc.aio.AbortError:
+                raise  # A service of health has ended its call.
+            except Exception as error:  # This is the one place where errors become statuses.
+                failed, request = error, None
+                note(call, error)
+                await delay_refusal(self.guard.refusals, call, error)
+                await transport.refuse(call, error)
+            finally:
+                # gRPC keeps the exception that aborts a call in a reference cycle with its context, and so this frame.
+                request = None
+                if failed is not None or not call.is_visit:
+                    self.watcher.end(call)
+                call.release()
+                if failed is not None:
+                    forget_frames(failed)
+                    failed = None
+
+    def _receive(self, call: Call, request: Any) -> None:
+        """Takes from a request its id and its priority. Raises InvalidRequest, ScopeMissing."""
+        if not isinstance(request, AsyncIterator):
+            call.message = request
+        options = options_of(call.message)
+        take_id(call, options)
+        self.watcher.on_message(call)
+        check_priority(options, call.principal)

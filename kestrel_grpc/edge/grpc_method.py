@@ -1,0 +1,135 @@
+"""GrpcMethod: reads, answers and refuses the calls of one method by gRPC.
+
+A call's id is returned in the initial metadata of an accepted call and in the trailers of a failed call, with
+``x-trace-id`` if calls are traced. Initial metadata is sent only after the engine has accepted the request, because a
+client does not retry a call after it has received initial metadata.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import grpc
+
+from ..security.admission.message_limits import COPIES
+from ..security.admission.message_room import Hold
+from ..security.identity.front_headers import NOT_BEGUN
+from .call_life import CallLife
+from .calls.call import Call, Context
+from .calls.call_limit import CallLimit
+from .failures.errors import ModelNotReady
+from .failures.statuses import status_of
+from .messages.bounded_context import bounded
+from .messages.incoming import Incoming
+
+Trailers = tuple[tuple[str, str | bytes], ...]
+
+_LAST_WORD_S = 2.0
+"""Seconds that a failed call waits until its status is sent."""
+
+
+class GrpcMethod:
+    """``handler``: the service's. ``pulls``: limits the time in which a message must arrive. ``write_s``: seconds that
+    a write waits for a slow reader. ``copies``: of a message's bytes in memory. ``trailers``: returns additional
+    trailers for the method's calls."""
+
+    is_visit = False
+    """As in Call."""
+
+    def __init__(
+        self,
+        life: CallLife,
+        method: str,
+        handler: Any,
+        *,
+        pulls: CallLimit,
+        write_s: float | None,
+        copies: int = COPIES,
+        trailers: Callable[[str], Trailers] | None = None,
+    ) -> None:
+        self.life, self.method, self._copies = life, method, copies
+        self._pulls, self._write_s, self._trailers = pulls, write_s, trailers
+        self.behaviour = (
+            handler.unary_unary
+            or handler.unary_stream
+            or handler.stream_unary
+            or handler.stream_stream
+        )
+        self._takes_stream = handler.request_streaming
+        self._streams = handler.response_streaming
+        self._decode = handler.request_deserializer
+        self._empty = _empty(self._decode)
+        wrap = (
+            grpc.stream_stream_rpc_method_handler
+            if self._streams
+            else grpc.stream_unary_rpc_method_handler
+        )
+        self.handler = wrap(self._handle, response_serializer=handler.response_serializer)
+        """Is registered as a method with a stream of requests, so that the call's life decides when to read them."""
+
+    async def _handle(self, _messages: Any, context: Context) -> Any:
+        return await self.life.run(self._begin(context), self, self._enter)
+
+    def _begin(self, context: Context) -> Call:
+        return self.life.begin(self.method, context, is_visit=self.is_visit, streams=self._streams)
+
+    def _enter(self, call: Call) -> AbstractContextManager[Any]:
+        return self.life.enter(call)
+
+    async def read(self, call: Call, hold: Hold) -> Any:
+        incoming = self.incoming(call, hold)
+        if self._takes_stream:
+            return incoming.all()
+        return await incoming.only() if self._empty is None else self._empty()
+
+    def incoming(self, call: Call, hold: Hold) -> Incoming:
+        limits = self.life.guard.messages
+        return Incoming(
+            call.context, self._decode, hold, limits, self._pulls, call.use, self._copies
+        )
+
+    async def answer(self, call: Call, request: Any) -> Any:
+        response = await self._respond(call.context, request)
+        await call.accept()
+        if self._trailers is not None:
+            call.context.set_trailing_metadata(self._trailers(self.method))
+        return response
+
+    async def _respond(self, context: Context, request: Any) -> Any:
+        if not self._streams:
+            return await self.behaviour(request, context)
+        with bounded(context, self._write_s) as writer:
+            answered = self.behaviour(request, cast(Context, writer))
+            if not isinstance(answered, AsyncIterator):
+                return await answered
+            async for message in answered:
+                await writer.write(message)
+
+    async def refuse(self, call: Call, error: Exception) -> None:
+        """Ends the call with the status of ``error``. Never returns."""
+        trailers: Trailers = ()
+        if isinstance(error, grpc.aio.InternalError):
+            message = "the connection was lost"
+        else:
+            _, message, trailers = status_of(error, call.request_id)
+        if isinstance(error, ModelNotReady):
+            trailers = (*trailers, (NOT_BEGUN, "1"))
+        extra = () if self._trailers is None else self._trailers(self.method)
+        trailers = (*trailers, *call.ids, *extra)
+        try:
+            async with asyncio.timeout(_LAST_WORD_S):
+                await call.context.abort(call.code, message, trailers)
+        except (TimeoutError, grpc.aio.InternalError):
+            # The client does not read, or its connection is closed. gRPC has the status and sends it after the unread
+            # messages, or drops it with the connection. gRPC would log the traceback of any other exception.
+            raise asyncio.CancelledError from None
+
+
+def _empty(decode: Callable[[bytes], Any] | None) -> Callable[[], Any] | None:
+    """The type of a method's request if it has no fields, like GetLoad's, so that nothing must be read; otherwise
+    None."""
+    kind: Any = getattr(decode, "__self__", None)
+    return None if kind is None or kind.DESCRIPTOR.fields else cast(Callable[[], Any], kind)
