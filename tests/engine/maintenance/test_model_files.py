@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from safetensors.torch import save
 
 from kestrel_engine import RuntimeConfig, maintenance
@@ -234,9 +235,10 @@ async def test_the_bundled_model_gives_its_known_answers() -> None:
     assert found.message == "2 known answers on cpu, float32, exactly"
 
 
-async def test_another_image_gives_another_answer() -> None:
-    demo = Path(__file__).parents[3] / "kestrel_grpc" / "cli" / "demo.jpg"
-    found = await maintenance.answer(RuntimeConfig(device="cpu", cpu_threads=1), str(demo))
+async def test_another_image_gives_another_answer(tmp_path: Path) -> None:
+    grey = tmp_path / "grey.png"
+    Image.new("RGB", (300, 200), (128, 128, 128)).save(grey)
+    found = await maintenance.answer(RuntimeConfig(device="cpu", cpu_threads=1), str(grey))
     assert found.status == "fail"
     assert "instead of answer '3'" in found.message
 
