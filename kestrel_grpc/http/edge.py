@@ -21,7 +21,7 @@ from ..security.admission.message_limits import COPIES
 from ..security.admission.message_room import Hold
 from .body import BODY_COPIES, Bodies, content_length
 from .context import HttpContext, Receive, Scope, Send
-from .fetching import ImageFetcher, places
+from .fetching import Addresses, ImageFetcher
 from .fields import Fields, json_fields
 from .forms import JSON, SSE, Form
 from .refusals import Rename
@@ -125,14 +125,14 @@ class _Exchange:
             return await _parsed(body, lambda: endpoint.read(parse(self._scope, body)))
         if not endpoint.takes_body:
             return endpoint.read(Fields({}))
-        if fetcher is None:
-            return await _parsed(body, lambda: endpoint.read(json_fields(body)))
-        fields = await _parsed(body, lambda: json_fields(body))
-        wanted = places(fields.values)
-        if wanted:
-            await hold.reserve(BODY_COPIES * (len(body) + self._edge.life.guard.messages.largest))
-            hold.arrived(len(body) + await fetcher.fill(wanted))
-        return await _parsed(body, lambda: endpoint.read(fields))
+        addresses = None if fetcher is None else Addresses()
+        asked = await _parsed(body, lambda: endpoint.read(json_fields(body, addresses)))
+        if fetcher is None or addresses is None or not addresses.wanted:
+            return asked
+        del asked
+        await hold.reserve(BODY_COPIES * (len(body) + self._edge.life.guard.messages.largest))
+        hold.arrived(len(body) + await fetcher.fetch(addresses))
+        return await _parsed(body, lambda: endpoint.read(json_fields(body, addresses)))
 
     async def answer(self, call: Call, request: Any) -> None:
         asked, context = self._asked, call.context

@@ -16,10 +16,9 @@ import ipaddress
 import re
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 import h11
@@ -60,97 +59,33 @@ Connect = Callable[[str, int, ssl.SSLContext | None, str], Awaitable[Connection]
 """Connects to an IP address and port, with TLS to the named host if there is a context. Raises OSError."""
 
 
-class FetchedImage(str):
-    """The address of an image that was fetched. It takes the address's place in a request."""
-
-    image: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A place of a request that holds the address of an image. ``path``: its own, for errors."""
-
-    holder: Any
-    """The object or list."""
-    key: str | int
-    path: FieldPath
-
-    @property
-    def url(self) -> str:
-        return str(self.holder[self.key])
-
-
 def is_address(text: str) -> bool:
     return text[:8].lower().startswith(("http://", "https://"))
 
 
-def places(values: dict[str, Any]) -> list[Place]:
-    """The places of a JSON object where images are expected and addresses stand: ``image_url``, ``image_url.url`` and
-    the items of ``images``. Raises InvalidRequest if there are too many."""
-    found = []
-    for place in _places(values):
-        found.append(place)
-        if len(found) > MOST_ADDRESSES:
-            raise InvalidRequest(
-                place.path, f"is one address too many, the limit is {MOST_ADDRESSES}"
-            )
-    return found
+class Addresses:
+    """The images that a request names by address. The request is read once to learn them, and again with the images.
 
+    ``wanted``: the addresses by their paths in the request. ``images``: those that were fetched, by the same paths.
+    """
 
-def _places(values: dict[str, Any]) -> Iterator[Place]:
-    left: list[tuple[Any, _Path, bool]] = [(values, None, False)]
-    while left:  # Without recursion, because JSON may be nested as deeply as Python's calls may be.
-        value, path, is_image = left.pop()
-        items: list[tuple[str | int, Any, _Path, bool]]
-        if not isinstance(value, dict):
-            items = [(i, each, (path, i), is_image) for i, each in enumerate(value)]
-        elif is_image:
-            items = [("url", value.get("url"), path, True)]
-        else:
-            items = [
-                (key, each, (path, key), key in ("image_url", "images"))
-                for key, each in value.items()
-            ]
-        for key, each, name, is_place in items:
-            if is_place and isinstance(each, str) and is_address(each):
-                yield Place(value, key, _named(name))
-        left += [
-            (each, name, is_place)
-            for _, each, name, is_place in reversed(items)
-            if isinstance(each, (dict, list))
-        ]
+    def __init__(self) -> None:
+        self.wanted: dict[FieldPath, str] = {}
+        self.images: dict[FieldPath, bytes] = {}
 
-
-_Path: TypeAlias = "tuple[_Path, str | int] | None"
-"""The path of a value: that of its holder, and its part in it."""
-
-
-def _named(path: _Path) -> FieldPath:
-    parts = list[str | int]()
-    while path is not None:
-        path, part = path
-        parts.append(part)
-    return tuple(reversed(parts))
+    def image(self, url: str, path: FieldPath) -> bytes:
+        """The image, which is empty before it is fetched. Raises InvalidRequest if there are too many."""
+        if path not in self.wanted and len(self.wanted) >= MOST_ADDRESSES:
+            raise InvalidRequest(path, f"is one address too many, the limit is {MOST_ADDRESSES}")
+        self.wanted[path] = url
+        return self.images.get(path, b"")
 
 
 _REMEDY = "send the image as a data URL, or ask the operator for the host (--http-fetch-allow)"
 
 
-@dataclass(frozen=True, slots=True)
-class TrustedOrigin:
-    """A server that the operator names in full. It may have a private address.
-
-    ``origin``: like http://localhost:8080, in lower case. ``headers``: of requests to it, and to it only.
-    """
-
-    origin: str
-    headers: tuple[tuple[str, str], ...] = ()
-
-
 class ImageFetcher:
     """``allowed``: HOST or HOST:PORT, in lower case. ``max_bytes``: limit on all images of a request together.
-    ``remedy``: what to do about an address whose host is not allowed.
-
     ``resolve`` and ``connect`` are the system's, unless a test gives others.
     """
 
@@ -160,30 +95,22 @@ class ImageFetcher:
         max_bytes: int,
         resolve: Resolve | None = None,
         connect: Connect | None = None,
-        *,
-        trusted: TrustedOrigin | None = None,
-        remedy: str = _REMEDY,
     ) -> None:
-        self._trusted, self._remedy = trusted, remedy
         self._allowed, self._max_bytes = frozenset(allowed), max_bytes
         self._resolve = _Resolver() if resolve is None else resolve
         self._connect = _connect if connect is None else connect
         self._trust = ssl.create_default_context()
 
-    async def fill(self, wanted: Sequence[Place]) -> int:
-        """Fetches the images, and puts each in its place. Returns their bytes. Raises InvalidRequest,
-        UnsupportedImageError."""
+    async def fetch(self, addresses: Addresses) -> int:
+        """Fetches the images. Returns their bytes. Raises InvalidRequest, UnsupportedImageError."""
         total = 0
         path: FieldPath = ()
         try:
             async with asyncio.timeout(FETCH_S):
-                for place in wanted:
-                    path = place.path
-                    image = await self._fetch(place.url, path, self._max_bytes - total)
+                for path, url in addresses.wanted.items():
+                    image = await self._fetch(url, path, self._max_bytes - total)
                     total += len(image)
-                    fetched = FetchedImage(place.url)
-                    fetched.image = image
-                    place.holder[place.key] = fetched
+                    addresses.images[path] = image
         except TimeoutError:
             raise InvalidRequest(path, f"could not be fetched within {FETCH_S:g} s") from None
         return total
@@ -222,18 +149,13 @@ class ImageFetcher:
                 field, "must be an address like https://HOST/PATH, in ASCII and without a user name"
             )
         is_usual = port in (None, _PORTS[parts.scheme])
-        if self._is_trusted(parts):
-            return parts
         if not (is_usual and host in self._allowed) and f"{host}:{port}" not in self._allowed:
             named = host if is_usual else f"{host}:{port}"
             raise UnsupportedImageError(
                 field,
-                f"is at {named!r}, from which this server fetches no images; {self._remedy}",
+                f"is at {named!r}, from which this server fetches no images; {_REMEDY}",
             )
         return parts
-
-    def _is_trusted(self, parts: SplitResult) -> bool:
-        return self._trusted is not None and origin_of(parts) == self._trusted.origin
 
     async def _get(
         self, parts: SplitResult, field: FieldPath, max_bytes: int
@@ -243,13 +165,11 @@ class ImageFetcher:
         host = str(parts.hostname)
         port = parts.port or _PORTS[parts.scheme]
         found = await self._resolve(host, port)
-        trusted = self._trusted if self._is_trusted(parts) else None
-        if not found or (trusted is None and not all(map(is_public, found))):
+        if not found or not all(map(is_public, found)):
             raise InvalidRequest(field, f"is at {host}, which has an address that is not public")
         reader, writer = await self._connected(found, port, parts)
         try:
-            extra = () if trusted is None else trusted.headers
-            return await _Exchange(reader, writer, field, max_bytes).get(parts, extra)
+            return await _Exchange(reader, writer, field, max_bytes).get(parts)
         finally:
             writer.transport.abort()
 
@@ -280,9 +200,7 @@ class _Exchange:
         self._left_bytes = max_bytes + _FRAMING_BYTES
         self._left_pieces = _MOST_PIECES
 
-    async def get(
-        self, parts: SplitResult, extra: Sequence[tuple[str, str]]
-    ) -> tuple[str | None, bytes]:
+    async def get(self, parts: SplitResult) -> tuple[str | None, bytes]:
         """The address of a redirect, or None and the image. Raises as ``ImageFetcher._get``."""
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         headers = {
@@ -292,7 +210,7 @@ class _Exchange:
             "accept-encoding": "identity",
             "connection": "close",
         }
-        request = h11.Request(method="GET", target=target, headers=[*headers.items(), *extra])
+        request = h11.Request(method="GET", target=target, headers=[*headers.items()])
         self._writer.write((self._http.send(request) or b"") + (self._http.send(_END) or b""))
         image = bytearray()
         while True:
@@ -367,13 +285,6 @@ class _Resolver:
 async def _connect(address: str, port: int, trust: ssl.SSLContext | None, host: str) -> Connection:
     named = {} if trust is None else {"ssl": trust, "server_hostname": host}
     return await asyncio.open_connection(address, port, **named)  # type: ignore[arg-type]
-
-
-def origin_of(parts: SplitResult) -> str:
-    """Scheme, host and port, in lower case; the port is left out where it is the scheme's own."""
-    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-    is_usual = parts.port in (None, _PORTS.get(parts.scheme))
-    return f"{parts.scheme}://{host}" + ("" if is_usual else f":{parts.port}")
 
 
 def is_public(text: str) -> bool:

@@ -14,7 +14,7 @@ import orjson
 from kestrel_client.images.base64_images import decoded_image
 from kestrel_engine import FieldPath, InvalidRequest, UnsupportedImageError
 
-from .fetching import FetchedImage, is_address
+from .fetching import Addresses, is_address
 
 _KINDS: dict[type, str] = {
     str: "a string",
@@ -36,10 +36,12 @@ _MOST = 2**31 - 1
 
 
 class Fields:
-    """``path``: of the object in the request, for errors."""
+    """``path``: of the object in the request, for errors. ``addresses``: None if the server fetches no images."""
 
-    def __init__(self, values: dict[str, Any], path: FieldPath = ()) -> None:
-        self.values, self.path = values, path
+    def __init__(
+        self, values: dict[str, Any], path: FieldPath = (), addresses: Addresses | None = None
+    ) -> None:
+        self.values, self.path, self._addresses = values, path, addresses
 
     def at(self, *inner: str | int) -> FieldPath:
         """The path of a field, or of what it holds."""
@@ -48,7 +50,7 @@ class Fields:
     def text(self, key: str, default: str | None = None) -> str:
         """Raises InvalidRequest, also if the field is missing and there is no default."""
         text: str = self._get(key, str, default)
-        return text  # Possibly a FetchedImage.
+        return text
 
     def flag(self, key: str) -> bool:
         """False if the field is missing or null. Raises InvalidRequest."""
@@ -56,7 +58,11 @@ class Fields:
 
     def inner(self, key: str) -> Fields:
         """Empty if the field is missing or null. Raises InvalidRequest."""
-        return Fields(self._get(key, dict, {}), self.at(key))
+        return self.within(self._get(key, dict, {}), key)
+
+    def within(self, values: dict[str, Any], *inner: str | int) -> Fields:
+        """The fields of an object that this one holds."""
+        return Fields(values, self.at(*inner), self._addresses)
 
     def items(self, key: str) -> list[Any]:
         """Empty if the field is missing or null. Raises InvalidRequest."""
@@ -96,6 +102,22 @@ class Fields:
             raise InvalidRequest(self.at(key), f"must be a whole number, got {given}")
         return value
 
+    def image(self, text: str, *inner: str | int) -> bytes:
+        """The encoded image in a data URL, in plain base64, or at an address. ``inner``: the place of ``text``. Raises
+        InvalidRequest, UnsupportedImageError."""
+        path = self.at(*inner)
+        has_address = is_address(text)
+        if has_address and self._addresses is not None:
+            return self._addresses.image(text, path)
+        if has_address or text[:5].lower() == "file:":
+            raise UnsupportedImageError(
+                path, "is an address, and this server fetches none; send the image as a data URL"
+            )
+        try:
+            return decoded_image(text)
+        except ValueError as error:
+            raise InvalidRequest(path, str(error)) from None
+
     def _get(self, key: str, kind: type, default: Any) -> Any:
         value = self.values.get(key)
         if value is None:
@@ -115,8 +137,8 @@ def positive(fields: Fields, key: str) -> int | None:
     return value
 
 
-def json_fields(body: bytes | bytearray) -> Fields:
-    """The fields of a request's body. Raises InvalidRequest."""
+def json_fields(body: bytes | bytearray, addresses: Addresses | None = None) -> Fields:
+    """The fields of a request's body. ``addresses``: as for Fields. Raises InvalidRequest."""
     if sum(map(body.count, (b",", b"[", b"{"))) > _MOST_VALUES:
         raise InvalidRequest("", f"the body has more than {_MOST_VALUES} values")
     try:
@@ -125,7 +147,7 @@ def json_fields(body: bytes | bytearray) -> Fields:
         raise InvalidRequest("", f"the body is not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise InvalidRequest("", f"the body must be a JSON object, got {_kind_of(values)}")
-    return Fields(values)
+    return Fields(values, (), addresses)
 
 
 def json_text(fields: Fields) -> str:
@@ -134,20 +156,6 @@ def json_text(fields: Fields) -> str:
         return orjson.dumps(fields.values).decode()
     except orjson.JSONEncodeError as error:
         raise InvalidRequest(fields.path, f"cannot be read: {error}") from None
-
-
-def image_bytes(text: str, field: FieldPath) -> bytes:
-    """The encoded image in a data URL or in plain base64. Raises InvalidRequest, UnsupportedImageError."""
-    if isinstance(text, FetchedImage):
-        return text.image
-    if is_address(text) or text[:5].lower() == "file:":
-        raise UnsupportedImageError(
-            field, "is an address, and this server fetches none; send the image as a data URL"
-        )
-    try:
-        return decoded_image(text)
-    except ValueError as error:
-        raise InvalidRequest(field, str(error)) from None
 
 
 def numbers(value: Any, field: FieldPath) -> Sequence[float]:

@@ -59,15 +59,17 @@ INPUTS = {
 }
 
 
-def model_of(served: ServedModels, name: str, version: str, field: str = "name") -> ServedModel:
-    """The model that a request names. ``field``: the path of the name. Raises ModelNotFoundError, InvalidRequest."""
+def model_of(served: ServedModels, name: str, version: str, prefix: str = "") -> ServedModel:
+    """The model that a request names. ``prefix``: of the fields "name" and "version". Raises ModelNotFoundError,
+    InvalidRequest."""
     if not name:
-        raise InvalidRequest(field, f"is required: {NAME!r}")
-    found = served.default if name == NAME else served.model(name, field)
+        raise InvalidRequest(f"{prefix}name", f"is required: {NAME!r}")
+    found = served.default if name == NAME else served.model(name, f"{prefix}name")
     if version not in ("", VERSION):
         shown = version[:20]
-        field = field.removesuffix("name") + "version"
-        raise ModelNotFoundError(field, f"{shown!r} is not served; the only version is {VERSION}")
+        raise ModelNotFoundError(
+            f"{prefix}version", f"{shown!r} is not served; the only version is {VERSION}"
+        )
     return found
 
 

@@ -157,7 +157,7 @@ class InferenceService(GRPCInferenceServiceServicer):
     def _call(self, request: pb.ModelInferRequest) -> VisionCall:
         """Raises InvalidRequest, ModelNotFoundError."""
         named = (request.model_name, request.model_version)
-        served = model.model_of(self._served, *named, field="model_name")
+        served = model.model_of(self._served, *named, prefix="model_")
         call = current_call()
         _apply_parameters(request, call)
         _check_outputs(request)

@@ -18,7 +18,7 @@ import pytest
 
 from kestrel_engine import InvalidRequest
 from kestrel_grpc.http import fetching
-from kestrel_grpc.http.fetching import FetchedImage, ImageFetcher, is_public, places
+from kestrel_grpc.http.fetching import Addresses, ImageFetcher, is_public
 from kestrel_grpc.settings.http import HttpConfig, fetched_hosts
 from tests.http.conftest import data_url
 from tests.service.certificates import Authority, authority
@@ -329,17 +329,16 @@ async def test_tls_checks_the_name(authority: Authority):
 
     fetcher = ImageFetcher([HOST, "cdn.example.net"], 10**6, resolve, connect)
 
-    async def fetch(host: str) -> str:
-        values: dict[str, Any] = {"image_url": f"https://{host}/a.jpg"}
-        assert await fetcher.fill(places(values)) == len(JPEG)
-        fetched = values["image_url"]
-        assert isinstance(fetched, FetchedImage) and fetched.image == JPEG
-        return str(fetched)
+    async def fetch(host: str) -> bytes:
+        addresses = Addresses()
+        assert addresses.image(f"https://{host}/a.jpg", ("image_url",)) == b""
+        assert await fetcher.fetch(addresses) == len(JPEG)
+        return addresses.image(f"https://{host}/a.jpg", ("image_url",))
 
     with pytest.raises(InvalidRequest, match="certificate"):
         await fetch(HOST)
     fetcher._trust.load_verify_locations(authority.ca.cert)
-    assert await fetch(HOST) == f"https://{HOST}/a.jpg"
+    assert await fetch(HOST) == JPEG
     with pytest.raises(InvalidRequest, match="Hostname mismatch"):
         await fetch("cdn.example.net")
     server.close()
@@ -356,16 +355,22 @@ async def test_one_request_has_few_addresses_within_one_limit(client, network: N
     assert response.status_code == 400 and "images[1]: leads to more than" in response.text
 
 
-def test_only_images_are_looked_for_and_nesting_is_harmless():
+async def test_only_what_is_read_as_an_image_is_fetched(client, network: Network):
     url = f"http://{HOST}/a.jpg"
-    deep: Any = {"image_url": url}
-    for _ in range(1000):
-        deep = [deep]
-    values = {"question": url, "user": {"url": url}, "messages": deep, "images": ["AAAA", url]}
-    assert {place.path for place in places(values)} == {
-        ("messages", *[0] * 1000, "image_url"),
-        ("images", 1),
-    }
+    body, _ = requests(URL.partition(",")[2])["/api/chat"]
+    body["messages"][0]["content"] = url
+    ignored = {"images": [url], "image_url": {"url": url}}
+    body["context"] = body["messages"][0]["thinking"] = ignored
+    response = await client.post("/api/chat", json=body)
+    assert response.status_code == 200, response.text
+    assert network.connected == []
+
+
+async def test_a_request_is_checked_before_its_images_are_fetched(client, network: Network):
+    for path, (body, _) in requests(f"http://{HOST}/a.jpg").items():
+        response = await client.post(path, json={**body, "model": 3})
+        assert response.status_code == 400 and "model" in response.text, path
+    assert network.connected == []
 
 
 def test_public_addresses():

@@ -29,7 +29,7 @@ from ...services.messages.json_values import (
 from ...services.messages.task_fields import REQUESTS, fault_of, short_path
 from ...services.vision import VisionService
 from ..edge import Asked, Endpoint
-from ..fields import Fields, image_bytes, numbers, positive
+from ..fields import Fields, numbers, positive
 from ..forms import sent_event
 from ..refusals import renamed
 from .known_fields import MOONDREAM, MOONDREAM_SAMPLING, MOONDREAM_SETTINGS, MOONDREAM_TILES
@@ -76,7 +76,7 @@ def _asked(skill: str, fields: Fields, service: VisionService, names: Sequence[s
     image = None
     if skill != "query" or fields.values.get("image_url") is not None:
         image = request.images.add() if skill == "query" else request.image
-        image.encoded = image_bytes(fields.text("image_url"), ("image_url",))
+        image.encoded = fields.image(fields.text("image_url"), "image_url")
     _fill(task, image, request.options, fields, names)
     events = _EVENTS.get(skill)
     if events is not None and not fields.flag("stream"):

@@ -21,7 +21,7 @@ from ...services.messages.task_fields import short_path
 from ...services.model import ModelService
 from ...services.vision import VisionService
 from ..edge import Asked, Endpoint
-from ..fields import ANY_OBJECT, Fields, image_bytes, json_text
+from ..fields import ANY_OBJECT, Fields, json_text
 from ..forms import JsonForm
 from ..refusals import Rename, renamed
 from .conversation import FIELDS, Message, conversation
@@ -95,8 +95,7 @@ def endpoints(
             return {"message": {**message, **({"thinking": thinking} if thinking else {})}}
 
         messages = [
-            _message(item, ("messages", index))
-            for index, item in enumerate(fields.items("messages"))
+            _message(fields, item, index) for index, item in enumerate(fields.items("messages"))
         ]
         if not messages:
             return _loaded(models, names(), part(""))
@@ -139,22 +138,22 @@ def _in_messages(path: FieldPath) -> FieldPath:
     return ("messages",) if path[0] in FIELDS else path
 
 
-def _message(item: Any, path: FieldPath) -> Message:
+def _message(fields: Fields, item: Any, index: int) -> Message:
     if not isinstance(item, dict):
-        raise InvalidRequest(path, "must be an object with role and content")
-    fields = Fields(item, path)
-    OLLAMA_MESSAGE.check(fields)
-    return Message(fields.text("role"), fields.text("content", ""), _images(fields), path)
+        raise InvalidRequest(("messages", index), "must be an object with role and content")
+    message = fields.within(item, "messages", index)
+    OLLAMA_MESSAGE.check(message)
+    role, text = message.text("role"), message.text("content", "")
+    return Message(role, text, _images(message), message.path)
 
 
 def _images(fields: Fields) -> list[bytes]:
     """Raises InvalidRequest."""
     images: list[bytes] = []
     for index, item in enumerate(fields.items("images")):
-        path = fields.at("images", index)
         if not isinstance(item, str):
-            raise InvalidRequest(path, "must be base64 text")
-        images.append(image_bytes(item, path))
+            raise InvalidRequest(fields.at("images", index), "must be base64 text")
+        images.append(fields.image(item, "images", index))
     return images
 
 

@@ -20,7 +20,7 @@ from ...services.messages.task_fields import holder, short_path
 from ...services.model import ModelService
 from ...services.vision import VisionService
 from ..edge import Asked, Endpoint
-from ..fields import ANY_OBJECT, Fields, image_bytes, json_text, positive
+from ..fields import ANY_OBJECT, Fields, json_text, positive
 from ..forms import sent_event
 from ..refusals import Rename, renamed
 from .conversation import FIELDS, Conversation, Message, conversation
@@ -186,24 +186,25 @@ def _messages(fields: Fields) -> Iterator[Message]:
         path = ("messages", index)
         if not isinstance(item, dict):
             raise InvalidRequest(path, "must be an object with role and content")
-        CHAT_MESSAGE.check(Fields(item, path))
-        text, images = _content(item.get("content"), (*path, "content"))
+        message = fields.within(item, *path)
+        CHAT_MESSAGE.check(message)
+        text, images = _content(message)
         yield Message(str(item.get("role")), text, images, path)
 
 
-def _content(content: Any, path: FieldPath) -> tuple[str, list[bytes]]:
+def _content(message: Fields) -> tuple[str, list[bytes]]:
     """The text of a message, and its images. Raises InvalidRequest, UnsupportedImageError."""
+    content = message.values.get("content")
     if content is None or isinstance(content, str):
         return content or "", []
     if not isinstance(content, list):
-        raise InvalidRequest(path, "must be a string or a list of parts")
+        raise InvalidRequest(message.at("content"), "must be a string or a list of parts")
     texts: list[str] = []
     images: list[bytes] = []
     for index, item in enumerate(content):
-        where = (*path, index)
         if not isinstance(item, dict):
-            raise InvalidRequest(where, "must be an object with a type")
-        part = Fields(item, where)
+            raise InvalidRequest(message.at("content", index), "must be an object with a type")
+        part = message.within(item, "content", index)
         kind = part.text("type")
         if kind not in CHAT_PARTS:
             raise InvalidRequest(part.at("type"), f"must be text or image_url, got {kind[:50]!r}")
@@ -213,7 +214,7 @@ def _content(content: Any, path: FieldPath) -> tuple[str, list[bytes]]:
         else:
             given = item.get("image_url")
             url = given if isinstance(given, str) else part.inner("image_url").text("url")
-            images.append(image_bytes(url, part.at("image_url")))
+            images.append(part.image(url, "image_url"))
     return "\n".join(texts), images
 
 
