@@ -310,8 +310,9 @@ class ActiveRequests:
     def _skill_failed(self, sequence_id: int, error: Exception) -> None:
         """Called when a skill raised or gave an impossible rule. The fault ends its own request only.
 
-        A constraint that is too complex to follow, or too costly, is the caller's fault."""
-        if isinstance(error, (RequestError, ConstraintsCostly)):
+        A constraint that is too complex to follow, or too costly, is the caller's fault. MaskThreads report what is the
+        server's."""
+        if isinstance(error, (RequestError, ConstraintsCostly, RuntimeFailure)):
             self._end(sequence_id, error)
             return
         logger.error("the skill of sequence %d failed", sequence_id, exc_info=error)
