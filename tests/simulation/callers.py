@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kestrel_engine import EngineResult, InferenceEngine, KestrelError, clock
+from kestrel_engine import EngineResult, KestrelError, clock
 
 from .invariants import Asked, Faults, Watch
 from .questions import Question, image
@@ -59,7 +59,7 @@ class World(Protocol):
     rng: random.Random
     watch: Watch
     faults: Faults
-    engine: InferenceEngine
+    engine: Any
     service: Any
     questions: Sequence[Question]
     simple: Sequence[Question]
@@ -121,7 +121,7 @@ class Caller:
             question.skill,
             image(question.image) if question.image else None,
             dict(question.arguments),
-            dict(question.settings),
+            question.wanted,
             request_id=asked.request_id,
             priority=self._priority(),
             timeout_s=asked.timeout_s,

@@ -178,6 +178,8 @@ def _causes(error: RuntimeFailure, began: float) -> list[tuple[Any, ...]]:
     if "not finite" in text:
         # An image stays bad until it is encoded.
         return [(began - PATIENCE_S, "not finite"), (0.0, "bad image")]
+    if "follow the constraint" in text:
+        return [(began, "lost mask")]
     if "decod" in text:
         return [(began - _DECODING_S, "lost decoder")]
     return [(began - _STEP_S, "refused", "failing", "out of memory")]

@@ -33,6 +33,13 @@ def image(name: str) -> Any:
     return written.getvalue()
 
 
+CONSTRAINTS = (
+    ("regex", "[ab]{2,9}"),
+    ("choices", ("red", "green", "green crescent")),
+    ("grammar", 'start: "(" start ")" | "x"'),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     """A request without its circumstances. ``image``: a name; "" for none."""
@@ -42,6 +49,14 @@ class Question:
     arguments: tuple[tuple[str, Any], ...] = ()
     settings: tuple[tuple[str, Any], ...] = ()
     salt: str = ""
+
+    @property
+    def wanted(self) -> dict[str, Any]:
+        """The settings. A constraint is a pair in ``settings``."""
+        found = dict(self.settings)
+        if "constraint" in found:
+            found["constraint"] = dict([found["constraint"]])
+        return found
 
     @property
     def is_broken(self) -> bool:
@@ -73,6 +88,8 @@ def random_question(rng: random.Random) -> Question:
             settings["logprobs"] = True
         if rng.random() < 0.1:
             settings["temperature"], settings["seed"] = 0.7, rng.randrange(3)
+        if rng.random() < 0.2 and not arguments["reasoning"]:
+            settings["constraint"] = rng.choice(CONSTRAINTS)
     else:
         name = name or f"png {rng.randrange(6)}"
     if skill == "caption":

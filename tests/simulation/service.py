@@ -179,6 +179,9 @@ class HttpCaller(Caller):
             client.leave()
             asked.left = not calling.done()
         await calling
+        assert not world.engine.goes_on(asked.request_id), (
+            f"{asked} ended, and a request of it goes on"
+        )
         how = "left" if asked.left else f"HTTP {client.status}"
         world.note("ended", asked.request_id, how, client.body.hex())
         world.watch.closed(asked, clock.now(), how)

@@ -9,9 +9,11 @@ from kestrel_engine.front.submitting import preparing
 from kestrel_engine.front.submitting.queue_places import Place, QueuePlaces
 from kestrel_engine.scheduler.batch import Batch
 from kestrel_engine.scheduler.sequence import Phase
+from kestrel_engine.skills.constraints import grammars
 from kestrel_engine.steps.active import ActiveRequests
 from kestrel_engine.types import stream
 from kestrel_grpc.security.admission.message_room import Hold
+from kestrel_grpc.services.answers import running
 from tests.simulation.world import Broken, World
 
 MINUTES = 10
@@ -103,13 +105,34 @@ def a_request_that_loses_two_places_is_cancelled(monkeypatch):
     monkeypatch.setattr(preparing, "until_displaced", until_displaced)
 
 
+def other_samples_go_on_when_one_has_ended(monkeypatch):
+    """If it failed, or the client has disconnected."""
+
+    async def all_of(runs):
+        return await asyncio.gather(*map(asyncio.shield, runs))
+
+    monkeypatch.setattr(running, "all_of", all_of)
+
+
+def the_error_of_a_mask_wakes_nobody(monkeypatch):
+    done = grammars.Matcher.done
+
+    def asleep(self, error):
+        if error is None:
+            done(self, error)
+
+    monkeypatch.setattr(grammars.Matcher, "done", asleep)
+
+
 FAULTS = [
     (pages_of_a_cancelled_request_are_kept, 14, "AssertionError"),
     (an_end_is_reported_twice, 0, "AssertionError"),
     (a_wake_up_is_lost, 0, "did not end within"),
     (the_places_of_several_looks_are_kept, 0, "held"),
-    (the_memory_of_a_message_is_kept, 4, "bytes of messages are held"),
-    (a_request_that_loses_two_places_is_cancelled, 25, "was cancelled, and by nobody"),
+    (the_memory_of_a_message_is_kept, 2, "bytes of messages are held"),
+    (a_request_that_loses_two_places_is_cancelled, 16, "was cancelled, and by nobody"),
+    (other_samples_go_on_when_one_has_ended, 2, "ended, and a request of it goes on"),
+    (the_error_of_a_mask_wakes_nobody, 23, "no step ended for"),
 ]
 """With the first seed that is tried, as those before find nothing, and with what the world says."""
 

@@ -19,7 +19,9 @@ from unittest.mock import patch
 from kestrel_engine import EngineResult, InferenceEngine, KestrelError, RuntimeConfig, clock
 from kestrel_engine.front import watchdog
 from kestrel_engine.preprocess import pool
+from kestrel_engine.skills.constraints import grammars
 from kestrel_engine.steps.delivery import Delivery
+from kestrel_engine.steps.loop import EngineLoop
 from kestrel_engine.types.step import RuntimeLimits
 from kestrel_grpc.security.admission import message_room
 from tests.clock import STARTED, StillClock, still
@@ -30,6 +32,7 @@ from .callers import Caller, Habits, random_habits
 from .decoders import Decoders
 from .device import Device, Rates
 from .invariants import PATIENCE_S, Faults, Watch
+from .masks import Masks, Untried
 from .one_thread import OneThread, Turns
 from .questions import Question, image, random_question
 from .service import HttpCaller, Service, simple_question
@@ -53,6 +56,7 @@ class TurnedEngine(InferenceEngine):
     ) -> None:
         self._turned_by, self._device, self._world = loop, device, world
         self._own_rng = random.Random(seed)
+        self._aborted: set[int] = set()
         super().__init__(config, fake_build(config, device), observer=world.watch)
 
     def _start(self) -> None:
@@ -69,9 +73,21 @@ class TurnedEngine(InferenceEngine):
             self._world.stepped()
             return goes_on
 
+        def abort(sequence_id: int) -> None:
+            self._aborted.add(sequence_id)
+            EngineLoop.abort(steps, sequence_id)
+
+        steps.abort = abort  # type: ignore[method-assign]
         steps.thread = Turns(step, next_step, rng)  # type: ignore[assignment]
         delivery.thread = Turns(delivery.turn, lambda: delivery.next_at, rng)  # type: ignore[assignment]
         self._turned_by.turns += [steps.thread, delivery.thread]  # type: ignore[list-item]
+
+    def goes_on(self, request_id: str) -> bool:
+        """Whether a request of this id is open, and nobody has ended it."""
+        return any(
+            request.stream.request_id == request_id and sequence_id not in self._aborted
+            for sequence_id, request in self._open._open.items()
+        )
 
     def _deliver_threadsafe(self, deliveries: list[Delivery]) -> None:
         self._world.watch.delivered(deliveries)
@@ -88,6 +104,8 @@ class Setting:
     habits: tuple[Habits, ...]
     lost: float = 0.0
     stuck: float = 0.0
+    lost_masks: float = 0.0
+    slow_masks: float = 0.0
     grace_s: float | None = None
     """Seconds after which requests end with the engine, which is shut down while callers ask; None: they end first."""
 
@@ -131,6 +149,8 @@ def random_setting(rng: random.Random) -> Setting:
         lost=often(0.05),
         stuck=often(0.03),
         grace_s=rng.choice([None, None, 0.0, 5.0]),
+        lost_masks=often(0.02),
+        slow_masks=often(0.1),
     )
 
 
@@ -158,7 +178,9 @@ class World:
         self._hash = blake2b(digest_size=8)
         self._lines: deque[str] = deque(maxlen=_SHOWN)
         self._num_turns = 0
-        self._decoders = Decoders(self.rng, self.setting.lost, self.setting.stuck, self._fault)
+        own = self.setting
+        self._decoders = Decoders(self.rng, own.lost, own.stuck, self._fault)
+        self._masks = Masks(self.rng, own.lost_masks, own.slow_masks, self._fault)
 
     @property
     def trace(self) -> str:
@@ -180,7 +202,7 @@ class World:
 
     def run(self) -> World:
         """Raises Broken."""
-        with one_thread(self.rng, self._decoders) as (runner, loop):
+        with one_thread(self.rng, self._decoders, self._masks) as (runner, loop):
             try:
                 runner.run(self._live(loop))
             except BaseException as error:
@@ -276,7 +298,7 @@ class World:
 
 @contextmanager
 def one_thread(
-    rng: random.Random, decoders: Decoders
+    rng: random.Random, decoders: Decoders, masks: Masks
 ) -> Iterator[tuple[asyncio.Runner, OneThread]]:
     """An event loop in whose time nothing but this thread acts."""
 
@@ -289,6 +311,8 @@ def one_thread(
             still() as own,
             patch.object(pool, "DecoderProcess", decoders),
             patch.object(pool, "confined"),
+            patch.object(grammars, "MaskThreads", masks),
+            patch.object(grammars, "GrammarProcess", Untried),
             patch.object(watchdog, "log_stacks"),
             patch.object(message_room, "copy_s_per_byte", lambda: 1e-8),  # Measured otherwise.
             asyncio.Runner(loop_factory=lambda: loop_of(own)) as runner,
@@ -316,7 +340,9 @@ class _Alone:
         rng = random.Random(0)
         self.watch = Watch(Faults(), 0.0)
         self.answers: dict[Question, EngineResult | Exception] = {}
-        with one_thread(rng, Decoders(rng, 0.0, 0.0, lambda name: None)) as (runner, loop):
+        decoders = Decoders(rng, 0.0, 0.0, lambda name: None)
+        masks = Masks(rng, 0.0, 0.0, lambda name: None)
+        with one_thread(rng, decoders, masks) as (runner, loop):
             runner.run(self._ask(questions, loop, rng))
 
     def stepped(self) -> None: ...
@@ -335,7 +361,7 @@ class _Alone:
                     each.skill,
                     source,
                     dict(each.arguments),
-                    dict(each.settings),
+                    each.wanted,
                     cache_salt=each.salt,
                 )
                 self.answers[each] = await stream.result()
