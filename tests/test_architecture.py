@@ -142,10 +142,9 @@ def test_unfinished_work_is_not_committed():
 
 
 SLEEP = r"\b(?:time|asyncio)\.sleep\((?!0\))"
-BOUND = (
-    r"\bwait_for\(.*, |\basyncio\.timeout\(|\.wait\(|\bsettimeout\(|\bjoin\(|\btimeout=|\bwithin_s="
-)
-SHORT = re.compile(rf"(?:{SLEEP}|{BOUND})(\d+(?:\.\d+)?)\b")
+WAIT = r"\bwait_for\(.*, |(?:\basyncio\.timeout|\.wait|\.join|\.result|\.settimeout)\((?!0[,)])"
+BOUND = r"\b(?:timeout|timeout_s|within_s|after_s)="
+SHORT = re.compile(rf"(?:{SLEEP}|{WAIT}|{BOUND})(\d+(?:\.\d+)?)\b")
 
 
 def test_what_goes_by_the_systems_clock_is_listed_with_its_reason():

@@ -104,7 +104,7 @@ class ServedInThread:
     def __enter__(self) -> ServedInThread:
         logging.getLogger().addHandler(self._complaints)
         self._thread.start()
-        self._server = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(30)
+        self._server = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(60)
         self.address = self._server.addresses[0]
         return self
 
@@ -114,7 +114,7 @@ class ServedInThread:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        asyncio.run_coroutine_threadsafe(self._server.stop(0), self._loop).result(30)
+        asyncio.run_coroutine_threadsafe(self._server.stop(0), self._loop).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(60)
         self._loop.close()

@@ -23,7 +23,7 @@ TASK = ServerTask(
     model="kestrel-tiny",
     port=0,
     drain_delay_s=0.0,
-    grace_s=20.0,
+    grace_s=60.0,
     needs_token=False,
     secrets=(),
     version="v",
@@ -44,7 +44,7 @@ async def start(monkeypatch):
 
     yield start
     for server in started:
-        await server.stop(30)
+        await server.stop(60)
 
 
 async def forked(*command, **options):
@@ -72,13 +72,13 @@ async def test_a_server_serves_and_says_how_busy_it_is(start):
         async with client.stream_caption(IMAGE, temperature=0.0) as stream:
             async for _ in stream:
                 assert (await server.load())[UTILIZATION] > 0
-                stopping = asyncio.create_task(server.stop(30))
+                stopping = asyncio.create_task(server.stop(60))
                 break
             # It drains: what runs may end.
             assert (await stream.result()).caption
     await stopping
     assert server.has_ended() == "exit status 0"
-    await server.stop(30)
+    await server.stop(60)
 
 
 async def test_with_tokens_the_load_is_read_with_a_key_of_its_own(start, tmp_path):

@@ -28,7 +28,7 @@ async def engine():
 
 def asked(tmp_path, name="a.json.gz", **bounds):
     return ProfileRequest(
-        **{"path": str(tmp_path / name), "seconds": 20, "steps": 10, "max_bytes": 10**8, **bounds}
+        **{"path": str(tmp_path / name), "seconds": 60, "steps": 10, "max_bytes": 10**8, **bounds}
     )
 
 
@@ -50,7 +50,7 @@ async def taken(engine, request, *, stop_after_s=None):
 async def test_it_ends_after_its_steps_with_a_trace_for_its_owner_only(engine, tmp_path):
     profile = await taken(engine, asked(tmp_path, python_functions=True))
     assert (profile.steps, profile.path) == (10, str(tmp_path / "a.json.gz"))
-    assert 0 < profile.seconds < 20
+    assert 0 < profile.seconds < 60
     file = tmp_path / "a.json.gz"
     assert list(tmp_path.iterdir()) == [file]
     assert stat.S_IMODE(file.stat().st_mode) == 0o600

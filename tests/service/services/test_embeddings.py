@@ -25,7 +25,7 @@ from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.skills import DetectSkill
 from tests.client.commands.test_stored_images import IMAGE
 from tests.client.commands.test_stored_images import kestrel as kestrel
-from tests.service.conftest import LIMITS, raw_image
+from tests.service.conftest import LIMITS, HeldRuntime, raw_image
 from tests.service.statuses import failure
 from tests.waiting import until
 
@@ -144,15 +144,21 @@ async def test_embeddings_larger_than_a_message_need_a_stream(serve):
 
 
 async def test_a_full_queue_and_a_deadline(serve):
-    served = await serve(FakeRuntime(LIMITS, cost=lambda plan: 0.05), max_queue=2)
+    runtime = HeldRuntime()
+    served = await serve(runtime, max_queue=2)
     images = [raw_image(60 + i) for i in range(12)]
     calls = [served.vision.Embed(pb.EmbedRequest(image=image)) for image in images]
-    outcomes = await asyncio.gather(*calls, return_exceptions=True)
-    refused = [each for each in outcomes if isinstance(each, grpc.aio.AioRpcError)]
+    running = asyncio.gather(*calls, return_exceptions=True)
+    await until(lambda: sum(each.done() for each in calls) + served.engine.num_requests == 12)
+    runtime.gate.set()
+    refused = [each for each in await running if isinstance(each, grpc.aio.AioRpcError)]
     assert 0 < len(refused) < len(images)
     assert {each.code() for each in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
-    call = served.vision.Embed(pb.EmbedRequest(image=raw_image(90)), timeout=1e-3)
-    assert (await failure(call)).code is grpc.StatusCode.DEADLINE_EXCEEDED
+    runtime.gate.clear()
+    late = pb.EmbedRequest(image=raw_image(90))
+    told = await served.overdue(lambda timeout: served.vision.Embed(late, timeout=timeout))
+    assert told.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    runtime.gate.set()
     await until(lambda: not served.engine.num_requests)
 
 

@@ -31,11 +31,11 @@ def test_rows_are_there_when_they_were_told():
         first, second = threads.submit(image.wait_for, 2), threads.submit(image.wait_for, 3)
         assert not first.done()
         go[0].set()
-        first.result(10)
+        first.result(60)
         assert not second.done() and not decoded.done()
         go[1].set()
-        second.result(10)
-        decoded.result(10)
+        second.result(60)
+        decoded.result(60)
         image.wait_for(4)
         image.decode()
 
@@ -54,6 +54,6 @@ def test_an_error_reaches_all_who_wait_and_who_come_later():
         gate.set()
         for job in jobs:
             with pytest.raises(ImageDecodeError, match="is torn"):
-                job.result(10)
+                job.result(60)
     with pytest.raises(ImageDecodeError, match="is torn"):
         image.wait_for(4)

@@ -105,8 +105,7 @@ async def test_another_caller_does_not_find_the_image(serve, shared, monkeypatch
 async def test_a_store_that_is_killed_fails_no_call_that_has_its_image(
     serve, shared, redis_server, caplog
 ):
-    fast = shared(timeout_s=0.3)
-    first, second = await serve(**fast), await serve(**fast)
+    first, second = await serve(**shared(timeout_s=60)), await serve(**shared(timeout_s=60))
     stored = [await put(first, picture(seed)) for seed in range(3)]
     ended, answers = asyncio.Event(), 0
 
