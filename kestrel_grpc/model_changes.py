@@ -56,15 +56,17 @@ class ModelChanges:
         load: LoadModel | None,
         changed: Callable[[], None],
         folders: Sequence[str] = (),
+        telemetry: Callable[[], Telemetry | None] = lambda: None,
     ) -> None:
-        """``folders``: those from which models are loaded by path (ServerConfig.model_folders)."""
+        """``folders``: those from which models are loaded by path (ServerConfig.model_folders). ``telemetry``: returns
+        the server's, which opens after this object is made."""
         self._served, self._load, self._changed = served, load, changed
         self._folders = folders
         configs = [model.config for model in served]
         places = (place for c in configs for place in (c.model, c.model_path, c.tokenizer_path))
         self._named = frozenset(str(place) for place in places if place is not None)
         """The models and files that were named at the start."""
-        self.telemetry: Telemetry | None = None
+        self._telemetry = telemetry
         self._task: asyncio.Task[Loaded] | None = None
         self._ending: set[asyncio.Task[None]] = set()
         """The models that are being unloaded. Their engines are the server's to shut down, too."""
@@ -142,8 +144,9 @@ class ModelChanges:
         name, engine = model.name, model.loaded
         if engine is not None:
             await engine.shutdown(grace_s=grace_s)
-        if self.telemetry is not None:
-            self.telemetry.remove_model(name)
+        telemetry = self._telemetry()
+        if telemetry is not None:
+            telemetry.remove_model(name)
         self._served.remove(model)
         self._changed()
         held = None if engine is None else weakref.ref(engine)
@@ -186,7 +189,8 @@ class ModelChanges:
         assert self._load is not None, "checked by the caller"
         self._check_distinct(model, model.name)
         began = clock.now()
-        observer = None if self.telemetry is None else ModelObserver(self.telemetry)
+        telemetry = self._telemetry()
+        observer = None if telemetry is None else ModelObserver(telemetry)
         engine = await self._load(model.config, observer, progress)
         info = engine.info
         try:

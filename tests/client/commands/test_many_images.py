@@ -250,10 +250,10 @@ async def test_save_to_standard_output(kestrel, monkeypatch):
     ],
 )
 async def test_the_target_is_checked_before_anything_is_asked(kestrel, target, words):
-    before = kestrel.served.server.call_statistics.methods.copy()
+    before = kestrel.served.server.records.statistics.methods.copy()
     status, _, errors = await kestrel("detect", IMAGE, "cat", "--save", target)
     assert status == 1 and words in errors
-    assert kestrel.served.server.call_statistics.methods == before
+    assert kestrel.served.server.records.statistics.methods == before
 
 
 async def test_several_images_need_a_folder(kestrel, folder):

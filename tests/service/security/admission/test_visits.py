@@ -58,7 +58,7 @@ async def test_a_method_that_does_not_exist_is_one_to_the_log(serve, caplog, met
     await logged(caplog, "method=_OTHER", f"asked={method}")
     told = await failure(served.channel.unary_unary(method)(b""))
     assert (told.code, told.reason) == (grpc.StatusCode.UNAUTHENTICATED, "CREDENTIALS_MISSING")
-    assert served.server.call_statistics.methods == {}
+    assert served.server.records.statistics.methods == {}
 
 
 async def test_a_long_name_is_logged_in_part(serve, caplog):

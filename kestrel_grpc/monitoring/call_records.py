@@ -1,0 +1,30 @@
+"""CallRecords: what the server keeps of its calls: its load, statistics, captures, profiles and the access log."""
+
+from __future__ import annotations
+
+from ..edge.calls.call_watcher import CallWatcher, CallWatchers
+from ..served_model import ServedModels
+from ..settings.server import ServerConfig
+from .access_log import AccessLog
+from .call_statistics import CallStatistics
+from .capture import Capture
+from .load import LoadMeter
+from .orca import LoadReports
+from .profiles import Profiles
+
+
+class CallRecords:
+    """The parts, each of which owns its record."""
+
+    def __init__(self, config: ServerConfig, served: ServedModels) -> None:
+        self._log = AccessLog(config.access_log)
+        self.load_meter = LoadMeter(served)
+        self.load_reports = LoadReports(self.load_meter.read)
+        self.statistics = CallStatistics()
+        self.capture = Capture(config.debug, served)
+        self.profiles = Profiles(config.debug)
+
+    def watchers(self, telemetry: CallWatcher | None) -> CallWatchers:
+        """What the edge tells of each call."""
+        counts = (self.load_meter.on_call, self.statistics.on_call, self.capture.on_call)
+        return CallWatchers(self._log, *counts, watcher=telemetry)

@@ -1,0 +1,163 @@
+"""GrpcPorts: the gRPC servers of this process, their addresses and their options.
+
+The server listens on an address that it shares with other processes only while it accepts requests. Otherwise the
+kernel would pass it a share of the connections all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+
+from ..edge.forwarded import FrontCalls
+from ..edge.interceptors import CallInterceptor
+from ..logs.records import log_lifecycle
+from ..security.listening import add_port
+from ..settings.addresses import check_free, close_address, with_port
+from ..settings.security import SecurityConfig
+from ..settings.server import COMPRESSIONS, ServerConfig
+from .grpc_services import GrpcServices
+
+_HANDSHAKE_S = 10.0
+"""Seconds in which a new connection must finish its handshake. Silent connections count for --max-connections."""
+
+_FOREVER_MS = 2**31 - 1
+"""The largest value of a channel argument."""
+_MANY = 1_000_000
+"""No limit on a number. gRPC's core aborts the process at the largest value."""
+
+_PENDING_CALLS = 8192
+"""Calls that have arrived and wait for the event loop. gRPC cancels further ones. Each holds its metadata."""
+
+_FRONT_HEADERS, _CERTIFICATES_BYTES = 4, 64 * 1024
+"""The front passes metadata of this many times the limit, and adds a client's certificates."""
+
+
+class GrpcPorts:
+    """``received_bytes``: limit of gRPC on a message. ``credentials``: None without TLS."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        received_bytes: int,
+        interceptor: CallInterceptor,
+        services: GrpcServices,
+        credentials: grpc.ServerCredentials | None,
+    ) -> None:
+        self._config, self._received_bytes = config, received_bytes
+        self._interceptor, self._services = interceptor, services
+        self._credentials = credentials
+        self._servers: list[grpc.aio.Server] = []
+        self._shared: grpc.aio.Server | None = None
+        """The one of ``_servers`` that listens on shared addresses."""
+        self._leaving: asyncio.Task[None] | None = None
+        self.addresses: tuple[str, ...] = ()
+        """As KestrelServer has them, like the next."""
+        self.own_addresses: tuple[str, ...] = ()
+
+    async def open(
+        self, addresses: tuple[str, ...], *, shared: bool = False, front: bool = False
+    ) -> None:
+        """Listens on ``addresses``. ``shared``: with other processes. ``front``: only the front connects. Raises
+        AddressError."""
+        config = self._config
+        options = _channel_options(
+            self._received_bytes, config.max_message_bytes, config.security, shared
+        )
+        interceptors: tuple[CallInterceptor | FrontCalls, ...] = (self._interceptor,)
+        if front:
+            options = list((dict(options) | _front_options(config.security)).items())
+            health = self._services.health
+            interceptors = (FrontCalls(lambda: health.is_serving), *interceptors)
+        options.append(("grpc.default_compression_level", COMPRESSIONS.index(config.compression)))
+        server = grpc.aio.server(interceptors=interceptors, options=options)
+        self._services.add_to(server)
+        bound: list[str] = []
+        for address in addresses:
+            if not shared:
+                check_free(address)
+            bound.append(with_port(address, add_port(server, address, self._credentials)))
+        await server.start()
+        self._servers.append(server)
+        self.addresses += tuple(bound)
+        if front:
+            return
+        if shared:
+            self._shared = server
+        else:
+            self.own_addresses = tuple(bound)
+        log_lifecycle("listening", addresses=bound)
+
+    def leave(self) -> None:
+        """Asks the clients of shared addresses to connect again. Their new connections go to another process.
+        Idempotent."""
+        if self._shared is not None and self._leaving is None:
+            longest_s = self._config.security.age_grace_s or _FOREVER_MS / 1000
+            self._leaving = asyncio.create_task(self._shared.stop(longest_s))
+
+    async def close(self) -> None:
+        """Ends all calls and closes the addresses. Idempotent."""
+        for server in self._servers:
+            # This also ends health's Watch streams, which never end by themselves.
+            await server.stop(None)
+        if self._leaving is not None:
+            await self._leaving
+        for address in self.addresses:
+            close_address(address)
+
+
+def _channel_options(
+    received_bytes: int, sent_bytes: int, security: SecurityConfig, shared: bool
+) -> list[tuple[str, int]]:
+    limits = security.connections
+    return [
+        ("grpc.max_receive_message_length", min(received_bytes, _FOREVER_MS)),
+        ("grpc.max_send_message_length", sent_bytes),
+        # gRPC's core would decompress a message before memory for it is reserved (edge/messages/inflating.py).
+        ("grpc.per_message_decompression", 0),
+        # A stream that the client does not read holds a window of 64 KiB. The probe could grow it to megabytes.
+        ("grpc.http2.bdp_probe", 0),
+        # Limits the time of the TLS handshake and HTTP/2's first frame. gRPC's default is two minutes.
+        ("grpc.server_handshake_timeout_ms", _milliseconds(_HANDSHAKE_S)),
+        ("grpc.max_allowed_incoming_connections", limits.connections or _MANY),
+        ("grpc.max_metadata_size", limits.metadata_bytes),
+        # gRPC refuses calls at random between the soft and the absolute limit, so both are equal.
+        ("grpc.absolute_max_metadata_size", limits.metadata_bytes),
+        ("grpc.max_concurrent_streams", limits.streams),
+        # gRPC would refuse a stream, so that its caller gets UNAVAILABLE, while ended calls of the connection are not
+        # freed yet. A client that keeps to the announced number can't know of them.
+        ("grpc.http.overload_protection", 0),
+        # gRPC cancels calls at random between these limits, by default 1000 and 3000, the calls of all clients alike.
+        ("grpc.server.max_pending_requests", _PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", _PENDING_CALLS),
+        ("grpc.max_connection_age_ms", _milliseconds(limits.age_s)),
+        ("grpc.max_connection_age_grace_ms", _milliseconds(security.age_grace_s)),
+        # Without this, a second server on the same port would start and take some of the connections.
+        ("grpc.so_reuseport", int(shared)),
+        # Clients may send a ping every second, during calls and between them, without losing their connection.
+        ("grpc.http2.min_ping_interval_without_data_ms", 500),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # The server closes the connection of a client that vanished after the sum of both times.
+        ("grpc.keepalive_time_ms", _milliseconds(limits.keepalive_s)),
+        ("grpc.keepalive_timeout_ms", _milliseconds(limits.keepalive_timeout_s)),
+        # keepalive_timeout covers TCP. This is the time to answer a ping, by default a minute.
+        ("grpc.http2.ping_timeout_ms", _milliseconds(limits.keepalive_timeout_s)),
+    ]
+
+
+def _front_options(security: SecurityConfig) -> dict[str, int]:
+    """What differs on the front's socket. A few connections carry all calls, and the front asks clients to connect
+    again."""
+    most_metadata = _FRONT_HEADERS * security.connections.metadata_bytes + _CERTIFICATES_BYTES
+    return {
+        "grpc.max_concurrent_streams": _MANY,
+        "grpc.max_allowed_incoming_connections": _MANY,
+        "grpc.max_connection_age_ms": _FOREVER_MS,
+        "grpc.max_metadata_size": most_metadata,
+        "grpc.absolute_max_metadata_size": most_metadata,
+    }
+
+
+def _milliseconds(seconds: float | None) -> int:
+    return _FOREVER_MS if seconds is None else round(1000 * seconds)
