@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit
 
-import httpcore
+import httpcore2
 
 from kestrel_client.images.base64_images import decoded_image, is_data_url
 
@@ -47,7 +47,7 @@ def _is_public(text: str) -> bool:
     return address.is_global and not any(address in each for each in _TO_IPV4)
 
 
-class _PublicHosts(httpcore.AnyIOBackend):
+class _PublicHosts(httpcore2.AnyIOBackend):
     """Connects to public addresses only, and to ``trusted``, which is a host."""
 
     def __init__(self, trusted: str | None) -> None:
@@ -60,7 +60,7 @@ class _PublicHosts(httpcore.AnyIOBackend):
             found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             addresses = [str(entry[4][0]) for entry in found]
             if not all(map(_is_public, addresses)):
-                raise httpcore.ConnectError(f"{host} has an address that is not public")
+                raise httpcore2.ConnectError(f"{host} has an address that is not public")
             host = addresses[0]
         return await super().connect_tcp(host, port, *args, **kwargs)
 
@@ -77,7 +77,7 @@ class TaskImages:
         self._headers = [("authorization", f"Token {token}")] if token else []
         self._allow_data = allow_data
         trusted = urlsplit(label_studio).hostname if label_studio else None
-        self._pool = httpcore.AsyncConnectionPool(network_backend=_PublicHosts(trusted))
+        self._pool = httpcore2.AsyncConnectionPool(network_backend=_PublicHosts(trusted))
 
     async def __aenter__(self) -> TaskImages:
         return self
@@ -105,7 +105,7 @@ class TaskImages:
                 return await self._fetched(value, name)
         except TimeoutError:
             raise RequestRefused(f"{name}: no image came within {FETCH_S:g} s") from None
-        except (OSError, ValueError, httpcore.NetworkError, httpcore.ProtocolError) as error:
+        except (OSError, ValueError, httpcore2.NetworkError, httpcore2.ProtocolError) as error:
             raise RequestRefused(f"{name}: cannot be fetched: {error}") from None
 
     def _of_label_studio(self, path: str, name: str) -> str:
