@@ -19,7 +19,7 @@ help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(SERVING): EXTRAS := http
-$(INSTALLED): EXTRAS := dev,http,telemetry
+$(INSTALLED): EXTRAS := dev
 $(SERVING) $(INSTALLED): pyproject.toml clients/python/pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it with make PYTHON=..."; exit 1; }
 	@echo "Setting up $(VENV) with $(if $(findstring dev,$(EXTRAS)),all that developers need,the server): torch and other packages. This happens once."

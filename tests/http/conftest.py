@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from io import BytesIO
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from PIL import Image
 
@@ -44,12 +44,12 @@ async def question_with_stop(ask: Callable[[str], Awaitable[str]]) -> tuple[str,
 @pytest.fixture
 async def http(serve: Serve) -> AsyncIterator[Any]:
     """Starts a server with an HTTP port; gives it and a client of that port."""
-    clients: list[httpx.AsyncClient] = []
+    clients: list[httpx2.AsyncClient] = []
 
     async def start(*, server_config: dict[str, Any] | None = None, **options: Any) -> Any:
         config = {"http": HttpConfig(http_listen=("127.0.0.1:0",)), **(server_config or {})}
         served = await serve(server_config=config, **options)
-        client = httpx.AsyncClient(
+        client = httpx2.AsyncClient(
             base_url=f"http://{served.server.http_addresses[0]}", timeout=60, verify=NO_AUTHORITIES
         )
         clients.append(client)

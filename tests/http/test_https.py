@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from kestrel_grpc.http import listener
@@ -49,9 +49,9 @@ async def ask(http: Any) -> AsyncIterator[Ask]:
 
         async def ask(
             context: ssl.SSLContext, token: str | None = None, path: str = "/v1/query"
-        ) -> httpx.Response:
+        ) -> httpx2.Response:
             headers = {} if token is None else {"authorization": f"Bearer {token}"}
-            async with httpx.AsyncClient(base_url=base, verify=context) as client:
+            async with httpx2.AsyncClient(base_url=base, verify=context) as client:
                 if path == "/v1/query":
                     return await client.post(path, json=ASKED, headers=headers)
                 return await client.get(path, headers=headers)
@@ -105,7 +105,7 @@ async def test_a_certificate_identifies_its_caller(ask, authority, server_pair, 
     assert (await get(other, token)).status_code == 200, "the token counts"
     stranger = make_authority(tmp_path)
     for context in (trust(authority), trust(authority, stranger.issue("camera"))):
-        with pytest.raises(httpx.TransportError):
+        with pytest.raises(httpx2.TransportError):
             await get(context)
 
 

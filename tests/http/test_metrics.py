@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import httpx
+import httpx2
 import pytest
 
 from kestrel_grpc.security.identity.principal import Scope
@@ -45,7 +45,7 @@ async def test_both_ports_have_the_same_series(http):
 async def test_a_scraper_needs_the_scope_if_callers_need_tokens(http, security):
     _, client = await http(server_config={"security": security()})
 
-    async def scrape(token: str | None) -> httpx.Response:
+    async def scrape(token: str | None) -> httpx2.Response:
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
         return await client.get("/metrics", headers=headers)
 

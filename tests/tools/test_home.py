@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 import yaml
 
@@ -91,7 +91,7 @@ def test_what_frigate_sends_is_answered(address: str):
     url = {"url": f"data:image/jpeg;base64,{image}", "detail": "low"}
     content = [{"type": "text", "text": prompt}, {"type": "image_url", "image_url": url}]
     body = {"model": provider["model"], "messages": [{"role": "user", "content": content}]}
-    response = httpx.post(
+    response = httpx2.post(
         f"{address}{path}/chat/completions",
         json=body,
         headers={"authorization": f"Bearer {KEY}"},
@@ -104,7 +104,7 @@ def test_what_frigate_sends_is_answered(address: str):
 def test_what_home_assistants_ollama_integration_sends_is_answered(address: str):
     """As homeassistant/components/ollama/entity.py does for an AI task with a camera's image."""
     headers = {"authorization": f"Bearer {KEY}"}
-    with httpx.Client(base_url=address, headers=headers, timeout=60) as client:
+    with httpx2.Client(base_url=address, headers=headers, timeout=60) as client:
         names = [model["model"] for model in client.get("/api/tags").json()["models"]]
         messages = [
             {"role": "system", "content": "You are a Home Assistant expert."},
@@ -141,7 +141,7 @@ def test_what_llm_vision_sends_is_answered(address: str):
     title = [{"role": "user", "content": "Make a title."}, {"role": "user", "content": "A gate"}]
     url = {"url": f"data:image/jpeg;base64,{image}"}
     parts = [{"type": "text", "text": "Image 1:"}, {"type": "image_url", "image_url": url}]
-    with httpx.Client(
+    with httpx2.Client(
         base_url=address, headers={"authorization": f"Bearer {KEY}"}, timeout=60
     ) as client:
         for messages, most in ((look, 3000), (title, 4096)):

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from clients.tools.label_studio_kestrel import app
@@ -45,9 +45,9 @@ def arguments(*flags: str) -> argparse.Namespace:
 
 
 @asynccontextmanager
-async def bridge(*flags: str, token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
+async def bridge(*flags: str, token: str | None = None) -> AsyncIterator[httpx2.AsyncClient]:
     async with opened(arguments(*flags), token) as address:
-        async with httpx.AsyncClient(base_url=f"http://{address}", timeout=60) as client:
+        async with httpx2.AsyncClient(base_url=f"http://{address}", timeout=60) as client:
             yield client
 
 
@@ -241,7 +241,7 @@ async def test_callers_need_the_token_and_no_server_is_said():
     async with bridge(*flags, token=TOKEN) as client:
         assert (await client.get("/")).status_code == 200
         body = {"schema": CONFIG}
-        basic = {"auth": httpx.BasicAuth("anyone", TOKEN)}
+        basic = {"auth": httpx2.BasicAuth("anyone", TOKEN)}
         given: list[dict[str, Any]] = [
             {"headers": {"authorization": f"Bearer {TOKEN}"}},
             {"headers": {"authorization": f"Token {TOKEN}"}},
@@ -257,7 +257,7 @@ async def test_callers_need_the_token_and_no_server_is_said():
             {"headers": {"authorization": "Basic ***"}},
             {"headers": {"authorization": b"Bearer \xff\xfe"}},
             {"headers": {"authorization": b"Basic \xff\xfe"}},
-            {"auth": httpx.BasicAuth(TOKEN, "")},
+            {"auth": httpx2.BasicAuth(TOKEN, "")},
         ]
         for credentials in wrong:
             response = await client.post("/setup", json=body, **credentials)
@@ -294,7 +294,7 @@ def test_the_command_says_where_it_listens_and_ends():
         assert process.stdout is not None
         address = re.search(r"http://\S+", process.stdout.readline())
         assert address is not None
-        assert httpx.get(f"{address[0]}/health", timeout=60).json()["status"] == "UP"
+        assert httpx2.get(f"{address[0]}/health", timeout=60).json()["status"] == "UP"
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
     assert process.returncode == 0

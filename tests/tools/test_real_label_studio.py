@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from tests.docs.code_blocks import ROOT
@@ -24,7 +24,7 @@ TOKEN = secrets.token_hex(20)
 
 
 @pytest.fixture
-def label_studio(tmp_path: Path) -> Iterator[httpx.Client]:
+def label_studio(tmp_path: Path) -> Iterator[httpx2.Client]:
     """A client of a new Label Studio."""
     program = python_named("KESTREL_TEST_LABEL_STUDIO", "label-studio").with_name("label-studio")
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -54,7 +54,7 @@ def label_studio(tmp_path: Path) -> Iterator[httpx.Client]:
     headers = {"authorization": f"Token {TOKEN}"}
     with (
         process,
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60) as client,
+        httpx2.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60) as client,
     ):
         try:
             until = time.monotonic() + 200
@@ -66,24 +66,24 @@ def label_studio(tmp_path: Path) -> Iterator[httpx.Client]:
             process.kill()
 
 
-def _is_up(client: httpx.Client) -> bool:
+def _is_up(client: httpx2.Client) -> bool:
     try:
         return client.get("/health").is_success
-    except httpx.TransportError:
+    except httpx2.TransportError:
         return False
 
 
 async def test_label_studio_gets_predictions_of_an_uploaded_image(
-    server: str, label_studio: httpx.Client, monkeypatch: pytest.MonkeyPatch
+    server: str, label_studio: httpx2.Client, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("LABEL_STUDIO_API_KEY", TOKEN)
     home = str(label_studio.base_url).rstrip("/")
     async with (
         bridge("--server", server, "--label-studio", home, token="secret") as own,
-        httpx.AsyncClient(base_url=home, headers=label_studio.headers, timeout=60) as client,
+        httpx2.AsyncClient(base_url=home, headers=label_studio.headers, timeout=60) as client,
     ):
 
-        async def post(path: str, **body: Any) -> httpx.Response:
+        async def post(path: str, **body: Any) -> httpx2.Response:
             return await client.post(path, json=body)
 
         project = await post("/api/projects", title="Crescents", label_config=CONFIG)

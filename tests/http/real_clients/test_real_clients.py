@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from tests.docs.code_blocks import ROOT, code_blocks
@@ -193,7 +193,7 @@ def test_lm_evaluation_harness(endpoint: str, tmp_path: Path):
     """A generation task of two questions; the expected answers are those of the server, one of them changed."""
     python = python_with(tmp_path, "lm_eval[api]>=0.4.9,<0.5")
     questions = ["How many legs has a cat?", "What is red?"]
-    client = httpx.Client(headers={"authorization": f"Bearer {KEY}"}, timeout=60)
+    client = httpx2.Client(headers={"authorization": f"Bearer {KEY}"}, timeout=60)
     asked = {"model": "moondream2", "prompt": questions, "max_tokens": 8, "temperature": 0}
     choices = client.post(f"{endpoint}/completions", json=asked).json()["choices"]
     client.close()

@@ -8,7 +8,7 @@ import logging
 import stat
 
 import grpc
-import httpx
+import httpx2
 import numpy as np
 import pytest
 import pyvips
@@ -107,7 +107,7 @@ async def test_requests_by_kserve_and_http_are_captured_as_what_they_became(serv
         served.runtime.fail_next = RuntimeError("x")
         await failure(kserve.ModelInfer(request, metadata=METADATA))
     served.runtime.fail_next = RuntimeError("x")
-    async with httpx.AsyncClient(headers=dict(METADATA)) as client:
+    async with httpx2.AsyncClient(headers=dict(METADATA)) as client:
         url = f"http://{served.server.http_addresses[0]}/v1/query"
         response = await client.post(url, json={"question": "why?", "stream": True})
     assert "computation_failed" in response.text

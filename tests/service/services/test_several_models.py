@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
-import httpx
+import httpx2
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -381,7 +381,7 @@ async def test_http_and_kserve_route_by_name() -> None:
     async with Two() as two:
         await two.server.load()
         base = f"http://{two.server.http_addresses[0]}"
-        async with httpx.AsyncClient(base_url=base, timeout=60) as client:
+        async with httpx2.AsyncClient(base_url=base, timeout=60) as client:
             told = []
             for model in ("second", "moondream2", "first"):
                 message = {"role": "user", "content": "What?"}

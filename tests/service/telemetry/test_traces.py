@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 
 import grpc
-import httpx
+import httpx2
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
@@ -211,7 +211,7 @@ async def test_a_stream_by_http_is_a_stream(serve, collector):
     config = {"telemetry": telemetry_config(os.environ), "http": http}
     served = await serve(runtime(), server_config=config)
     asked = {"question": "what?", "stream": True, "settings": {"max_tokens": 2}}
-    async with httpx.AsyncClient(headers=dict(SAMPLED)) as client:
+    async with httpx2.AsyncClient(headers=dict(SAMPLED)) as client:
         url = f"http://{served.server.http_addresses[0]}/v1/query"
         assert (await client.post(url, json=asked)).status_code == 200
     spans = await trace(collector)
