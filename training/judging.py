@@ -12,6 +12,7 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
+from kestrel_client.commands.evaluation.place_metrics import iou
 from training.domains.picture import Ask, Box, Picture
 from training.images.resize import crops, normalise
 from training.kestrel_small import VIEW
@@ -193,14 +194,6 @@ def distance(a: str, b: str) -> int:
     return row[-1]
 
 
-def _iou(a: Box, b: Box) -> float:
-    w, h = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
-    if w <= 0 or h <= 0:
-        return 0.0
-    areas = [(c[2] - c[0]) * (c[3] - c[1]) for c in (a, b)]
-    return w * h / (sum(areas) - w * h)
-
-
 def boxes_of(reply: Reply, width: int, height: int) -> list[Box]:
     found = []
     for (x, y), (w, h) in zip(
@@ -250,7 +243,7 @@ def score(reply: Reply, width: int, height: int) -> tuple[float, float]:
         return (polygon_iou(*paths) if all(p is not None for p in paths) else 0.0), 1  # type: ignore[arg-type]
     if ask.skill == "detect":
         boxes = boxes_of(reply, width, height)
-        return 2.0 * _matched(boxes, list(ask.boxes), _iou, 0.5), len(boxes) + len(ask.boxes)
+        return 2.0 * _matched(boxes, list(ask.boxes), iou, 0.5), len(boxes) + len(ask.boxes)
     points = [
         (x * width, y * height)
         for x, y in zip(reply.numbers[::2], reply.numbers[1::2], strict=False)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kestrel_client.commands.evaluation.place_metrics import matched
 from training.scenes.captions import named_objects, objects_of
 from training.scenes.evaluation_set import Task
 from training.scenes.paths import outline, path_polygon, polygon_iou
@@ -24,15 +25,6 @@ def inside(polygon: NDArray[np.float64], x: float, y: float) -> bool:
     with np.errstate(divide="ignore", invalid="ignore"):
         at = (x1 - x0) * (y - y0) / (y1 - y0) + x0
     return bool(np.count_nonzero(crosses & (x < at)) % 2)
-
-
-def box_iou(a: Box, b: Box) -> float:
-    w = min(a[2], b[2]) - max(a[0], b[0])
-    h = min(a[3], b[3]) - max(a[1], b[1])
-    if w <= 0 or h <= 0:
-        return 0.0
-    both = (a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1])
-    return w * h / (both - w * h)
 
 
 def _point_hits(scene: Scene, targets: Iterable[int], points: list[tuple[float, float]]) -> int:
@@ -52,23 +44,6 @@ def _point_hits(scene: Scene, targets: Iterable[int], points: list[tuple[float, 
 def _pixel_box(scene: Scene, box: Mapping[str, float]) -> Box:
     w, h = scene.width, scene.height
     return box["x_min"] * w, box["y_min"] * h, box["x_max"] * w, box["y_max"] * h
-
-
-def _matched_ious(truth: list[Box], found: list[Box]) -> list[float]:
-    """IoUs of one-to-one matches of at least 0.5, best first."""
-    pairs = sorted(
-        ((box_iou(t, f), i, j) for i, t in enumerate(truth) for j, f in enumerate(found)),
-        reverse=True,
-    )
-    used_t: set[int] = set()
-    used_f: set[int] = set()
-    ious = []
-    for iou, i, j in pairs:
-        if iou >= 0.5 and i not in used_t and j not in used_f:
-            used_t.add(i)
-            used_f.add(j)
-            ious.append(iou)
-    return ious
 
 
 def segment_iou(scene: Scene, shape: Shape, path: str, box: Mapping[str, float] | None) -> float:
@@ -116,7 +91,7 @@ def score(scene: Scene, task: Task, output: Mapping[str, Any]) -> Record:
         record["ok"] = record["hits"] == record["found"] == len(task.targets)
     elif task.skill == "detect":
         found = [_pixel_box(scene, b) for b in output["objects"]]
-        ious = _matched_ious([scene.shapes[i].box for i in task.targets], found)
+        ious = matched([scene.shapes[i].box for i in task.targets], found)
         record["ious"], record["found"] = [round(i, 4) for i in ious], len(found)
         record["ok"] = len(ious) == len(found) == len(task.targets)
         w, h = scene.width, scene.height

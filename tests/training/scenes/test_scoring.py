@@ -5,7 +5,7 @@ from typing import Any
 from training.scenes.evaluation_set import Task, example
 from training.scenes.paths import path_tokens
 from training.scenes.scenes import Scene
-from training.scenes.scoring import box_iou, score
+from training.scenes.scoring import score
 
 
 def _box(scene: Scene, index: int) -> dict[str, float]:
@@ -64,8 +64,3 @@ def test_wrong_answers_are_counted() -> None:
             "segments": [{"svg_path": "M 0 0 L 1 0 1 1 z", "bbox": {"x_min": 0, "y_min": 0, "x_max": 1, "y_max": 1}}],
         }  # fmt: skip
         assert not score(found.scene, task, nothing)["ok"]
-
-
-def test_box_iou() -> None:
-    assert box_iou((0, 0, 2, 2), (1, 0, 3, 2)) == 1 / 3
-    assert box_iou((0, 0, 1, 1), (2, 2, 3, 3)) == 0

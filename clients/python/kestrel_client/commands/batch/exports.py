@@ -1,6 +1,7 @@
 """Writes the results of a batch in the formats of other tools: CSV, Parquet, COCO and YOLO.
 
-All of them are made from the lines of the journal when the batch ends, so they are whole after an interruption too.
+All of them are made from the lines of the journal when the batch ends, so they are whole after an interruption too. The
+library supervision writes COCO and YOLO as well, but brings OpenCV, SciPy and Matplotlib, and holds all images at once.
 """
 
 from __future__ import annotations
