@@ -141,6 +141,33 @@ def test_unfinished_work_is_not_committed():
     assert found == []
 
 
+MOST_LINES, MOST_PARAMETERS = 100, 10
+TOO_LARGE = {
+    "clients/python/kestrel_client/calls/async_client.py:query",
+    "clients/python/kestrel_client/calls/client.py:query",
+    "kestrel_engine/engine.py:submit",
+    "kestrel_engine/runtime/gpu/text/decode_step.py:__init__",
+    "kestrel_engine/runtime/gpu/text/decoder.py:__init__",
+}
+"""No more may come. Kernels are not counted: Triton passes a kernel its values one by one."""
+
+
+def test_functions_are_short_and_take_few_parameters():
+    found = set()
+    for path in SOURCES:
+        if name(path).startswith("kestrel_engine/kernels/"):
+            continue
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                args = node.args
+                taken = [each.arg for each in (*args.posonlyargs, *args.args, *args.kwonlyargs)]
+                num_parameters = len([each for each in taken if each not in ("self", "cls")])
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if lines > MOST_LINES or num_parameters > MOST_PARAMETERS:
+                    found.add(f"{name(path)}:{node.name}")
+    assert found == TOO_LARGE
+
+
 SLEEP = r"\b(?:time|asyncio)\.sleep\((?!0\))"
 WAIT = r"\bwait_for\(.*, |(?:\basyncio\.timeout|\.wait|\.join|\.result|\.settimeout)\((?!0[,)])"
 BOUND = r"\b(?:timeout|timeout_s|within_s|after_s)="

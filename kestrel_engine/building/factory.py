@@ -11,7 +11,7 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from contextvars import copy_context
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ from ..types.calibration import UNCALIBRATED, Calibration
 from ..types.info import EngineInfo, LoadTimes
 from ..types.model_config import ModelConfig
 from ..types.progress import Progress
+from ..types.step import RuntimeLimits
 from .claims import CLAIMS
 from .device import (
     check_fp8_gemms,
@@ -45,6 +46,7 @@ from .runtimes import Plan, check_room, runtime_of
 if TYPE_CHECKING:
     import torch
 
+    from ..adapters.origins.origins import Origins
     from ..checkpoint.open import OpenedModel
     from ..kernels.compile_meter import CompileMeter
     from ..models.refiner import Refiner
@@ -121,6 +123,30 @@ def _early_kernels(
     return begun
 
 
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What is known before any weight is read. ``early``: the process that compiles missing kernels meanwhile."""
+
+    plan: Plan
+    opened: OpenedModel
+    origins: Origins | None
+    compiling: CompileMeter | None
+    early: EarlyKernels | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """``began``, ``read``: when reading began and ended."""
+
+    tensors: dict[str, torch.Tensor]
+    fingerprint: str
+    calibration: Calibration
+    num_parameters: int
+    num_bytes: int
+    began: float
+    read: float
+
+
 def _build(
     config: RuntimeConfig,
     progress: Progress | None,
@@ -131,13 +157,69 @@ def _build(
     """``running``: for what must end with this call."""
     import torch
 
-    from ..checkpoint.open import load_weights, open_model
     from ..preprocess.tokenizer import Tokenizer
+    from ..runtime.gpu.footprint import DEVICE_PIXELS
     from ..runtime.gpu.memory import out_of_memory
+
+    chosen = _choose(config, progress, lora is not None, opened, running)
+    plan, opened, origins = chosen.plan, chosen.opened, chosen.origins
+    model, device, dtype = plan.model, plan.device, plan.dtype
+    adapter = None if lora is None else lora.adapter(model.text, dtype, device, plan.slabs)
+    codec = Tokenizer.from_file(opened.tokenizer_path, vocab_size=model.text.vocab_size)
+    try:
+        with CLAIMS.turn(device):
+            weights = _load(plan, opened)
+            refiner = _refiner(opened, plan)
+            if chosen.early is not None:
+                chosen.early.wait(progress)
+            runtime, capture_s = runtime_of(plan, weights.tensors, refiner, opened.name)
+            upload = None if origins is None else _adapter_upload(config, device, plan.slabs)
+            built_s = clock.now() - weights.read
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        raise out_of_memory(config, plan.sizes.max_batch_size, reason) from error
+    weights_s = weights.read - weights.began
+    load = LoadTimes(weights_s=weights_s, build_s=built_s - capture_s, capture_s=capture_s)
+    info = _info(opened, plan, weights, runtime.limits, load)
+    _log(runtime, info, built_s, chosen.compiling)
+    adapters = None
+    if origins is not None:
+        adapters = AdapterLibrary(
+            origins,
+            model,
+            dtype=dtype,
+            max_bytes=config.adapter_cache_bytes,
+            host_bytes=config.adapter_sources.host_bytes,
+            packer=plan.slabs,
+            upload=upload,
+        )
+    return Built(
+        runtime,
+        model,
+        codec,
+        info,
+        compiling=chosen.compiling,
+        device_pixels=DEVICE_PIXELS if plan.kernels else 0,
+        calibration=weights.calibration,
+        adapters=adapters,
+        lora=adapter,
+    )
+
+
+def _choose(
+    config: RuntimeConfig,
+    progress: Progress | None,
+    has_lora: bool,
+    opened: OpenedModel | None,
+    running: ExitStack,
+) -> _Chosen:
+    """Finds the model, and checks the configuration for it. Raises ConfigError or ModelLoadError."""
+    import torch
+
+    from ..checkpoint.open import open_model
     from ..runtime.kv_cache import bytes_per_page, kv_dtype
 
     device, dtype = device_of(config), dtype_of(config)
-    sizes = config.sizes(cuda=device.type == "cuda")
     kernels = uses_kernels(config, device)
     check_fp8_gemms(config, device, dtype, kernels)
     origins = adapter_origins(config)
@@ -154,61 +236,94 @@ def _build(
     model = opened.config
     page_size = page_size_of(config, model)
     scales = kv_scales_of(config, opened, device, dtype, kernels)
-    cache_dtype = kv_dtype(dtype, scales)
-    page_bytes = bytes_per_page(model.text, page_size, cache_dtype)
+    page_bytes = bytes_per_page(model.text, page_size, kv_dtype(dtype, scales))
     check_pool(config, model, page_size, page_bytes)
-    layout = None
-    if kernels and (lora is not None or origins is not None):
-        layout = _slab_layout(model, dtype, device)
-    adapter = None if lora is None else lora.adapter(model.text, dtype, device, layout)
-    codec = Tokenizer.from_file(opened.tokenizer_path, vocab_size=model.text.vocab_size)
+    slabs = None
+    if kernels and (has_lora or origins is not None):
+        slabs = _slab_layout(model, dtype, device)
     plan = Plan(
-        config,
-        sizes,
-        model,
-        page_size,
-        page_bytes,
-        device,
-        dtype,
-        kernels,
-        scales,
-        None,
-        layout,
-        progress,
+        config=config,
+        sizes=config.sizes(cuda=device.type == "cuda"),
+        model=model,
+        page_size=page_size,
+        page_bytes=page_bytes,
+        device=device,
+        dtype=dtype,
+        kernels=kernels,
+        kv_scales=scales,
+        slabs=slabs,
+        progress=progress,
     )
-    keep_fp8 = keeps_fp8(config, device, kernels)
-    try:
-        with CLAIMS.turn(device):
-            check_room(plan, opened.weight_bytes(dtype, keep_fp8=keep_fp8))
-            began = clock.now()
-            loaded = load_weights(
-                opened, dtype=dtype, device=device, keep_fp8=keep_fp8, progress=progress
-            )
-            calibration = read_calibration(config.calibration, opened.files, loaded.fingerprint)
-            # The runtime packs the tensors.
-            num_parameters = sum(
-                t.numel() for n, t in loaded.tensors.items() if not n.endswith(".scale")
-            )
-            weights_bytes = sum(t.nbytes for t in loaded.tensors.values())
-            read = clock.now()
-            logger.info("weights: %.2f GB in %.2f s", weights_bytes / 1e9, read - began)
-            plan = replace(plan, refiner=_refiner(opened, plan))
-            if early is not None:
-                early.wait(progress)
-            runtime, capture_s = runtime_of(plan, loaded.tensors, opened.name)
-            upload = None if origins is None else _adapter_upload(config, device, layout)
-            built = clock.now()
-    except torch.OutOfMemoryError as error:
-        reason = str(error).partition(". ")[0]
-        raise out_of_memory(config, sizes.max_batch_size, reason) from error
-    limits = runtime.limits
+    return _Chosen(plan, opened, origins, compiling, early)
+
+
+def _load(plan: Plan, opened: OpenedModel) -> _Weights:
+    """Reads weights and calibration. Raises InsufficientMemoryError and ModelLoadError."""
+    from ..checkpoint.open import load_weights
+
+    config, device, dtype = plan.config, plan.device, plan.dtype
+    keep_fp8 = keeps_fp8(config, device, plan.kernels)
+    check_room(plan, opened.weight_bytes(dtype, keep_fp8=keep_fp8))
+    began = clock.now()
+    loaded = load_weights(
+        opened, dtype=dtype, device=device, keep_fp8=keep_fp8, progress=plan.progress
+    )
+    calibration = read_calibration(config.calibration, opened.files, loaded.fingerprint)
+    # The runtime packs the tensors, so they are counted now.
+    num_parameters = sum(t.numel() for n, t in loaded.tensors.items() if not n.endswith(".scale"))
+    num_bytes = sum(t.nbytes for t in loaded.tensors.values())
+    read = clock.now()
+    logger.info("weights: %.2f GB in %.2f s", num_bytes / 1e9, read - began)
+    return _Weights(
+        loaded.tensors, loaded.fingerprint, calibration, num_parameters, num_bytes, began, read
+    )
+
+
+def _info(
+    opened: OpenedModel, plan: Plan, weights: _Weights, limits: RuntimeLimits, load: LoadTimes
+) -> EngineInfo:
+    import torch
+
+    from ..runtime.kv_cache import kv_dtype
+
+    model, device = plan.model, plan.device
+    cache_dtype = kv_dtype(plan.dtype, plan.kv_scales)
+    return EngineInfo(
+        model=opened.name,
+        family=model.family,
+        skills=model.skills,
+        max_context=limits.max_seq_length,
+        image_positions=model.image_positions,
+        vocab_size=model.text.vocab_size,
+        num_parameters=weights.num_parameters,
+        weights_bytes=weights.num_bytes,
+        weights_fingerprint=weights.fingerprint,
+        device=str(device),
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+        dtype=str(plan.dtype).removeprefix("torch."),
+        max_batch_size=limits.max_batch_size,
+        num_pages=limits.num_pages,
+        page_size=plan.page_size,
+        kv_cache_bytes=limits.num_pages * plan.page_bytes,
+        kv_cache_dtype=str(cache_dtype).removeprefix("torch."),
+        max_queue=plan.config.max_queue,
+        torch_version=torch.__version__,
+        refines=limits.refines,
+        calibrated=weights.calibration.names,
+        load=load,
+    )
+
+
+def _log(
+    runtime: Runtime, info: EngineInfo, built_s: float, compiling: CompileMeter | None
+) -> None:
     logger.info(
         "%s: %d pages, %.2f GB of KV cache in %s, in %.2f s",
         type(runtime).__name__,
-        limits.num_pages,
-        limits.num_pages * page_bytes / 1e9,
-        str(cache_dtype).removeprefix("torch."),
-        built - read,
+        info.num_pages,
+        info.kv_cache_bytes / 1e9,
+        info.kv_cache_dtype,
+        built_s,
     )
     if compiling is not None:
         counts = compiling.counts
@@ -218,59 +333,6 @@ def _build(
             counts.compiled,
             counts.seconds,
         )
-    info = EngineInfo(
-        model=opened.name,
-        family=model.family,
-        skills=model.skills,
-        max_context=limits.max_seq_length,
-        image_positions=model.image_positions,
-        vocab_size=model.text.vocab_size,
-        num_parameters=num_parameters,
-        weights_bytes=weights_bytes,
-        weights_fingerprint=loaded.fingerprint,
-        device=str(device),
-        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
-        dtype=str(dtype).removeprefix("torch."),
-        max_batch_size=limits.max_batch_size,
-        num_pages=limits.num_pages,
-        page_size=page_size,
-        kv_cache_bytes=limits.num_pages * page_bytes,
-        kv_cache_dtype=str(cache_dtype).removeprefix("torch."),
-        max_queue=config.max_queue,
-        refines=limits.refines,
-        torch_version=torch.__version__,
-        calibrated=calibration.names,
-        load=LoadTimes(
-            weights_s=read - began, build_s=built - read - capture_s, capture_s=capture_s
-        ),
-    )
-    adapters = None
-    if origins is not None:
-        adapters = AdapterLibrary(
-            origins,
-            model,
-            dtype=dtype,
-            max_bytes=config.adapter_cache_bytes,
-            host_bytes=config.adapter_sources.host_bytes,
-            packer=layout,
-            upload=upload,
-        )
-    if not kernels:
-        return Built(
-            runtime,
-            model,
-            codec,
-            info,
-            compiling,
-            calibration=calibration,
-            adapters=adapters,
-            lora=adapter,
-        )
-    from ..runtime.gpu.footprint import DEVICE_PIXELS
-
-    return Built(
-        runtime, model, codec, info, compiling, DEVICE_PIXELS, calibration, adapters, adapter
-    )
 
 
 def _refiner(opened: OpenedModel, plan: Plan) -> Refiner | None:

@@ -43,29 +43,21 @@ class Plan:
     dtype: torch.dtype
     kernels: bool
     kv_scales: tuple[Scales, ...] | None
-    refiner: Refiner | None
     slabs: SlabLayout | None
     progress: Progress | None
 
-    @property
-    def refine_bytes(self) -> int:
-        """Memory for the activations of the masks that one step refines."""
-        from ..runtime.refinement import refine_bytes
-        from ..types.step import MOST_REFINED
 
-        if self.refiner is None:
-            return 0
-        return refine_bytes(self.refiner.config, self.model.vision, self.dtype, MOST_REFINED)
-
-
-def runtime_of(plan: Plan, tensors: dict[str, torch.Tensor], name: str) -> tuple[Runtime, float]:
+def runtime_of(
+    plan: Plan, tensors: dict[str, torch.Tensor], refiner: Refiner | None, name: str
+) -> tuple[Runtime, float]:
     """Builds the runtime of ``plan``, and claims its memory for the model ``name``. Returns it, and the seconds that
     capturing graphs took. Raises InsufficientMemoryError."""
     from ..runtime.torch_runtime import TorchRuntime
 
     weights = sum(tensor.nbytes for tensor in tensors.values())
-    runtime, capture_s = (_gpu_runtime if plan.kernels else _torch_runtime)(plan, tensors)
-    staying, passing = _beside_weights(plan)
+    build = _gpu_runtime if plan.kernels else _torch_runtime
+    runtime, capture_s = build(plan, tensors, refiner)
+    staying, passing = _beside_weights(plan, refiner)
     untouched = runtime.untouched() if isinstance(runtime, TorchRuntime) else _nothing
     pool = runtime.limits.num_pages * plan.page_bytes
     holds = weights + staying + pool - untouched()
@@ -81,12 +73,14 @@ def _nothing() -> int:
     return 0
 
 
-def _torch_runtime(plan: Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime, float]:
+def _torch_runtime(
+    plan: Plan, tensors: dict[str, torch.Tensor], refiner: Refiner | None
+) -> tuple[Runtime, float]:
     """Builds TorchRuntime. Returns it, and 0 seconds for capturing graphs."""
     from ..models.moondream import Moondream
     from ..runtime.torch_runtime import TorchRuntime
 
-    pool = _pool(plan)
+    pool = _pool(plan, refiner)
     runtime = TorchRuntime(
         Moondream(plan.model, tensors),
         plan.model,
@@ -97,40 +91,41 @@ def _torch_runtime(plan: Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtim
         device=plan.device,
         dtype=plan.dtype,
         kv_scales=plan.kv_scales,
-        refiner=plan.refiner,
+        refiner=refiner,
     )
     return runtime, 0.0
 
 
-def _gpu_runtime(plan: Plan, tensors: dict[str, torch.Tensor]) -> tuple[Runtime, float]:
+def _gpu_runtime(
+    plan: Plan, tensors: dict[str, torch.Tensor], refiner: Refiner | None
+) -> tuple[Runtime, float]:
     """Builds GpuRuntime. Returns it, and the seconds that capturing graphs took."""
+    from ..runtime.gpu.parts import Options
     from ..runtime.gpu.runtime import GpuRuntime
     from ..runtime.gpu.weights import pack_weights
 
     sizes = plan.sizes
     pack_weights(plan.model, tensors)
-    fp8_gemms = plan.config.fp8_gemms
-    pool = _pool(plan)
-    runtime = GpuRuntime(
-        plan.model,
-        tensors,
+    pool = _pool(plan, refiner)
+    itemsize = plan.dtype.itemsize
+    options = Options(
         num_pages=pool.num_pages,
         page_size=plan.page_size,
         max_batch_size=sizes.max_batch_size,
         max_seq_length=pool.max_seq_length,
         attention=plan.config.attention,
-        fp8_gemms=fp8_gemms,
+        fp8_gemms=plan.config.fp8_gemms,
         kv_scales=plan.kv_scales,
         cuda_graphs=plan.config.cuda_graphs,
         decode_beside=_decodes_beside(plan.config, plan.model),
         max_crops=_most_crops(sizes),
-        refiner=plan.refiner,
-        device_images=IN_USE + kept_images(plan.config, plan.model, plan.dtype.itemsize),
-        host_images=host_images(plan.config, plan.model, plan.dtype.itemsize),
+        refiner=refiner,
+        device_images=IN_USE + kept_images(plan.config, plan.model, itemsize),
+        host_images=host_images(plan.config, plan.model, itemsize),
         adapters=plan.slabs,
         adapt_vision=plan.config.has_adapters,
-        progress=plan.progress,
     )
+    runtime = GpuRuntime(plan.model, tensors, options, plan.progress)
     return runtime, runtime.capture_s
 
 
@@ -167,12 +162,14 @@ def reserve_of(config: RuntimeConfig, model: ModelConfig, dtype: torch.dtype, si
 def check_room(plan: Plan, weights_bytes: int) -> None:
     """Raises InsufficientMemoryError if the device has no room for weights, runtime and the smallest KV cache, before
     any of them is there. The message says what other models of this process hold."""
-    _pool(plan, weights_bytes)
+    _pool(plan, None, weights_bytes)
 
 
-def _beside_weights(plan: Plan) -> tuple[int, int]:
+def _beside_weights(plan: Plan, refiner: Refiner | None) -> tuple[int, int]:
     """Bytes that the runtime needs beside weights and KV cache: what it keeps, and what it takes and gives back."""
     from ..runtime.gpu.footprint import reserve_bytes, staying_bytes
+    from ..runtime.refinement import refine_bytes
+    from ..types.step import MOST_REFINED
 
     config, model, dtype = plan.config, plan.model, plan.dtype
     needed = staying = 0
@@ -186,10 +183,13 @@ def _beside_weights(plan: Plan) -> tuple[int, int]:
         needed = 2 * reserve_bytes(model, dtype, max_batch_size=batch, max_crops=PLAIN_CROPS)
         staying = 2 * staying_bytes(model, "off")
     caches = config.crop_cache_bytes + extra_bytes(config, model, dtype.itemsize)
-    return staying, needed - staying + plan.refine_bytes + caches
+    if refiner is not None:
+        # The activations of the masks that one step refines.
+        caches += refine_bytes(refiner.config, model.vision, dtype, MOST_REFINED)
+    return staying, needed - staying + caches
 
 
-def _pool(plan: Plan, weights_bytes: int = 0) -> Pool:
+def _pool(plan: Plan, refiner: Refiner | None, weights_bytes: int = 0) -> Pool:
     """Plans the KV cache. ``weights_bytes``: of weights that the device does not hold yet."""
     from ..runtime.gpu.memory import CACHED_CONTEXTS, CUDA_SHARE, plan_pool
 
@@ -208,7 +208,7 @@ def _pool(plan: Plan, weights_bytes: int = 0) -> Pool:
             )
         return plan_pool(
             None if available is None else available - weights_bytes,
-            sum(_beside_weights(plan)),
+            sum(_beside_weights(plan, refiner)),
             plan.page_bytes,
             plan.config,
             plan.model,

@@ -34,8 +34,8 @@ def plan(kernels: bool = True, **settings: object) -> runtimes.Plan:
     config = RuntimeConfig(**settings)  # type: ignore[arg-type]
     sizes = config.sizes(cuda=True)
     return runtimes.Plan(
-        config, sizes, MD2, 10, PAGE_BYTES, CARD, torch.bfloat16, kernels, None, None, None, None
-    )  # fmt: skip
+        config, sizes, MD2, 10, PAGE_BYTES, CARD, torch.bfloat16, kernels, None, None, None
+    )
 
 
 @pytest.fixture
@@ -47,26 +47,26 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def test_what_a_running_model_may_take_is_not_planned_again(card: dict[str, int]) -> None:
-    alone = runtimes._pool(plan()).num_pages
+    alone = runtimes._pool(plan(), None).num_pages
     runtime = fake()
     CLAIMS.add(runtime, claim_of("first", CARD, 9 * GIB, lambda: 2 * GIB))
-    beside = runtimes._pool(plan()).num_pages
+    beside = runtimes._pool(plan(), None).num_pages
     assert alone - beside == pytest.approx(0.9 * 2 * GIB / PAGE_BYTES, abs=1)
     assert CLAIMS.available(torch.device("cuda:1")) == 20 * GIB
     del runtime
     gc.collect()
-    assert runtimes._pool(plan()).num_pages == alone
+    assert runtimes._pool(plan(), None).num_pages == alone
 
 
 def test_a_running_model_on_a_card_owes_its_passes_and_caches(
     card: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = fake()
-    monkeypatch.setattr(runtimes, "_gpu_runtime", lambda plan, tensors: (runtime, 0.0))
+    monkeypatch.setattr(runtimes, "_gpu_runtime", lambda plan, tensors, refiner: (runtime, 0.0))
     for settings in ({}, {"crop_cache_bytes": 1 << 30}):
         chosen = plan(**settings)
-        found, _ = runtimes.runtime_of(chosen, {"w": torch.empty(1000)}, "first")
-        staying, passing = runtimes._beside_weights(chosen)
+        found, _ = runtimes.runtime_of(chosen, {"w": torch.empty(1000)}, None, "first")
+        staying, passing = runtimes._beside_weights(chosen, None)
         assert staying + passing == settings.get("crop_cache_bytes", 0) + runtimes.reserve_of(
             chosen.config, MD2, torch.bfloat16, chosen.sizes
         )
@@ -96,7 +96,9 @@ def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_read(
 
 
 def test_plain_operators_on_a_card_need_more(card: dict[str, int]) -> None:
-    assert runtimes._pool(plan(kernels=False)).num_pages < runtimes._pool(plan()).num_pages
+    assert (
+        runtimes._pool(plan(kernels=False), None).num_pages < runtimes._pool(plan(), None).num_pages
+    )
 
 
 def test_no_weight_is_read_without_room(

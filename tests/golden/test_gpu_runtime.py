@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from kestrel_engine.runtime.gpu.parts import Options
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.types.requests import PreparedImage
 from tests.golden.checks import check_job, check_tops, new_job
@@ -37,10 +38,12 @@ def runtimes(
             runtime = GpuRuntime(
                 golden.config,
                 {key: tensor.to("cuda", copy=True) for key, tensor in golden.weights.items()},
-                num_pages=6 * 85,
-                page_size=10,
-                max_batch_size=8,
-                max_seq_length=golden.config.text.max_context,
+                Options(
+                    num_pages=6 * 85,
+                    page_size=10,
+                    max_batch_size=8,
+                    max_seq_length=golden.config.text.max_context,
+                ),
             )
             golden.encode(runtime, pictures)
             made[name] = dataclasses.replace(golden, runtime=runtime)

@@ -15,6 +15,7 @@ from kestrel_engine.errors import ConfigError
 from kestrel_engine.runtime.gpu.attention.decode import FlashInferRows
 from kestrel_engine.runtime.gpu.attention.flashinfer_paged import FlashInfer
 from kestrel_engine.runtime.gpu.device import library_version
+from kestrel_engine.runtime.gpu.parts import Options
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.types.model_config import TextConfig
 from kestrel_engine.types.requests import Coord, Size
@@ -54,12 +55,14 @@ class Model:
         runtime = GpuRuntime(
             self.golden.config,
             load_checkpoint(self._folder, dtype=dtype, device="cuda").tensors,
-            num_pages=6 * 85,
-            page_size=10,
-            max_batch_size=8,
-            max_seq_length=self.golden.config.text.max_context,
-            attention=attention,
-            cuda_graphs=cuda_graphs,
+            Options(
+                num_pages=6 * 85,
+                page_size=10,
+                max_batch_size=8,
+                max_seq_length=self.golden.config.text.max_context,
+                attention=attention,
+                cuda_graphs=cuda_graphs,
+            ),
         )
         self.golden.encode(runtime, self._pictures)
         return runtime

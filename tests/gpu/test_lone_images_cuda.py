@@ -51,6 +51,6 @@ async def test_images_of_two_sizes_in_turns(
     async with await InferenceEngine.create(config) as engine:
         found = await captions(engine)
         runtime: Any = engine._built.runtime
-        assert len(runtime._images._make_crops._graphs._graphs) == len(SIZES)
+        assert len(runtime.parts.images._make_crops._graphs._graphs) == len(SIZES)
     assert found == expected
     assert len(set(found)) > 1

@@ -66,7 +66,7 @@ def test_passes_that_leave_room_compute_the_same(precision: str):
     runtime = build(config).runtime
     assert isinstance(runtime, GpuRuntime)
     try:
-        graphs = runtime._vision_graphs
+        graphs = runtime.parts.vision_graphs
         assert graphs is not None
         for count in (1, WITH_ROOM.start - 1, WITH_ROOM.start, 48):
             shape = PassShape(count, with_room=True)

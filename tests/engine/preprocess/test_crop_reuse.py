@@ -13,6 +13,7 @@ from kestrel_engine.preprocess.crop_keys import crop_keys
 from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
 from kestrel_engine.preprocess.prepared_cache import in_namespace
+from kestrel_engine.runtime.gpu.parts import Options
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.types.model_config import VisionConfig
 from kestrel_engine.types.requests import PreparedImage
@@ -90,7 +91,7 @@ def test_the_gpu_runtime_reuses_features_bit_for_bit(family):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     own = {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
     runtime = GpuRuntime(
-        config, own, num_pages=30, page_size=17, max_batch_size=3, max_seq_length=200
+        config, own, Options(num_pages=30, page_size=17, max_batch_size=3, max_seq_length=200)
     )
     first, second = two_frames(small_models.picture("first", (1, 3), config, seed=1))
     step(runtime, encode=(EncodeSlice(first, 0, 2, kept=(1,)),))
@@ -105,14 +106,17 @@ def test_the_gpu_runtime_reuses_features_bit_for_bit(family):
     kept = crops(first, 0, 1)[1], crops(first, 2, 3)[1]
     features = torch.stack([new[0], kept[0], new[1], kept[1]])
     (wanted,) = runtime.vision.embed_many([(features, (1, 3))])
-    assert runtime._images.prefix("second")[1:].equal(wanted)
+    assert runtime.parts.images.prefix("second")[1:].equal(wanted)
     fresh = dataclasses.replace(second, key="fresh", crop_keys=None)
     step(runtime, encode=(EncodeSlice(fresh, 0, 4),))
     torch.testing.assert_close(
-        runtime._images.prefix("fresh"), runtime._images.prefix("second"), atol=1e-5, rtol=1e-5
+        runtime.parts.images.prefix("fresh"),
+        runtime.parts.images.prefix("second"),
+        atol=1e-5,
+        rtol=1e-5,
     )
     step(runtime, drop_crops=first.crop_keys)
-    assert not len(runtime._images._kept)
+    assert not len(runtime.parts.images._kept)
     runtime.close()
 
 
@@ -125,7 +129,7 @@ def test_crops_that_the_gpu_makes_are_reused_bit_for_bit():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     own = {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
     runtime = GpuRuntime(
-        config, own, num_pages=30, page_size=17, max_batch_size=3, max_seq_length=200
+        config, own, Options(num_pages=30, page_size=17, max_batch_size=3, max_seq_length=200)
     )
     before = np.random.default_rng(6).integers(0, 255, (70, 150, 3), dtype=np.uint8)
     after = before.copy()
@@ -149,12 +153,12 @@ def test_crops_that_the_gpu_makes_are_reused_bit_for_bit():
     features = runtime.encode_crops(crops[0]).clone()
     features[new] = runtime.encode_crops(crops[1][new])
     (wanted,) = runtime.vision.embed_many([(features, second.tiling)])
-    assert runtime._images.prefix(second.key)[1:].equal(wanted)
+    assert runtime.parts.images.prefix(second.key)[1:].equal(wanted)
     # An image all of whose crops are kept.
     again = dataclasses.replace(first, key="again")
     step(runtime, encode=(EncodeSlice(first, 0, count, reused=reused, kept=tuple(new)),))
     step(runtime, encode=(EncodeSlice(again, 0, count, reused=tuple(range(count))),))
-    assert runtime._images.prefix("again").equal(runtime._images.prefix(first.key))
+    assert runtime.parts.images.prefix("again").equal(runtime.parts.images.prefix(first.key))
     runtime.close()
 
 

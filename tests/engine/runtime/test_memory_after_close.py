@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kestrel_engine.models.moondream import Moondream
+from kestrel_engine.runtime.gpu.parts import Options
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.step import EncodeSlice, StepPlan
@@ -29,7 +30,9 @@ def opened(kind: str):
         return TorchRuntime(
             Moondream(config, tensors), config, device="cpu", dtype=torch.float32, **SIZES
         )
-    return GpuRuntime(config, {n: t.to(DEVICE, copy=True) for n, t in tensors.items()}, **SIZES)
+    return GpuRuntime(
+        config, {n: t.to(DEVICE, copy=True) for n, t in tensors.items()}, Options(**SIZES)
+    )
 
 
 @pytest.mark.parametrize("kind", ["torch", "kernels"])

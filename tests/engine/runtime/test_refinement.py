@@ -9,6 +9,7 @@ import torch
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.models.refiner import Refiner, RefinerConfig, refiner_shapes
 from kestrel_engine.runtime.gpu.adapters.layout import SlabLayout
+from kestrel_engine.runtime.gpu.parts import Options
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.refinement import refine_bytes, results_of
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
@@ -84,7 +85,7 @@ def test_a_step_gives_what_the_refiner_gives(model, plain, rows):
 def test_the_gpu_runtime_gives_the_same(model, plain, rows):
     config, tensors = model
     own = {name: tensor.to(DEVICE, copy=True) for name, tensor in tensors.items()}
-    runtime = GpuRuntime(config, own, refiner=refiner_for(config, DEVICE), **SIZES)
+    runtime = GpuRuntime(config, own, Options(refiner=refiner_for(config, DEVICE), **SIZES))
     try:
         assert runtime.limits.refines
         wanted = refined(plain, 1, rows)
@@ -137,7 +138,9 @@ def test_an_adapter_of_the_tower_counts_as_merged_weights(model, rows):
         refiner=refiner_for(config), **SIZES,
     )  # fmt: skip
     own = {name: tensor.to(DEVICE, copy=True) for name, tensor in tensors.items()}
-    gpu = GpuRuntime(config, own, refiner=refiner_for(config, DEVICE), adapters=layout, **SIZES)
+    gpu = GpuRuntime(
+        config, own, Options(refiner=refiner_for(config, DEVICE), adapters=layout, **SIZES)
+    )
     for runtime, those in ((plain, adapters), (gpu, on_gpu)):
         asked = [replace(row, adapter=each) for row, each in zip(rows, [None, *those], strict=True)]
         found = refined(runtime, 0, tuple(reversed(asked)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -19,9 +19,11 @@ from torch import Tensor
 
 from ....errors import ConfigError
 from ....models.kv_format import EIGHT_BITS, UNSCALED, Scales, gather
-from ..prefill.batch import TextPart
 from .blocks import BlockAttention
 from .flashinfer_paged import FlashInfer, FlashInferBlocks, FlashInferText, PlannedBlocks
+
+if TYPE_CHECKING:
+    from ..prefill.batch import TextPart
 
 MAX_GATHERED = 16384
 """The most positions whose keys and values the torch path copies at once."""

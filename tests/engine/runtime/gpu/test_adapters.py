@@ -12,6 +12,7 @@ from kestrel_engine.kernels.linear.skinny_tiling import MAX_ROWS
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.runtime.gpu.adapters import decode_changes
 from kestrel_engine.runtime.gpu.adapters.layout import SlabLayout
+from kestrel_engine.runtime.gpu.parts import Options
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.gpu.text import decode_step
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
@@ -99,7 +100,7 @@ def test_mixed_requests(family, most_rows, monkeypatch):
         Moondream(config, tensors), config, device="cpu", dtype=torch.float32, **SIZES
     )
     own = {name: tensor.to(DEVICE, copy=True) for name, tensor in tensors.items()}
-    tested = GpuRuntime(config, own, adapters=layout, **SIZES)
+    tested = GpuRuntime(config, own, Options(adapters=layout, **SIZES))
     try:
         single = picture("single", (1, 1), config, seed=2)
         for runtime in (reference, tested):

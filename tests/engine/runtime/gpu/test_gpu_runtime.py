@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kestrel_engine.models.moondream import Moondream
+from kestrel_engine.runtime.gpu.parts import Options
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.embedding import EmbeddingSpec
@@ -49,7 +50,7 @@ def both(request):
     )
     own = {name: tensor.to(DEVICE, copy=True) for name, tensor in tensors.items()}
     # One of the two images waits in the host's memory.
-    tested = GpuRuntime(config, own, **SIZES, device_images=1, host_images=2)
+    tested = GpuRuntime(config, own, Options(**SIZES, device_images=1, host_images=2))
     with_crops, with_pixels = both_ways("wide", 140, 60, config, seed=1)
     assert with_crops.tiling == (1, 3)
     single = picture("single", (1, 1), config, seed=2)
@@ -74,7 +75,7 @@ def test_crops_alone_go_through_the_passes_of_steps(both, monkeypatch):
     wanted = tested.vision.encode_crops(crops)
     torch.testing.assert_close(tested.encode_crops(crops), wanted, atol=1e-4, rtol=1e-4)
     # Where there are graphs, theirs: the tower itself isn't asked.
-    monkeypatch.setattr(tested._images, "encode_crops", lambda crops: crops.sum())
+    monkeypatch.setattr(tested.parts.images, "encode_crops", lambda crops: crops.sum())
     assert tested.encode_crops(crops) == crops.sum()
 
 

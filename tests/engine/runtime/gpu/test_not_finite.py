@@ -10,6 +10,7 @@ import torch
 
 from kestrel_engine.models.layers import Mlp
 from kestrel_engine.models.moondream import Moondream
+from kestrel_engine.runtime.gpu.parts import Options
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.requests import SamplingParams
@@ -49,7 +50,9 @@ def runtime(request):
     config, tensors = small_model(family)
     made: GpuRuntime | TorchRuntime
     if kind == "gpu":
-        made = GpuRuntime(config, {k: t.to(DEVICE, copy=True) for k, t in tensors.items()}, **SIZES)
+        made = GpuRuntime(
+            config, {k: t.to(DEVICE, copy=True) for k, t in tensors.items()}, Options(**SIZES)
+        )
     else:
         model = Moondream(config, tensors)
         made = TorchRuntime(model, config, device="cpu", dtype=torch.float32, **SIZES)
@@ -225,8 +228,9 @@ def test_a_region_head(runtime, head, value):
 def test_pages_that_hold_nan_go_from_hand_to_hand(runtime):
     """The next owner reads what it wrote itself, whatever lies beside it in its pages."""
     with torch.inference_mode():
-        runtime._cache.keys.fill_(torch.nan)
-        runtime._cache.values.fill_(torch.nan)
+        cache = runtime.parts.cache if isinstance(runtime, GpuRuntime) else runtime._cache
+        cache.keys.fill_(torch.nan)
+        cache.values.fill_(torch.nan)
     check(runtime)
 
 
@@ -242,7 +246,7 @@ def test_captured_graphs_of_every_kind_of_attention(family, attention, dtype):
             pytest.skip("FlashInfer computes in half types")
     config, tensors = small_model(family)
     tensors = {name: t.to(DEVICE, dtype) for name, t in tensors.items()}
-    made = GpuRuntime(config, tensors, attention=attention, **SIZES)
+    made = GpuRuntime(config, tensors, Options(attention=attention, **SIZES))
     made.model.text.wte[BAD] = torch.nan
     assert made._decode._graphs._graphs, "captured"
     rules = [TEXT, TokenRule(forced=BAD), TEXT, TEXT]

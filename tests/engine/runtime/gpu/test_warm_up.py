@@ -24,6 +24,7 @@ from kestrel_engine.kernels.images.pool_tiles import pool_tiles
 from kestrel_engine.kernels.layer_norm import layer_norm
 from kestrel_engine.runtime.gpu.adapters.layout import SlabLayout
 from kestrel_engine.runtime.gpu.graphs import RowAdapters, Variant
+from kestrel_engine.runtime.gpu.parts import Options
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.gpu.state.staging import ImageUploader, Uploader
 from kestrel_engine.runtime.gpu.vision.device_crops import DeviceCrops
@@ -139,11 +140,11 @@ def test_serving_launches_nothing_that_warm_up_did_not(family: str, launches: La
     config, tensors = small_model(family)
     sizes = {"num_pages": 30, "page_size": 17, "max_batch_size": 3, "max_seq_length": 200}
     layout = SlabLayout(config, torch.float32, torch.device("cpu"))
-    runtime = GpuRuntime(config, tensors, adapters=layout, **sizes)
-    runtime._decode.warm_up()
+    runtime = GpuRuntime(config, tensors, Options(adapters=layout, **sizes))
+    runtime.parts.decode.warm_up()
     runtime._warm_up_samples()
     runtime.vision.warm_up(1)
-    runtime._images.warm_up()
+    runtime.parts.images.warm_up()
     first = picture("first", (1, 1), config, seed=1)
     runtime.collect(runtime.launch(StepPlan(0, encode=(EncodeSlice(first, 0, first.num_crops),))))
     warm = set(launches.kinds)
@@ -155,11 +156,13 @@ def test_serving_launches_nothing_that_warm_up_did_not(family: str, launches: La
         flag_rows(hidden[:count], torch.empty(count, 1, dtype=torch.int32))
         for greedy in (True, False):
             for spatial in (True, False):
-                runtime._prompt_sampler._sampler(hidden[:count], Variant(count, greedy, spatial))
-    variants = runtime._decode._graphs.variants
+                runtime.parts.prompt_sampler._sampler(
+                    hidden[:count], Variant(count, greedy, spatial)
+                )
+    variants = runtime.parts.decode._graphs.variants
     assert {variant.adapters for variant in variants} == set(RowAdapters)
     for variant in variants:
-        runtime._decode._body(variant)
+        runtime.parts.decode._body(variant)
     tensors = random_tensors(config, 1, 3, only="vision.", vision=True)
     plain = adapter("sight", tensors)
     sight = replace(plain, slabs=layout.pack(plain.weights))

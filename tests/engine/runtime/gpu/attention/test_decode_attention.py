@@ -17,6 +17,7 @@ from kestrel_engine.runtime.gpu.attention.blocks import BlockAttention
 from kestrel_engine.runtime.gpu.attention.decode import FlashInferRows
 from kestrel_engine.runtime.gpu.attention.prefill import AttentionChoice, choose_attention
 from kestrel_engine.runtime.gpu.graphs import ladder
+from kestrel_engine.runtime.gpu.parts import Options
 from kestrel_engine.runtime.gpu.prefill import graphs as prefill_graphs
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
@@ -172,7 +173,7 @@ def test_the_runtime_answers_as_the_reference_without_our_text_kernel(monkeypatc
     own = {key: tensor.to(DEVICE, copy=True) for key, tensor in tensors.items()}
     # No graph can capture the stand-in for FlashInfer, which reads numbers from the device.
     captured = name != "flashinfer"
-    tested = GpuRuntime(config, own, attention=name, cuda_graphs=captured, **SIZES)
+    tested = GpuRuntime(config, own, Options(attention=name, cuda_graphs=captured, **SIZES))
     single = picture("single", (1, 1), config, seed=2)
     wanted, got = [], []
     for each, out in ((reference, wanted), (tested, got)):

@@ -10,6 +10,7 @@ import torch
 
 from kestrel_engine.models.kv_format import EIGHT_BITS
 from kestrel_engine.models.moondream import Moondream
+from kestrel_engine.runtime.gpu.parts import Options
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.requests import ImageBlock
@@ -36,7 +37,7 @@ def both(request):
         **SIZES,
     )
     own = {name: tensor.to(DEVICE, copy=True) for name, tensor in tensors.items()}
-    tested = GpuRuntime(config, own, kv_scales=SCALES, **SIZES)
+    tested = GpuRuntime(config, own, Options(kv_scales=SCALES, **SIZES))
     single = picture("single", (1, 1), config, seed=2)
     for runtime in (reference, tested):
         runtime.collect(runtime.launch(StepPlan(0, encode=(EncodeSlice(single, 0, 2),))))
@@ -71,8 +72,8 @@ def test_answers_and_what_is_stored_are_the_references(both):
     config, reference, tested = both
     same(answers(tested, talks(config)), answers(reference, talks(config)), logprobs=FLIPS)
     for kept, expected in (
-        (tested._cache.keys, reference._cache.keys),
-        (tested._cache.values, reference._cache.values),
+        (tested.parts.cache.keys, reference._cache.keys),
+        (tested.parts.cache.values, reference._cache.values),
     ):
         assert kept.dtype == expected.dtype == EIGHT_BITS
         pages = [page for talk in talks(config) for page in talk.pages[:1]]

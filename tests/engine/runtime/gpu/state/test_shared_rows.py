@@ -5,6 +5,7 @@ import torch
 
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.runtime.gpu.graphs import shared_ladder
+from kestrel_engine.runtime.gpu.parts import Options
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.gpu.state.shared_rows import SharedRows
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
@@ -79,7 +80,7 @@ def test_answers_about_one_image_are_those_of_the_reference(family, monkeypatch)
         Moondream(config, tensors), config, device="cpu", dtype=torch.float32, **sizes
     )
     own = {name: tensor.to(DEVICE, copy=True) for name, tensor in tensors.items()}
-    tested = GpuRuntime(config, own, **sizes)
+    tested = GpuRuntime(config, own, Options(**sizes))
     image = picture("image", (1, 1), config, seed=2)
     said, groups = [], []
     for runtime in (reference, tested):

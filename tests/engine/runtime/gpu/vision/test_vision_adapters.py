@@ -10,6 +10,7 @@ import torch
 
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.runtime.gpu.adapters.layout import SlabLayout
+from kestrel_engine.runtime.gpu.parts import Options
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.gpu.vision.graphs import PassShape, VisionGraphs
 from kestrel_engine.runtime.gpu.vision.tower import FusedVision
@@ -43,7 +44,7 @@ ADAPTERS = {None: None} | {name: with_slabs(name) for name in CHANGES}
 
 def runtime_of(tensors, **options):
     own = {name: tensor.to(DEVICE, copy=True) for name, tensor in tensors.items()}
-    return GpuRuntime(CONFIG, own, **SIZES, **options)
+    return GpuRuntime(CONFIG, own, Options(**SIZES, **options))
 
 
 def encoded(runtime, images, *, parts=1):
@@ -54,7 +55,7 @@ def encoded(runtime, images, *, parts=1):
             first, last = (each.num_crops * n // parts for n in (part, part + 1))
             pieces.append(EncodeSlice(each, first, last))
         runtime.collect(runtime.launch(StepPlan(part, encode=tuple(pieces))))
-    return [runtime._images.prefix(each.key).cpu() for each in images]
+    return [runtime.parts.images.prefix(each.key).cpu() for each in images]
 
 
 def of_all(names):
