@@ -33,7 +33,7 @@ _Parsed = TypeVar("_Parsed")
 
 
 @dataclass(slots=True)
-class Asked:
+class ServiceCall:
     """A request in the form that a service accepts."""
 
     message: Any
@@ -53,7 +53,7 @@ class Endpoint:
 
     method: str
     """The corresponding method of kestrel.v1, for logs, metrics and scopes."""
-    read: Callable[[Fields], Asked]
+    read: Callable[[Fields], ServiceCall]
     takes_body: bool = True
     types: Collection[bytes] = (JSON,)
     """Content types of the body. b"": the type may be missing, except in requests of web pages."""
@@ -100,7 +100,7 @@ class _Exchange:
     ) -> None:
         self._edge, self._endpoint, self._scope = edge, endpoint, scope
         self._receive, self._writer = receive, writer
-        self._asked: Asked | None = None
+        self._service_call: ServiceCall | None = None
 
     async def read(self, call: Call, hold: Hold) -> Any:
         endpoint, scope, writer = self._endpoint, self._scope, self._writer
@@ -108,15 +108,15 @@ class _Exchange:
         if endpoint.takes_body:
             body = await self._edge.bodies.read(endpoint.types, scope, self._receive, hold)
         writer.has_read_all = endpoint.takes_body or not content_length(scope["headers"])
-        self._asked = asked = await self._parse(body, hold)
+        self._service_call = service_call = await self._parse(body, hold)
         del body
         if endpoint.takes_body:
-            hold.settle(min(hold.num_bytes, endpoint.copies * _bytes_of(asked.message)))
-        call.streams = asked.events is not None
-        writer.events, writer.rename = asked.events, asked.rename
-        return asked.message
+            hold.settle(min(hold.num_bytes, endpoint.copies * _bytes_of(service_call.message)))
+        call.streams = service_call.events is not None
+        writer.events, writer.rename = service_call.events, service_call.rename
+        return service_call.message
 
-    async def _parse(self, body: bytearray, hold: Hold) -> Asked:
+    async def _parse(self, body: bytearray, hold: Hold) -> ServiceCall:
         """Converts a request, after the images that it names by address are fetched. Raises InvalidRequest,
         UnsupportedImageError, MessagesFull."""
         endpoint, fetcher = self._endpoint, self._edge.fetcher
@@ -126,21 +126,21 @@ class _Exchange:
         if not endpoint.takes_body:
             return endpoint.read(Fields({}))
         addresses = None if fetcher is None else Addresses()
-        asked = await _parsed(body, lambda: endpoint.read(json_fields(body, addresses)))
+        service_call = await _parsed(body, lambda: endpoint.read(json_fields(body, addresses)))
         if fetcher is None or addresses is None or not addresses.wanted:
-            return asked
-        del asked
+            return service_call
+        del service_call
         await hold.reserve(BODY_COPIES * (len(body) + self._edge.life.guard.messages.largest))
         hold.arrived(len(body) + await fetcher.fetch(addresses))
         return await _parsed(body, lambda: endpoint.read(json_fields(body, addresses)))
 
     async def answer(self, call: Call, request: Any) -> None:
-        asked, context = self._asked, call.context
-        assert asked is not None, "read() comes first"
+        service_call, context = self._service_call, call.context
+        assert service_call is not None, "read() comes first"
         async with _cancelled_with(self._receive), _deadline(context.time_remaining()):
-            response = await asked.behaviour(request, context)
-            if asked.events is None:
-                await self._writer.answer(asked.answer(response))
+            response = await service_call.behaviour(request, context)
+            if service_call.events is None:
+                await self._writer.answer(service_call.answer(response))
             else:
                 await self._writer.end()
 

@@ -20,7 +20,7 @@ from ...edge.calls.current_call import current, current_call
 from ...service_names import VISION_METHODS
 from ...services.answers.total_result import total_result
 from ...services.vision import VisionService
-from ..edge import Asked, Endpoint
+from ..edge import Endpoint, ServiceCall
 from ..fields import Fields
 from ..forms import sent_event
 from .known_fields import COMPLETIONS
@@ -44,7 +44,7 @@ def endpoints(
 ) -> dict[tuple[str, str], Endpoint]:
     """By verb and path. ``names`` gives the served models' names, the default first."""
 
-    def complete(fields: Fields) -> Asked:
+    def complete(fields: Fields) -> ServiceCall:
         return _complete(fields, vision, names())
 
     return {
@@ -54,7 +54,7 @@ def endpoints(
     }
 
 
-def _complete(fields: Fields, service: VisionService, names: Sequence[str]) -> Asked:
+def _complete(fields: Fields, service: VisionService, names: Sequence[str]) -> ServiceCall:
     """Raises InvalidRequest."""
     _refuse(fields)
     prompts = _prompts(fields)
@@ -77,8 +77,8 @@ def _complete(fields: Fields, service: VisionService, names: Sequence[str]) -> A
         return ("prompt",) if (named := rename(path)) == ("messages",) else named
 
     if streams:
-        return Asked(requests[0], service.StreamQuery, _completion, _chunks(usage), name)
-    return Asked(requests, _answer_all(service.Query), _completion, rename=name)
+        return ServiceCall(requests[0], service.StreamQuery, _completion, _chunks(usage), name)
+    return ServiceCall(requests, _answer_all(service.Query), _completion, rename=name)
 
 
 def _prompts(fields: Fields) -> Sequence[str]:

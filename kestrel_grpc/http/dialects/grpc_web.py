@@ -32,7 +32,7 @@ from ...services.image import ImageService
 from ...services.model import ModelService
 from ...services.vision import VisionService
 from ..context import Scope
-from ..edge import Asked, Endpoint
+from ..edge import Endpoint, ServiceCall
 from ..fields import Fields
 from ..forms import Told, Whole
 from ..refusals import Rename
@@ -71,9 +71,9 @@ def _endpoint(path: str, method: Any, behaviour: Any, largest: int) -> Endpoint:
     kind = message_factory.GetMessageClass(method.input_type)
     events = _frames if method.server_streaming else None
 
-    def read(fields: Fields) -> Asked:
+    def read(fields: Fields) -> ServiceCall:
         assert isinstance(fields, _Message), "as parse gives them"
-        return Asked(fields.message, behaviour, _whole, events)
+        return ServiceCall(fields.message, behaviour, _whole, events)
 
     return Endpoint(
         path,

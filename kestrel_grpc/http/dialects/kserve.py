@@ -21,7 +21,7 @@ from ...kserve.tensors import BYTES, CONTENT_TYPE, FORMATS, raw_bytes
 from ...security.admission.message_limits import ADAPTED_COPIES
 from ...service_names import KSERVE_METHODS
 from ..context import Scope
-from ..edge import Asked, Endpoint
+from ..edge import Endpoint, ServiceCall
 from ..fields import Fields, json_fields
 from ..forms import JSON, JsonForm, Whole
 
@@ -72,7 +72,7 @@ def endpoints(service: InferenceService) -> dict[tuple[str, str], Endpoint]:
         behaviour = getattr(service, method)
         return Endpoint(
             f"{KSERVE_METHODS}{method}",
-            lambda fields: Asked(fill(fields.values), behaviour, answer),
+            lambda fields: ServiceCall(fill(fields.values), behaviour, answer),
             takes_body=False,
             form=_FORM,
             parse=lambda scope, body: Fields(scope["path_params"]),
@@ -81,10 +81,10 @@ def endpoints(service: InferenceService) -> dict[tuple[str, str], Endpoint]:
     def named(kind: Any) -> Callable[[dict[str, str]], Any]:
         return lambda path: kind(name=path.get("model", ""), version=path.get("version", ""))
 
-    def infer(fields: Fields) -> Asked:
+    def infer(fields: Fields) -> ServiceCall:
         assert isinstance(fields, _Body), "as parse gives them"
         request, is_binary = _request(fields.scope, fields.body)
-        return Asked(request, service.ModelInfer, _binary if is_binary else _as_json)
+        return ServiceCall(request, service.ModelInfer, _binary if is_binary else _as_json)
 
     made = {
         ("GET", "/v2"): get("ServerMetadata", lambda path: pb.ServerMetadataRequest(), plain),

@@ -28,7 +28,7 @@ from ...services.messages.json_values import (
 )
 from ...services.messages.task_fields import REQUESTS, fault_of, short_path
 from ...services.vision import VisionService
-from ..edge import Asked, Endpoint
+from ..edge import Endpoint, ServiceCall
 from ..fields import Fields, numbers, positive
 from ..forms import sent_event
 from ..refusals import renamed
@@ -60,16 +60,16 @@ def endpoints(
     first."""
 
     def endpoint(skill: str) -> Endpoint:
-        def read(fields: Fields) -> Asked:
+        def read(fields: Fields) -> ServiceCall:
             MOONDREAM[skill].check(fields)
-            return _asked(skill, fields, service, served())
+            return _call(skill, fields, service, served())
 
         return Endpoint(f"{VISION_METHODS}{skill.title()}", read, caps_max_tokens=True)
 
     return {("POST", f"/v1/{skill}"): endpoint(skill) for skill in _READERS}
 
 
-def _asked(skill: str, fields: Fields, service: VisionService, names: Sequence[str]) -> Asked:
+def _call(skill: str, fields: Fields, service: VisionService, names: Sequence[str]) -> ServiceCall:
     request = REQUESTS[skill]()
     task = getattr(request, skill)
     _READERS[skill](task, fields)
@@ -87,7 +87,7 @@ def _asked(skill: str, fields: Fields, service: VisionService, names: Sequence[s
     renames = {**_NAMES, ("options", "adapter"): adapter}
     if not are_several:
         renames |= {("objects",): ("object",), ("objects", 0): ("object",)}
-    return Asked(
+    return ServiceCall(
         *(request, behaviour, _several_json if are_several else _one_json, events),
         rename=lambda path: renamed(short_path(path), renames),
     )

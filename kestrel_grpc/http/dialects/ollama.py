@@ -20,7 +20,7 @@ from ...services.messages.json_values import finish_reason
 from ...services.messages.task_fields import short_path
 from ...services.model import ModelService
 from ...services.vision import VisionService
-from ..edge import Asked, Endpoint
+from ..edge import Endpoint, ServiceCall
 from ..fields import ANY_OBJECT, Fields, json_text
 from ..forms import JsonForm
 from ..refusals import Rename, renamed
@@ -65,7 +65,7 @@ def endpoints(
     """Returns the endpoints by verb and path. ``names`` returns the served models' names, the default
     first."""
 
-    def generate(fields: Fields) -> Asked:
+    def generate(fields: Fields) -> ServiceCall:
         GENERATE.check(fields)
         prompt, system = fields.text("prompt", ""), fields.text("system", "")
         images = _images(fields)
@@ -87,7 +87,7 @@ def endpoints(
 
         return _ask(fields, vision, names(), messages, answer, rename)
 
-    def chat(fields: Fields) -> Asked:
+    def chat(fields: Fields) -> ServiceCall:
         OLLAMA_CHAT.check(fields)
 
         def part(text: str, thinking: str = "") -> dict[str, Any]:
@@ -101,24 +101,24 @@ def endpoints(
             return _loaded(models, names(), part(""))
         return _ask(fields, vision, names(), messages, part, _in_messages)
 
-    def tags(fields: Fields) -> Asked:
+    def tags(fields: Fields) -> ServiceCall:
         request = model_service_pb2.ListModelsRequest()
-        return Asked(
+        return ServiceCall(
             request, models.ListModels, lambda response: {"models": _tags(response.models)}
         )
 
-    def loaded(fields: Fields) -> Asked:
+    def loaded(fields: Fields) -> ServiceCall:
         request = model_service_pb2.ListModelsRequest()
-        return Asked(
+        return ServiceCall(
             request, models.ListModels, lambda response: {"models": _loaded_tags(response.models)}
         )
 
-    def show(fields: Fields) -> Asked:
+    def show(fields: Fields) -> ServiceCall:
         name = fields.values.get("model") or fields.values.get("name") or names()[0]
         if not isinstance(name, str):
             raise InvalidRequest("model", "must be a string")
         request = model_service_pb2.GetModelRequest(model=served_name(name, names()))
-        return Asked(request, models.GetModel, lambda response: _shown(response.model))
+        return ServiceCall(request, models.GetModel, lambda response: _shown(response.model))
 
     return {
         ("POST", "/api/generate"): Endpoint(_QUERY, generate, form=FORM, caps_max_tokens=True),
@@ -176,7 +176,7 @@ def _ask(
     messages: list[Message],
     part: Callable[[str, str], dict[str, Any]],
     own: Rename,
-) -> Asked:
+) -> ServiceCall:
     """``part`` converts text and thinking to the form of the path. ``own`` gives the fields that only this path has, of
     those that a task has. Raises InvalidRequest."""
     talk = conversation(messages)
@@ -222,8 +222,8 @@ def _ask(
         return renamed(own(short_path(path)), known)
 
     if fields.values.get("stream") is False:
-        return Asked(request, vision.Query, whole, rename=rename)
-    return Asked(request, vision.StreamQuery, whole, events, rename)
+        return ServiceCall(request, vision.Query, whole, rename=rename)
+    return ServiceCall(request, vision.StreamQuery, whole, events, rename)
 
 
 def _thinks(fields: Fields) -> bool:
@@ -236,11 +236,11 @@ def _thinks(fields: Fields) -> bool:
     return True
 
 
-def _loaded(models: ModelService, names: Sequence[str], part: dict[str, Any]) -> Asked:
+def _loaded(models: ModelService, names: Sequence[str], part: dict[str, Any]) -> ServiceCall:
     """Answers a request without a prompt, which asks the server to load the model. The model is already loaded."""
     request = model_service_pb2.ListModelsRequest()
     body = {**_begin(names[0]), **part, "done": True, "done_reason": "load"}
-    return Asked(request, models.ListModels, lambda response: body)
+    return ServiceCall(request, models.ListModels, lambda response: body)
 
 
 def _begin(model: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ...services.messages.json_values import finish_reason
 from ...services.messages.task_fields import holder, short_path
 from ...services.model import ModelService
 from ...services.vision import VisionService
-from ..edge import Asked, Endpoint
+from ..edge import Endpoint, ServiceCall
 from ..fields import ANY_OBJECT, Fields, json_text, positive
 from ..forms import sent_event
 from ..refusals import Rename, renamed
@@ -53,16 +53,16 @@ def endpoints(
 ) -> dict[tuple[str, str], Endpoint]:
     """By verb and path. ``names`` gives the served models' names, the default first."""
 
-    def chat(fields: Fields) -> Asked:
+    def chat(fields: Fields) -> ServiceCall:
         return _chat(fields, vision, names())
 
-    def listed(fields: Fields) -> Asked:
-        return Asked(model_service_pb2.ListModelsRequest(), models.ListModels, _models_json)
+    def listed(fields: Fields) -> ServiceCall:
+        return ServiceCall(model_service_pb2.ListModelsRequest(), models.ListModels, _models_json)
 
-    def described(fields: Fields) -> Asked:
+    def described(fields: Fields) -> ServiceCall:
         name = served_name(fields.text("model"), names())
         request = model_service_pb2.GetModelRequest(model=name)
-        return Asked(request, models.GetModel, lambda response: _model_json(response.model))
+        return ServiceCall(request, models.GetModel, lambda response: _model_json(response.model))
 
     return {
         ("POST", "/v1/chat/completions"): Endpoint(
@@ -78,7 +78,7 @@ def endpoints(
     }
 
 
-def _chat(fields: Fields, service: VisionService, names: Sequence[str]) -> Asked:
+def _chat(fields: Fields, service: VisionService, names: Sequence[str]) -> ServiceCall:
     """Raises InvalidRequest, UnsupportedImageError."""
     CHAT.check(fields)
     talk = conversation(_messages(fields))
@@ -96,8 +96,8 @@ def _chat(fields: Fields, service: VisionService, names: Sequence[str]) -> Asked
         request.query.text.constraint.json_schema = schema
     request.query.num_samples = samples(fields)
     if not streams:
-        return Asked(request, service.Query, _completion, rename=rename)
-    return Asked(request, service.StreamQuery, _completion, _chunks(usage), rename)
+        return ServiceCall(request, service.Query, _completion, rename=rename)
+    return ServiceCall(request, service.StreamQuery, _completion, _chunks(usage), rename)
 
 
 def _grounded(
@@ -107,7 +107,7 @@ def _grounded(
     talk: Conversation,
     wanted: Wanted,
     usage: bool | None,
-) -> Asked:
+) -> ServiceCall:
     """Boxes or points as JSON. ``usage``: None unless the request streams."""
     if len(talk.images) > 1:
         raise InvalidRequest(
@@ -134,7 +134,7 @@ def _grounded(
         return _whole(response, [_choice(0, message, None, finish_reason(response))])
 
     if usage is None:
-        return Asked(request, behaviour, answer, rename=rename)
+        return ServiceCall(request, behaviour, answer, rename=rename)
 
     async def stream(message: Any, context: Any) -> None:
         await context.write(await behaviour(message, context))
@@ -144,7 +144,7 @@ def _grounded(
         yield _chunk(response.info, {"content": wanted.text(response)})
         yield from _last(response, usage)
 
-    return Asked(request, stream, answer, events, rename)
+    return ServiceCall(request, stream, answer, events, rename)
 
 
 def _reasons(fields: Fields) -> bool:
