@@ -92,7 +92,7 @@ class CallImages:
     @property
     def sizes(self) -> list[tuple[tuple[int, int], bytes]]:
         """Size and digest of each image, if they are prepared."""
-        looks = [looks_at(image)[0] for image in next(iter(self._prepared.values()))]
+        looks = [image.looks[0] for image in next(iter(self._prepared.values()))]
         return [(look.image_size, look.source_digest or b"") for look in looks]
 
     def keep(
@@ -119,12 +119,8 @@ class CallImages:
     def num_crops(self) -> int:
         """The crops that requests see, if the images are prepared."""
         every = [image for images in self._prepared.values() for image in images]
-        return sum(look.num_distinct for image in every for look in looks_at(image))
+        return sum(look.num_distinct for image in every for look in image.looks)
 
     def take_overview(self) -> None:
         """Tasks then see the overview of the only image as its only crop, and no tiles."""
         self._prepared[None], self._is_overview = [self.only.overview()], True
-
-
-def looks_at(image: PreparedImage | PreparedTiles) -> Sequence[PreparedImage]:
-    return image.looks if isinstance(image, PreparedTiles) else (image,)

@@ -46,7 +46,7 @@ from ..messages.responses import (
 )
 from ..messages.task_fields import task_path
 from ..messages.tasks import label_of
-from .call_images import CallImages, looks_at
+from .call_images import CallImages
 from .kinds import Event, Kind, Part, Response
 from .sender import Sender
 from .total_result import total_result
@@ -291,7 +291,7 @@ class Run:
         """Runs a request to its end. ``note`` is called when the engine has accepted it."""
         if self._turns is None:
             return await self._ran(task, request, given, note)
-        async with self._turns.of(len(looks_at(given[0])) if given else 1):
+        async with self._turns.of(len(given[0].looks) if given else 1):
             return await self._ran(task, request, given, note)
 
     async def _ran(
