@@ -295,8 +295,9 @@ async def test_beside_a_flood_every_request_of_another_principal_is_answered(
 
     callers = [asyncio.create_task(flood()) for _ in range(700)]
     await until(lambda: outcomes["refused"])
-    for number in range(20):
-        priority = ("normal", "high")[number % 2]
+    number = 0
+    while number < 20 or not outcomes["displaced"]:  # A place may be free when this one asks.
+        priority, number = ("normal", "high")[number % 2], number + 1
         result = await (await ask(engine, "other", priority=priority)).result()
         assert result.output
     stop.set()
@@ -304,6 +305,5 @@ async def test_beside_a_flood_every_request_of_another_principal_is_answered(
         again.put_nowait(None)
     await asyncio.gather(*callers)
     assert outcomes["answered"] > 20
-    assert outcomes["displaced"] > 0
     assert outcomes["refused"] > 0
     assert engine.num_requests == 0
