@@ -2,9 +2,7 @@
 
 import os
 
-# This must be set before grpc is imported. gRPC's core writes its own lines to standard error, and some of them hold
-# bytes that a peer sent, including line breaks. An operator can set GRPC_VERBOSITY to see these lines.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+import kestrel_client.commands  # noqa: F401  It decides what gRPC logs, before grpc is imported.
 
 # This must be set before torch is imported. At the start on a GPU, torch would warn of experimental settings that we
 # use on purpose. Errors are still shown.

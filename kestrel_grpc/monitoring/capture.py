@@ -30,12 +30,12 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2, vision_service_pb2
+from kestrel_client.images.request_images import request_images
 from kestrel_engine import EngineInfo, clock
 
 from .. import __version__
 from ..edge.calls.call import Call
 from ..edge.failures.errors import CaptureError
-from ..edge.messages.image_fields import request_images
 from ..edge.messages.request_options import request_options
 from ..images.upload import ReceivedParts
 from ..served_model import ServedModels

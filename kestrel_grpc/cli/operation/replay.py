@@ -1,228 +1,43 @@
-"""``replay``: repeats a captured request, with a server or in this process.
-
-A request that samples without its own seed may give another result. The deadline is not captured; --timeout sets it.
-"""
+"""``replay``: repeats a captured request, with a server or in this process."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import grpc
-from google.protobuf import json_format, message_factory
-from google.protobuf.message import Message
 
-from kestrel_client._pb.kestrel.v1 import image_service_pb2, vision_service_pb2
-from kestrel_client.commands.connection import CallMetadata, add_connection_flags, open_channel
-from kestrel_client.commands.parser import EXIT_FAILED, CommandError
-from kestrel_client.errors import from_rpc_error
+from kestrel_client.commands.operation import replay
+from kestrel_client.commands.parser import CommandError
 
-from ...edge.messages.image_fields import request_images
 from ...edge.messages.request_options import request_options
 
-if TYPE_CHECKING:
-    from google.protobuf.descriptor import MethodDescriptor
-
-_FORMAT = 1
-_CHUNK_BYTES = 1024 * 1024
-_SERVICES = (vision_service_pb2.DESCRIPTOR, image_service_pb2.DESCRIPTOR)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Captured:
-    """The contents of a file.
-
-    ``request`` is a message, or the list of the messages of a method that takes a stream. ``left_out`` holds the facts
-    about the images that the file does not hold.
-    """
-
-    method: MethodDescriptor
-    request: Any
-    code: str
-    model: str | None
-    left_out: list[dict[str, Any]]
-
-    @property
-    def path(self) -> str:
-        """The method's name in gRPC."""
-        return f"/{self.method.containing_service.full_name}/{self.method.name}"
-
-
-ESSENTIAL = ("--server", "--model", "--weights", "--device", "--config")
+ESSENTIAL = ("--image", "--in-process", "--server", "--model", "--weights", "--device", "--config")
+_UNBOUNDED = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     from ...settings.configuration import add_config_flag
     from ...settings.model import add_model_flags
 
-    parser.epilog = (
-        "'kestrel-grpc admin capture start' writes such files. Prints the new result as JSON.\n"
-        "Exits with 1 if the request fails."
-    )
-    parser.add_argument("file", metavar="FILE", help="a captured request")
-    parser.add_argument(
-        "--image",
-        action="append",
-        metavar="FILE",
-        help="the image, if the capture does not hold it; of several, each in the order of the prompt",
-    )
+    replay.add_arguments(parser, command)
     parser.add_argument(
         "--in-process",
         action="store_true",
         help="load the model here instead of calling a server, with the model flags of serve",
     )
-    add_connection_flags(parser)
     add_config_flag(parser)
     add_model_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    captured = read_captured(args.file)
-    _set_images(captured, args.image or [])
-    print(f"{captured.path.removeprefix('/')}, captured with {captured.code}", flush=True)
-    if args.in_process:
-        return asyncio.run(_in_process(args, captured))
-    with open_channel(args) as (channel, metadata):
-        return _call(channel, metadata, captured, args.timeout)
+    if not args.in_process:
+        return replay.run(args)
+    return asyncio.run(_in_process(args, replay.read_captured(args)))
 
 
-def read_captured(path: str) -> Captured:
-    """Reads a captured request. Raises CommandError."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"cannot read {path!r}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise CommandError(f"{path!r} is not a captured request: it is not text") from None
-    try:
-        fields = json.loads(text)
-        if fields["kestrel_capture"] != _FORMAT:
-            raise ValueError("another version has written it")
-        service, _, name = str(fields["method"]).rpartition("/")
-        method = _methods().get((service, name))
-        if method is None:
-            raise ValueError(f"there is no method {fields['method']!r}")
-        make = message_factory.GetMessageClass(method.input_type)
-        request: Any
-        if method.client_streaming:
-            request = [json_format.ParseDict(message, make()) for message in fields["request"]]
-        else:
-            request = json_format.ParseDict(fields["request"], make())
-        left_out = fields["images_left_out"]
-        if not isinstance(left_out, list) or not all(isinstance(each, dict) for each in left_out):
-            raise ValueError("images_left_out must be a list of objects")
-        return Captured(method, request, fields["code"], fields["model"], left_out)
-    except KeyError as error:
-        raise CommandError(f"{path!r} is not a captured request: it has no {error}") from None
-    except (TypeError, ValueError, RecursionError, json_format.ParseError) as error:
-        why = " ".join(str(error).split())
-        raise CommandError(f"{path!r} is not a captured request: {why}") from None
-
-
-def _methods() -> dict[tuple[str, str], MethodDescriptor]:
-    return {
-        (service.full_name, method.name): method
-        for file in _SERVICES
-        for service in file.services_by_name.values()
-        for method in service.methods
-    }
-
-
-def _set_images(captured: Captured, paths: Sequence[str]) -> None:
-    """Puts the images of the files ``paths`` in the place of those that were left out. Raises CommandError."""
-    left_out = captured.left_out
-    if len(paths) < len(left_out):
-        facts = left_out[len(paths)]
-        about = (
-            f", of {facts['bytes']} bytes, SHA-256 {facts['sha256']}" if "bytes" in facts else ""
-        )
-        what = "the image" if len(left_out) == 1 else f"image {len(paths) + 1} of {len(left_out)}"
-        raise CommandError(f"the capture does not hold {what}{about}: give it with --image")
-    if len(paths) > max(1, len(left_out)):
-        raise CommandError(f"--image is given {len(paths)} times for {len(left_out)} images")
-    if not paths:
-        return
-    data = [_read(path) for path in paths]
-    if captured.method.input_type is image_service_pb2.UploadImageRequest.DESCRIPTOR:
-        _set_upload(captured.request, data[0])
-        return
-    request = captured.request[-1] if isinstance(captured.request, list) else captured.request
-    images = request_images(request)
-    empty = [image for image in images if image.WhichOneof("source") is None] or images[:1]
-    if not empty:
-        empty = [_new_image(request, captured.path.removeprefix("/"))]
-    for image, each in zip(empty, data, strict=True):
-        image.encoded = each
-
-
-def _new_image(request: Any, method: str) -> Any:
-    """The image of a request that has none. Raises CommandError."""
-    names = request.DESCRIPTOR.fields_by_name
-    if "images" in names:
-        return request.images.add()
-    if "image" not in names:
-        raise CommandError(f"{method} takes no image")
-    return request.image
-
-
-def _set_upload(messages: list[Any], data: bytes) -> None:
-    # The captured size and hash belong to another image.
-    upload = image_service_pb2.UploadImageRequest
-    begin = upload(info=image_service_pb2.UploadInfo())
-    starts = range(0, len(data), _CHUNK_BYTES)
-    messages[:] = [begin, *(upload(chunk=data[start : start + _CHUNK_BYTES]) for start in starts)]
-
-
-def _read(path: str) -> bytes:
-    """Raises CommandError."""
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise CommandError(f"cannot read {path!r}: {error.strerror}") from None
-
-
-def _call(channel: grpc.Channel, metadata: CallMetadata, captured: Captured, timeout: float) -> int:
-    response = message_factory.GetMessageClass(captured.method.output_type)
-    takes, gives = captured.method.client_streaming, captured.method.server_streaming
-    make: Callable[..., Any] = {
-        (False, False): channel.unary_unary,
-        (False, True): channel.unary_stream,
-        (True, False): channel.stream_unary,
-        (True, True): channel.stream_stream,
-    }[takes, gives]
-    call = make(
-        captured.path,
-        request_serializer=message_factory.GetMessageClass(
-            captured.method.input_type
-        ).SerializeToString,
-        response_deserializer=response.FromString,
-    )
-    sent = captured.request
-    if takes:
-        sent = iter(sent)
-    try:
-        answered: Any = call(sent, metadata=metadata, timeout=timeout)
-        for message in answered if captured.method.server_streaming else (answered,):
-            _print(message)
-    except grpc.RpcError as error:
-        print(f"failed again: {from_rpc_error(error)} [{error.code().name}]", flush=True)
-        return EXIT_FAILED
-    print("OK", flush=True)
-    return 0
-
-
-def _print(message: Message) -> None:
-    fields = json_format.MessageToDict(message, preserving_proto_field_name=True)
-    print(json.dumps(fields, ensure_ascii=False), flush=True)
-
-
-async def _in_process(args: argparse.Namespace, captured: Captured) -> int:
+async def _in_process(args: argparse.Namespace, captured: replay.Captured) -> int:
     """Runs the request with a server in this process, on a private unix socket. Returns the exit status."""
     from kestrel_engine import ConfigError, InferenceEngine, KestrelError
 
@@ -255,9 +70,6 @@ async def _in_process(args: argparse.Namespace, captured: Captured) -> int:
             print(f"captured from {captured.model}, repeated with {engine.info.model}")
         try:
             with grpc.insecure_channel(address, _UNBOUNDED) as channel:
-                return await asyncio.to_thread(_call, channel, (), captured, args.timeout)
+                return await asyncio.to_thread(replay.call, channel, (), captured, args.timeout)
         finally:
             await server.stop(grace_s=0)
-
-
-_UNBOUNDED = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))

@@ -46,6 +46,7 @@ COMMANDS = entries(
                 "operation.admin",
                 "manage a running server: drain, cancel, profile and more",
             ),
+            "replay": ("operation.replay", "repeat a captured request"),
             "completion": (
                 "completion",
                 "print a script that completes commands and flags in a shell",
