@@ -25,13 +25,13 @@ class ImageLimits:
     max_pixels: int = setting(
         100_000_000,
         REQUESTS,
-        "limit on the pixels of an image, width times height",
+        "limit on pixels of an image; progressive JPEG and interlaced PNG have 0.64 of it, WebP 0.4, AVIF and HEIC .24",
         kind="whole",
         flag="--max-image-pixels",
         metavar="N",
         low=1,
     )
-    """The largest common cameras have 100 megapixels."""
+    """The largest common cameras have 100 megapixels. preprocess/decoding/costs.py has the shares of formats."""
     max_aspect_ratio: float = setting(
         20.0,
         REQUESTS,
@@ -42,47 +42,6 @@ class ImageLimits:
         low=1,
     )
     """Beyond this ratio, the resize to crops makes objects too small to see."""
-    max_progressive_pixels: int = setting(
-        64_000_000,
-        REQUESTS,
-        "limit on the pixels of a progressive JPEG, whose decoder holds all coefficients in memory",
-        kind="whole",
-        metavar="N",
-        low=1,
-    )
-    max_interlaced_pixels: int = setting(
-        64_000_000,
-        REQUESTS,
-        "limit on the pixels of an interlaced PNG, which is decoded as a whole",
-        kind="whole",
-        metavar="N",
-        low=1,
-    )
-    max_webp_pixels: int = setting(
-        40_000_000,
-        REQUESTS,
-        "limit on the pixels of a WebP, which is decoded as a whole",
-        kind="whole",
-        metavar="N",
-        low=1,
-    )
-    max_avif_pixels: int = setting(
-        24_000_000,
-        REQUESTS,
-        "limit on the pixels of an AVIF, the most expensive format in time and memory",
-        kind="whole",
-        metavar="N",
-        low=1,
-    )
-    max_heic_pixels: int = setting(
-        24_000_000,
-        REQUESTS,
-        "limit on the pixels of a HEIC, which is as expensive as an AVIF",
-        kind="whole",
-        metavar="N",
-        low=1,
-    )
-    """The limit of a format is lower than ``max_pixels`` if its pixels cost more (preprocess/decoding/costs.py)."""
 
     def __post_init__(self) -> None:
         check_settings(self, "image_limits.")

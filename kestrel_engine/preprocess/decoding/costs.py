@@ -32,7 +32,7 @@ class Kind:
 
     ``bytes_per_pixel``: memory at the peak, as the kernel limits it, with 3 for the decoded pixels. ``ns_per_pixel``
     and ``ns_per_byte`` (of the encoded image): time of one processor until the crops are made; ``ns_per_scan``: for a
-    pixel in each scan. ``limit``: the field of ImageLimits that bounds its pixels.
+    pixel in each scan. ``share``: of the limit on pixels, for formats that are decoded as a whole or cost the most.
     """
 
     name: str
@@ -40,7 +40,12 @@ class Kind:
     ns_per_pixel: float
     ns_per_byte: float
     ns_per_scan: float = 0.0
-    limit: str = "max_pixels"
+    share: float = 1
+
+    def most_pixels(self, limits: ImageLimits) -> int:
+        """The limit on pixels. A lower limit than the default leaves formats their share of the default."""
+        most = max(limits.max_pixels, ImageLimits().max_pixels)
+        return min(limits.max_pixels, round(self.share * most))
 
 
 PIXELS = Kind("pixels", 6, 40, 0)
@@ -50,12 +55,12 @@ KINDS = {
     kind.name: kind
     for kind in (
         Kind("JPEG", 4.5, 35, 40),
-        Kind("progressive JPEG", 10.5, 60, 40, 0.5, "max_progressive_pixels"),
+        Kind("progressive JPEG", 10.5, 60, 40, 0.5, share=0.64),
         Kind("PNG", 4, 45, 10),
-        Kind("interlaced PNG", 7, 80, 10, 0, "max_interlaced_pixels"),
-        Kind("WebP", 20, 90, 100, 0, "max_webp_pixels"),
-        Kind("AVIF", 23, 90, 200, 0, "max_avif_pixels"),
-        Kind("HEIC", 23, 90, 200, 0, "max_heic_pixels"),
+        Kind("interlaced PNG", 7, 80, 10, share=0.64),
+        Kind("WebP", 20, 90, 100, share=0.4),
+        Kind("AVIF", 23, 90, 200, share=0.24),
+        Kind("HEIC", 23, 90, 200, share=0.24),
         Kind("GIF", 9, 50, 40),
         Kind("TIFF", 8, 50, 20),
         Kind("BMP", 8, 45, 2),
@@ -96,18 +101,17 @@ def cost_of(
 
 def check_pixels(kind: Kind, width: int, height: int, limits: ImageLimits) -> None:
     """Raises ImageTooLargeError if an image of ``width`` x ``height`` has more pixels than its format's limit."""
-    pixels = width * height
-    for field in dict.fromkeys((kind.limit, "max_pixels")):
-        limit: int = getattr(limits, field)
-        if pixels > limit:
-            whose = "" if field == "max_pixels" else f" for {kind.name}"
-            flag = settings_of(ImageLimits)[field].flag
-            raise ImageTooLargeError(
-                FIELD,
-                f"has {width}x{height} = {pixels} pixels, the limit{whose} is {limit} ({flag})",
-                value=pixels,
-                limit=limit,
-            )
+    pixels, limit = width * height, kind.most_pixels(limits)
+    if pixels > limit:
+        flag = settings_of(ImageLimits)["max_pixels"].flag
+        whose = "" if limit == limits.max_pixels else f" for {kind.name}"
+        part = f"{kind.share:g} of {flag}" if whose else flag
+        raise ImageTooLargeError(
+            FIELD,
+            f"has {width}x{height} = {pixels} pixels, the limit{whose} is {limit} ({part})",
+            value=pixels,
+            limit=limit,
+        )
 
 
 def check_size(width: int, height: int, limits: ImageLimits, kind: Kind) -> None:

@@ -22,6 +22,7 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_engine import ImageLimits, RuntimeConfig
+from kestrel_engine.preprocess.decoding.costs import KINDS
 from tests.abuse.process import ServerProcess
 from tests.engine.preprocess.decoding.measured_costs import jpeg_of_many_scans
 from tests.waiting import wait_until
@@ -51,14 +52,19 @@ def avif(image: pyvips.Image) -> bytes:
     return data
 
 
+def most(kind: str) -> int:
+    """The limit on the pixels of a format."""
+    return KINDS[kind].most_pixels(LIMITS)
+
+
 EXPENSIVE: dict[str, Callable[[], bytes]] = {
-    "flat AVIF": lambda: avif(flat(LIMITS.max_avif_pixels)),
+    "flat AVIF": lambda: avif(flat(most("AVIF"))),
     "noise AVIF": lambda: avif(noise(4_000_000)),
-    "JPEG of 99 scans": lambda: jpeg_of_many_scans(flat(LIMITS.max_progressive_pixels)),
-    "interlaced PNG": lambda: flat(LIMITS.max_interlaced_pixels).pngsave_buffer(
+    "JPEG of 99 scans": lambda: jpeg_of_many_scans(flat(most("progressive JPEG"))),
+    "interlaced PNG": lambda: flat(most("interlaced PNG")).pngsave_buffer(
         compression=1, interlace=True
     ),
-    "WebP": lambda: flat(LIMITS.max_webp_pixels).webpsave_buffer(effort=0),
+    "WebP": lambda: flat(most("WebP")).webpsave_buffer(effort=0),
 }
 
 
@@ -168,30 +174,6 @@ def test_small_images_do_not_wait_for_expensive_ones(server, smalls, name):
     assert set(codes) <= {"OK", "UNAVAILABLE", "RESOURCE_EXHAUSTED"}, set(codes)
     assert overtaken > CALLS / 2
     assert peak.bytes - before <= documented_bytes()
-
-
-@pytest.mark.parametrize(
-    ("image", "field", "flag"),
-    [
-        (avif, "max_avif_pixels", "--max-avif-pixels"),
-        (lambda image: image.webpsave_buffer(effort=0), "max_webp_pixels", "--max-webp-pixels"),
-    ],
-    ids=["AVIF", "WebP"],
-)
-def test_an_expensive_format_has_a_limit_of_its_own(tmp_path, image, field, flag):
-    """A few hundred bytes of AVIF that would take much memory are refused from the header."""
-    assert getattr(LIMITS, field) < LIMITS.max_pixels
-    side = 100
-    with (
-        ServerProcess(tmp_path, flag, f"{side**2 - 1}") as server,
-        grpc.insecure_channel(server.address) as channel,
-    ):
-        request = pb.CaptionRequest(image=common_pb2.Image(encoded=image(flat(side**2))))
-        with pytest.raises(grpc.RpcError) as caught:
-            VisionServiceStub(channel).Caption(request, timeout=60)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
-    details = caught.value.details()  # type: ignore[attr-defined]
-    assert re.search(rf"{side**2} pixels, the limit for \w+ is {side**2 - 1} \({flag}\)", details)
 
 
 def test_a_killed_server_leaves_no_decoder_behind(server):

@@ -21,6 +21,7 @@ from kestrel_engine.errors import (
     InvalidRequest,
     UnsupportedImageError,
 )
+from kestrel_engine.preprocess.decoding.costs import KINDS, check_pixels
 from kestrel_engine.preprocess.decoding.images import FORMATS, open_image
 
 LIMITS = ImageLimits()
@@ -239,6 +240,19 @@ def test_limits_are_inclusive():
         ImageTooLargeError, match=f"has {len(TAKEN['png']) + 1} bytes, the limit is"
     ):
         open_image(TAKEN["png"] + b"x", limits)
+
+
+def test_an_expensive_format_has_a_share_of_the_limit():
+    most = {name: KINDS[name].most_pixels(LIMITS) for name in ("JPEG", "WebP", "AVIF", "HEIC")}
+    assert most == {"JPEG": 100_000_000, "WebP": 40_000_000, "AVIF": 24_000_000, "HEIC": 24_000_000}
+    raised, lowered = ImageLimits(max_pixels=200_000_000), ImageLimits(max_pixels=30_000_000)
+    assert KINDS["AVIF"].most_pixels(raised) == 48_000_000
+    assert KINDS["AVIF"].most_pixels(lowered) == 24_000_000
+    assert KINDS["WebP"].most_pixels(lowered) == 30_000_000
+    check_pixels(KINDS["AVIF"], 6000, 4000, LIMITS)
+    told = r"24006000 pixels, the limit for AVIF is 24000000 \(0.24 of --max-image-pixels\)"
+    with pytest.raises(ImageTooLargeError, match=told):
+        check_pixels(KINDS["AVIF"], 6000, 4001, LIMITS)
 
 
 def test_limits_are_settings():
