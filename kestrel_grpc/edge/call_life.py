@@ -27,7 +27,7 @@ from .calls.call_watcher import CallWatcher
 from .calls.current_call import current
 from .calls.in_flight import InFlight
 from .failures.endings import delay_refusal, forget_frames, note
-from .messages.request_options import check_priority, options_of, take_id
+from .messages.request_options import take_options
 
 _UNCOUNTED = contextlib.nullcontext()
 
@@ -140,7 +140,5 @@ class CallLife:
         """Takes from a request its id and its priority. Raises InvalidRequest, ScopeMissing."""
         if not isinstance(request, AsyncIterator):
             call.message = request
-        options = options_of(call.message)
-        take_id(call, options)
+        take_options(call)
         self.watcher.on_message(call)
-        check_priority(options, call.principal)

@@ -10,12 +10,15 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
+
+import orjson
 
 from kestrel_engine import DeadlineExceeded
 
 from ..edge.call_life import CallLife
 from ..edge.calls.call import Call, Context
+from ..edge.calls.current_call import current_call
 from ..edge.failures.errors import SlowReader
 from ..security.admission.message_limits import COPIES
 from ..security.admission.message_room import Hold
@@ -23,9 +26,8 @@ from .body import BODY_COPIES, Bodies, content_length
 from .context import HttpContext, Receive, Scope, Send
 from .fetching import Addresses, ImageFetcher
 from .fields import Fields, json_fields
-from .forms import JSON, SSE, Form
+from .forms import JSON, SSE, Form, Whole
 from .refusals import Rename
-from .response import ResponseWriter
 
 _INLINE_BYTES = 256 * 1024
 """A thread parses a larger body, because parsing would occupy the event loop for milliseconds."""
@@ -76,44 +78,44 @@ class HttpEdge:
 
     async def handle(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
-        writer = ResponseWriter(send, self.life.guard.limits.write_s, endpoint.form)
-        context = HttpContext(scope, writer.write, endpoint.timeout_s(scope))
-        call = self.life.begin(
-            endpoint.method, cast(Context, context), caps_max_tokens=endpoint.caps_max_tokens
-        )
-        exchange = _Exchange(self, endpoint, scope, receive, writer)
+        exchange = _Exchange(self, endpoint, scope, receive, send)
+        context: Any = HttpContext(scope, exchange.write, endpoint.timeout_s(scope))
+        call = self.life.begin(endpoint.method, context, caps_max_tokens=endpoint.caps_max_tokens)
         # The client has disconnected or does not read, or the server stops. uvicorn would log an exception.
         with contextlib.suppress(SlowReader, asyncio.CancelledError):
             await self.life.run(call, exchange, self.life.enter)
 
 
 class _Exchange:
-    """One request and its response: the transport of its call."""
+    """One request and its response: the transport of its call. A write that the client does not read within the limit
+    raises SlowReader."""
 
     def __init__(
-        self,
-        edge: HttpEdge,
-        endpoint: Endpoint,
-        scope: Scope,
-        receive: Receive,
-        writer: ResponseWriter,
+        self, edge: HttpEdge, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
     ) -> None:
         self._edge, self._endpoint, self._scope = edge, endpoint, scope
-        self._receive, self._writer = receive, writer
+        self._receive, self._send = receive, send
         self._service_call: ServiceCall | None = None
+        """Between ``read`` and ``answer``, because a refused call holds no request."""
+        self._events: Callable[[Any], Iterable[bytes]] | None = None
+        self._rename: Rename = lambda path: path
+        """Until the request is read, errors have the client's names of fields."""
+        self._has_read_all = False
+        """Whether the request's body was read to its end. Otherwise the connection can't be used again."""
+        self._has_begun = False
 
     async def read(self, call: Call, hold: Hold) -> Any:
-        endpoint, scope, writer = self._endpoint, self._scope, self._writer
+        endpoint, scope = self._endpoint, self._scope
         body = bytearray()
         if endpoint.takes_body:
             body = await self._edge.bodies.read(endpoint.types, scope, self._receive, hold)
-        writer.has_read_all = endpoint.takes_body or not content_length(scope["headers"])
+        self._has_read_all = endpoint.takes_body or not content_length(scope["headers"])
         self._service_call = service_call = await self._parse(body, hold)
         del body
         if endpoint.takes_body:
             hold.settle(min(hold.num_bytes, endpoint.copies * _bytes_of(service_call.message)))
         call.streams = service_call.events is not None
-        writer.events, writer.rename = service_call.events, service_call.rename
+        self._events, self._rename = service_call.events, service_call.rename
         return service_call.message
 
     async def _parse(self, body: bytearray, hold: Hold) -> ServiceCall:
@@ -135,17 +137,67 @@ class _Exchange:
         return await _parsed(body, lambda: endpoint.read(json_fields(body, addresses)))
 
     async def answer(self, call: Call, request: Any) -> None:
-        service_call, context = self._service_call, call.context
+        (service_call, self._service_call), context = (self._service_call, None), call.context
         assert service_call is not None, "read() comes first"
         async with _cancelled_with(self._receive), _deadline(context.time_remaining()):
             response = await service_call.behaviour(request, context)
             if service_call.events is None:
-                await self._writer.answer(service_call.answer(response))
+                body = service_call.answer(response)
+                is_whole = isinstance(body, Whole)
+                await self._whole(200, body if is_whole else Whole(orjson.dumps(body), JSON))
             else:
-                await self._writer.end()
+                await self._stream(self._endpoint.form.ending)
+                await self._body(b"", has_more=False)
+
+    async def write(self, message: Any) -> None:
+        """Sends the events of one message of a stream."""
+        assert self._events is not None, "only streams write"
+        await self._stream(b"".join(self._events(message)))
 
     async def refuse(self, call: Call, error: Exception) -> None:
-        await self._writer.refuse(self._endpoint.form.told(error, call, self._writer.rename))
+        """Sends an error: as a response, or as the last part of a stream that has begun."""
+        told = self._endpoint.form.told(error, call, self._rename)
+        if not self._has_begun:
+            await self._whole(told.status, told.whole)
+            return
+        await self._stream(told.event)
+        await self._body(b"", has_more=False)
+
+    async def _whole(self, status: int, body: Whole) -> None:
+        kind = (b"content-type", body.content_type)
+        length = (b"content-length", str(len(body.data)).encode())
+        await self._begin(status, (kind, length, *body.headers))
+        await self._body(body.data, has_more=False)
+
+    async def _stream(self, data: bytes) -> None:
+        if not data:
+            return
+        if not self._has_begun:
+            kind = (b"content-type", self._endpoint.form.stream_type)
+            await self._begin(200, (kind, (b"cache-control", b"no-cache")))
+        await self._body(data, has_more=True)
+
+    async def _begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        self._has_begun = True
+        ids = [(key.encode(), value.encode()) for key, value in current_call().ids]
+        close = () if self._has_read_all else ((b"connection", b"close"),)
+        head = {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [*headers, *ids, *close],
+        }
+        await self._put(head)
+
+    async def _body(self, data: bytes, *, has_more: bool) -> None:
+        await self._put({"type": "http.response.body", "body": data, "more_body": has_more})
+
+    async def _put(self, message: dict[str, Any]) -> None:
+        limit_s = self._edge.life.guard.limits.write_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._send(message)
+        except TimeoutError:
+            raise SlowReader(f"the client read nothing of its response for {limit_s:g} s") from None
 
 
 async def _parsed(body: bytearray, parse: Callable[[], _Parsed]) -> _Parsed:

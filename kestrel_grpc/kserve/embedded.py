@@ -14,8 +14,8 @@ from kestrel_engine import InferenceEngine, RuntimeConfig
 
 from ..edge.calls.call import Call, Context, new_id
 from ..edge.calls.current_call import current
-from ..edge.calls.request_ids import own_id
 from ..edge.failures.statuses import complaint
+from ..edge.messages.request_options import own_id
 from ..images.request_images import RequestImages
 from ..images.store import ImageStore
 from ..monitoring.call_statistics import CallStatistics

@@ -14,9 +14,8 @@ from kestrel_client._pb.kestrel.v1 import admin_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceServicer
 from kestrel_engine import InvalidRequest, clock
 
-from ..edge.calls.call import Context
+from ..edge.calls.call import Context, valid_request_id
 from ..edge.calls.current_call import current_call
-from ..edge.calls.request_ids import valid_request_id
 from ..images.store import ImageStore
 from ..model_changes import Loading, ModelChanges
 from ..monitoring.call_statistics import CallStatistics, MethodCounts

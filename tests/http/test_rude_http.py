@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import gzip
 import json
 
 import pytest
 
+from kestrel_engine import EngineOverloaded
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.http import listener
+from kestrel_grpc.http.edge import ServiceCall
 from kestrel_grpc.security.connections import connection_guard
+from kestrel_grpc.services.vision import VisionService
 from kestrel_grpc.settings.http import HttpConfig
 from kestrel_grpc.settings.security import CallLimits, ConnectionLimits, SecurityConfig
 from tests.engine.fakes import never_ends
@@ -260,3 +264,20 @@ async def test_a_body_of_unknown_length_is_read_where_messages_get_little_memory
 
     response = await client.post("/v1/query", content=parts(), headers=JSON)
     assert response.status_code == 200, response.text
+
+
+async def test_a_call_whose_refusal_is_delayed_holds_no_request(http, monkeypatch):
+    served, client = await http()
+    kept = []
+
+    async def full(self, request, kind, sender=None):
+        raise EngineOverloaded("full")
+
+    async def delay(who, left_s):
+        requests = [each for each in gc.get_objects() if isinstance(each, ServiceCall)]
+        kept.append((len(requests), served.server.guard.held_bytes))
+
+    monkeypatch.setattr(VisionService, "_answer", full)
+    monkeypatch.setattr(served.server.guard.refusals, "delay", delay)
+    response = await client.post("/v1/query", json={"question": "why?"}, headers=JSON)
+    assert (response.status_code, kept) == (429, [(0, 0)])

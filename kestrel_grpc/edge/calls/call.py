@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -14,7 +15,6 @@ from kestrel_engine import EngineResult, clock
 
 from ...security.connections.connection_guard import ConnectionUse
 from ...security.identity.principal import ANONYMOUS, Principal
-from .request_ids import valid_request_id
 
 REQUEST_ID_KEY = "x-request-id"
 TRACE_ID_KEY = "x-trace-id"
@@ -23,6 +23,7 @@ UNKNOWN_METHOD = "_OTHER"
 FRAME_OUTCOMES = ("answered", "repeated", "overview", "dropped", "failed")
 """What may become of a frame. "repeated": it has the results of an equal one. "overview": it was answered with its
 overview only."""
+_VALID_ID = re.compile(r"[!-~]{1,128}")
 _FOREVER_S = 10 * 365 * 86_400.0
 """grpc reports a deadline beyond this if there is none."""
 _DEADLINE_LAG_S = 0.05
@@ -131,6 +132,11 @@ def new_id() -> str:
 
 _random: list[bytes] = []
 os.register_at_fork(after_in_child=_random.clear)
+
+
+def valid_request_id(text: str) -> bool:
+    """Whether logs can hold an id that a caller has chosen."""
+    return _VALID_ID.fullmatch(text) is not None
 
 
 def id_from_metadata(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:

@@ -6,10 +6,10 @@ import functools
 from typing import Any
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_engine import InvalidRequest
 
 from ...security.identity.principal import Principal, Scope
-from ..calls.call import Call
-from ..calls.request_ids import id_from_options, own_id
+from ..calls.call import Call, valid_request_id
 
 
 def options_of(request: Any) -> common_pb2.RequestOptions | None:
@@ -27,15 +27,32 @@ def request_options(request: Any) -> Any:
     return request.options if "options" in names else None
 
 
-def take_id(call: Call, options: common_pb2.RequestOptions | None) -> None:
-    """Gives the call the id that its message chooses, if it chooses one. Raises InvalidRequest."""
-    chosen = own_id(call.message) if options is None else id_from_options(options)
-    call.request_id = chosen or call.request_id
+def take_options(call: Call) -> None:
+    """Gives the call the id that its message chooses, if it chooses one, and checks the priority that it asks for.
+    Raises InvalidRequest, ScopeMissing."""
+    options = options_of(call.message)
+    if options is None:
+        call.request_id = own_id(call.message) or call.request_id
+        return
+    if options.HasField("request_id"):
+        if not valid_request_id(options.request_id):
+            raise InvalidRequest(
+                ("options", "request_id"), "must be 1 to 128 visible ASCII characters (! to ~)"
+            )
+        call.request_id = options.request_id
+    check_priority(options, call.principal)
 
 
-def check_priority(options: common_pb2.RequestOptions | None, principal: Principal) -> None:
+def own_id(request: Any) -> str | None:
+    """The id in a request of the Open Inference Protocol, if it is one that logs can hold; otherwise None."""
+    kind: Any = type(request)
+    is_own = _has(kind, "id") and valid_request_id(request.id)
+    return request.id if is_own else None
+
+
+def check_priority(options: common_pb2.RequestOptions, principal: Principal) -> None:
     """Raises ScopeMissing."""
-    if options is not None and options.priority == common_pb2.PRIORITY_HIGH:
+    if options.priority == common_pb2.PRIORITY_HIGH:
         principal.check(Scope.HIGH)
 
 

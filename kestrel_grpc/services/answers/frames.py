@@ -12,17 +12,17 @@ from typing import Any
 
 import grpc
 
-from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import InvalidRequest, clock
 
 from ...edge.calls.call import Metadata
 from ...edge.calls.current_call import current_call
 from ...edge.failures.statuses import Complaint
+from ...edge.messages.request_options import check_priority
 from ...edge.request_streams import StreamKind
 from ...images.request_images import RequestImages
 from ...security.admission.message_limits import COPIES
-from ...security.identity.principal import Principal, Scope
+from ...security.identity.principal import Principal
 from ...served_model import ServedModels
 from ..messages.images import images_of
 from ..messages.options import CallOptions, call_options
@@ -256,8 +256,7 @@ def _checked(message: pb.StreamFramesRequest, principal: Principal) -> _Config:
     has_budget = config.HasField("latency_budget_ms")
     if overview and not has_budget:
         raise InvalidRequest(("config", "late"), "needs latency_budget_ms")
-    if config.options.priority == common_pb2.PRIORITY_HIGH:
-        principal.check(Scope.HIGH)
+    check_priority(config.options, principal)
     return _Config(
         tasks=tasks,
         options=options,
