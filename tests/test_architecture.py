@@ -79,6 +79,15 @@ def test_what_other_programs_load_uses_the_sdk_only():
     assert not used & {"kestrel_engine", "kestrel_grpc", "training", "tests"}
 
 
+def test_the_engines_tests_know_no_other_room_of_tests():
+    files = [p for room in ("engine", "kernels") for p in (ROOT / "tests" / room).rglob("*.py")]
+    used = {module for path in files for module, _ in imports(path) if module.startswith("tests.")}
+    rooms = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
+    others = rooms - {"engine", "kernels", "forking"}
+    assert len(files) > 150
+    assert [module for module in sorted(used) if module.split(".")[1] in others] == []
+
+
 def test_every_public_name_exists():
     for public in kestrel_engine.__all__:
         assert getattr(kestrel_engine, public) is not None

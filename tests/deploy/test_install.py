@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.code_blocks import code_blocks
 from tests.deploy.machine import machine
 from tests.deploy.test_manifests import DEPLOY, settled
 from tests.deploy.test_wheels import ROOT, checkout
-from tests.docs.code_blocks import code_blocks
 
 PAGE = ROOT / "docs/run/install.md"
 UNIT = (DEPLOY / "systemd/kestrel-grpc.service").read_text()

@@ -16,7 +16,7 @@ import tomllib
 import pytest
 
 from kestrel_grpc.cli.program import COMMANDS, main, whole_parser
-from tests.docs.code_blocks import PAGES, ROOT, Block, code_blocks
+from tests.code_blocks import PAGES, ROOT, Block, code_blocks
 from tests.forking.process import ForkedProcess
 
 BLOCKS = [block for page in PAGES for block in code_blocks(page)]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.docs.code_blocks import ROOT
+from tests.code_blocks import ROOT
 from tests.environments import python_with
 from tests.tools.conftest import server
 

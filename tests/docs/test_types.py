@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.code_blocks import PAGES, ROOT, Block, code_blocks
+from tests.code_blocks import PAGES, ROOT, Block, code_blocks
 from tests.environments import python_with
 
 BLOCKS = [block for page in PAGES for block in code_blocks(page)]

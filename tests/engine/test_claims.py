@@ -18,9 +18,12 @@ from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.runtime.gpu.memory import GIB
 from kestrel_engine.runtime.host_pages import untouched_bytes
 from kestrel_engine.types.model_config import parse_model_config
-from tests.service.conftest import LIMITS
+from kestrel_engine.types.step import RuntimeLimits
 
 CARD = torch.device("cuda:0")
+LIMITS = RuntimeLimits(
+    num_pages=200, page_size=2, max_batch_size=3, max_seq_length=300, vocab_size=400
+)
 MD2 = parse_model_config({}, family="moondream2")
 WEIGHTS = 4 * GIB
 PAGE_BYTES = 2 * 24 * 10 * 2048 * 2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.code_blocks import ROOT
+from tests.code_blocks import ROOT
 from tests.http.real_clients.test_real_clients import IMAGE, KEY, endpoint
 
 __all__ = ["endpoint"]

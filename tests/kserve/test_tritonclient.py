@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kestrel_client._pb.inference import grpc_service_pb2 as pb
-from tests.docs.code_blocks import ROOT, code_blocks
+from tests.code_blocks import ROOT, code_blocks
 from tests.environments import python_with
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.docs.code_blocks import ROOT
+from tests.code_blocks import ROOT
 from tests.forking.process import ForkedProcess
 from tests.service.command_line import environment
 

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from kestrel_client import InvalidArgumentError, KestrelClient
-from tests.docs.code_blocks import ROOT
+from tests.code_blocks import ROOT
 
 IMAGE = ROOT / "clients/python/kestrel_client/commands/demo.jpg"
 

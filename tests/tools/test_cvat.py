@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kestrel_client import KestrelClient
-from tests.docs.code_blocks import ROOT
+from tests.code_blocks import ROOT
 from tests.environments import python_with
 
 pytestmark = pytest.mark.slow

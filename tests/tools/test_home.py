@@ -16,7 +16,7 @@ import httpx2
 import pytest
 import yaml
 
-from tests.docs.code_blocks import ROOT
+from tests.code_blocks import ROOT
 from tests.environments import python_named
 from tests.forking.process import ForkedProcess
 from tests.service.command_line import environment

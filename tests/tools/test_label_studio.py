@@ -23,7 +23,7 @@ from clients.tools.label_studio_kestrel.images import TaskImages, origin
 from clients.tools.label_studio_kestrel.labelling import RequestRefused, read_controls
 from clients.tools.label_studio_kestrel.predictions import Predictor
 from kestrel_client import KestrelClient
-from tests.docs.code_blocks import ROOT
+from tests.code_blocks import ROOT
 from tests.forking.process import ForkedProcess
 from tests.service.command_line import environment
 

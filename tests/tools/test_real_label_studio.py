@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.docs.code_blocks import ROOT
+from tests.code_blocks import ROOT
 from tests.environments import python_named
 from tests.tools.test_label_studio import CONFIG, bridge
 

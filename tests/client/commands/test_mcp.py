@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.docs.code_blocks import ROOT
+from tests.code_blocks import ROOT
 from tests.waiting import until
 
 # Its import takes a second, which every process that collects tests would spend.

@@ -11,7 +11,7 @@ import pytest
 from kestrel_engine import ConfigError
 from kestrel_engine.teaching import read_folder
 from kestrel_engine.teaching.data.examples import Answered, Boxed, Pointed
-from tests.docs.code_blocks import ROOT, code_blocks
+from tests.code_blocks import ROOT, code_blocks
 
 
 def folder_of(tmp_path: Path, *lines: Any, images: tuple[str, ...] = ("a.png",)) -> Path:

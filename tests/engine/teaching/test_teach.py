@@ -1,16 +1,15 @@
-"""The whole command on the bundled model: an adapter is taught, measured, published and served."""
+"""What an adapter is taught from: images, replay and examples; how a training ends and what it leaves."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from pathlib import Path
 
 import pytest
 import torch
 
-from kestrel_engine import ConfigError, ImageLimits, InferenceEngine, RuntimeConfig
+from kestrel_engine import ConfigError, ImageLimits, RuntimeConfig
 from kestrel_engine.models.vision import num_distinct
 from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.decoding.images import open_image
@@ -33,62 +32,9 @@ from kestrel_engine.teaching.replay import (
 from kestrel_engine.teaching.teacher import DESCRIPTION_WEIGHT, _context, _written
 from kestrel_engine.types.events import EngineResult
 from tests.engine.models import small
-from tests.service.command_line import here
+from tests.engine.teaching.labelled_images import data
 
-SIDE = 120
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    """Four images with a question each, and a folder of adapters."""
-    pyvips = pytest.importorskip("pyvips")
-    folder = tmp_path / "data"
-    folder.mkdir()
-    (tmp_path / "adapters").mkdir()
-    lines = []
-    for index in range(4):
-        image = pyvips.Image.black(SIDE, SIDE, bands=3).linear(
-            1, [40 * index, 90, 200 - 40 * index]
-        )
-        image.cast("uchar").copy(interpretation="srgb").write_to_file(str(folder / f"{index}.png"))
-        lines.append({"image": f"{index}.png", "question": "Who made it?", "answer": "Ada"})
-        lines.append({"image": f"{index}.png", "object": "wall", "boxes": [[0, 0, 1, 1]]})
-    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
-
-
-async def answer(config: RuntimeConfig, image: Path) -> object:
-    async with await InferenceEngine.create(config) as engine:
-        settings = {"temperature": 0.0, "adapter": "ada"}
-        result = await engine.query(image, "Who made it?", settings=settings)
-        return result.output["answer"]
-
-
-@pytest.mark.slow
-def test_an_adapter_is_taught_published_and_served(data: Path) -> None:
-    adapters = data.parent / "adapters"
-    given = ["--adapter", "ada", "--data", data, "--adapters-dir", adapters, "--device", "cpu"]
-    given += ["--epochs", 12, "--rows", 3, "--lr", 0.003, "--patience", 12, "--replay", 0.1]
-    done = here("train", *given, "--json", "--layers", "all")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    answers = report["scores"]["answers"]
-    assert (
-        answers["before"]["right"] == 0
-        and answers["after"]["right"] == answers["after"]["examples"]
-    )
-    assert report["images"] == 4 and report["held_out_images"] == 1 and report["replayed_examples"]
-    assert report["training"]["best_loss"] < 0.5 * report["training"]["first_loss"]
-    assert "training: " in done.stderr
-    assert sorted(file.name for file in adapters.iterdir()) == [
-        "ada.report.json",
-        "ada.safetensors",
-    ]
-    assert json.loads((adapters / "ada.report.json").read_text()) == report
-    config = RuntimeConfig(device="cpu", cpu_threads=1, adapters_dir=adapters)
-    assert asyncio.run(answer(config, data / "2.png")) == "Ada"
-    again = here("train", *given)
-    assert again.returncode == 2 and "set --overwrite" in again.stderr
+__all__ = ["data"]
 
 
 @pytest.mark.slow
@@ -165,27 +111,6 @@ def test_an_adapter_of_images_changes_kept_images_as_it_changes_served_ones(
             served = model.vision.embed(features, image.tiling, adapter)
         torch.testing.assert_close(embedding, served)
         assert not torch.allclose(served, plain.of([path])[0], atol=1e-2)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--adapter", "../ada"], "--adapter=../ada: '../ada' is not the name of an adapter"),
-        (["--rank", "0"], "--rank=0: must be a whole number from 1 to 128"),
-        (["--lr", "2"], "--lr=2.0: must be a number above 0, and at most 1"),
-        (["--minutes", "0"], "--minutes=0.0: must be a number above 0"),
-        (["--validation", "0.9"], "--validation=0.9: must be a number from 0 to 0.5"),
-        (["--vary", "0.9"], "--vary=0.9: must be a number from 0 to 0.5"),
-        (["--mirror"], "--mirror=True: needs views; set --vary above 0"),
-        (["--leave-out", "1"], "--leave-out=1.0: must be a number from 0 to 0.9"),
-        (["--adapters-dir", "none"], "--adapters-dir=none: is not a folder"),
-        (["--data", "none"], "--data=none: is not a folder"),
-    ],
-)
-def test_a_wrong_flag_is_named(data: Path, flags: list[str], message: str) -> None:
-    given = ["--adapter", "ada", "--data", data, "--adapters-dir", data.parent / "adapters"]
-    done = here("train", *given, *flags)
-    assert done.returncode == 2 and message in done.stderr, done.stderr
 
 
 async def test_what_is_there_is_not_replaced_and_errors_leave_nothing(data: Path) -> None:

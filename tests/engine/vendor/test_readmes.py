@@ -26,7 +26,7 @@ from kestrel_engine.checkpoint.catalog import BUNDLED, KNOWN, STARMIE
 from kestrel_engine.checkpoint.hub import Hub
 from kestrel_engine.config import adapters
 from kestrel_engine.moondream import config as moondream_config
-from tests.docs.code_blocks import code_blocks
+from tests.code_blocks import code_blocks
 from tests.engine.adapters.random_adapters import random_tensors
 from tests.hub_stand import Stand, stand
 from tests.tuning_stand import KEY, TuningStand, tuning

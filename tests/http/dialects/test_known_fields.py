@@ -11,7 +11,7 @@ from kestrel_engine import InvalidRequest
 from kestrel_grpc.http.dialects import known_fields
 from kestrel_grpc.http.fields import Fields
 from kestrel_grpc.http.known_fields import KnownFields
-from tests.docs.code_blocks import ROOT
+from tests.code_blocks import ROOT
 from tests.http.conftest import data_url
 
 IMAGE = data_url()

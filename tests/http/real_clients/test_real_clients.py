@@ -17,7 +17,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.docs.code_blocks import ROOT, code_blocks
+from tests.code_blocks import ROOT, code_blocks
 from tests.environments import python_with
 from tests.forking.process import ForkedProcess
 

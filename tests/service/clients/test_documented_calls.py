@@ -12,7 +12,7 @@ import pytest
 
 from kestrel_client._pb.kestrel.v1 import image_service_pb2
 from kestrel_grpc.service_names import SERVICES
-from tests.docs.code_blocks import PAGES, ROOT, code_blocks
+from tests.code_blocks import PAGES, ROOT, code_blocks
 from tests.service.conftest import raw_image
 
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

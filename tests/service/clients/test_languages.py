@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.code_blocks import ROOT
+from tests.code_blocks import ROOT
 from tests.forking.process import ForkedProcess
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from tests.docs.code_blocks import ROOT, code_blocks
+from tests.code_blocks import ROOT, code_blocks
 from tests.environments import python_with
 from tests.service.clients.test_languages import (
     DEBIAN_GO,

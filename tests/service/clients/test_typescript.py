@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from tests.abuse.processes.commanded_servers import CommandedServers
-from tests.docs.code_blocks import ROOT
+from tests.code_blocks import ROOT
 from tests.forking.process import ForkedProcess
 from tests.service.certificates import authority, server_pair
 from tests.service.clients.test_languages import IMAGE, require, shell

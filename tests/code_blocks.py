@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "clients/python/README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 
 
