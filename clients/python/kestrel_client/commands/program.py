@@ -8,7 +8,7 @@ from ..version import __version__
 from .parser import Program, entries
 
 COMMANDS = entries(
-    __package__,
+    "kestrel_client.commands",
     {
         "ask": {
             "query": ("requests.skills", "ask a question, about an image or without one"),

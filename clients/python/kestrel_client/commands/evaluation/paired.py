@@ -43,12 +43,12 @@ def differences(
     names = metrics_of(first, groups)
     images = list(dict.fromkeys(each.image for each in first))
     sides = [sums(side, names, images) for side in (first, second)]
-    several = len(images) > 1
-    if several:
+    drawn = None
+    if len(images) > 1:
         # Both sides have the same samples, because these have a seed.
-        drawn = [ratios(parts, wholes, samples(len(images))) for parts, wholes, _ in sides]
-        gaps = drawn[1] - drawn[0]
-        lows, highs = ends(gaps)
+        rates = [ratios(parts, wholes, samples(len(images))) for parts, wholes, _ in sides]
+        gaps = rates[1] - rates[0]
+        drawn = gaps, *ends(gaps)
     found = []
     for column, (group, metric) in enumerate(names):
         totals = [(p[:, column].sum(), w[:, column].sum()) for p, w, _ in sides]
@@ -56,7 +56,8 @@ def differences(
             continue
         values = [float(part / whole) for part, whole in totals]
         low, high, p = None, None, None
-        if several:
+        if drawn is not None:
+            gaps, lows, highs = drawn
             gap = gaps[:, column]
             gap = gap[~np.isnan(gap)]
             low, high = lows[column], highs[column]

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
                 else:
                     found[each.name] = result
             failed += attempt.failed
-    if found:
+    if args.save is not None and found:
         _save(Path(args.save), found)
     return EXIT_FAILED if failed else 0
 
