@@ -5,6 +5,7 @@ At the limit, a process cannot accept connections or read a renewed certificate.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 
@@ -22,7 +23,7 @@ _LOG_EVERY_S = 60.0
 
 
 class FileWatch:
-    """Call ``check`` every INTERVAL_S seconds. Only ``check`` changes ``is_crowded``."""
+    """Only ``check`` changes ``is_crowded``."""
 
     def __init__(
         self,
@@ -33,6 +34,13 @@ class FileWatch:
         self._logged_at = -float("inf")
         self.is_crowded = False
         """Whether the process is about to reach its limit on open files."""
+
+    async def follow(self, changed: Callable[[], None]) -> None:
+        """Checks until it is cancelled. ``changed``: called when ``is_crowded`` has changed."""
+        while True:
+            if self.check():
+                changed()
+            await asyncio.sleep(INTERVAL_S)
 
     def check(self) -> bool:
         """Updates ``is_crowded`` and returns whether it changed. Logs once a minute while it is true."""

@@ -60,9 +60,10 @@ from ..settings.server import ServerConfig
 from ..settings.telemetry import with_http
 from ..telemetry.edge_counts import EdgeCounts
 from ..telemetry.opening import Telemetry, open_telemetry
+from .file_watch import FileWatch
 from .grpc_ports import GrpcPorts
 from .grpc_services import GrpcServices
-from .upkeep import Upkeep
+from .heap import follow_heap
 
 if TYPE_CHECKING:
     from ..http.listener import HttpListener
@@ -107,10 +108,10 @@ class KestrelServer:
         self.telemetry: Telemetry | None = None
         """Set by ``start``: receives events of calls, and must be the engine's observer. None without telemetry."""
         self._in_flight = InFlight()
-        self._upkeep = upkeep = Upkeep(self.guard)
+        self._files = files = FileWatch()
         self._health = health.Health(
             self.served,
-            lambda: upkeep.is_crowded,
+            lambda: files.is_crowded,
             following=(VISION_SERVICE, IMAGE_SERVICE, KSERVE_SERVICE),
             others=(MODEL_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME),
         )
@@ -125,6 +126,8 @@ class KestrelServer:
         self._ports: GrpcPorts | None = None
         """Set by ``start``, as the next."""
         self._http: HttpListener | None = None
+        self._beside: list[asyncio.Task[None]] = []
+        """The tasks that run beside the calls."""
         self._following: asyncio.Task[None] | None = None
 
     @property
@@ -193,7 +196,12 @@ class KestrelServer:
             await self._ports.open(config.listen)
         if config.front_listen is not None:
             await self._ports.open((config.front_listen,), front=True)
-        self._upkeep.start(self._health.update)
+        beside = (
+            self._files.follow(self._health.update),
+            follow_heap(self.guard.take_freed_bytes),
+            self.guard.connections.run(),
+        )
+        self._beside = [asyncio.create_task(each) for each in beside]
         self._started_at = clock.now()
 
     def _open_telemetry(self) -> Telemetry | None:
@@ -303,9 +311,9 @@ class KestrelServer:
             # The task ends early if the engine fails.
             await asyncio.wait({self._following}, timeout=delay_s)
         await self.drain()
-        self._upkeep.stop()
-        if self._following is not None:
-            self._following.cancel()
+        for task in (*self._beside, self._following):
+            if task is not None:
+                task.cancel()
         await self.models.close()
         engines = self.served.engines
         if engines:
