@@ -72,7 +72,6 @@ from .types.observer import Observer
 from .types.progress import Progress
 from .types.requests import PreparedImage, PreparedTiles
 from .types.stream import EngineStream
-from .types.timings import FrontTimings
 
 __all__ = ["EngineMetrics", "EngineResult", "EngineStream", "InferenceEngine", "StreamUpdate"]
 
@@ -327,8 +326,7 @@ class InferenceEngine(SkillCalls):
         """As ``submit``, for a request that the caller has made."""
         check_request_id(request.request_id)
         place = self._take_place(request.principal, request.weight, request.priority)
-        timings = FrontTimings(accepted_at=clock.now())
-        return await self._submitter.submit(dataclasses.replace(request, timings=timings), place)
+        return await self._submitter.submit(request, place)
 
     @overload
     async def prepare_image(

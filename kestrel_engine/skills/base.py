@@ -7,7 +7,7 @@ tensor.
 from __future__ import annotations
 
 import abc
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -72,8 +72,8 @@ class SkillDefaults:
     max_absence: float = 0.5
     """The largest probability of an object's absence with which a question about it is answered."""
     max_text_bytes: int = 32 * 1024 - 1
-    seed: int = 0
-    """The seed of a request that names none; the engine draws one for each."""
+    draw_seed: Callable[[], int] = lambda: 0
+    """Returns the seed of a request that names none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

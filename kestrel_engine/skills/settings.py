@@ -68,10 +68,11 @@ def read_settings(
         raise InvalidRequest("top_logprobs", f"{top!r} is not a whole number from 0 to {MAX_TOP}")
     if top and not logprobs:
         raise InvalidRequest("top_logprobs", f"is {top} without logprobs; set logprobs to true")
-    sampling: dict[str, Any] = {"seed": defaults.seed}
+    sampling = {name: given[name] for name in SAMPLING_SETTINGS if name in given}
     if not greedy:
-        sampling |= {"temperature": defaults.temperature, "top_p": defaults.top_p}
-    sampling |= {name: given[name] for name in SAMPLING_SETTINGS if name in given}
+        sampling = {"temperature": defaults.temperature, "top_p": defaults.top_p, **sampling}
+    if "seed" not in sampling:
+        sampling["seed"] = defaults.draw_seed()
     return Settings(
         sampling=SamplingParams(**sampling),
         max_tokens=_positive("max_tokens", given.get("max_tokens")),

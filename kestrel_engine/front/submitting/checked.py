@@ -54,7 +54,6 @@ class RequestCheck:
     ) -> None:
         self._config = config
         self._skills = skills
-        self._seeds = seeds
         self._model = built.model
         self._max_positions = built.runtime.limits.max_seq_length
         self.context = SkillContext(
@@ -68,6 +67,7 @@ class RequestCheck:
                 min_score=config.min_score,
                 max_absence=config.max_absence,
                 max_text_bytes=config.max_text_bytes,
+                draw_seed=seeds.draw,
             ),
             refines=built.runtime.limits.refines,
             calibration=built.calibration,
@@ -78,20 +78,12 @@ class RequestCheck:
         """Raises SkillUnavailable."""
         return self._skills.get(request.skill)
 
-    def context_of(self, request: Request) -> SkillContext:
-        """What a request's skill knows when it builds its prompt: also a seed, if the caller gives none."""
-        settings = request.settings
-        if isinstance(settings, Mapping) and settings.get("seed") is not None:
-            return self.context
-        defaults = replace(self.context.defaults, seed=self._seeds.draw())
-        return replace(self.context, defaults=defaults)
-
-    def check(self, request: Request, context: SkillContext) -> SkillRequest:
+    def check(self, request: Request) -> SkillRequest:
         """What the skill makes of a request. Raises RequestError."""
         spec = self.skill(request)
         if request.adapter is not None:
             checked_adapter_name(request.adapter)
-        work: SkillRequest = spec.build(request.arguments, request.settings, context)
+        work: SkillRequest = spec.build(request.arguments, request.settings, self.context)
         check_prompt(work.prompt_suffix, self._model)
         images = request.images
         _check_tiled(images, work)

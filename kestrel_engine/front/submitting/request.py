@@ -41,10 +41,9 @@ class Request:
     cache_salt: str = ""
     principal: str = ""
     weight: float = 1.0
-    timings: FrontTimings | None = None
-    """None until the engine has accepted the request."""
     work: SkillRequest | None = None
-    """What the skill makes of arguments and settings; None until they are checked."""
+    """What the skill makes of arguments and settings; None until the request has all that it needs, as ``timings``."""
+    timings: FrontTimings | None = None
 
 
 def as_images(image: Any) -> tuple[Any, ...]:

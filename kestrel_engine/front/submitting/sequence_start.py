@@ -54,7 +54,7 @@ class SequenceStart:
     def start(self, request: Request, place: Place, on_end: Callable[[], None]) -> EngineStream:
         """``on_end``: is called when the request has ended. Raises RequestError, SkillFault."""
         work, timings = request.work, request.timings
-        assert work is not None and timings is not None, "the request was checked"
+        assert work is not None and timings is not None, "the request has all that it needs"
         looks = _sequences(request)
         works = [self._work(next(self._ids), images, request, place) for images in looks]
         ids = [each.submission.sequence_id for each in works]

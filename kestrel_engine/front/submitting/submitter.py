@@ -21,7 +21,6 @@ from ...types.adapter import Adapter
 from ...types.constraint import Constraint
 from ...types.requests import PreparedImage
 from ...types.stream import EngineStream
-from ...types.timings import FrontTimings
 from ..lifetime import Lifetime
 from .checked import RequestCheck, has_long_text, num_looks
 from .constraints import ConstraintCompiler
@@ -88,7 +87,7 @@ class Submitter:
 
     async def _prepared(self, request: Request, place: Place, held: ExitStack) -> Request:
         """The request with all that it needs. ``held``: what the request gives back at its end."""
-        assert request.timings is not None, "the request was accepted"
+        accepted_at = clock.now()
         work = await self._checked(request, place)
         if (count := num_looks(request)) > 1:
             self._places.take_more(place, count - 1)
@@ -97,7 +96,7 @@ class Submitter:
         adapter = await self._loaded(request, engine, held)
         images, timings = await self.images.prepare(
             request.images,
-            request.timings.accepted_at,
+            accepted_at,
             request.deadline_at,
             request.cache_salt,
             place,
@@ -111,11 +110,10 @@ class Submitter:
         )
 
     async def _checked(self, request: Request, place: Place) -> SkillRequest:
-        context = self._check.context_of(request)
         if not has_long_text(request):
-            return self._check.check(request, context)
+            return self._check.check(request)
         return await self._preparing.run(
-            asyncio.to_thread(self._check.check, request, context),
+            asyncio.to_thread(self._check.check, request),
             place,
             request.deadline_at,
             "before its text was encoded",
@@ -176,7 +174,6 @@ class _Preparation:
             images=(image,),
             arguments=arguments,
             settings=settings,
-            timings=FrontTimings(accepted_at=clock.now()),
         )
         return await self._submitter.submit(request, own)
 

@@ -53,9 +53,9 @@ async def test_a_long_text_is_encoded_beside_the_event_loop(make_engine, monkeyp
     threads = []
     check = RequestCheck.check
 
-    def noted(self, request, context):
+    def noted(self, request):
         threads.append(threading.current_thread() is threading.main_thread())
-        return check(self, request, context)
+        return check(self, request)
 
     monkeypatch.setattr(RequestCheck, "check", noted)
     engine = make_engine()
