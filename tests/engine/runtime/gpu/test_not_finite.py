@@ -80,7 +80,7 @@ def images(runtime):
 def embedding(runtime, key):
     """What the runtime keeps of an image."""
     if isinstance(runtime, GpuRuntime):
-        return runtime._images.prefix(key)
+        return runtime.parts.images.prefix(key)
     return runtime._images[key]
 
 
