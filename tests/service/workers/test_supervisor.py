@@ -29,10 +29,10 @@ def puppets(monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(forks, "START", ForkedProcess)
     monkeypatch.setenv(puppet.FOLDER, str(tmp_path))
     monkeypatch.setattr(supervisor, "BEAT_S", 0.05)
-    monkeypatch.setattr(supervisor, "PATIENCE_S", 0.2)
     monkeypatch.setattr(restarts, "FIRST_DELAY_S", 0.01)
 
     def start(how, **workers):
+        monkeypatch.setattr(supervisor, "PATIENCE_S", 0.2 if how == "stays" else 60.0)
         monkeypatch.setattr(forks, "COMMAND", (sys.executable, "-m", puppet.__name__, how))
         config = ServerConfig(
             listen=("127.0.0.1:0",),
