@@ -301,7 +301,7 @@ class Run:
         given: Sequence[Any],
         note: Callable[[EngineStream], Awaitable[None]] | None,
     ) -> _Ended[Part]:
-        stream, label = await self._submit(request, given), label_of(request)
+        stream, label = await self._submit(task, request, given), label_of(request)
         try:
             if note is not None:
                 await note(stream)
@@ -325,7 +325,9 @@ class Run:
                 await self._sender.send(event, task.key)
         return _Ended(part, result)
 
-    async def _submit(self, request: Request, given: Sequence[Any]) -> EngineStream:
+    async def _submit(
+        self, task: CallTask[Part, Response], request: Request, given: Sequence[Any]
+    ) -> EngineStream:
         """If the deadline passes while the request waits, the engine computes nothing."""
         options, call = self._options, self._call
         whole = replace(
@@ -345,7 +347,8 @@ class Run:
             most = error.most_tokens
             if call.caps_max_tokens and most is not None:
                 capped = replace(request, settings={**request.settings, "max_tokens": most})
-                return await self._submit(capped, given)
+                task.message.max_tokens = most  # So that a captured request can be done again.
+                return await self._submit(task, capped, given)
             raise
 
     async def _begin(self, sizes: Sequence[tuple[tuple[int, int], bytes]], seed: int) -> None:

@@ -347,6 +347,22 @@ async def test_a_replay_does_it_again(serve, tmp_path, replay):
     assert status == 1 and told[-1].startswith("failed again: ")
 
 
+async def test_a_request_that_was_capped_is_done_again_as_it_was_run(serve, tmp_path, replay):
+    """By HTTP, max_tokens above the room is the room; by gRPC it is an error."""
+    http = HttpConfig(http_listen=("127.0.0.1:0",), http_metrics=False)
+    served = await serve(server_config={**config(tmp_path), "http": http})
+    admin = Admin(served)
+    await admin.StartCapture()
+    served.runtime.fail_next = RuntimeError("x")
+    async with httpx.AsyncClient(headers=dict(METADATA)) as client:
+        url = f"http://{served.server.http_addresses[0]}/api/generate"
+        body = {"prompt": "why?", "stream": False, "options": {"num_predict": 100_000}}
+        assert (await client.post(url, json=body)).status_code == 500
+    [name] = await files(admin)
+    status, told = await replay(served, tmp_path / name)
+    assert (status, told[-1]) == (0, "OK"), told
+
+
 async def test_several_images_are_captured_or_left_out_and_given_again(serve, tmp_path, replay):
     served = await serve(server_config=config(tmp_path, capture_images=True))
     admin = Admin(served)
