@@ -6,7 +6,10 @@ forks, which start within milliseconds, or run in this process.
 
 import ast
 import json
+import os
 import re
+import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -299,6 +302,59 @@ def test_finished_results_of_a_batch_are_drawn_as_new_ones_are(server, tmp_path)
         (tmp_path / folder / "demo.png").read_bytes() for folder in ("new", "finished")
     )
     assert finished == new and "1 were done before" in done.stdout
+
+
+def test_a_chat_at_a_terminal(server):
+    lead, follow = os.openpty()
+    # The model knows no conversations.
+    asked = ("chat", str(IMAGE), "--server", server[0], "--temperature", "0", "--independent")
+    streams = {"stdin": follow, "stdout": follow, "stderr": follow}
+    chat = subprocess.Popen([*PROGRAM, *asked], cwd=ROOT, env=environment(TERM="dumb"), **streams)
+    os.close(follow)
+    shown = b""
+
+    def until(pattern):
+        nonlocal shown
+        while not (found := re.search(pattern, shown)):
+            assert select.select([lead], [], [], 60)[0], shown
+            shown += os.read(lead, 4096)
+        shown = shown[found.end() :]
+
+    try:
+        until(rb"\? ")
+        os.write(lead, b"How many green crescents are there?\n")
+        until(rb"there\?\r\n2\r\n.*\? ")
+        os.write(lead, b"What colour is the star?\n")
+        until(rb"star\?\r\npink\r\n.*\? ")
+        os.write(lead, b"\x04")  # Ctrl-D
+        assert chat.wait(60) == 0
+    finally:
+        chat.kill()
+        chat.wait()
+        os.close(lead)
+
+
+def test_frames_of_a_camera(server):
+    frames = 2 * IMAGE.read_bytes()
+    done = ask(server, "watch", "-", "--detect", "green crescent", run=kestrel, stdin=frames)
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert sorted(line["frame"] for line in told) == [1, 2]
+    assert [len(line["tasks"]["0"]["objects"]) for line in told] == [2, 2]
+
+
+def test_a_data_set_of_ones_own(server, tmp_path):
+    shutil.copy(IMAGE, tmp_path / "shapes.jpg")
+    asked = (("How many green crescents are there?", "2"), ("What colour is the star?", "blue"))
+    rows = [{"image": "shapes.jpg", "query": query, "label": label} for query, label in asked]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    words = ["eval", "chartqa", tmp_path / "rows.jsonl", "--output", tmp_path / "out"]
+    done = ask(server, *words, "--prompt", "{question}", "--quiet")
+    assert done.returncode == 0, done.stderr
+    (metric,) = json.loads((tmp_path / "out/report.json").read_text())["metrics"]
+    assert (metric["cases"], metric["value"]) == (2, 0.5), (
+        "one crescent right, and the star is pink"
+    )
 
 
 def test_models_and_health(server):

@@ -354,7 +354,7 @@ async def test_a_request_that_was_capped_is_done_again_as_it_was_run(serve, tmp_
     admin = Admin(served)
     await admin.StartCapture()
     served.runtime.fail_next = RuntimeError("x")
-    async with httpx.AsyncClient(headers=dict(METADATA)) as client:
+    async with httpx2.AsyncClient(headers=dict(METADATA)) as client:
         url = f"http://{served.server.http_addresses[0]}/api/generate"
         body = {"prompt": "why?", "stream": False, "options": {"num_predict": 100_000}}
         assert (await client.post(url, json=body)).status_code == 500
