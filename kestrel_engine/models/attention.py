@@ -102,6 +102,28 @@ class PagedAttention:
         return out
 
 
+class PrefixAttention:
+    """Attention of rows that each begin with an image: BOS and the image attend to each other, and the positions after
+    them as ``mask`` says. It stores nothing and permits gradients.
+
+    The flat batch has all positions of one row after another. ``mask``: [rows, 1, length, prefix + length] bool, True
+    where a position after the prefix attends to a key. ``text_only``: return no prefix positions.
+    """
+
+    def __init__(self, mask: Tensor, *, text_only: bool = False) -> None:
+        self._mask, self._text_only = mask, text_only
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows, _, length, positions = self._mask.shape
+        q, k, v = (x.reshape(rows, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        prefix = positions - length
+        attended = F.scaled_dot_product_attention(q[:, :, prefix:], k, v, attn_mask=self._mask)
+        if not self._text_only:
+            q, k, v = (each[:, :, :prefix] for each in (q, k, v))
+            attended = torch.cat([F.scaled_dot_product_attention(q, k, v), attended], dim=2)
+        return attended.transpose(1, 2).flatten(0, 1)
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
     """Attention of [positions, heads, head_dim], in the same shape. torch's kernels compute the softmax in float32."""
     attended = F.scaled_dot_product_attention(

@@ -18,15 +18,12 @@ class Rotation:
     cos: Tensor
     sin: Tensor
 
-    def apply_(self, x: Tensor) -> None:
-        """Rotates the first rotary_dim dimensions of ``x`` [num_tokens, num_heads, head_dim] in place, in float32."""
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns ``x`` [num_tokens, num_heads, head_dim] with its first rotary_dim dimensions rotated, in float32."""
         half = self.cos.shape[-1]
-        first, second = x[..., :half], x[..., half : 2 * half]
-        # Both products are complete before either half is overwritten.
-        a, b = first.float(), second.float()
-        rotated = a * self.cos - b * self.sin
-        second.copy_(a * self.sin + b * self.cos)
-        first.copy_(rotated)
+        a, b = x[..., :half].float(), x[..., half : 2 * half].float()
+        first, second = a * self.cos - b * self.sin, a * self.sin + b * self.cos
+        return torch.cat([first.to(x.dtype), second.to(x.dtype), x[..., 2 * half :]], dim=-1)
 
 
 class RotaryTable:

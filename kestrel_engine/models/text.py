@@ -1,6 +1,7 @@
 """The text decoder (moondream.md section 6): parallel blocks with one LayerNorm, dense or MoE MLPs, and tau attention.
 
-It works on a flat batch of tokens [num_tokens, dim] and has no notion of sequences, pages or sampling.
+It works on a flat batch of tokens [num_tokens, dim] and has no notion of sequences, pages or sampling. It permits
+gradients, so adapters and the bundled models are trained with it too.
 """
 
 from __future__ import annotations
@@ -151,25 +152,31 @@ class TextBlock:
         placement: Placement,
         attention: Attention,
         adapters: TextAdapters | None = None,
+        kept: Tensor | None = None,
     ) -> Tensor:
+        """Returns the residual stream after the block, [num_tokens, dim]. ``kept``: the indices of the tokens whose
+        result is needed, if those are not all; ``attention`` returns theirs only."""
         u = self.ln(x)
-        return x + self._attend(u, placement, attention, adapters) + self.mlp(u, adapters)
+        attended = attention(self.index, *self._heads(u, placement, adapters)).flatten(1)
+        if kept is not None:
+            x, u = x[kept], u[kept]
+        projected = self.proj(attended, adapters)
+        if adapters is not None:
+            adapters.add_(f"{self.proj.name}{INPUT}", u, projected)
+        return x + projected + self.mlp(u, adapters)
 
-    def _attend(
-        self, u: Tensor, placement: Placement, attention: Attention, adapters: TextAdapters | None
-    ) -> Tensor:
+    def _heads(
+        self, u: Tensor, placement: Placement, adapters: TextAdapters | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, each [num_tokens, heads, head_dim]."""
         qkv = self.qkv(u, adapters)
         heads = qkv.view(u.shape[0], 3 * self.n_heads, -1)
-        q, k, v = heads.chunk(3, dim=1)
         if self.tau is not None:
             q_factors, v_factors = self.tau.factors(qkv, placement.log_position)
-            q.mul_(q_factors.unsqueeze(-1))
-            v.mul_(v_factors.unsqueeze(-1))
-        placement.rotation.apply_(heads[:, : 2 * self.n_heads])
-        attended = self.proj(attention(self.index, q, k, v).flatten(1), adapters)
-        if adapters is not None:
-            adapters.add_(f"{self.proj.name}{INPUT}", u, attended)
-        return attended
+            factors = torch.cat([q_factors, torch.ones_like(q_factors), v_factors], dim=1)
+            heads = (heads * factors.unsqueeze(-1)).to(qkv.dtype)
+        q, k = placement.rotation(heads[:, : 2 * self.n_heads]).chunk(2, dim=1)
+        return q, k, heads[:, 2 * self.n_heads :]
 
 
 class TextModel:

@@ -1,26 +1,15 @@
-"""The text decoder as a function with gradients: the layers of models/text.py, without their operations in place.
-
-Its results equal those of the served decoder up to rounding; tests/engine/teaching compares them.
-"""
+"""The pass of a batch of lessons through the text decoder, with gradients (models/text.py)."""
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ...models.attention import PrefixAttention
 from ...models.low_rank import TextAdapters
 from ...models.moondream import Moondream
-from ...models.rope import Rotation
-from ...models.text import Placement, TextBlock
-from ...types.adapter import INPUT
 from .packing import Batch
-
-Heads: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""Queries, keys and values, [rows, heads, positions, head_dim] each."""
 
 
 def hidden(
@@ -48,12 +37,19 @@ def hidden(
     placement = model.text.place(torch.cat([before, batch.positions], dim=1).flatten())
     mask = _mask(batch.lessons, before.shape[1])
     flat = x.flatten(0, 1)
-    *blocks, last = model.text.blocks
-    for block, through in (*((block, _through) for block in blocks), (last, _through_last)):
+    length = batch.text.shape[1]
+    numbers = torch.arange(len(flat), device=model.device).view(rows, -1)
+    # Nothing reads the other positions after the last block.
+    texts = numbers[:, -length:].flatten()
+    last = model.text.blocks[-1]
+    for block in model.text.blocks:
+        kept = texts if block is last else None
+        attention = PrefixAttention(mask, text_only=block is last)
         if checkpointing:
-            flat = checkpoint(through, block, flat, placement, mask, adapters, use_reentrant=False)
+            rest = (placement, attention, adapters, kept)
+            flat = checkpoint(block, flat, *rest, use_reentrant=False)
         else:
-            flat = through(block, flat, placement, mask, adapters)
+            flat = block(flat, placement, attention, adapters, kept)
     return flat
 
 
@@ -64,84 +60,3 @@ def _mask(lessons: Tensor, prefix: int) -> Tensor:
     same = lessons[:, :, None] == lessons[:, None, :]
     seen = same & same.new_ones(length, length).tril()
     return torch.cat([same.new_ones(rows, length, prefix), seen], dim=2)[:, None]
-
-
-def _through(
-    block: TextBlock,
-    x: Tensor,
-    placement: Placement,
-    mask: Tensor,
-    adapters: TextAdapters | None,
-) -> Tensor:
-    """As ``TextBlock.__call__`` for ``x`` [rows * positions, dim]."""
-    u = block.ln(x)
-    heads = _heads(block, u, placement, mask, adapters)
-    attended = torch.cat([_of_prefix(heads, mask), _of_text(heads, mask)], dim=1).flatten(0, 1)
-    return x + _projected(block, u, attended, adapters) + block.mlp(u, adapters)
-
-
-def _through_last(
-    block: TextBlock,
-    x: Tensor,
-    placement: Placement,
-    mask: Tensor,
-    adapters: TextAdapters | None,
-) -> Tensor:
-    """As ``_through``, at the text positions only: nothing reads the others behind the last block."""
-    rows, _, length, positions = mask.shape
-    u = block.ln(x)
-    attended = _of_text(_heads(block, u, placement, mask, adapters), mask).flatten(0, 1)
-    x, u = (each.view(rows, positions, -1)[:, -length:].flatten(0, 1) for each in (x, u))
-    return x + _projected(block, u, attended, adapters) + block.mlp(u, adapters)
-
-
-def _heads(
-    block: TextBlock,
-    u: Tensor,
-    placement: Placement,
-    mask: Tensor,
-    adapters: TextAdapters | None,
-) -> Heads:
-    qkv = block.qkv(u, adapters)
-    q, k, v = qkv.view(len(u), 3, block.n_heads, -1).unbind(1)
-    if block.tau is not None:
-        q_factors, v_factors = block.tau.factors(qkv, placement.log_position)
-        # As in place: the product is rounded to the dtype of q.
-        q = (q * q_factors.unsqueeze(-1)).to(q.dtype)
-        v = (v * v_factors.unsqueeze(-1)).to(v.dtype)
-    q, k = _rotated(q, placement.rotation), _rotated(k, placement.rotation)
-    rows = len(mask)
-    q, k, v = (each.reshape(rows, -1, *each.shape[1:]).transpose(1, 2) for each in (q, k, v))
-    return q, k, v
-
-
-def _of_prefix(heads: Heads, mask: Tensor) -> Tensor:
-    """What the positions of BOS and the image attend to, each other, [rows, prefix, dim]."""
-    prefix = mask.shape[-1] - mask.shape[-2]
-    q, k, v = (each[:, :, :prefix] for each in heads)
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-
-
-def _of_text(heads: Heads, mask: Tensor) -> Tensor:
-    """What the text positions attend to, [rows, length, dim]."""
-    q, k, v = heads
-    q = q[:, :, -mask.shape[-2] :]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
-
-
-def _projected(
-    block: TextBlock, u: Tensor, attended: Tensor, adapters: TextAdapters | None
-) -> Tensor:
-    projected = block.proj(attended, adapters)
-    if adapters is not None:
-        adapters.add_(f"{block.proj.name}{INPUT}", u, projected)
-    return projected
-
-
-def _rotated(x: Tensor, rotation: Rotation) -> Tensor:
-    """As ``Rotation.apply_``, as a new tensor."""
-    half = rotation.cos.shape[-1]
-    a, b, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
-    first = a * rotation.cos - b * rotation.sin
-    second = a * rotation.sin + b * rotation.cos
-    return torch.cat([first.to(x.dtype), second.to(x.dtype), rest], dim=-1)

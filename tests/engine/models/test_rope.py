@@ -11,8 +11,7 @@ from kestrel_engine.models.rope import RotaryTable
 def test_pairs_are_half_the_rotary_width_apart_and_the_rest_stays():
     table = RotaryTable(10_000.0, 8, 50, torch.device("cpu"))
     x = torch.arange(1, 25, dtype=torch.float32).view(1, 2, 12)
-    turned = x.clone()
-    table.at(torch.tensor([7])).apply_(turned)
+    turned = table.at(torch.tensor([7]))(x)
     for head in range(2):
         for j in range(4):
             angle = 7 * 10_000.0 ** (-2 * j / 8)
@@ -29,9 +28,7 @@ def test_scores_depend_on_the_distance_only():
     q, k = torch.randn(2, 1, 3, 16, generator=torch.Generator().manual_seed(1))
     scores = []
     for shift in (0, 900):
-        a, b = q.clone(), k.clone()
-        table.at(torch.tensor([40 + shift])).apply_(a)
-        table.at(torch.tensor([11 + shift])).apply_(b)
+        a, b = (table.at(torch.tensor([p + shift]))(x) for p, x in ((40, q), (11, k)))
         scores.append((a * b).sum(-1))
     torch.testing.assert_close(scores[0], scores[1], atol=1e-4, rtol=1e-4)
 
@@ -40,7 +37,5 @@ def test_half_types_are_turned_in_float32():
     table = RotaryTable(10_000.0, 8, 2000, torch.device("cpu"))
     x = torch.randn(5, 2, 8, generator=torch.Generator().manual_seed(2)).bfloat16()
     positions = torch.tensor([0, 1, 300, 1023, 1999])
-    exact, half = x.float(), x.clone()
-    table.at(positions).apply_(exact)
-    table.at(positions).apply_(half)
+    exact, half = (table.at(positions)(each) for each in (x.float(), x))
     assert torch.equal(half, exact.bfloat16())
