@@ -27,6 +27,11 @@ class Placement:
     rotation: Rotation
     log_position: Tensor
 
+    @classmethod
+    def at(cls, positions: Tensor, rotary: RotaryTable) -> Placement:
+        """``positions``: [num_tokens] int64, below the model's context length."""
+        return cls(rotary.at(positions), positions.float().log1p().unsqueeze(-1))
+
 
 @dataclass(frozen=True, slots=True)
 class Tau:
@@ -197,7 +202,7 @@ class TextModel:
 
     def place(self, positions: Tensor) -> Placement:
         """Returns the placement of ``positions`` [num_tokens] int64, which are below the model's context length."""
-        return Placement(self._rotary.at(positions), positions.float().log1p().unsqueeze(-1))
+        return Placement.at(positions, self._rotary)
 
     def __call__(
         self,
