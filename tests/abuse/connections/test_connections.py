@@ -10,18 +10,15 @@ import contextlib
 import resource
 import socket
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import grpc
 import psutil
 import pytest
 
-from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from tests.abuse.connections.hand_made_calls import head
+from tests.abuse.connections.polite import MIB, Polite
 from tests.abuse.connections.rude_sockets import PREFACE, frame
 from tests.abuse.process import ServerProcess
 from tests.waiting import wait_until
@@ -30,7 +27,6 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="the guard needs /proc, the test 127.0.0.2"
 )
 
-MIB = 2**20
 STRANGER = "127.0.0.2"
 WATCH = "/grpc.health.v1.Health/Watch"
 HEADERS, CONTINUATION, END_HEADERS = 1, 9, 4
@@ -45,52 +41,6 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
         yield process
         text = process.log.read_text(errors="replace")
         assert "Traceback" not in text, text[-3000:]
-
-
-class Polite:
-    """Calls, each on a connection of its own, in a thread, while a block runs; and the server's memory meanwhile."""
-
-    def __init__(self, server: ServerProcess) -> None:
-        self._process, self._address = psutil.Process(server.popen.pid), server.address
-        self._stop = threading.Event()
-        self.rest = self.peak = self._process.memory_info().rss
-        self.seconds: list[float] = []
-        self.failed = 0
-
-    def _call(self) -> None:
-        request = pb.QueryRequest(query={"question": "?", "max_tokens": 2})
-        while not self._stop.wait(0.02):
-            began = time.monotonic()
-            own = [("grpc.use_local_subchannel_pool", 1)]
-            with grpc.insecure_channel(self._address, options=own) as channel:
-                try:
-                    VisionServiceStub(channel).Query(request, timeout=60)
-                except grpc.RpcError:
-                    self.failed += 1
-            self.seconds.append(time.monotonic() - began)
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.02):
-            self.peak = max(self.peak, self._process.memory_info().rss)
-
-    def __enter__(self) -> Polite:
-        self._threads = [threading.Thread(target=each) for each in (self._watch, self._call)]
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-
-    @property
-    def p99(self) -> float:
-        return sorted(self.seconds)[int(0.99 * len(self.seconds))]
-
-    def __str__(self) -> str:
-        grown = (self.peak - self.rest) / MIB
-        return f"{grown:.0f} MiB more; {len(self.seconds)} polite calls, {self.failed} failed, p99 {self.p99:.2f} s"
 
 
 def connect(address: str) -> socket.socket:

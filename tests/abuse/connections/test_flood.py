@@ -11,13 +11,11 @@ import asyncio
 import contextlib
 import random
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
-import psutil
 import pytest
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
@@ -25,16 +23,17 @@ from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceS
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of
 from tests.abuse.connections.hand_made_calls import Body, HandMadeCalls, bomb
+from tests.abuse.connections.polite import MIB, Polite
 from tests.abuse.connections.rude_sockets import Asked, RudeCaller
 from tests.abuse.process import ROOT, ServerProcess
 from tests.forking.process import run_forked
 from tests.waiting import wait_until
 
-MIB = 2**20
 HELD = 512 * MIB
 QUERY = "/kestrel.v1.VisionService/Query"
 CHECK = "/grpc.health.v1.Health/Check"
 RUDE, POLITE = "rude-caller-token-0123456789", "polite-caller-token-0123456789"
+TOKEN = (("authorization", f"Bearer {POLITE}"),)
 CONNECTIONS, SECONDS = 4, 1.0
 ATTACKS = {
     "bombs": (QUERY, "", bomb, 120 * MIB, 12),
@@ -68,45 +67,6 @@ async def attack(name: str, address: str) -> None:
     await asyncio.gather(*(connection() for _ in range(CONNECTIONS)))
 
 
-class Watched:
-    """What became of a server's memory and of a polite caller while a block ran."""
-
-    def __init__(self, server: ServerProcess) -> None:
-        self._process = psutil.Process(server.popen.pid)
-        self._address = server.address
-        self._stop = threading.Event()
-        self.rest = self.resident
-        self.peak = 0
-        self.num_answered = 0
-
-    @property
-    def resident(self) -> int:
-        return int(self._process.memory_info().rss)
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.02):
-            self.peak = max(self.peak, self.resident)
-
-    def _call(self) -> None:
-        request = pb.QueryRequest(query={"question": "?", "max_tokens": 2})
-        with grpc.insecure_channel(self._address) as channel:
-            vision = VisionServiceStub(channel)
-            while not self._stop.wait(0.02):
-                vision.Query(request, metadata=(("authorization", f"Bearer {POLITE}"),))
-                self.num_answered += 1
-
-    def __enter__(self) -> Watched:
-        self._threads = [threading.Thread(target=each) for each in (self._watch, self._call)]
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("flood")
@@ -116,7 +76,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     tokens.chmod(0o600)
     flags = ("--auth-tokens", str(tokens), "--max-held-bytes", f"{HELD}")
     with ServerProcess(folder, *flags) as process:
-        with Watched(process):
+        with Polite(process, TOKEN):
             time.sleep(1)
         yield process
         log = process.log.read_text(errors="replace")
@@ -127,10 +87,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 def test_memory_stays_within_what_the_flags_promise(server: ServerProcess, name: str) -> None:
     command = [sys.executable, "-m", "tests.abuse.connections.test_flood", name, server.address]
     most = 1.1 * HELD if ATTACKS[name][1] or ATTACKS[name][0] == CHECK else 64 * MIB
-    with Watched(server) as seen:
+    with Polite(server, TOKEN) as seen:
         assert run_forked(command, cwd=ROOT, timeout=120).returncode == 0
-        polite = seen.num_answered
-        wait_until(lambda: seen.num_answered > polite)  # The polite caller is answered.
+        polite = len(seen.seconds)
+        wait_until(lambda: len(seen.seconds) > polite)  # The polite caller is answered.
+    assert not seen.failed, str(seen)
     assert seen.peak - seen.rest < most, f"{name}: {(seen.peak - seen.rest) / MIB:.0f} MiB more"
     wait_until(lambda: seen.resident <= seen.rest + 64 * MIB, lambda: seen.resident)
 
@@ -161,7 +122,7 @@ def test_callers_who_open_no_window_and_vanish_leave_no_traceback(server: Server
     asyncio.run(vanish(server.address))
     with grpc.insecure_channel(server.address) as channel:
         request = pb.QueryRequest(query={"question": "?", "max_tokens": 2})
-        metadata = (("authorization", f"Bearer {POLITE}"),)
+        metadata = TOKEN
         assert VisionServiceStub(channel).Query(request, metadata=metadata, timeout=60)
     assert "Traceback" not in server.log.read_text(errors="replace")
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from kestrel_engine.kernels.attention.paged_decode import DecodeWorkspace, paged_decode
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,42 @@ class Case:
     tau: tuple[Tensor, Tensor] | None
     num_heads: int
     head_dim: int
+
+    def decoded(
+        self,
+        workspace: DecodeWorkspace,
+        *,
+        splits: int = 1,
+        out: Tensor | None = None,
+        keys: Tensor | None = None,
+        values: Tensor | None = None,
+        **more: Any,
+    ) -> Tensor:
+        """The kernel's answer, in ``out``. Without ``keys`` and ``values``, the case's own pools get the new token."""
+        if out is None:
+            out = self.qkv.new_full(
+                (len(self.positions), self.num_heads * self.head_dim), torch.nan
+            )
+        return paged_decode(
+            self.qkv,
+            self.keys if keys is None else keys,
+            self.values if values is None else values,
+            self.page_table,
+            self.row_seq,
+            self.positions,
+            self.cos,
+            self.sin,
+            page_size=self.page_size,
+            tau=self.tau,
+            splits=splits,
+            workspace=workspace,
+            out=out,
+            **more,
+        )
+
+    def workspace(self, splits: int = 1) -> DecodeWorkspace:
+        made = [(len(self.positions), splits)]
+        return DecodeWorkspace.allocate(made, self.num_heads, self.head_dim, self.qkv.device)
 
     @classmethod
     def make(

@@ -7,8 +7,6 @@ import torch
 
 from kestrel_engine.kernels.attention.paged_decode import (
     DecodeConfig,
-    DecodeWorkspace,
-    paged_decode,
 )
 from kestrel_engine.kernels.attention.paged_text import TILE_QUERIES, paged_text
 from kestrel_engine.kernels.attention.rope_store import rope_store
@@ -107,27 +105,8 @@ def test_a_step_sees_what_is_stored(splits, config, dtype):
         [0, 1, 25, 40], page_size=5, tau=True, num_heads=3, head_dim=24, dtype=dtype, device=DEVICE
     )
     case, numbers = in_fp8(made)
-    rows, dim = len(case.positions), case.num_heads * case.head_dim
-    out = case.qkv.new_full((rows, dim), torch.nan)
-    workspace = DecodeWorkspace.allocate([(rows, splits)], case.num_heads, case.head_dim, DEVICE)
     before = case.keys.clone()
-    paged_decode(
-        case.qkv,
-        case.keys,
-        case.values,
-        case.page_table,
-        case.row_seq,
-        case.positions,
-        case.cos,
-        case.sin,
-        page_size=case.page_size,
-        tau=case.tau,
-        scales=SCALES,
-        splits=splits,
-        workspace=workspace,
-        out=out,
-        config=config,
-    )
+    out = case.decoded(case.workspace(splits), splits=splits, scales=SCALES, config=config)
     _, k, v = decode_reference(numbers)
     own = case.own_slots()
     assert almost_equal(case.keys[own], k, SCALES[0])

@@ -8,10 +8,8 @@ import torch
 from kestrel_engine.kernels.attention import paged_decode as paged_decode_module
 from kestrel_engine.kernels.attention.paged_decode import (
     DecodeConfig,
-    DecodeWorkspace,
     candidates,
     choose_splits,
-    paged_decode,
 )
 from tests.kernels.attention.attention_cases import Case, decode_reference, relative_error
 
@@ -24,28 +22,11 @@ LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 def decode(case, *, splits=1, config=None, width=None):
     """The kernel on copies of the case's tensors; also the pools afterwards."""
     rows, dim = len(case.positions), case.num_heads * case.head_dim
-    workspace = DecodeWorkspace.allocate(
-        [(rows, splits)], case.num_heads, case.head_dim, torch.device(DEVICE)
-    )
+    workspace = case.workspace(splits)
     out = case.qkv.new_full((rows, width or dim), float("nan"))[:, :dim]
     keys, values = case.keys.clone(), case.values.clone()
     for _ in range(2):  # The second launch finds the counters as the first left them.
-        paged_decode(
-            case.qkv,
-            keys,
-            values,
-            case.page_table,
-            case.row_seq,
-            case.positions,
-            case.cos,
-            case.sin,
-            page_size=case.page_size,
-            tau=case.tau,
-            splits=splits,
-            workspace=workspace,
-            out=out,
-            config=config,
-        )
+        case.decoded(workspace, splits=splits, out=out, keys=keys, values=values, config=config)
     assert not workspace.arrived.any()
     return out, keys, values
 
@@ -134,20 +115,7 @@ def test_the_output_may_take_the_place_of_v():
         case = Case.make([5, 21], page_size=5, tau=False, device=DEVICE)
         expected = decode_reference(case)[0]
         out = case.qkv[:, 2 * 64 : 3 * 64]
-        paged_decode(
-            case.qkv,
-            case.keys,
-            case.values,
-            case.page_table,
-            case.row_seq,
-            case.positions,
-            case.cos,
-            case.sin,
-            page_size=5,
-            splits=splits,
-            workspace=DecodeWorkspace.allocate([(2, splits)], 4, 16, torch.device(DEVICE)),
-            out=out,
-        )
+        case.decoded(case.workspace(splits), splits=splits, out=out)
         assert relative_error(out, expected) < LIMITS[torch.float32]
 
 

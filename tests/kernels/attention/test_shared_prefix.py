@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kestrel_engine.kernels.attention.paged_decode import DecodeWorkspace, paged_decode
 from kestrel_engine.kernels.attention.shared_prefix import ROWS, TILE_WIDTH, SharedPrefixes
 from tests.kernels.attention.attention_cases import Case, decode_reference, relative_error
 
@@ -40,24 +39,8 @@ def sharing(case: Case, groups: list[Group]) -> tuple[Case, SharedPrefixes]:
 
 
 def decode(case: Case, shared: SharedPrefixes | None, splits: int) -> torch.Tensor:
-    rows, dim = len(case.positions), case.num_heads * case.head_dim
-    device = torch.device(DEVICE)
-    return paged_decode(
-        case.qkv,
-        case.keys.clone(),
-        case.values.clone(),
-        case.page_table,
-        case.row_seq,
-        case.positions,
-        case.cos,
-        case.sin,
-        page_size=case.page_size,
-        tau=case.tau,
-        splits=splits,
-        workspace=DecodeWorkspace.allocate([(rows, splits)], case.num_heads, case.head_dim, device),
-        out=case.qkv.new_full((rows, dim), float("nan")),
-        shared=shared,
-    )
+    pools = {"keys": case.keys.clone(), "values": case.values.clone()}
+    return case.decoded(case.workspace(splits), splits=splits, shared=shared, **pools)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
