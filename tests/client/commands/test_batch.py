@@ -6,8 +6,6 @@ import asyncio
 import csv
 import json
 import os
-import random
-import signal
 import sys
 import time
 
@@ -19,7 +17,7 @@ from kestrel_client.commands.batch.rows import file_names, open_rows
 from kestrel_client.commands.batch.runner import Pace
 from kestrel_client.commands.parser import CommandError
 from kestrel_grpc.cli.program import main
-from tests.forking.process import ForkedProcess
+from tests.forking.killed import killed_until_done
 
 TASKS = ["--detect", "cat", "--caption", "short"]
 
@@ -157,30 +155,13 @@ async def test_a_killed_batch_goes_on(serve, images, tmp_path, kills):
     (images / "broken.png").unlink()
     served = await serve()
     output = tmp_path / "results.jsonl"
-    rng = random.Random(kills)
     rows = tmp_path / "rows.csv"
     count = 15 * kills + 30
     names = [f"images/{number % 12:02}.png" for number in range(count)]
     rows.write_text("image\n" + "".join(f"{name}\n" for name in names))
     command = [sys.executable, "-m", "kestrel_grpc", "batch", "--rows", str(rows), "--detect",
                "cat", "--output", str(output), "--quiet", "--server", served.server.addresses[0]]  # fmt: skip
-    killed = 0
-    while True:
-        process = ForkedProcess(command)
-        # Long enough for some results, and short enough for some kills before the first.
-        until = time.monotonic() + rng.uniform(0.0, 0.2)
-        before = output.stat().st_size if output.exists() else 0
-        while killed < kills and process.poll() is None:
-            await asyncio.sleep(0.005)
-            grown = output.exists() and output.stat().st_size > before
-            if time.monotonic() > until and (grown or rng.random() < 0.1):
-                process.send_signal(signal.SIGKILL)
-                killed += 1
-                break
-        status = await asyncio.to_thread(process.wait, 60)
-        if status != -signal.SIGKILL:
-            assert status == 0
-            break
+    killed = await killed_until_done(command, output, kills, kills)
     assert killed > kills / 2
     lines = read(output)
     assert sorted(line["row"] for line in lines) == [*range(1, count + 1)]

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
-import signal
 import sys
-import time
 from html.parser import HTMLParser
 
 import pytest
@@ -16,7 +13,7 @@ import pyvips
 from kestrel_engine import SkillRegistry
 from kestrel_engine.skills.query import QuerySkill
 from kestrel_grpc.cli.program import main
-from tests.forking.process import ForkedProcess
+from tests.forking.killed import killed_until_done
 
 COUNT = 6
 
@@ -183,23 +180,7 @@ async def test_a_killed_evaluation_loses_and_repeats_nothing(serve, charts, tmp_
     out = tmp_path / "out"
     command = [sys.executable, "-m", "kestrel_grpc", "eval", "chartqa", str(file), "--quiet",
                "--output", str(out), "--server", served.server.addresses[0]]  # fmt: skip
-    rng, killed = random.Random(7), 0
-    while True:
-        process = ForkedProcess(command)
-        results = out / "results.jsonl"
-        before = results.stat().st_size if results.exists() else 0
-        until = time.monotonic() + rng.uniform(0.0, 0.2)
-        while killed < 15 and process.poll() is None:
-            await asyncio.sleep(0.005)
-            grown = results.exists() and results.stat().st_size > before
-            if time.monotonic() > until and (grown or rng.random() < 0.1):
-                process.send_signal(signal.SIGKILL)
-                killed += 1
-                break
-        status = await asyncio.to_thread(process.wait, 60)
-        if status != -signal.SIGKILL:
-            assert status == 0
-            break
+    killed = await killed_until_done(command, out / "results.jsonl", 7, 15)
     assert killed > 7
     assert sorted(line["row"] for line in lines(out / "results.jsonl")) == [*range(1, 301)]
     assert sorted(line["row"] for line in lines(out / "scores.jsonl")) == [*range(1, 301)]

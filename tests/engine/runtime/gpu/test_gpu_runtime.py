@@ -113,18 +113,23 @@ class Talk:
         return Row(self.number, tokens, start, table, spec)
 
 
-def answers(runtime, talks, first_step=10):
-    """{sequence: [StepToken]}, two steps being out at a time."""
+def answers(runtime, talks, first_step=10, named=None):
+    """{sequence: [StepToken]}, two steps being out at a time. ``named`` gets the sequences whose numbers are not
+    finite, which go no further."""
+    named = set() if named is None else named
     out = {talk.number: [] for talk in talks}
     pending = []
 
     def collect():
-        for number, token in runtime.collect(pending.pop(0)).tokens.items():
+        result = runtime.collect(pending.pop(0))
+        named.update(result.non_finite)
+        assert not result.non_finite & result.tokens.keys()
+        for number, token in result.tokens.items():
             out[number].append(token)
 
     step = first_step
     while True:
-        rows = [talk.rows() for talk in talks]
+        rows = [talk.rows() for talk in talks if talk.number not in named]
         prefill = tuple(p for p, _ in rows if p is not None)
         decode = tuple(d for _, d in rows if d is not None)
         if not (prefill or decode):

@@ -25,6 +25,7 @@ from tests.engine.runtime.gpu.test_gpu_runtime import (
     TEXT,
     WIDE,
     Talk,
+    answers,
     image,
 )
 
@@ -85,33 +86,9 @@ def embedding(runtime, key):
 
 
 def ask(runtime, talks):
-    """({sequence: tokens}, sequences that were named), two steps being out at a time."""
-    out = {talk.number: [] for talk in talks}
+    """({sequence: tokens}, sequences that were named)"""
     named: set[int] = set()
-    pending = []
-
-    def collect():
-        result = runtime.collect(pending.pop(0))
-        named.update(result.non_finite)
-        assert not result.non_finite & result.tokens.keys()
-        for number, token in result.tokens.items():
-            out[number].append(token)
-
-    step = 10
-    while True:
-        rows = [talk.rows() for talk in talks if talk.number not in named]
-        prefill = tuple(p for p, _ in rows if p is not None)
-        decode = tuple(d for _, d in rows if d is not None)
-        if not (prefill or decode):
-            break
-        pending.append(runtime.launch(StepPlan(step, prefill=prefill, decode=decode)))
-        step += 1
-        if len(pending) == 2:
-            collect()
-    while pending:
-        collect()
-    runtime.collect(runtime.launch(StepPlan(step, ended=tuple(out))))
-    return out, named
+    return answers(runtime, talks, named=named), named
 
 
 def fine():
