@@ -21,9 +21,8 @@ from kestrel_engine import (
     maintenance,
 )
 
-from .edge.calls.current_call import find_call
 from .edge.failures.errors import ModelNotReady, ShuttingDown
-from .security.identity.principal import ANONYMOUS, Scope
+from .security.identity.principal import Principal, Scope
 
 
 class State(enum.Enum):
@@ -167,15 +166,13 @@ class ServedModels:
         for model in self._models:
             model.drain()
 
-    def check_room(self) -> None:
-        """Raises EngineOverloaded if no model's queue has room for a request of this caller.
+    def check_room(self, caller: Principal) -> None:
+        """Raises EngineOverloaded if no model's queue has room for a request of ``caller``.
 
         The call's message is not read yet, so the check assumes the highest priority that the caller may ask for, and
         any model.
         """
         ready = [model.engine for model in self._models if model.state is State.READY]
-        call = find_call()
-        caller = ANONYMOUS if call is None else call.principal
         best = "high" if Scope.HIGH in caller.scopes else "normal"
         refusal: EngineOverloaded | None = None
         for engine in ready:

@@ -42,7 +42,7 @@ class Guard:
         self,
         security: SecurityConfig,
         max_message_bytes: int,
-        check_room: Callable[[], None] = lambda: None,
+        check_room: Callable[[Principal], None] = lambda principal: None,
         ports: Callable[[], Collection[int]] = lambda: (),
     ) -> None:
         """Raises TokenFileError, TlsError.
@@ -50,7 +50,7 @@ class Guard:
         Args:
             security: The limits and credentials.
             max_message_bytes: Limit on a message.
-            check_room: Raises an error if the engine could not accept a request now.
+            check_room: Raises an error if the engine could not accept a request of a principal now.
             ports: Returns the ports that the server listens on.
         """
         self._check_room = check_room
@@ -116,7 +116,7 @@ class Guard:
             contextlib.closing(self.hold(principal, peer)) as hold,
         ):
             if method.startswith(INFERENCE_METHODS):
-                self._check_room()
+                self._check_room(principal)
             yield hold
 
     def hold(self, principal: Principal, peer: str) -> Hold:

@@ -22,7 +22,7 @@ class Line:
 
     def __init__(self, error=None, room=None):
         self.steps, self.error = [], error
-        self.guard = Guard(SecurityConfig(), 1000, room or (lambda: None))
+        self.guard = Guard(SecurityConfig(), 1000, room or (lambda caller: None))
         self.in_flight = InFlight()
         self.life = CallLife(self.guard, self.guard.connections, self.in_flight, self)
 
@@ -106,7 +106,7 @@ async def test_a_call_whose_client_leaves():
 
 
 async def test_a_call_that_the_engine_has_no_room_for_is_not_read():
-    def full():
+    def full(caller):
         raise EngineOverloaded("full")
 
     line = Line(room=full)
