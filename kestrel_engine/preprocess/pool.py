@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -82,6 +82,22 @@ class _Run:
     timer: asyncio.TimerHandle
     expensive: bool
     failure: Exception | None = None
+
+
+class PoolLoad(NamedTuple):
+    """The images that a pool works on: ``images`` in preparation, for ``callers`` who wait; those ``queued`` and
+    ``queued_expensive``, ``running`` and ``running_expensive``; ``waiting_pixels`` of the queues; ``expensive_bytes``
+    in use; ``idle`` decoders."""
+
+    images: int
+    callers: int
+    queued: int
+    queued_expensive: int
+    running: int
+    running_expensive: int
+    waiting_pixels: int
+    expensive_bytes: int
+    idle: int
 
 
 class PreprocessPool:
@@ -209,6 +225,20 @@ class PreprocessPool:
             assert digest is not None, "bytes have one"
             self._known_bytes.keep(source, namespace, digest)
         return digest
+
+    @property
+    def load(self) -> PoolLoad:
+        return PoolLoad(
+            len(self._making),
+            sum(job.waiters for job in self._making.values()),
+            len(self._unknown) + len(self._known),
+            len(self._expensive),
+            len(self._runs),
+            self._running_expensive,
+            self._waiting_pixels,
+            self._expensive_bytes - self._free_bytes,
+            len(self._idle),
+        )
 
     def flush(self) -> None:
         """Drops the prepared images that are kept for repeats."""

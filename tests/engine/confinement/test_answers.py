@@ -71,7 +71,6 @@ def lying():
 @pytest.mark.parametrize("name", [*ANSWERS, "a message without end", "two answers"])
 async def test_an_answer_of_a_decoder_that_an_image_controls(lying, name):
     images = PreprocessPool(1, ImageLimits(), VisionConfig())
-    free = images._free_bytes
     if name == "a message without end":
         answer = b"\xff\xff\xff\xff"
     elif name == "two answers":
@@ -84,4 +83,5 @@ async def test_an_answer_of_a_decoder_that_an_image_controls(lying, name):
         assert len(str(caught.value)) < 2300
     images.close()
     await until(lambda: not decoders())  # None is left behind, whatever it says of its end.
-    assert (images._free_bytes, images._waiting_pixels, len(images._runs)) == (free, 0, 0)
+    load = images.load
+    assert (load.expensive_bytes, load.waiting_pixels, load.running) == (0, 0, 0)

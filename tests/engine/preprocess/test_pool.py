@@ -91,7 +91,7 @@ async def decoders_of(pool: PreprocessPool) -> set[int]:
 
 async def asked(pool: PreprocessPool, callers: int) -> None:
     """Waits until so many callers wait for images."""
-    await until(lambda: sum(job.waiters for job in pool._making.values()) == callers)
+    await until(lambda: pool.load.callers == callers)
 
 
 async def test_gives_what_the_functions_give(make_pool, tmp_path):
@@ -244,14 +244,14 @@ async def test_those_who_ask_together_share_one_image_and_its_error(make_pool):
         good = [asyncio.create_task(pool.prepare(png())) for _ in range(3)]
         bad = [asyncio.create_task(pool.prepare(b"none")) for _ in range(3)]
         await asked(pool, 6)
-        assert len(pool._making) == 2
+        assert pool.load.images == 2
         good[0].cancel()
     first, *others = await asyncio.gather(*good, return_exceptions=True)
     assert isinstance(first, asyncio.CancelledError)
     assert others[0].image is others[1].image
     errors = await asyncio.gather(*bad, return_exceptions=True)
     assert all(isinstance(error, UnsupportedImageError) for error in errors)
-    assert not pool._making
+    assert not pool.load.images
 
 
 async def test_seconds_leave_waiting_out(moved_clock, make_pool):
@@ -275,7 +275,7 @@ async def test_an_expensive_image_has_a_process_of_its_own_and_small_ones_overta
         for seed in range(3):
             await pool.prepare(pixels(seed))
         second = asyncio.create_task(pool.prepare(huge(1)))
-        await until(lambda: len(pool._expensive) == 1)
+        await until(lambda: pool.load.queued_expensive == 1)
         assert decoders() == cheap | {own}, "one expensive image at a time"
     assert (await expensive).image.width == 2000
     await until(lambda: not state(own))
@@ -288,10 +288,10 @@ async def test_expensive_images_run_within_the_budget_only(make_pool, decode_byt
     pool = make_pool(8, decode_bytes=decode_bytes)
     jobs = [asyncio.create_task(pool.prepare(huge(seed))) for seed in range(2)]
     with held_up(await until(expensive_decoders)):
-        await until(lambda: pool._running_expensive + len(pool._expensive) == 2)
-        assert pool._running_expensive == together
+        await until(lambda: pool.load.running_expensive + pool.load.queued_expensive == 2)
+        assert pool.load.running_expensive == together
     await asyncio.gather(*jobs)
-    assert pool._free_bytes == pool._expensive_bytes
+    assert pool.load.expensive_bytes == 0
 
 
 async def test_an_image_beyond_the_whole_budget_is_refused(make_pool):
@@ -340,7 +340,7 @@ async def test_an_image_of_the_best_priority_overtakes_its_principals_others(
     await asyncio.gather(*jobs)
     assert order.index(50) <= 2
     assert order.count(50) == 1 + is_second_request
-    assert len(pool._unknown) == len(pool._known) == 0
+    assert pool.load.queued == 0
 
 
 async def test_of_those_that_wait_the_cheap_go_first(make_pool):
@@ -404,7 +404,7 @@ async def test_an_idle_decoder_that_dies_is_replaced(make_pool):
     pool = make_pool()
     [pid] = await decoders_of(pool)
     os.kill(pid, signal.SIGKILL)
-    await until(lambda: not state(pid) and not pool._idle)
+    await until(lambda: not state(pid) and not pool.load.idle)
     assert (await pool.prepare(png())).image.num_crops == 2
 
 
@@ -414,7 +414,7 @@ async def test_the_template_is_started_again(make_pool):
     killed = confined.pid
     os.kill(killed, signal.SIGKILL)
     await until(lambda: not (state(killed) or state(pid)))  # Neither stays a zombie.
-    await until(lambda: not pool._idle)
+    await until(lambda: not pool.load.idle)
     assert (await pool.prepare(png())).image.num_crops == 2
 
 
@@ -453,7 +453,7 @@ async def test_an_expensive_image_that_nobody_waits_for_is_given_up(make_pool):
         with pytest.raises(asyncio.CancelledError):
             await job
         await until(lambda: not decoders() & own)
-    await until(lambda: pool._free_bytes == pool._expensive_bytes)
+    await until(lambda: pool.load.expensive_bytes == 0)
 
 
 async def test_close_ends_running_images_at_once(make_pool):
@@ -482,15 +482,15 @@ async def test_pixels_that_wait_are_bounded(make_pool):
     await until(lambda: decoders() - cheap)
     with held_up(decoders() - cheap):
         first = asyncio.create_task(pool.prepare(huge(1)))
-        await until(lambda: pool._waiting_pixels)
-        assert pool._waiting_pixels == 3_250_000, "more than the limit, but alone"
+        await until(lambda: pool.load.waiting_pixels)
+        assert pool.load.waiting_pixels == 3_250_000, "more than the limit, but alone"
         with pytest.raises(PixelsWaiting, match="max_queued_pixels"):
             await pool.prepare(huge(2))
         await pool.prepare(png(1, 1))
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
-        assert pool._waiting_pixels == 0
+        assert pool.load.waiting_pixels == 0
     await running
 
 
