@@ -139,7 +139,7 @@ def test_a_grid_is_told_column_by_column() -> None:
 
 def test_phrasing_keeps_quoted_words() -> None:
     rng = random.Random(3)
-    texts = {vary(rng, ('Is "{t}" written here?',), t="ToTaL") for _ in range(300)}
+    texts = {vary(rng, 'Is "{t}" written here?', t="ToTaL") for _ in range(300)}
     assert all('"ToTaL"' in text for text in texts) and len(texts) > 4
     assert off_topic(rng).answer == NOT_SHOWN
 

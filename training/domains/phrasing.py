@@ -3,72 +3,45 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 from training.domains.picture import NOT_SHOWN, Ask
 from training.scenes.phrases import with_article
 
-_BEFORE = (
-    "Please tell me: ",
-    "Can you tell me ",
-    "Hello, ",
-    "Hi! ",
-    "Please: ",
-    "Question: ",
-    "Tell me, ",
-    "So, ",
+_BEFORE = "Please tell me: |Can you tell me |Hello, |Hi! |Please: |Question: |Tell me, |So, ".split(
+    "|"
 )
 _AFTER = (" Thanks!", " Please.", " Answer briefly.", " Thank you.")
 _OFF_TOPIC = (
-    "What is the capital of {p}?", "Capital of {p}?", "Who is the president of {p}?", "How big is {p}?",
-    "What is {n} plus {m}?", "What is {n} times {m}?", "{n} + {m}?", "Who wrote {b}?", "When was {b} published?",
-    "How are you?", "Tell me a joke.", "What is your name?", "Who are you?", "What is the weather like in {p}?",
-    "What time is it now?", "How do I cook {f}?", "What does {f} cost in {p}?", "Translate {f} to French.",
-    "Write a poem about {f}.", "How many people live in {p}?", "Which language do they speak in {p}?",
-    "Is {f} healthy?", "What is the meaning of life?", "How far is it from {p} to {q}?", "Who won the world cup?",
-    "What is the square root of {n}?", "Write code that sorts a list.", "Where can I buy {f}?", "How old are you?",
-    "What is the speed of light?", "Who painted the Mona Lisa?", "When did the war end?", "Can you sing?",
-)  # fmt: skip
+    "What is the capital of {p}?|Capital of {p}?|Who is the president of {p}?|How big is {p}?|What is {n} plus {m}?|"
+    "What is {n} times {m}?|{n} + {m}?|Who wrote {b}?|When was {b} published?|How are you?|Tell me a joke.|"
+    "What is your name?|Who are you?|What is the weather like in {p}?|What time is it now?|How do I cook {f}?|"
+    "What does {f} cost in {p}?|Translate {f} to French.|Write a poem about {f}.|How many people live in {p}?|"
+    "Which language do they speak in {p}?|Is {f} healthy?|What is the meaning of life?|How far is it from {p} to {q}?|"
+    "Who won the world cup?|What is the square root of {n}?|Write code that sorts a list.|Where can I buy {f}?|"
+    "How old are you?|What is the speed of light?|Who painted the Mona Lisa?|When did the war end?|Can you sing?"
+)
 _PLACES = (
-    "France", "Japan", "Brazil", "Kenya", "Norway", "Canada", "India", "Spain", "Peru", "Egypt", "Italy", "Poland",
-    "Chile", "Turkey", "Berlin", "London", "Texas", "Rome", "China", "Mexico", "Ireland", "Sweden", "Greece",
-)  # fmt: skip
-_BOOKS = (
-    "Hamlet",
-    "Dracula",
-    "Emma",
-    "The Hobbit",
-    "Faust",
-    "Moby Dick",
-    "Dune",
-    "Ulysses",
-    "The Trial",
-    "Carmen",
-)
-_FOODS = (
-    "rice",
-    "pasta",
-    "bread",
-    "soup",
-    "cheese",
-    "an omelette",
-    "coffee",
-    "honey",
-    "fish",
-    "chocolate",
-    "beans",
-)
+    "France Japan Brazil Kenya Norway Canada India Spain Peru Egypt Italy Poland Chile Turkey Berlin London Texas Rome "
+    "China Mexico Ireland Sweden Greece"
+).split()
+_BOOKS = "Hamlet|Dracula|Emma|The Hobbit|Faust|Moby Dick|Dune|Ulysses|The Trial|Carmen".split("|")
+_FOODS = "rice|pasta|bread|soup|cheese|an omelette|coffee|honey|fish|chocolate|beans".split("|")
 FOREIGN = (
-    "dog", "giraffe", "person", "tree", "horse", "sandwich", "zebra", "elephant", "guitar", "banana", "dinosaur",
-    "kangaroo", "bottle", "face", "flower", "knife", "penguin", "mermaid", "tractor", "window", "teapot", "violin",
-    "sheep", "cow", "tiger", "owl", "wolf", "shoe", "hat", "spoon", "plate", "pillow", "blanket", "tomato", "onion",
-)  # fmt: skip
+    "dog giraffe person tree horse sandwich zebra elephant guitar banana dinosaur kangaroo bottle face flower knife "
+    "penguin mermaid tractor window teapot violin sheep cow tiger owl wolf shoe hat spoon plate pillow blanket tomato "
+    "onion"
+).split()
 
 
-def vary(rng: random.Random, templates: Sequence[str], **words: str) -> str:
-    """One of the templates, filled, as somebody may type it. Words in quotation marks are left as they are."""
+def fill(rng: random.Random, ways: str, **words: str) -> str:
+    """One of the ways to ask, which "|" divides, with its words."""
     picture = rng.choice(("picture", "picture", "image", "photo"))
-    text = rng.choice(templates).format(picture=picture, **words)
+    return rng.choice(ways.split("|")).format(picture=picture, **words)
+
+
+def vary(rng: random.Random, ways: str, **words: str) -> str:
+    """Like fill(), as somebody may type it. Words in quotation marks are left as they are."""
+    text = fill(rng, ways, **words)
     quoted = '"' in text
     u = rng.random()
     if u < 0.04 and not quoted:
@@ -94,38 +67,35 @@ def _mistype(rng: random.Random, text: str) -> str:
     return text[:i] + text[i + 1] + text[i] + text[i + 2 :]
 
 
+def tell(rng: random.Random, kind: str, ways: str, answer: str, **words: str) -> Ask:
+    """A question whose answer is in the model's own words."""
+    return Ask("query", kind, vary(rng, ways, **words), answer)
+
+
+def read(rng: random.Random, kind: str, ways: str, answer: str, **words: str) -> Ask:
+    """A question whose answer stands in the picture, so that it is learnt character by character."""
+    return Ask("query", kind, vary(rng, ways, **words), answer, spelled=True)
+
+
 def off_topic(rng: random.Random) -> Ask:
     p, q = rng.sample(_PLACES, 2)
-    text = vary(
-        rng, _OFF_TOPIC, p=p, q=q, b=rng.choice(_BOOKS), f=rng.choice(_FOODS), n=str(rng.randint(2, 99)),
-        m=str(rng.randint(2, 99)),
-    )  # fmt: skip
-    return Ask("query", "off topic", text, NOT_SHOWN)
+    words = {"p": p, "q": q, "b": rng.choice(_BOOKS), "f": rng.choice(_FOODS)}
+    n, m = (str(rng.randint(2, 99)) for _ in range(2))
+    return tell(rng, "off topic", _OFF_TOPIC, NOT_SHOWN, n=n, m=m, **words)
 
 
-def absent_object(rng: random.Random, thing: str | None = None) -> Ask:
+def absent_object(rng: random.Random) -> Ask:
     """A request for what the picture hasn't got, by any skill."""
-    thing = thing or rng.choice(FOREIGN)
+    thing = rng.choice(FOREIGN)
     u = rng.random()
-    if u < 0.25:
-        return Ask("detect", "absent", rng.choice((thing, thing + "s", "the " + thing)))
     if u < 0.5:
-        return Ask("point", "absent", rng.choice((thing, thing + "s", "the " + thing)))
+        skill = "detect" if u < 0.25 else "point"
+        return Ask(skill, "absent", rng.choice((thing, thing + "s", "the " + thing)))
     if u < 0.75:
-        templates = (
-            "Is there {a} in the {picture}?",
-            "Is there {a}?",
-            "Can you see {a}?",
-            "Do you see {a} here?",
-        )
-        return Ask("query", "absent", vary(rng, templates, a=with_article(thing)), "no")
+        ways = "Is there {a} in the {picture}?|Is there {a}?|Can you see {a}?|Do you see {a} here?"
+        return tell(rng, "absent", ways, "no", a=with_article(thing))
     if u < 0.85:
-        templates = ("How many {t}s are there?", "How many {t}s do you see?", "Count the {t}s.")
-        return Ask("query", "absent", vary(rng, templates, t=thing), "0")
-    templates = (
-        "What colour is the {t}?",
-        "What color is the {t}?",
-        "Where is the {t}?",
-        "What is the {t} doing?",
-    )
-    return Ask("query", "absent", vary(rng, templates, t=thing), f"There is no {thing}.")
+        ways = "How many {t}s are there?|How many {t}s do you see?|Count the {t}s."
+        return tell(rng, "absent", ways, "0", t=thing)
+    ways = "What colour is the {t}?|What color is the {t}?|Where is the {t}?|What is the {t} doing?"
+    return tell(rng, "absent", ways, f"There is no {thing}.", t=thing)

@@ -7,7 +7,7 @@ training never uses. All coordinates are pixels of the picture. training/mixture
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,9 +27,9 @@ class Ask:
     """One request and the right result.
 
     skill: query, detect, point, segment or caption; kind: the row of the figures; text: question, object or length;
-    answer: of query and caption; boxes: of detect, in any order; points: of point; path: of segment, tokens in the
-    960-unit box of boxes[0]; refs: spatial references; spelled: the answer is learnt character by character; inside:
-    for point, boxes in which a point counts.
+    answer: of query and caption; boxes: of detect and point, in the order of the answer; points: of point; path: of
+    segment, tokens in the 960-unit box of boxes[0]; refs: spatial references; spelled: the answer is learnt character
+    by character.
     """
 
     skill: str
@@ -71,6 +71,13 @@ Domain = Callable[[random.Random, int, int, bool], Picture]
 
 def centre(box: Box) -> Point:
     return (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
+
+
+def find(skill: str, kind: str, text: str, boxes: Iterable[Box]) -> Ask:
+    """A request to detect these boxes, or to point at their centres."""
+    boxes = tuple(boxes)
+    points = tuple(map(centre, boxes)) if skill == "point" else ()
+    return Ask(skill, kind, text, boxes=boxes, points=points)
 
 
 def in_order(things: Sequence[Any], width: float, at: Callable[[Any], Point]) -> list[Any]:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 from PIL import Image
 
-from training.domains.ground import draw_ground, hsv, ink_for, luma
-from training.domains.phrasing import absent_object, off_topic, vary
-from training.domains.picture import Ask, Box, Mark, Picture, Pixels, centre, in_order
+from training.domains.ground import Rgb, draw_ground, hsv, ink_for, luma
+from training.domains.phrasing import absent_object, off_topic, tell
+from training.domains.picture import Ask, Box, Mark, Picture, Pixels, centre, find, in_order
 from training.domains.text.fonts import draw_font, sources
 from training.domains.text.page import Page, fit, width_of
+from training.scenes.phrases import article
 from training.sources import HELD_SET, ICON_SETS, icon_names
 
+Square = tuple[float, float, float]  # x, y, side in pixels
 _SMALLEST = 20.0  # pixels of the model's view
 
 
@@ -45,40 +47,28 @@ class _Icon:
     box: Box
 
 
-def _paste(
-    rng: random.Random,
-    page: Page,
-    row: int,
-    held: bool,
-    place: tuple[float, float, float],
-    ink: tuple[int, int, int],
-) -> Box:
-    """Draw a mask into the square (x, y, side); returns the box of its ink."""
+def _paste(rng: random.Random, page: Page, drawing: Pixels, place: Square, ink: Rgb) -> Box:
+    """Draw a mask into the square; returns the box of its ink."""
     x, y, side = round(place[0]), round(place[1]), max(8, round(place[2]))
-    mask = Image.fromarray(_icons(held)[1][row])
+    mask = Image.fromarray(drawing)
     how = rng.choice((Image.Resampling.BILINEAR, Image.Resampling.LANCZOS, Image.Resampling.BOX))
     mask = mask.resize((side, side), how)
     page.image.paste(ink, (x, y), mask)
-    left, top, right, bottom = mask.point(lambda v: 255 if v > 60 else 0).getbbox() or (
-        0,
-        0,
-        side,
-        side,
-    )
+    ink_box = mask.point(lambda v: 255 if v > 60 else 0).getbbox()
+    left, top, right, bottom = ink_box or (0, 0, side, side)
     return x + left, y + top, x + right, y + bottom
 
 
-def _layout(rng: random.Random, width: int, height: int) -> list[tuple[float, float, float]]:
-    """Squares (x, y, side) that don't overlap."""
+def _layout(rng: random.Random, width: int, height: int) -> list[Square]:
+    """Squares that don't overlap."""
     scale = min(640 / width, 640 / height) if min(width, height) <= 640 else 0.8
     least = min(_SMALLEST / scale, 0.4 * min(width, height))
     u = rng.random()
     if u < 0.2:
         side = rng.uniform(max(least, 0.2 * min(width, height)), 0.9 * min(width, height))
         return [(rng.uniform(0, width - side), rng.uniform(0, height - side), side)]
-    side = min(
-        math.exp(rng.uniform(math.log(least), math.log(6 * least))), 0.4 * min(width, height)
-    )
+    side = math.exp(rng.uniform(math.log(least), math.log(6 * least)))
+    side = min(side, 0.4 * min(width, height))
     if u < 0.6:
         step_x, step_y = (side * rng.uniform(1.25, 2.6) for _ in range(2))
         columns = max(1, min(rng.randint(1, 8), int(width / step_x)))
@@ -88,13 +78,12 @@ def _layout(rng: random.Random, width: int, height: int) -> list[tuple[float, fl
         left, top = rng.uniform(0, width - columns * step_x), rng.uniform(0, height - rows * step_y)
         return [(left + (c + 0.5) * step_x - side / 2, top + (r + 0.5) * step_y - side / 2, side)
                 for r in range(rows) for c in range(columns)]  # fmt: skip
-    found: list[tuple[float, float, float]] = []
+    found: list[Square] = []
     for _ in range(rng.randint(2, 12) * 6):
         own = side * rng.uniform(0.7, 1.3)
         x, y = rng.uniform(0, max(0.1, width - own)), rng.uniform(0, max(0.1, height - own))
-        if len(found) < 14 and all(
-            abs(x - a) > max(own, s) or abs(y - b) > max(own, s) for a, b, s in found
-        ):
+        apart = (max(abs(x - a), abs(y - b)) > max(own, other) for a, b, other in found)
+        if len(found) < 14 and all(apart):
             found.append((x, y, own))
     return found or [(0, 0, min(side, width, height))]
 
@@ -106,34 +95,27 @@ def _wrong_name(rng: random.Random, icons: list[_Icon]) -> str:
 
 def _seek(rng: random.Random, icons: list[_Icon], skill: str, width: int) -> Ask:
     name = rng.choice(icons).name if rng.random() < 0.85 else _wrong_name(rng, icons)
-    found = in_order([icon.box for icon in icons if icon.name == name], width, centre)
-    said = rng.choice(("{n}", "{n} icon", "the {n} icon", "{n} icons", "the {n} symbol")).format(
-        n=name
-    )
+    boxes = [icon.box for icon in icons if icon.name == name]
+    ways = ("{n}", "{n} icon", "the {n} icon", "{n} icons", "the {n} symbol")
+    said = rng.choice(ways).format(n=name)
     if rng.random() < 0.1:
-        said, found = (
-            rng.choice(("icon", "icons", "all icons", "symbols")),
-            in_order([i.box for i in icons], width, centre),
-        )
-    kind = f"icons {skill}" if found else "absent"
-    return Ask(
-        skill,
-        kind,
-        said,
-        boxes=tuple(found),
-        points=tuple(map(centre, found)) if skill == "point" else (),
-    )
+        said = rng.choice(("icon", "icons", "all icons", "symbols"))
+        boxes = [icon.box for icon in icons]
+    kind = f"icons {skill}" if boxes else "absent"
+    return find(skill, kind, said, in_order(boxes, width, centre))
 
 
 def _this(rng: random.Random, icons: list[_Icon]) -> Ask:
     icon = rng.choice(icons)
     if len(icons) == 1 and rng.random() < 0.7:
-        templates = ("What icon is this?", "Which icon is shown?", "What is this icon?", "What does the icon show?",
-                     "What is in the {picture}?", "Name the icon.")  # fmt: skip
-        return Ask("query", "icons name", vary(rng, templates), icon.name)
+        ways = (
+            "What icon is this?|Which icon is shown?|What is this icon?|What does the icon show?|"
+            "What is in the {picture}?|Name the icon."
+        )
+        return tell(rng, "icons name", ways, icon.name)
     ref = icon.box if rng.random() < 0.5 else centre(icon.box)
-    templates = ("What icon is this?", "What is this?", "Which icon is here?", "Name this icon.")
-    return Ask("query", "icons name", vary(rng, templates), icon.name, refs=(ref,))
+    ways = "What icon is this?|What is this?|Which icon is here?|Name this icon."
+    return replace(tell(rng, "icons name", ways, icon.name), refs=(ref,))
 
 
 def _beside(rng: random.Random, icons: list[_Icon]) -> Ask | None:
@@ -141,89 +123,65 @@ def _beside(rng: random.Random, icons: list[_Icon]) -> Ask | None:
     icon = rng.choice(icons)
     if sum(other.name == icon.name for other in icons) > 1:
         return None
-    words, axis, sign = rng.choice(
-        (("right of", 0, 1), ("left of", 0, -1), ("below", 1, 1), ("above", 1, -1))
-    )
+    directions = (("right of", 0, 1), ("left of", 0, -1), ("below", 1, 1), ("above", 1, -1))
+    words, axis, sign = rng.choice(directions)
     at = centre(icon.box)
     side = icon.box[2] - icon.box[0] + icon.box[3] - icon.box[1]
-    near = [(sign * (centre(o.box)[axis] - at[axis]), o) for o in icons
-            if o is not icon and abs(centre(o.box)[1 - axis] - at[1 - axis]) < 0.2 * side]  # fmt: skip
-    near = sorted(((d, o) for d, o in near if d > 0), key=lambda pair: pair[0])
-    if not near or near[0][0] > 3 * side:
+    near = []
+    for other in icons:
+        to = centre(other.box)
+        ahead = sign * (to[axis] - at[axis])
+        if ahead > 0 and abs(to[1 - axis] - at[1 - axis]) < 0.2 * side:
+            near.append((ahead, other))
+    nearest, found = min(near, key=lambda pair: pair[0], default=(math.inf, icon))
+    if nearest > 3 * side:
         return None
-    templates = (
-        "Which icon is {w} the {n}?",
-        "What is {w} the {n} icon?",
-        "What icon is directly {w} the {n}?",
-    )
-    return Ask("query", "icons beside", vary(rng, templates, w=words, n=icon.name), near[0][1].name)
+    ways = "Which icon is {w} the {n}?|What is {w} the {n} icon?|What icon is directly {w} the {n}?"
+    return tell(rng, "icons beside", ways, found.name, w=words, n=icon.name)
 
 
 def _amounts(rng: random.Random, icons: list[_Icon]) -> list[Ask]:
     name = rng.choice(icons).name
     count = sum(icon.name == name for icon in icons)
-    some = (
-        "How many {n} icons are there?",
-        "Count the {n} icons.",
-        "How many {n} icons do you see?",
+    some = "How many {n} icons are there?|Count the {n} icons.|How many {n} icons do you see?"
+    every = "How many icons are there?|How many icons do you see?|Count the icons."
+    counts = (
+        tell(rng, "icons count", some, str(count), n=name),
+        tell(rng, "icons count", every, str(len(icons))),
     )
-    every = ("How many icons are there?", "How many icons do you see?", "Count the icons.")
-    asks = [
-        Ask("query", "icons count", vary(rng, some, n=name), str(count)),
-        Ask("query", "icons count", vary(rng, every), str(len(icons))),
-    ]
     present = rng.random() < 0.5
     asked = name if present else _wrong_name(rng, icons)
-    article = "an" if asked[0] in "aeiou" else "a"
-    templates = (
-        "Is there {a} {n} icon?",
-        "Is there {a} {n} icon in the {picture}?",
-        "Do you see {a} {n} icon?",
-    )
-    kind = "icons presence"
-    return [
-        rng.choice(asks),
-        Ask("query", kind, vary(rng, templates, a=article, n=asked), "yes" if present else "no"),
-    ]
+    ways = "Is there {a} {n} icon?|Is there {a} {n} icon in the {picture}?|Do you see {a} {n} icon?"
+    chosen = rng.choice(counts)
+    said = "yes" if present else "no"
+    return [chosen, tell(rng, "icons presence", ways, said, a=article(asked), n=asked)]
 
 
 def _caption(icons: list[_Icon], width: int) -> Ask:
     names = [icon.name for icon in in_order(icons, width, lambda icon: centre(icon.box))]
     if len(names) == 1:
-        article = "An" if names[0][0] in "aeiou" else "A"
-        return Ask("caption", "icons caption", "short", f"{article} {names[0]} icon.")
-    if len(names) <= 5:
-        return Ask("caption", "icons caption", "short", f"Icons: {', '.join(names)}.")
-    return Ask("caption", "icons caption", "short", f"{len(names)} icons.")
+        text = f"{article(names[0]).capitalize()} {names[0]} icon."
+    else:
+        text = f"Icons: {', '.join(names)}." if len(names) <= 5 else f"{len(names)} icons."
+    return Ask("caption", "icons caption", "short", text)
 
 
 def _labels(
-    rng: random.Random,
-    page: Page,
-    icons: list[_Icon],
-    held: bool,
-    ink: tuple[int, int, int],
-    pitch: float,
+    rng: random.Random, page: Page, icons: list[_Icon], held: bool, ink: Rgb, pitch: float
 ) -> None:
     """The name under each icon, or another word."""
     font = draw_font(rng, held)
     for icon in icons:
         x0, y0, x1, y1 = icon.box
-        text = icon.name if rng.random() < 0.6 else rng.choice(_names())
-        size = fit(text.title(), font, round(0.3 * (y1 - y0)), pitch)
+        text = (icon.name if rng.random() < 0.6 else rng.choice(_names())).title()
+        size = fit(text, font, round(0.3 * (y1 - y0)), pitch)
         if size >= 9 and y1 + 1.4 * size < page.size[1]:
-            page.put(
-                (x0 + x1) / 2 - width_of(text.title(), font, size) / 2,
-                y1 + 1.2 * size,
-                text.title(),
-                font,
-                size,
-                ink,
-            )
+            left = (x0 + x1) / 2 - width_of(text, font, size) / 2
+            page.put(left, y1 + 1.2 * size, text, font, size, ink)
 
 
 def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
-    rows, _ = _icons(held)
+    rows, masks = _icons(held)
     image, ground = draw_ground(rng, width, height, plain=0.8)
     page = Page(image)
     places = _layout(rng, width, height)
@@ -237,23 +195,17 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
         if tile:
             plate = hsv(rng, (0.3, 1), (0.3, 1)) if rng.random() < 0.6 else ink_for(rng, ground, 30)
             pad = 0.12 * side
-            page.pen.rounded_rectangle(
-                (x - pad, y - pad, x + side + pad, y + side + pad), pad, plate
-            )
+            around = (x - pad, y - pad, x + side + pad, y + side + pad)
+            page.pen.rounded_rectangle(around, pad, plate)
             ink = (255, 255, 255) if luma(plate) < 150 else (0, 0, 0)
-        icons.append(
-            _Icon(name, _paste(rng, page, rng.choice(rows[name]), held, (x, y, side), ink))
-        )
+        drawing = masks[rng.choice(rows[name])]
+        icons.append(_Icon(name, _paste(rng, page, drawing, (x, y, side), ink)))
     if len(places) > 1 and rng.random() < 0.2:
-        pitch = min(
-            (abs(b[0] - a[0]) for a in places for b in places if b[0] - a[0] > 1), default=width / 3
-        )
+        lefts = [x for x, _, _ in places]
+        pitch = min((b - a for a in lefts for b in lefts if b - a > 1), default=width / 3)
         _labels(rng, page, icons, held, ink_for(rng, ground, 90), 0.95 * pitch)
-    asks = [
-        _seek(rng, icons, "detect", width),
-        _seek(rng, icons, "point", width),
-        *(_this(rng, icons) for _ in range(4)),
-    ]
+    asks = [_seek(rng, icons, skill, width) for skill in ("detect", "point")]
+    asks += [_this(rng, icons) for _ in range(4)]
     asks += [_seek(rng, icons, "point", width), *_amounts(rng, icons), _caption(icons, width)]
     beside = _beside(rng, icons) if len(icons) > 1 else None
     if beside:

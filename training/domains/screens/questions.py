@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from training.domains.drawn import Place
-from training.domains.phrasing import vary
-from training.domains.picture import Ask, centre, in_order
+from training.domains.phrasing import read, tell
+from training.domains.picture import Ask, centre, find, in_order
 from training.domains.screens.pages import ACTIONS, FIELDS, OPTIONS, SECTIONS
 
 Element = dict[str, Any]
@@ -34,21 +34,17 @@ def ask_about(rng: random.Random, elements: list[Element], place: Place, width: 
 def _about_one(rng: random.Random, e: Element, place: Place) -> Iterator[Ask]:
     role, name, box = e["role"], e["name"], place.box(e["box"])
     if role in CLICKED:
-        thing = rng.choice(SPOKEN[role])
-        lower = name.lower()
+        thing, lower = rng.choice(SPOKEN[role]), name.lower()
         ways = [
             f'the "{name}" {thing}',
             f"{name} {thing}",
             f"{lower} {thing}",
             f"the {lower} {thing}",
-            f'"{name}"',
         ]
+        ways.append(f'"{name}"')
         if role in ("button", "link"):
-            ways += [
-                f"where to click to {lower.rstrip('?')}",
-                f'where do I click for "{name}"?',
-                name,
-            ]
+            to_do = lower.rstrip("?")
+            ways += [f"where to click to {to_do}", f'where do I click for "{name}"?', name]
         if role in ("input", "select"):
             ways += [
                 f"where to enter {lower}",
@@ -57,55 +53,31 @@ def _about_one(rng: random.Random, e: Element, place: Place) -> Iterator[Ask]:
             ]
         if role in ("checkbox", "radio"):
             ways += [f"where to switch {lower} on or off"]
-        yield Ask("point", "screens click", rng.choice(ways), boxes=(box,), points=(centre(box),))
+        yield find("point", "screens click", rng.choice(ways), [box])
         if rng.random() < 0.5:
-            yield Ask("detect", "screens element", rng.choice(ways[:5]), boxes=(box,))
+            yield find("detect", "screens element", rng.choice(ways[:5]), [box])
     yield from _read(rng, e)
 
 
 def _read(rng: random.Random, e: Element) -> Iterator[Ask]:
     role, name, value, state = e["role"], e["name"], e.get("value", ""), e.get("state")
     if role in ("input", "select") and "•" not in value:
-        ways = (
-            'What is in the field "{n}"?',
-            "What is the {l}?",
-            'What does "{n}" say?',
-            "Which {l} is entered?",
-        )
-        text = vary(rng, ways, n=name, l=name.lower())
-        yield Ask("query", "screens field", text, value or "It is empty.", spelled=bool(value))
+        ways = 'What is in the field "{n}"?|What is the {l}?|What does "{n}" say?|Which {l} is entered?'
+        ask = read if value else tell
+        yield ask(rng, "screens field", ways, value or "It is empty.", n=name, l=name.lower())
     if role in ("checkbox", "radio"):
-        ways = (
-            'Is "{n}" checked?',
-            'Is "{n}" on?',
-            "Is {n} selected?",
-            'Is "{n}" turned on?',
-            "Is {n} enabled?",
-        )
-        yield Ask(
-            "query", "screens state", vary(rng, ways, n=name), "yes" if state == "on" else "no"
-        )
+        ways = 'Is "{n}" checked?|Is "{n}" on?|Is {n} selected?|Is "{n}" turned on?|Is {n} enabled?'
+        yield tell(rng, "screens state", ways, "yes" if state == "on" else "no", n=name)
     if role == "button" and (state == "disabled" or rng.random() < 0.1):
-        ways = ('Is the button "{n}" disabled?', "Is {n} greyed out?", 'Can I not click "{n}"?')
-        yield Ask(
-            "query",
-            "screens state",
-            vary(rng, ways, n=name),
-            "yes" if state == "disabled" else "no",
-        )
+        ways = 'Is the button "{n}" disabled?|Is {n} greyed out?|Can I not click "{n}"?'
+        yield tell(rng, "screens state", ways, "yes" if state == "disabled" else "no", n=name)
     if role == "cell" and e["row"] != name:
-        by = {
-            "Message": ("What does {r} say?", "What did {r} write?", "Read the message of {r}."),
-            "Price": ("What does {r} cost?", "How much is {r}?", "What is the price of {r}?"),
-            "Owner": ("Who is the owner of {r}?", "Who owns {r}?"),
-        }.get(e["column"], ("What is the {c} of {r}?", "Which {c} has {r}?", "{r}: what {c}?"))
-        yield Ask(
-            "query",
-            "screens cell",
-            vary(rng, by, r=e["row"], c=e["column"].lower()),
-            name,
-            spelled=True,
-        )
+        ways = {
+            "Message": "What does {r} say?|What did {r} write?|Read the message of {r}.",
+            "Price": "What does {r} cost?|How much is {r}?|What is the price of {r}?",
+            "Owner": "Who is the owner of {r}?|Who owns {r}?",
+        }.get(e["column"], "What is the {c} of {r}?|Which {c} has {r}?|{r}: what {c}?")
+        yield read(rng, "screens cell", ways, name, r=e["row"], c=e["column"].lower())
 
 
 def _about_all(
@@ -115,62 +87,38 @@ def _about_all(
     for e in elements:
         roles.setdefault(e["role"], []).append(e)
     for role in ("button", "checkbox", "icon", "input"):
-        found = roles.get(role, [])
-        thing = SPOKEN[role][0]
+        found, thing = roles.get(role, []), SPOKEN[role][0]
         if 1 <= len(found) <= 12:
-            boxes = tuple(in_order([place.box(e["box"]) for e in found], width, centre))
-            yield Ask(
-                "detect",
-                "screens elements",
-                rng.choice((thing, thing + "s", f"all {thing}s")),
-                boxes=boxes,
-            )
-            ways = ("How many {t}s are there?", "How many {t}s can you see?", "Count the {t}s.")
-            yield Ask("query", "screens count", vary(rng, ways, t=thing), str(len(found)))
+            boxes = in_order([place.box(e["box"]) for e in found], width, centre)
+            said = rng.choice((thing, thing + "s", f"all {thing}s"))
+            yield find("detect", "screens elements", said, boxes)
+            ways = "How many {t}s are there?|How many {t}s can you see?|Count the {t}s."
+            yield tell(rng, "screens count", ways, str(len(found)), t=thing)
     headings = roles.get("heading", [])
     if headings:
         top = min(headings, key=lambda e: e["box"][1])
         ways = (
-            "What does the first heading say?",
-            "What is the title of this page?",
-            "Read the heading at the top.",
+            "What does the first heading say?|What is the title of this page?|"
+            "Read the heading at the top."
         )
-        yield Ask("query", "screens heading", vary(rng, ways), top["name"], spelled=True)
-    menu = roles.get("menu item", [])
+        yield read(rng, "screens heading", ways, top["name"])
+    menu = [e["name"] for e in roles.get("menu item", [])]
     if len(menu) > 2:
-        names = ", ".join(e["name"] for e in menu)
         ways = (
-            "What is in the menu?",
-            "Which items does the menu have?",
-            "Read the menu.",
-            "List the menu items.",
+            "What is in the menu?|Which items does the menu have?|Read the menu.|"
+            "List the menu items."
         )
-        yield Ask("query", "screens menu", vary(rng, ways), names, spelled=True)
+        yield read(rng, "screens menu", ways, ", ".join(menu))
         k = rng.randrange(len(menu) - 1)
-        ways = ('What comes after "{n}" in the menu?', "Which menu item follows {n}?")
-        yield Ask(
-            "query",
-            "screens menu",
-            vary(rng, ways, n=menu[k]["name"]),
-            menu[k + 1]["name"],
-            spelled=True,
-        )
+        ways = 'What comes after "{n}" in the menu?|Which menu item follows {n}?'
+        yield read(rng, "screens menu", ways, menu[k + 1], n=menu[k])
     buttons = roles.get("button", [])
     if 1 <= len(buttons) <= 6:
         ways = (
-            "Which buttons are there?",
-            "What do the buttons say?",
-            "Read the buttons.",
-            "Name all buttons.",
+            "Which buttons are there?|What do the buttons say?|Read the buttons.|Name all buttons."
         )
         order = sorted(buttons, key=lambda e: (round(e["box"][1] / 12), e["box"][0]))
-        yield Ask(
-            "query",
-            "screens buttons",
-            vary(rng, ways),
-            ", ".join(e["name"] for e in order),
-            spelled=True,
-        )
+        yield read(rng, "screens buttons", ways, ", ".join(e["name"] for e in order))
 
 
 def _absent(rng: random.Random, elements: list[Element]) -> Iterator[Ask]:
@@ -179,11 +127,10 @@ def _absent(rng: random.Random, elements: list[Element]) -> Iterator[Ask]:
     thing = "button" if name in ACTIONS else "field" if name in FIELDS else "option"
     text = rng.choice((f"{name} {thing}", f'"{name}"', f'the "{name}" {thing}', name.lower()))
     yield Ask(rng.choice(("point", "detect")), "absent", text)
-    ways = ('Is there a {t} "{n}"?', 'Does the page have a {t} "{n}"?', "Can I see a {n} {t}?")
-    yield Ask("query", "absent", vary(rng, ways, n=name, t=thing), "no")
-    shown = rng.choice(
-        [e for e in elements if e["role"] in ("button", "input", "checkbox")] or elements
-    )
+    ways = 'Is there a {t} "{n}"?|Does the page have a {t} "{n}"?|Can I see a {n} {t}?'
+    yield tell(rng, "absent", ways, "no", n=name, t=thing)
+    named = [e for e in elements if e["role"] in ("button", "input", "checkbox")]
+    shown = rng.choice(named or elements)
     thing = SPOKEN.get(shown["role"], ("text",))[0]
     if thing != "icon":
-        yield Ask("query", "screens present", vary(rng, ways, n=shown["name"], t=thing), "yes")
+        yield tell(rng, "screens present", ways, "yes", n=shown["name"], t=thing)

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from training.domains.ground import draw_ground
-from training.domains.phrasing import absent_object, off_topic, vary
+from training.domains.phrasing import absent_object, off_topic, tell, vary
 from training.domains.picture import Ask, Mark, Picture, Pixels, in_order
 from training.scenes.captions import LENGTHS, caption
 from training.scenes.paths import path_tokens
@@ -87,14 +87,12 @@ def draw_with_pillow(rng: random.Random, scene: Scene) -> Pixels:
         flat = [tuple(p) for p in points]
         pen = ImageDraw.Draw(mask)
         if s.style == 1:
-            inside = (points - points.mean(0)) * max(
-                0.2, 1 - 2 * s.stroke / s.extent
-            ) + points.mean(0)
             if SHAPES[s.kind] in ("cross", "crescent", "star", "heart", "arrow"):
                 pen.line([*flat, *flat[:2]], 255, max(1, round(s.stroke * n * 0.8)), joint="curve")
             else:
+                middle, share = points.mean(0), max(0.2, 1 - 2 * s.stroke / s.extent)
                 pen.polygon(flat, 255)
-                pen.polygon([tuple(p) for p in inside], 0)
+                pen.polygon([tuple(p) for p in (points - middle) * share + middle], 0)
         else:
             pen.polygon(flat, 255)
         mask = mask.resize((w, h), Image.Resampling.BOX) if n > 1 else mask
@@ -103,18 +101,10 @@ def draw_with_pillow(rng: random.Random, scene: Scene) -> Pixels:
         if s.style == 2:
             stripes = ImageDraw.Draw(fill)
             gap = tuple(round(255 * c) for c in s.rgb2)
-            lean = math.tan(s.angle)
+            lean = math.tan(s.angle) * h
             for k in range(-2, math.ceil(2 * w / s.period) + 2):
-                left = k * s.period
-                stripes.polygon(
-                    (
-                        (left, 0),
-                        (left + 0.4 * s.period, 0),
-                        (left + 0.4 * s.period - lean * h, h),
-                        (left - lean * h, h),
-                    ),
-                    gap,
-                )
+                left, right = k * s.period, (k + 0.4) * s.period
+                stripes.polygon(((left, 0), (right, 0), (right - lean, h), (left - lean, h)), gap)
         image.paste(fill, (a, b), mask)
         if border:
             draw.polygon([tuple(p) for p in points / n + (a, b)], outline=(20, 20, 20))
@@ -125,7 +115,7 @@ def _as_ask(rng: random.Random, scene: Scene) -> Ask:
     q = draw_question(rng, scene)
     w, h = scene.width, scene.height
     refs = tuple(tuple(v * (w, h)[i % 2] for i, v in enumerate(ref)) for ref in q.refs)
-    text = q.text if rng.random() < 0.6 else vary(rng, (q.text.replace("{", "").replace("}", ""),))
+    text = q.text if rng.random() < 0.6 else vary(rng, q.text)
     return Ask("query", f"shapes {q.kind}", text, q.answer, refs=refs)
 
 
@@ -134,27 +124,20 @@ def _missing(rng: random.Random, scene: Scene) -> Ask | None:
     phrase = Phrase(rng.randrange(len(SHAPES)), rng.choice((None, rng.randrange(MEASURED_COLOURS))))
     if phrase.find(scene):
         return None
-    templates = (
-        "What colour is the {p}?",
-        "What color is the {p}?",
-        "Where is the {p}?",
-        "How big is the {p}?",
-    )
-    return Ask(
-        "query",
-        "absent",
-        vary(rng, templates, p=phrase.words(rng)),
-        f"There is no {phrase.plain()}.",
-    )
+    ways = "What colour is the {p}?|What color is the {p}?|Where is the {p}?|How big is the {p}?"
+    said = f"There is no {phrase.plain()}."
+    return tell(rng, "absent", ways, said, p=phrase.words(rng))
 
 
 def _count(rng: random.Random, scene: Scene) -> Ask:
     s = rng.choice(scene.shapes) if scene.shapes else None
     phrase = rng.choice((Phrase(), Phrase(s.kind), Phrase(s.kind, s.colour))) if s else Phrase()
-    templates = ("How many {p} are there?", "How many {p} do you see?", "Count the {p}.", "Number of {p}?",
-                 "How many {p} are in the {picture}?", "how many {p}")  # fmt: skip
-    text = vary(rng, templates, p=phrase.words(rng, plural=True))
-    return Ask("query", "shapes count", text, str(len(phrase.find(scene))))
+    ways = (
+        "How many {p} are there?|How many {p} do you see?|Count the {p}.|Number of {p}?|"
+        "How many {p} are in the {picture}?|how many {p}"
+    )
+    words = phrase.words(rng, plural=True)
+    return tell(rng, "shapes count", ways, str(len(phrase.find(scene))), p=words)
 
 
 def _target(rng: random.Random, scene: Scene) -> tuple[str, list[int]]:
@@ -168,37 +151,32 @@ def _target(rng: random.Random, scene: Scene) -> tuple[str, list[int]]:
     return object_words(rng, phrase), phrase.find(scene)
 
 
-def _single(
-    rng: random.Random, scene: Scene
-) -> tuple[str, int | None, tuple[tuple[float, ...], ...]]:
-    """Words for segment, the one shape they mean (None: absent) and perhaps a reference to choose it by."""
+def _segment(rng: random.Random, scene: Scene) -> Ask | None:
+    """One shape's outline, or nothing of what is not there."""
     u = rng.random()
     if not scene.shapes or u < 0.15:
         phrase = draw_absent(rng, scene)
-        words = (
-            rng.choice(FOREIGN_NOUNS) if phrase is None or u < 0.03 else object_words(rng, phrase)
-        )
-        return words, None, ()
+        if phrase is None or u < 0.03:
+            return Ask("segment", "absent", rng.choice(FOREIGN_NOUNS))
+        return Ask("segment", "absent", object_words(rng, phrase))
     index = rng.randrange(len(scene.shapes))
     shape = scene.shapes[index]
-    if u < 0.22:
-        x, y = shape.anchor
-        ref = (x / scene.width, y / scene.height)
-        return Phrase(kind=shape.kind).words(rng), index, (ref,)
+    if u < 0.22:  # one that only a reference would tell from others
+        Phrase(kind=shape.kind).words(rng)
+        return None
     phrase = refer(rng, scene, index)
-    if phrase is not None:
-        return object_words(rng, phrase), index, ()
-    phrase = Phrase(shape.kind, shape.colour)
-    return object_words(rng, phrase), phrase.find(scene)[0], ()
+    if phrase is None:
+        phrase = Phrase(shape.kind, shape.colour)
+        shape = scene.shapes[phrase.find(scene)[0]]
+    words, path = object_words(rng, phrase), tuple(path_tokens(shape))
+    return Ask("segment", "shapes segment", words, boxes=(shape.box,), path=path)
 
 
 def _find(rng: random.Random, scene: Scene, skill: str) -> Ask:
     words, indices = _target(rng, scene)
     shapes = in_order([scene.shapes[i] for i in indices], scene.width, lambda s: s.centre)
-    if skill == "detect":
-        return Ask("detect", "shapes detect", words, boxes=tuple(s.box for s in shapes))
-    boxes = tuple(s.box for s in shapes)
-    return Ask("point", "shapes point", words, boxes=boxes, points=tuple(s.anchor for s in shapes))
+    points = tuple(s.anchor for s in shapes) if skill == "point" else ()
+    return Ask(skill, f"shapes {skill}", words, boxes=tuple(s.box for s in shapes), points=points)
 
 
 def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
@@ -207,29 +185,20 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
         scene = draw_scene(rng, width, height, held_out=held, palette=palette)
     else:
         scene = _grid_scene(rng, width, height)
-    if rng.random() < 0.25 and width * height < 400_000 and len(scene.shapes) <= 12:
+    few = len(scene.shapes) <= 12
+    if rng.random() < 0.25 and width * height < 400_000 and few:
         pixels = render_scene(scene).round().byte().permute(1, 2, 0).numpy()
     else:
         pixels = draw_with_pillow(rng, scene)
-    few = len(scene.shapes) <= 12
-    asks = [
-        _find(rng, scene, "detect"),
-        _find(rng, scene, "point"),
-        _count(rng, scene),
-        _count(rng, scene),
-    ]
+    asks = [_find(rng, scene, skill) for skill in ("detect", "point")]
+    asks += [_count(rng, scene) for _ in range(2)]
     if few:
         length = rng.choices(LENGTHS, (5, 3, 2))[0]
         asks.append(Ask("caption", f"shapes caption {length}", length, caption(scene, length)))
     asks += [_as_ask(rng, scene) for _ in range(4)] if few else [_count(rng, scene)]
-    words, index, refs = _single(rng, scene)
-    if index is None:
-        asks.append(Ask("segment", "absent", words))
-    elif not refs:
-        s = scene.shapes[index]
-        asks.append(
-            Ask("segment", "shapes segment", words, boxes=(s.box,), path=tuple(path_tokens(s)))
-        )
+    segment = _segment(rng, scene)
+    if segment is not None:
+        asks.append(segment)
     missing = _missing(rng, scene) if rng.random() < 0.5 else None
     asks.append(missing or (off_topic(rng) if rng.random() < 0.5 else absent_object(rng)))
     marks = [Mark(s.box, SHAPES[s.kind], COLOURS[s.colour]) for s in scene.shapes]

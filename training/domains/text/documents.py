@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 
 from training.domains.ground import Rgb, draw_ground, ink_for
-from training.domains.phrasing import vary
+from training.domains.phrasing import read, tell
 from training.domains.picture import Ask
 from training.domains.text import words as w
 from training.domains.text.fonts import draw_font
@@ -22,12 +22,6 @@ def draw_font_size(rng: random.Random, width: int, height: int, largest: float =
     scale = min(640 / width, 640 / height) if min(width, height) <= 640 else 0.8
     size = math.exp(rng.uniform(math.log(SMALLEST), math.log(largest))) / scale
     return max(9, min(round(size), height // 3))
-
-
-def _say(
-    kind: str, rng: random.Random, templates: tuple[str, ...], answer: str, **names: str
-) -> Ask:
-    return Ask("query", kind, vary(rng, templates, **names), answer, spelled=True)
 
 
 def lines(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page, list[Ask]]:
@@ -46,9 +40,8 @@ def lines(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page
         if low > height - 0.35 * size or wide > width - 4 or size < 8:
             break
         y = rng.uniform(low, min(height - 0.35 * size, low + 0.5 * height))
-        page.put(
-            rng.uniform(2, width - 2 - wide), y, text, font, size, ink_for(rng, ground), spacing
-        )
+        x = rng.uniform(2, width - 2 - wide)
+        page.put(x, y, text, font, size, ink_for(rng, ground), spacing)
         y += 0.4 * size
     return page, []
 
@@ -61,9 +54,8 @@ def paragraph(rng: random.Random, width: int, height: int, held: bool) -> tuple[
     room = rng.uniform(0.5, 0.97) * (width - left - 2)
     step = size * rng.uniform(1.15, 1.6)
     most = min(8, int((height * 0.95 - size) / step))
-    found = wrap(rng, [w.piece(rng) for _ in range(rng.randint(4, 45))], font, size, room)[
-        : max(1, most)
-    ]
+    pieces = [w.piece(rng) for _ in range(rng.randint(4, 45))]
+    found = wrap(pieces, font, size, room)[: max(1, most)]
     y = rng.uniform(1.2 * size, max(1.2 * size, height - 0.4 * size - step * (len(found) - 1)))
     align = rng.choice((0, 0, 0, 0.5, 1))
     for text in found:
@@ -82,9 +74,8 @@ def sign(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page,
     x, y = rng.uniform(0, width - pw), rng.uniform(0, height - ph)
     corner = rng.choice((0, 0.05, 0.2)) * min(pw, ph)
     ink = ink_for(rng, panel, 110)
-    page.pen.rounded_rectangle(
-        (x, y, x + pw, y + ph), corner, panel, ink if rng.random() < 0.3 else None, 2
-    )
+    edge = ink if rng.random() < 0.3 else None
+    page.pen.rounded_rectangle((x, y, x + pw, y + ph), corner, panel, edge, 2)
     texts = [w.phrase(rng, rng.choice((1, 1, 2))) for _ in range(rng.randint(1, 3))]
     if rng.random() < 0.4:
         texts = [t.upper() for t in texts]
@@ -106,15 +97,16 @@ def _rows(
         if a:
             page.put(left, y, a, font, size, ink)
         if b:
-            page.put(
-                (left + right) / 2 if beside else right - width_of(b, font, size),
-                y,
-                b,
-                font,
-                size,
-                ink,
-            )
+            at = (left + right) / 2 if beside else right - width_of(b, font, size)
+            page.put(at, y, b, font, size, ink)
         y += step
+
+
+_TOTAL = (
+    "What is the total?|How much is the total?|What is the total amount?|How much was paid?|Total?|"
+    "What does it cost in all?"
+)
+_SHOP = "What is the name of the shop?|Which shop is this receipt from?|What is the store called?|Which store is it?"
 
 
 def receipt(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page, list[Ask]]:
@@ -140,10 +132,8 @@ def receipt(rng: random.Random, width: int, height: int, held: bool) -> tuple[Pa
     wide = min(max(wide, width_of(when + " " + clock, font, size) + 2 * size), 0.97 * width)
     left = rng.uniform(4, max(4.1, width - wide - 4))
     paper = rng.randint(235, 255)
-    page.pen.rectangle(
-        (left - 0.6 * size, 0, left + wide + 0.6 * size, height),
-        (paper, paper, paper - rng.randint(0, 12)),
-    )
+    around = (left - 0.6 * size, 0, left + wide + 0.6 * size, height)
+    page.pen.rectangle(around, (paper, paper, paper - rng.randint(0, 12)))
     ink = (rng.randint(0, 70),) * 3
     y = 1.6 * size
     shop_size = fit(shop, font, round(size * rng.uniform(1, 1.4)), wide)
@@ -153,28 +143,28 @@ def receipt(rng: random.Random, width: int, height: int, held: bool) -> tuple[Pa
         size = min(fit(a + "  " + b, font, size, wide) for a, b in pairs)
     _rows(page, pairs, left, left + wide, y + 1.2 * step, step, font, size, ink, False)
     k = rng.randrange(items)
-    asks = [
-        _say("text receipt total", rng, ("What is the total?", "How much is the total?", "What is the total amount?",
-             "How much was paid?", "Total?", "What does it cost in all?"), money[-1]),
-        _say("text receipt price", rng, ("How much is the {g}?", "What does the {g} cost?", "What is the price of {g}?",
-             "Price of the {g}?"), money[k], g=rng.choice((goods[k], goods[k].lower()))),
-        _say("text receipt shop", rng, ("What is the name of the shop?", "Which shop is this receipt from?",
-             "What is the store called?", "Which store is it?"), shop),
-        _say("text receipt date", rng, ("What is the date?", "When was this?", "What date is it?"), when),
-        Ask("query", "text receipt count", vary(rng, ("How many items were bought?", "Number of items?")), str(items)),
-    ]  # fmt: skip
-    absent = rng.choice([g for g in w.GOODS if g not in goods])
-    asks.append(Ask("query", "absent", vary(rng, ("How much is the {g}?", "What does the {g} cost?"), g=absent.lower()),
-                    f"There is no {absent.lower()}."))  # fmt: skip
+    asks = [read(rng, "text receipt total", _TOTAL, money[-1])]
+    bought = rng.choice((goods[k], goods[k].lower()))
+    ways = (
+        "How much is the {g}?|What does the {g} cost?|What is the price of {g}?|Price of the {g}?"
+    )
+    asks.append(read(rng, "text receipt price", ways, money[k], g=bought))
+    asks.append(read(rng, "text receipt shop", _SHOP, shop))
+    ways = "What is the date?|When was this?|What date is it?"
+    asks.append(read(rng, "text receipt date", ways, when))
+    ways = "How many items were bought?|Number of items?"
+    asks.append(tell(rng, "text receipt count", ways, str(items)))
+    absent = rng.choice([g for g in w.GOODS if g not in goods]).lower()
+    ways = "How much is the {g}?|What does the {g} cost?"
+    asks.append(tell(rng, "absent", ways, f"There is no {absent}.", g=absent))
     return page, rng.sample(asks, 4)
 
 
 _KEYS = (
-    "Name", "Date", "Order", "City", "Phone", "Email", "Price", "Status", "Room", "Flight", "Gate", "Seat", "Amount",
-         "Weight", "Colour", "Model", "Size", "Speed", "Country", "Street", "Author", "Title", "Level", "Score", "Code",
-         "Invoice", "Account", "Balance", "Due date", "Customer", "Product", "Quantity", "Reference", "Department",
-    "Owner",
-)  # fmt: skip
+    "Name|Date|Order|City|Phone|Email|Price|Status|Room|Flight|Gate|Seat|Amount|Weight|Colour|Model|Size|Speed|Country|"
+    "Street|Author|Title|Level|Score|Code|Invoice|Account|Balance|Due date|Customer|Product|Quantity|Reference|"
+    "Department|Owner"
+).split("|")
 
 
 def _value(rng: random.Random, key: str) -> str:
@@ -207,18 +197,14 @@ def form(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page,
     asks = []
     for k in rng.sample(range(len(keys)), min(2, len(keys))):
         key = rng.choice((keys[k], keys[k].lower()))
-        templates = ("What is the {k}?", "What is the value of {k}?", "{k}?", 'What is written next to "{k}"?',
-                     "Which {k} is given?", "Read the {k}.", "Give the {k}.")  # fmt: skip
-        asks.append(_say("text value", rng, templates, values[k], k=key))
-    missing = rng.choice([key for key in _KEYS if key not in keys]).lower()
-    asks.append(
-        Ask(
-            "query",
-            "absent",
-            vary(rng, ("What is the {k}?", "Which {k} is given?"), k=missing),
-            f"There is no {missing}.",
+        ways = (
+            'What is the {k}?|What is the value of {k}?|{k}?|What is written next to "{k}"?|'
+            "Which {k} is given?|Read the {k}.|Give the {k}."
         )
-    )
+        asks.append(read(rng, "text value", ways, values[k], k=key))
+    missing = rng.choice([key for key in _KEYS if key not in keys]).lower()
+    ways = "What is the {k}?|Which {k} is given?"
+    asks.append(tell(rng, "absent", ways, f"There is no {missing}.", k=missing))
     return page, asks
 
 
@@ -242,19 +228,15 @@ def table(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page
     size = min(size, int(step / 1.25))
     if size < 8 or len({*heads}) < columns or len({*names}) < rows:
         return form(rng, width, height, held)
-    left, top = (
-        rng.uniform(2, max(2.1, width - sum(widths) - 4)),
-        rng.uniform(2, max(2.1, height - step * (rows + 1) - 2)),
-    )
+    left = rng.uniform(2, max(2.1, width - sum(widths) - 4))
+    top = rng.uniform(2, max(2.1, height - step * (rows + 1) - 2))
     style = rng.choice(("lines", "box", "plain", "bands"))
     whole = left + sum(widths)
     for r in range(rows + 2):
         y = top + r * step
         if style == "bands" and r % 2 and r <= rows:
-            page.pen.rectangle(
-                (left, y, whole, y + step),
-                tuple((9 * g + i) // 10 for g, i in zip(ground, ink, strict=True)),
-            )  # type: ignore[arg-type]
+            band = tuple((9 * g + i) // 10 for g, i in zip(ground, ink, strict=True))
+            page.pen.rectangle((left, y, whole, y + step), band)  # type: ignore[arg-type]
         if style in ("lines", "box") or (style == "plain" and r == 1):
             page.pen.line((left, y, whole, y), ink)
     x = left
@@ -270,28 +252,20 @@ def table(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page
             page.put(x + 0.45 * size, top + (r + 0.7) * step, text, font, size, ink)
             x += widths[c]
     r, c = rng.randrange(rows), rng.randrange(1, columns)
-    of_cell = (
-        "What is the {h} of {n}?",
-        "What is the {h} for {n}?",
-        "{h} of {n}?",
-        "Which {h} has {n}?",
-    )
+    of_cell = "What is the {h} of {n}?|What is the {h} for {n}?|{h} of {n}?|Which {h} has {n}?"
     without = rng.random() < 0.5
     of_rows = (
         "How many rows are there without the header?"
         if without
         else "How many rows does the table have?"
     )
-    of_columns = ("How many columns does the table have?", "How many columns are there?")
-    rows_shown = str(rows if without else rows + 1)
-    asks = [
-        _say("text cell", rng, of_cell, cells[r][c], h=heads[c], n=names[r]),
-        rng.choice((
-            Ask("query", "text rows", vary(rng, (of_rows,)), rows_shown),
-            Ask("query", "text columns", vary(rng, of_columns), str(columns)),
-        )),
-    ]  # fmt: skip
-    return page, asks
+    of_columns = "How many columns does the table have?|How many columns are there?"
+    cell = read(rng, "text cell", of_cell, cells[r][c], h=heads[c], n=names[r])
+    counts = (
+        tell(rng, "text rows", of_rows, str(rows if without else rows + 1)),
+        tell(rng, "text columns", of_columns, str(columns)),
+    )
+    return page, [cell, rng.choice(counts)]
 
 
 KINDS: tuple[tuple[Document, int], ...] = (

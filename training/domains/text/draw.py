@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
-from training.domains.phrasing import absent_object, off_topic, vary
-from training.domains.picture import Ask, Mark, Picture, centre, in_order
+from training.domains.phrasing import absent_object, off_topic, read, tell
+from training.domains.picture import Ask, Mark, Picture, centre, find, in_order
 from training.domains.text import words as w
 from training.domains.text.documents import KINDS
 from training.domains.text.page import Line, Page, Word
@@ -25,44 +26,31 @@ def _read_all(rng: random.Random, page: Page) -> Ask | None:
             rows[-1].append(line)
         else:
             rows.append([line])
-    text = "\n".join(
-        " ".join(line.text for line in sorted(row, key=lambda k: k.box[0])) for row in rows
-    )
+    sorted_rows = (sorted(row, key=lambda line: line.box[0]) for row in rows)
+    text = "\n".join(" ".join(line.text for line in row) for row in sorted_rows)
     if not 0 < len(text) <= LONGEST:
         return None
-    templates = ("Read the text.", "What does it say?", "What does the {picture} say?", "What is written here?",
-                 "Transcribe the text.", "Read all the text.", "What text is in the {picture}?", "OCR", "Text?",
-                 "Which words are in the {picture}?", "What is written in the {picture}?", "Read this.")  # fmt: skip
-    return Ask("query", "text read", vary(rng, templates), text, spelled=True)
+    ways = (
+        "Read the text.|What does it say?|What does the {picture} say?|What is written here?|"
+        "Transcribe the text.|Read all the text.|What text is in the {picture}?|OCR|Text?|"
+        "Which words are in the {picture}?|What is written in the {picture}?|Read this."
+    )
+    return read(rng, "text read", ways, text)
 
 
 def _read_line(rng: random.Random, page: Page) -> Ask | None:
     n = len(page.lines)
     k = rng.randrange(n)
     bottoms = [line.box[3] for line in page.lines]
-    if (
-        n < 2
-        or n > 8
-        or any(b - a < 6 for a, b in pairwise(bottoms))
-        or len(page.lines[k].text) > LONGEST
-    ):
+    close = any(b - a < 6 for a, b in pairwise(bottoms))
+    if not 2 <= n <= 8 or close or len(page.lines[k].text) > LONGEST:
         return None
-    templates = [
-        "What does line {d} say?",
-        "Read line {d}.",
-        "Read the {o} line.",
-        "What is the {o} line?",
-        "Line {d}?",
-    ]
-    if k == n - 1:
-        templates += ["Read the last line.", "What does the last line say?"]
-    return Ask(
-        "query",
-        "text line",
-        vary(rng, templates, d=str(k + 1), o=_ORDINALS[k]),
-        page.lines[k].text,
-        spelled=True,
+    ways = (
+        "What does line {d} say?|Read line {d}.|Read the {o} line.|What is the {o} line?|Line {d}?"
     )
+    if k == n - 1:
+        ways += "|Read the last line.|What does the last line say?"
+    return read(rng, "text line", ways, page.lines[k].text, d=str(k + 1), o=_ORDINALS[k])
 
 
 def _plain(word: Word) -> str:
@@ -71,33 +59,20 @@ def _plain(word: Word) -> str:
 
 def _find(rng: random.Random, page: Page, words: list[Word], skill: str) -> Ask:
     text = w.word(rng) if rng.random() < 0.25 else _plain(rng.choice(words))
-    found = [word for word in words if _plain(word).lower() == text.lower()]
-    said = rng.choice(
-        (text, f'"{text}"', f'the word "{text}"', f"the text {text}", f'the text "{text}"')
-    )
-    found = in_order(found, page.size[0], lambda word: centre(word.box))
-    boxes = tuple(word.box for word in found)
+    found = [word.box for word in words if _plain(word).lower() == text.lower()]
+    ways = (text, f'"{text}"', f'the word "{text}"', f"the text {text}", f'the text "{text}"')
     kind = f"text {skill}" if found else "absent"
-    return Ask(
-        skill, kind, said, boxes=boxes, points=tuple(map(centre, boxes)) if skill == "point" else ()
-    )
+    return find(skill, kind, rng.choice(ways), in_order(found, page.size[0], centre))
 
 
 def _presence(rng: random.Random, words: list[Word]) -> Ask:
     have = {_plain(word).lower() for word in words}
     text = _plain(rng.choice(words)) if rng.random() < 0.5 else w.word(rng)
-    templates = (
-        'Is the word "{t}" in the {picture}?',
-        'Does it say "{t}"?',
-        'Does the word "{t}" occur?',
-        'Is "{t}" written here?',
+    ways = (
+        'Is the word "{t}" in the {picture}?|Does it say "{t}"?|Does the word "{t}" occur?|'
+        'Is "{t}" written here?'
     )
-    return Ask(
-        "query",
-        "text presence",
-        vary(rng, templates, t=text),
-        "yes" if text.lower() in have else "no",
-    )
+    return tell(rng, "text presence", ways, "yes" if text.lower() in have else "no", t=text)
 
 
 def _here(rng: random.Random, page: Page, words: list[Word]) -> Ask | None:
@@ -107,22 +82,13 @@ def _here(rng: random.Random, page: Page, words: list[Word]) -> Ask | None:
         return None
     if isinstance(thing, Word) and rng.random() < 0.4:
         ref: tuple[float, ...] = centre(thing.box)
-        templates: tuple[str, ...] = (
-            "Which word is this?",
-            "Which word is here?",
-            "What word is this?",
-        )
+        ways = "Which word is this?|Which word is here?|What word is this?"
     else:
         pad = rng.uniform(0, 3)
         x0, y0, x1, y1 = thing.box
         ref = (x0 - pad, y0 - pad, x1 + pad, y1 + pad)
-        templates = (
-            "What does this say?",
-            "Read this.",
-            "What is written here?",
-            "Read the text here.",
-        )
-    return Ask("query", "text here", vary(rng, templates), thing.text, refs=(ref,), spelled=True)
+        ways = "What does this say?|Read this.|What is written here?|Read the text here."
+    return replace(read(rng, "text here", ways, thing.text), refs=(ref,))
 
 
 def _next_word(rng: random.Random, page: Page, words: list[Word]) -> Ask | None:
@@ -133,43 +99,24 @@ def _next_word(rng: random.Random, page: Page, words: list[Word]) -> Ask | None:
     first, second = line.words[k : k + 2]
     if sum(word.text.lower() == first.text.lower() for word in words) > 1:
         return None
-    templates = (
-        'Which word comes after "{t}"?',
-        'What stands right of "{t}"?',
-        'What is written after "{t}"?',
-    )
-    return Ask("query", "text next", vary(rng, templates, t=first.text), second.text, spelled=True)
+    ways = 'Which word comes after "{t}"?|What stands right of "{t}"?|What is written after "{t}"?'
+    return read(rng, "text next", ways, second.text, t=first.text)
 
 
 def _amounts(rng: random.Random, page: Page, words: list[Word]) -> Ask:
     rows = len({round(line.box[3] / 5) for line in page.lines})
     if rng.random() < 0.5 and rows == len(page.lines):
-        return Ask(
-            "query",
-            "text lines",
-            vary(rng, ("How many lines of text are there?", "How many lines are there?")),
-            str(rows),
-        )
-    return Ask(
-        "query",
-        "text words",
-        vary(rng, ("How many words are there?", "Count the words.")),
-        str(len(words)),
-    )
+        ways = "How many lines of text are there?|How many lines are there?"
+        return tell(rng, "text lines", ways, str(rows))
+    return tell(rng, "text words", "How many words are there?|Count the words.", str(len(words)))
 
 
 def asks_of(rng: random.Random, page: Page) -> list[Ask]:
     words = [word for line in page.lines for word in line.words]
-    asks = [
-        _read_all(rng, page),
-        _find(rng, page, words, "detect"),
-        _find(rng, page, words, "point"),
-        _here(rng, page, words),
-    ]
-    asks += [_here(rng, page, words) for _ in range(3)] + [
-        _read_line(rng, page),
-        _presence(rng, words),
-    ]
+    asks = [_read_all(rng, page)]
+    asks += [_find(rng, page, words, skill) for skill in ("detect", "point")]
+    asks += [_here(rng, page, words) for _ in range(4)]
+    asks += [_read_line(rng, page), _presence(rng, words)]
     asks.append(_find(rng, page, words, rng.choice(("detect", "point"))))
     asks.append(_next_word(rng, page, words) if rng.random() < 0.7 else None)
     if len(words) <= 12 and rng.random() < 0.4:

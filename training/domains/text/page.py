@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field
 
 from PIL import Image, ImageDraw
@@ -87,7 +86,7 @@ def fit(text: str, font: str, size: int, room: float) -> int:
     return size if wide <= room else max(6, int(size * room / wide))
 
 
-def wrap(rng: random.Random, words: list[str], font: str, size: int, room: float) -> list[str]:
+def wrap(words: list[str], font: str, size: int, room: float) -> list[str]:
     """Lines of words that fit; a word that is wider than the room is left out."""
     lines: list[str] = []
     for word in words:

@@ -7,7 +7,7 @@ from typing import Any
 
 from training.domains.drawn import open_drawings
 from training.domains.phrasing import off_topic
-from training.domains.picture import Ask, Box, Mark, Picture, centre, in_order
+from training.domains.picture import Ask, Box, Mark, Picture, centre, find, in_order
 from training.domains.webcharts.plotted import plot
 from training.domains.webcharts.questions import ask_about
 from training.domains.webcharts.tables import make_table
@@ -40,11 +40,10 @@ def _places(
         return []
     label, box = rng.choice(list(zip(table["labels"], boxes[0], strict=True)))
     if table["kind"] != "bar":
-        said = f"the point of {label}"
-        return [Ask("point", "webcharts point", said, boxes=(box,), points=(centre(box),))]
-    bars = tuple(in_order(boxes[0], width, centre))
+        return [find("point", "webcharts point", f"the point of {label}", [box])]
     said = rng.choice((f"the bar of {label}", f"{label} bar", f"bar for {label}"))
+    every = rng.choice(("bar", "bars", "all bars"))
     return [
-        Ask("detect", "webcharts detect", said, boxes=(box,)),
-        Ask("detect", "webcharts detect", rng.choice(("bar", "bars", "all bars")), boxes=bars),
+        find("detect", "webcharts detect", said, [box]),
+        find("detect", "webcharts detect", every, in_order(boxes[0], width, centre)),
     ]

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from training.domains.phrasing import vary
+from training.domains.phrasing import read, tell
 from training.domains.picture import Ask
 
 SPOKEN = {"bar": "bar chart", "line": "line chart", "pie": "pie chart", "scatter": "scatter plot"}
@@ -45,39 +45,24 @@ def labels_are_shown(table: dict[str, Any]) -> bool:
 
 
 def _about_frame(rng: random.Random, t: dict[str, Any]) -> Iterator[Ask]:
-    ways = (
-        "What kind of chart is this?",
-        "What type of chart is it?",
-        "Which chart type is shown?",
-    )
-    yield Ask("query", "webcharts kind", vary(rng, ways), "a " + SPOKEN[t["kind"]])
+    ways = "What kind of chart is this?|What type of chart is it?|Which chart type is shown?"
+    yield tell(rng, "webcharts kind", ways, "a " + SPOKEN[t["kind"]])
     if t["title"]:
-        ways = (
-            "What is the title of the chart?",
-            "What does the title say?",
-            "Read the title.",
-            "Title?",
-        )
-        yield Ask("query", "webcharts title", vary(rng, ways), t["title"], spelled=True)
+        ways = "What is the title of the chart?|What does the title say?|Read the title.|Title?"
+        yield read(rng, "webcharts title", ways, t["title"])
     names = [s["name"] for s in t["series"]]
     if len(names) > 1:
-        ways = ("Which series are shown?", "What does the legend say?", "Read the legend.")
-        yield Ask("query", "webcharts legend", vary(rng, ways), ", ".join(names), spelled=True)
-        yield Ask(
-            "query",
-            "webcharts count",
-            vary(rng, ("How many series are there?", "How many colours?")),
-            str(len(names)),
-        )
+        ways = "Which series are shown?|What does the legend say?|Read the legend."
+        yield read(rng, "webcharts legend", ways, ", ".join(names))
+        ways = "How many series are there?|How many colours?"
+        yield tell(rng, "webcharts count", ways, str(len(names)))
     if t["kind"] in ("bar", "pie"):
-        ways = ("How many {p} are there?", "How many {p} does the chart have?", "Count the {p}.")
+        ways = "How many {p} are there?|How many {p} does the chart have?|Count the {p}."
         count = len(t["labels"]) * len(names)
-        yield Ask("query", "webcharts count", vary(rng, ways, p=PARTS[t["kind"]]), str(count))
+        yield tell(rng, "webcharts count", ways, str(count), p=PARTS[t["kind"]])
     if labels_are_shown(t):
-        ways = ("Which labels does the chart have?", "Read the labels.", "What are the categories?")
-        yield Ask(
-            "query", "webcharts labels", vary(rng, ways), ", ".join(t["labels"]), spelled=True
-        )
+        ways = "Which labels does the chart have?|Read the labels.|What are the categories?"
+        yield read(rng, "webcharts labels", ways, ", ".join(t["labels"]))
 
 
 def _about_values(rng: random.Random, t: dict[str, Any], exact: bool) -> Iterator[Ask]:
@@ -88,75 +73,50 @@ def _about_values(rng: random.Random, t: dict[str, Any], exact: bool) -> Iterato
     for s in t["series"]:
         pairs = list(zip(t["labels"], s["values"], strict=True))
         for label, value in rng.sample(pairs, min(3, len(pairs))) if can_be_read else ():
-            if several:
-                ways = (
-                    "What is the value of {s} for {l}?",
-                    "{s} in {l}?",
-                    "What is {s} at {l}?",
-                    "How much is {s}, {l}?",
-                )
-            else:
-                ways = (
-                    "What is the value of {l}?",
-                    "What value has {l}?",
-                    "How much is {l}?",
-                    "{l}?",
-                    "What is {l}?",
-                )
-            text = vary(rng, ways, s=s["name"], l=label)
+            ways = (
+                "What is the value of {s} for {l}?|{s} in {l}?|What is {s} at {l}?|How much is {s}, {l}?"
+                if several
+                else "What is the value of {l}?|What value has {l}?|How much is {l}?|{l}?|What is {l}?"
+            )
             said = number(value if exact or t["numbers"] else readable(value))
-            yield Ask("query", "webcharts value", text, said, spelled=True)
-        ranked = sorted(pairs, key=lambda pair: pair[1])
-        of = f" of {s['name']}" if several else ""
-        if ranked[-1][1] >= 1.06 * ranked[-2][1]:
-            ways = (
-                "Which one has the highest value{o}?",
-                "What is the largest{o}?",
-                "Where is the maximum{o}?",
-            )
-            yield Ask(
-                "query", "webcharts extreme", vary(rng, ways, o=of), ranked[-1][0], spelled=True
-            )
-        if ranked[1][1] >= 1.06 * ranked[0][1] + 0.02 * ranked[-1][1]:
-            ways = (
-                "Which one has the lowest value{o}?",
-                "What is the smallest{o}?",
-                "Where is the minimum{o}?",
-            )
-            yield Ask(
-                "query", "webcharts extreme", vary(rng, ways, o=of), ranked[0][0], spelled=True
-            )
-        first, last = s["values"][0], s["values"][-1]
-        if t["kind"] == "line" and not 0.75 < last / max(first, 1e-9) < 1.33:
-            ways = (
-                "Does {s} rise or fall from {a} to {b}?",
-                "From {a} to {b}, does {s} go up or down?",
-            )
-            text = vary(
-                rng, ways, s=s["name"] if several else "it", a=t["labels"][0], b=t["labels"][-1]
-            )
-            yield Ask(
-                "query", "webcharts trend", text, "It rises." if last > first else "It falls."
-            )
-        two = rng.sample(pairs, 2)
-        if abs(two[0][1] - two[1][1]) > 0.06 * ranked[-1][1]:
-            ways = (
-                "Is {a} more than {b}{o}?",
-                "Is {a} larger than {b}{o}?",
-                "Is {a} higher than {b}{o}?",
-            )
-            text = vary(rng, ways, a=two[0][0], b=two[1][0], o=of)
-            yield Ask("query", "webcharts compare", text, "yes" if two[0][1] > two[1][1] else "no")
+            yield read(rng, "webcharts value", ways, said, s=s["name"], l=label)
+        yield from _about_series(rng, t, s, pairs)
+
+
+def _about_series(
+    rng: random.Random, t: dict[str, Any], s: dict[str, Any], pairs: list[tuple[str, float]]
+) -> Iterator[Ask]:
+    """The extremes of a series, its trend, and two of its values."""
+    several = len(t["series"]) > 1
+    of = f" of {s['name']}" if several else ""
+    (lowest, least), (_, second), *_ = ranked = sorted(pairs, key=lambda pair: pair[1])
+    highest, most = ranked[-1]
+    if most >= 1.06 * ranked[-2][1]:
+        ways = (
+            "Which one has the highest value{o}?|What is the largest{o}?|Where is the maximum{o}?"
+        )
+        yield read(rng, "webcharts extreme", ways, highest, o=of)
+    if second >= 1.06 * least + 0.02 * most:
+        ways = (
+            "Which one has the lowest value{o}?|What is the smallest{o}?|Where is the minimum{o}?"
+        )
+        yield read(rng, "webcharts extreme", ways, lowest, o=of)
+    (start, first), (end, last) = pairs[0], pairs[-1]
+    if t["kind"] == "line" and not 0.75 < last / max(first, 1e-9) < 1.33:
+        ways = "Does {s} rise or fall from {a} to {b}?|From {a} to {b}, does {s} go up or down?"
+        said = "It rises." if last > first else "It falls."
+        name = s["name"] if several else "it"
+        yield tell(rng, "webcharts trend", ways, said, s=name, a=start, b=end)
+    (a, one), (b, other) = rng.sample(pairs, 2)
+    if abs(one - other) > 0.06 * most:
+        ways = "Is {a} more than {b}{o}?|Is {a} larger than {b}{o}?|Is {a} higher than {b}{o}?"
+        said = "yes" if one > other else "no"
+        yield tell(rng, "webcharts compare", ways, said, a=a, b=b, o=of)
 
 
 def _absent(rng: random.Random, t: dict[str, Any]) -> Iterator[Ask]:
     there = {*t["labels"], *(s["name"] for s in t["series"])}
-    other = rng.choice(
-        [
-            n
-            for n in ("Atlantis", "2031", "Robots", "Kiwis", "Zurich", "Dec", "Sun", "H")
-            if n not in there
-        ]
-    )
-    ways = ("What is the value of {l}?", "How much is {l}?", "What value has {l}?")
-    yield Ask("query", "absent", vary(rng, ways, l=other), f"There is no {other}.")
+    names = ("Atlantis", "2031", "Robots", "Kiwis", "Zurich", "Dec", "Sun", "H")
+    other = rng.choice([name for name in names if name not in there])
+    ways = "What is the value of {l}?|How much is {l}?|What value has {l}?"
+    yield tell(rng, "absent", ways, f"There is no {other}.", l=other)
