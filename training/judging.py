@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from torch import Tensor
 
 from kestrel_client.commands.evaluation.place_metrics import iou
-from training.domains.picture import Ask, Box, Picture
+from training.domains.picture import Ask, Box, Picture, Point
 from training.images.resize import crops, normalise
 from training.kestrel_small import VIEW
 from training.learning.model import Moondream, prompt_mask
@@ -26,12 +28,11 @@ from training.writing import opening, write, writer
 ROOM = 120  # ids of an answer
 ASKS = 7  # of a picture
 # What issue 40 wants, by kind of request.
-BARS = {"text read": 0.97, "text line": 0.97, "text here": 0.97, "text receipt total": 0.94, "charts value": 0.88,
-        "charts label": 0.95, "icons name": 0.80, "shapes detect": 0.98, "icons detect": 0.90, "shapes count": 0.97,
-        "absent": 0.97, "off topic": 0.97, "shapes segment": 0.92, "shapes caption short": 0.96,
-    "screens click": 0.93,
-    "screens elements": 0.90,
-    "webcharts value": 0.88,
+BARS = {
+    "text read": 0.97, "text line": 0.97, "text here": 0.97, "text receipt total": 0.94, "charts value": 0.88,
+    "charts label": 0.95, "webcharts value": 0.88, "icons name": 0.80, "icons detect": 0.90, "screens click": 0.93,
+    "screens elements": 0.90, "shapes detect": 0.98, "shapes count": 0.97, "shapes segment": 0.92,
+    "shapes caption short": 0.96, "absent": 0.97, "off topic": 0.97,
 }  # fmt: skip
 
 
@@ -49,6 +50,17 @@ class Reply:
     @property
     def text(self) -> str:
         return str(writer().tokenizer.decode(self.ids))
+
+    def points(self, width: int, height: int) -> list[Point]:
+        pairs = zip(self.numbers[::2], self.numbers[1::2], strict=False)
+        return [(x * width, y * height) for x, y in pairs]
+
+    def boxes(self, width: int, height: int) -> list[Box]:
+        found = []
+        for (x, y), (w, h) in zip(self.points(width, height), self.sizes, strict=False):
+            w, h = w * width / 2, h * height / 2
+            found.append((x - w, y - h, x + w, y + h))
+        return found
 
 
 def held_out(per_domain: int, seed: int = 977) -> list[tuple[str, Picture]]:
@@ -132,9 +144,8 @@ def answer(
     """Greedy replies to at most ASKS requests of each picture."""
     found = []
     for picture in pictures:
-        pixels = (
-            torch.from_numpy(np.array(picture.pixels)).to(device).permute(2, 0, 1)[None].float()
-        )
+        pixels = torch.from_numpy(np.array(picture.pixels)).to(device)
+        pixels = pixels.permute(2, 0, 1)[None].float()
         view = View.of(pixels.shape[3], pixels.shape[2], VIEW)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             image = model.vision(normalise(crops(pixels, view)), view)[0]
@@ -163,12 +174,8 @@ def _step(model: Moondream, rows: list[_Row], device: torch.device) -> None:
         padded([r.document for r in rows], -1),
         padded([r.position for r in rows], 0),
     )
-    open_ones = [
-        (i, k, row.last[k])
-        for i, row in enumerate(rows)
-        for k, r in enumerate(row.replies)
-        if not r.done
-    ]
+    replies = [(i, k, reply) for i, row in enumerate(rows) for k, reply in enumerate(row.replies)]
+    open_ones = [(i, k, rows[i].last[k]) for i, k, reply in replies if not reply.done]
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         image = torch.stack([row.image for row in rows])
         mask = torch.where(prompt_mask(document, VIEW.prefix), 0.0, float("-inf")).to(image.dtype)
@@ -192,17 +199,6 @@ def distance(a: str, b: str) -> int:
         for j, y in enumerate(b, 1):
             before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (x != y))
     return row[-1]
-
-
-def boxes_of(reply: Reply, width: int, height: int) -> list[Box]:
-    found = []
-    for (x, y), (w, h) in zip(
-        zip(reply.numbers[::2], reply.numbers[1::2], strict=False), reply.sizes, strict=False
-    ):
-        found.append(
-            ((x - w / 2) * width, (y - h / 2) * height, (x + w / 2) * width, (y + h / 2) * height)
-        )
-    return found
 
 
 def _matched(found: list[Any], wanted: list[Box], score: Any, least: float) -> int:
@@ -232,24 +228,21 @@ def score(reply: Reply, width: int, height: int) -> tuple[float, float]:
     if not ask.boxes:
         return float(not reply.numbers), 1
     if ask.skill == "segment":
-        found = boxes_of(reply, width, height)
-        paths = []
-        for text, box in (
-            (" ".join(ask.path), ask.boxes[0]),
-            (reply.text, found[0] if found else ask.boxes[0]),
-        ):
-            scaled = " ".join(str(int(t) / 960) if t.isdigit() else t for t in text.split())
-            paths.append(path_polygon(scaled, box) if found else None)
-        return (polygon_iou(*paths) if all(p is not None for p in paths) else 0.0), 1  # type: ignore[arg-type]
+        boxes = reply.boxes(width, height)[:1]
+        drawn = _outline(reply.text.split(), boxes[0]) if boxes else None
+        wanted = _outline(ask.path, ask.boxes[0])
+        return (0.0 if drawn is None or wanted is None else polygon_iou(wanted, drawn)), 1
     if ask.skill == "detect":
-        boxes = boxes_of(reply, width, height)
+        boxes = reply.boxes(width, height)
         return 2.0 * _matched(boxes, list(ask.boxes), iou, 0.5), len(boxes) + len(ask.boxes)
-    points = [
-        (x * width, y * height)
-        for x, y in zip(reply.numbers[::2], reply.numbers[1::2], strict=False)
-    ]
+    points = reply.points(width, height)
     inside = lambda p, b: float(b[0] <= p[0] <= b[2] and b[1] <= p[1] <= b[3])  # noqa: E731
     return 2.0 * _matched(points, list(ask.boxes), inside, 1.0), len(points) + len(ask.boxes)
+
+
+def _outline(path: Sequence[str], box: Box) -> NDArray[np.float64] | None:
+    """The polygon of path tokens in the 960-unit box."""
+    return path_polygon(" ".join(str(int(t) / 960) if t.isdigit() else t for t in path), box)
 
 
 Judged = tuple[str, Picture, Reply, float]
@@ -318,29 +311,17 @@ def gallery(judged: list[Judged], count: int = 20) -> Image.Image:
         draw = ImageDraw.Draw(image)
         for box in reply.ask.boxes:
             draw.rectangle(box, outline=(0, 180, 0))
-        for x0, y0, x1, y1 in boxes_of(reply, width, height):
+        for x0, y0, x1, y1 in reply.boxes(width, height):
             draw.rectangle((x0, y0, max(x0, x1), max(y0, y1)), outline=(255, 0, 0))
-        for x, y in zip(reply.numbers[::2], reply.numbers[1::2], strict=False):
-            draw.ellipse(
-                (x * width - 3, y * height - 3, x * width + 3, y * height + 3), fill=(255, 0, 0)
-            )
+        for x, y in reply.points(width, height):
+            draw.ellipse((x - 3, y - 3, x + 3, y + 3), fill=(255, 0, 0))
         image.thumbnail((side - 4, side - 4))
         x, y = number % 5 * side, number // 5 * (side + text)
         sheet.paste(image, (x + 2, y + 2))
-        said = (
-            reply.text
-            if reply.ask.skill in ("query", "caption")
-            else f"{len(reply.numbers) // 2} found"
-        )
-        lines = (
-            f"{reply.ask.kind} {share:.2f}: {reply.ask.text}",
-            f"true: {reply.ask.answer!r}",
-            f"said: {said!r}",
-        )
+        ask, said = reply.ask, f"{len(reply.numbers) // 2} found"
+        said = reply.text if ask.skill in ("query", "caption") else said
+        lines = (f"{ask.kind} {share:.2f}: {ask.text}", f"true: {ask.answer!r}", f"said: {said!r}")
         for i, line in enumerate(lines):
-            pen.text(
-                (x + 3, y + side + 2 + 19 * i),
-                line.encode("ascii", "replace").decode()[:58],
-                (255, 255, 255),
-            )
+            line = line.encode("ascii", "replace").decode()[:58]
+            pen.text((x + 3, y + side + 2 + 19 * i), line, (255, 255, 255))
     return sheet

@@ -33,52 +33,34 @@ from training.learning.muon import Muon
 from training.writing import PictureBatch, Steps
 
 AVERAGE = 0.998  # of the weights, a step
+MUON_RATE, ADAM_RATE = 2e-3, 1e-3
+DECAY = 0.05  # of the weights
+STEPS_A_SECOND = 8.0  # to guess the progress of a batch
+SAVE_EVERY = 3.0  # minutes
 
 
 def parse_arguments() -> argparse.Namespace:
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument(
-        "--minutes",
-        type=float,
-        default=9.0,
-        help="training time of this slice, without start and figures",
-    )
-    p.add_argument(
-        "--from-minute", type=float, default=0.0, help="minutes of the plan that earlier slices had"
-    )
-    p.add_argument("--plan", type=float, default=110.0, help="minutes of the whole plan")
-    p.add_argument(
-        "--until",
-        type=float,
-        default=0.0,
-        help="stop training so many seconds after the start of the process",
-    )
-    p.add_argument("--batch", type=int, default=64, help="one-crop pictures a step and GPU")
-    p.add_argument("--lr", type=float, default=1.0, help="multiplies both learning rates")
-    p.add_argument("--muon-lr", type=float, default=2e-3)
-    p.add_argument("--adam-lr", type=float, default=1e-3)
-    p.add_argument("--decay", type=float, default=0.05, help="weight decay")
-    p.add_argument(
-        "--rate", type=float, default=8.0, help="steps a second, to guess the progress of a batch"
-    )
-    p.add_argument("--seed", type=int, default=1)
+
+    def number(name: str, default: float, help: str) -> None:
+        p.add_argument(name, type=type(default), default=default, help=f"{help} [{default}]")
+
+    number("--minutes", 9.0, "training time of this slice, without start and figures")
+    number("--from-minute", 0.0, "minutes of the plan that earlier slices had")
+    number("--plan", 110.0, "minutes of the whole plan")
+    number("--until", 0.0, "stop training so many seconds after the start of the process; 0: don't")
+    number("--batch", 64, "one-crop pictures a step and GPU")
+    number("--lr", 1.0, "multiplies both learning rates")
+    number("--seed", 1, "of the pictures")
+    number("--workers", 0, "processes that draw, for each GPU; 0: one a core, less two")
+    number("--judge", 40, "held-out pictures of each domain; 0: no figures")
+    number("--max-steps", 1_000_000, "stop after so many steps")
     p.add_argument("--resume", type=Path, help="folder of checkpoint pieces")
     p.add_argument("--out", type=Path, default=Path("out/small"))
-    p.add_argument(
-        "--workers",
-        type=int,
-        default=0,
-        help="processes that draw, for each GPU; 0: one a core, less two",
-    )
-    p.add_argument(
-        "--judge", type=int, default=40, help="held-out pictures of each domain; 0: no figures"
-    )
-    p.add_argument("--max-steps", type=int, default=1_000_000)
-    p.add_argument("--save-every", type=float, default=3.0, help="minutes")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--eager", action="store_true")
+    p.add_argument("--eager", action="store_true", help="compile nothing")
     return p.parse_args()
 
 
@@ -144,31 +126,25 @@ class Trainer:
         if not args.eager:
             compile_blocks(self.model)
         torch.manual_seed(args.seed * 1000 + rank)
-        self.muon = Muon(self.model, args.muon_lr, decay=args.decay)
+        self.muon = Muon(self.model, MUON_RATE, decay=DECAY)
         owned = {id(p) for p in self.muon.parameters}
-        rest = [
-            p for p in (*self.model.parameters(), *self.helper.parameters()) if id(p) not in owned
-        ]
+        every = (*self.model.parameters(), *self.helper.parameters())
+        rest = [p for p in every if id(p) not in owned]
         self.adam = torch.optim.AdamW(
-            rest,
-            args.adam_lr,
-            betas=(0.9, 0.95),
-            weight_decay=args.decay,
-            fused=device.type == "cuda",
+            rest, ADAM_RATE, (0.9, 0.95), weight_decay=DECAY, fused=device.type == "cuda"
         )
         self.parameters: list[nn.Parameter] = [*self.muon.parameters, *rest]
         self.maker = PictureMaker(compiled=device.type == "cuda" and not args.eager)
 
     def step(self, batch: PictureBatch, progress: float, rate: float) -> dict[str, Tensor]:
         on_gpu = self.device.type == "cuda"  # bfloat16 is slow on a CPU
-        self.muon.lr = self.args.muon_lr * rate
+        self.muon.lr = MUON_RATE * rate
         for group in self.adam.param_groups:
-            group["lr"] = self.args.adam_lr * rate
+            group["lr"] = ADAM_RATE * rate
         pixels = self.maker(batch).to(torch.bfloat16 if on_gpu else torch.float32)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu):
-            loss, parts = loss_of(
-                run(self.model, pixels, batch, JITTER), batch, self.helper, progress
-            )
+            out = run(self.model, pixels, batch, JITTER)
+            loss, parts = loss_of(out, batch, self.helper, progress)
         loss.backward()
         if self.world > 1:
             share_gradients(self.parameters, self.world)
@@ -190,16 +166,10 @@ class Trainer:
 def batches(args: argparse.Namespace, rank: int, world: int) -> Iterator[PictureBatch]:
     ends = (args.from_minute / args.plan, (args.from_minute + args.minutes) / args.plan)
     seed = args.seed * 1000 + round(args.from_minute)
-    data = Steps(seed, args.batch, rank, ends, int(args.minutes * 60 * args.rate))
+    data = Steps(seed, args.batch, rank, ends, int(args.minutes * 60 * STEPS_A_SECOND))
     workers = args.workers or max(1, (os.cpu_count() or 2) // world - 2)
-    loader = DataLoader(
-        data,
-        batch_size=None,
-        num_workers=workers,
-        pin_memory=args.device == "cuda",
-        prefetch_factor=3,
-    )
-    return iter(loader)
+    pinned = args.device == "cuda"
+    return iter(DataLoader(data, None, num_workers=workers, pin_memory=pinned, prefetch_factor=3))
 
 
 def report(trainer: Trainer, figures_of: list[Any]) -> None:
@@ -256,15 +226,13 @@ def main() -> None:
             speed = f"{seen / (now - mark):.0f} pictures/s"
             print(f"step {done} {now - born:.0f} s {speed} lr {rate:.3f} {each}", flush=True)
             mark, seen, sums = now, 0, {}
-            if spent > saved + args.save_every:
+            if spent > saved + SAVE_EVERY:
                 saved = spent
                 trainer.save()
     if rank == 0:
         trainer.save()
-        print(
-            f"{done} steps, {spent:.2f} minutes of the plan, {time.monotonic() - born:.0f} s",
-            flush=True,
-        )
+        took = f"{spent:.2f} minutes of the plan, {time.monotonic() - born:.0f} s"
+        print(f"{done} steps, {took}", flush=True)
         if examples:
             report(trainer, examples)
         print(f"end after {time.monotonic() - born:.0f} s", flush=True)

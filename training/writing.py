@@ -27,30 +27,11 @@ PLACES = (2, 4)  # rows and columns of a cell, in each of which the helper head 
 SLOTS = PLACES[0] * PLACES[1]
 CHARACTERS = [chr(c) for c in range(32, 127)]
 CHARACTER_IDS = {c: i for i, c in enumerate(CHARACTERS)}  # 0, the space's id: nothing
-ROLES = (
-    "button",
-    "link",
-    "input",
-    "select",
-    "checkbox",
-    "radio",
-    "icon",
-    "heading",
-    "cell",
-    "menu item",
-)
+ROLES = "button|link|input|select|checkbox|radio|icon|heading|cell|menu item".split("|")
 # New classes go to the end, so that a checkpoint's helper head keeps its rows.
 CLASSES = (
-    *SHAPES,
-    *icon_names(),
-    "text",
-    "bar",
-    "grouped bar",
-    "line",
-    "pie",
-    "scatter",
-    *(f"screen {r}" for r in ROLES),
-)
+    *SHAPES, *icon_names(), "text", "bar", "grouped bar", "line", "pie", "scatter", *(f"screen {r}" for r in ROLES)
+)  # fmt: skip
 LABELS = {name: i + 1 for i, name in enumerate(dict.fromkeys(CLASSES))}
 COLOUR_IDS = {name: i + 1 for i, name in enumerate(COLOURS)}
 NO_COLOUR = -1
@@ -85,13 +66,9 @@ def write(ask: Ask, width: int, height: int) -> Prompt:
         prompt.coord(min(max(y / height, 0.0), 1.0))
     if ask.skill in ("detect", "segment"):
         for x0, y0, x1, y1 in ask.boxes:
-            box = (
-                max(x0, 0) / width,
-                max(y0, 0) / height,
-                min(x1, width) / width,
-                min(y1, height) / height,
-            )
-            prompt.reference(box)
+            left, right = max(x0, 0) / width, min(x1, width) / width
+            top, bottom = max(y0, 0) / height, min(y1, height) / height
+            prompt.reference((left, top, right, bottom))
         for token in ask.path:
             prompt.text(writer().encode(path_token_text(token)))
     prompt.text([EOS])
@@ -125,18 +102,12 @@ def helper_targets(picture: Picture) -> tuple[NDArray[np.uint8], ...]:
     for mark in sorted(picture.marks, key=lambda m: -(m.box[2] - m.box[0]) * (m.box[3] - m.box[1])):
         box = np.array(mark.box) / (width, height, width, height)
         j0, i0, j1, i1 = (round(v) for v in (box * grid - 0.5).tolist())
-        cells = (
-            slice(max(i0, 0), max(i0, i1 - 1, 0) + 1),
-            slice(max(j0, 0), max(j0, j1 - 1, 0) + 1),
-        )
+        down, across = (max(i0, 0), max(i0, i1 - 1, 0) + 1), (max(j0, 0), max(j0, j1 - 1, 0) + 1)
+        cells = slice(*down), slice(*across)
         labels[cells], boxes[cells] = LABELS[mark.label], box
         colours[cells] = COLOUR_IDS.get(mark.colour, NO_COLOUR)
-    return (
-        characters.reshape(-1, SLOTS),
-        labels.reshape(-1),
-        colours.reshape(-1),
-        boxes.reshape(-1, 4),
-    )  # type: ignore[return-value]
+    flat = labels.reshape(-1), colours.reshape(-1), boxes.reshape(-1, 4)
+    return characters.reshape(-1, SLOTS), *flat  # type: ignore[return-value]
 
 
 def pack(rng: random.Random, pictures: list[Picture], spoiling: Spoiling) -> PictureBatch:
@@ -151,10 +122,8 @@ def pack(rng: random.Random, pictures: list[Picture], spoiling: Spoiling) -> Pic
                 room -= len(prompt.ids) - 1
                 prompts.append(prompt)
         packer.add(row, prompts)
-    targets = [
-        torch.from_numpy(np.stack(part))
-        for part in zip(*map(helper_targets, pictures), strict=True)
-    ]
+    parts = zip(*map(helper_targets, pictures), strict=True)
+    targets = [torch.from_numpy(np.stack(part)) for part in parts]
     pixels = torch.from_numpy(np.stack([picture.pixels for picture in pictures]))
     return PictureBatch(View.of(width, height, VIEW), spoiling, **packer.tensors(), pixels=pixels,
                         characters=targets[0], labels=targets[1], colours=targets[2], boxes=targets[3],
@@ -185,13 +154,8 @@ class Steps(Dataset[PictureBatch]):
     def __init__(
         self, seed: int, images: int, rank: int, progress: tuple[float, float], guess: int
     ) -> None:
-        self.seed, self.images, self.rank, self.progress, self.guess = (
-            seed,
-            images,
-            rank,
-            progress,
-            guess,
-        )
+        self.seed, self.images, self.rank = seed, images, rank
+        self.progress, self.guess = progress, guess
 
     def __len__(self) -> int:
         return 1_000_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from training.domains.picture import NOT_SHOWN, Ask
-from training.scenes.phrases import with_article
+from training.scenes.phrases import fill, with_article
 
 _BEFORE = "Please tell me: |Can you tell me |Hello, |Hi! |Please: |Question: |Tell me, |So, ".split(
     "|"
@@ -31,12 +31,6 @@ FOREIGN = (
     "penguin mermaid tractor window teapot violin sheep cow tiger owl wolf shoe hat spoon plate pillow blanket tomato "
     "onion"
 ).split()
-
-
-def fill(rng: random.Random, ways: str, **words: str) -> str:
-    """One of the ways to ask, which "|" divides, with its words."""
-    picture = rng.choice(("picture", "picture", "image", "photo"))
-    return rng.choice(ways.split("|")).format(picture=picture, **words)
 
 
 def vary(rng: random.Random, ways: str, **words: str) -> str:

@@ -1,7 +1,7 @@
 """The Moondream 3 architecture at small size, for training and as a plain float32 reference.
 
 Parameter names are those of the released checkpoints without the leading "model.". This module has the training path
-(packed prompts, experts computed densely) and a plain forward pass without a cache. Its text decoder is the engine's.
+(packed prompts, experts computed densely) and a plain forward pass without a cache. The engine serves the model.
 """
 
 from __future__ import annotations
@@ -13,10 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kestrel_engine.models import text as decoder
-from kestrel_engine.models.attention import Attention, PrefixAttention
-from kestrel_engine.models.rope import RotaryTable
-from kestrel_engine.types.model_config import MoeConfig, TextConfig
 from training.scenes.tiling import TINY, Geometry, View
 
 
@@ -45,27 +41,6 @@ class Sizes:
     size_features: int = 128
     bins: int = 1024
     view: Geometry = TINY
-
-    def text_config(self) -> TextConfig:
-        """The text part as the engine's decoder takes it. Training computes the experts."""
-        return TextConfig(
-            dim=self.dim,
-            ff_dim=self.ff_dim,
-            n_layers=self.layers,
-            n_heads=self.heads,
-            n_kv_heads=self.heads,
-            vocab_size=self.vocab,
-            max_context=self.max_context,
-            rope_theta=self.rope_theta,
-            rotary_dim=self.rotary,
-            tau_attn=True,
-            moe=MoeConfig(
-                num_experts=self.experts,
-                start_layer=self.moe_start,
-                experts_per_token=self.experts_per_token,
-                expert_inner_dim=self.expert_inner,
-            ),
-        )
 
     def as_json(self) -> dict[str, dict[str, object]]:
         """The text, vision and region parts of config.json."""
@@ -232,13 +207,49 @@ class Tau(nn.Module):
         self.wv = nn.Parameter(torch.zeros(c.heads, 3 * c.dim))
         self.alpha = nn.Parameter(torch.zeros(c.heads))
 
+    def forward(self, qkv: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """qkv [B, S, 3 dim], position [B, S] -> factors for q and v [B, heads, S, 1]."""
+        f = F.gelu(qkv)
+        s = 1 + (torch.sigmoid(self.alpha * torch.log(position.float() + 1).unsqueeze(-1)) - 0.5)
+        q = torch.tanh(F.linear(f, self.wq)) + s
+        v = torch.tanh(F.linear(f, self.wv)) + s
+        return q.transpose(1, 2).unsqueeze(-1), v.transpose(1, 2).unsqueeze(-1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of the first 32 dims in pairs (j, j + 16). x [B, heads, S, D]; cos, sin [B, 1, S, 16]."""
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
+    turned = torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+    return torch.cat((turned.to(x.dtype), rest), -1)
+
 
 class TextAttention(nn.Module):
     def __init__(self, c: Sizes) -> None:
         super().__init__()
+        self.heads, self.prefix = c.heads, c.view.prefix
         self.qkv = nn.Linear(c.dim, 3 * c.dim)
         self.proj = nn.Linear(c.dim, c.dim)
         self.tau = Tau(c)
+
+    def forward(
+        self, u: Tensor, position: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """The prefix's positions attend to each other. The rest attend as mask [B, 1, S - prefix, S] allows."""
+        b, s, dim = u.shape
+        p = self.prefix
+        qkv = self.qkv(u)
+        tau_q, tau_v = self.tau(qkv, position)
+        q, k, v = qkv.view(b, s, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
+        q = rotate(q * tau_q.to(q.dtype), cos, sin)
+        k = rotate(k, cos, sin)
+        v = v * tau_v.to(v.dtype)
+        out = F.scaled_dot_product_attention(q[:, :, :p], k[:, :, :p], v[:, :, :p])
+        if mask is not None:
+            later = F.scaled_dot_product_attention(q[:, :, p:], k, v, attn_mask=mask)
+            out = torch.cat((out, later), 2)
+        mixed: Tensor = self.proj(out.transpose(1, 2).reshape(b, s, dim))
+        return mixed
 
 
 class Experts(nn.Module):
@@ -257,7 +268,7 @@ class Experts(nn.Module):
         top, index = logits.topk(self.chosen, -1)
         return torch.zeros_like(logits).scatter(-1, index, top.softmax(-1))
 
-    def forward(self, u: Tensor, adapters: None = None) -> Tensor:
+    def forward(self, u: Tensor) -> Tensor:
         gates = self.gates(u)
         e, both, dim = self.fc1.weight.shape
         hidden = F.linear(u, self.fc1.weight.reshape(e * both, dim)).unflatten(-1, (e, both))
@@ -273,25 +284,18 @@ class _Weights(nn.Module):
 
 
 class TextBlock(nn.Module):
-    """Holds the parameters of a block of the engine's decoder, which computes it."""
-
     def __init__(self, c: Sizes, layer: int) -> None:
         super().__init__()
         self.ln = nn.LayerNorm(c.dim)
         self.attn = TextAttention(c)
         self.mlp: nn.Module = Experts(c) if layer >= c.moe_start else Mlp(c.dim, c.ff_dim)
-        self.config, self.layer = c.text_config(), layer
 
-    def forward(self, x: Tensor, placement: decoder.Placement, attention: Attention) -> Tensor:
-        """x [B * S, dim], in the same shape."""
-        name = f"text.blocks.{self.layer}"
-        tensors = {f"{name}.{key}": each for key, each in self.named_parameters()}
-        block = decoder.TextBlock(self.config, tensors, self.layer)
-        if isinstance(self.mlp, Experts):
-            block.mlp = (
-                self.mlp
-            )  # It computes all experts at once, which a batch of training needs.
-        return block(x, placement, attention)
+    def forward(
+        self, x: Tensor, position: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        u = self.ln(x)
+        mixed: Tensor = self.mlp(u)
+        return x + self.attn(u, position, cos, sin, mask) + mixed
 
 
 class Text(nn.Module):
@@ -301,17 +305,18 @@ class Text(nn.Module):
         self.blocks = nn.ModuleList(TextBlock(c, i) for i in range(c.layers))
         self.post_ln = nn.LayerNorm(c.dim)
         self.lm_head = nn.Linear(c.dim, c.vocab)
-        self.config = c.text_config()
+        self.theta, self.rotary = c.rope_theta, c.rotary
 
-    def forward(self, x: Tensor, position: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, position: Tensor, mask: Tensor | None) -> Tensor:
         """Input embeddings [B, S, dim] -> residual stream before post_ln."""
-        c = self.config
-        rotary = RotaryTable(c.rope_theta, c.rotary_dim, c.max_context, x.device)
-        placement = decoder.Placement.at(position.flatten(), rotary)
-        stream = x.flatten(0, 1)
+        rate = self.theta ** (
+            -torch.arange(0, self.rotary, 2, device=x.device).float() / self.rotary
+        )
+        angle = position.float().unsqueeze(-1) * rate
+        cos, sin = angle.cos().unsqueeze(1), angle.sin().unsqueeze(1)
         for block in self.blocks:
-            stream = block(stream, placement, PrefixAttention(mask))
-        return stream.view_as(x)
+            x = block(x, position, cos, sin, mask)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         scores: Tensor = self.lm_head(self.post_ln(hidden))

@@ -78,29 +78,21 @@ def _case(found: Example, task: SceneTask, asking: Asking) -> Case:
 
 
 def _asked(task: SceneTask, asking: Asking) -> Task:
+    settings: dict[str, Any] = {"temperature": asking.temperature, "max_tokens": asking.max_tokens}
     match task.skill:
         case "query" | "reasoning":
+            reasoning = task.skill == "reasoning" or asking.reasoning
             return asking.query(
-                task.text,
-                "{question}",
-                reasoning=task.skill == "reasoning" or asking.reasoning,
-                spatial_refs=task.refs,
+                task.text, "{question}", reasoning=reasoning, spatial_refs=task.refs
             )
         case "caption":
-            lengths: Any = task.text
-            return CaptionTask(
-                lengths, temperature=asking.temperature, max_tokens=asking.max_tokens
-            )
+            length: Any = task.text
+            return CaptionTask(length, **settings)
         case "point":
             return asking.point(task.text)
         case "detect":
             return asking.detect(task.text)
-    return SegmentTask(
-        task.text,
-        temperature=asking.temperature,
-        max_tokens=asking.max_tokens,
-        min_score=asking.min_score,
-    )
+    return SegmentTask(task.text, min_score=asking.min_score, **settings)
 
 
 def _score(case: Case, outcome: Outcome | None) -> Score:
@@ -136,12 +128,8 @@ def _said(skill: str, outcome: Outcome | None) -> str:
         return str(outcome["answer"])
     if skill == "caption":
         return str(outcome["caption"])
-    count = {
-        "point": len(outcome.get("points", ())),
-        "detect": len(outcome.get("objects", ())),
-        "segment": len(outcome.get("segments", ())),
-    }[skill]
-    return f"{count} found"
+    found = {"point": "points", "detect": "objects", "segment": "segments"}[skill]
+    return f"{len(outcome.get(found, ()))} found"
 
 
 def _output(skill: str, outcome: Outcome) -> Mapping[str, Any]:

@@ -57,9 +57,8 @@ def _seen_tasks(rng: random.Random, scene: Scene, index: int) -> list[Task]:
     for skill in ("point", "detect"):
         phrase = draw_present(rng, scene)
         if phrase is not None:
-            tasks.append(
-                Task(skill, skill, object_words(rng, phrase), targets=tuple(phrase.find(scene)))
-            )
+            words, found = object_words(rng, phrase), tuple(phrase.find(scene))
+            tasks.append(Task(skill, skill, words, targets=found))
     singles = [(i, refer(rng, scene, i)) for i in range(len(scene.shapes))]
     named = [(i, phrase) for i, phrase in singles if phrase is not None]
     if named:
@@ -67,11 +66,8 @@ def _seen_tasks(rng: random.Random, scene: Scene, index: int) -> list[Task]:
         tasks.append(Task("segment", "segment", object_words(rng, single), targets=(i,)))
     absent = draw_absent(rng, scene)
     if absent is not None:
-        tasks.append(
-            Task(
-                ("point", "detect", "segment")[index // 3 % 3], "absent", object_words(rng, absent)
-            )
-        )
+        skill = ("point", "detect", "segment")[index // 3 % 3]
+        tasks.append(Task(skill, "absent", object_words(rng, absent)))
     return tasks
 
 
@@ -84,9 +80,8 @@ def _unseen_tasks(rng: random.Random, scene: Scene, index: int) -> list[Task]:
     target = scene.shapes[rng.choice(rare)]
     phrase = Phrase(target.kind, target.colour)
     found = tuple(phrase.find(scene))
-    tasks.append(
-        Task("query", "count", f"How many {phrase.plain(True)} are there?", str(len(found)), found)
-    )
+    how_many = f"How many {phrase.plain(True)} are there?"
+    tasks.append(Task("query", "count", how_many, str(len(found)), found))
     tasks.append(Task("query", "presence", f"Is there a {phrase.plain()}?", "yes", found))
     for maker in (colour, shape):
         question = maker(rng, scene, True)

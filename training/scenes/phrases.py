@@ -18,6 +18,12 @@ from training.scenes.vocabulary import (
 )
 
 
+def fill(rng: random.Random, ways: str, **words: str) -> str:
+    """One of the ways to ask, which "|" divides, with its words."""
+    picture = rng.choice(("picture", "picture", "image", "photo"))
+    return rng.choice(ways.split("|")).format(picture=picture, **words)
+
+
 @dataclass(frozen=True)
 class Phrase:
     """A description such as "striped red circle"; a field that is None leaves that property open."""
@@ -43,13 +49,10 @@ class Phrase:
 
     def plain(self, plural: bool = False) -> str:
         """The canonical words, as answers and reasoning use them."""
-        return self._join(None, plural)
+        return self.words(None, plural)
 
-    def words(self, rng: random.Random, plural: bool = False) -> str:
+    def words(self, rng: random.Random | None, plural: bool = False) -> str:
         """The words as a user may say them."""
-        return self._join(rng, plural)
-
-    def _join(self, rng: random.Random | None, plural: bool) -> str:
         parts = []
         if self.style is not None:
             parts.append(rng.choice(STYLE_WORDS[self.style]) if rng else STYLES[self.style])

@@ -6,17 +6,28 @@ A maker returns None when the scene allows no fair question of its kind.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from training.scenes.captions import place_of, short_caption
-from training.scenes.phrases import Phrase, draw_absent, draw_present, name_of, refer
+from training.scenes.phrases import (
+    Phrase,
+    draw_absent,
+    draw_present,
+    fill,
+    name_of,
+    refer,
+    with_article,
+)
 from training.scenes.scenes import MIN_SIZE_RATIO, Scene
 from training.scenes.vocabulary import COLOURS, FOREIGN_NOUNS, SHAPES, STYLE_WORDS, STYLES
 
 RELATION_GAP = 0.05  # least difference of two centres, as a share of the side
 EDGE_GAP = 0.03  # least lead of the outermost centre
 PLACE_GAP = 0.03  # least distance from the lines that divide the image into thirds
+
+
+Step = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -30,22 +41,26 @@ class Question:
     kind: str
     text: str
     answer: str
-    steps: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    steps: tuple[Step, ...] = ()
     refs: tuple[tuple[float, ...], ...] = ()
 
 
 Maker = Callable[[random.Random, Scene, bool], Question | None]
 
 
-def _say(rng: random.Random, templates: Sequence[str], **words: str) -> str:
-    """One of the templates, filled; sometimes without capital or mark, as people type."""
-    picture = rng.choice(("picture", "picture", "image", "photo"))
-    text = rng.choice(templates).format(picture=picture, **words)
+def _say(rng: random.Random, ways: str, **words: str) -> str:
+    """Like fill(), sometimes without capital or mark, as people type."""
+    text = fill(rng, ways, **words)
     if rng.random() < 0.2:
         text = text[0].lower() + text[1:]
     if rng.random() < 0.15:
         text = text.rstrip("?.")
     return text
+
+
+def _step(phrase: Phrase, found: list[int]) -> tuple[Step, ...]:
+    """What the reasoning points at for a phrase."""
+    return ((phrase.plain(len(found) != 1), tuple(found)),)
 
 
 def _noun(rng: random.Random, plural: bool = False) -> str:
@@ -60,26 +75,14 @@ def count(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
     if phrase is None:
         return None
     found = phrase.find(scene)
-    text = _say(
-        rng,
-        (
-            "How many {p} are there?",
-            "How many {p} are there?",
-            "How many {p} are in the {picture}?",
-            "How many {p} are there in this {picture}?",
-            "How many {p} do you see?",
-            "How many {p} can you see in the {picture}?",
-            "How many {p} does the {picture} show?",
-            "Count the {p}.",
-            "Count all the {p} in the {picture}.",
-            "What is the number of {p}?",
-            "Number of {p}?",
-        ),
-        p=phrase.words(rng, plural=True),
+    ways = (
+        "How many {p} are there?|How many {p} are there?|How many {p} are in the {picture}?|"
+        "How many {p} are there in this {picture}?|How many {p} do you see?|"
+        "How many {p} can you see in the {picture}?|How many {p} does the {picture} show?|"
+        "Count the {p}.|Count all the {p} in the {picture}.|What is the number of {p}?|Number of {p}?"
     )
-    return Question(
-        "count", text, str(len(found)), ((phrase.plain(len(found) != 1), tuple(found)),)
-    )
+    text = _say(rng, ways, p=phrase.words(rng, plural=True))
+    return Question("count", text, str(len(found)), _step(phrase, found))
 
 
 def colour(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
@@ -90,22 +93,12 @@ def colour(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
         return None
     index, phrase = rng.choice(options)
     c = rng.choice(("colour", "color"))
-    text = _say(
-        rng,
-        (
-            "What {c} is the {p}?",
-            "What {c} is the {p}?",
-            "What is the {c} of the {p}?",
-            "Which {c} is the {p}?",
-            "Which {c} does the {p} have?",
-            "Tell me the {c} of the {p}.",
-        ),
-        c=c,
-        p=phrase.words(rng),
+    ways = (
+        "What {c} is the {p}?|What {c} is the {p}?|What is the {c} of the {p}?|Which {c} is the {p}?|"
+        "Which {c} does the {p} have?|Tell me the {c} of the {p}."
     )
-    return Question(
-        "colour", text, COLOURS[scene.shapes[index].colour], ((phrase.plain(), (index,)),)
-    )
+    text = _say(rng, ways, c=c, p=phrase.words(rng))
+    return Question("colour", text, COLOURS[scene.shapes[index].colour], _step(phrase, [index]))
 
 
 def shape(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
@@ -116,69 +109,45 @@ def shape(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
         return None
     index, phrase = rng.choice(options)
     adjective = phrase.words(rng).rsplit(" ", 1)[0]
-    text = _say(
-        rng,
-        (
-            "What shape is the {p}?",
-            "Which shape is the {p}?",
-            "What is the shape of the {p}?",
-            "What kind of shape is the {p}?",
-            "Which shape is {a}?",
-            "What shape is {a}?",
-            "What is the {p}?",
-        ),
-        p=phrase.words(rng),
-        a=adjective,
+    ways = (
+        "What shape is the {p}?|Which shape is the {p}?|What is the shape of the {p}?|"
+        "What kind of shape is the {p}?|Which shape is {a}?|What shape is {a}?|What is the {p}?"
     )
-    return Question("shape", text, SHAPES[scene.shapes[index].kind], ((phrase.plain(), (index,)),))
+    text = _say(rng, ways, p=phrase.words(rng), a=adjective)
+    return Question("shape", text, SHAPES[scene.shapes[index].kind], _step(phrase, [index]))
 
 
 _PRESENCE = (
-    "Is there {one}?",
-    "Is there {one}?",
-    "Is there {one} in the {picture}?",
-    "Do you see {one}?",
-    "Can you see {one}?",
-    "Does the {picture} contain {one}?",
-    "Does the {picture} show {one}?",
-    "Are there any {many}?",
-    "Are there any {many} in the {picture}?",
+    "Is there {one}?|Is there {one}?|Is there {one} in the {picture}?|Do you see {one}?|Can you see {one}?|"
+    "Does the {picture} contain {one}?|Does the {picture} show {one}?|Are there any {many}?|"
+    "Are there any {many} in the {picture}?"
 )
 
 
 def presence(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
     u = rng.random()
     if u < 0.04:
-        empty = "yes" if not scene.shapes else "no"
-        text = _say(rng, ("Is the {picture} empty?", "Is this {picture} empty?"))
-        return Question("presence", text, empty, (("shapes", tuple(range(len(scene.shapes)))),))
+        text = _say(rng, "Is the {picture} empty?|Is this {picture} empty?")
+        steps = (("shapes", tuple(range(len(scene.shapes)))),)
+        return Question("presence", text, "no" if scene.shapes else "yes", steps)
     if u < 0.09:
         noun = rng.choice(FOREIGN_NOUNS)
-        one = ("an " if noun[0] in "aeiou" else "a ") + noun
-        return Question(
-            "presence", _say(rng, _PRESENCE, one=one, many=noun + "s"), "no", ((noun, ()),)
-        )
+        text = _say(rng, _PRESENCE, one=with_article(noun), many=noun + "s")
+        return Question("presence", text, "no", ((noun, ()),))
     phrase = draw_absent(rng, scene, held_out) if u < 0.55 else draw_present(rng, scene)
     if phrase is None:
         return None
-    found = phrase.find(scene)
-    one = phrase.words(rng)
-    one = ("an " if one[0] in "aeiou" else "a ") + one
+    one = with_article(phrase.words(rng))
     text = _say(rng, _PRESENCE, one=one, many=phrase.words(rng, plural=True))
-    return Question(
-        "presence", text, "yes" if found else "no", ((phrase.plain(len(found) != 1), tuple(found)),)
-    )
+    found = phrase.find(scene)
+    return Question("presence", text, "yes" if found else "no", _step(phrase, found))
 
 
+# Words, axis and sign.
 _DIRECTIONS: tuple[tuple[str, int, int], ...] = (
-    ("left of", 0, -1),
-    ("to the left of", 0, -1),
-    ("right of", 0, 1),
-    ("to the right of", 0, 1),
-    ("above", 1, -1),
-    ("below", 1, 1),
-    ("under", 1, 1),
-)
+    ("left of", 0, -1), ("to the left of", 0, -1), ("right of", 0, 1), ("to the right of", 0, 1),
+    ("above", 1, -1), ("below", 1, 1), ("under", 1, 1),
+)  # fmt: skip
 
 
 def _lead(scene: Scene, a: int, b: int, axis: int) -> float:
@@ -197,15 +166,10 @@ def relation(rng: random.Random, scene: Scene, held_out: bool) -> Question | Non
     lead = _lead(scene, a, b, axis)
     if first is None or second is None or abs(lead) < RELATION_GAP:
         return None
-    text = _say(
-        rng,
-        ("Is the {a} {d} the {b}?", "Is the {a} {d} the {b}?", "Does the {a} lie {d} the {b}?"),
-        a=first.words(rng),
-        b=second.words(rng),
-        d=direction,
-    )
+    ways = "Is the {a} {d} the {b}?|Is the {a} {d} the {b}?|Does the {a} lie {d} the {b}?"
+    text = _say(rng, ways, a=first.words(rng), b=second.words(rng), d=direction)
     answer = "yes" if lead * sign > 0 else "no"
-    return Question("relation", text, answer, ((first.plain(), (a,)), (second.plain(), (b,))))
+    return Question("relation", text, answer, _step(first, [a]) + _step(second, [b]))
 
 
 def neighbour(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
@@ -221,57 +185,38 @@ def neighbour(rng: random.Random, scene: Scene, held_out: bool) -> Question | No
         if phrase is None or unclear or len(beyond) > 1 or not leads:
             continue
         answer = name_of(scene.shapes[beyond[0]]) if beyond else "nothing"
-        text = _say(
-            rng,
-            (
-                "What is {d} the {b}?",
-                "What is {d} the {b}?",
-                "Which {n} is {d} the {b}?",
-                "What do you see {d} the {b}?",
-            ),
-            d=direction,
-            b=phrase.words(rng),
-            n=_noun(rng),
+        ways = (
+            "What is {d} the {b}?|What is {d} the {b}?|Which {n} is {d} the {b}?|"
+            "What do you see {d} the {b}?"
         )
-        return Question("relation", text, answer, ((phrase.plain(), (b,)), (answer, tuple(beyond))))
+        text = _say(rng, ways, d=direction, b=phrase.words(rng), n=_noun(rng))
+        return Question("relation", text, answer, (*_step(phrase, [b]), (answer, tuple(beyond))))
     return None
 
 
 _EXTREMES: tuple[tuple[str, int, int], ...] = (
-    ("leftmost", 0, -1),
-    ("furthest left", 0, -1),
-    ("rightmost", 0, 1),
-    ("furthest right", 0, 1),
-    ("topmost", 1, -1),
-    ("highest", 1, -1),
-    ("bottommost", 1, 1),
-    ("lowest", 1, 1),
-)
+    ("leftmost", 0, -1), ("furthest left", 0, -1), ("rightmost", 0, 1), ("furthest right", 0, 1),
+    ("topmost", 1, -1), ("highest", 1, -1), ("bottommost", 1, 1), ("lowest", 1, 1),
+)  # fmt: skip
 
 
 def _about_one(rng: random.Random, scene: Scene, kind: str, index: int, word: str) -> Question:
     """Ask for the name, colour or shape of the object that a superlative means."""
     found = scene.shapes[index]
-    adjective = word if not word.startswith("furthest") else ""
     wanted = rng.choice(("name", "name", "colour", "shape"))
     c, n = rng.choice(("colour", "color")), _noun(rng)
-    if wanted == "colour":
-        templates = (
-            "What {c} is the {w} {n}?",
-            "Which {c} does the {w} {n} have?",
-            "What is the {c} of the {w} {n}?",
-        )
+    if word.startswith("furthest"):
+        ways, answer = "Which {n} is {w}?|What is {w}?", name_of(found)
+    elif wanted == "colour":
+        ways = "What {c} is the {w} {n}?|Which {c} does the {w} {n} have?|What is the {c} of the {w} {n}?"
         answer = COLOURS[found.colour]
     elif wanted == "shape":
-        templates = ("What shape is the {w} {n}?", "What shape is the {w} one?")  # type: ignore[assignment]
+        ways = "What shape is the {w} {n}?|What shape is the {w} one?"
         answer = SHAPES[found.kind]
     else:
-        templates = ("What is the {w} {n}?", "Which {n} is the {w}?", "Which is the {w} {n}?")
+        ways = "What is the {w} {n}?|Which {n} is the {w}?|Which is the {w} {n}?"
         answer = name_of(found)
-    if not adjective:
-        templates = ("Which {n} is {w}?", "What is {w}?")  # type: ignore[assignment]
-        answer = name_of(found)
-    text = _say(rng, templates, w=word, n=n, c=c)
+    text = _say(rng, ways, w=word, n=n, c=c)
     return Question(kind, text, answer, ((name_of(found), (index,)),))
 
 
@@ -322,11 +267,10 @@ def compare(rng: random.Random, scene: Scene, held_out: bool) -> Question | None
     if first is None or second is None or not (larger or _clearly_larger(scene, b, a)):
         return None
     word = rng.choice(("bigger", "larger", "smaller"))
-    text = _say(
-        rng, ("Is the {a} {w} than the {b}?",), a=first.words(rng), b=second.words(rng), w=word
-    )
+    ways = "Is the {a} {w} than the {b}?"
+    text = _say(rng, ways, a=first.words(rng), b=second.words(rng), w=word)
     answer = "yes" if larger == (word != "smaller") else "no"
-    return Question("size", text, answer, ((first.plain(), (a,)), (second.plain(), (b,))))
+    return Question("size", text, answer, _step(first, [a]) + _step(second, [b]))
 
 
 def style(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
@@ -337,16 +281,14 @@ def style(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
     phrase = Phrase(found.kind, found.colour)
     if phrase.find(scene) != [index]:
         return None
-    steps = ((phrase.plain(), (index,)),)
+    steps = _step(phrase, [index])
     if rng.random() < 0.4:
-        text = _say(
-            rng,
-            ("Is the {p} solid, outlined or striped?", "What style is the {p}?"),
-            p=phrase.words(rng),
-        )
+        ways = "Is the {p} solid, outlined or striped?|What style is the {p}?"
+        text = _say(rng, ways, p=phrase.words(rng))
         return Question("style", text, STYLES[found.style], steps)
     asked = found.style if rng.random() < 0.5 else rng.randrange(3)
-    text = _say(rng, ("Is the {p} {s}?",), p=phrase.words(rng), s=rng.choice(STYLE_WORDS[asked]))
+    ways = "Is the {p} {s}?"
+    text = _say(rng, ways, p=phrase.words(rng), s=rng.choice(STYLE_WORDS[asked]))
     return Question("style", text, "yes" if asked == found.style else "no", steps)
 
 
@@ -360,32 +302,19 @@ def place(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
     phrase = refer(rng, scene, index)
     if phrase is None or any(abs(s - line) < PLACE_GAP for s in shares for line in (1 / 3, 2 / 3)):
         return None
-    text = _say(
-        rng, ("Where is the {p}?", "Where in the {picture} is the {p}?"), p=phrase.words(rng)
-    )
-    return Question(
-        "place", text, place_of(scene, scene.shapes[index]), ((phrase.plain(), (index,)),)
-    )
+    ways = "Where is the {p}?|Where in the {picture} is the {p}?"
+    text = _say(rng, ways, p=phrase.words(rng))
+    return Question("place", text, place_of(scene, scene.shapes[index]), _step(phrase, [index]))
 
 
 def listing(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
-    text = _say(
-        rng,
-        (
-            "What is in the {picture}?",
-            "What is in this {picture}?",
-            "What do you see?",
-            "What does the {picture} show?",
-            "Describe the {picture}.",
-            "Describe this {picture}.",
-            "Which shapes are there?",
-            "What shapes are in the {picture}?",
-            "List the shapes.",
-        ),
+    ways = (
+        "What is in the {picture}?|What is in this {picture}?|What do you see?|"
+        "What does the {picture} show?|Describe the {picture}.|Describe this {picture}.|"
+        "Which shapes are there?|What shapes are in the {picture}?|List the shapes."
     )
-    return Question(
-        "listing", text, short_caption(scene), (("shapes", tuple(range(len(scene.shapes)))),)
-    )
+    everything = ("shapes", tuple(range(len(scene.shapes))))
+    return Question("listing", _say(rng, ways), short_caption(scene), (everything,))
 
 
 def pointed(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
@@ -401,31 +330,18 @@ def pointed(rng: random.Random, scene: Scene, held_out: bool) -> Question | None
         x0, y0, x1, y1 = found.box
         ref = (x0 / scene.width, y0 / scene.height, x1 / scene.width, y1 / scene.height)
     wanted = rng.choice(("name", "name", "colour", "shape"))
-    templates, answer = {
-        "name": (("What is this?", "What is here?", "What object is this?"), name_of(found)),
-        "colour": (("What colour is this?", "What color is this?"), COLOURS[found.colour]),
-        "shape": (("What shape is this?", "Which shape is this?"), SHAPES[found.kind]),
+    ways, answer = {
+        "name": ("What is this?|What is here?|What object is this?", name_of(found)),
+        "colour": ("What colour is this?|What color is this?", COLOURS[found.colour]),
+        "shape": ("What shape is this?|Which shape is this?", SHAPES[found.kind]),
     }[wanted]
-    return Question(
-        "reference", _say(rng, templates), answer, ((name_of(found), (index,)),), (ref,)
-    )
+    return Question("reference", _say(rng, ways), answer, ((name_of(found), (index,)),), (ref,))
 
 
 MAKERS: tuple[tuple[Maker, int], ...] = (
-    (count, 26),
-    (colour, 9),
-    (shape, 8),
-    (presence, 13),
-    (relation, 9),
-    (neighbour, 7),
-    (extreme, 8),
-    (size, 7),
-    (compare, 5),
-    (style, 4),
-    (place, 3),
-    (listing, 3),
-    (pointed, 4),
-)
+    (count, 26), (colour, 9), (shape, 8), (presence, 13), (relation, 9), (neighbour, 7), (extreme, 8),
+    (size, 7), (compare, 5), (style, 4), (place, 3), (listing, 3), (pointed, 4),
+)  # fmt: skip
 _WEIGHTS = [weight for _, weight in MAKERS]
 
 

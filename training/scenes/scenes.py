@@ -167,22 +167,12 @@ def draw_background(rng: random.Random) -> Background:
         share = rng.uniform(0.1, 0.6)
         second = tuple(a + (b - a) * share for a, b in zip(first, other, strict=True))  # type: ignore[assignment]
     wave = rng.uniform(0.005, 0.04) if rng.random() < 0.3 else 0.0
-    return Background(
-        first,
-        second,
-        rng.uniform(0, 2 * math.pi),
-        wave,
-        rng.uniform(-0.2, 0.2),
-        rng.uniform(-0.2, 0.2),
-    )
+    angle = rng.uniform(0, 2 * math.pi)
+    return Background(first, second, angle, wave, *(rng.uniform(-0.2, 0.2) for _ in range(2)))
 
 
-def _distance(a: Rgb, b: Rgb) -> float:
-    return math.sqrt(sum((p - q) ** 2 for p, q in zip(a, b, strict=True)))
-
-
-def _contrast(rgb: Rgb, background: Background) -> float:
-    return min(_distance(rgb, background.first), _distance(rgb, background.second))
+def contrast(rgb: Rgb, background: Background) -> float:
+    return min(math.dist(rgb, background.first), math.dist(rgb, background.second))
 
 
 def _draw_angle(rng: random.Random, kind: int) -> float:
@@ -227,10 +217,10 @@ def _draw_candidates(
         elif (colour, kind) in HELD_OUT and not (held_out and rng.random() < 0.5):
             continue
         rgb = draw_colour(rng, colour)
-        if _contrast(rgb, background) < MIN_CONTRAST:
+        if contrast(rgb, background) < MIN_CONTRAST:
             continue
         style = rng.choice((0, 0, 1, 2)) if styled else 0
-        if style == 2 and _contrast(stripe_gap(colour, rgb), background) < 0.5 * MIN_CONTRAST:
+        if style == 2 and contrast(stripe_gap(colour, rgb), background) < 0.5 * MIN_CONTRAST:
             style = 0
         angle = _draw_angle(rng, kind)
         found.append(_Candidate(kind, colour, style, angle, rgb, unit_bounds(kind, angle)))
@@ -264,10 +254,10 @@ def _fits(box: Box, placed: list[Box], view: View, limit: float, gap: float) -> 
         px, py = 2.0 / view.tiled_scale[0], 2.0 / view.tiled_scale[1]
         box = (box[0] - px, box[1] - py, box[2] + px, box[3] + py)
     centre = (box[0] + box[2]) / 2
-    for other in placed:
-        if abs(centre - (other[0] + other[2]) / 2) < gap or overlap_share(box, other) > limit:
-            return False
-    return True
+    return all(
+        abs(centre - (other[0] + other[2]) / 2) >= gap and overlap_share(box, other) <= limit
+        for other in placed
+    )
 
 
 def _place(
@@ -313,21 +303,11 @@ def _draw_lines(rng: random.Random, width: int, height: int) -> tuple[Line, ...]
     lines = []
     for _ in range(rng.randint(1, 6)):
         grey: float = rng.random()
-        rgb = (
-            (grey, grey, grey)
-            if rng.random() < 0.6
-            else colorsys.hsv_to_rgb(rng.random(), rng.random(), grey)
-        )
-        lines.append(
-            Line(
-                rng.uniform(-0.1, 1.1) * width,
-                rng.uniform(-0.1, 1.1) * height,
-                rng.uniform(-0.1, 1.1) * width,
-                rng.uniform(-0.1, 1.1) * height,
-                rng.uniform(0.002, 0.008) * scale + 0.6,
-                rgb,
-            )
-        )
+        rgb: Rgb = (grey, grey, grey)
+        if rng.random() >= 0.6:
+            rgb = colorsys.hsv_to_rgb(rng.random(), rng.random(), grey)
+        ends = [rng.uniform(-0.1, 1.1) * side for side in (width, height, width, height)]
+        lines.append(Line(*ends, rng.uniform(0.002, 0.008) * scale + 0.6, rgb))
     return tuple(lines)
 
 
@@ -365,21 +345,8 @@ def draw_scene(
         widest = 0.6 * LIMB.get(SHAPES[c.kind], 0.45) * radius
         style = 0 if c.style == 1 and MIN_STROKE_PX / scale > widest else c.style
         period = max(rng.uniform(0.42, 0.7) * radius, MIN_PERIOD_PX / scale)
-        shapes.append(
-            Shape(
-                c.kind,
-                c.colour,
-                style,
-                cx,
-                cy,
-                radius,
-                c.angle,
-                c.rgb,
-                stripe_gap(c.colour, c.rgb),
-                min(stroke, widest),
-                period,
-            )
-        )
+        look = (c.rgb, stripe_gap(c.colour, c.rgb), min(stroke, widest), period)
+        shapes.append(Shape(c.kind, c.colour, style, cx, cy, radius, c.angle, *look))
     order = list(range(len(shapes)))
     rng.shuffle(order)
     lines = _draw_lines(rng, width, height)

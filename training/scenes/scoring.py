@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,68 +46,41 @@ def _pixel_box(scene: Scene, box: Mapping[str, float]) -> Box:
     return box["x_min"] * w, box["y_min"] * h, box["x_max"] * w, box["y_max"] * h
 
 
-def segment_iou(scene: Scene, shape: Shape, path: str, box: Mapping[str, float] | None) -> float:
-    """The IoU of a path relative to ``box`` with the outline of ``shape``; 0 without a path or a box."""
-    if not path or box is None:
+def segment_iou(scene: Scene, shape: Shape, segments: Sequence[Mapping[str, Any]]) -> float:
+    """The IoU of the first segment's path with the outline of ``shape``; 0 without a path or a box."""
+    found = segments[0] if segments else {}
+    if not found.get("svg_path") or not found.get("bbox"):
         return 0.0
-    polygon = path_polygon(path, _pixel_box(scene, box))
+    polygon = path_polygon(found["svg_path"], _pixel_box(scene, found["bbox"]))
     return 0.0 if polygon is None else polygon_iou(polygon, outline(shape))
 
 
-def _segment_ious(
-    scene: Scene, task: Task, segments: list[Mapping[str, Any]]
-) -> tuple[float, float]:
-    """The IoUs of the result's outline, and of the model's own."""
-    if not segments:
-        return 0.0, 0.0
-    found, shape = segments[0], scene.shapes[task.targets[0]]
-    final = segment_iou(scene, shape, found.get("svg_path", ""), found.get("bbox"))
-    if not found.get("refined"):
-        return final, final
-    return final, segment_iou(scene, shape, found["coarse_path"], found["coarse_bbox"])
-
-
 def score(scene: Scene, task: Task, output: Mapping[str, Any]) -> Record:
-    """One line of the record: what was asked, whether it was right, and the numbers the table needs."""
-    record: Record = {"skill": task.skill, "kind": task.kind, "targets": len(task.targets)}
+    """Whether the result is right ("ok"), and the numbers that the table needs: targets, hits, found, ious, iou."""
+    targets = set(task.targets)
+    record: Record = {"targets": len(targets)}
     if task.kind == "absent":
         segments = output.get("segments", [])
         nothing = not output.get("points") and not output.get("objects")
         record["ok"] = nothing and not any(s.get("svg_path") or s.get("bbox") for s in segments)
     elif task.skill in ("query", "reasoning"):
         record["ok"] = output["answer"].strip() == task.answer
-        record["answer"] = task.answer
         if task.skill == "reasoning":
             grounding = output.get("reasoning", {}).get("grounding", [])
             points = [(float(p[0]), float(p[1])) for chunk in grounding for p in chunk["points"]]
-            record["hits"] = _point_hits(scene, set(task.targets), points)
-            record["found"], record["targets"] = len(points), len(set(task.targets))
+            record["hits"], record["found"] = _point_hits(scene, targets, points), len(points)
     elif task.skill == "caption":
         record["ok"] = named_objects(output["caption"]) == objects_of(scene)
-        record["targets"] = len(scene.shapes)
     elif task.skill == "point":
         points = [(p["x"], p["y"]) for p in output["points"]]
-        record["hits"], record["found"] = _point_hits(scene, task.targets, points), len(points)
-        record["ok"] = record["hits"] == record["found"] == len(task.targets)
+        record["hits"], record["found"] = _point_hits(scene, targets, points), len(points)
+        record["ok"] = record["hits"] == record["found"] == len(targets)
     elif task.skill == "detect":
         found = [_pixel_box(scene, b) for b in output["objects"]]
         ious = matched([scene.shapes[i].box for i in task.targets], found)
-        record["ious"], record["found"] = [round(i, 4) for i in ious], len(found)
-        record["ok"] = len(ious) == len(found) == len(task.targets)
-        w, h = scene.width, scene.height
-        record["truth"] = [
-            [x0 / w, y0 / h, x1 / w, y1 / h]
-            for x0, y0, x1, y1 in (scene.shapes[i].box for i in task.targets)
-        ]
-        record["boxes"] = [
-            [b["x_min"], b["y_min"], b["x_max"], b["y_max"], b["score"]]
-            for b in output["objects"]
-            if "score" in b
-        ]
+        record["ious"], record["found"] = ious, len(found)
+        record["ok"] = len(ious) == len(found) == len(targets)
     else:
-        final, coarse = _segment_ious(scene, task, output["segments"])
-        record["iou"], record["coarse_iou"] = round(final, 4), round(coarse, 4)
+        record["iou"] = segment_iou(scene, scene.shapes[task.targets[0]], output["segments"])
         record["ok"] = record["iou"] >= 0.5
-    if not record["ok"]:
-        record["asked"], record["said"] = task.text, str(output)[:300]
     return record

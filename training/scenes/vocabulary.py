@@ -2,41 +2,14 @@
 
 from __future__ import annotations
 
-SHAPES: tuple[str, ...] = (
-    "circle",
-    "square",
-    "triangle",
-    "diamond",
-    "star",
-    "cross",
-    "heart",
-    "crescent",
-    "arrow",
-    "semicircle",
-)
+SHAPES = tuple("circle square triangle diamond star cross heart crescent arrow semicircle".split())
 PLURALS: tuple[str, ...] = tuple("crosses" if s == "cross" else s + "s" for s in SHAPES)
 
 # The measured colours, and eight more that only training scenes hold: they surround the measured ones, so that a
 # model must distinguish a colour from its neighbours on every shape, also where the pair itself is held out.
-COLOURS: tuple[str, ...] = (
-    "red",
-    "orange",
-    "yellow",
-    "green",
-    "blue",
-    "purple",
-    "pink",
-    "brown",
-    "black",
-    "white",
-    "lime",
-    "teal",
-    "cyan",
-    "navy",
-    "olive",
-    "maroon",
-    "magenta",
-    "gray",
+COLOURS = tuple(
+    "red orange yellow green blue purple pink brown black white "
+    "lime teal cyan navy olive maroon magenta gray".split()
 )
 MEASURED_COLOURS = 10
 
@@ -63,22 +36,21 @@ COLOUR_RANGES: dict[str, tuple[tuple[float, float], tuple[float, float], tuple[f
 }
 
 STYLES: tuple[str, ...] = ("solid", "outlined", "striped")
-STYLE_WORDS: tuple[tuple[str, ...], ...] = (
-    ("solid", "filled", "plain"),
-    ("outlined", "hollow"),
-    ("striped",),
-)
+STYLE_WORDS = (("solid", "filled", "plain"), ("outlined", "hollow"), ("striped",))
 
 # Pairs (colour, shape) that no training image and no training text contains.
-HELD_OUT: frozenset[tuple[int, int]] = frozenset(
+HELD_OUT = frozenset(
     (COLOURS.index(colour), SHAPES.index(shape))
-    for colour, shape in (
-        ("purple", "star"),
-        ("green", "heart"),
-        ("orange", "cross"),
-        ("blue", "crescent"),
-        ("yellow", "arrow"),
-        ("pink", "diamond"),
+    for colour, shape in map(
+        str.split,
+        (
+            "purple star",
+            "green heart",
+            "orange cross",
+            "blue crescent",
+            "yellow arrow",
+            "pink diamond",
+        ),
     )
 )
 
@@ -88,23 +60,15 @@ SYNONYMS: dict[str, tuple[str, str]] = {
     "crescent": ("moon", "moons"),
     "semicircle": ("half circle", "half circles"),
 }
-ANY_NOUNS: tuple[tuple[str, str], ...] = (
-    ("shape", "shapes"),
-    ("object", "objects"),
-    ("thing", "things"),
-    ("figure", "figures"),
-)
+ANY_NOUNS = tuple((noun, noun + "s") for noun in ("shape", "object", "thing", "figure"))
 
 # Things that are never in an image; asking for one must give nothing.
-FOREIGN_NOUNS: tuple[str, ...] = (
-    "dog", "cat", "car", "person", "tree", "house", "bird", "horse", "chair", "table", "bottle", "cup",
-    "face", "hand", "flower", "boat", "train", "bus", "phone", "book", "clock", "hat", "shoe", "ball",
-    "banana", "apple", "cake", "knife", "bear", "fish", "plane", "truck", "bicycle", "laptop", "mouse",
-    "traffic light", "stop sign", "hexagon", "pentagon", "octagon", "spiral", "letter", "number",
-)  # fmt: skip
+FOREIGN_NOUNS = (
+    "dog|cat|car|person|tree|house|bird|horse|chair|table|bottle|cup|face|hand|flower|boat|train|bus|phone|book|clock|"
+    "hat|shoe|ball|banana|apple|cake|knife|bear|fish|plane|truck|bicycle|laptop|mouse|traffic light|stop sign|hexagon|"
+    "pentagon|octagon|spiral|letter|number"
+).split("|")
 
-NUMBER_WORDS: tuple[str, ...] = (
-    "no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
-)  # fmt: skip
+NUMBER_WORDS = "no one two three four five six seven eight nine ten eleven twelve".split()
 
 MAX_OBJECTS = 12

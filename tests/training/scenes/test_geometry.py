@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageDraw
 
 from training.scenes.paths import GRID_VALUES, outline, path_polygon, path_tokens, polygon_iou
-from training.scenes.render import distances, render_scene, render_scenes
+from training.scenes.render import distances, paint_background, paint_shape, render_scene
 from training.scenes.scenes import draw_scene, draw_size
 from training.scenes.scoring import inside
 from training.scenes.shapes import geometry, place
@@ -57,4 +57,8 @@ def test_paths_come_back_as_the_shape() -> None:
 
 def test_painting_only_windows_changes_nothing() -> None:
     scene = draw_scene(random.Random(9), 300, 200, count=8)
-    assert float((render_scene(scene) - render_scenes([scene])[0]).abs().max()) < 1e-3
+    whole = paint_background(scene)
+    xs, ys = torch.arange(300) + 0.5, torch.arange(200) + 0.5
+    for index in scene.order:
+        whole = paint_shape(whole, xs, ys, scene.shapes[index])
+    assert float((render_scene(scene) - whole.clamp(0, 1) * 255).abs().max()) < 1e-3

@@ -19,6 +19,7 @@ from training.scenes.render import render_scene
 from training.scenes.scenes import (
     Scene,
     Shape,
+    contrast,
     draw_background,
     draw_colour,
     draw_scene,
@@ -47,7 +48,7 @@ def _grid_scene(rng: random.Random, width: int, height: int) -> Scene:
         kind, colour = rng.choice(kinds), rng.choice(colours)
         rgb = draw_colour(rng, colour)
         for _ in range(20):
-            if math.dist(rgb, background.first) > 0.3 and math.dist(rgb, background.second) > 0.3:
+            if contrast(rgb, background) > 0.3:
                 break
             colour = rng.choice(colours) if rng.random() < 0.5 else rng.randrange(len(COLOURS))
             rgb = draw_colour(rng, colour)

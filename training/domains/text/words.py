@@ -66,14 +66,14 @@ def price(rng: random.Random, most: float = 3) -> str:
 
 def date(rng: random.Random) -> str:
     d, m, y = rng.randint(1, 28), rng.randint(1, 12), rng.randint(1990, 2030)
-    return rng.choice(
-        (
-            f"{d:02d}/{m:02d}/{y}",
-            f"{y}-{m:02d}-{d:02d}",
-            f"{d} {MONTHS[m - 1]} {y}",
-            f"{MONTHS[m - 1][:3]} {d}, {y}",
-        )
+    month = MONTHS[m - 1]
+    forms = (
+        f"{d:02d}/{m:02d}/{y}",
+        f"{y}-{m:02d}-{d:02d}",
+        f"{d} {month} {y}",
+        f"{month[:3]} {d}, {y}",
     )
+    return rng.choice(forms)
 
 
 def time(rng: random.Random) -> str:
@@ -81,13 +81,8 @@ def time(rng: random.Random) -> str:
 
 
 def code(rng: random.Random) -> str:
-    pool = rng.choice(
-        (
-            string.digits,
-            string.ascii_uppercase + string.digits,
-            string.ascii_letters + string.digits,
-        )
-    )
+    letters = rng.choice(("", string.ascii_uppercase, string.ascii_letters))
+    pool = letters + string.digits
     text = "".join(rng.choices(pool, k=rng.randint(3, 10)))
     return text[:3] + "-" + text[3:] if rng.random() < 0.3 and len(text) > 5 else text
 

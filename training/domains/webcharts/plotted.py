@@ -10,15 +10,7 @@ import numpy as np
 from training.domains.picture import Box, Pixels
 from training.domains.webcharts.questions import number
 
-STYLES = (
-    "default",
-    "default",
-    "ggplot",
-    "bmh",
-    "seaborn-v0_8",
-    "seaborn-v0_8-whitegrid",
-    "classic",
-)
+STYLES = "default default ggplot bmh seaborn-v0_8 seaborn-v0_8-whitegrid classic".split()
 FAMILIES = ("DejaVu Sans", "DejaVu Serif", "DejaVu Sans Mono", "STIXGeneral")
 
 
@@ -50,11 +42,8 @@ def plot(
         axes.tick_params(labelsize=size)
         {"pie": _pie, "bar": _bars}.get(table["kind"], _points)(rng, axes, table, size)
         if table["title"]:
-            axes.set_title(
-                table["title"],
-                fontsize=size * rng.uniform(1, 1.5),
-                loc=rng.choice(("center", "center", "left")),
-            )
+            large, loc = size * rng.uniform(1, 1.5), rng.choice(("center", "center", "left"))
+            axes.set_title(table["title"], fontsize=large, loc=loc)
         if len(table["series"]) > 1:
             axes.legend(fontsize=size, loc="best" if rng.random() < 0.5 else "upper left",
                         **({"bbox_to_anchor": (1, 1)} if rng.random() < 0.7 else {}))  # fmt: skip
@@ -87,9 +76,8 @@ def _frame(rng: random.Random, axes: Any, t: dict[str, Any], size: float, across
         axes.set_xlabel(t["value_axis"], fontsize=size)
         axes.set_ylabel(t["label_axis"], fontsize=size)
     else:
-        axes.set_xticks(
-            places, t["labels"], rotation=t["turn"], ha="right" if t["turn"] == 45 else "center"
-        )
+        align = "right" if t["turn"] == 45 else "center"
+        axes.set_xticks(places, t["labels"], rotation=t["turn"], ha=align)
         axes.set_ylabel(t["value_axis"], fontsize=size)
         axes.set_xlabel(t["label_axis"], fontsize=size)
     axes.grid(rng.random() < 0.6, axis="x" if across else "y")
@@ -105,9 +93,8 @@ def _bars(rng: random.Random, axes: Any, t: dict[str, Any], size: float) -> None
         draw = axes.barh if t["lying"] else axes.bar
         bars = draw(at, series["values"], fill / many, label=series["name"])
         if t["numbers"]:
-            axes.bar_label(
-                bars, [number(v) for v in series["values"]], fontsize=size * 0.9, padding=2
-            )
+            texts = [number(v) for v in series["values"]]
+            axes.bar_label(bars, texts, fontsize=size * 0.9, padding=2)
     axes.margins(**{"x" if t["lying"] else "y": 0.12 if t["numbers"] else 0.05})
     _frame(rng, axes, t, size, t["lying"])
 
@@ -119,14 +106,8 @@ def _points(rng: random.Random, axes: Any, t: dict[str, Any], size: float) -> No
                   linewidth=size / rng.uniform(5, 14), linestyle="" if t["kind"] == "scatter" else "-")  # fmt: skip
         if t["numbers"] and len(t["series"]) == 1:
             for i, v in enumerate(series["values"]):
-                axes.annotate(
-                    number(v),
-                    (i, v),
-                    (0, size * 0.5),
-                    textcoords="offset points",
-                    ha="center",
-                    fontsize=size * 0.9,
-                )
+                above = {"xytext": (0, size * 0.5), "textcoords": "offset points", "ha": "center"}
+                axes.annotate(number(v), (i, v), fontsize=size * 0.9, **above)
     axes.margins(0.08, 0.15)
     if rng.random() < 0.7:
         axes.set_ylim(bottom=0)
