@@ -55,7 +55,7 @@ def kind(request):
 
 
 def open_admin(kind, served, **options):
-    return kind(served.server.addresses[0], **{"token": KEY, "timeout": 20, **options})
+    return kind(served.server.addresses[0], **{"token": KEY, "timeout": 60, **options})
 
 
 def public(cls):

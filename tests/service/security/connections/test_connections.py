@@ -14,7 +14,7 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_grpc.process import server
+from kestrel_grpc.process import grpc_ports
 from kestrel_grpc.services.answers import running
 from kestrel_grpc.services.vision import VisionService
 from kestrel_grpc.settings.security import CallLimits, ConnectionLimits, SecurityConfig
@@ -59,7 +59,7 @@ async def test_connections_may_be_unlimited(serve):
 
 
 async def test_a_connection_that_says_nothing_is_closed(serve, monkeypatch):
-    monkeypatch.setattr(server, "_HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(grpc_ports, "_HANDSHAKE_S", 0.3)
     served = await serve()
     host, _, port = served.server.addresses[0].rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
