@@ -26,12 +26,8 @@ DOMAINS: dict[str, tuple[Domain, float, float]] = {
 }
 TURNED = 0.1  # share of the pictures that are turned by a few degrees
 TILED = (0.05, 0.3)  # share of the steps whose pictures need more than one crop
-IMAGES = {
-    1: 1.0,
-    3: 0.45,
-    4: 0.35,
-    5: 0.3,
-}  # share of a step's images, by crops, so that steps take alike
+# Share of a step's images, by crops, so that steps take alike.
+IMAGES = {1: 1.0, 3: 0.45, 4: 0.35, 5: 0.3}
 
 
 def draw_size(rng: random.Random, progress: float) -> tuple[int, int]:

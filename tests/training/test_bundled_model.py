@@ -15,7 +15,7 @@ from training.images.resize import normalise
 from training.learning.model import Moondream, Sizes, prompt_mask
 from training.prompts import COORD, SIZE, Prompt, PromptWriter
 from training.scenes.evaluation_set import encode, example
-from training.scenes.tiling import CROP, PREFIX, WINDOW, View
+from training.scenes.tiling import TINY, View
 
 PAGE = 5
 GREEDY = {"temperature": 0.0}
@@ -48,12 +48,17 @@ def _crops(data: bytes) -> tuple[torch.Tensor, View]:
     def stretched(width: int, height: int) -> np.ndarray:
         return np.asarray(image.resize(width / image.width, vscale=height / image.height).numpy())
 
-    found = [stretched(CROP, CROP)]
+    found = [stretched(TINY.crop, TINY.crop)]
     whole = stretched(view.tiled_width, view.tiled_height)
     if view.crops > 1:
         for i in range(view.rows):
             for j in range(view.columns):
-                found.append(whole[i * WINDOW : i * WINDOW + CROP, j * WINDOW : j * WINDOW + CROP])
+                found.append(
+                    whole[
+                        i * TINY.window : i * TINY.window + TINY.crop,
+                        j * TINY.window : j * TINY.window + TINY.crop,
+                    ]
+                )
     pixels = torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2).float()
     return normalise(pixels)[None], view
 
@@ -65,7 +70,7 @@ def _follow(
     """What the reference would say at each generated position of a finished prompt: ids, coordinates, sizes; and the
     log-probabilities that it gives to the prompt's own ids there."""
     ids, values = torch.tensor([prompt.ids]), torch.tensor([prompt.values])
-    position = torch.arange(PREFIX, PREFIX + ids.shape[1])[None]
+    position = torch.arange(TINY.prefix, TINY.prefix + ids.shape[1])[None]
     mask = prompt_mask(torch.zeros_like(ids))
     hidden = model.decode(image, ids, values, position, mask)
     before = hidden[0, prompt.start - 1 : -1]
@@ -83,7 +88,7 @@ def _follow(
 def _box_scores(model: Moondream, image: torch.Tensor, prompt: Prompt) -> list[float]:
     """The raw scores of a finished prompt's boxes by the reference, as docs/use/scores.md defines them."""
     ids, values = torch.tensor([prompt.ids]), torch.tensor([prompt.values])
-    position = torch.arange(PREFIX, PREFIX + ids.shape[1])[None]
+    position = torch.arange(TINY.prefix, TINY.prefix + ids.shape[1])[None]
     hidden = model.decode(image, ids, values, position, prompt_mask(torch.zeros_like(ids)))
     before = hidden[0, prompt.start - 1 : -1]
 
@@ -204,7 +209,7 @@ async def test_a_conversation_goes_on_as_the_reference_goes_on(
             result = await stream.result()
             ids += writer.open("query", text).ids
             assert list(result.token_ids) == _continue(model, image, ids, 40)
-            assert result.metrics.input_tokens == PREFIX + len(ids)
+            assert result.metrics.input_tokens == TINY.prefix + len(ids)
             # All of the turn before is reused, but its last positions, which fill no page.
             assert cached <= result.metrics.cached_tokens < result.metrics.input_tokens
             cached = result.metrics.input_tokens // PAGE * PAGE

@@ -15,7 +15,7 @@ from training.learning.model import Moondream, Sizes, pool_matrix, prompt_mask
 from training.learning.muon import Muon, orthogonalise
 from training.mixture import draw_picture
 from training.prompts import coord_bin, size_bin
-from training.scenes.tiling import GRID, PREFIX
+from training.scenes.tiling import TINY
 from training.writing import PictureBatch, draw_spoiling, pack
 
 SMALL = Sizes(
@@ -56,8 +56,8 @@ def test_bins_round_trip() -> None:
 
 def test_prompt_mask() -> None:
     mask = prompt_mask(torch.tensor([[0, 0, 1, 1, -1]]))[0, 0]
-    assert mask[:, :PREFIX].all()
-    assert mask[:, PREFIX:].int().tolist()[:4] == [
+    assert mask[:, : TINY.prefix].all()
+    assert mask[:, TINY.prefix :].int().tolist()[:4] == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
         [0, 0, 1, 0, 0],
@@ -67,7 +67,7 @@ def test_prompt_mask() -> None:
 
 def test_pooling_is_adaptive_average_pooling() -> None:
     x = torch.randn(1, 1, 46, 32)
-    wanted = torch.nn.functional.adaptive_avg_pool2d(x, GRID)
+    wanted = torch.nn.functional.adaptive_avg_pool2d(x, TINY.grid)
     found = pool_matrix(46) @ x[0, 0] @ pool_matrix(32).t()
     assert torch.allclose(wanted[0, 0], found, atol=1e-5)
 

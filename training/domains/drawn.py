@@ -42,25 +42,22 @@ class Drawings:
         It fills as much of the ground as one of eight random pictures can that stays legible.
         """
         choices = [rng.randrange(len(self.shown)) for _ in range(8)]
-        fits = [
-            min(LARGEST, width / self._sizes[k][0], height / self._sizes[k][1]) for k in choices
-        ]
+        sizes = [self._sizes[k] for k in choices]
+        fits = [min(LARGEST, width / w, height / h) for w, h in sizes]
         legible = [i for i, fit in enumerate(fits) if fit >= LEAST_SCALE]
         best = max(
             legible or range(8),
-            key=lambda i: fits[i] ** 2 * math.prod(self._sizes[choices[i]]) if legible else fits[i],
+            key=lambda i: fits[i] ** 2 * math.prod(sizes[i]) if legible else fits[i],
         )
         number, scale = choices[best], fits[best] * rng.choice((1, 1, rng.uniform(0.85, 1)))
         image = Image.open(io.BytesIO(self._read(f"{number}.webp"))).convert("RGB")
         size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
         if size != image.size:
-            image = image.resize(
-                size, rng.choice((Image.Resampling.BILINEAR, Image.Resampling.LANCZOS))
-            )
+            how = rng.choice((Image.Resampling.BILINEAR, Image.Resampling.LANCZOS))
+            image = image.resize(size, how)
         grey = rng.randint(0, 255)
-        ground = Image.new(
-            "RGB", (width, height), image.getpixel((0, 0)) if rng.random() < 0.7 else (grey,) * 3
-        )
+        colour = image.getpixel((0, 0)) if rng.random() < 0.7 else (grey,) * 3
+        ground = Image.new("RGB", (width, height), colour)
         at = rng.randint(0, width - size[0]), rng.randint(0, height - size[1])
         ground.paste(image, at)
         return np.asarray(ground), self.shown[number], Place(scale, *at)

@@ -34,19 +34,15 @@ class PageHelper(nn.Module):
         """image [B, patches, dim] -> the losses of characters and of objects."""
         text, label, colour, box = self.out(image).split(self.parts, -1)
         target = batch.characters.long()
-        found = F.cross_entropy(
-            text.unflatten(-1, (SLOTS, -1)).flatten(0, 2).float(),
-            target.flatten(),
-            reduction="none",
-        )
+        text = text.unflatten(-1, (SLOTS, -1)).flatten(0, 2).float()
+        found = F.cross_entropy(text, target.flatten(), reduction="none")
         empty = EMPTY * batch.complete
         weight = torch.where(target > 0, 1.0, empty[:, None, None]).flatten()
         characters = (found * weight).sum() / weight.sum().clamp_min(1e-3)
         weight = torch.where(batch.labels > 0, 1.0, empty[:, None]).flatten()
-        found = F.cross_entropy(
-            label.flatten(0, 1).float(), batch.labels.flatten(), reduction="none"
-        )
-        is_icon = (batch.labels.flatten() > len(SHAPES)) & (batch.labels.flatten() <= ICONS_END)
+        labels = batch.labels.flatten()
+        found = F.cross_entropy(label.flatten(0, 1).float(), labels, reduction="none")
+        is_icon = (labels > len(SHAPES)) & (labels <= ICONS_END)
         weight = torch.where(is_icon, 3.0, weight)
         objects = (found * weight).sum() / weight.sum().clamp_min(1e-3)
         known = batch.colours.flatten().clamp_min(0)
@@ -85,9 +81,8 @@ def run(model: Moondream, pixels: Tensor, batch: Packed, jitter: float = 0.0) ->
     values = batch.values
     if jitter:
         values = (values + torch.randn_like(values) * jitter * (values > 0)).clamp(0, 1)
-    mask = torch.where(
-        prompt_mask(batch.document, model.config.view.prefix), 0.0, float("-inf")
-    ).to(image.dtype)
+    seen = prompt_mask(batch.document, model.config.view.prefix)
+    mask = torch.where(seen, 0.0, float("-inf")).to(image.dtype)
     hidden = model.decode(image, batch.ids, values, batch.position, mask)
     flat = hidden.flatten(0, 1)
     return Outputs(
@@ -102,9 +97,8 @@ def loss_of(
     out: Outputs, batch: PictureBatch, helper: PageHelper, progress: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The training loss at ``progress`` 0..1 of the whole plan, and its parts."""
-    weights = torch.tensor([SKILL_WEIGHTS[s] for s in SKILLS], device=out.text.device)[
-        batch.text_skill
-    ]
+    weights = torch.tensor([SKILL_WEIGHTS[s] for s in SKILLS], device=out.text.device)
+    weights = weights[batch.text_skill]
     words = F.cross_entropy(out.text.float(), batch.text_target, reduction="none")
     text = (words * weights).sum() / weights.sum()
     sigma = SIGMA_END + (SIGMA_START - SIGMA_END) * max(0.0, 1 - progress / SIGMA_UNTIL)
@@ -113,11 +107,5 @@ def loss_of(
     characters, objects = helper(out.image, batch)
     share = HELP_START + (HELP_END - HELP_START) * min(1.0, progress / 0.4)
     total = text + COORD_WEIGHT * coord + SIZE_WEIGHT * size + share * (characters + objects)
-    parts = {
-        "text": text,
-        "coord": coord,
-        "size": size,
-        "characters": characters,
-        "objects": objects,
-    }
-    return total, parts
+    parts = {"text": text, "coord": coord, "size": size}
+    return total, {**parts, "characters": characters, "objects": objects}

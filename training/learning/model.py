@@ -96,9 +96,8 @@ class VisionAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         n, length, dim = x.shape
-        q, k, v = (
-            self.qkv(x).view(n, length, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
-        )
+        qkv = self.qkv(x).view(n, length, 3, self.heads, dim // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
         out = F.scaled_dot_product_attention(q, k, v)
         mixed: Tensor = self.proj(out.transpose(1, 2).reshape(n, length, dim))
         return mixed
@@ -178,10 +177,8 @@ class Vision(nn.Module):
             top, bottom = (0 if i == 0 else margin), (side if i == view.rows - 1 else side - margin)
             row = []
             for j in range(view.columns):
-                left, right = (
-                    (0 if j == 0 else margin),
-                    (side if j == view.columns - 1 else side - margin),
-                )
+                left = 0 if j == 0 else margin
+                right = side if j == view.columns - 1 else side - margin
                 row.append(grid[:, i, j, top:bottom, left:right])
             strips.append(torch.cat(row, 2))
         whole = torch.cat(strips, 1)
@@ -309,9 +306,8 @@ class Text(nn.Module):
 
     def forward(self, x: Tensor, position: Tensor, mask: Tensor | None) -> Tensor:
         """Input embeddings [B, S, dim] -> residual stream before post_ln."""
-        rate = self.theta ** (
-            -torch.arange(0, self.rotary, 2, device=x.device).float() / self.rotary
-        )
+        places = torch.arange(0, self.rotary, 2, device=x.device).float()
+        rate = self.theta ** (-places / self.rotary)
         angle = position.float().unsqueeze(-1) * rate
         cos, sin = angle.cos().unsqueeze(1), angle.sin().unsqueeze(1)
         for block in self.blocks:

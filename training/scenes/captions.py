@@ -35,13 +35,12 @@ def short_caption(scene: Scene) -> str:
     """Groups of like objects, in the order in which the first of each stands from left to right."""
     if not scene.shapes:
         return "An empty picture."
-    groups = Counter((s.colour, s.kind) for s in scene.shapes)
-    parts = []
-    for (colour, kind), count in groups.items():
-        if count == 1:
-            parts.append(with_article(f"{COLOURS[colour]} {SHAPES[kind]}"))
-        else:
-            parts.append(f"{NUMBER_WORDS[count]} {COLOURS[colour]} {PLURALS[kind]}")
+    parts = [
+        with_article(f"{COLOURS[colour]} {SHAPES[kind]}")
+        if count == 1
+        else f"{NUMBER_WORDS[count]} {COLOURS[colour]} {PLURALS[kind]}"
+        for (colour, kind), count in objects_of(scene).items()
+    ]
     text = _series(parts)
     return text[0].upper() + text[1:] + "."
 

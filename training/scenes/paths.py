@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
+from kestrel_client.drawing.svg_path import polygons
 from training.scenes.scenes import Box, Shape
 from training.scenes.shapes import geometry, place
 
@@ -38,37 +37,11 @@ def path_tokens(shape: Shape) -> list[str]:
     return ["M", *points[:2], "L", *points[2:], "z"]
 
 
-_TOKEN = re.compile(r"[A-Za-z]|-?\d*\.?\d+")
-
-
 def path_polygon(path: str, box: Box) -> NDArray[np.float64] | None:
-    """Points [n, 2] of an "M … L/C … z" path with coordinates 0..1 relative to ``box``; None if it has none."""
+    """Points [n, 2] of the first part of a path with coordinates 0..1 relative to ``box``; None if it has none."""
     x0, y0, x1, y1 = box
-    command = ""
-    numbers: list[float] = []
-    points: list[tuple[float, ...]] = []
-    for token in _TOKEN.findall(path):
-        if token.isalpha():
-            command, numbers = token, []
-            continue
-        numbers.append(float(token))
-        if command in ("M", "L") and len(numbers) == 2:
-            points.append(tuple(numbers))
-            numbers = []
-        elif command == "C" and len(numbers) == 6 and points:
-            a = np.array((points[-1], numbers[0:2], numbers[2:4], numbers[4:6]))
-            t = np.linspace(0, 1, 17)[1:, None]
-            curve = (
-                (1 - t) ** 3 * a[0]
-                + 3 * t * (1 - t) ** 2 * a[1]
-                + 3 * t * t * (1 - t) * a[2]
-                + t**3 * a[3]
-            )
-            points += [tuple(p) for p in curve]
-            numbers = []
-    if len(points) < 3:
-        return None
-    return np.array(points) * (x1 - x0, y1 - y0) + (x0, y0)
+    found = polygons(path)
+    return np.array(found[0]) * (x1 - x0, y1 - y0) + (x0, y0) if found else None
 
 
 def outline(shape: Shape) -> NDArray[np.float64]:

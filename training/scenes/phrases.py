@@ -133,19 +133,16 @@ def draw_absent(rng: random.Random, scene: Scene, held_out: bool = False) -> Phr
     return None
 
 
+# Up to which random number, what stands before the words, and whether they are plural.
+_FORMS = (
+    (0.45, "", False), (0.8, "", True), (0.88, "the ", False), (0.92, "all ", True), (0.96, "every ", False),
+    (1.0, "a ", False),
+)  # fmt: skip
+
+
 def object_words(rng: random.Random, phrase: Phrase) -> str:
     """How a user names what is to be found: singular, plural, with or without an article."""
     u = rng.random()
-    if u < 0.45:
-        words = phrase.words(rng)
-    elif u < 0.8:
-        words = phrase.words(rng, plural=True)
-    elif u < 0.88:
-        words = "the " + phrase.words(rng)
-    elif u < 0.92:
-        words = "all " + phrase.words(rng, plural=True)
-    elif u < 0.96:
-        words = "every " + phrase.words(rng)
-    else:
-        words = "a " + phrase.words(rng)
+    _, before, plural = next(form for form in _FORMS if u < form[0])
+    words = before + phrase.words(rng, plural)
     return words.capitalize() if rng.random() < 0.03 else words

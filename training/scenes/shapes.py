@@ -87,20 +87,8 @@ def _star() -> list[tuple[float, float]]:
 
 def _cross() -> list[tuple[float, float]]:
     a, b = CROSS_HALF, CROSS_LENGTH
-    return [
-        (-a, -b),
-        (a, -b),
-        (a, -a),
-        (b, -a),
-        (b, a),
-        (a, a),
-        (a, b),
-        (-a, b),
-        (-a, a),
-        (-b, a),
-        (-b, -a),
-        (-a, -a),
-    ]
+    half = [(-a, -b), (a, -b), (a, -a), (b, -a), (b, a), (a, a)]
+    return half + [(-x, -y) for x, y in half]
 
 
 def _vertices(shape: str, dense: bool) -> list[tuple[float, float]]:
@@ -162,28 +150,15 @@ def place(points: Array, cx: float, cy: float, radius: float, angle: float) -> A
 
 def unit_bounds(kind: int, angle: float) -> tuple[float, float, float, float]:
     """Bounds (x0, y0, x1, y1) of the shape at the origin with radius one, turned by ``angle`` radians."""
-    points = geometry(kind).outline
-    c, s = math.cos(angle), math.sin(angle)
-    x = c * points[:, 0] - s * points[:, 1]
-    y = s * points[:, 0] + c * points[:, 1]
-    return float(x.min()), float(y.min()), float(x.max()), float(y.max())
+    points = place(geometry(kind).outline, 0, 0, 1, angle)
+    x0, y0, x1, y1 = *points.min(0).tolist(), *points.max(0).tolist()
+    return x0, y0, x1, y1
 
 
 # Quarter turns a shape may be drawn in, and its extra tilt in degrees; a square may not become a diamond.
-QUARTERS: dict[str, tuple[int, ...]] = {
-    "triangle": (0, 2),
-    "crescent": (0, 1, 2, 3),
-    "arrow": (0, 1, 2, 3),
-    "semicircle": (0, 1, 2, 3),
-}
+QUARTERS = {"triangle": (0, 2), **dict.fromkeys(("crescent", "arrow", "semicircle"), (0, 1, 2, 3))}
 TILT: dict[str, float] = {"circle": 0.0, "square": 9.0, "diamond": 9.0, "cross": 10.0}
 DEFAULT_TILT = 13.0
 
 # Half the thickness of the thinnest part: an outline's stroke must leave a hole in it.
-LIMB: dict[str, float] = {
-    "cross": 0.32,
-    "arrow": 0.26,
-    "crescent": 0.3,
-    "star": 0.36,
-    "semicircle": 0.43,
-}
+LIMB = {"cross": 0.32, "arrow": 0.26, "crescent": 0.3, "star": 0.36, "semicircle": 0.43}

@@ -36,8 +36,6 @@ class Geometry:
 
 
 TINY = Geometry()
-PATCH, CROP, GRID, MARGIN = TINY.patch, TINY.crop, TINY.grid, TINY.margin
-WINDOW, OVERLAP, MAX_CROPS, PREFIX = TINY.window, TINY.overlap, TINY.max_crops, TINY.prefix
 
 
 def choose_tiling(width: int, height: int, geometry: Geometry = TINY) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from training.scenes.scenes import (
     draw_size,
     overlap_share,
 )
-from training.scenes.tiling import MAX_CROPS, choose_tiling
+from training.scenes.tiling import TINY, choose_tiling
 from training.scenes.vocabulary import COLOURS, HELD_OUT, MAX_OBJECTS, MEASURED_COLOURS, SHAPES
 
 
@@ -86,4 +86,4 @@ def test_evaluation_scenes_draw_from_the_measured_colours() -> None:
 )
 def test_tiling(size: tuple[int, int], tiling: tuple[int, int]) -> None:
     assert choose_tiling(*size) == tiling
-    assert tiling[0] * tiling[1] <= MAX_CROPS
+    assert tiling[0] * tiling[1] <= TINY.max_crops

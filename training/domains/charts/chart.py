@@ -16,12 +16,10 @@ _NAMED: tuple[tuple[str, Rgb], ...] = (
     ("olive", (150, 150, 34)), ("cyan", (23, 190, 207)), ("yellow", (240, 205, 40)), ("navy", (20, 40, 110)),
     ("teal", (0, 128, 120)), ("black", (30, 30, 30)),
 )  # fmt: skip
-_MEASURES = tuple(
-    """
-    Sales Revenue Profit Visitors Users Temperature Rainfall Population Votes Output Exports Orders Cost Points
-    Speed Energy Downloads Members Tickets Yield
-    """.split()
-)
+_MEASURES = (
+    "Sales Revenue Profit Visitors Users Temperature Rainfall Population Votes Output Exports Orders Cost Points Speed "
+    "Energy Downloads Members Tickets Yield"
+).split()
 _UNITS = ("", "", "", " (%)", " (kg)", " (USD)", " (k)", " (mm)", " (h)")
 
 
@@ -69,9 +67,8 @@ def nice_step(top: float) -> float:
 
 
 def draw_data(rng: random.Random, kind: str) -> Chart:
-    several = kind in ("grouped bar", "line") and rng.random() < (
-        1 if kind == "grouped bar" else 0.4
-    )
+    share = 1 if kind == "grouped bar" else 0.4
+    several = kind in ("grouped bar", "line") and rng.random() < share
     fewest, most_of = (3, 10) if kind == "line" else (2, 6 if several or kind == "pie" else 10)
     n = min(rng.randint(fewest, most_of) for _ in range(rng.choice((1, 2))))  # rather few
     m = rng.randint(2, 3) if several else 1
@@ -97,9 +94,9 @@ def draw_data(rng: random.Random, kind: str) -> Chart:
     title = f"{rng.choice(_MEASURES)}{rng.choice(_UNITS)}"
     if rng.random() < 0.5:
         title = f"{title} {rng.choice(('by', 'per', 'in', 'of'))} {rng.choice(w.dictionary()).capitalize()}"
-    names = list({rng.choice(w.dictionary())[:9].capitalize() for _ in range(9)})[:m]
+    names = [rng.choice(w.dictionary())[:9].capitalize() for _ in range(9)]
+    names = list(dict.fromkeys(names))[:m]
     count = n if kind == "pie" else m
     colours = rng.sample(_NAMED, count)
-    return Chart(
-        kind, title, _categories(rng, n), names, values, colours, places, rng.random() < 0.45
-    )
+    categories, shown = _categories(rng, n), rng.random() < 0.45
+    return Chart(kind, title, categories, names, values, colours, places, shown)

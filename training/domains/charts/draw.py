@@ -9,7 +9,7 @@ from PIL import Image
 
 from training.domains.charts.chart import Chart, draw_data
 from training.domains.charts.questions import asks_of
-from training.domains.charts.render import RENDER, draw_legend
+from training.domains.charts.render import RENDER, Pen
 from training.domains.ground import draw_ground, ink_for, luma
 from training.domains.picture import Mark, Picture
 from training.domains.text.fonts import draw_font
@@ -38,23 +38,22 @@ def _picture(rng: random.Random, c: Chart, width: int, height: int, held: bool) 
     scale = min(640 / width, 640 / height) if min(width, height) <= 640 else 0.8
     size = round(rng.uniform(12, rng.choice((20, 32))) / scale)
     size = max(8, min(size, width // 22, height // 16))
-    top = 1.0 * size
+    top, pen = 1.0 * size, Pen(page, font, size, ink)
     titled = rng.random() < 0.75
     if titled:
         large = fit(c.title, font, round(size * rng.uniform(1, 1.5)), 0.96 * width)
-        page.put(
-            (width - width_of(c.title, font, large)) / 2, 1.3 * large, c.title, font, large, ink
-        )
+        left = (width - width_of(c.title, font, large)) / 2
+        page.put(left, 1.3 * large, c.title, font, large, ink)
         top += 1.9 * large
     plot = (5.0 * size, top + 0.8 * size, width - 1.2 * size, height - 2.4 * size)
     if plot[2] - plot[0] < 8 * size or plot[3] - plot[1] < 6 * size:
         raise ValueError("too small")
     if len(c.series) > 1:
         wide = max(width_of(t, font, size) for t in c.series) + 2 * size
-        draw_legend(page, c.series, c.colours, plot[2] - wide, plot[1], font, size, ink)
+        pen.legend(c.series, c.colours, plot[2] - wide, plot[1])
         plot = (plot[0], plot[1], plot[2] - wide - 0.5 * size, plot[3])
         c.legend = True
-    RENDER[c.kind](page, rng, c, plot, font, size, ink)
+    RENDER[c.kind](pen, rng, c, plot)
     asks = asks_of(rng, c, width, titled)
     marks = [Mark(box, c.kind, c.colours[s][0] if c.kind != "pie" else c.colours[k][0])
              for s, row in enumerate(c.boxes) for k, box in enumerate(row)]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from training.domains.charts.chart import Chart, nice_step
 from training.domains.ground import Rgb, luma
@@ -14,17 +15,37 @@ from training.domains.text.page import Page, fit, width_of
 LEGIBLE = 9  # pixels of the letters; what is smaller can't be asked for
 
 
-def _axes(
-    page: Page,
-    rng: random.Random,
-    c: Chart,
-    plot: Box,
-    font: str,
-    size: int,
-    ink: Rgb,
-    across: bool,
-) -> float:
+class Pen(NamedTuple):
+    """Writes on a page with one font, size and ink."""
+
+    page: Page
+    font: str
+    size: int
+    ink: Rgb
+
+    def write(
+        self, text: str, x: float, y: float, share: float = 0, shift: float = 0,
+        *, size: int = 0, ink: Rgb | None = None,
+    ) -> None:  # fmt: skip
+        """Text whose baseline is y. share: how much of it stands left of x + shift."""
+        size = size or self.size
+        left = x - share * width_of(text, self.font, size) + shift if share else x
+        self.page.put(left, y, text, self.font, size, ink or self.ink)
+
+    def legend(
+        self, names: Sequence[str], colours: Sequence[tuple[str, Rgb]], x: float, y: float
+    ) -> None:
+        size = self.size
+        for name, (_, rgb) in zip(names, colours, strict=True):
+            square = (x, y + 0.15 * size, x + 0.8 * size, y + 0.95 * size)
+            self.page.pen.rectangle(square, rgb)
+            self.write(name, x + 1.2 * size, y + 0.9 * size)
+            y += 1.4 * size
+
+
+def _axes(pen: Pen, rng: random.Random, c: Chart, plot: Box, across: bool = False) -> float:
     """Draw the value axis; returns the value at its end. across: values run to the right."""
+    page, _, size, ink = pen
     x0, y0, x1, y1 = plot
     top = max(max(row) for row in c.values)
     step = nice_step(top * 1.02)
@@ -36,19 +57,17 @@ def _axes(
     grid = rng.random() < 0.6
     faint: Rgb = tuple((3 * g + i) // 4 for g, i in zip((255, 255, 255), ink, strict=True))  # type: ignore[assignment]
     for k in range(round(end / step) + 1):
-        text = c.end = f"{k * step:.{places}f}"
+        c.end = f"{k * step:.{places}f}"
         if across:
             x = x0 + (x1 - x0) * k * step / end
             if grid:
                 page.pen.line((x, y0, x, y1), faint)
-            page.put(x - width_of(text, font, size) / 2, y1 + 1.25 * size, text, font, size, ink)
+            pen.write(c.end, x, y1 + 1.25 * size, 0.5)
         else:
             y = y1 - (y1 - y0) * k * step / end
             if grid:
                 page.pen.line((x0, y, x1, y), faint)
-            page.put(
-                x0 - width_of(text, font, size) - 0.4 * size, y + 0.35 * size, text, font, size, ink
-            )
+            pen.write(c.end, x0, y + 0.35 * size, 1, -0.4 * size)
     page.pen.line((x0, y1, x1, y1), ink)
     if rng.random() < 0.7:
         page.pen.line((x0, y0, x0, y1), ink)
@@ -63,9 +82,8 @@ def _label_size(c: Chart, font: str, size: int, side: float) -> int:
     return small
 
 
-def _bars(
-    page: Page, rng: random.Random, c: Chart, plot: Box, font: str, size: int, ink: Rgb
-) -> None:
+def _bars(pen: Pen, rng: random.Random, c: Chart, plot: Box) -> None:
+    page, font, size, ink = pen
     across = c.kind == "bar" and rng.random() < 0.3
     x0, y0, x1, y1 = plot
     n, m = len(c.categories), len(c.series)
@@ -74,7 +92,7 @@ def _bars(
         x0 = min(x0 - 2 * size + names, x0 + 0.4 * (x1 - x0))
         x1 -= 1.5 * size
         plot = (x0, y0, x1, y1)
-    end = _axes(page, rng, c, plot, font, size, ink, across)
+    end = _axes(pen, rng, c, plot, across)
     side = (y1 - y0 if across else x1 - x0) / n
     small = size if across else _label_size(c, font, size, side)
     fill = rng.uniform(0.5, 0.85)
@@ -85,43 +103,28 @@ def _bars(
             a = middle + side * fill * (s / m - 0.5)
             b = a + side * fill / m - (1 if m > 1 else 0)
             length = c.values[s][k] / end
-            box = (
-                (x0, a, x0 + length * (x1 - x0), b)
-                if across
-                else (a, y1 - length * (y1 - y0), b, y1)
-            )
+            box = (a, y1 - length * (y1 - y0), b, y1)
+            if across:
+                box = (x0, a, x0 + length * (x1 - x0), b)
             page.pen.rectangle(box, c.colours[s][1], ink if rng.random() < 0.1 else None)
             c.boxes[s].append(box)
             text = c.say(c.values[s][k])
+            own = fit(text, font, size, side * (fill if m == 1 else fill / m) * 1.1)
             if c.shown and across:
-                page.put(box[2] + 3, (a + b) / 2 + 0.35 * size, text, font, size, ink)
-            elif c.shown:
-                own = fit(text, font, size, side * (fill if m == 1 else fill / m) * 1.1)
-                if own >= 8:
-                    page.put(
-                        (a + b) / 2 - width_of(text, font, own) / 2,
-                        box[1] - 3,
-                        text,
-                        font,
-                        own,
-                        ink,
-                    )
-                else:
-                    c.shown = False
+                pen.write(text, box[2] + 3, (a + b) / 2 + 0.35 * size)
+            elif c.shown and own >= 8:
+                pen.write(text, (a + b) / 2, box[1] - 3, 0.5, size=own)
+            else:
+                c.shown = False
         if across:
-            page.put(
-                x0 - width_of(name, font, small) - 5, middle + 0.35 * small, name, font, small, ink
-            )
+            pen.write(name, x0, middle + 0.35 * small, 1, -5, size=small)
         else:
-            page.put(
-                middle - width_of(name, font, small) / 2, y1 + 1.2 * small, name, font, small, ink
-            )
+            pen.write(name, middle, y1 + 1.2 * small, 0.5, size=small)
 
 
-def _lines(
-    page: Page, rng: random.Random, c: Chart, plot: Box, font: str, size: int, ink: Rgb
-) -> None:
-    end = _axes(page, rng, c, plot, font, size, ink, False)
+def _lines(pen: Pen, rng: random.Random, c: Chart, plot: Box) -> None:
+    page, font, size, _ = pen
+    end = _axes(pen, rng, c, plot)
     x0, y0, x1, y1 = plot
     n = len(c.categories)
     side = (x1 - x0) / n
@@ -136,22 +139,14 @@ def _lines(
         for box in c.boxes[-1] if dots else []:
             page.pen.ellipse(box, rgb)
         for (x, y), v in zip(points, row, strict=True) if c.shown and len(c.values) == 1 else []:
-            page.put(x - width_of(c.say(v), font, small) / 2, y - r - 3, c.say(v), font, small, ink)
+            pen.write(c.say(v), x, y - r - 3, 0.5, size=small)
     c.shown = c.shown and len(c.values) == 1
     for k, name in enumerate(c.categories):
-        page.put(
-            x0 + (k + 0.5) * side - width_of(name, font, small) / 2,
-            y1 + 1.2 * small,
-            name,
-            font,
-            small,
-            ink,
-        )
+        pen.write(name, x0 + (k + 0.5) * side, y1 + 1.2 * small, 0.5, size=small)
 
 
-def _pie(
-    page: Page, rng: random.Random, c: Chart, plot: Box, font: str, size: int, ink: Rgb
-) -> None:
+def _pie(pen: Pen, rng: random.Random, c: Chart, plot: Box) -> None:
+    page, font, size, _ = pen
     x0, y0, x1, y1 = plot
     c.shown = True
     total = sum(c.values[0])
@@ -178,28 +173,23 @@ def _pie(
         own = min(size, fit(label, font, size, 0.9 * r * math.radians(3.6 * share)))
         if own >= 8:
             light = (255, 255, 255) if luma(rgb) < 140 else (0, 0, 0)
-            page.put(px - width_of(label, font, own) / 2, py + 0.35 * own, label, font, own, light)
+            pen.write(label, px, py + 0.35 * own, 0.5, size=own, ink=light)
         else:
             c.shown = False
         if not beside:
             right = math.cos(angle) >= 0
             tx, ty = cx + 1.08 * r * math.cos(angle), cy + 1.08 * r * math.sin(angle) + 0.35 * size
-            page.put(tx if right else tx - width_of(name, font, size), ty, name, font, size, ink)
+            pen.write(name, tx, ty, 0 if right else 1)
         start = end
     if hole:
-        page.pen.ellipse(
-            (cx - hole * r, cy - hole * r, cx + hole * r, cy + hole * r), (255, 255, 255)
-        )
+        inner = hole * r
+        page.pen.ellipse((cx - inner, cy - inner, cx + inner, cy + inner), (255, 255, 255))
     if beside:
-        draw_legend(
-            page, c.categories, c.colours, x1 - wide, cy - 0.7 * size * len(shares), font, size, ink
-        )
+        pen.legend(c.categories, c.colours, x1 - wide, cy - 0.7 * size * len(shares))
         c.legend = True
 
 
-def _scatter(
-    page: Page, rng: random.Random, c: Chart, plot: Box, font: str, size: int, ink: Rgb
-) -> None:
+def _scatter(pen: Pen, rng: random.Random, c: Chart, plot: Box) -> None:
     x0, y0, x1, y1 = plot
     n = rng.randint(3, 20)
     rise = rng.choice((-1, 0, 1))
@@ -213,28 +203,12 @@ def _scatter(
         if len(spots) < n and all(math.dist((x, y), s) > 2.3 * r for s in spots):
             spots.append((x, y))
     c.values = [[top]]
-    _axes(page, rng, c, plot, font, size, ink, False)
-    page.pen.line((x0, y0, x0, y1), ink)
+    _axes(pen, rng, c, plot)
+    pen.page.pen.line((x0, y0, x0, y1), pen.ink)
     c.boxes = [[(x - r, y - r, x + r, y + r) for x, y in spots]]
     for box in c.boxes[0]:
-        page.pen.ellipse(box, c.colours[0][1])
+        pen.page.pen.ellipse(box, c.colours[0][1])
     c.categories = [str(rise)]
-
-
-def draw_legend(
-    page: Page,
-    names: Sequence[str],
-    colours: Sequence[tuple[str, Rgb]],
-    x: float,
-    y: float,
-    font: str,
-    size: int,
-    ink: Rgb,
-) -> None:
-    for name, (_, rgb) in zip(names, colours, strict=True):
-        page.pen.rectangle((x, y + 0.15 * size, x + 0.8 * size, y + 0.95 * size), rgb)
-        page.put(x + 1.2 * size, y + 0.9 * size, name, font, size, ink)
-        y += 1.4 * size
 
 
 RENDER = {"bar": _bars, "grouped bar": _bars, "line": _lines, "pie": _pie, "scatter": _scatter}

@@ -13,14 +13,13 @@ from training.sources import icon_names
 
 
 def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
-    pixels, page, place = open_drawings(
-        "held/screens.zip" if held else "screens.zip", "pages.json"
-    ).place(rng, width, height)
-    elements = [
-        {**e, "name": _spoken().get(e["name"], "")} if e["role"] == "icon" else e
-        for e in page["elements"]
-    ]
-    elements = [e for e in elements if e["name"]]
+    archive = open_drawings("held/screens.zip" if held else "screens.zip", "pages.json")
+    pixels, page, place = archive.place(rng, width, height)
+    elements = []
+    for e in page["elements"]:
+        name = _spoken().get(e["name"]) if e["role"] == "icon" else e["name"]
+        if name:
+            elements.append({**e, "name": name})
     asks = ask_about(rng, elements, place, width)
     if rng.random() < 0.2:
         asks.append(off_topic(rng))

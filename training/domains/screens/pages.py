@@ -82,6 +82,7 @@ FIELDS = (
     "Quantity|Price|Amount|Subject|Message|Title|Card number|Expiry|Language|Currency|Colour|Size|Department|Street|"
     "Birthday|Account|Reference|Discount code|Project|Version|Host|Port|Width|Height|Weight"
 ).split("|")
+NUMBERS = "Quantity Amount Port Width Height Weight Postcode Reference Version Account".split()
 OPTIONS = (
     "Remember me|Send me news|I agree to the terms|Dark mode|Notifications|Sound|Auto-save|Show hidden files|Gift wrap|"
     "Express delivery|Two-factor login|Public profile|Location|Bluetooth|Wi-Fi|Airplane mode|Backups|Spell check|"
@@ -151,10 +152,7 @@ class Page:
         }
         if name in by_name:
             return by_name[name]
-        if (
-            name
-            in "Quantity Amount Port Width Height Weight Postcode Reference Version Account".split()
-        ):
+        if name in NUMBERS:
             return str(r.randint(1, 9999))
         return first if "ame" in name else self.phrase()
 
@@ -183,9 +181,9 @@ def text_field(page: Page) -> str:
     name = page.pick(FIELDS)
     filled = page.rng.random() < 0.6
     value = page.value(name) if filled else ""
-    hint = (
-        "" if filled or page.rng.random() < 0.5 else f' placeholder="{html.escape(page.phrase())}"'
-    )
+    hint = ""
+    if not filled and page.rng.random() >= 0.5:
+        hint = f' placeholder="{html.escape(page.phrase())}"'
     mark = page.mark("input", name, value=value)
     box = f'<input type=text size=16{page.classes("input")} value="{html.escape(value)}"{hint} {mark}>'
     side = page.rng.random() < 0.3
@@ -306,38 +304,26 @@ def make_page(seed: int, theme: str, icons: dict[str, str], folder: str) -> tupl
     family, base = r.choice(FONTS), r.choice((13, 14, 15, 16, 16, 18))
     font = f"{folder}/@fontsource/{family}/files/{family}-latin-400-normal.woff2"
     keep = theme in ("98", "xp") or r.random() < 0.15
-    own = (
-        ""
-        if keep
-        else f"body,button,input,select,td,th{{font-family:F!important}}body{{font-size:{base}px}}"
-    )
+    own = f"body,button,input,select,td,th{{font-family:F!important}}body{{font-size:{base}px}}"
+    own = "" if keep else own
     if theme == "none" or r.random() < 0.25:
         hue, dark = r.randint(0, 359), r.random() < 0.3
         back, ink = ("12%", "92%") if dark else ("95%", "12%")
         own += f"body{{background:hsl({hue} 30% {back});color:hsl({hue} 20% {ink})}}"
-        own += (
-            f"button{{background:hsl({r.randint(0, 359)} 60% 40%);color:#fff}}"
-            if r.random() < 0.5
-            else ""
-        )
+        if r.random() < 0.5:
+            own += f"button{{background:hsl({r.randint(0, 359)} 60% 40%);color:#fff}}"
     upright = width > 520 and r.random() < 0.35
-    blocks = [
-        r.choice(BLOCKS)(page)
-        for _ in range(1 + (height > 420) + (width > 700) * (r.random() < 0.6))
-    ]
+    count = 1 + (height > 420) + (width > 700) * (r.random() < 0.6)
+    blocks = [r.choice(BLOCKS)(page) for _ in range(count)]
     columns = 2 if width > 700 and r.random() < 0.5 and not upright else 1
-    main = f'<div style="columns:{columns};column-gap:24px">' + "".join(
-        f'<section style="break-inside:avoid;margin:8px 0;text-align:left">{b}</section>'
-        for b in blocks
-    )
+    section = '<section style="break-inside:avoid;margin:8px 0;text-align:left">'
+    main = f'<div style="columns:{columns};column-gap:24px">'
+    main += "".join(f"{section}{block}</section>" for block in blocks)
     menu = navigation(page, upright) if r.random() < 0.7 else ""
     layout = "flex" if upright else "block"
     sheet = f'<link rel=stylesheet href="{folder}/{THEMES[theme]}">' if THEMES[theme] else ""
     body = f"<div style='display:{layout};gap:20px'>{menu}{main}</div></div>"
     style = f"@font-face{{font-family:F;src:url({font})}}"
     style += f"body{{margin:0;padding:{r.randint(4, 20)}px;max-width:none}}{own}"
-    return (
-        f"<!doctype html><meta charset=utf-8>{sheet}<style>{style}</style><body>{body}",
-        width,
-        height,
-    )
+    text = f"<!doctype html><meta charset=utf-8>{sheet}<style>{style}</style><body>{body}"
+    return text, width, height

@@ -14,25 +14,19 @@ def dictionary() -> tuple[str, ...]:
     return tuple((sources() / "words.txt").read_text(encoding="utf-8").split())
 
 
-MONTHS = tuple(
-    """
-    January February March April May June July August September October November December
-    """.split()
-)
-SHOPS = tuple(
-    """
-    Market Bakery Coffee Books Pharmacy Grill Store Foods Garden Tools Kiosk Deli Cafe Bistro Supermarket Hardware
-    Toys Florist
-    """.split()
-)
-GOODS = tuple(
-    """
-    Coffee Tea Milk Bread Butter Cheese Apples Bananas Rice Pasta Soup Salad Juice Water Sugar Flour Eggs Ham
-    Chicken Beef Fish Onions Potatoes Tomatoes Carrots Yogurt Honey Jam Cake Cookies Chips Candy Soap Shampoo Towel
-    Paper Pens Notebook Batteries Lamp Mug Plate Sandwich Burger Pizza Beer Wine Muffin Donut Bagel Latte Espresso
-    Mocha Oats Beans Nuts Olives Salt Pepper Oil
-    """.split()
-)
+MONTHS = (
+    "January February March April May June July August September October November December"
+).split()
+SHOPS = (
+    "Market Bakery Coffee Books Pharmacy Grill Store Foods Garden Tools Kiosk Deli Cafe Bistro Supermarket Hardware "
+    "Toys Florist"
+).split()
+GOODS = (
+    "Coffee Tea Milk Bread Butter Cheese Apples Bananas Rice Pasta Soup Salad Juice Water Sugar Flour Eggs Ham Chicken "
+    "Beef Fish Onions Potatoes Tomatoes Carrots Yogurt Honey Jam Cake Cookies Chips Candy Soap Shampoo Towel Paper "
+    "Pens Notebook Batteries Lamp Mug Plate Sandwich Burger Pizza Beer Wine Muffin Donut Bagel Latte Espresso Mocha "
+    "Oats Beans Nuts Olives Salt Pepper Oil"
+).split()
 
 
 def word(rng: random.Random) -> str:

@@ -10,13 +10,8 @@ MEASURES = (
     "Downloads|Votes|Members|Energy use|Speed|Weight|Distance|Price|Production|Attendance|Stock|Calls|Errors|Latency"
 ).split("|")
 UNITS = {
-    "Temperature": "°C",
-    "Rainfall": "mm",
-    "Weight": "kg",
-    "Distance": "km",
-    "Speed": "km/h",
-    "Latency": "ms",
-}
+    "Temperature": "°C", "Rainfall": "mm", "Weight": "kg", "Distance": "km", "Speed": "km/h", "Latency": "ms",
+}  # fmt: skip
 GROUPS = (
     "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec",
     "Mon|Tue|Wed|Thu|Fri|Sat|Sun",
@@ -33,9 +28,9 @@ GROUPS = (
     "Cats|Dogs|Birds|Fish|Horses|Rabbits|Mice",
     "Rice|Wheat|Maize|Barley|Oats|Rye|Soy",
 )
-PLACES = "2023|2024|2025|Plan|Actual|Last year|This year|Team A|Team B|Online|In store|Men|Women|Day|Night".split(
-    "|"
-)
+PLACES = (
+    "2023|2024|2025|Plan|Actual|Last year|This year|Team A|Team B|Online|In store|Men|Women|Day|Night"
+).split("|")
 PALETTES = (
     "#4e79a7 #f28e2b #e15759 #76b7b2 #59a14f #edc948 #b07aa1 #ff9da7 #9c755f #bab0ac",
     "#1b9e77 #d95f02 #7570b3 #e7298a #66a61e #e6ab02 #a6761d #666666",
