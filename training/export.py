@@ -1,6 +1,6 @@
-"""Write a trained model as the engine loads it: model.safetensors (bfloat16), config.json, tokenizer.json.
+"""Write a trained kestrel-small as the engine loads it: model.safetensors (bfloat16), config.json, tokenizer.json.
 
-python -m training.export CHECKPOINT_FOLDER OUT_FOLDER [kestrel-small]
+python -m training.export CHECKPOINT_FOLDER OUT_FOLDER
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from training.kestrel_small import SIZES
-from training.kestrel_small import TOKENIZER_FILE as SMALL_TOKENIZER
+from training.kestrel_small import SIZES, TOKENIZER_FILE
 from training.learning import checkpoints
 from training.learning.model import Moondream, Sizes
-from training.prompts import TOKENIZER_FILE, PromptWriter
+from training.prompts import PromptWriter
 
 
 def config_json(config: Sizes, writer: PromptWriter) -> dict[str, object]:
@@ -41,7 +40,7 @@ def config_json(config: Sizes, writer: PromptWriter) -> dict[str, object]:
     }
 
 
-def export(model: Moondream, folder: Path, tokenizer: Path = TOKENIZER_FILE) -> None:
+def export(model: Moondream, folder: Path, tokenizer: Path) -> None:
     """Write the three files into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
@@ -51,20 +50,10 @@ def export(model: Moondream, folder: Path, tokenizer: Path = TOKENIZER_FILE) -> 
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = config_json(model.config, PromptWriter.of(tokenizer))
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    if (folder / "tokenizer.json").resolve() != tokenizer.resolve():
-        shutil.copyfile(tokenizer, folder / "tokenizer.json")
-
-
-def load_exported(folder: Path, model: Moondream | None = None) -> Moondream:
-    """The exported bfloat16 weights in a float32 model (by default a new one)."""
-    model = model or Moondream()
-    tensors = load_file(folder / "model.safetensors")
-    model.load_state_dict({name.removeprefix("model."): t.float() for name, t in tensors.items()})
-    return model.eval()
+    shutil.copyfile(tokenizer, folder / "tokenizer.json")
 
 
 if __name__ == "__main__":
-    small = sys.argv[3:] == ["kestrel-small"]
-    trained = Moondream(SIZES) if small else Moondream()
+    trained = Moondream(SIZES)
     trained.load_state_dict(checkpoints.load_quantised(Path(sys.argv[1]))["model"])
-    export(trained, Path(sys.argv[2]), SMALL_TOKENIZER if small else TOKENIZER_FILE)
+    export(trained, Path(sys.argv[2]), TOKENIZER_FILE)

@@ -16,10 +16,6 @@ from training.scenes.captions import LENGTHS
 
 EOS, ANSWER, COORD, SIZE = 0, 3, 5, 6
 COORD_BINS = SIZE_BINS = 1024
-TOKENIZER_FILE = (
-    Path(__file__).parents[1] / "kestrel_engine" / "bundled" / "kestrel_tiny" / "tokenizer.json"
-)
-
 Value = tuple[float, float]
 
 
@@ -99,11 +95,6 @@ class PromptWriter:
     @classmethod
     def of(cls, file: Path) -> PromptWriter:
         return cls(Tokenizer.from_file(str(file)))
-
-    @classmethod
-    def bundled(cls) -> PromptWriter:
-        """kestrel-tiny's."""
-        return cls.of(TOKENIZER_FILE)
 
     def encode(self, text: str) -> list[int]:
         return list(self._encode(text))

@@ -31,7 +31,7 @@ def bundled() -> Path:
 
 @pytest.fixture(scope="session")
 def writer() -> PromptWriter:
-    return PromptWriter.bundled()
+    return PromptWriter.of(BUNDLED / "tokenizer.json")
 
 
 @pytest.fixture(scope="session")

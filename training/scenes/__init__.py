@@ -1,5 +1,5 @@
-"""The closed world of kestrel-tiny: coloured shapes, their drawing, the questions about them, the frozen evaluation set
-and its scores.
+"""The closed world of coloured shapes: their drawing, and the questions about them.
 
-Training draws from it, and ``kestrel-grpc eval scenes`` asks about it. It imports nothing else of the packages.
+kestrel-small's domain "shapes" draws from it. kestrel-tiny has its frozen evaluation set and its scores here, about
+which ``python -m training.scenes.evaluate`` asks.
 """

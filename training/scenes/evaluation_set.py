@@ -84,7 +84,7 @@ def _unseen_tasks(rng: random.Random, scene: Scene, index: int) -> list[Task]:
     tasks.append(Task("query", "count", how_many, str(len(found)), found))
     tasks.append(Task("query", "presence", f"Is there a {phrase.plain()}?", "yes", found))
     for maker in (colour, shape):
-        question = maker(rng, scene, True)
+        question = maker(rng, scene)
         if question is not None and question.steps[0][1][0] in rare:
             tasks.append(_query(question))
     for skill in ("point", "detect"):

@@ -114,8 +114,8 @@ def draw_present(rng: random.Random, scene: Scene) -> Phrase | None:
     return Phrase(shape.kind, shape.colour, style)
 
 
-def draw_absent(rng: random.Random, scene: Scene, held_out: bool = False) -> Phrase | None:
-    """A phrase without a match, mostly built from what is there. held_out: may be a pair never trained on."""
+def draw_absent(rng: random.Random, scene: Scene) -> Phrase | None:
+    """A phrase without a match, mostly built from what is there; never a pair that training holds out."""
     for _ in range(20):
         near = bool(scene.shapes) and rng.random() < 0.7
         kind = rng.choice(scene.shapes).kind if near else rng.randrange(len(SHAPES))
@@ -128,7 +128,7 @@ def draw_absent(rng: random.Random, scene: Scene, held_out: bool = False) -> Phr
             phrase = Phrase(colour=colour, style=style)
         else:
             phrase = Phrase(kind, colour, style)
-        if not phrase.find(scene) and (held_out or not phrase.held_out):
+        if not phrase.find(scene) and not phrase.held_out:
             return phrase
     return None
 

@@ -45,7 +45,7 @@ class Question:
     refs: tuple[tuple[float, ...], ...] = ()
 
 
-Maker = Callable[[random.Random, Scene, bool], Question | None]
+Maker = Callable[[random.Random, Scene], Question | None]
 
 
 def _say(rng: random.Random, ways: str, **words: str) -> str:
@@ -67,9 +67,9 @@ def _noun(rng: random.Random, plural: bool = False) -> str:
     return Phrase().words(rng, plural)
 
 
-def count(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
+def count(rng: random.Random, scene: Scene) -> Question | None:
     absent = rng.random() < 0.13 or not scene.shapes
-    phrase = draw_absent(rng, scene, held_out) if absent else draw_present(rng, scene)
+    phrase = draw_absent(rng, scene) if absent else draw_present(rng, scene)
     if absent and not scene.shapes and rng.random() < 0.5:
         phrase = Phrase()
     if phrase is None:
@@ -85,13 +85,21 @@ def count(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
     return Question("count", text, str(len(found)), _step(phrase, found))
 
 
-def colour(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
-    options = [(i, Phrase(kind=s.kind)) for i, s in enumerate(scene.shapes)]
-    options += [(i, Phrase(kind=s.kind, style=s.style)) for i, s in enumerate(scene.shapes)]
-    options = [(i, p) for i, p in options if p.find(scene) == [i]]
-    if not options:
+def _singled_out(rng: random.Random, scene: Scene, by: str) -> tuple[int, Phrase] | None:
+    """A shape that its ``by`` ("kind" or "colour"), perhaps with its style, tells from all others."""
+    options = []
+    for more in ((), ("style",)):
+        for i, s in enumerate(scene.shapes):
+            options.append((i, Phrase(**{name: getattr(s, name) for name in (by, *more)})))
+    options = [(i, phrase) for i, phrase in options if phrase.find(scene) == [i]]
+    return rng.choice(options) if options else None
+
+
+def colour(rng: random.Random, scene: Scene) -> Question | None:
+    found = _singled_out(rng, scene, "kind")
+    if found is None:
         return None
-    index, phrase = rng.choice(options)
+    index, phrase = found
     c = rng.choice(("colour", "color"))
     ways = (
         "What {c} is the {p}?|What {c} is the {p}?|What is the {c} of the {p}?|Which {c} is the {p}?|"
@@ -101,13 +109,11 @@ def colour(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
     return Question("colour", text, COLOURS[scene.shapes[index].colour], _step(phrase, [index]))
 
 
-def shape(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
-    options = [(i, Phrase(colour=s.colour)) for i, s in enumerate(scene.shapes)]
-    options += [(i, Phrase(colour=s.colour, style=s.style)) for i, s in enumerate(scene.shapes)]
-    options = [(i, p) for i, p in options if p.find(scene) == [i]]
-    if not options:
+def shape(rng: random.Random, scene: Scene) -> Question | None:
+    found = _singled_out(rng, scene, "colour")
+    if found is None:
         return None
-    index, phrase = rng.choice(options)
+    index, phrase = found
     adjective = phrase.words(rng).rsplit(" ", 1)[0]
     ways = (
         "What shape is the {p}?|Which shape is the {p}?|What is the shape of the {p}?|"
@@ -124,7 +130,7 @@ _PRESENCE = (
 )
 
 
-def presence(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
+def presence(rng: random.Random, scene: Scene) -> Question | None:
     u = rng.random()
     if u < 0.04:
         text = _say(rng, "Is the {picture} empty?|Is this {picture} empty?")
@@ -134,7 +140,7 @@ def presence(rng: random.Random, scene: Scene, held_out: bool) -> Question | Non
         noun = rng.choice(FOREIGN_NOUNS)
         text = _say(rng, _PRESENCE, one=with_article(noun), many=noun + "s")
         return Question("presence", text, "no", ((noun, ()),))
-    phrase = draw_absent(rng, scene, held_out) if u < 0.55 else draw_present(rng, scene)
+    phrase = draw_absent(rng, scene) if u < 0.55 else draw_present(rng, scene)
     if phrase is None:
         return None
     one = with_article(phrase.words(rng))
@@ -156,7 +162,7 @@ def _lead(scene: Scene, a: int, b: int, axis: int) -> float:
     return (scene.shapes[a].centre[axis] - scene.shapes[b].centre[axis]) / side
 
 
-def relation(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
+def relation(rng: random.Random, scene: Scene) -> Question | None:
     """Is A left of B?"""
     if len(scene.shapes) < 2:
         return None
@@ -172,7 +178,7 @@ def relation(rng: random.Random, scene: Scene, held_out: bool) -> Question | Non
     return Question("relation", text, answer, _step(first, [a]) + _step(second, [b]))
 
 
-def neighbour(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
+def neighbour(rng: random.Random, scene: Scene) -> Question | None:
     """What is left of B? Asked only where one object is, or none."""
     order = list(range(len(scene.shapes)))
     rng.shuffle(order)
@@ -220,7 +226,7 @@ def _about_one(rng: random.Random, scene: Scene, kind: str, index: int, word: st
     return Question(kind, text, answer, ((name_of(found), (index,)),))
 
 
-def extreme(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
+def extreme(rng: random.Random, scene: Scene) -> Question | None:
     if len(scene.shapes) < 2:
         return None
     word, axis, sign = rng.choice(_EXTREMES)
@@ -240,7 +246,7 @@ def _clearly_larger(scene: Scene, a: int, b: int) -> bool:
     )
 
 
-def size(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
+def size(rng: random.Random, scene: Scene) -> Question | None:
     """The largest or smallest object."""
     if len(scene.shapes) < 2:
         return None
@@ -257,7 +263,7 @@ def size(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
     return _about_one(rng, scene, "size", ranked[0], word)
 
 
-def compare(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
+def compare(rng: random.Random, scene: Scene) -> Question | None:
     """Is A bigger than B?"""
     if len(scene.shapes) < 2:
         return None
@@ -273,7 +279,7 @@ def compare(rng: random.Random, scene: Scene, held_out: bool) -> Question | None
     return Question("size", text, answer, _step(first, [a]) + _step(second, [b]))
 
 
-def style(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
+def style(rng: random.Random, scene: Scene) -> Question | None:
     if not scene.shapes:
         return None
     index = rng.randrange(len(scene.shapes))
@@ -292,7 +298,7 @@ def style(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
     return Question("style", text, "yes" if asked == found.style else "no", steps)
 
 
-def place(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
+def place(rng: random.Random, scene: Scene) -> Question | None:
     """Where is A? Asked only well away from the lines between the thirds."""
     if not scene.shapes:
         return None
@@ -307,7 +313,7 @@ def place(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
     return Question("place", text, place_of(scene, scene.shapes[index]), _step(phrase, [index]))
 
 
-def listing(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
+def listing(rng: random.Random, scene: Scene) -> Question:
     ways = (
         "What is in the {picture}?|What is in this {picture}?|What do you see?|"
         "What does the {picture} show?|Describe the {picture}.|Describe this {picture}.|"
@@ -317,7 +323,7 @@ def listing(rng: random.Random, scene: Scene, held_out: bool) -> Question | None
     return Question("listing", _say(rng, ways), short_caption(scene), (everything,))
 
 
-def pointed(rng: random.Random, scene: Scene, held_out: bool) -> Question | None:
+def pointed(rng: random.Random, scene: Scene) -> Question | None:
     """What is this? with a spatial reference to one object."""
     if not scene.shapes:
         return None
@@ -345,13 +351,10 @@ MAKERS: tuple[tuple[Maker, int], ...] = (
 _WEIGHTS = [weight for _, weight in MAKERS]
 
 
-def draw_question(rng: random.Random, scene: Scene, held_out: bool = False) -> Question:
-    """A random fair question; held_out: pairs that training never shows may be named."""
+def draw_question(rng: random.Random, scene: Scene) -> Question:
+    """A random fair question."""
     for _ in range(30):
-        maker = rng.choices(MAKERS, _WEIGHTS)[0][0]
-        question = maker(rng, scene, held_out)
+        question = rng.choices(MAKERS, _WEIGHTS)[0][0](rng, scene)
         if question is not None:
             return question
-    found = listing(rng, scene, held_out)
-    assert found is not None
-    return found
+    return listing(rng, scene)

@@ -32,7 +32,7 @@ def test_a_wrong_caption_is_seen() -> None:
 def test_every_maker_finds_questions(scenes: list[Scene]) -> None:
     rng = random.Random(5)
     for maker, _ in MAKERS:
-        found = [q for scene in scenes if (q := maker(rng, scene, False)) is not None]
+        found = [q for scene in scenes if (q := maker(rng, scene)) is not None]
         assert len(found) > 20
         assert all(q.text.strip() and q.answer for q in found)
 
