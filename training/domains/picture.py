@@ -73,6 +73,11 @@ def centre(box: Box) -> Point:
     return (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
 
 
+def view_scale(width: int, height: int) -> float:
+    """Pixels of the model's view for a pixel of the picture: a crop has 640 a side, and large pictures are tiled."""
+    return 640 / max(width, height) if min(width, height) <= 640 else 0.8
+
+
 def find(skill: str, kind: str, text: str, boxes: Iterable[Box]) -> Ask:
     """A request to detect these boxes, or to point at their centres."""
     boxes = tuple(boxes)

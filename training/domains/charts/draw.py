@@ -11,7 +11,7 @@ from training.domains.charts.chart import Chart, draw_data
 from training.domains.charts.questions import asks_of
 from training.domains.charts.render import RENDER, Pen
 from training.domains.ground import draw_ground, ink_for, luma
-from training.domains.picture import Mark, Picture
+from training.domains.picture import Mark, Picture, view_scale
 from training.domains.text.fonts import draw_font
 from training.domains.text.page import Page, fit, width_of
 
@@ -35,7 +35,7 @@ def _picture(rng: random.Random, c: Chart, width: int, height: int, held: bool) 
     if len(c.colours) < (len(c.categories) if c.kind == "pie" else len(c.series)):
         raise ValueError("colours too near the ground")
     font = draw_font(rng, held)
-    scale = min(640 / width, 640 / height) if min(width, height) <= 640 else 0.8
+    scale = view_scale(width, height)
     size = round(rng.uniform(12, rng.choice((20, 32))) / scale)
     size = max(8, min(size, width // 22, height // 16))
     top, pen = 1.0 * size, Pen(page, font, size, ink)

@@ -12,7 +12,17 @@ from PIL import Image
 
 from training.domains.ground import Rgb, draw_ground, hsv, ink_for, luma
 from training.domains.phrasing import absent_object, off_topic, tell
-from training.domains.picture import Ask, Box, Mark, Picture, Pixels, centre, find, in_order
+from training.domains.picture import (
+    Ask,
+    Box,
+    Mark,
+    Picture,
+    Pixels,
+    centre,
+    find,
+    in_order,
+    view_scale,
+)
 from training.domains.text.fonts import draw_font, sources
 from training.domains.text.page import Page, fit, width_of
 from training.scenes.phrases import article
@@ -61,8 +71,7 @@ def _paste(rng: random.Random, page: Page, drawing: Pixels, place: Square, ink: 
 
 def _layout(rng: random.Random, width: int, height: int) -> list[Square]:
     """Squares that don't overlap."""
-    scale = min(640 / width, 640 / height) if min(width, height) <= 640 else 0.8
-    least = min(_SMALLEST / scale, 0.4 * min(width, height))
+    least = min(_SMALLEST / view_scale(width, height), 0.4 * min(width, height))
     u = rng.random()
     if u < 0.2:
         side = rng.uniform(max(least, 0.2 * min(width, height)), 0.9 * min(width, height))

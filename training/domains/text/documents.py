@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from training.domains.ground import Rgb, draw_ground, ink_for
 from training.domains.phrasing import read, tell
-from training.domains.picture import Ask
+from training.domains.picture import Ask, view_scale
 from training.domains.text import words as w
 from training.domains.text.fonts import draw_font
 from training.domains.text.page import Page, fit, width_of, wrap
@@ -19,8 +19,7 @@ Document = Callable[[random.Random, int, int, bool], tuple[Page, list[Ask]]]
 
 def draw_font_size(rng: random.Random, width: int, height: int, largest: float = LARGEST) -> int:
     """Pixels of the picture: so large that the model, which sees 640 pixels a side, can read it."""
-    scale = min(640 / width, 640 / height) if min(width, height) <= 640 else 0.8
-    size = math.exp(rng.uniform(math.log(SMALLEST), math.log(largest))) / scale
+    size = math.exp(rng.uniform(math.log(SMALLEST), math.log(largest))) / view_scale(width, height)
     return max(9, min(round(size), height // 3))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from training.domains.picture import Box, Pixels
+from training.domains.picture import Box, Pixels, view_scale
 from training.domains.webcharts.questions import number
 
 STYLES = "default default ggplot bmh seaborn-v0_8 seaborn-v0_8-whitegrid classic".split()
@@ -26,8 +26,9 @@ def plot(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    scale = 640 / max(width, height) if min(width, height) <= 640 else 0.8
-    size = rng.uniform(11, rng.choice((16, 24))) / scale  # of the letters, in pixels
+    size = rng.uniform(11, rng.choice((16, 24))) / view_scale(
+        width, height
+    )  # of the letters, in pixels
     longest = max(map(len, table["labels"]))
     upright = longest * len(table["labels"]) * size * 0.62 > 0.7 * width
     table["turn"] = (45 if rng.random() < 0.5 else 90) if upright else 0
