@@ -13,7 +13,15 @@ from .adapters.references import checked_adapter_name
 from .config.adapters import AdapterSources
 from .config.images import ImageLimits
 from .config.runtime import RuntimeConfig
-from .config.setting import Setting, SettingGroup, check_settings, default_of, setting, settings_of
+from .config.setting import (
+    Setting,
+    SettingGroup,
+    check_settings,
+    checked,
+    default_of,
+    setting,
+    settings_of,
+)
 from .engine import InferenceEngine
 from .errors import (
     AdapterNotFound,
@@ -145,6 +153,7 @@ __all__ = [
     "UnsupportedImageError",
     "best_boxes",
     "check_settings",
+    "checked",
     "checked_adapter_name",
     "clock",
     "default_of",

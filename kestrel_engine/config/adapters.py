@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from ..errors import ConfigError
 from .groups import MODEL
-from .setting import check_settings, setting
+from .setting import check_settings, checked, setting
 
 _ALLOWED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/(?:[A-Za-z0-9][A-Za-z0-9._-]{0,95}\*?|\*)")
 TUNING_API = "https://api.moondream.ai"
@@ -76,15 +76,8 @@ class AdapterSources:
         metavar="SIZE",
         low=1,
     )
-    host_bytes: int = setting(
-        1024 * 1024 * 1024,
-        MODEL,
-        "on CUDA, limit on the memory of the host for adapters that are ready to be copied to the GPU; 0 keeps none",
-        kind="bytes",
-        flag="--adapter-host-bytes",
-        metavar="SIZE",
-        low=0,
-    )
+    host_bytes: int = checked(1024 * 1024 * 1024, kind="bytes", low=0)
+    """On CUDA, limit on the memory of the host for adapters that are ready to be copied to the GPU; 0 keeps none."""
 
     def __post_init__(self) -> None:
         check_settings(self, "adapter_sources.")

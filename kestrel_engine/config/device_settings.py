@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .groups import DEVICE
-from .setting import setting
+from .setting import checked, setting
 
 if TYPE_CHECKING:
     import torch
@@ -40,12 +40,8 @@ class DeviceSettings:
         low=1,
         shown="torch's choice",
     )
-    fp8_experts: str = setting(
-        "auto",
-        DEVICE,
-        "keep FP8 experts in FP8, or dequantise them; auto keeps them if the GPU computes in FP8",
-        choices=("auto", "keep", "dequantise"),
-    )
+    fp8_experts: str = checked("auto", choices=("auto", "keep", "dequantise"))
+    """Keep FP8 experts in FP8, or dequantise them; auto keeps them if the GPU computes in FP8."""
     fp8_gemms: str = setting(
         "auto",
         DEVICE,
@@ -84,13 +80,8 @@ class DeviceSettings:
         flag="--no-cuda-graphs",
         negated=True,
     )
-    decode_beside: str = setting(
-        "auto",
-        DEVICE,
-        "on CUDA, decode beside images and prompts that take longer than --itl-target-ms; auto: on for models without "
-        "experts",
-        choices=("auto", "on", "off"),
-    )
-    """Needs CUDA graphs and our own attention kernels; without them, it has no effect. One H100, 64 requests of 30
-    tokens in flight: Moondream 3 answers 57 requests a second with it and 67 without, Moondream 2 82 and 84, with a p95
-    gap between tokens of 18 instead of 59 ms."""
+    decode_beside: str = checked("auto", choices=("auto", "on", "off"))
+    """On CUDA, decode beside images and prompts that take longer than --itl-target-ms; auto: on for models without
+    experts. Needs CUDA graphs and our own attention kernels; without them, it has no effect. One H100, 64 requests of
+    30 tokens in flight: Moondream 3 answers 57 requests a second with it and 67 without, Moondream 2 82 and 84, with a
+    p95 gap between tokens of 18 instead of 59 ms."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .groups import REQUESTS
-from .setting import check_settings, setting
+from .setting import check_settings, checked, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +32,9 @@ class ImageLimits:
         low=1,
     )
     """The largest common cameras have 100 megapixels. preprocess/decoding/costs.py has the shares of formats."""
-    max_aspect_ratio: float = setting(
-        20.0,
-        REQUESTS,
-        "limit on the longer side of an image divided by its shorter side",
-        kind="number",
-        flag="--max-image-aspect-ratio",
-        metavar="RATIO",
-        low=1,
-    )
-    """Beyond this ratio, the resize to crops makes objects too small to see."""
+    max_aspect_ratio: float = checked(20.0, kind="number", low=1)
+    """Limit on the longer side of an image divided by its shorter side. Beyond this ratio, the resize to crops makes
+    objects too small to see."""
 
     def __post_init__(self) -> None:
         check_settings(self, "image_limits.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from ..confinement import MODES
 from .groups import REQUESTS
 from .images import ImageLimits
-from .setting import setting
+from .setting import checked, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,25 +41,12 @@ class RequestSettings:
         metavar="N",
         low=1,
     )
-    max_images: int = setting(
-        16,
-        REQUESTS,
-        "limit on the images of one request; the model's context limits them further",
-        kind="whole",
-        metavar="N",
-        low=1,
-        high=64,
-    )
-    """Moondream 2 holds two images, Moondream 3 five, kestrel-tiny six."""
-    max_queued_pixels: int = setting(
-        4_000_000_000,
-        REQUESTS,
-        "limit on the pixels of all images that wait to be decoded",
-        kind="whole",
-        metavar="N",
-        low=1,
-    )
-    """A decoder decodes about 100 million pixels a second."""
+    max_images: int = checked(16, kind="whole", low=1, high=64)
+    """Limit on the images of one request; the model's context limits them further. Moondream 2 holds two images,
+    Moondream 3 five, kestrel-tiny six."""
+    max_queued_pixels: int = checked(4_000_000_000, kind="whole", low=1)
+    """Limit on the pixels of all images that wait to be decoded. A decoder decodes about 100 million pixels a
+    second."""
     decode_bytes: int = setting(
         1024 * 1024 * 1024,
         REQUESTS,
@@ -69,14 +56,8 @@ class RequestSettings:
         low=64 * 1024 * 1024,
     )
     """Cheap images, one in each decoder, use at most half. An expensive image waits until it fits into the rest."""
-    decode_timeout_s: float = setting(
-        30.0,
-        REQUESTS,
-        "limit on the time to decode one image; beyond it, the request gets INVALID_ARGUMENT",
-        kind="seconds",
-        metavar="SECONDS",
-        above=0,
-    )
+    decode_timeout_s: float = checked(30.0, kind="seconds", above=0)
+    """Limit on the time to decode one image; beyond it, the request gets INVALID_ARGUMENT."""
     confine: str = setting(
         "auto",
         REQUESTS,
@@ -112,14 +93,8 @@ class RequestSettings:
         low=1,
     )
     """If the context has less room left, that room is the limit."""
-    max_text_bytes: int = setting(
-        32 * 1024 - 1,
-        REQUESTS,
-        "limit on the UTF-8 bytes of a question or an object's name",
-        kind="bytes",
-        metavar="SIZE",
-        low=1,
-    )
+    max_text_bytes: int = checked(32 * 1024 - 1, kind="bytes", low=1)
+    """Limit on the UTF-8 bytes of a question or an object's name."""
     image_limits: ImageLimits = field(default_factory=ImageLimits)
     default_temperature: float = 0.2
     """For query and caption; point, detect and segment are greedy."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .groups import SCHEDULER
-from .setting import setting
+from .setting import checked, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,8 @@ class SchedulerSettings:
     )
     """FP8 uses the checkpoint's scales, and 1 for a scale that the checkpoint lacks. "auto" requires compute capability
     8.9 or newer and a computation in bfloat16 or float16."""
-    prefix_cache: bool = setting(
-        True, SCHEDULER, "reuse the results computed for earlier prompts and images"
-    )
+    prefix_cache: bool = checked(True, kind="bool")
+    """Reuse the results computed for earlier prompts and images."""
     embedding_cache_bytes: int | None = setting(
         None,
         SCHEDULER,
@@ -88,58 +87,35 @@ class SchedulerSettings:
         low=0,
     )
     """A crop takes 0.25 MB with kestrel-tiny in float32, and 1.7 MB with a released model in bfloat16."""
-    step_prefill_positions: int | None = setting(
-        None,
-        SCHEDULER,
-        "prompt positions that a step computes beside decoding requests; lower values give smoother tokens, higher "
-        "values start requests sooner",
-        kind="whole",
-        metavar="N",
-        low=1,
-        shown="768, on CUDA 11680 or less by --itl-target-ms",
-    )
+    step_prefill_positions: int | None = checked(None, kind="whole", low=1)
+    """Prompt positions that a step computes beside decoding requests; lower values give smoother tokens, higher values
+    start requests sooner."""
     step_crops: int | None = setting(
         None,
         SCHEDULER,
-        "crops of images that a step encodes beside decoding requests; shares one allowance with the positions",
+        "crops of images that a step encodes beside decoding requests; shares one allowance with prompt positions",
         kind="whole",
         metavar="N",
         low=1,
         shown="3, on CUDA 48 or less by --itl-target-ms",
     )
-    step_pause: float | None = setting(
-        None,
-        SCHEDULER,
-        "number of steps that only decode, after a step that accepted as much new work as it may; requests that arrive "
-        "meanwhile start together",
-        kind="number",
-        metavar="N",
-        low=0,
-        high=1000,
-        shown="0, on CUDA 4",
-    )
+    step_pause: float | None = checked(None, kind="number", low=0, high=1000)
+    """Number of steps that only decode, after a step that accepted as much new work as it may; requests that arrive
+    meanwhile start together."""
     itl_target_ms: float = setting(
         15.0,
         SCHEDULER,
-        "on CUDA: ms that new images and prompts may delay a token. Longer steps run beside decoding with "
-        "--decode-beside. Under load on Hopper, decode steps beside them begin at intervals of half of this. Below 15, "
-        "steps hold less new work (--step-crops, --step-prefill-positions): smoother tokens, fewer requests a second",
+        "on CUDA: ms that new images and prompts may delay a token. Longer steps run beside decoding for "
+        "models without experts. Under load on Hopper, decode steps beside them begin at intervals of half of this. "
+        "Below 15, steps hold less new work (--step-crops): smoother tokens, fewer requests a second",
         kind="number",
         metavar="MS",
         low=0,
         high=10_000,
     )
-    steps_out: int | None = setting(
-        None,
-        SCHEDULER,
-        "steps that are launched and not yet read, 1 to 4; higher values hide a busy host",
-        kind="whole",
-        metavar="N",
-        low=1,
-        high=4,
-        shown="2, on CUDA 3",
-    )
-    """Each further step costs one row for every answer that ends by itself, and delays new requests by a step."""
+    steps_out: int | None = checked(None, kind="whole", low=1, high=4)
+    """Steps that are launched and not yet read, 1 to 4; higher values hide a busy host. Each further step costs one row
+    for every answer that ends by itself, and delays new requests by a step."""
     preprocess_threads: int | None = setting(
         None,
         SCHEDULER,

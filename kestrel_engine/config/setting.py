@@ -34,6 +34,10 @@ class SettingGroup:
     section: str
 
 
+_EMBEDDED = SettingGroup("embedded", "")
+"""Of the fields that only a program can set."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """One field that an operator can set."""
@@ -94,6 +98,13 @@ def setting(
     return dataclasses.field(default=default, metadata={_METADATA_KEY: made})
 
 
+def checked(default: Any, *, kind: Kind = "text", **limits: Any) -> Any:
+    """Returns a dataclass field that ``check_settings`` checks, but that has no flag: its default is right for every
+    server. A program that embeds the engine may set it. ``kind``, ``limits``: as for ``setting``."""
+    made = Setting(group=_EMBEDDED, help="", kind=kind, flag="", **limits)
+    return dataclasses.field(default=default, metadata={_METADATA_KEY: made})
+
+
 def settings_of(config: Any) -> Mapping[str, Setting]:
     """Returns the settings of a configuration class or object by field name, in the order of the fields."""
     return _settings_of(config if isinstance(config, type) else type(config))
@@ -101,6 +112,11 @@ def settings_of(config: Any) -> Mapping[str, Setting]:
 
 @cache
 def _settings_of(kind: type) -> Mapping[str, Setting]:
+    return MappingProxyType({f: s for f, s in _checks_of(kind).items() if s.group is not _EMBEDDED})
+
+
+@cache
+def _checks_of(kind: type) -> Mapping[str, Setting]:
     found: dict[str, Setting] = {}
     for field in dataclasses.fields(kind):
         made = field.metadata.get(_METADATA_KEY)
@@ -121,7 +137,8 @@ def check_settings(config: Any, prefix: str = "") -> None:
     None is valid if it is the field's default or if an operator writes it as 0. ``prefix`` goes before the field's name
     in an error. Raises ConfigError for the first invalid field.
     """
-    for name, made in settings_of(config).items():
+    kind: type = type(config)
+    for name, made in _checks_of(kind).items():
         value = getattr(config, name)
         if value is None and (made.zero_is_none or default_of(config, name) is None):
             continue

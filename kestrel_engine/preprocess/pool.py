@@ -429,7 +429,7 @@ class PreprocessPool:
     def _too_slow(self, decoder: DecoderProcess) -> None:
         run = self._runs.get(decoder)
         if run is not None:
-            text = f"took more than {self._timeout_s:g} s to decode (--decode-timeout)"
+            text = f"took more than {self._timeout_s:g} s to decode"
             run.failure = ImageTooSlowError(FIELD, text)
             decoder.kill()
 

@@ -144,7 +144,7 @@ class Upload:
             except TimeoutError:
                 if self.displaced is None:
                     raise DeadlineExceeded(
-                        f"the upload received no data for {idle_s:g} s, the limit (--upload-idle)"
+                        f"the upload received no data for {idle_s:g} s, the limit"
                     ) from None
             finally:
                 self.displace_with = None

@@ -155,9 +155,9 @@ class Capture:
         data = json.dumps(described(failed), ensure_ascii=False, indent=1).encode()
         sizes = [path.stat().st_size for path in self._folder.glob(f"*{SUFFIX}")]
         if len(sizes) >= self._config.capture_max_files:
-            raise OSError("the folder has reached its limit on files (--capture-max-files)")
+            raise OSError("the folder has reached its limit on files; delete some")
         if sum(sizes) + len(data) > self._config.capture_max_bytes:
-            raise OSError("the folder has reached its limit on bytes (--capture-max-bytes)")
+            raise OSError("the folder has reached its limit on bytes; delete some")
         now = datetime.fromtimestamp(clock.wall(), UTC).strftime("%Y%m%dT%H%M%SZ")
         path = self._folder / f"kestrel-{now}-{secrets.token_hex(3)}{SUFFIX}"
         part = path.with_suffix(".part")

@@ -42,7 +42,7 @@ class Profiles:
             raise ProfileError("a profile is being recorded already")
         room = self._max_bytes - sum(_size(p) for p in self._folder.glob(f"*{SUFFIX}"))
         if room <= 0:
-            raise ProfileError("the folder of profiles is full (--profile-max-bytes)")
+            raise ProfileError("the folder of profiles is full; delete some")
         now = datetime.fromtimestamp(clock.wall(), UTC).strftime("%Y%m%dT%H%M%SZ")
         name = f"kestrel-{now}-{secrets.token_hex(3)}{SUFFIX}"
         request = ProfileRequest(

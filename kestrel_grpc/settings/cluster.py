@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from kestrel_engine import ConfigError, SettingGroup, check_settings, setting
+from kestrel_engine import ConfigError, SettingGroup, check_settings, checked, setting
 
 from .addresses import parse_address, unix_path
 
@@ -119,23 +119,10 @@ class ClusterConfig:
         above=0,
         high=100,
     )
-    target_queue_wait_s: float = setting(
-        1.0,
-        CLUSTER,
-        "servers are added above this mean wait of requests in the queue",
-        kind="seconds",
-        metavar="SECONDS",
-        above=0,
-    )
-    target_kv_use: float = setting(
-        0.9,
-        CLUSTER,
-        "servers are added above this mean share of KV pages that requests use",
-        kind="number",
-        metavar="SHARE",
-        above=0,
-        high=1,
-    )
+    target_queue_wait_s: float = checked(1.0, kind="seconds", above=0)
+    """Servers are added above this mean wait of requests in the queue."""
+    target_kv_use: float = checked(0.9, kind="number", above=0, high=1)
+    """Servers are added above this mean share of KV pages that requests use."""
     scale_up_delay_s: float = setting(
         10.0,
         CLUSTER,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from kestrel_engine import SettingGroup, check_settings, setting
+from kestrel_engine import SettingGroup, check_settings, checked, setting
 
 _MIB = 1024 * 1024
 DEBUG = SettingGroup("profiles and captures", "debug")
@@ -36,14 +36,8 @@ class DebugConfig:
         parse=writable_folder,
         shown="refused",
     )
-    profile_max_bytes: int = setting(
-        1024 * _MIB,
-        DEBUG,
-        "limit on the bytes of all profiles in that folder",
-        kind="bytes",
-        metavar="SIZE",
-        low=0,
-    )
+    profile_max_bytes: int = checked(1024 * _MIB, kind="bytes", low=0)
+    """Limit on the bytes of all profiles in that folder."""
     capture_dir: str | None = setting(
         None,
         DEBUG,
@@ -58,17 +52,10 @@ class DebugConfig:
         "allow captures to hold images of the requests",
         bare="on",
     )
-    capture_max_files: int = setting(
-        100, DEBUG, "limit on captured requests in that folder", kind="whole", metavar="N", low=0
-    )
-    capture_max_bytes: int = setting(
-        256 * _MIB,
-        DEBUG,
-        "limit on the bytes of all captured requests in that folder",
-        kind="bytes",
-        metavar="SIZE",
-        low=0,
-    )
+    capture_max_files: int = checked(100, kind="whole", low=0)
+    """Limit on captured requests in that folder."""
+    capture_max_bytes: int = checked(256 * _MIB, kind="bytes", low=0)
+    """Limit on the bytes of all captured requests in that folder."""
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from kestrel_engine import SettingGroup, check_settings, setting
+from kestrel_engine import SettingGroup, check_settings, checked, setting
 
 from .addresses import parse_address
 
@@ -81,14 +81,8 @@ class HttpConfig:
         metavar="N",
         low=1,
     )
-    http_idle_s: float = setting(
-        75.0,
-        HTTP,
-        "close an HTTP connection that sends no request for this long",
-        kind="seconds",
-        metavar="SECONDS",
-        low=1,
-    )
+    http_idle_s: float = checked(75.0, kind="seconds", low=1)
+    """Close an HTTP connection that sends no request for this long."""
     http_fetch_allow: tuple[str, ...] = setting(
         (),
         HTTP,

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
 
-from kestrel_engine import SettingGroup, check_settings, setting
+from kestrel_engine import SettingGroup, check_settings, checked, setting
 
 from .flags import SettingsError, add_settings, configured, dest_of
 from .sources import name_of
@@ -118,17 +118,8 @@ class CallLimits:
         high=_MOST,
         zero_is_none=True,
     )
-    read_s: float | None = setting(
-        30.0,
-        CALLS,
-        "limit on the time in which a request message must arrive",
-        kind="number",
-        flag="--read-timeout",
-        metavar="SECONDS",
-        low=0,
-        high=_MOST,
-        zero_is_none=True,
-    )
+    read_s: float | None = checked(30.0, kind="number", low=0, high=_MOST, zero_is_none=True)
+    """Limit on the time in which a request message must arrive."""
     write_s: float | None = setting(
         60.0,
         CALLS,
@@ -172,26 +163,10 @@ class ConnectionLimits:
         shown="half of --max-connections",
     )
     """0: no limit. ``most_of_address`` is what counts."""
-    metadata_bytes: int = setting(
-        16 * KIB,
-        CALLS,
-        "limit on the metadata of a call",
-        kind="bytes",
-        flag="--max-metadata-bytes",
-        metavar="SIZE",
-        low=1024,
-        high=1024 * 1024,
-    )
-    streams: int = setting(
-        100,
-        CALLS,
-        "limit on calls in progress on one connection",
-        kind="whole",
-        flag="--max-streams",
-        metavar="N",
-        low=1,
-        high=_MOST,
-    )
+    metadata_bytes: int = checked(16 * KIB, kind="bytes", low=1024, high=1024 * 1024)
+    """Limit on the metadata of a call."""
+    streams: int = checked(100, kind="whole", low=1, high=_MOST)
+    """Limit on calls in progress on one connection."""
     age_s: float | None = setting(
         1800.0,
         CALLS,
@@ -203,17 +178,8 @@ class ConnectionLimits:
         high=_MOST,
         zero_is_none=True,
     )
-    age_grace_s: float | None = setting(
-        None,
-        CALLS,
-        "how long the calls of a connection may continue after --max-connection-age",
-        kind="number",
-        flag="--connection-grace",
-        metavar="SECONDS",
-        low=0,
-        high=_MOST,
-        shown="10 more than --max-deadline",
-    )
+    age_grace_s: float | None = checked(None, kind="number", low=0, high=_MOST)
+    """How long the calls of a connection may continue after --max-connection-age."""
     keepalive_s: float | None = setting(
         60.0,
         CALLS,
@@ -225,16 +191,8 @@ class ConnectionLimits:
         high=_MOST,
         zero_is_none=True,
     )
-    keepalive_timeout_s: float = setting(
-        20.0,
-        CALLS,
-        "how long the server waits for the answer to a ping before it closes the connection",
-        kind="number",
-        flag="--keepalive-timeout",
-        metavar="SECONDS",
-        above=0,
-        high=_MOST,
-    )
+    keepalive_timeout_s: float = checked(20.0, kind="number", above=0, high=_MOST)
+    """How long the server waits for the answer to a ping before it closes the connection."""
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kestrel_client.commands.flags import DEFAULT_ADDRESS
-from kestrel_engine import ConfigError, SettingGroup, check_settings, setting
+from kestrel_engine import ConfigError, SettingGroup, check_settings, checked, setting
 
 from .addresses import parse_address
 from .debug import DebugConfig
@@ -114,14 +114,8 @@ class ServerConfig:
         metavar="SIZE",
         low=0,
     )
-    upload_idle_s: float = setting(
-        10.0,
-        SERVER,
-        "cancel an upload that receives no data for this long, because it holds memory",
-        kind="seconds",
-        metavar="SECONDS",
-        low=0.1,
-    )
+    upload_idle_s: float = checked(10.0, kind="seconds", low=0.1)
+    """Cancel an upload that receives no data for this long, because it holds memory."""
     model_folders: tuple[str, ...] = setting(
         (),
         SERVER,

@@ -8,7 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
-from kestrel_engine import ConfigError, SettingGroup, check_settings, read_small_file, setting
+from kestrel_engine import (
+    ConfigError,
+    SettingGroup,
+    check_settings,
+    checked,
+    read_small_file,
+    setting,
+)
 
 SHARED_IMAGES = SettingGroup("shared images", "shared-images")
 PASSWORD_VARIABLE = "KESTREL_SHARED_IMAGES_PASSWORD"
@@ -43,44 +50,14 @@ class SharedImagesConfig:
         low=1,
         high=_MONTH_S,
     )
-    timeout_s: float = setting(
-        2.0,
-        SHARED_IMAGES,
-        "how long a call waits for the shared store",
-        kind="seconds",
-        flag="--shared-images-timeout",
-        metavar="SECONDS",
-        low=0.01,
-        high=60,
-    )
-    value_bytes: int = setting(
-        33 * MIB,
-        SHARED_IMAGES,
-        "largest image in the shared store; the server neither writes nor reads a larger one",
-        kind="bytes",
-        flag="--shared-images-max-bytes",
-        metavar="SIZE",
-        low=1,
-        high=512 * MIB,
-    )
-    caller_bytes: int = setting(
-        256 * MIB,
-        SHARED_IMAGES,
-        "bytes of one caller's images in the shared store; its oldest are dropped first",
-        kind="bytes",
-        flag="--shared-images-caller-bytes",
-        metavar="SIZE",
-        low=1,
-    )
-    flight_bytes: int = setting(
-        128 * MIB,
-        SHARED_IMAGES,
-        "bytes that are on the way to or from the shared store at one time; one caller may have half of them",
-        kind="bytes",
-        flag="--shared-images-flight-bytes",
-        metavar="SIZE",
-        low=1,
-    )
+    timeout_s: float = checked(2.0, kind="seconds", low=0.01, high=60)
+    """How long a call waits for the shared store."""
+    value_bytes: int = checked(33 * MIB, kind="bytes", low=1, high=512 * MIB)
+    """Largest image in the shared store; the server neither writes nor reads a larger one."""
+    caller_bytes: int = checked(256 * MIB, kind="bytes", low=1)
+    """Bytes of one caller's images in the shared store; its oldest are dropped first."""
+    flight_bytes: int = checked(128 * MIB, kind="bytes", low=1)
+    """Bytes that are on the way to or from the shared store at one time; one caller may have half of them."""
     key_file: str | None = setting(
         None,
         SHARED_IMAGES,
@@ -119,7 +96,7 @@ class SharedImagesConfig:
             raise ConfigError(
                 "flight_bytes",
                 self.flight_bytes,
-                f"must be at least --shared-images-max-bytes ({self.value_bytes})",
+                f"must be at least value_bytes ({self.value_bytes})",
             )
 
     @property

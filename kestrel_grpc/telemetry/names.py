@@ -415,7 +415,7 @@ STREAMS_LIMIT = Metric(
     "kestrel.streams.limit",
     "gauge",
     "{call}",
-    "Limit on calls in progress on one connection (--max-streams)",
+    "Limit on calls in progress on one connection",
 )
 FILES = Metric(
     "kestrel.files.open",

@@ -15,8 +15,6 @@ from kestrel_engine import (
     InRegion,
     InvalidRequest,
     OnBackground,
-    RuntimeConfig,
-    settings_of,
 )
 
 from ...edge.failures.errors import located
@@ -25,8 +23,8 @@ from .values import known_value, meant_float
 
 _COLOUR = re.compile(r"#[0-9a-fA-F]{6}")
 _MAX_IMAGE_ID = 64
-MAX_IMAGES = int(settings_of(RuntimeConfig)["max_images"].high or 0)
-"""The most that --max-images may be. The engine then applies the server's own limit."""
+MAX_IMAGES = 64
+"""The most that RuntimeConfig.max_images may be. The engine then applies the server's own limit."""
 
 _BYTES_PER_PIXEL = {
     common_pb2.PIXEL_FORMAT_UNSPECIFIED: 3,

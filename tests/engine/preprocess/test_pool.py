@@ -367,7 +367,7 @@ async def test_an_image_that_takes_too_long_is_given_up_with_its_process(moved_c
         slow = asyncio.create_task(pool.prepare(png()))
         await asked(pool, 1)
         moved_clock.advance(601)
-        with pytest.raises(ImageTooSlowError, match=r"more than 600 s .* \(--decode-timeout\)"):
+        with pytest.raises(ImageTooSlowError, match=r"more than 600 s to decode"):
             await slow
     await until(lambda: not decoders() & pids)
     assert (await pool.prepare(png())).image.num_crops == 2

@@ -344,7 +344,7 @@ def simulate(
     beside: bool,
     batch: int = 64,
 ) -> Found:
-    """Runs ``requests`` questions of a closed loop of ``in_flight`` callers. ``beside``: as --decode-beside."""
+    """Runs ``requests`` questions of a closed loop of ``in_flight`` callers. ``beside``: as the setting."""
     limits = RuntimeLimits(
         num_pages=13_000,
         page_size=10,

@@ -69,9 +69,7 @@ def test_the_file_gives_what_flags_and_variables_do_not(file):
         [requests]
         max-queue = 7
         max-image-bytes = "1MiB"
-        max-image-aspect-ratio = 3
         [scheduler]
-        prefix-cache = false
         kv-cache-gib = 1.5
         [server]
         listen = ["127.0.0.1:1", "unix:/run/a"]
@@ -91,9 +89,8 @@ def test_the_file_gives_what_flags_and_variables_do_not(file):
         runtime, server = found.runtime, found.server
         assert (runtime.model, runtime.model_path) == ("moondream2", "/models/md2")
         assert runtime.offline
-        assert (runtime.compile, runtime.max_queue, runtime.prefix_cache) == (False, 7, False)
+        assert (runtime.compile, runtime.max_queue) == (False, 7)
         assert runtime.image_limits.max_bytes == 2**20
-        assert runtime.image_limits.max_aspect_ratio == 3
         assert runtime.kv_cache_gib == 1.5
         assert server.listen == ("127.0.0.1:1", "unix:/run/a")
         assert (server.grace_s, server.orca) == (2, True)
@@ -151,7 +148,7 @@ def test_weights_have_two_names():
         ("[server]\nlisten = ['nowhere']", "kestrel.toml:server.listen=['nowhere']: must be HOST:PORT"),
         ("[device]\ndevice = 'tpu'", "kestrel.toml:device.device=tpu: must be"),
         ("[server]\nmax-message-bytes = '4GiB'", "kestrel.toml:server.max-message-bytes=4294967296: must"),
-        ("[calls]\nmax-metadata-bytes = 1", "kestrel.toml:calls.max-metadata-bytes=1: must be"),
+        ("[calls]\nburst = 0", "kestrel.toml:calls.burst=0: must be"),
         ("[telemetry]\nmetrics-listen = 'unix:/a'", "kestrel.toml:telemetry.metrics-listen=unix:/a: must"),
         ("[model]\nweights='a'\nmodel-path='a'", "weights and model-path name the same setting"),
         ("[requests]\nmax-quue = 1", "kestrel.toml:requests.max-quue: unknown key; did you mean max-queue?"),

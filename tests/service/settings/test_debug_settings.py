@@ -28,17 +28,13 @@ def test_by_default_nothing_is_allowed():
 def test_flags_and_variables_reach_their_fields(tmp_path):
     folder = str(tmp_path)
     told = settled(
-        *("--profile-dir", folder, "--profile-max-bytes", "1MiB", "--capture-images"),
-        *("--capture-max-files", "7", "--capture-max-bytes", "2M"),
+        *("--profile-dir", folder, "--capture-images"),
         KESTREL_CAPTURE_DIR=folder,
     )
     assert told == DebugConfig(
         profile_dir=folder,
-        profile_max_bytes=1024 * 1024,
         capture_dir=folder,
         capture_images=True,
-        capture_max_files=7,
-        capture_max_bytes=2_000_000,
     )
 
 

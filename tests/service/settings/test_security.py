@@ -53,9 +53,7 @@ def test_callers_and_their_limits():
         *("--open-metrics", "on", "--metrics-tls", "off"),
         *("--max-calls", "1", "--max-held-bytes", "2KiB", "--rate", "1.5", "--burst", "3"),
         *("--max-deadline", "4", "--write-timeout", "5"),
-        *("--max-metadata-bytes", "4KiB", "--max-streams", "6"),
-        *("--max-connection-age", "7", "--connection-grace", "8"),
-        *("--keepalive", "9", "--keepalive-timeout", "0.5"),
+        *("--max-connection-age", "7", "--keepalive", "9"),
         KESTREL_API_KEY="k" * 20,
     )
     assert (told.auth_tokens, told.api_key) == ("t", "k" * 20)
@@ -64,14 +62,7 @@ def test_callers_and_their_limits():
     assert told.calls == CallLimits(
         calls=1, held_bytes=2048, rate=1.5, burst=3, deadline_s=4, write_s=5
     )
-    assert told.connections == ConnectionLimits(
-        metadata_bytes=4096,
-        streams=6,
-        age_s=7,
-        age_grace_s=8,
-        keepalive_s=9,
-        keepalive_timeout_s=0.5,
-    )
+    assert told.connections == ConnectionLimits(age_s=7, keepalive_s=9)
     off = ("--max-calls", "--max-held-bytes", "--rate", "--max-deadline", "--write-timeout")
     told = config(*(word for flag in off for word in (flag, "0")), "--max-connection-age=0")
     assert told.calls == CallLimits(
@@ -84,7 +75,6 @@ def test_an_aged_connection_lets_the_longest_call_end():
     assert config().age_grace_s == 130
     assert config("--max-deadline", "600").age_grace_s == 610
     assert config("--max-deadline", "0").age_grace_s is None
-    assert config("--max-deadline", "600", "--connection-grace", "5").age_grace_s == 5
 
 
 def test_the_key_has_no_flag_that_others_could_see():
@@ -96,10 +86,6 @@ def test_the_key_has_no_flag_that_others_could_see():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (
-            ["--max-metadata-bytes", "10"],
-            "--max-metadata-bytes=10: must be a whole number of bytes from 1024 to",
-        ),
         (["--burst", "0"], "--burst=0: must be a whole number from 1 to 1000000"),
         (["--rate", "-1"], "--rate=-1.0: must be a finite number from 0 to 1000000"),
         (["--rate", "2000000"], "--rate=2000000.0: must be a finite number from 0 to 1000000"),

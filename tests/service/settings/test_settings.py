@@ -65,12 +65,12 @@ def test_the_sources_of_adapters():
 def test_flags_of_the_gpu_reach_their_fields():
     _, runtime = configs(
         *("--attention", "triton", "--no-compile", "--no-cuda-graphs", "--kv-cache-gib", "1.5"),
-        *("--random-weights", "--fp8-experts", "keep", "--preprocess-threads", "3"),
+        *("--random-weights", "--preprocess-threads", "3"),
         *("--fp8-gemms", "vision", "--kv-cache-dtype", "fp8"),
     )
     assert (runtime.attention, runtime.compile, runtime.cuda_graphs) == ("triton", False, False)
     assert (runtime.kv_cache_gib, runtime.random_weights) == (1.5, True)
-    assert (runtime.fp8_experts, runtime.preprocess_threads) == ("keep", 3)
+    assert runtime.preprocess_threads == 3
     assert (runtime.fp8_gemms, runtime.kv_cache_dtype) == ("vision", "fp8")
 
 
@@ -86,20 +86,14 @@ def test_flags_reach_their_fields():
         *("--dtype", "bf16", "--threads", "2", "--seed", "7", "--max-batch-size", "9"),
         *("--max-seq-length", "900", "--max-queue", "11", "--default-max-new-tokens", "12"),
         *("--max-image-bytes", "1MiB", "--max-image-pixels", "1000"),
-        *("--max-image-aspect-ratio", "3"),
         *(
             "--max-queue-wait",
             "2.5",
-            "--max-queued-pixels",
-            "17",
             "--kv-cache-pages",
             "13",
-            "--prefix-cache",
-            "off",
         ),
-        *("--image-cache-bytes", "0", "--step-prefill-positions", "14", "--step-crops", "15"),
-        *("--step-pause", "1.5", "--steps-out", "1"),
-        *("--step-timeout", "16", "--max-text-bytes", "1KiB", "--drain-delay", "2"),
+        *("--image-cache-bytes", "0", "--step-crops", "15"),
+        *("--step-timeout", "16", "--drain-delay", "2"),
         *("--listen", "0.0.0.0:1", "--listen", "unix:/a,[::1]:2", "--max-message-bytes", "5M"),
         *("--grace", "1.5", "--access-log", "json", "--log-level", "debug"),
     )
@@ -108,13 +102,10 @@ def test_flags_reach_their_fields():
     assert (runtime.cpu_threads, runtime.seed, runtime.max_batch_size) == (2, 7, 9)
     assert (runtime.max_seq_length, runtime.max_queue, runtime.default_max_tokens) == (900, 11, 12)
     assert (runtime.max_queue_wait_s, runtime.kv_cache_pages) == (2.5, 13)
-    assert runtime.max_queued_pixels == 17
-    assert (runtime.prefix_cache, runtime.image_cache_bytes) == (False, 0)
-    assert (runtime.step_prefill_positions, runtime.step_crops) == (14, 15)
-    assert (runtime.step_pause, runtime.steps_out) == (1.5, 1)
-    assert (runtime.step_timeout_s, runtime.max_text_bytes, server.drain_delay_s) == (16, 1024, 2)
+    assert (runtime.image_cache_bytes, runtime.step_crops) == (0, 15)
+    assert (runtime.step_timeout_s, server.drain_delay_s) == (16, 2)
     limits = runtime.image_limits
-    assert (limits.max_bytes, limits.max_pixels, limits.max_aspect_ratio) == (MIB, 1000, 3.0)
+    assert (limits.max_bytes, limits.max_pixels) == (MIB, 1000)
     assert server.listen == ("0.0.0.0:1", "unix:/a", "[::1]:2")
     assert (server.max_message_bytes, server.grace_s) == (5_000_000, 1.5)
     assert (server.access_log, server.log_level) == ("json", "debug")
@@ -164,13 +155,7 @@ def test_access_log_without_a_format_is_text():
         ([], {"KESTREL_NO_COMPILE": "maybe"}, "KESTREL_NO_COMPILE='maybe': must be on or off"),
         ([], {"KESTREL_KV_CACHE_GIB": "8G"}, "KESTREL_KV_CACHE_GIB='8G': must be a number"),
         (["--threads", "0"], {}, "--threads=0"),
-        (
-            ["--max-text-bytes", "0"],
-            {},
-            "--max-text-bytes=0: must be a whole number of bytes of at",
-        ),
         (["--max-queue-wait", "0"], {}, "--max-queue-wait=0"),
-        (["--max-image-aspect-ratio", "0.5"], {}, "--max-image-aspect-ratio=0.5"),
         (["--max-message-bytes", "4GiB"], {}, "--max-message-bytes"),
         ([], {"KESTREL_MAX_QUEUE": "many"}, "KESTREL_MAX_QUEUE='many': must be a whole number"),
         ([], {"KESTREL_ACCESS_LOG": "xml"}, "KESTREL_ACCESS_LOG='xml'"),
@@ -195,7 +180,6 @@ def test_what_is_invalid_is_named(flags, environ, words):
         ["--max-message-bytes", "64 apples"],
         ["--nonsense"],
         ["--attention", "none"],
-        ["--fp8-experts", "no"],
         ["--log-level", "loud"],
         ["--log-buffer-bytes", "4095"],
     ],

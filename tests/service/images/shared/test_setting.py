@@ -50,7 +50,7 @@ def test_errors_show_no_password(url, told):
 
 
 def test_limits_fit_together():
-    with pytest.raises(ConfigError, match="at least --shared-images-max-bytes"):
+    with pytest.raises(ConfigError, match="at least value_bytes"):
         SharedImagesConfig(url="redis://host", flight_bytes=100, value_bytes=200)
     with pytest.raises(ConfigError, match="above 0 with --shared-images"):
         ServerConfig(image_store_bytes=0, shared_images=SharedImagesConfig(url="redis://host"))
