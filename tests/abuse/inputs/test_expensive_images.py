@@ -112,7 +112,7 @@ def tree_pss(process: psutil.Process) -> int:
 
 def documented_bytes() -> int:
     """What docs/run/operations.md says that images being decoded take."""
-    each = re.search(r"with\n?\s*(\d+) MiB for each decoder process", _PAGE)
+    each = re.search(r"plus (\d+) MiB for each decoder process", _PAGE)
     assert each is not None
     return CONFIG.decode_bytes + int(each[1]) * 2**20 * (PROCESSES + EXPENSIVE_PROCESSES + 1)
 
