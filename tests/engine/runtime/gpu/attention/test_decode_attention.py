@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from kestrel_engine.models.moondream import Moondream
-from kestrel_engine.runtime.gpu import runtime
+from kestrel_engine.runtime.gpu import parts
 from kestrel_engine.runtime.gpu.attention import blocks as block_attention
 from kestrel_engine.runtime.gpu.attention import prefill as prefill_attention
 from kestrel_engine.runtime.gpu.attention.blocks import BlockAttention
@@ -165,7 +165,7 @@ def test_the_runtime_answers_as_the_reference_without_our_text_kernel(monkeypatc
 
     monkeypatch.setattr(prefill_graphs, "paged_text", never)
     if name == "flashinfer":
-        monkeypatch.setattr(runtime, "choose_attention", choose)
+        monkeypatch.setattr(parts, "choose_attention", choose)
     config, tensors = small_model(family)
     reference = TorchRuntime(
         Moondream(config, tensors), config, device="cpu", dtype=torch.float32, **SIZES
