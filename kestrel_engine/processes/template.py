@@ -123,7 +123,7 @@ class Template:
 
 
 def start_confined(link: socket.socket) -> subprocess.Popen[bytes]:
-    """Starts a template that has no environment and imports what it is told to. Raises OSError."""
+    """Starts a template without an environment, which imports the modules that it is named. Raises OSError."""
     return children.start("kestrel_engine.processes.forking", stdin=link.fileno())
 
 

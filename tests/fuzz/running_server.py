@@ -8,7 +8,6 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-import grpc
 import h11
 
 from kestrel_engine import InferenceEngine, RuntimeConfig
@@ -36,12 +35,12 @@ def _short(fed: tuple[Token, ...]) -> int:
 
 
 class RunningServer:
-    """The server, its event loop and a channel to it. One in a process, because grpc.aio knows one event loop."""
+    """The server and its event loop. One in a process, because grpc.aio knows one event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._faults = _Faults()
-        self.server, self.channel = self.run(self._start)
+        self.server = self.run(self._start)
 
     def run(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Runs a request to its end. Raises AssertionError for an error in the server's log."""
@@ -50,7 +49,7 @@ class RunningServer:
         assert not faults, faults
         return answer
 
-    async def _start(self) -> tuple[KestrelServer, grpc.aio.Channel]:
+    async def _start(self) -> KestrelServer:
         logging.getLogger().addHandler(self._faults)
         settings = RuntimeConfig(max_batch_size=3)
 
@@ -64,7 +63,7 @@ class RunningServer:
         server = KestrelServer(config, settings, load)
         await server.start()
         await server.load()
-        return server, grpc.aio.insecure_channel(server.addresses[0])
+        return server
 
     async def post(self, path: str, kind: str, body: bytes) -> tuple[int, bytes]:
         """The status and body of the answer to a POST on the HTTP port."""

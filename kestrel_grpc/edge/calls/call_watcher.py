@@ -1,4 +1,4 @@
-"""CallWatchers: what is told of each call: telemetry, the access log, and whatever else counts calls."""
+"""CallWatchers: they receive the events of each call. Telemetry, the access log and counters are among them."""
 
 from __future__ import annotations
 

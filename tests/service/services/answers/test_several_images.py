@@ -6,8 +6,11 @@ import pytest
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine import RuntimeConfig
+from kestrel_engine.errors import ConfigError
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.requests import ImageBlock
+from kestrel_grpc.services.messages.images import MAX_IMAGES
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure, of_message
 
@@ -174,3 +177,9 @@ async def test_each_image_takes_a_place_in_the_queue(serve):
     assert served.engine.places.held == 0
     broken = await failure(served.vision.Query(query(raw_image(), image(30, 30), BROKEN)))
     assert broken.code is INVALID and served.engine.places.held == 0
+
+
+def test_the_contracts_limit_is_the_largest_value_of_the_setting():
+    assert RuntimeConfig(max_images=MAX_IMAGES).max_images == MAX_IMAGES
+    with pytest.raises(ConfigError, match="max_images"):
+        RuntimeConfig(max_images=MAX_IMAGES + 1)
