@@ -71,9 +71,10 @@ class DecoderProcess:
 
     def renew_crops(self, num_bytes: int) -> None:
         """Gives the decoder an empty segment for the crops of the next image, soon or in `is_ready`. The decoder
-        prepares ``num_bytes`` of it before that image arrives. If this fails, the decoder is closed."""
+        prepares ``num_bytes`` of it before that image arrives. If this fails, the decoder is closed, and ``on_message``
+        gets {"ended": None} unless `is_ready` has returned False."""
         self._renewed_bytes = num_bytes
-        self._renewal = self._loop.call_later(_RENEWAL_S, self.is_ready)
+        self._renewal = self._loop.call_later(_RENEWAL_S, self._renew)
 
     def is_ready(self) -> bool:
         """Whether the decoder accepts an image. Renews its segment if that is due."""
@@ -85,6 +86,10 @@ class DecoderProcess:
             except OSError:
                 self.close()
         return self.is_open
+
+    def _renew(self) -> None:
+        if not self.is_ready():  # The end of a closed line is not read any more.
+            self._on_message(self, {"ended": None})
 
     def _renew_crops(self, num_bytes: int) -> None:
         """Raises OSError if there is no segment, or if the decoder has ended."""

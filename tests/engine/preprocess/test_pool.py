@@ -122,7 +122,7 @@ async def test_without_a_segment_for_the_next_image_a_decoder_is_replaced(
     with monkeypatch.context() as patched:
         patched.setattr(decoder_process, "new_segment", no_segment)
         if soon:
-            await until(lambda: first not in decoders())
+            await until(lambda: first not in decoders() and not pool.load.idle)
         else:
             with pytest.raises(EngineOverloaded, match="Too many open files"):
                 await pool.prepare(pixels(1))
