@@ -10,6 +10,8 @@ Importing this package loads no torch; creating an engine does.
 from . import clock, errors, maintenance, processes, teaching
 from .adapters.lora import LoRA, TextLoRAConfig
 from .adapters.references import checked_adapter_name
+from .callers.merging import best_boxes
+from .callers.profiling import ProfileRequest
 from .config.adapters import AdapterSources
 from .config.images import ImageLimits
 from .config.runtime import RuntimeConfig
@@ -59,13 +61,11 @@ from .errors import (
     UnsupportedImageError,
     path_text,
 )
-from .front.merging import best_boxes
-from .front.profiling import ProfileRequest
-from .front.submitting.request import Request
 from .preprocess.decoding.images import FORMATS as IMAGE_FORMATS
 from .preprocess.decoding.images import OnBackground
 from .preprocess.looks import InRegion, Tiled, Tiles
 from .processes import end_with_parent
+from .requests.request import Request
 from .runtime.profile import Profile
 from .skills.base import SkillSpec
 from .skills.registry import SkillRegistry

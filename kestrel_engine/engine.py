@@ -1,6 +1,6 @@
 """InferenceEngine: the async front of one model.
 
-Owns the parts and their lifetime, on one event loop. A request takes a place in the queue and passes front/submitting/.
+Owns the parts and their lifetime, on one event loop. A request takes a place in the queue and passes requests/.
 The step thread (steps/loop.py) owns what computes, the delivery thread (steps/delivery.py) what turns tokens into
 updates. Updates of all requests come back together, at most once in a pause of the delivery thread.
 """
@@ -20,20 +20,23 @@ from .adapters.lora import LoRA
 from .adapters.references import checked_adapter_name
 from .building.factory import Built, build_off_loop
 from .building.kept_images import kept_images
+from .callers.calls import SkillCalls
+from .callers.lifetime import Lifetime
+from .callers.open_requests import OpenRequests
+from .callers.profiling import ProfileRequest, take_profile
+from .callers.watchdog import watch
 from .config.runtime import RuntimeConfig
 from .config.sizes import Sizes
 from .confinement import trial
 from .errors import DeadlineExceeded, EngineClosed, ProfileError, RuntimeFailure
-from .front.calls import SkillCalls
-from .front.lifetime import Lifetime
-from .front.open_requests import OpenRequests
-from .front.profiling import ProfileRequest, take_profile
-from .front.submitting.checked import RequestCheck
-from .front.submitting.constraints import ConstraintCompiler
-from .front.submitting.images import ImagePreparation
-from .front.submitting.preparing import Preparing
-from .front.submitting.queue_places import Place, QueuePlaces
-from .front.submitting.request import (
+from .preprocess.looks import Tiled
+from .preprocess.pool import PreprocessPool
+from .requests.checked import RequestCheck
+from .requests.constraints import ConstraintCompiler
+from .requests.images import ImagePreparation
+from .requests.preparing import Preparing
+from .requests.queue_places import Place, QueuePlaces
+from .requests.request import (
     Request,
     as_images,
     check_request_id,
@@ -42,12 +45,9 @@ from .front.submitting.request import (
     deadline_after,
     without_adapter,
 )
-from .front.submitting.seeds import Seeds
-from .front.submitting.sequence_start import SequenceStart
-from .front.submitting.submitter import Submitter
-from .front.watchdog import watch
-from .preprocess.looks import Tiled
-from .preprocess.pool import PreprocessPool
+from .requests.seeds import Seeds
+from .requests.sequence_start import SequenceStart
+from .requests.submitter import Submitter
 from .runtime.gpu.memory import out_of_memory
 from .runtime.profile import Profile
 from .scheduler.budget import StepBudget

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from kestrel_engine.front.submitting import preparing
-from kestrel_engine.front.submitting.queue_places import Place, QueuePlaces
+from kestrel_engine.requests import preparing
+from kestrel_engine.requests.queue_places import Place, QueuePlaces
 from kestrel_engine.scheduler.batch import Batch
 from kestrel_engine.scheduler.sequence import Phase
 from kestrel_engine.skills.constraints import grammars

@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 from kestrel_engine import EngineResult, InferenceEngine, KestrelError, RuntimeConfig, clock
-from kestrel_engine.front import watchdog
+from kestrel_engine.callers import watchdog
 from kestrel_engine.preprocess import pool
 from kestrel_engine.skills.constraints import grammars
 from kestrel_engine.steps.delivery import Delivery

@@ -12,7 +12,7 @@ import pytest
 
 from kestrel_engine import ConstraintsCostly, EngineClosed, InvalidRequest, RuntimeFailure
 from kestrel_engine import engine as engine_module
-from kestrel_engine.front.submitting import constraints
+from kestrel_engine.requests import constraints
 from kestrel_engine.runtime.fake import FakeRuntime, hashed
 from kestrel_engine.skills.constraints import matcher_budget
 from kestrel_engine.skills.constraints.grammars import Grammars, Matcher

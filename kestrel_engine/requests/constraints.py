@@ -10,11 +10,11 @@ import asyncio
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
-from ...errors import EngineClosed
-from ...fair_queue import FairQueue
-from ...skills.constraints.grammars import Grammar, Grammars
-from ...types.constraint import Constraint
-from ...types.info import MaskCounts
+from ..errors import EngineClosed
+from ..fair_queue import FairQueue
+from ..skills.constraints.grammars import Grammar, Grammars
+from ..types.constraint import Constraint
+from ..types.info import MaskCounts
 from .preparing import Preparing
 from .queue_places import Place
 

@@ -11,23 +11,23 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import cast
 
-from ...building.factory import Built
-from ...config.runtime import RuntimeConfig
-from ...errors import Displaced, SkillFault
-from ...skills.base import SkillOutput, SkillRequest
-from ...skills.prompts import build_prompt
-from ...steps.active import SkillSubmission
-from ...steps.delivery import Finished
-from ...steps.loop import EngineLoop
-from ...types.adapter import Adapter
-from ...types.events import FinishReason, SeenImage
-from ...types.requests import PreparedImage, PreparedTiles
-from ...types.step import TokenRule
-from ...types.stream import EngineStream
-from ...types.submission import Submission
-from ..looks import group_of
-from ..open_requests import OpenRequest, OpenRequests
-from ..whole_image import prompt_in_region
+from ..building.factory import Built
+from ..callers.looks import group_of
+from ..callers.open_requests import OpenRequest, OpenRequests
+from ..callers.whole_image import prompt_in_region
+from ..config.runtime import RuntimeConfig
+from ..errors import Displaced, SkillFault
+from ..skills.base import SkillOutput, SkillRequest
+from ..skills.prompts import build_prompt
+from ..steps.active import SkillSubmission
+from ..steps.delivery import Finished
+from ..steps.loop import EngineLoop
+from ..types.adapter import Adapter
+from ..types.events import FinishReason, SeenImage
+from ..types.requests import PreparedImage, PreparedTiles
+from ..types.step import TokenRule
+from ..types.stream import EngineStream
+from ..types.submission import Submission
 from .checked import RequestCheck
 from .queue_places import Place
 from .request import Request

@@ -17,8 +17,8 @@ from kestrel_engine import (
     RuntimeFailure,
     SkillUnavailable,
 )
-from kestrel_engine.front.submitting.checked import RequestCheck
 from kestrel_engine.preprocess.tokenizer import LONG_TEXT
+from kestrel_engine.requests.checked import RequestCheck
 from kestrel_engine.runtime.fake import FakeRuntime
 from tests.engine.fakes import GREEDY, IMAGE, Listener, fake_build
 

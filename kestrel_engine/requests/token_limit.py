@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...errors import ContextLengthError, InvalidRequest, RequestError
-from ...skills.base import SkillRequest
+from ..errors import ContextLengthError, InvalidRequest, RequestError
+from ..skills.base import SkillRequest
 
 
 def token_limit(

@@ -7,15 +7,15 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from ... import clock
-from ...errors import RequestError
-from ...preprocess.decoding.costs import FIELD
-from ...preprocess.jobs import Preprocessed
-from ...preprocess.looks import Tiled
-from ...preprocess.pool import PreprocessPool
-from ...types.observer import ImageEvent, Observer
-from ...types.requests import PreparedImage, PreparedTiles
-from ...types.timings import FrontTimings
+from .. import clock
+from ..errors import RequestError
+from ..preprocess.decoding.costs import FIELD
+from ..preprocess.jobs import Preprocessed
+from ..preprocess.looks import Tiled
+from ..preprocess.pool import PreprocessPool
+from ..types.observer import ImageEvent, Observer
+from ..types.requests import PreparedImage, PreparedTiles
+from ..types.timings import FrontTimings
 from .preparing import Preparing
 from .queue_places import Place
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...errors import InvalidRequest
-from ...skills.base import SkillRequest
-from ...types.adapter import Adapter
-from ...types.timings import FrontTimings
+from ..errors import InvalidRequest
+from ..skills.base import SkillRequest
+from ..types.adapter import Adapter
+from ..types.timings import FrontTimings
 
 PRIORITIES = {"high": 0, "normal": 1, "low": 2}
 

@@ -12,16 +12,16 @@ from collections.abc import Awaitable, Mapping
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
-from ... import clock
-from ...adapters.library import AdapterLibrary
-from ...errors import AdapterNotFound
-from ...skills.base import SkillRequest
-from ...skills.constraints.grammars import Grammar
-from ...types.adapter import Adapter
-from ...types.constraint import Constraint
-from ...types.requests import PreparedImage
-from ...types.stream import EngineStream
-from ..lifetime import Lifetime
+from .. import clock
+from ..adapters.library import AdapterLibrary
+from ..callers.lifetime import Lifetime
+from ..errors import AdapterNotFound
+from ..skills.base import SkillRequest
+from ..skills.constraints.grammars import Grammar
+from ..types.adapter import Adapter
+from ..types.constraint import Constraint
+from ..types.requests import PreparedImage
+from ..types.stream import EngineStream
 from .checked import RequestCheck, has_long_text, num_looks
 from .constraints import ConstraintCompiler
 from .images import ImagePreparation

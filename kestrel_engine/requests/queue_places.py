@@ -14,8 +14,8 @@ from collections import OrderedDict
 from collections.abc import Awaitable
 from typing import Protocol, TypeVar
 
-from ...errors import Displaced, EngineOverloaded, Quota
-from ...types.info import PlaceCounts
+from ..errors import Displaced, EngineOverloaded, Quota
+from ..types.info import PlaceCounts
 
 _Result = TypeVar("_Result")
 

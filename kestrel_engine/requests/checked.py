@@ -9,17 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...adapters.references import checked_adapter_name
-from ...building.factory import Built
-from ...config.runtime import RuntimeConfig
-from ...errors import InvalidRequest
-from ...preprocess.looks import Tiled
-from ...preprocess.tokenizer import LONG_TEXT
-from ...skills.base import SkillContext, SkillDefaults, SkillRequest, SkillSpec
-from ...skills.prompts import check_context, check_images
-from ...skills.registry import SkillRegistry
-from ...skills.rule_check import check_prompt
-from ...types.requests import Coord, PreparedTiles
+from ..adapters.references import checked_adapter_name
+from ..building.factory import Built
+from ..config.runtime import RuntimeConfig
+from ..errors import InvalidRequest
+from ..preprocess.looks import Tiled
+from ..preprocess.tokenizer import LONG_TEXT
+from ..skills.base import SkillContext, SkillDefaults, SkillRequest, SkillSpec
+from ..skills.prompts import check_context, check_images
+from ..skills.registry import SkillRegistry
+from ..skills.rule_check import check_prompt
+from ..types.requests import Coord, PreparedTiles
 from .request import Request
 from .seeds import Seeds
 from .token_limit import token_limit

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from ... import clock
-from ...errors import DeadlineExceeded
+from .. import clock
+from ..errors import DeadlineExceeded
 from .queue_places import Place, until_displaced
 
 _Result = TypeVar("_Result")
