@@ -10,37 +10,38 @@ from __future__ import annotations
 import platform
 import struct
 import sys
+from pathlib import Path
 
-_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Machine to the column of the tables below and AUDIT_ARCH_* of linux/audit.h."""
+_ARCHITECTURES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
+"""Machine to its column of system_calls.txt and AUDIT_ARCH_* of linux/audit.h."""
 
-_ALLOWED = {
+_COLUMN, _ARCHITECTURE = _ARCHITECTURES.get(platform.machine(), (0, 0))
+_CALLS = Path(__file__).with_name("system_calls.txt").read_text().split("\n")[:-1]
+_NUMBERS = {
+    row[0]: int(row[_COLUMN]) for row in map(str.split, _CALLS) if _COLUMN and row[_COLUMN] != "-"
+}
+"""Name to number of all calls before _FIRST_NEW that this machine's architecture has."""
+_NAMES = {number: name for name, number in _NUMBERS.items()}
+
+_ALLOWED = (
     # memory
-    "brk": (12, 214), "madvise": (28, 233), "mremap": (25, 216), "munmap": (11, 215),
+    *("brk", "madvise", "mremap", "munmap"),
     # threads and time
-    "clock_getres": (229, 114), "clock_gettime": (228, 113), "clock_nanosleep": (230, 115),
-    "exit": (60, 93), "exit_group": (231, 94), "futex": (202, 98), "getpid": (39, 172),
-    "getrandom": (318, 278), "getrusage": (98, 165), "gettid": (186, 178),
-    "gettimeofday": (96, 169), "membarrier": (324, 283), "nanosleep": (35, 101),
-    "restart_syscall": (219, 128), "rseq": (334, 293), "sched_getaffinity": (204, 123),
-    "sched_yield": (24, 124), "setitimer": (38, 103), "set_robust_list": (273, 99),
-    "sysinfo": (99, 179),
+    *("clock_getres", "clock_gettime", "clock_nanosleep", "exit", "exit_group", "futex", "getpid"),
+    *("getrandom", "getrusage", "gettid", "gettimeofday", "membarrier", "nanosleep"),
+    *("restart_syscall", "rseq", "sched_getaffinity", "sched_yield", "setitimer"),
+    *("set_robust_list", "sysinfo"),
     # signals of its own
-    "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139),
-    "sigaltstack": (131, 132),
+    *("rt_sigaction", "rt_sigprocmask", "rt_sigreturn", "sigaltstack"),
     # descriptors that it holds
-    "close": (3, 57), "fstat": (5, 80), "ftruncate": (77, 46), "lseek": (8, 62),
-    "pread64": (17, 67), "pwrite64": (18, 68), "read": (0, 63), "readv": (19, 65),
-    "recvfrom": (45, 207), "recvmsg": (47, 212), "sendmsg": (46, 211), "sendto": (44, 206),
-    "write": (1, 64), "writev": (20, 66),
-}  # fmt: skip
+    *("close", "fstat", "ftruncate", "lseek", "pread64", "pwrite64", "read", "readv"),
+    *("recvfrom", "recvmsg", "sendmsg", "sendto", "write", "writev"),
+)
 
-_REFUSED = {
-    "access": (21, None), "faccessat": (269, 48), "getcwd": (79, 17), "ioctl": (16, 29),
-    "lstat": (6, None), "newfstatat": (262, 79), "open": (2, None), "openat": (257, 56),
-    "readlink": (89, None), "readlinkat": (267, 78), "stat": (4, None), "statx": (332, 291),
-    "uname": (63, 160),
-}  # fmt: skip
+_REFUSED = (
+    *("access", "faccessat", "getcwd", "ioctl", "lstat", "newfstatat", "open", "openat"),
+    *("readlink", "readlinkat", "stat", "statx", "uname"),
+)
 
 _ANY = 0xFFFFFFFF
 _PROT_EXEC = 0x4
@@ -64,32 +65,36 @@ def is_known_machine() -> bool:
     return sys.platform == "linux" and platform.machine() in _ARCHITECTURES and sys.maxsize > 2**32
 
 
+def name_of(number: int) -> str:
+    """The name of a system call of this machine, or what is known of it."""
+    return _NAMES.get(number, f"{number} of {platform.machine()}")
+
+
 def program(pid: int, otherwise: int = KILL) -> bytes:
     """Returns the filter of the process ``pid``: an array of struct sock_filter. ``otherwise``: what follows a call
     that is not allowed, NOTIFY or the end of the process."""
-    column, architecture = _ARCHITECTURES[platform.machine()]
     conditions = (
         # call, argument, bits of it that count, their values
-        ((9, 222), 2, _PROT_EXEC, (0,), _ERRNO | _EPERM),  # mmap
-        ((10, 226), 2, _PROT_EXEC, (0,), _ERRNO | _EPERM),  # mprotect
-        ((56, 220), 0, _THREAD, (_THREAD,), otherwise),  # clone
-        ((72, 25), 1, _ANY, (_F_GETFD, _F_GETFL, _F_DUPFD_CLOEXEC), otherwise),  # fcntl
-        ((157, 167), 0, _ANY, (_PR_SET_NAME, _PR_SET_VMA), otherwise),  # prctl
-        ((302, 261), 0, _ANY, (0, pid), otherwise),  # prlimit64
-        ((234, 131), 0, _ANY, (pid,), otherwise),  # tgkill, as abort(3) does it
+        ("mmap", 2, _PROT_EXEC, (0,), _ERRNO | _EPERM),
+        ("mprotect", 2, _PROT_EXEC, (0,), _ERRNO | _EPERM),
+        ("clone", 0, _THREAD, (_THREAD,), otherwise),
+        ("fcntl", 1, _ANY, (_F_GETFD, _F_GETFL, _F_DUPFD_CLOEXEC), otherwise),
+        ("prctl", 0, _ANY, (_PR_SET_NAME, _PR_SET_VMA), otherwise),
+        ("prlimit64", 0, _ANY, (0, pid), otherwise),
+        ("tgkill", 0, _ANY, (pid,), otherwise),  # as abort(3) does it
     )
-    made = [_step(_LOAD, _ARCH), _step(_EQUAL, architecture, 1), _step(_RETURN, KILL)]
+    made = [_step(_LOAD, _ARCH), _step(_EQUAL, _ARCHITECTURE, 1), _step(_RETURN, KILL)]
     made.append(_step(_LOAD, _NUMBER))
     for table, action in ((_ALLOWED, _ALLOW), (_REFUSED, _ERRNO | _EPERM)):
-        for numbers in table.values():
-            if (number := numbers[column]) is not None:
+        for name in table:
+            if (number := _NUMBERS.get(name)) is not None:
                 made += [_step(_EQUAL, number, 0, 1), _step(_RETURN, action)]
-    for numbers, argument, bits, values, action in conditions:
+    for name, argument, bits, values, action in conditions:
         check = [_step(_LOAD, _ARGUMENTS + 8 * argument), _step(_AND, bits)]
         for value in values:
             check += [_step(_EQUAL, value, 0, 1), _step(_RETURN, _ALLOW)]
         check.append(_step(_RETURN, action))
-        made += [_step(_EQUAL, numbers[column], 0, len(check)), *check]
+        made += [_step(_EQUAL, _NUMBERS[name], 0, len(check)), *check]
     made += [_step(_AT_LEAST, _FIRST_NEW, 0, 1), _step(_RETURN, _ERRNO | _ENOSYS)]
     made.append(_step(_RETURN, otherwise))
     return b"".join(made)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import platform
 import signal
 from dataclasses import replace
 from typing import Any
 
 from ... import errors
+from ...confinement import calls
 from ...errors import (
     EngineOverloaded,
     ImageDecodeError,
@@ -123,7 +123,7 @@ def _check_key(key: Any) -> str:
 def refused_call(message: dict[str, Any]) -> str:
     """What ended a decoder with SIGSYS, from its last ``message``."""
     number = message.get("call")
-    known = f" {number} of {platform.machine()}" if isinstance(number, int) else ""
+    known = f" {calls.name_of(number)}" if isinstance(number, int) else ""
     return f"it made the system call{known}, which is not allowed (docs/run/security.md)"
 
 
