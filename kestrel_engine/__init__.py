@@ -61,6 +61,7 @@ from .errors import (
     UnsupportedImageError,
     path_text,
 )
+from .fair_shares import FairShares, Member
 from .preprocess.decoding.images import FORMATS as IMAGE_FORMATS
 from .preprocess.decoding.images import OnBackground
 from .preprocess.looks import InRegion, Tiled, Tiles
@@ -104,6 +105,7 @@ __all__ = [
     "EngineOverloaded",
     "EngineResult",
     "EngineStream",
+    "FairShares",
     "FieldPath",
     "FinishReason",
     "ImageDecodeError",
@@ -119,6 +121,7 @@ __all__ = [
     "KestrelError",
     "LoRA",
     "LoadTimes",
+    "Member",
     "ModelLoadError",
     "ModelNotFoundError",
     "ObjectAbsence",

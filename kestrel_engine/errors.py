@@ -199,6 +199,11 @@ class Quota:
     held: int
     share: int
 
+    @property
+    def holder(self) -> str:
+        """The principal, as messages name it."""
+        return self.principal or "callers without credentials"
+
 
 class EngineOverloaded(KestrelError):
     """A bounded queue is full. ``retry_after_s``: when to try again, a hint in seconds. ``quota``: the caller's share,

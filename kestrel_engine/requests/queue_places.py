@@ -12,15 +12,16 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from ..errors import Displaced, EngineOverloaded, Quota
+from ..fair_shares import FairShares, Member
 from ..types.info import PlaceCounts
+from ..types.submission import NUM_PRIORITIES
 
 _Result = TypeVar("_Result")
 
-_NUM_PRIORITIES = 3
-_WEIGHT_UNIT = 1000
 _RESERVED_OF_QUEUE = 16
 """For each of this many places in the queue, one place is added for the best priority."""
 
@@ -46,7 +47,7 @@ class Place:
     def __init__(self, holder: _Holder, weight: float, priority: int) -> None:
         self.holder: _Holder | None = holder
         """None once the place was given back."""
-        self.principal, self.weight, self.priority = holder.principal, weight, priority
+        self.principal, self.weight, self.priority = holder.name, weight, priority
         self._occupant: Occupant | None = None
         self.more: list[Place] = []
         """The further places of a request with several images."""
@@ -66,29 +67,20 @@ class Place:
             self._occupant.displace(error)
 
 
-class _Holder:
-    """A principal that has places. ``weight`` is in thousandths."""
+class _Holder(Member):
+    """A principal that has places."""
 
-    def __init__(self, principal: str, weight: int) -> None:
-        self.principal, self.weight = principal, weight
-        self.held = 0
-        # By priority, oldest first; requests that were admitted in the meantime are among them.
-        self._waiting: list[OrderedDict[Place, None]] = [
-            OrderedDict() for _ in range(_NUM_PRIORITIES)
-        ]
+    __slots__ = ("waiting",)
 
-    def add(self, place: Place) -> None:
-        self.held += 1
-        self._waiting[place.priority][place] = None
-
-    def remove(self, place: Place) -> None:
-        self.held -= 1
-        self._waiting[place.priority].pop(place, None)
+    def __init__(self, principal: str, weight: float) -> None:
+        super().__init__(principal, weight)
+        self.waiting = [OrderedDict[Place, None]() for _ in range(NUM_PRIORITIES)]
+        """By priority, oldest first; requests that were admitted in the meantime are among them."""
 
     def newest_waiting(self, best: int = 0) -> Place | None:
         """The newest waiting place of the least priority, not better than ``best``. Places of admitted requests are
         removed on the way, so that each is checked once."""
-        for level in reversed(self._waiting[best:]):
+        for level in reversed(self.waiting[best:]):
             while level:
                 place = next(reversed(level))
                 if place.is_waiting:
@@ -105,19 +97,22 @@ class QueuePlaces:
         self.bound = max_queue + max_batch_size
         self.reserved = max(1, max_queue // _RESERVED_OF_QUEUE)
         """Places for the best priority alone."""
-        self.held = 0
         self.displaced = 0
         """Requests that lost their place to others, since the start."""
-        self._holders: dict[str, _Holder] = {}
-        self._weights = 0
+        self._shares: FairShares[_Holder] = FairShares(self.bound)
+
+    @property
+    def held(self) -> int:
+        return self._shares.held
 
     @property
     def counts(self) -> PlaceCounts:
+        holders = self._shares.members.values()
         return PlaceCounts(
             bound=self.bound,
             held=self.held,
-            principals=len(self._holders),
-            largest_held=max((holder.held for holder in self._holders.values()), default=0),
+            principals=len(holders),
+            largest_held=max((holder.held for holder in holders), default=0),
             displaced=self.displaced,
         )
 
@@ -129,13 +124,11 @@ class QueuePlaces:
         """A place; another request may lose its own. Raises EngineOverloaded."""
         holder = self._holder(principal, weight)
         victim = self._room(holder, priority)
-        if principal not in self._holders:
-            self._holders[principal] = holder
-            self._weights += holder.weight
+        self._shares.enter(holder)
         error = None if victim is None else self._displaced(victim)
         place = Place(holder, weight, priority)
-        holder.add(place)
-        self.held += 1
+        self._shares.hold(holder, 1)
+        holder.waiting[priority][place] = None
         if victim is not None and error is not None:
             self.give_back(victim)
             self.displaced += 1
@@ -155,63 +148,51 @@ class QueuePlaces:
         for more in place.more:
             self.give_back(more)
         holder, place.holder = place.holder, None
-        if holder is None:
-            return
-        holder.remove(place)
-        self.held -= 1
-        if holder.held == 0:
-            del self._holders[holder.principal]
-            self._weights -= holder.weight
+        if holder is not None:
+            holder.waiting[place.priority].pop(place, None)
+            self._shares.hold(holder, -1)
+            self._shares.leave(holder)
 
     def _holder(self, principal: str, weight: float) -> _Holder:
         """The principal's, or a new one that holds nothing yet."""
-        known = self._holders.get(principal)
-        return known or _Holder(principal, max(1, round(weight * _WEIGHT_UNIT)))
+        return self._shares.members.get(principal) or _Holder(principal, weight)
 
     def _room(self, holder: _Holder, priority: int) -> Place | None:
         """The place that another request must give up; None if a place is free. Raises EngineOverloaded."""
         if self.held < self.bound + (self.reserved if priority == 0 else 0):
             return None
-        weights = self._weights + (0 if holder.held else holder.weight)
-        is_within = holder.held == 0 or (holder.held + 1) * weights <= holder.weight * self.bound
-        others = [h for h in self._holders.values() if h is not holder]
-        above = [h for h in others if h.held > 1 and h.held * weights > h.weight * self.bound]
-        above.sort(key=lambda h: h.held / h.weight, reverse=True)
+        is_within = holder.held == 0 or not self._shares.exceeds(holder, 1)
+        above = [h for h in self._shares.above(holder) if h.held > 1]
         victim = None
         if is_within:
             victim = _first(above, best=0)
         if victim is None and priority == 0:
+            others = [h for h in self._shares.members.values() if h is not holder]
             victim = _first([holder, *(others if is_within else above)], best=1)
         if victim is None:
-            raise self._refusal(holder, weights)
+            quota = self._quota(holder)
+            raise EngineOverloaded(
+                f"{self.held} requests are running or waiting; the bound is {self.bound} "
+                f"(max_queue={self._max_queue} + max_batch_size={self._max_batch_size}); {_format(quota)}",
+                quota=quota,
+            )
         return victim
 
     def _displaced(self, victim: Place) -> Displaced:
         """The error of the request that had the place ``victim``."""
         assert victim.holder is not None
-        return Displaced(
-            f"the request lost its place in the queue to one of a better claim: "
-            f"{self._format_quota(victim.holder, self._weights)}",
-            quota=self._quota(victim.holder, self._weights),
-        )
+        quota = self._quota(victim.holder)
+        why = "the request lost its place in the queue to one of a better claim"
+        return Displaced(f"{why}: {_format(quota)}", quota=quota)
 
-    def _refusal(self, holder: _Holder, weights: int) -> EngineOverloaded:
-        return EngineOverloaded(
-            f"{self.held} requests are running or waiting; the bound is {self.bound} "
-            f"(max_queue={self._max_queue} + max_batch_size={self._max_batch_size}); "
-            f"{self._format_quota(holder, weights)}",
-            quota=self._quota(holder, weights),
-        )
+    def _quota(self, holder: _Holder) -> Quota:
+        quota = self._shares.quota(holder, "places in the queue")
+        return replace(quota, share=max(1, quota.share))
 
-    def _quota(self, holder: _Holder, weights: int) -> Quota:
-        share = max(1, self.bound * holder.weight // weights)
-        return Quota(holder.principal, "places in the queue", holder.held, share)
 
-    def _format_quota(self, holder: _Holder, weights: int) -> str:
-        quota = self._quota(holder, weights)
-        name = quota.principal or "callers without credentials"
-        hold = "holds" if quota.principal else "hold"
-        return f"{name} {hold} {quota.held}, the share is {quota.share}"
+def _format(quota: Quota) -> str:
+    holds = "holds" if quota.principal else "hold"
+    return f"{quota.holder} {holds} {quota.held}, the share is {quota.share}"
 
 
 def _first(holders: list[_Holder], *, best: int) -> Place | None:

@@ -23,7 +23,7 @@ def check_phases(
     for account in accounts:
         assert account is not None
         own = [s.is_waiting for s in sequences.values() if s.account is account]
-        assert (account.num_waiting, account.num_running) == (sum(own), len(own) - sum(own))
+        assert (account.num_waiting, account.held) == (sum(own), len(own) - sum(own))
         urgent = [s for s in sequences.values() if s.account is account and s.priority == 0]
         assert account.num_urgent == sum(not s.is_waiting for s in urgent)
 

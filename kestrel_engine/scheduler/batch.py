@@ -90,7 +90,7 @@ class Batch:
         assert self.fits(sequence.num_prompt_positions, submission.max_tokens), (
             "callers check fits() first"
         )
-        sequence.account = self._shares.enter(submission.principal, submission.weight)
+        sequence.account = self._shares.begin(submission.principal, submission.weight)
         self._sequences[sequence.sequence_id] = sequence
         self._queue.add(sequence)
         return sequence
@@ -128,7 +128,7 @@ class Batch:
         """If the batch is full, lets the next waiting sequence replace a running one that has a weaker claim."""
         if not self._is_full or not self._places.next_step():
             return
-        if self._shares.num_principals == 1 and not self._queue.has_best_priority:
+        if len(self._shares.members) == 1 and not self._queue.has_best_priority:
             return
         sequence = self._next(now)
         victim = sequence and self._places.victim(sequence, self.running.values())
@@ -261,7 +261,7 @@ class Batch:
         sequence.move(Phase.RUNNING)
         self.running[sequence.sequence_id] = sequence
         assert sequence.account is not None
-        sequence.account.num_running += 1
+        self._shares.hold(sequence.account, 1)
         sequence.account.num_urgent += sequence.priority == 0
         sequence.needed = [p for p in sequence.images.pieces if p.first >= sequence.cursor]
         for piece in sequence.needed:
@@ -340,7 +340,7 @@ class Batch:
     def _leave_batch(self, sequence: Sequence) -> None:
         del self.running[sequence.sequence_id]
         assert sequence.account is not None
-        sequence.account.num_running -= 1
+        self._shares.hold(sequence.account, -1)
         sequence.account.num_urgent -= sequence.priority == 0
 
     def _free(self, sequence: Sequence) -> None:

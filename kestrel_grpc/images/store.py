@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kestrel_engine import Quota
+from kestrel_engine import FairShares, Member
 
 from ..edge.failures.errors import ImageNotFound, ImagesFull
 
@@ -57,13 +57,12 @@ class StoredImage:
         return self.num_bytes + RECORD_BYTES
 
 
-class _Owner:
-    """The images of one owner. ``images``: by id, least recently used first. ``ids``: by digest, of those that were put
-    here."""
+class _Owner(Member):
+    """The images of one owner, which holds their bytes. ``images``: by id, least recently used first. ``ids``: by
+    digest, of those that were put here."""
 
-    def __init__(self) -> None:
-        self.weight = 1.0
-        self.num_bytes = 0
+    def __init__(self, name: str, weight: float) -> None:
+        super().__init__(name, weight)
         self.images: OrderedDict[str, StoredImage] = OrderedDict()
         self.ids: dict[bytes, str] = {}
         self.digests: dict[str, bytes] = {}
@@ -72,16 +71,12 @@ class _Owner:
         self.images[image.image_id] = image
         if digest is not None:
             self.ids[digest], self.digests[image.image_id] = image.image_id, digest
-        self.num_bytes += image.held_bytes
 
-    def drop(self, image_id: str) -> int:
-        """Drops an image. Returns the number of bytes that become free."""
-        num_bytes = self.images.pop(image_id).held_bytes
+    def drop(self, image_id: str) -> StoredImage:
         digest = self.digests.pop(image_id, None)
         if digest is not None:
             del self.ids[digest]
-        self.num_bytes -= num_bytes
-        return num_bytes
+        return self.images.pop(image_id)
 
 
 class ImageStore:
@@ -89,13 +84,13 @@ class ImageStore:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._size = 0
-        self._owners: dict[str, _Owner] = {}
+        self._shares: FairShares[_Owner] = FairShares(max_bytes)
+        self._owners = self._shares.members
         """The owners that have images, by name."""
 
     @property
     def size_bytes(self) -> int:
-        return self._size
+        return self._shares.held
 
     def __len__(self) -> int:
         return sum(len(owner.images) for owner in self._owners.values())
@@ -142,12 +137,12 @@ class ImageStore:
         return own is not None and image_id in own.images
 
     def _add(self, owner: str, image: StoredImage, digest: bytes | None, weight: float) -> None:
-        own = self._owners.get(owner) or _Owner()
-        own.weight = weight
-        self._make_room(owner, own, image.held_bytes)
-        self._owners[owner] = own
+        own = self._owners.get(owner) or _Owner(owner, weight)
+        self._shares.weigh(own, weight)
+        self._make_room(own, image.held_bytes)
+        self._shares.enter(own)
+        self._shares.hold(own, image.held_bytes)
         own.add(image, digest)
-        self._size += image.held_bytes
 
     def find(self, owner: str, digest: bytes) -> StoredImage | None:
         """The owner's image with this digest, or None. Counts as a use of the image."""
@@ -168,56 +163,57 @@ class ImageStore:
         own = self._owners.get(owner)
         if own is None or image_id not in own.images:
             return False
-        self._drop(owner, image_id)
+        self._drop(own, image_id)
         return True
 
     def clear(self) -> int:
         """Deletes all images of all owners. Returns their number."""
         count = len(self)
-        self._owners.clear()
-        self._size = 0
+        for own in list(self._owners.values()):
+            for image_id in list(own.images):
+                self._drop(own, image_id)
         return count
 
     def check(self) -> None:
         """Asserts that all records are consistent. For tests."""
-        assert self._size == sum(own.num_bytes for own in self._owners.values())
-        assert self._size <= self.max_bytes
+        self._shares.check()
+        assert self.size_bytes <= self.max_bytes
         for own in self._owners.values():
-            assert own.images
-            assert own.num_bytes == sum(image.held_bytes for image in own.images.values())
+            assert len(own.images) == own.uses
+            assert own.held == sum(image.held_bytes for image in own.images.values())
             assert own.images.keys() >= own.digests.keys()
             assert {digest: image_id for image_id, digest in own.digests.items()} == own.ids
 
-    def _make_room(self, owner: str, own: _Owner, num_bytes: int) -> None:
-        """Drops images until ``num_bytes`` more of ``owner`` fit. If that is impossible, drops none and raises
+    def _make_room(self, own: _Owner, num_bytes: int) -> None:
+        """Drops images until ``num_bytes`` more of ``own`` fit. If that is impossible, drops none and raises
         ImagesFull."""
-        if self._size + num_bytes <= self.max_bytes:
+        if self.size_bytes + num_bytes <= self.max_bytes:
             return
-        weights = sum(o.weight for name, o in self._owners.items() if name != owner) + own.weight
-        unit = self.max_bytes / weights
-        others = {name: o for name, o in self._owners.items() if o is not own}
-        protected = sum(min(float(o.num_bytes), unit * o.weight) for o in others.values())
-        if num_bytes > unit * own.weight and num_bytes + protected > self.max_bytes:
-            share = int(unit * own.weight)
+        share = self._shares.share(own)
+        others = (each for each in self._owners.values() if each is not own)
+        protected = sum(min(each.held, self._shares.share(each, own)) for each in others)
+        if num_bytes > share and num_bytes + protected > self.max_bytes:
+            quota = self._shares.quota(own, "bytes of stored images")
             raise ImagesFull(
-                f"the image takes {num_bytes} bytes; the share of {owner or 'callers without credentials'} is {share} "
-                f"bytes while other callers use their shares",
-                quota=Quota(owner, "bytes of stored images", own.num_bytes, share),
+                f"the image takes {num_bytes} bytes; the share of {quota.holder} is {share} bytes while other callers "
+                "use their shares",
+                quota=quota,
             )
-        while self._size + num_bytes > self.max_bytes:
-            above = {n: o for n, o in others.items() if o.images and o.num_bytes > unit * o.weight}
-            is_above = own.num_bytes + num_bytes > unit * own.weight
-            if own.images and (is_above or not above):
-                self._drop(owner, next(iter(own.images)))
-            else:
-                name = max(above, key=lambda n: (above[n].num_bytes / above[n].weight, n))
-                self._drop(name, next(iter(above[name].images)))
+        losers: list[_Owner] = []
+        while self.size_bytes + num_bytes > self.max_bytes:
+            above = self._shares.above(own)
+            drops_own = own.images and (not above or self._shares.exceeds(own, num_bytes))
+            losers.append(own if drops_own else above[0])
+            self._free(losers[-1], next(iter(losers[-1].images)))
+        for loser in losers:  # Until then, the shares stay as they are.
+            self._shares.leave(loser)
 
-    def _drop(self, owner: str, image_id: str) -> None:
-        own = self._owners[owner]
-        self._size -= own.drop(image_id)
-        if not own.images:
-            del self._owners[owner]
+    def _drop(self, own: _Owner, image_id: str) -> None:
+        self._free(own, image_id)
+        self._shares.leave(own)
+
+    def _free(self, own: _Owner, image_id: str) -> None:
+        self._shares.hold(own, -own.drop(image_id).held_bytes)
 
     def absent(self, image_id: str) -> str:
         """Why there is no image with this id, and what to do."""

@@ -11,9 +11,26 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from kestrel_client._pb.kestrel.v1 import image_service_pb2 as pb
-from kestrel_engine import DeadlineExceeded, FieldPath, ImageTooLargeError, InvalidRequest, Quota
+from kestrel_engine import (
+    DeadlineExceeded,
+    FairShares,
+    FieldPath,
+    ImageTooLargeError,
+    InvalidRequest,
+    Member,
+    Quota,
+)
 
 from ..edge.failures.errors import UploadsFull
+
+
+class _Uploader(Member):
+    """A principal that uploads. It holds the bytes that arrived. ``uploads``: the one with the oldest last message
+    first."""
+
+    def __init__(self, principal: str, weight: float) -> None:
+        super().__init__(principal, weight)
+        self.uploads: dict[Upload, None] = {}
 
 
 class UploadRoom:
@@ -25,70 +42,54 @@ class UploadRoom:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes, self.used_bytes = max_bytes, 0
-        self._uploads: dict[str, dict[Upload, None]] = {}
-        """The uploads of each principal, the one with the oldest last message first."""
+        self.max_bytes = max_bytes
+        self._shares: FairShares[_Uploader] = FairShares(max_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        return self._shares.held
 
     def enter(self, upload: Upload) -> None:
-        self._uploads.setdefault(upload.principal, {})[upload] = None
+        name, weight = upload.principal, upload.weight
+        own = self._shares.members.get(name) or _Uploader(name, weight)
+        self._shares.enter(own)
+        own.uploads[upload] = None
 
     def leave(self, upload: Upload) -> None:
         """Frees the bytes of an upload. Idempotent."""
-        uploads = self._uploads.get(upload.principal, {})
-        if upload in uploads:
-            del uploads[upload]
-            if not uploads:
-                del self._uploads[upload.principal]
-            self.used_bytes -= upload.num_bytes
+        own = self._shares.members.get(upload.principal)
+        if own is not None and upload in own.uploads:
+            del own.uploads[upload]
+            self._shares.hold(own, -upload.num_bytes)
+            self._shares.leave(own)
 
     def reserve(self, upload: Upload, num_bytes: int) -> None:
         """Reserves ``num_bytes`` for the next message of ``upload``. Raises UploadsFull."""
-        uploads = self._uploads[upload.principal]
-        uploads[upload] = uploads.pop(upload)
+        own = self._shares.members[upload.principal]
+        own.uploads[upload] = own.uploads.pop(upload)
         while self.used_bytes + num_bytes > self.max_bytes:
-            victim = self._victim(upload, num_bytes)
+            above = [] if self._shares.exceeds(own, num_bytes) else self._shares.above(own)
+            waiting = (each for each in above[0].uploads if each.displace_with) if above else ()
+            victim = next(iter(waiting), None)
             if victim is None:
-                quota = self._quota(upload.principal)
+                quota = self._quota(own)
                 raise UploadsFull(
                     f"unfinished uploads hold {self.used_bytes} of {self.max_bytes} bytes, {_describe(quota)}; try "
                     "again soon",
                     quota=quota,
                 )
-            quota = self._quota(victim.principal)
+            quota = self._quota(above[0])
             self.leave(victim)
             why = "the server ended the upload to make room for another caller's; this caller exceeded its share"
             victim.displace(UploadsFull(f"{why}, {_describe(quota)}", quota=quota))
-        self.used_bytes += num_bytes
+        self._shares.hold(own, num_bytes)
 
-    def _victim(self, upload: Upload, num_bytes: int) -> Upload | None:
-        held = self._held(upload.principal) + num_bytes
-        if held > self._share(upload.principal):
-            return None
-        above = [
-            name
-            for name in self._uploads
-            if name != upload.principal and self._held(name) > self._share(name)
-        ]
-        if not above:
-            return None
-        name = max(above, key=lambda name: self._held(name) / self._share(name))
-        return next((each for each in self._uploads[name] if each.displace_with is not None), None)
-
-    def _held(self, principal: str) -> int:
-        return sum(upload.num_bytes for upload in self._uploads[principal])
-
-    def _share(self, principal: str) -> float:
-        weights = {name: next(iter(own)).weight for name, own in self._uploads.items()}
-        return self.max_bytes * weights[principal] / sum(weights.values())
-
-    def _quota(self, principal: str) -> Quota:
-        held, share = self._held(principal), int(self._share(principal))
-        return Quota(principal, "bytes of unfinished uploads", held, share)
+    def _quota(self, own: _Uploader) -> Quota:
+        return self._shares.quota(own, "bytes of unfinished uploads")
 
 
 def _describe(quota: Quota) -> str:
-    holder = quota.principal or "callers without credentials"
-    return f"of which {holder} used {quota.held} with a share of {quota.share}"
+    return f"of which {quota.holder} used {quota.held} with a share of {quota.share}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

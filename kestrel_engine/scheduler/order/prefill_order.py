@@ -30,14 +30,14 @@ class PrefillOrder:
         if images and text:
             self._images_first = not self._images_first
         ordered = images + text if self._images_first else text + images
-        if self._shares.num_principals > 1:
+        if len(self._shares.members) > 1:
             ordered = self._in_turns(ordered)
         ordered.sort(key=lambda s: not self._is_urgent(s, now))
         return ordered
 
     def _is_urgent(self, sequence: Sequence, now: float) -> bool:
         assert sequence.account is not None
-        if self._shares.is_over(sequence.account):
+        if self._shares.exceeds(sequence.account):
             return False
         waited = now - sequence.queued_since
         return sequence.priority == 0 or waited > sequence.priority * self._policy.aging_s

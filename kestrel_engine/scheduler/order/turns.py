@@ -92,10 +92,10 @@ class Turns:
 
     def _favoured_of(self, running: Collection[Sequence]) -> int | None:
         """The rank of the favoured, if others run beside them."""
-        if self._shares.num_principals <= 1:
+        if len(self._shares.members) <= 1:
             # Counted, not looked up in each sequence: this runs before every step.
             account = next((sequence.account for sequence in running), None)
-            both = account is not None and 0 < account.num_urgent < account.num_running
+            both = account is not None and 0 < account.num_urgent < account.held
             return _URGENT if both else None
         ranks = {self._rank(sequence) for sequence in running}
         return min(ranks) if len(ranks) > 1 else None
@@ -115,6 +115,6 @@ class Turns:
 
     def _rank(self, sequence: Sequence) -> int:
         assert sequence.account is not None
-        if self._shares.is_over(sequence.account):
+        if self._shares.exceeds(sequence.account):
             return _BEYOND
         return _URGENT if sequence.priority == 0 else _WITHIN

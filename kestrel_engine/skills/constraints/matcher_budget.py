@@ -53,15 +53,14 @@ class MatcherBudget:
         self._used[matcher.principal] = used, clock.now()
         if used <= PRINCIPAL_S:
             return None
-        principal = matcher.principal or "callers without credentials"
+        name, most = "seconds to follow constraints", int(PRINCIPAL_S)
+        quota = Quota(matcher.principal, name, round(used), most)
         return ConstraintsCostly(
-            f"{path_text(matcher.field)} is slow to follow, and slow constraints of {principal} used {used:.1f} s of "
-            f"processor time lately; the limit is {PRINCIPAL_S:g} s, and {REFILL:g} s come back each second; use "
+            f"{path_text(matcher.field)} is slow to follow, and slow constraints of {quota.holder} used {used:.1f} s "
+            f"of processor time lately; the limit is {PRINCIPAL_S:g} s, and {REFILL:g} s come back each second; use "
             "simpler constraints, or fewer at a time",
             retry_after_s=max(1.0, (used - PRINCIPAL_S) / REFILL),
-            quota=Quota(
-                matcher.principal, "seconds to follow constraints", round(used), int(PRINCIPAL_S)
-            ),
+            quota=quota,
         )
 
     def _owed(self, principal: str) -> float:

@@ -218,14 +218,14 @@ def test_beside_700_requests_of_one_principal(principal, priority, most, count):
 
 def test_shares_count_weights_exactly():
     shares = Shares(8)
-    accounts = [shares.enter(str(i), 0.1 + i / 7) for i in range(50)]
+    accounts = [shares.begin(str(i), 0.1 + i / 7) for i in range(50)]
     for account in accounts:
         account.num_waiting = 1
     shares.check()
     for account in accounts:
         shares.leave(account)
     shares.check()
-    assert shares.num_principals == 0
-    alone_again = shares.enter("x", 0.01)
-    alone_again.num_running = 8
-    assert not shares.is_over(alone_again)
+    assert not shares.members
+    alone_again = shares.begin("x", 0.01)
+    shares.hold(alone_again, 8)
+    assert not shares.exceeds(alone_again)
