@@ -10,7 +10,6 @@ Importing this package loads no torch; creating an engine does.
 from . import clock, errors, maintenance, processes, teaching
 from .adapters.lora import LoRA, TextLoRAConfig
 from .adapters.references import checked_adapter_name
-from .callers.merging import best_boxes
 from .callers.profiling import ProfileRequest
 from .config.adapters import AdapterSources
 from .config.images import ImageLimits
@@ -66,6 +65,7 @@ from .preprocess.decoding.images import FORMATS as IMAGE_FORMATS
 from .preprocess.decoding.images import OnBackground
 from .preprocess.looks import InRegion, Tiled, Tiles
 from .processes import end_with_parent
+from .requests.merging import best_boxes
 from .requests.request import Request
 from .runtime.profile import Profile
 from .skills.base import SkillSpec

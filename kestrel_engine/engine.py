@@ -22,7 +22,6 @@ from .building.factory import Built, build_off_loop
 from .building.kept_images import kept_images
 from .callers.calls import SkillCalls
 from .callers.lifetime import Lifetime
-from .callers.open_requests import OpenRequests
 from .callers.profiling import ProfileRequest, take_profile
 from .callers.watchdog import watch
 from .config.runtime import RuntimeConfig
@@ -34,6 +33,7 @@ from .preprocess.pool import PreprocessPool
 from .requests.checked import RequestCheck
 from .requests.constraints import ConstraintCompiler
 from .requests.images import ImagePreparation
+from .requests.open_requests import OpenRequests
 from .requests.preparing import Preparing
 from .requests.queue_places import Place, QueuePlaces
 from .requests.request import (

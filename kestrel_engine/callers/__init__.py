@@ -1,1 +1,1 @@
-"""What callers hold: requests in, results and events out, on the event loop's side of the engine."""
+"""What callers use beside requests: typed calls, whether the engine takes requests, its watchdog and its profiles."""

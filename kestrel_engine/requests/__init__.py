@@ -1,1 +1,1 @@
-"""What a request passes before its submission: a place, checks, its images, its constraint, its adapter."""
+"""The one Request, and its stages: a place, checks, constraint, adapter, images, its sequences, and its end."""

@@ -12,9 +12,6 @@ from functools import partial
 from typing import cast
 
 from ..building.factory import Built
-from ..callers.looks import group_of
-from ..callers.open_requests import OpenRequest, OpenRequests
-from ..callers.whole_image import prompt_in_region
 from ..config.runtime import RuntimeConfig
 from ..errors import Displaced, SkillFault
 from ..skills.base import SkillOutput, SkillRequest
@@ -29,8 +26,11 @@ from ..types.step import TokenRule
 from ..types.stream import EngineStream
 from ..types.submission import Submission
 from .checked import RequestCheck
+from .looks import group_of
+from .open_requests import OpenRequest, OpenRequests
 from .queue_places import Place
 from .request import Request
+from .whole_image import prompt_in_region
 
 
 class SequenceStart:

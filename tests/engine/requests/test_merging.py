@@ -5,7 +5,7 @@ import random
 import pytest
 
 from kestrel_engine import best_boxes
-from kestrel_engine.callers.merging import merge, suppressed
+from kestrel_engine.requests.merging import merge, suppressed
 
 WHOLE = (0.0, 0.0, 1.0, 1.0)
 LEFT, RIGHT = (0.0, 0.0, 0.6, 1.0), (0.4, 0.0, 1.0, 1.0)
