@@ -185,6 +185,7 @@ def test_it_works_within_the_filter_of_a_container_or_a_unit(confined):
 
 
 _LARGE = """
+import os
 from kestrel_engine.confinement import steps
 segment = os.memfd_create("segment")
 steps._bound(2**20)
