@@ -6,7 +6,7 @@ Sequences of different texts are prefilled to about 800 positions. Then each ste
 sampled as input, with two steps in flight, as in the engine's step thread. Sampling is greedy, or random with
 --sampled, under the rule of an answer. The floor is the time to read weights and KV cache once and to write the new
 keys and values, at the copy rate of the same run. In an MoE model, the floor counts the experts that the batch uses, in
-their stored format; plain torch runs the same sequences to find these experts. With --fp8-gemms all, it counts the FP8
+their stored format; plain torch runs the same sequences to find these experts. With --precision fp8, it counts the FP8
 copies of the other weights.
 """
 

@@ -35,7 +35,7 @@ IN_FLIGHT_S = {64: 7.0, 16: 5.0, 4: 4.0, 1: 4.0}
 PARTS = ("trace", "decode", "one_request", "boxes", "prefill", "vision", "saturate", "quality")
 """The parts of a model, in this order. Both models have the same vision tower, so only the first one's is measured."""
 FP8_PARTS = ("trace", "decode", "one_request", "boxes", "quality")
-FP8_FLAGS = ("--fp8-gemms", "all", "--kv-cache-dtype", "fp8")
+FP8_FLAGS = ("--precision", "fp8")
 ROOT = Path(__file__).parents[1]
 
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .config.dtypes import PRECISIONS
 from .config.runtime import RuntimeConfig
 from .errors import KestrelError
 from .types.model_config import ModelConfig
@@ -109,13 +110,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model", default="moondream2", help="released model, or a config.json")
     parser.add_argument("--gpu-gib", type=float, nargs="+", default=[8, 16, 24, 80], metavar="N")
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--precision", choices=PRECISIONS, default="auto")
     parser.add_argument("--max-batch-size", type=int, default=None)
     parser.add_argument("--max-seq-length", type=int, default=None)
     parser.add_argument("--step-crops", type=int, default=None)
     parser.add_argument("--kv-cache-gib", type=float, default=None)
-    parser.add_argument("--kv-cache-dtype", default="auto", help="auto, model or fp8")
-    parser.add_argument("--fp8-gemms", default="off", help="off, vision, prefill or all")
     parser.add_argument("--no-fp8", action="store_true", help="a card without FP8 (below 8.9)")
     args = parser.parse_args(arguments)
     columns = "GPU, GiB", "weights", "reserve", "KV cache", "batch", "context", "full", "images"
@@ -124,14 +123,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             config = RuntimeConfig(
                 model=args.model,
-                dtype=args.dtype,
+                precision=args.precision,
                 random_weights=True,
                 max_batch_size=args.max_batch_size,
                 max_seq_length=args.max_seq_length,
                 step_crops=args.step_crops,
                 kv_cache_gib=args.kv_cache_gib,
-                kv_cache_dtype=args.kv_cache_dtype,
-                fp8_gemms=args.fp8_gemms,
             )
             found = fit(config, int(gib * GIB), fp8=not args.no_fp8)
         except KestrelError as error:

@@ -2,12 +2,12 @@
 
 python -m benchmarks.gpu.quality --model moondream2 --random-weights --device cuda --json F
 python -m benchmarks.gpu.quality --score-only --device cuda
-python -m benchmarks.gpu.quality --model moondream2 --random-weights --device cuda --fp8-gemms vision
+python -m benchmarks.gpu.quality --model moondream2 --random-weights --device cuda --precision fp8-vision
 
 Drift: plain torch runs the same weights, widened to float32, with the same images, questions and continuations as the
 served dtype and kernels (teacher forcing). At the end of prompts, all logits are compared. In decode steps, the best id
 and its log-probability are compared, because a step returns only these. Score: kestrel-tiny answers the first scenes of
-the frozen evaluation, on the device, in its default dtype and with the FP8 GEMMs that --fp8-gemms names. The exit
+the frozen evaluation, on the device, in the types that --precision names. The exit
 status is 1 if a limit is exceeded.
 """
 
@@ -44,7 +44,7 @@ WITH_EXPERTS = 2.5
 """The factor of the limit for MoE models, in which rounding may route a token to another expert: Moondream 3's logits
 are off by 0.019 in bfloat16."""
 IN_FP8 = {"off": 1.0, "vision": 1.0, "prefill": 1.5, "all": 1.5}
-"""Times as much by --fp8-gemms. A product in FP8 is off by 3.7 %, and the stream that sums them by less: on Moondream 2
+"""Times as much by the products in FP8. One is off by 3.7 %, and the stream that sums them by less: on Moondream 2
 logits are off by 0.011 in bfloat16, 0.013 with the tower in FP8, 0.034 with prefill or with both. The two factors don't
 add up: Moondream 3's logits are off by 0.035 with both, so a model with experts has the larger limit."""
 KV_IN_FP8 = 0.015
@@ -305,16 +305,16 @@ def score_on(
     *,
     scenes: int,
     threads: int | None = None,
-    fp8_gemms: str = "off",
-    kv_cache_dtype: str = "auto",
+    precision: str = "auto",
 ) -> None:
     """Loads kestrel-tiny, measures its score, and closes it."""
     flags = ["--model", "kestrel-tiny", "--device", device, "--max-batch-size", "32"]
-    flags += ["--fp8-gemms", fp8_gemms, "--kv-cache-dtype", kv_cache_dtype]
+    flags += ["--precision", precision]
     if threads:
         flags += ["--threads", str(threads)]
     with opened_model(model_arguments(flags)) as opened:
-        asyncio.run(measure_score(opened, report, scenes=scenes, fp8_gemms=fp8_gemms))
+        gemms = opened.config.fp8_gemms
+        asyncio.run(measure_score(opened, report, scenes=scenes, fp8_gemms=gemms))
 
 
 def passed(report: GpuReport) -> bool:
@@ -354,8 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
             report,
             scenes=args.scenes,
             threads=config.cpu_threads,
-            fp8_gemms=config.fp8_gemms,
-            kv_cache_dtype=config.kv_cache_dtype,
+            precision=config.precision,
         )
     report.finish(args.json)
     return report

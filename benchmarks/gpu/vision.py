@@ -3,9 +3,9 @@
 python -m benchmarks.gpu.vision --model moondream2 --random-weights --device cuda --json F
 
 The crops of the trace's images are on the device. Device events time the tower alone (patch embedding, blocks and the
-last LayerNorm) as steps run it: the captured pass, with the copies of crops and features to and from its graph, or with
---no-cuda-graphs its kernels, launched one by one. The benchmark also measures whole steps, with the copy of the crops,
-the tower, stitching, pooling and the projector, by the times that the runtime reports.
+last LayerNorm) as steps run it: the captured pass, with the copies of crops and features to and from its graph. The
+benchmark also measures whole steps, with the copy of the crops, the tower, stitching, pooling and the projector, by the
+times that the runtime reports.
 """
 
 from __future__ import annotations

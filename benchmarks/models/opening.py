@@ -130,7 +130,7 @@ def parse(
     """Returns the benchmark's own flags, and the other flags, which are the model's."""
     parser.epilog = (
         "All other flags are those of 'kestrel-grpc serve' about the model and its steps: --model, --random-weights,\n"
-        "--device, --dtype, --max-batch-size, --step-crops and so on."
+        "--device, --precision, --max-batch-size, --step-crops and so on."
     )
     return parser.parse_known_args(arguments)
 

@@ -43,7 +43,13 @@ def adapter_origins(config: RuntimeConfig) -> Origins | None:
             raise ConfigError("adapters_dir", str(config.adapters_dir), "is not a folder")
     # A file may hold each tensor twice, in a type of twice the bytes.
     most = 4 * config.adapter_cache_bytes + _MOST_DESCRIPTION
-    return Origins(folder, config.adapter_sources, offline=config.offline, most_bytes=most)
+    return Origins(
+        folder,
+        config.adapter_sources,
+        downloads=Path(config.cache_dir).expanduser() / "adapters",
+        offline=config.offline,
+        most_bytes=most,
+    )
 
 
 def kernel_cache_folder(config: RuntimeConfig) -> Path | None:

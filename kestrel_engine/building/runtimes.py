@@ -204,7 +204,7 @@ def _pool(plan: Plan, refiner: Refiner | None, weights_bytes: int = 0) -> Pool:
         if available is not None and weights_bytes > available:
             raise InsufficientMemoryError(
                 f"the weights take {size_text(weights_bytes)}, and {size_text(available)} are available on "
-                f"{plan.device}; use a narrower --dtype, a smaller model, or a device with more memory"
+                f"{plan.device}; use a narrower --precision, a smaller model, or a device with more memory"
             )
         return plan_pool(
             None if available is None else available - weights_bytes,

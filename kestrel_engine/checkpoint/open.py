@@ -167,7 +167,7 @@ def _from_bucket(
 
     gib = runtime.weights_cache_gib
     most_bytes = None if gib is None else int(gib * GIB)
-    cache = NodeCache(Path(runtime.weights_cache).expanduser(), progress, most_bytes)
+    cache = NodeCache(Path(runtime.cache_dir).expanduser() / "weights", progress, most_bytes)
     offline = runtime.offline or not hub.online
     folder = cache.fetch(address, None if offline else ModelBucket(address))
     tokenizer = folder / TOKENIZER_NAME

@@ -60,17 +60,10 @@ class AdapterSources:
     )
     api_key: str | None = field(default=None, repr=False)
     """The key of the tuning API. A secret has no flag."""
-    folder: str | Path = setting(
-        "~/.cache/kestrel/adapters",
-        MODEL,
-        "folder that keeps downloaded adapters; several servers may share it",
-        flag="--adapter-downloads",
-        metavar="DIR",
-    )
     disk_bytes: int = setting(
         10 * 1024 * 1024 * 1024,
         MODEL,
-        "limit on the bytes of --adapter-downloads; the least recently used adapters are deleted",
+        "limit on the bytes of downloaded adapters in --cache-dir; the least recently used adapters are deleted",
         kind="bytes",
         flag="--adapter-disk-bytes",
         metavar="SIZE",
@@ -86,8 +79,6 @@ class AdapterSources:
                 raise ConfigError(
                     "adapter_sources.hub", each, "must be ORG/REPO, ORG/PREFIX* or ORG/*"
                 )
-        if not str(self.folder):
-            raise ConfigError("adapter_sources.folder", self.folder, "must not be empty")
         if self.api is not None:
             self._check_api(self.api)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .dtypes import PRECISIONS
 from .groups import DEVICE
 from .setting import checked, setting
 
@@ -23,13 +24,16 @@ class DeviceSettings:
     precision: str = setting(
         "auto",
         DEVICE,
-        "default of --dtype, --fp8-gemms and --kv-cache-dtype: float32 (float32, off, model), bfloat16 (bfloat16, off, "
-        "model), fp8 (bfloat16, all, fp8) or auto (auto, off, auto)",
-        choices=("auto", "float32", "bfloat16", "fp8"),
+        "type of weights, matrix products, keys and values. auto: float32 on a CPU, bfloat16 on CUDA, and FP8 keys and "
+        "values if the checkpoint has scales for them and the GPU converts them; float32, bfloat16, float16: this type "
+        "for all; fp8: bfloat16 with all products, keys and values in FP8, faster but less accurate; only the products "
+        "(fp8-gemms), those of prompts and images (fp8-prefill) or of images (fp8-vision), or only keys and values "
+        "(fp8-kv). FP8 needs compute capability 8.9 or newer",
+        choices=tuple(PRECISIONS),
     )
-    dtype: str | torch.dtype = setting(
-        "auto", DEVICE, "float32, bfloat16, float16, or auto (float32 on a CPU, bfloat16 on CUDA)"
-    )
+    """Gives the values of the next three fields where they are auto."""
+    dtype: str | torch.dtype = checked("auto")
+    """float32, bfloat16, float16, or auto (float32 on a CPU, bfloat16 on CUDA)."""
     cpu_threads: int | None = setting(
         None,
         DEVICE,
@@ -42,15 +46,13 @@ class DeviceSettings:
     )
     fp8_experts: str = checked("auto", choices=("auto", "keep", "dequantise"))
     """Keep FP8 experts in FP8, or dequantise them; auto keeps them if the GPU computes in FP8."""
-    fp8_gemms: str = setting(
-        "auto",
-        DEVICE,
-        "matrix products to compute in FP8: vision, prefill, all or off; faster, but less accurate; needs compute "
-        "capability 8.9 or newer; auto: off, or all with --precision fp8",
-        choices=("auto", "off", "vision", "prefill", "all"),
-    )
-    """Never auto after the initialisation. Each row of weights and activations has a scale. The FP8 weights are copies.
-    With all, decode steps read them too."""
+    fp8_gemms: str = checked("auto", choices=("auto", "off", "vision", "prefill", "all"))
+    """Matrix products to compute in FP8; never auto after the initialisation. Each row of weights and activations has a
+    scale. The FP8 weights are copies. With all, decode steps read them too."""
+    kv_cache_dtype: str = checked("auto", choices=("auto", "model", "fp8"))
+    """The type of keys and values. FP8 takes half the bytes and is less accurate. It uses the checkpoint's scales, and
+    1 for a scale that the checkpoint lacks. "auto" requires such scales, compute capability 8.9 or newer and a
+    computation in bfloat16 or float16; otherwise it is the model's type."""
     attention: str = setting(
         "auto",
         DEVICE,
@@ -73,13 +75,8 @@ class DeviceSettings:
         metavar="DIR",
         shown="Triton's own cache only",
     )
-    cuda_graphs: bool = setting(
-        True,
-        DEVICE,
-        "on CUDA, launch every kernel of a decode step separately",
-        flag="--no-cuda-graphs",
-        negated=True,
-    )
+    cuda_graphs: bool = checked(True, kind="bool")
+    """On CUDA, launch a decode step as a graph. False launches each of its kernels separately, for debugging."""
     decode_beside: str = checked("auto", choices=("auto", "on", "off"))
     """On CUDA, decode beside images and prompts that take longer than --itl-target-ms; auto: on for models without
     experts. Needs CUDA graphs and our own attention kernels; without them, it has no effect. One H100, 64 requests of

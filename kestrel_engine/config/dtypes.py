@@ -16,13 +16,24 @@ _DTYPE_ALIASES = {
     "fp16": "float16",
     "auto": "auto",
 }
+_PARTS = ("dtype", "fp8_gemms", "kv_cache_dtype")
 PRECISIONS = {
-    "auto": {"fp8_gemms": "off"},
-    "float32": {"dtype": "float32", "fp8_gemms": "off", "kv_cache_dtype": "model"},
-    "bfloat16": {"dtype": "bfloat16", "fp8_gemms": "off", "kv_cache_dtype": "model"},
-    "fp8": {"dtype": "bfloat16", "fp8_gemms": "all", "kv_cache_dtype": "fp8"},
+    "auto": ("auto", "off", "auto"),
+    "float32": ("float32", "off", "model"),
+    "bfloat16": ("bfloat16", "off", "model"),
+    "float16": ("float16", "off", "model"),
+    "fp8": ("bfloat16", "all", "fp8"),
+    "fp8-gemms": ("bfloat16", "all", "auto"),
+    "fp8-prefill": ("bfloat16", "prefill", "auto"),
+    "fp8-vision": ("bfloat16", "vision", "auto"),
+    "fp8-kv": ("bfloat16", "off", "fp8"),
 }
-"""What each precision makes of settings that are auto."""
+"""The values of `_PARTS` with each precision."""
+
+
+def parts_of(precision: str) -> dict[str, str]:
+    """Returns the values of ``dtype``, ``fp8_gemms`` and ``kv_cache_dtype`` where these fields are auto."""
+    return dict(zip(_PARTS, PRECISIONS[precision], strict=True))
 
 
 def dtype_name(dtype: object) -> str:

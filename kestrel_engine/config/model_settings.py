@@ -40,18 +40,18 @@ class ModelSettings:
         metavar="PATH",
         shown="the model's own",
     )
-    weights_cache: str | Path = setting(
-        "~/.cache/kestrel/weights",
+    cache_dir: str | Path = setting(
+        "~/.cache/kestrel",
         MODEL,
-        "folder that keeps models of buckets; all processes and containers of a machine may share it, and it may be "
-        "read-only if the model is there",
+        "folder that keeps models of buckets (in weights) and downloaded adapters (in adapters); all processes and "
+        "containers of a machine may share it, and weights may be read-only if the model is there",
         metavar="DIR",
     )
     weights_cache_gib: float | None = setting(
         None,
         MODEL,
-        "limit of all models in --weights-cache in GiB; a new model takes the place of models that no process uses, "
-        "the least recently used first",
+        "limit of all models of buckets in --cache-dir in GiB; a new model takes the place of models that no process "
+        "uses, the least recently used first",
         kind="number",
         metavar="GIB",
         above=0,

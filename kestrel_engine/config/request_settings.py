@@ -47,15 +47,9 @@ class RequestSettings:
     max_queued_pixels: int = checked(4_000_000_000, kind="whole", low=1)
     """Limit on the pixels of all images that wait to be decoded. A decoder decodes about 100 million pixels a
     second."""
-    decode_bytes: int = setting(
-        1024 * 1024 * 1024,
-        REQUESTS,
-        "limit on the memory of all images that are being decoded, together",
-        kind="bytes",
-        metavar="SIZE",
-        low=64 * 1024 * 1024,
-    )
-    """Cheap images, one in each decoder, use at most half. An expensive image waits until it fits into the rest."""
+    decode_bytes: int = checked(1024 * 1024 * 1024, kind="bytes", low=64 * 1024 * 1024)
+    """Limit on the memory of all images that are being decoded, together. Cheap images, one in each decoder, use at
+    most half. An expensive image waits until it fits into the rest."""
     decode_timeout_s: float = checked(30.0, kind="seconds", above=0)
     """Limit on the time to decode one image; beyond it, the request gets INVALID_ARGUMENT."""
     confine: str = setting(

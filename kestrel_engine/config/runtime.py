@@ -12,7 +12,7 @@ from dataclasses import InitVar, dataclass, fields, replace
 
 from ..errors import ConfigError
 from .device_settings import DeviceSettings
-from .dtypes import PRECISIONS, dtype_name
+from .dtypes import dtype_name, parts_of
 from .model_settings import ModelPaths, ModelSettings
 from .request_settings import RequestSettings
 from .scheduler_settings import SchedulerSettings
@@ -40,7 +40,7 @@ class RuntimeConfig(SchedulerSettings, RequestSettings, DeviceSettings, ModelSet
             raise ConfigError("model", self.model, "must be a model name, hub id or path")
         for name in (
             "model_path",
-            "weights_cache",
+            "cache_dir",
             "tokenizer_path",
             "adapters_dir",
             "kernel_cache_dir",
@@ -53,7 +53,7 @@ class RuntimeConfig(SchedulerSettings, RequestSettings, DeviceSettings, ModelSet
         self._check_device()
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         check_settings(self)
-        for name, value in PRECISIONS[self.precision].items():
+        for name, value in parts_of(self.precision).items():
             if getattr(self, name) == "auto":
                 object.__setattr__(self, name, value)
         if self.kv_cache_dtype == "fp8" and self.attention == "flashinfer":

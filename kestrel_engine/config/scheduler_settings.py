@@ -14,57 +14,26 @@ class SchedulerSettings:
 
     page_size: int | None = None
     """KV positions of a page. Must divide the image prefix. Default: the largest divisor up to 16."""
-    kv_cache_pages: int | None = setting(
-        None,
-        SCHEDULER,
-        "number of pages of the KV cache",
-        kind="whole",
-        metavar="N",
-        low=1,
-        shown="room for --max-batch-size full requests, on CUDA for eight times as many, if memory allows",
-    )
+    kv_cache_pages: int | None = checked(None, kind="whole", low=1)
+    """Number of pages of the KV cache, in place of ``kv_cache_gib``."""
     kv_cache_gib: float | None = setting(
         None,
         SCHEDULER,
-        "size of the KV cache in GiB, rounded down to whole pages; an alternative to --kv-cache-pages",
+        "size of the KV cache in GiB, rounded down to whole pages",
         kind="number",
         metavar="GIB",
         above=0,
-        shown="the default of --kv-cache-pages",
+        shown="room for --max-batch-size full requests, on CUDA for eight times as many, if memory allows",
     )
-    kv_cache_dtype: str = setting(
-        "auto",
-        SCHEDULER,
-        "type of keys and values: the model's type (model), or FP8 (fp8, half the bytes, less accurate); auto: fp8 if "
-        "the checkpoint has scales for it and the GPU converts it",
-        choices=("auto", "model", "fp8"),
-    )
-    """FP8 uses the checkpoint's scales, and 1 for a scale that the checkpoint lacks. "auto" requires compute capability
-    8.9 or newer and a computation in bfloat16 or float16."""
     prefix_cache: bool = checked(True, kind="bool")
     """Reuse the results computed for earlier prompts and images."""
-    embedding_cache_bytes: int | None = setting(
-        None,
-        SCHEDULER,
-        "bytes of images' embeddings to keep on the device, so that an image whose keys and values were evicted is not "
-        "encoded again; 0 keeps none; default: 16 images",
-        kind="bytes",
-        metavar="SIZE",
-        low=0,
-    )
-    """An image takes 3 MB with a released model in bfloat16, where its keys and values take 137 MB. Without them, it
-    costs the prompt only, a quarter of the time of a new image."""
-    embedding_host_bytes: int = setting(
-        0,
-        SCHEDULER,
-        "bytes of further images' embeddings to keep in the host's memory, which is taken (pinned) at the start; for a "
-        "GPU only; 0 keeps none",
-        kind="bytes",
-        metavar="SIZE",
-        low=0,
-    )
-    """To copy one back, 3 MB, takes 0.06 ms at the rate of a copy from pinned memory, 53 GB/s (benchmarks.gpu.floors).
-    The setting itself has not been measured."""
+    embedding_cache_bytes: int | None = checked(None, kind="bytes", low=0)
+    """Bytes of images' embeddings to keep on the device, so that an image whose keys and values were evicted is not
+    encoded again; None: 16 images. An image takes 3 MB with a released model in bfloat16, where its keys and values
+    take 137 MB. With its embedding, it costs the prompt only, a quarter of the time of a new image."""
+    embedding_host_bytes: int = checked(0, kind="bytes", low=0)
+    """On CUDA, bytes of further images' embeddings to keep in the host's memory, which is taken (pinned) at the start.
+    To copy one back, 3 MB, takes 0.06 ms at the rate of a copy from pinned memory, 53 GB/s (benchmarks.gpu.floors)."""
     priority_aging_s: float = 10.0
     """A priority that was not served for this many seconds counts as one better, so no request waits forever."""
     image_cache_bytes: int = setting(

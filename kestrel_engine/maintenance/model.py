@@ -91,7 +91,9 @@ def _absent(config: RuntimeConfig) -> Finding:
 
     named = config.model if config.model_path is None else config.model_path
     if is_address(named):
-        message = f"{named} isn't in the cache {config.weights_cache}; the server downloads it at its start"
+        message = (
+            f"{named} isn't in the cache {config.cache_dir}; the server downloads it at its start"
+        )
         return Finding(
             "model", "warn", message, "kestrel-grpc download downloads it before the start"
         )
@@ -134,7 +136,7 @@ def _memory(config: RuntimeConfig, model: ModelConfig) -> Finding:
         return Finding("memory", "warn", f"{message}; the available memory is unknown")
     message += f", {gib(available)} are available"
     if needed > available:
-        remedy = "a narrower --dtype (bfloat16), a smaller model, or more memory"
+        remedy = "a narrower --precision (bfloat16), a smaller model, or more memory"
         return Finding("memory", "fail", message, remedy)
     if needed > 0.8 * available:
         remedy = "lower --max-batch-size: little memory is left for the KV cache"
@@ -187,7 +189,7 @@ def _slow_answers(config: RuntimeConfig, model: ModelConfig) -> Iterator[Finding
         f"(a large one) until an answer's first token, {_duration(time.token_s)} for each further one, with "
         f"{torch.get_num_threads()} threads"
     )
-    yield Finding("speed", "warn", message, "a GPU, or another --dtype: compare with doctor")
+    yield Finding("speed", "warn", message, "a GPU, or another --precision: compare with doctor")
 
 
 def _duration(seconds: float) -> str:

@@ -171,7 +171,9 @@ def _kv_scales(opened: OpenedModel) -> Finding:
     except CheckpointError as error:
         return Finding("KV scales", "fail", str(error), _AGAIN)
     if some := kv_scales.incomplete(opened.plan, layers):
-        remedy = "they are used only with --kv-cache-dtype fp8, which uses 1 for the missing ones"
+        remedy = (
+            "they are used only with --precision fp8 and fp8-kv, which uses 1 for the missing ones"
+        )
         return Finding("KV scales", "warn", some, remedy)
     found = [scale for pair in scales for scale in pair]
     return Finding("KV scales", "ok", f"all {layers} layers': {min(found):g} to {max(found):g}")

@@ -396,7 +396,7 @@ class PreprocessPool:
         if job.result.done():
             return
         if job.expensive and cost.num_bytes > self._expensive_bytes:
-            text = f"takes {cost.num_bytes} bytes to decode, the limit is {self._expensive_bytes} (--decode-bytes)"
+            text = f"takes {cost.num_bytes} bytes to decode, the limit is {self._expensive_bytes}"
             self._fail(job, ImageTooLargeError(FIELD, text))
         elif (
             self._max_waiting is not None

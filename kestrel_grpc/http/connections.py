@@ -15,9 +15,9 @@ from .context import peer_of
 
 
 class HttpConnections:
-    """At most ``most`` connections. For one event loop."""
+    """At most ``most`` connections; None: no limit. For one event loop."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int | None) -> None:
         self._most = most
         self._numbers = itertools.count(1)
         self._open: dict[int, tuple[Accepted | None, asyncio.Transport]] = {}
@@ -25,7 +25,7 @@ class HttpConnections:
 
     def add(self, transport: asyncio.Transport) -> int | None:
         """Returns the number of a new connection; None if there are too many."""
-        if len(self._open) >= self._most:
+        if self._most is not None and len(self._open) >= self._most:
             return None
         number = next(self._numbers)
         found = transport.get_extra_info("socket")

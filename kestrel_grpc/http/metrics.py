@@ -18,10 +18,7 @@ from ..security.identity.principal import NotAuthenticated, ScopeMissing
 from ..telemetry.opening import Telemetry
 from .context import HttpContext
 
-_ABSENT = (
-    "there are no metrics at this port; they need --http-metrics on and "
-    "pip install ./clients/python '.[telemetry]'"
-)
+_ABSENT = "there are no metrics at this port; they need pip install ./clients/python '.[telemetry]'"
 
 
 def metrics(guard: Guard, telemetry: Telemetry | None) -> Callable[[Request], Any]:

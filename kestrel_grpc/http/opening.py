@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 from ..edge.call_life import CallLife
@@ -46,9 +45,8 @@ def open_http(
             f"cannot listen for HTTP: the package {error.name} is not installed; --http-listen needs {_PACKAGES}, "
             "pip install ./clients/python '.[http]'"
         ) from None
-    connections = HttpConnections(config.http_max_connections)
-    limits = dataclasses.replace(security.connections, connections=config.http_max_connections)
-    connection_guard = ConnectionGuard(limits, 0, connections)
+    connections = HttpConnections(security.connections.connections)
+    connection_guard = ConnectionGuard(security.connections, 0, connections)
     allowed = config.http_fetch_allow
     fetcher = ImageFetcher(allowed, guard.messages.largest) if allowed else None
     edge = HttpEdge(CallLife(guard, connection_guard, in_flight, watcher), fetcher)

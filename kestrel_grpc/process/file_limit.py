@@ -28,18 +28,15 @@ def raise_limit() -> None:
 
 def complaint(config: ServerConfig) -> str | None:
     """Says what to do if the connections of ``config`` do not fit the limit."""
-    wanted: dict[str, int] = {}
-    connections = config.security.connections.connections
-    if config.listen and connections is not None:
-        wanted["--max-connections"] = connections
-    if config.http.http_listen:
-        wanted["--http-max-connections"] = config.http.http_max_connections
-    needed = math.ceil((sum(wanted.values()) + _OTHERS) / CROWDED)
+    most = config.security.connections.connections
+    ports = bool(config.listen) + bool(config.http.http_listen)
+    needed = math.ceil(((most or 0) * ports + _OTHERS) / CROWDED)
     limit = file_limit()
     if limit is None or needed <= limit:
         return None
-    flags = " and ".join(f"{flag} {number}" for flag, number in wanted.items())
+    cause = f"--max-connections {most}" if most and ports else "the server"
+    both = ", for gRPC and for HTTP," if most and ports == 2 else ""
     return (
-        f"{flags or 'the server'} may need {needed} open files, and this process may open {limit}: raise the hard "
-        f"limit (ulimit -Hn {needed}, systemd's LimitNOFILE={needed}) or lower the numbers"
+        f"{cause}{both} may need {needed} open files, and this process may open {limit}: raise the hard "
+        f"limit (ulimit -Hn {needed}, systemd's LimitNOFILE={needed}) or lower the number"
     )

@@ -82,15 +82,8 @@ class ClusterConfig:
         high=1,
         shown="1 with --device cuda, and with auto if the cluster has GPUs; otherwise 0",
     )
-    replica_cpus: float = setting(
-        1.0,
-        CLUSTER,
-        "processors of a server, for Ray's choice of a node",
-        kind="number",
-        metavar="N",
-        low=0,
-        high=1024,
-    )
+    replica_cpus: float = checked(1.0, kind="number", low=0, high=1024)
+    """Processors of a server, for Ray's choice of a node."""
     replica_port: int = setting(
         0,
         CLUSTER,
@@ -123,14 +116,8 @@ class ClusterConfig:
     """Servers are added above this mean wait of requests in the queue."""
     target_kv_use: float = checked(0.9, kind="number", above=0, high=1)
     """Servers are added above this mean share of KV pages that requests use."""
-    scale_up_delay_s: float = setting(
-        10.0,
-        CLUSTER,
-        "how long the load must be too high before servers are added",
-        kind="seconds",
-        metavar="SECONDS",
-        low=0,
-    )
+    scale_up_delay_s: float = checked(10.0, kind="seconds", low=0)
+    """How long the load must be too high before servers are added."""
     scale_down_delay_s: float = setting(
         300.0,
         CLUSTER,

@@ -18,14 +18,14 @@ from kestrel_client.commands.flags import Parser as Parser
 from kestrel_client.commands.sources import SettingsError as SettingsError
 from kestrel_client.commands.sources import in_list, name_of
 
+from .removed import successor
+
 if TYPE_CHECKING:
     from kestrel_engine import ConfigError, Setting
 
 ON_OFF = ("on", "off")
 _SIZE = re.compile(r"(\d+)\s*(?:([KMG])(i?)B?|B)?", re.IGNORECASE)
 _MOST_SECONDS = 86_400
-_BY_PRECISION = ("dtype", "fp8_gemms", "kv_cache_dtype")
-"""Fields whose value --precision gives if they are auto."""
 
 C = TypeVar("C")
 
@@ -42,6 +42,7 @@ def add_settings(
     from kestrel_engine import default_of, settings_of
 
     assert isinstance(parser, Parser), "only a Parser fills in flags that are not given"
+    parser.hint = lambda flag: successor(flag.removeprefix("--"))
     for config in configs:
         for field, setting in settings_of(config).items():
             group = setting.group
@@ -71,19 +72,19 @@ def configured(config: type[C], args: argparse.Namespace, **others: Any) -> C:
     try:
         return config(**values, **others)
     except ConfigError as error:
-        raise settings_error(error, args, config) from None
+        raise settings_error(error, args, config, precision=others.get("precision")) from None
 
 
-def settings_error(error: ConfigError, args: argparse.Namespace, *configs: type) -> SettingsError:
+def settings_error(
+    error: ConfigError, args: argparse.Namespace, *configs: type, precision: str | None = None
+) -> SettingsError:
     """A ConfigError as a SettingsError that names the flag, variable or key that gave the value."""
     from kestrel_engine import settings_of
 
     field, value, limit = error.field.rpartition(".")[2], error.value, error.limit
-    precision = getattr(args, "precision", "auto")
-    if field in _BY_PRECISION and precision != "auto" and getattr(args, field, None) == "auto":
-        # --precision gave the value, and the user typed only that.
-        limit = f"sets --{field.replace('_', '-')} to {value}: {limit}"
-        field, value = "precision", precision
+    if field in ("fp8_gemms", "kv_cache_dtype"):  # --precision gave the value.
+        limit = f"sets {field} to {value}: {limit}"
+        field, value = "precision", precision or args.precision
     flags = [made[field].flag for config in configs if field in (made := settings_of(config))]
     flag = flags[0] if flags else "--" + field.replace("_", "-")
     return SettingsError(f"{name_of(args, flag)}={value}: {limit}")

@@ -73,14 +73,6 @@ class HttpConfig:
         metavar="ADDRESS",
         shown="no HTTP",
     )
-    http_max_connections: int = setting(
-        1000,
-        HTTP,
-        "limit on HTTP connections; the server closes further ones at once",
-        kind="whole",
-        metavar="N",
-        low=1,
-    )
     http_idle_s: float = checked(75.0, kind="seconds", low=1)
     """Close an HTTP connection that sends no request for this long."""
     http_fetch_allow: tuple[str, ...] = setting(
@@ -116,11 +108,8 @@ class HttpConfig:
         metavar="NAME",
         shown="names of this machine; all beyond loopback with TLS or credentials",
     )
-    http_metrics: bool = setting(
-        True,
-        HTTP,
-        "serve the metrics of --metrics-listen at /metrics too; needs the extra telemetry",
-    )
+    http_metrics: bool = checked(True, kind="bool")
+    """Serve the metrics of --metrics-listen at /metrics too, if the extra telemetry is installed."""
     is_shared: bool = False
     """Whether other processes listen on the same TCP addresses, each on its own socket (SO_REUSEPORT). Not a setting: a
     supervisor sets it for its workers."""

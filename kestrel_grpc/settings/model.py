@@ -11,10 +11,10 @@ import dataclasses
 import functools
 import os
 from collections.abc import Container, Iterable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from kestrel_client.commands.parser import suggestion
 from kestrel_client.commands.sources import OFF, ON
 from kestrel_engine import (
     AdapterSources,
@@ -35,6 +35,7 @@ from .flags import (
     parser_of,
     settings_error,
 )
+from .removed import successor
 from .sources import name_of
 
 SOURCE_FLAGS = ("model",)
@@ -48,14 +49,14 @@ _MOST_SETTINGS, _MOST_KEY = 64, 64
 _PLACES = frozenset(
     {
         *("model_path", "tokenizer_path", "refiner", "calibration"),
-        *("weights_cache", "adapters_dir", "kernel_cache_dir"),
+        *("cache_dir", "adapters_dir", "kernel_cache_dir"),
     }
 )
 """Fields of files and folders."""
 _NO_PLACES = (None, "auto", "off", "moondream/SegHeadRefiner")
 """Values of these fields that are words."""
-_POOL_SIZES = {"kv_cache_gib", "kv_cache_pages"}
-"""Only one of these fields may be set."""
+_OF_PRECISION = dict.fromkeys(("dtype", "fp8_gemms", "kv_cache_dtype"), "auto")
+"""Fields that the precision of a further model sets again."""
 
 
 def add_model_flags(
@@ -149,7 +150,9 @@ def other_model(
         values[field] = value
     if not maintenance.is_model_name(source):
         _check_place("source", source, folders, named)
-    own = {"model_path": None, "tokenizer_path": None, **_one_pool(values)}
+    own = {"model_path": None, "tokenizer_path": None, **values}
+    if "precision" in values:
+        own |= _OF_PRECISION
     try:
         config = dataclasses.replace(base, model=source, **own)
         maintenance.check_model_names(config)
@@ -209,14 +212,7 @@ def _overrides(texts: Iterable[str], where: str) -> dict[str, Any]:
         except SettingsError as error:
             raise SettingsError(f"{where}: {key}={value}: {error}") from None
         values[field] = read
-    return _one_pool(values)
-
-
-def _one_pool(values: dict[str, Any]) -> dict[str, Any]:
-    """``values``, with a size of the pool that replaces the one that applies to all models."""
-    if _POOL_SIZES.isdisjoint(values):
-        return values
-    return dict.fromkeys(_POOL_SIZES) | values
+    return values
 
 
 @functools.cache
@@ -233,8 +229,7 @@ def _override(key: str, value: str) -> tuple[str, Any]:
     """The field and the value of a setting, by the name of its flag. Raises SettingsError."""
     fields = {flag: field for field, flag in _flags().items()}
     if key not in fields:
-        near = get_close_matches(key, fields, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = successor(key) or suggestion(key, fields)
         raise SettingsError(f"is not a setting of a model{hint}")
     field = fields[key]
     setting = settings_of(RuntimeConfig)[field]

@@ -98,15 +98,8 @@ class CallLimits:
         zero_is_none=True,
         shown="0",
     )
-    burst: int = setting(
-        10,
-        CALLS,
-        "how many calls a caller may make at once after a pause, if --rate is set",
-        kind="whole",
-        metavar="N",
-        low=1,
-        high=_MOST,
-    )
+    burst: int = checked(10, kind="whole", low=1, high=_MOST)
+    """How many calls a caller may make at once after a pause, if ``rate`` is set."""
     deadline_s: float | None = setting(
         120.0,
         CALLS,
@@ -143,7 +136,8 @@ class ConnectionLimits:
     connections: int | None = setting(
         1000,
         CALLS,
-        "limit on connections to the addresses of --listen; the server closes further ones at once",
+        "limit on connections to the addresses of --listen, and on those to --http-listen; the server closes further "
+        "ones at once",
         kind="whole",
         flag="--max-connections",
         metavar="N",
@@ -180,17 +174,8 @@ class ConnectionLimits:
     )
     age_grace_s: float | None = checked(None, kind="number", low=0, high=_MOST)
     """How long the calls of a connection may continue after --max-connection-age."""
-    keepalive_s: float | None = setting(
-        60.0,
-        CALLS,
-        "interval without data after which the server sends a ping to a client (0: never)",
-        kind="number",
-        flag="--keepalive",
-        metavar="SECONDS",
-        low=0,
-        high=_MOST,
-        zero_is_none=True,
-    )
+    keepalive_s: float | None = checked(60.0, kind="number", low=0, high=_MOST, zero_is_none=True)
+    """Interval without data after which the server sends a ping to a client; None: never."""
     keepalive_timeout_s: float = checked(20.0, kind="number", above=0, high=_MOST)
     """How long the server waits for the answer to a ping before it closes the connection."""
 

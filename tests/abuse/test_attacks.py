@@ -16,7 +16,7 @@ STRANGERS = 160
 HELD = 1024
 """MiB of --max-held-bytes."""
 DECODING = 1024 + 512
-"""MiB of --decode-bytes, and of the decoders' processes."""
+"""MiB of images that are being decoded, and of the decoders' processes."""
 
 MOST_MIB = {
     "bombs_of_strangers": STRANGERS,

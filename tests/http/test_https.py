@@ -16,8 +16,7 @@ from kestrel_grpc.http import listener
 from kestrel_grpc.security.identity import revocation
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of, new_token
-from kestrel_grpc.settings.http import HttpConfig
-from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
+from kestrel_grpc.settings.security import ConnectionLimits, SecurityConfig, TlsFiles
 from tests.http.test_rude_http import closed, connect
 from tests.service.certificates import Authority, Pair, authority, make_authority, server_pair
 from tests.service.security.identity.test_revocation import list_of
@@ -129,8 +128,8 @@ async def test_connections_without_a_handshake_count_and_are_closed(
     ask, authority, server_pair, monkeypatch
 ):
     monkeypatch.setattr(listener, "_HEAD_S", 0.5)
-    limited = HttpConfig(http_listen=("127.0.0.1:0",), http_max_connections=3)
-    served, get = await ask(SecurityConfig(tls=files(server_pair)), http=limited)
+    limits = ConnectionLimits(connections=3)
+    served, get = await ask(SecurityConfig(tls=files(server_pair), connections=limits))
     silent = [await connect(served) for _ in range(3)]
     reader, writer = await connect(served)
     async with asyncio.timeout(60):

@@ -68,7 +68,7 @@ async def test_without_metrics_the_path_says_what_it_needs(http, monkeypatch):
     served, client = await http(server_config={"http": off})
     assert served.server.telemetry is None
     told = await client.get("/metrics")
-    assert told.status_code == 404 and "--http-metrics on" in told.text
+    assert told.status_code == 404 and "they need " in told.text
     monkeypatch.setattr(telemetry, "_installed", lambda name: name != "prometheus_client")
     served, client = await http()
     assert served.server.telemetry is None, "no package, no warning, no cost"

@@ -116,8 +116,8 @@ async def test_a_body_that_stalls_is_given_up(http):
 
 
 async def test_connections_beyond_the_limit_are_closed_at_once(http):
-    config = HttpConfig(http_listen=("127.0.0.1:0",), http_max_connections=2)
-    served, _ = await http(server_config={"http": config})
+    security = SecurityConfig(connections=ConnectionLimits(connections=2))
+    served, _ = await http(server_config={"security": security})
     held = [await connect(served) for _ in range(2)]
     reader, writer = await connect(served)
     assert await closed(reader) == b""
@@ -127,8 +127,9 @@ async def test_connections_beyond_the_limit_are_closed_at_once(http):
 
 async def test_the_limit_holds_for_all_addresses_together(http):
     listen = ("127.0.0.1:0", "127.0.0.1:0")
-    config = HttpConfig(http_listen=listen, http_max_connections=2)
-    served, _ = await http(server_config={"http": config})
+    security = SecurityConfig(connections=ConnectionLimits(connections=2))
+    http_config = HttpConfig(http_listen=listen)
+    served, _ = await http(server_config={"http": http_config, "security": security})
     host, port = served.server.http_addresses[1].split(":")
     held = [await connect(served), await asyncio.open_connection(host, int(port))]
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -139,9 +140,9 @@ async def test_the_limit_holds_for_all_addresses_together(http):
 
 async def test_one_address_has_half_of_the_connections_unless_it_is_known(http, monkeypatch):
     monkeypatch.setattr(connection_guard, "PATIENCE_S", 0.3)
-    security = SecurityConfig(api_key="k" * 40)
-    config = HttpConfig(http_listen=("127.0.0.1:0",), http_max_connections=8)
-    served, client = await http(server_config={"http": config, "security": security})
+    limits = ConnectionLimits(connections=8)
+    security = SecurityConfig(api_key="k" * 40, connections=limits)
+    served, client = await http(server_config={"security": security})
     client.headers["authorization"] = f"Bearer {'k' * 40}"
     assert (await client.get("/v1/models")).status_code == 200
     held = [await connect(served) for _ in range(6)]
@@ -160,11 +161,9 @@ async def test_one_address_has_half_of_the_connections_unless_it_is_known(http, 
 
 async def test_idle_connections_end_if_few_are_left(http, monkeypatch):
     monkeypatch.setattr(connection_guard, "IDLE_S", 0.3)
-    security = SecurityConfig(connections=ConnectionLimits(address_connections=0))
-    config = HttpConfig(http_listen=("127.0.0.1:0",), http_max_connections=8)
-    served, client = await http(
-        runtime=EndlessRuntime(), server_config={"http": config, "security": security}
-    )
+    limits = ConnectionLimits(connections=8, address_connections=0)
+    security = SecurityConfig(connections=limits)
+    served, client = await http(runtime=EndlessRuntime(), server_config={"security": security})
     asked = {"question": "Why?", "stream": True, "settings": {"max_tokens": NO_END}}
     async with client.stream("POST", "/v1/query", json=asked) as response:
         lines = response.aiter_lines()
@@ -274,7 +273,7 @@ async def test_a_call_whose_refusal_is_delayed_holds_no_request(http, monkeypatc
         raise EngineOverloaded("full")
 
     async def delay(who, left_s):
-        requests = [each for each in gc.get_objects() if isinstance(each, ServiceCall)]
+        requests = [each for each in gc.get_objects() if type(each) is ServiceCall]
         kept.append((len(requests), served.server.guard.held_bytes))
 
     monkeypatch.setattr(VisionService, "_answer", full)

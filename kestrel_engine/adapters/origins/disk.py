@@ -67,7 +67,7 @@ class AdapterDisk:
                 self._sweep()
         except OSError as error:
             raise ConfigError(
-                "adapter_sources.folder", str(folder), f"can't be written: {error.strerror}"
+                "cache_dir", str(folder), f"can't be written: {error.strerror}"
             ) from None
 
     def close(self) -> None:

@@ -61,13 +61,15 @@ class _Known:
 
 
 class Origins:
-    """For one event loop. ``folder``: the operator's. ``most_bytes``: of one download. Raises ConfigError."""
+    """For one event loop. ``folder``: the operator's. ``downloads``: the folder of downloaded adapters. ``most_bytes``:
+    of one download. Raises ConfigError."""
 
     def __init__(
         self,
         folder: Path | None,
         sources: AdapterSources | None = None,
         *,
+        downloads: Path | None = None,
         offline: bool = False,
         most_bytes: int = 1 << 40,
         endpoint: str | None = None,
@@ -78,8 +80,8 @@ class Origins:
         self._api = TuningApi(self._sources) if self._sources.api is not None else None
         self._disk: AdapterDisk | None = None
         if self._sources.downloads:
-            kept = Path(self._sources.folder).expanduser()
-            self._disk = AdapterDisk(kept, self._sources.disk_bytes, most_bytes)
+            assert downloads is not None, "downloaded adapters need a folder"
+            self._disk = AdapterDisk(downloads, self._sources.disk_bytes, most_bytes)
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._looking: dict[str, asyncio.Task[Version]] = {}
         self._asking = ThreadPoolExecutor(_LOOK_UPS, thread_name_prefix="kestrel-look-ups")

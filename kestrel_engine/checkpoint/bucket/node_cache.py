@@ -77,7 +77,7 @@ class NodeCache:
         except OSError as error:
             raise DownloadError(
                 f"the cache {self._folder} can't be written: {error.strerror or error}; give a folder of this user "
-                "with --weights-cache, or let a user with the right to write download the model first"
+                "with --cache-dir, or let a user with the right to write download the model first"
             ) from None
         return place
 
@@ -113,7 +113,7 @@ class NodeCache:
             raise DownloadError(
                 f"no space left for the model in {self._folder}: it takes {(total - there) / 1e9:.1f} GB more, and "
                 f"{free / 1e9:.1f} GB are free; delete folders of models that are not used, or give another folder "
-                "with --weights-cache"
+                "with --cache-dir"
             )
 
     def _last(self, address: BucketAddress) -> Path | None:

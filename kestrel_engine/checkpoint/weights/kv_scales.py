@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 SMALLEST = 2.0**-126
 """The smallest valid scale. The reciprocal of a smaller one, by which kernels multiply, exceeds float32."""
-_FALLBACK = "; --kv-cache-dtype model does not use them"
+_FALLBACK = "; --precision bfloat16 does not use them"
 
 
 def is_complete(plan: CheckpointPlan, n_layers: int) -> bool:
     """Returns whether all layers have both scales. Logs a warning if only some of the scales are there."""
     if some := incomplete(plan, n_layers):
         logger.warning(
-            "%s; the KV cache has the model's dtype, unless --kv-cache-dtype is fp8", some
+            "%s; the KV cache has the model's dtype, unless --precision is fp8 or fp8-kv", some
         )
     return all(name in plan.kv_scales for name in _names(n_layers))
 

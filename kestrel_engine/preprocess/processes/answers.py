@@ -72,7 +72,7 @@ class Answers:
         if "ended" in message:
             return failure or _lost(message)
         if message["fault"] == "MemoryError":
-            text = "takes more memory to decode than expected from its format and size (--decode-bytes)"
+            text = "takes more memory to decode than expected from its format and size"
             return ImageTooLargeError(FIELD, text)
         return RuntimeFailure(f"decoding failed: {message['fault']}"[:MOST_TEXT])
 

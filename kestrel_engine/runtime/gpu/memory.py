@@ -62,7 +62,7 @@ def plan_pool(
                 f"the weights leave {size_text(free_bytes or 0)} and computing needs {size_text(reserve_bytes)} of "
                 f"them; {share:.0%} of the rest hold {pages} pages of the KV cache, but an image takes "
                 f"{model.image_prefix // page_size} pages of {page_bytes} bytes, and its prompt some more; lower "
-                f"--max-batch-size (now {max_batch_size}) or --step-crops, or use a narrower --dtype"
+                f"--max-batch-size (now {max_batch_size}) or --step-crops, or use a narrower --precision"
             )
     elif room is not None and pages * page_bytes > room:
         raise InsufficientMemoryError(
@@ -100,7 +100,7 @@ def out_of_memory(
 def _lower(config: RuntimeConfig, room: int, page_bytes: int) -> str:
     if config.kv_cache_gib is not None:
         return f"lower --kv-cache-gib to at most {int(100 * room / GIB) / 100:g}"
-    return f"lower --kv-cache-pages to at most {room // page_bytes}"
+    return f"lower kv_cache_pages to at most {room // page_bytes}"
 
 
 def size_text(count: int) -> str:

@@ -13,7 +13,7 @@ from ...process.startup_progress import LoadingProgress
 from ...settings.configuration import add_config_flag
 from ...settings.model import SOURCE_FLAGS, add_model_flags, config_error
 
-ESSENTIAL = ("--to", "--config", "--weights-cache", "--adapter-downloads")
+ESSENTIAL = ("--to", "--config", "--cache-dir")
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
@@ -57,11 +57,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def computing_config(args: argparse.Namespace) -> RuntimeConfig:
-    """``source_config`` with the device, its dtype and its threads. Raises SettingsError."""
+    """``source_config`` with the device, its precision and its threads. Raises SettingsError."""
     config = source_config(args)
     try:
         return dataclasses.replace(
-            config, device=args.device, dtype=args.dtype, cpu_threads=args.threads
+            config, device=args.device, precision=args.precision, cpu_threads=args.threads
         )
     except ConfigError as error:
         raise config_error(error, args) from None
@@ -74,7 +74,7 @@ def source_config(args: argparse.Namespace) -> RuntimeConfig:
             model=args.model,
             model_path=args.weights,
             tokenizer_path=args.tokenizer,
-            weights_cache=args.weights_cache,
+            cache_dir=args.cache_dir,
             offline=args.offline,
         )
         if args.name is None:

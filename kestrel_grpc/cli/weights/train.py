@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
             offline=args.offline,
             random_weights=args.random_weights,
             device=args.device,
-            dtype=args.dtype,
+            precision=args.precision,
             cpu_threads=args.threads,
             adapters_dir=args.adapters_dir,
         )

@@ -52,7 +52,7 @@ METADATA = (("authorization", f"Bearer {TOKEN}"),)
 LOGGED = ("--listen", "127.0.0.1:0", "--access-log", "json", "--log-format", "json")
 FLAGS = (
     "--threads", "1", "--write-timeout", "1", "--image-store-bytes", "1MiB", "--image-cache-bytes", "8MiB",
-    "--max-batch-size", "8", "--max-seq-length", "1024", "--kv-cache-pages", "320", "--grace", "10",
+    "--max-batch-size", "8", "--max-seq-length", "1024", "--kv-cache-gib", "0.0477", "--grace", "10",
     "--drain-delay", "0",
 )  # fmt: skip
 """The caches are small, so that they fill quickly."""

@@ -54,10 +54,9 @@ async def make(stand: Stand, api: TuningStand, tmp_path: Path) -> AsyncIterator[
 
     def library(**options: Any) -> AdapterLibrary:
         sources = AdapterSources(
-            **{"hub": ("team/*",), "api": api.url, "api_key": KEY, "folder": tmp_path / "disk"}
-            | options.pop("sources", {})
+            **{"hub": ("team/*",), "api": api.url, "api_key": KEY} | options.pop("sources", {})
         )
-        options = {"folder": None, "endpoint": stand.url} | options
+        options = {"folder": None, "downloads": tmp_path / "disk", "endpoint": stand.url} | options
         folder = options.pop("folder")
         library = AdapterLibrary(
             Origins(folder, sources, **options),
@@ -421,7 +420,6 @@ async def test_the_key_may_be_in_a_file(make: Make, api: TuningStand, tmp_path: 
         ({"api": "https://user:secret@api.example"}, "must be like https://HOST"),
         ({"api": "https://api.example/?x=1"}, "must be like https://HOST"),
         ({"disk_bytes": 0}, "must be a whole number of bytes"),
-        ({"folder": ""}, "must not be empty"),
     ],
 )
 def test_settings_that_are_wrong(sources: dict[str, Any], words: str) -> None:
@@ -432,10 +430,10 @@ def test_settings_that_are_wrong(sources: dict[str, Any], words: str) -> None:
 
 def test_settings_that_are_wrong_on_this_machine(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs a key: set MOONDREAM_API_KEY"):
-        Origins(None, AdapterSources(api="https://api.example", folder=tmp_path))
+        Origins(None, AdapterSources(api="https://api.example"), downloads=tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="can't be written"):
-        Origins(None, AdapterSources(hub=("team/*",), folder=tmp_path / "file"))
+        Origins(None, AdapterSources(hub=("team/*",)), downloads=tmp_path / "file")
 
 
 def test_the_stand_in_speaks_the_route_of_the_reference() -> None:

@@ -92,7 +92,7 @@ def test_such_as_cannot_be_are_all_named(opened):
     for told in ("h.0.kv_quantizer.k_scale = 0", "h.1.kv_quantizer.k_scale = -1", "v_scale = inf"):
         assert told in str(caught.value)
     assert "h.2.kv_quantizer.v_scale = nan" in str(caught.value)
-    assert "--kv-cache-dtype model" in str(caught.value)
+    assert "--precision bfloat16" in str(caught.value)
 
 
 def test_one_element_each(opened):

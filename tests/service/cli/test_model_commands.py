@@ -63,7 +63,7 @@ def test_the_file_says_which_model(command, tmp_path):
     [
         (["download", "moondrem2"], "did you mean moondream2?"),
         (["download", "--weights", "/nowhere"], "--weights=/nowhere: no such file or folder"),
-        (["verify", "--dtype", "int3"], "--dtype=int3: must be"),
+        (["verify", "--precision", "int3"], "--precision: invalid choice: 'int3'"),
         (["verify", "--no-answer", "--image", "x.jpg"], "--image is for the known answer"),
     ],
 )

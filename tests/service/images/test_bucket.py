@@ -42,7 +42,7 @@ def test_a_model_goes_into_a_bucket_and_is_verified_from_it(s3, tmp_path):
         *files, last = done.stdout.splitlines()
         assert files[0] == f"{address}/model.safetensors"
         assert last == "kestrel-tiny: 5 files, 22.4 MB"
-    cache = {"KESTREL_WEIGHTS_CACHE": str(tmp_path / "cache")}
+    cache = {"KESTREL_CACHE_DIR": str(tmp_path / "cache")}
     done = here("verify", "--json", "--no-answer", "--model", address, **cache)
     assert done.returncode == 0, done.stderr + done.stdout
     told = {finding["check"]: finding for finding in json.loads(done.stdout)}

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -17,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kestrel_grpc.process.file_limit import complaint, raise_limit
 from kestrel_grpc.process.file_watch import FileWatch
 from kestrel_grpc.settings.http import HttpConfig
+from kestrel_grpc.settings.security import ConnectionLimits, SecurityConfig
 from kestrel_grpc.settings.server import ServerConfig
 from kestrel_grpc.settings.telemetry import TelemetryConfig
 from kestrel_grpc.telemetry.open_files import file_limit, open_files
@@ -67,12 +69,12 @@ def test_the_limit_is_raised_and_compared_with_the_connections():
         resource.setrlimit(resource.RLIMIT_NOFILE, (1300, hard))
         assert complaint(ServerConfig()) is None
         config = ServerConfig(http=HttpConfig(http_listen=("127.0.0.1:0",)))
-        assert "--max-connections 1000 and --http-max-connections 1000" in complaint(config)
-        few = HttpConfig(http_listen=("127.0.0.1:0",), http_max_connections=42)
-        assert complaint(ServerConfig(http=few)) is None
-        few = HttpConfig(http_listen=("127.0.0.1:0",), http_max_connections=43)
-        assert "may need 1302 open files, and this process may open 1300" in complaint(
-            ServerConfig(http=few)
+        assert "--max-connections 1000, for gRPC and for HTTP, may need" in complaint(config)
+        few = SecurityConfig(connections=ConnectionLimits(connections=521))
+        assert complaint(replace(config, security=few)) is None
+        few = SecurityConfig(connections=ConnectionLimits(connections=522))
+        assert "may need 1303 open files, and this process may open 1300" in complaint(
+            replace(config, security=few)
         )
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -138,7 +140,7 @@ def test_a_server_that_runs_out_of_files_says_so_before_and_serves_again_after(t
     """With a real RLIMIT_NOFILE: connections of one client fill it."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("KESTREL_", "OTEL_"))}
     environ |= {"KESTREL_THREADS": "1", "KESTREL_DRAIN_DELAY": "0"}
-    flags = ("--listen", "127.0.0.1:0", "--keepalive", "0", "--http-listen", "127.0.0.1:0")
+    flags = ("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0")
     log = tmp_path / "log"
     with log.open("wb") as errors:
         server = ForkedProcess(

@@ -418,20 +418,19 @@ def parsed(*arguments: str, several: bool = True) -> argparse.Namespace:
 
 
 def test_settings_of_one_model() -> None:
-    text = "moondream2,kv-cache-gib=8,device=cuda:1,no-cuda-graphs=on"
+    text = "moondream2,kv-cache-gib=8,device=cuda:1,no-compile=on,precision=fp8-kv"
     first, second = runtime_configs(
         parsed("--model", "kestrel-tiny", "--model", text, "--max-queue", "7")
     )
     assert (first.model, first.device, first.max_queue) == ("kestrel-tiny", "auto", 7)
     assert (second.model, second.device, second.max_queue) == ("moondream2", "cuda:1", 7)
     assert second.kv_cache_gib == 8 and first.kv_cache_gib is None
-    assert first.cuda_graphs and not second.cuda_graphs
-    pages = parsed("--kv-cache-pages", "9", "--model", "kestrel-tiny", "--model", text)
-    first, second = runtime_configs(pages)
-    assert (first.kv_cache_pages, second.kv_cache_pages, second.kv_cache_gib) == (9, None, 8)
-    assert other_model(first, "kestrel-tiny", {"kv-cache-gib": "2"}).kv_cache_pages is None
-    with pytest.raises(InvalidRequest, match="set only one of the two"):
-        other_model(first, "kestrel-tiny", {"kv-cache-gib": "2", "kv-cache-pages": "3"})
+    assert first.compile and not second.compile
+    assert (first.kv_cache_dtype, second.kv_cache_dtype) == ("auto", "fp8")
+    third = other_model(first, "kestrel-tiny", {"precision": "fp8"})
+    assert (third.dtype, third.fp8_gemms, third.kv_cache_dtype) == ("bfloat16", "all", "fp8")
+    with pytest.raises(InvalidRequest, match="it is gone: use kv-cache-gib"):
+        other_model(first, "kestrel-tiny", {"kv-cache-pages": "3"})
     (only,) = runtime_configs(parsed())
     assert only == runtime_config(parsed(several=False)) == RuntimeConfig()
 

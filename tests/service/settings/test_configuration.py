@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kestrel_engine import SettingGroup, check_settings, setting
+from kestrel_grpc.settings import removed
 from kestrel_grpc.settings.configuration import (
     add_flags,
     configuration,
@@ -148,11 +149,12 @@ def test_weights_have_two_names():
         ("[server]\nlisten = ['nowhere']", "kestrel.toml:server.listen=['nowhere']: must be HOST:PORT"),
         ("[device]\ndevice = 'tpu'", "kestrel.toml:device.device=tpu: must be"),
         ("[server]\nmax-message-bytes = '4GiB'", "kestrel.toml:server.max-message-bytes=4294967296: must"),
-        ("[calls]\nburst = 0", "kestrel.toml:calls.burst=0: must be"),
+        ("[calls]\nrate = -1", "kestrel.toml:calls.rate=-1.0: must be"),
         ("[telemetry]\nmetrics-listen = 'unix:/a'", "kestrel.toml:telemetry.metrics-listen=unix:/a: must"),
         ("[model]\nweights='a'\nmodel-path='a'", "weights and model-path name the same setting"),
         ("[requests]\nmax-quue = 1", "kestrel.toml:requests.max-quue: unknown key; did you mean max-queue?"),
         ("[requests]\nmax_queue = 1", "did you mean max-queue?"),
+        ("[device]\ndtype = 'bf16'", "kestrel.toml:device.dtype: unknown key; it is gone: use precision"),
         ("[server]\nmax-queu = 1", "did you mean max-queue in [requests]?"),
         ("[server]\nmax-queue = 1", "kestrel.toml:server.max-queue: it belongs in [requests]"),
         ("max-queue = 1", "kestrel.toml:max-queue: a key must stand in a section; it belongs in [requests]"),
@@ -182,13 +184,25 @@ def test_a_file_that_cannot_be_read(variables):
     assert str(caught.value) == f"{name}=/nowhere.toml: cannot be read: No such file or directory"
 
 
+def test_a_setting_that_is_gone_names_its_successor():
+    with pytest.raises(SettingsError, match=r"KESTREL_WEIGHTS_CACHE: .* it is gone: use cache-dir"):
+        whole_configuration(KESTREL_WEIGHTS_CACHE="/a")
+    told = here("serve", "--kv-cache-pages=9").stderr
+    assert "--kv-cache-pages=9; it is gone: use kv-cache-gib" in told
+    assert not any(removed.successor(setting.key) for setting in known_settings())
+
+
+def test_an_operator_has_at_most_a_hundred_settings():
+    assert len(known_settings()) <= 100
+
+
 def test_an_error_found_late_names_the_variable():
     with pytest.raises(SettingsError, match=r"^KESTREL_MAX_BATCH_SIZE=0: must be a whole number"):
         whole_configuration(KESTREL_MAX_BATCH_SIZE="0")
 
 
 def test_what_is_printed_gives_the_same_configuration(file, tmp_path):
-    given = ("--listen", "127.0.0.1:9,unix:/run/a b", "--grace", "1.5", "--no-cuda-graphs")
+    given = ("--listen", "127.0.0.1:9,unix:/run/a b", "--grace", "1.5", "--no-compile")
     given += ("--skill", "a.b:C", "--kv-cache-gib", "2", "--auth-tokens", '/a"\\\x7fé')
     text = printed(*given, KESTREL_MAX_QUEUE="9")
     name = tmp_path / "printed.toml"

@@ -51,18 +51,16 @@ def test_callers_and_their_limits():
     told = config(
         *("--auth-tokens", "t", "--open-health", "off", "--open-reflection", "off"),
         *("--open-metrics", "on", "--metrics-tls", "off"),
-        *("--max-calls", "1", "--max-held-bytes", "2KiB", "--rate", "1.5", "--burst", "3"),
+        *("--max-calls", "1", "--max-held-bytes", "2KiB", "--rate", "1.5"),
         *("--max-deadline", "4", "--write-timeout", "5"),
-        *("--max-connection-age", "7", "--keepalive", "9"),
+        *("--max-connection-age", "7"),
         KESTREL_API_KEY="k" * 20,
     )
     assert (told.auth_tokens, told.api_key) == ("t", "k" * 20)
     assert (told.open_health, told.open_reflection) == (False, False)
     assert (told.open_metrics, told.metrics_tls) == (True, False)
-    assert told.calls == CallLimits(
-        calls=1, held_bytes=2048, rate=1.5, burst=3, deadline_s=4, write_s=5
-    )
-    assert told.connections == ConnectionLimits(age_s=7, keepalive_s=9)
+    assert told.calls == CallLimits(calls=1, held_bytes=2048, rate=1.5, deadline_s=4, write_s=5)
+    assert told.connections == ConnectionLimits(age_s=7)
     off = ("--max-calls", "--max-held-bytes", "--rate", "--max-deadline", "--write-timeout")
     told = config(*(word for flag in off for word in (flag, "0")), "--max-connection-age=0")
     assert told.calls == CallLimits(
@@ -86,7 +84,7 @@ def test_the_key_has_no_flag_that_others_could_see():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--burst", "0"], "--burst=0: must be a whole number from 1 to 1000000"),
+        (["--rate", "1000001"], "--rate=1000001.0: must be a finite number from 0 to 1000000"),
         (["--rate", "-1"], "--rate=-1.0: must be a finite number from 0 to 1000000"),
         (["--rate", "2000000"], "--rate=2000000.0: must be a finite number from 0 to 1000000"),
         (["--max-calls", "-1"], "--max-calls=-1: must be a whole number from 0 to"),

@@ -64,34 +64,33 @@ def test_the_sources_of_adapters():
 
 def test_flags_of_the_gpu_reach_their_fields():
     _, runtime = configs(
-        *("--attention", "triton", "--no-compile", "--no-cuda-graphs", "--kv-cache-gib", "1.5"),
+        *("--attention", "triton", "--no-compile", "--kv-cache-gib", "1.5"),
         *("--random-weights", "--preprocess-threads", "3"),
-        *("--fp8-gemms", "vision", "--kv-cache-dtype", "fp8"),
+        *("--precision", "fp8-vision"),
     )
-    assert (runtime.attention, runtime.compile, runtime.cuda_graphs) == ("triton", False, False)
+    assert (runtime.attention, runtime.compile) == ("triton", False)
     assert (runtime.kv_cache_gib, runtime.random_weights) == (1.5, True)
     assert runtime.preprocess_threads == 3
-    assert (runtime.fp8_gemms, runtime.kv_cache_dtype) == ("vision", "fp8")
+    assert (runtime.dtype, runtime.fp8_gemms, runtime.kv_cache_dtype) == (
+        "bfloat16",
+        "vision",
+        "auto",
+    )
 
 
 def test_a_switch_has_a_variable_of_on_and_off():
-    assert configs(KESTREL_NO_CUDA_GRAPHS="on")[1].cuda_graphs is False
-    assert configs(KESTREL_NO_CUDA_GRAPHS="0", KESTREL_NO_COMPILE="")[1].cuda_graphs is True
+    assert configs(KESTREL_NO_COMPILE="on")[1].compile is False
+    assert configs(KESTREL_NO_COMPILE="0", KESTREL_OFFLINE="")[1].compile is True
     assert configs("--no-compile", KESTREL_NO_COMPILE="off")[1].compile is False
 
 
 def test_flags_reach_their_fields():
     server, runtime = configs(
         *("--model", "moondream2", "--weights", "w", "--tokenizer", "t", "--device", "cpu"),
-        *("--dtype", "bf16", "--threads", "2", "--seed", "7", "--max-batch-size", "9"),
+        *("--precision", "bfloat16", "--threads", "2", "--seed", "7", "--max-batch-size", "9"),
         *("--max-seq-length", "900", "--max-queue", "11", "--default-max-new-tokens", "12"),
         *("--max-image-bytes", "1MiB", "--max-image-pixels", "1000"),
-        *(
-            "--max-queue-wait",
-            "2.5",
-            "--kv-cache-pages",
-            "13",
-        ),
+        *("--max-queue-wait", "2.5", "--kv-cache-gib", "13"),
         *("--image-cache-bytes", "0", "--step-crops", "15"),
         *("--step-timeout", "16", "--drain-delay", "2"),
         *("--listen", "0.0.0.0:1", "--listen", "unix:/a,[::1]:2", "--max-message-bytes", "5M"),
@@ -101,7 +100,7 @@ def test_flags_reach_their_fields():
     assert (runtime.device, runtime.dtype) == ("cpu", "bfloat16")
     assert (runtime.cpu_threads, runtime.seed, runtime.max_batch_size) == (2, 7, 9)
     assert (runtime.max_seq_length, runtime.max_queue, runtime.default_max_tokens) == (900, 11, 12)
-    assert (runtime.max_queue_wait_s, runtime.kv_cache_pages) == (2.5, 13)
+    assert (runtime.max_queue_wait_s, runtime.kv_cache_gib) == (2.5, 13)
     assert (runtime.image_cache_bytes, runtime.step_crops) == (0, 15)
     assert (runtime.step_timeout_s, server.drain_delay_s) == (16, 2)
     limits = runtime.image_limits
@@ -147,11 +146,6 @@ def test_access_log_without_a_format_is_text():
         ([], {"KESTREL_ATTENTION": "none"}, "KESTREL_ATTENTION='none': must be one of auto, fl"),
         (["--max-queue", "0"], {}, "--max-queue=0: must be a whole number of at least 1"),
         (["--kv-cache-gib", "0"], {}, "--kv-cache-gib=0.0: must be a finite number above 0"),
-        (
-            ["--kv-cache-gib", "2", "--kv-cache-pages", "9"],
-            {},
-            "--kv-cache-gib=2.0: kv_cache_pages=9 is set too",
-        ),
         ([], {"KESTREL_NO_COMPILE": "maybe"}, "KESTREL_NO_COMPILE='maybe': must be on or off"),
         ([], {"KESTREL_KV_CACHE_GIB": "8G"}, "KESTREL_KV_CACHE_GIB='8G': must be a number"),
         (["--threads", "0"], {}, "--threads=0"),
@@ -199,10 +193,14 @@ def test_a_flag_that_cannot_be_read_ends_with_one_line_and_status_2(flags, capsy
         (
             ["--precision", "fp8"],
             {},
-            "--precision=fp8: sets --kv-cache-dtype to fp8: flashinfer can't",
+            "--precision=fp8: sets kv_cache_dtype to fp8: flashinfer can't",
         ),
-        ([], {"KESTREL_PRECISION": "fp8"}, "KESTREL_PRECISION=fp8: sets --kv-cache-dtype to fp8"),
-        (["--precision", "fp8", "--kv-cache-dtype", "fp8"], {}, "--kv-cache-dtype=fp8: flashinfer"),
+        ([], {"KESTREL_PRECISION": "fp8"}, "KESTREL_PRECISION=fp8: sets kv_cache_dtype to fp8"),
+        (
+            ["--model", "kestrel-tiny,precision=fp8-kv"],
+            {},
+            "--precision=fp8-kv: sets kv_cache_dtype",
+        ),
     ],
 )
 def test_an_error_names_the_setting_that_was_given(flags, variables, words):

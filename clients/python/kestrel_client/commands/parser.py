@@ -73,9 +73,8 @@ class CommandParser(Parser):
         elif (wrong := _UNKNOWN_FLAG.match(message)) is not None:
             flags = [flag for action in self._actions for flag in action.option_strings]
             flag = wrong[1].partition("=")[0]
-            message = (
-                f"unknown flag {wrong[1]}{_address_flag(flag, flags) or suggestion(flag, flags)}"
-            )
+            hint = self.hint(flag) or _address_flag(flag, flags) or suggestion(flag, flags)
+            message = f"unknown flag {wrong[1]}{hint}"
         elif (wrong := _INVALID_CHOICE.match(message)) is not None:
             choices = re.findall(r"[^\s,']+", wrong[3])
             hint = suggestion(wrong[2], choices) or f"; choose from {', '.join(choices)}"

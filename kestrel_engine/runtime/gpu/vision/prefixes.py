@@ -88,5 +88,5 @@ def _pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
         size = size_text(torch.Size(shape).numel() * dtype.itemsize)
         raise InsufficientMemoryError(
             f"{size} of the host's memory cannot be pinned for embeddings of images ({str(error).splitlines()[0]}); "
-            "lower --embedding-host-bytes"
+            "lower embedding_host_bytes"
         ) from None

@@ -195,7 +195,7 @@ def test_a_bucket_that_does_not_answer(bucket, tmp_path, monkeypatch, caplog):
 
 def test_a_disk_without_space_is_said_before_the_download(bucket, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage)
-    with pytest.raises(DownloadError, match=r"no space left.*--weights-cache"):
+    with pytest.raises(DownloadError, match=r"no space left.*--cache-dir"):
         NodeCache(tmp_path).fetch(ADDRESS, bucket)
     assert bucket.num_bytes == 0
 
@@ -315,7 +315,7 @@ def test_a_user_who_may_not_write_uses_a_model_that_is_there(bucket, readable):
     assert state(cache) == before
     (place / "config.json").unlink()
     told = as_nobody(lambda: NodeCache(cache).fetch(ADDRESS, known))
-    assert "DownloadError" in told and "can't be written" in told and "--weights-cache" in told
+    assert "DownloadError" in told and "can't be written" in told and "--cache-dir" in told
 
 
 def test_names_and_addresses():
@@ -332,4 +332,4 @@ def test_names_and_addresses():
         parse_address("model", "s3://key:secret@bucket/x")
     assert "secret" not in str(error.value)
     with pytest.raises(ConfigError, match="must not be empty"):
-        RuntimeConfig(weights_cache="")
+        RuntimeConfig(cache_dir="")

@@ -54,7 +54,7 @@ def test_what_cannot_be_held_says_what_to_lower():
         caught.value
     )
     assert "lower --kv-cache-gib to at most 4, or --max-batch-size (now 64)" in str(caught.value)
-    with pytest.raises(InsufficientMemoryError, match="lower --kv-cache-pages to at most 2184"):
+    with pytest.raises(InsufficientMemoryError, match="lower kv_cache_pages to at most 2184"):
         plan(5 * GIB, GIB, kv_cache_pages=3000)
 
 

@@ -145,8 +145,8 @@ def test_names_of_models_with_adapters(name: str, model: str, adapter: str) -> N
 
 async def test_one_that_the_server_fetches(serve, stand: Stand, tmp_path: Path) -> None:  # noqa: F811
     served = await serve()
-    sources = AdapterSources(hub=("team/*",), folder=tmp_path)
-    add_adapters(served, Origins(None, sources, endpoint=stand.url))
+    sources = AdapterSources(hub=("team/*",))
+    add_adapters(served, Origins(None, sources, downloads=tmp_path, endpoint=stand.url))
     text = fake_model("moondream3").text
     proj = "text.blocks.0.attn.proj"
     sides = {f"{proj}.A": torch.ones(1, text.dim), f"{proj}.B": torch.ones(text.dim, 1)}

@@ -101,6 +101,6 @@ def test_memory_that_cannot_be_pinned_is_said(monkeypatch: pytest.MonkeyPatch) -
         raise RuntimeError("CUDA error: out of memory\nmore lines")
 
     monkeypatch.setattr(module.torch, "empty", refuse)
-    with pytest.raises(InsufficientMemoryError, match="embedding-host-bytes") as error:
+    with pytest.raises(InsufficientMemoryError, match="embedding_host_bytes") as error:
         store(1, 1)
     assert "more lines" not in str(error.value)
