@@ -16,15 +16,6 @@ TUNING_API = "https://api.moondream.ai"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def _repositories(text: str) -> list[str]:
-    """Raises ValueError."""
-    found = [each.strip() for each in text.split(",")]
-    for each in found:
-        if not _ALLOWED.fullmatch(each):
-            raise ValueError("must be ORG/REPO, ORG/PREFIX* or ORG/*")
-    return found
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSources:
     """By default, no caller can make the server download anything. Raises ConfigError."""
@@ -33,11 +24,8 @@ class AdapterSources:
         (),
         MODEL,
         "repository of the hub from which requests may name adapters, as ORG/REPO or ORG/REPO@REVISION: ORG/REPO, "
-        "ORG/PREFIX* or ORG/*; repeat the flag or separate with commas",
+        "ORG/PREFIX* or ORG/*",
         flag="--adapter-hub",
-        parse=_repositories,
-        repeated=True,
-        distinct=True,
         metavar="REPOSITORY",
         shown="none",
     )
@@ -64,12 +52,10 @@ class AdapterSources:
         10 * 1024 * 1024 * 1024,
         MODEL,
         "limit on the bytes of downloaded adapters in --cache-dir; the least recently used adapters are deleted",
-        kind="bytes",
         flag="--adapter-disk-bytes",
-        metavar="SIZE",
         low=1,
     )
-    host_bytes: int = checked(1024 * 1024 * 1024, kind="bytes", low=0)
+    host_bytes: int = checked(1024 * 1024 * 1024, low=0)
     """On CUDA, limit on the memory of the host for adapters that are ready to be copied to the GPU; 0 keeps none."""
 
     def __post_init__(self) -> None:

@@ -38,9 +38,7 @@ class DeviceSettings:
         None,
         DEVICE,
         "number of CPU threads that one torch operator uses",
-        kind="whole",
         flag="--threads",
-        metavar="N",
         low=1,
         shown="torch's choice",
     )
@@ -75,7 +73,7 @@ class DeviceSettings:
         metavar="DIR",
         shown="Triton's own cache only",
     )
-    cuda_graphs: bool = checked(True, kind="bool")
+    cuda_graphs: bool = checked(True)
     """On CUDA, launch a decode step as a graph. False launches each of its kernels separately, for debugging."""
     decode_beside: str = checked("auto", choices=("auto", "on", "off"))
     """On CUDA, decode beside images and prompts that take longer than --itl-target-ms; auto: on for models without

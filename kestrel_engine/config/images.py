@@ -16,9 +16,7 @@ class ImageLimits:
         32 * 1024 * 1024,
         REQUESTS,
         "limit on the bytes of an encoded image",
-        kind="bytes",
         flag="--max-image-bytes",
-        metavar="SIZE",
         low=1,
     )
     """32 MiB holds a 24 megapixel PNG."""
@@ -26,13 +24,11 @@ class ImageLimits:
         100_000_000,
         REQUESTS,
         "limit on pixels of an image; progressive JPEG and interlaced PNG have 0.64 of it, WebP 0.4, AVIF and HEIC .24",
-        kind="whole",
         flag="--max-image-pixels",
-        metavar="N",
         low=1,
     )
     """The largest common cameras have 100 megapixels. preprocess/decoding/costs.py has the shares of formats."""
-    max_aspect_ratio: float = checked(20.0, kind="number", low=1)
+    max_aspect_ratio: float = checked(20.0, low=1)
     """Limit on the longer side of an image divided by its shorter side. Beyond this ratio, the resize to crops makes
     objects too small to see."""
 

@@ -52,7 +52,6 @@ class ModelSettings:
         MODEL,
         "limit of all models of buckets in --cache-dir in GiB; a new model takes the place of models that no process "
         "uses, the least recently used first",
-        kind="number",
         metavar="GIB",
         above=0,
         shown="no limit",
@@ -91,8 +90,6 @@ class ModelSettings:
         1024 * 1024 * 1024,
         MODEL,
         "limit on the memory of all loaded adapters together; the least recently used ones are dropped",
-        kind="bytes",
-        metavar="SIZE",
         low=1,
     )
     adapter_sources: AdapterSources = field(default_factory=AdapterSources)
@@ -109,8 +106,6 @@ class ModelSettings:
         None,
         MODEL,
         "seed of --random-weights and of the requests that set no seed, so that results repeat after a restart",
-        kind="whole",
-        metavar="N",
         low=0,
         high=2**63 - 1,
         shown="random at each start",

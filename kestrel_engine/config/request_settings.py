@@ -18,8 +18,6 @@ class RequestSettings:
         None,
         REQUESTS,
         "limit on the requests that one step computes together",
-        kind="whole",
-        metavar="N",
         low=1,
         high=4096,
         shown="16, on CUDA 64",
@@ -28,8 +26,6 @@ class RequestSettings:
         None,
         REQUESTS,
         "limit on the positions of one request: image, prompt and answer together",
-        kind="whole",
-        metavar="N",
         low=2,
         shown="the model's context",
     )
@@ -37,20 +33,18 @@ class RequestSettings:
         512,
         REQUESTS,
         "limit on the requests that wait, including requests in preprocessing; further ones get RESOURCE_EXHAUSTED",
-        kind="whole",
-        metavar="N",
         low=1,
     )
-    max_images: int = checked(16, kind="whole", low=1, high=64)
+    max_images: int = checked(16, low=1, high=64)
     """Limit on the images of one request; the model's context limits them further. Moondream 2 holds two images,
     Moondream 3 five, kestrel-tiny six."""
-    max_queued_pixels: int = checked(4_000_000_000, kind="whole", low=1)
+    max_queued_pixels: int = checked(4_000_000_000, low=1)
     """Limit on the pixels of all images that wait to be decoded. A decoder decodes about 100 million pixels a
     second."""
-    decode_bytes: int = checked(1024 * 1024 * 1024, kind="bytes", low=64 * 1024 * 1024)
+    decode_bytes: int = checked(1024 * 1024 * 1024, low=64 * 1024 * 1024)
     """Limit on the memory of all images that are being decoded, together. Cheap images, one in each decoder, use at
     most half. An expensive image waits until it fits into the rest."""
-    decode_timeout_s: float = checked(30.0, kind="seconds", above=0)
+    decode_timeout_s: float = checked(30.0, above=0)
     """Limit on the time to decode one image; beyond it, the request gets INVALID_ARGUMENT."""
     confine: str = setting(
         "auto",
@@ -63,8 +57,6 @@ class RequestSettings:
         None,
         REQUESTS,
         "limit on the time that a request waits; beyond it, the request gets RESOURCE_EXHAUSTED",
-        kind="seconds",
-        metavar="SECONDS",
         above=0,
         shown="the caller's deadline",
     )
@@ -72,8 +64,6 @@ class RequestSettings:
         None,
         REQUESTS,
         "limit on the tokens of one answer, including its reasoning; a request with a larger max_tokens is refused",
-        kind="whole",
-        metavar="N",
         low=1,
         shown="the room that is left in the context",
     )
@@ -81,13 +71,11 @@ class RequestSettings:
         768,
         REQUESTS,
         "limit on the tokens of an answer if its request does not set max_tokens",
-        kind="whole",
         flag="--default-max-new-tokens",
-        metavar="N",
         low=1,
     )
     """If the context has less room left, that room is the limit."""
-    max_text_bytes: int = checked(32 * 1024 - 1, kind="bytes", low=1)
+    max_text_bytes: int = checked(32 * 1024 - 1, low=1)
     """Limit on the UTF-8 bytes of a question or an object's name."""
     image_limits: ImageLimits = field(default_factory=ImageLimits)
     default_temperature: float = 0.2
@@ -100,7 +88,6 @@ class RequestSettings:
         0.0,
         REQUESTS,
         "least score of a point, a box or a segment that is returned, unless the request sets its own; 0 returns all",
-        kind="number",
         metavar="SCORE",
         low=0,
         high=1,
@@ -110,7 +97,6 @@ class RequestSettings:
         REQUESTS,
         "a question is not answered if an object that it presupposes is absent with a higher probability, unless the "
         "request sets its own; 1 answers all",
-        kind="number",
         metavar="P",
         low=0,
         high=1,

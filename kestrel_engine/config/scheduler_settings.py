@@ -14,24 +14,23 @@ class SchedulerSettings:
 
     page_size: int | None = None
     """KV positions of a page. Must divide the image prefix. Default: the largest divisor up to 16."""
-    kv_cache_pages: int | None = checked(None, kind="whole", low=1)
+    kv_cache_pages: int | None = checked(None, low=1)
     """Number of pages of the KV cache, in place of ``kv_cache_gib``."""
     kv_cache_gib: float | None = setting(
         None,
         SCHEDULER,
         "size of the KV cache in GiB, rounded down to whole pages",
-        kind="number",
         metavar="GIB",
         above=0,
         shown="room for --max-batch-size full requests, on CUDA for eight times as many, if memory allows",
     )
-    prefix_cache: bool = checked(True, kind="bool")
+    prefix_cache: bool = checked(True)
     """Reuse the results computed for earlier prompts and images."""
-    embedding_cache_bytes: int | None = checked(None, kind="bytes", low=0)
+    embedding_cache_bytes: int | None = checked(None, low=0)
     """Bytes of images' embeddings to keep on the device, so that an image whose keys and values were evicted is not
     encoded again; None: 16 images. An image takes 3 MB with a released model in bfloat16, where its keys and values
     take 137 MB. With its embedding, it costs the prompt only, a quarter of the time of a new image."""
-    embedding_host_bytes: int = checked(0, kind="bytes", low=0)
+    embedding_host_bytes: int = checked(0, low=0)
     """On CUDA, bytes of further images' embeddings to keep in the host's memory, which is taken (pinned) at the start.
     To copy one back, 3 MB, takes 0.06 ms at the rate of a copy from pinned memory, 53 GB/s (benchmarks.gpu.floors)."""
     priority_aging_s: float = 10.0
@@ -41,8 +40,6 @@ class SchedulerSettings:
         SCHEDULER,
         "bytes of decoded images to keep in memory for repeated images, a tenth of them for encoded bytes; 0 keeps "
         "none",
-        kind="bytes",
-        metavar="SIZE",
         low=0,
     )
     """One image takes 1 to 6 MB."""
@@ -51,24 +48,20 @@ class SchedulerSettings:
         SCHEDULER,
         "bytes of crops' features to keep on the device, so that equal crops of later images, like the frames of a "
         "fixed camera, are not encoded again; 0 keeps none",
-        kind="bytes",
-        metavar="SIZE",
         low=0,
     )
     """A crop takes 0.25 MB with kestrel-tiny in float32, and 1.7 MB with a released model in bfloat16."""
-    step_prefill_positions: int | None = checked(None, kind="whole", low=1)
+    step_prefill_positions: int | None = checked(None, low=1)
     """Prompt positions that a step computes beside decoding requests; lower values give smoother tokens, higher values
     start requests sooner."""
     step_crops: int | None = setting(
         None,
         SCHEDULER,
         "crops of images that a step encodes beside decoding requests; shares one allowance with prompt positions",
-        kind="whole",
-        metavar="N",
         low=1,
         shown="3, on CUDA 48 or less by --itl-target-ms",
     )
-    step_pause: float | None = checked(None, kind="number", low=0, high=1000)
+    step_pause: float | None = checked(None, low=0, high=1000)
     """Number of steps that only decode, after a step that accepted as much new work as it may; requests that arrive
     meanwhile start together."""
     itl_target_ms: float = setting(
@@ -77,20 +70,17 @@ class SchedulerSettings:
         "on CUDA: ms that new images and prompts may delay a token. Longer steps run beside decoding for "
         "models without experts. Under load on Hopper, decode steps beside them begin at intervals of half of this. "
         "Below 15, steps hold less new work (--step-crops): smoother tokens, fewer requests a second",
-        kind="number",
         metavar="MS",
         low=0,
         high=10_000,
     )
-    steps_out: int | None = checked(None, kind="whole", low=1, high=4)
+    steps_out: int | None = checked(None, low=1, high=4)
     """Steps that are launched and not yet read, 1 to 4; higher values hide a busy host. Each further step costs one row
     for every answer that ends by itself, and delays new requests by a step."""
     preprocess_threads: int | None = setting(
         None,
         SCHEDULER,
         "number of images that are decoded at the same time",
-        kind="whole",
-        metavar="N",
         low=1,
         shown="2, on CUDA the number of processors less two, up to 8",
     )
@@ -98,7 +88,5 @@ class SchedulerSettings:
         300.0,
         SCHEDULER,
         "time after which the engine counts as hung, if there is work and no step ends",
-        kind="seconds",
-        metavar="SECONDS",
         above=0,
     )

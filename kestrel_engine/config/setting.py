@@ -21,8 +21,8 @@ Kind = Literal["text", "whole", "number", "bytes", "seconds", "bool"]
 """``bytes`` are whole numbers, ``number`` and ``seconds`` are floats."""
 
 _METADATA_KEY = "setting"
-_UNITS = ("_s",)
-"""Suffixes of field names that flags leave out."""
+_KINDS = {"int": "whole", "float": "number", "bool": "bool"}
+_METAVARS = {"whole": "N", "number": "N", "bytes": "SIZE", "seconds": "SECONDS"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,14 @@ class Setting:
     group: SettingGroup
     help: str
     """The effect of the setting, in one phrase without a full stop."""
-    kind: Kind = "text"
+    kind: Kind
+    """Without one: of the field's type, ``bytes`` if its name ends with _bytes, ``seconds`` if it ends with _s."""
     flag: str
-    """The flag on a command line, such as "--max-queue"."""
+    """The flag on a command line, such as "--max-queue"; without one, of the field's name."""
     aliases: tuple[str, ...] = ()
     """Other names of the flag."""
     metavar: str | None = None
-    """Placeholder of the value in a help text."""
+    """Placeholder of the value in a help text; without one, of the kind."""
     choices: tuple[str, ...] = ()
     """The values that a text may have. Empty: any value."""
     low: float | None = None
@@ -71,38 +72,23 @@ class Setting:
     zero_is_none: bool = False
     """Whether an operator writes 0 to set the field to None."""
     parse: Callable[[str], Any] | None = None
-    """Converts a text to the value, if ``kind`` is not enough. Raises ValueError. May return a list if ``repeated``."""
-    repeated: bool = False
-    """Whether the flag may be given several times; the field is a tuple."""
-    distinct: bool = False
+    """Converts a text to the value, or to one of several, if ``kind`` is not enough. Raises ValueError."""
+    repeated: bool
+    """Whether the field is a tuple: the flag may be given several times, with values between commas."""
+    distinct: bool = True
     """Whether each value may occur only once in the tuple."""
 
 
-def setting(
-    default: Any,
-    group: SettingGroup,
-    help: str,
-    *,
-    kind: Kind | None = None,
-    flag: str = "",
-    **options: Any,
-) -> Any:
-    """Returns a dataclass field with ``default`` (dataclasses.MISSING: no default) and a Setting made of ``options``.
-
-    ``kind``: if None, bool for a default of type bool, else text. ``flag``: if empty, ``settings_of`` derives it from
-    the field's name.
-    """
-    if kind is None:
-        kind = "bool" if isinstance(default, bool) else "text"
-    made = Setting(group=group, help=help, kind=kind, flag=flag, **options)
+def setting(default: Any, group: SettingGroup, help: str, **options: Any) -> Any:
+    """Returns a dataclass field with ``default`` (dataclasses.MISSING: no default) and a Setting of ``options``."""
+    made = {"group": group, "help": help, **options}
     return dataclasses.field(default=default, metadata={_METADATA_KEY: made})
 
 
-def checked(default: Any, *, kind: Kind = "text", **limits: Any) -> Any:
+def checked(default: Any, **limits: Any) -> Any:
     """Returns a dataclass field that ``check_settings`` checks, but that has no flag: its default is right for every
-    server. A program that embeds the engine may set it. ``kind``, ``limits``: as for ``setting``."""
-    made = Setting(group=_EMBEDDED, help="", kind=kind, flag="", **limits)
-    return dataclasses.field(default=default, metadata={_METADATA_KEY: made})
+    server. A program that embeds the engine may set it. ``limits``: as for ``setting``."""
+    return setting(default, _EMBEDDED, "", **limits)
 
 
 def settings_of(config: Any) -> Mapping[str, Setting]:
@@ -117,12 +103,23 @@ def _settings_of(kind: type) -> Mapping[str, Setting]:
 
 @cache
 def _checks_of(kind: type) -> Mapping[str, Setting]:
-    found: dict[str, Setting] = {}
-    for field in dataclasses.fields(kind):
-        made = field.metadata.get(_METADATA_KEY)
-        if made is not None:
-            found[field.name] = made if made.flag else dataclasses.replace(made, flag=_flag(field))
-    return MappingProxyType(found)
+    fields = (each for each in dataclasses.fields(kind) if _METADATA_KEY in each.metadata)
+    return MappingProxyType({field.name: _made(field) for field in fields})
+
+
+def _made(field: dataclasses.Field[Any]) -> Setting:
+    name = str(getattr(field.type, "__name__", field.type)).removesuffix(" | None")
+    kind = _KINDS.get(name, "text")
+    for suffix, of in (("_bytes", "bytes"), ("_s", "seconds")):
+        if field.name.endswith(suffix) and kind != "text":
+            kind = of
+    options: dict[str, Any] = {
+        "kind": kind,
+        "flag": _flag(field),
+        "repeated": name.startswith("tuple"),
+    }
+    options |= field.metadata[_METADATA_KEY]
+    return Setting(**{"metavar": _METAVARS.get(options["kind"]), **options})
 
 
 def default_of(config: Any, field: str) -> Any:
@@ -148,10 +145,7 @@ def check_settings(config: Any, prefix: str = "") -> None:
 
 
 def _flag(field: dataclasses.Field[Any]) -> str:
-    name = field.name
-    for unit in _UNITS:
-        name = name.removesuffix(unit)
-    return "--" + name.replace("_", "-")
+    return "--" + field.name.removesuffix("_s").replace("_", "-")
 
 
 def _limit(made: Setting, value: object) -> str | None:

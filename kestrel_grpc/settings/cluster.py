@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from kestrel_engine import ConfigError, SettingGroup, check_settings, checked, setting
 
 from .addresses import parse_address, unix_path
+from .flags import matching
 
 CLUSTER = SettingGroup("cluster", "cluster")
 MOST_REPLICAS = 1000
-_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
-
-
-def _application(text: str) -> str:
-    if _NAME.fullmatch(text) is None:
-        raise ValueError(
-            "must be 1 to 63 lower-case letters, digits and dashes, not a dash at an end"
-        )
-    return text
+_name = matching(
+    r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?",
+    "1 to 63 lower-case letters, digits and dashes, not a dash at an end",
+)
 
 
 def _tcp(text: str) -> str:
@@ -37,7 +32,7 @@ class ClusterConfig:
         CLUSTER,
         "name of the application of Ray Serve, and the path of its directory over HTTP; another one for each cluster "
         "of servers",
-        parse=_application,
+        parse=_name,
         metavar="NAME",
     )
     ray_address: str = setting(
@@ -57,8 +52,6 @@ class ClusterConfig:
         1,
         CLUSTER,
         "number of servers; with --max-replicas the smallest number",
-        kind="whole",
-        metavar="N",
         low=1,
         high=MOST_REPLICAS,
     )
@@ -66,8 +59,6 @@ class ClusterConfig:
         None,
         CLUSTER,
         "largest number of servers; the load decides how many there are",
-        kind="whole",
-        metavar="N",
         low=1,
         high=MOST_REPLICAS,
         shown="that of --replicas",
@@ -76,19 +67,16 @@ class ClusterConfig:
         None,
         CLUSTER,
         "GPUs of a server, for Ray's choice of a node; 0.5 lets two servers share one",
-        kind="number",
-        metavar="N",
         low=0,
         high=1,
         shown="1 with --device cuda, and with auto if the cluster has GPUs; otherwise 0",
     )
-    replica_cpus: float = checked(1.0, kind="number", low=0, high=1024)
+    replica_cpus: float = checked(1.0, low=0, high=1024)
     """Processors of a server, for Ray's choice of a node."""
     replica_port: int = setting(
         0,
         CLUSTER,
         "port of every server, at the address of its node; a node then has at most one; 0: each gets a free port",
-        kind="whole",
         metavar="PORT",
         low=0,
         high=65535,
@@ -98,7 +86,6 @@ class ClusterConfig:
         CLUSTER,
         "how many servers more than usual there may be during an upgrade, in percent; with 0, old servers end before "
         "new ones start on their GPUs",
-        kind="whole",
         metavar="PERCENT",
         low=0,
         high=100,
@@ -107,24 +94,18 @@ class ClusterConfig:
         0.8,
         CLUSTER,
         "servers are added above this mean of requests divided by places in the batch",
-        kind="number",
         metavar="SHARE",
         above=0,
         high=100,
     )
-    target_queue_wait_s: float = checked(1.0, kind="seconds", above=0)
+    target_queue_wait_s: float = checked(1.0, above=0)
     """Servers are added above this mean wait of requests in the queue."""
-    target_kv_use: float = checked(0.9, kind="number", above=0, high=1)
+    target_kv_use: float = checked(0.9, above=0, high=1)
     """Servers are added above this mean share of KV pages that requests use."""
-    scale_up_delay_s: float = checked(10.0, kind="seconds", low=0)
+    scale_up_delay_s: float = checked(10.0, low=0)
     """How long the load must be too high before servers are added."""
     scale_down_delay_s: float = setting(
-        300.0,
-        CLUSTER,
-        "how long fewer servers must be enough before some end",
-        kind="seconds",
-        metavar="SECONDS",
-        low=0,
+        300.0, CLUSTER, "how long fewer servers must be enough before some end", low=0
     )
 
     def __post_init__(self) -> None:

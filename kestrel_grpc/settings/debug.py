@@ -36,7 +36,7 @@ class DebugConfig:
         parse=writable_folder,
         shown="refused",
     )
-    profile_max_bytes: int = checked(1024 * _MIB, kind="bytes", low=0)
+    profile_max_bytes: int = checked(1024 * _MIB, low=0)
     """Limit on the bytes of all profiles in that folder."""
     capture_dir: str | None = setting(
         None,
@@ -47,14 +47,11 @@ class DebugConfig:
         shown="refused",
     )
     capture_images: bool = setting(
-        False,
-        DEBUG,
-        "allow captures to hold images of the requests",
-        bare="on",
+        False, DEBUG, "allow captures to hold images of the requests", bare="on"
     )
-    capture_max_files: int = checked(100, kind="whole", low=0)
+    capture_max_files: int = checked(100, low=0)
     """Limit on captured requests in that folder."""
-    capture_max_bytes: int = checked(256 * _MIB, kind="bytes", low=0)
+    capture_max_bytes: int = checked(256 * _MIB, low=0)
     """Limit on the bytes of all captured requests in that folder."""
 
     def __post_init__(self) -> None:

@@ -111,12 +111,14 @@ def _add(flags: Flags, setting: Setting, default: Any, *, several: bool) -> None
         default = "on" if default else "off"
     elif setting.repeated:
         default = None
+    several_ways = setting.repeated and setting.distinct
+    help = setting.help + ("; repeat the flag or separate with commas" if several_ways else "")
     if several:
         assert setting.kind == "text" and setting.parse is None, setting
         flags.add(
             setting.flag,
             *setting.aliases,
-            help=f"{setting.help}; may be given several times, each with settings of its own: NAME,SETTING=VALUE",
+            help=f"{help}; may be given several times, each with settings of its own: NAME,SETTING=VALUE",
             type=in_list,
             default=[default],
             shown=str(default),
@@ -127,7 +129,7 @@ def _add(flags: Flags, setting: Setting, default: Any, *, several: bool) -> None
     flags.add(
         setting.flag,
         *setting.aliases,
-        help=setting.help,
+        help=help,
         type=parser_of(setting),
         default=0 if default is None and setting.zero_is_none else default,
         shown=_shown_size(default)
@@ -139,8 +141,23 @@ def _add(flags: Flags, setting: Setting, default: Any, *, several: bool) -> None
 
 
 def parser_of(setting: Setting) -> Callable[[str], Any]:
-    """The function that reads the setting's value from text. It raises ValueError."""
-    return setting.parse or _PARSERS[setting.kind]
+    """The function that reads the setting's value from text: of a repeated setting, a list. It raises ValueError."""
+    read = setting.parse or _PARSERS[setting.kind]
+    if setting.repeated:
+        return lambda text: [read(part.strip()) for part in text.split(",")]
+    return read
+
+
+def matching(pattern: str, limit: str) -> Callable[[str], str]:
+    """A ``parse`` for texts that the whole ``pattern`` matches. ``limit``: what they must be, for the error."""
+    compiled = re.compile(pattern)
+
+    def checked_text(text: str) -> str:
+        if not compiled.fullmatch(text):
+            raise ValueError(f"must be {limit}")
+        return text
+
+    return checked_text
 
 
 def field_value(setting: Setting, given: Any) -> Any:

@@ -70,9 +70,7 @@ class CallLimits:
         1024,
         CALLS,
         "limit on a caller's calls in progress",
-        kind="whole",
         flag="--max-calls",
-        metavar="N",
         low=0,
         high=_MOST,
         zero_is_none=True,
@@ -82,23 +80,20 @@ class CallLimits:
         CALLS,
         "limit on the bytes of all callers' request messages in memory; a message counts twice, and its bytes are "
         "reserved before it is read",
-        kind="bytes",
         flag="--max-held-bytes",
-        metavar="SIZE",
         zero_is_none=True,
     )
     rate: float | None = setting(
         None,
         CALLS,
         "limit on a caller's calls per second, averaged over time",
-        kind="number",
         metavar="PER_SECOND",
         low=0,
         high=_MOST,
         zero_is_none=True,
         shown="0",
     )
-    burst: int = checked(10, kind="whole", low=1, high=_MOST)
+    burst: int = checked(10, low=1, high=_MOST)
     """How many calls a caller may make at once after a pause, if ``rate`` is set."""
     deadline_s: float | None = setting(
         120.0,
@@ -138,9 +133,7 @@ class ConnectionLimits:
         CALLS,
         "limit on connections to the addresses of --listen, and on those to --http-listen; the server closes further "
         "ones at once",
-        kind="whole",
         flag="--max-connections",
-        metavar="N",
         low=0,
         high=_MOST,
         zero_is_none=True,
@@ -149,17 +142,15 @@ class ConnectionLimits:
         None,
         CALLS,
         "limit on connections of one address (IPv6: one /64 network); the server closes the newest ones; Linux only",
-        kind="whole",
         flag="--max-connections-per-address",
-        metavar="N",
         low=0,
         high=_MOST,
         shown="half of --max-connections",
     )
     """0: no limit. ``most_of_address`` is what counts."""
-    metadata_bytes: int = checked(16 * KIB, kind="bytes", low=1024, high=1024 * 1024)
+    metadata_bytes: int = checked(16 * KIB, low=1024, high=1024 * 1024)
     """Limit on the metadata of a call."""
-    streams: int = checked(100, kind="whole", low=1, high=_MOST)
+    streams: int = checked(100, low=1, high=_MOST)
     """Limit on calls in progress on one connection."""
     age_s: float | None = setting(
         1800.0,
@@ -217,9 +208,7 @@ class SecurityConfig:
         "serve metrics on --metrics-listen without a token of scope metrics, even if callers need tokens",
     )
     metrics_tls: bool = setting(
-        True,
-        SECURITY,
-        "serve --metrics-listen with the certificate of --tls-cert, if that is set",
+        True, SECURITY, "serve --metrics-listen with the certificate of --tls-cert, if that is set"
     )
     metrics_client_ca: str | None = setting(
         None,

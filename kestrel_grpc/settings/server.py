@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,7 +15,7 @@ from kestrel_engine import ConfigError, SettingGroup, check_settings, checked, s
 
 from .addresses import parse_address
 from .debug import DebugConfig
-from .flags import SettingsError, configured, size
+from .flags import SettingsError, configured, matching, size
 from .http import HttpConfig
 from .logs import DEFAULT_BUFFER_BYTES, LEAST_BUFFER_BYTES, checked_levels
 from .security import SecurityConfig
@@ -30,7 +29,7 @@ COMPRESSIONS = ("off", "low", "medium", "high")
 would use it for every caller."""
 
 MIB = 1024 * 1024
-_PLUGIN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+_PLUGIN = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"
 _DRAIN_DELAY_S = 5.0
 _IN_KUBERNETES = "KUBERNETES_SERVICE_HOST"
 """Kubernetes sets it in every container."""
@@ -39,24 +38,6 @@ _LARGEST_MESSAGE = 2**31 - 1
 
 SERVER = SettingGroup("server", "server")
 LOG = SettingGroup("log", "log")
-
-
-def _addresses(text: str) -> list[str]:
-    return [parse_address(part.strip()) for part in text.split(",")]
-
-
-def _folders(text: str) -> list[str]:
-    folders = [part.strip() for part in text.split(",")]
-    if not all(folders):
-        raise ValueError("must be a folder")
-    return folders
-
-
-def _plugins(text: str) -> list[str]:
-    names = [part.strip() for part in text.split(",")]
-    if not all(_PLUGIN.fullmatch(name) for name in names):
-        raise ValueError("must be PACKAGE.MODULE:CLASS")
-    return names
 
 
 def _buffer_bytes(text: str) -> int:
@@ -74,10 +55,8 @@ class ServerConfig:
     listen: tuple[str, ...] = setting(
         (DEFAULT_ADDRESS,),
         SERVER,
-        "address to listen on: HOST:PORT, [IPV6]:PORT or unix:PATH; repeat the flag or separate addresses with commas",
-        parse=_addresses,
-        repeated=True,
-        distinct=True,
+        "address to listen on: HOST:PORT, [IPV6]:PORT or unix:PATH",
+        parse=parse_address,
         metavar="ADDRESS",
         shown=DEFAULT_ADDRESS,
     )
@@ -93,8 +72,6 @@ class ServerConfig:
         33 * MIB,
         SERVER,
         "largest message that the server receives or sends",
-        kind="bytes",
-        metavar="SIZE",
         low=1,
         high=_LARGEST_MESSAGE,
     )
@@ -110,31 +87,24 @@ class ServerConfig:
         SERVER,
         "bytes of images to store for requests that name an image by its id; the least recently used are dropped "
         "first; 0 stores none",
-        kind="bytes",
-        metavar="SIZE",
         low=0,
     )
-    upload_idle_s: float = checked(10.0, kind="seconds", low=0.1)
+    upload_idle_s: float = checked(10.0, low=0.1)
     """Cancel an upload that receives no data for this long, because it holds memory."""
     model_folders: tuple[str, ...] = setting(
         (),
         SERVER,
-        "folder, or s3://BUCKET/PREFIX, from which administrators may load models by path while the server runs; "
-        "repeat the flag or separate folders with commas",
-        parse=_folders,
-        repeated=True,
-        distinct=True,
+        "folder, or s3://BUCKET/PREFIX, from which administrators may load models by path while the server runs",
+        parse=matching(".+", "a folder"),
         metavar="DIR",
         shown="none: known names, hub ids, and the models that were given at the start",
     )
     skills: tuple[str, ...] = setting(
         (),
         SERVER,
-        "skill to serve in addition to the model's own (RunSkill); repeat the flag or separate skills with commas",
+        "skill to serve in addition to the model's own (RunSkill)",
         flag="--skill",
-        parse=_plugins,
-        repeated=True,
-        distinct=True,
+        parse=matching(_PLUGIN, "PACKAGE.MODULE:CLASS"),
         metavar="MODULE:CLASS",
         shown="none",
     )
@@ -142,8 +112,6 @@ class ServerConfig:
         30.0,
         SERVER,
         "how long running requests may continue after SIGTERM or Ctrl-C; a second signal ends them",
-        kind="seconds",
-        metavar="SECONDS",
         low=0,
     )
     """The default is the same as Kubernetes' terminationGracePeriodSeconds."""
@@ -152,8 +120,6 @@ class ServerConfig:
         SERVER,
         "how long the server still accepts requests after SIGTERM, before --grace, while health checks report "
         "NOT_SERVING, so that load balancers can react",
-        kind="seconds",
-        metavar="SECONDS",
         low=0,
         shown="5, or --grace if that is less; 0 in Kubernetes",
     )
@@ -187,9 +153,7 @@ class ServerConfig:
         DEFAULT_BUFFER_BYTES,
         LOG,
         "limit on the bytes of log lines that wait to be written; the server drops and counts further lines",
-        kind="bytes",
         parse=_buffer_bytes,
-        metavar="SIZE",
         low=LEAST_BUFFER_BYTES,
     )
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)

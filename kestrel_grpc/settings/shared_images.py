@@ -50,13 +50,13 @@ class SharedImagesConfig:
         low=1,
         high=_MONTH_S,
     )
-    timeout_s: float = checked(2.0, kind="seconds", low=0.01, high=60)
+    timeout_s: float = checked(2.0, low=0.01, high=60)
     """How long a call waits for the shared store."""
-    value_bytes: int = checked(33 * MIB, kind="bytes", low=1, high=512 * MIB)
+    value_bytes: int = checked(33 * MIB, low=1, high=512 * MIB)
     """Largest image in the shared store; the server neither writes nor reads a larger one."""
-    caller_bytes: int = checked(256 * MIB, kind="bytes", low=1)
+    caller_bytes: int = checked(256 * MIB, low=1)
     """Bytes of one caller's images in the shared store; its oldest are dropped first."""
-    flight_bytes: int = checked(128 * MIB, kind="bytes", low=1)
+    flight_bytes: int = checked(128 * MIB, low=1)
     """Bytes that are on the way to or from the shared store at one time; one caller may have half of them."""
     key_file: str | None = setting(
         None,

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Literal
 
 from kestrel_engine import ConfigError, SettingGroup, check_settings, setting
 
 from .addresses import parse_address, unix_path
+from .flags import matching
 
 MOST_WORKERS = 64
 _MOST_RESTARTS = 1_000_000
 INDEX = "{index}"
 """The placeholder for the worker's index in --worker-listen."""
-_DEVICE = re.compile(r"cpu|cuda:\d{1,3}")
 WORKERS = SettingGroup("workers", "server")
-
-
-def parse_devices(text: str) -> list[str]:
-    """Devices, separated by commas. Raises ValueError."""
-    named = [part.strip() for part in text.split(",")]
-    if not all(_DEVICE.fullmatch(device) for device in named):
-        raise ValueError("must be cpu or cuda:N, separated by commas")
-    return named
 
 
 def parse_pattern(text: str) -> str:
@@ -42,8 +33,6 @@ class WorkersConfig:
         None,
         WORKERS,
         "number of processes that share the TCP addresses of --listen, each with its own model and device (Linux only)",
-        kind="whole",
-        metavar="N",
         low=1,
         high=MOST_WORKERS,
         shown="the number of --devices, or 1",
@@ -52,8 +41,8 @@ class WorkersConfig:
         (),
         WORKERS,
         "each worker's device, separated by commas: cuda:0,cuda:1",
-        parse=parse_devices,
-        repeated=True,
+        parse=matching(r"cpu|cuda:\d{1,3}", "cpu or cuda:N, separated by commas"),
+        distinct=False,
         metavar="DEVICES",
         shown="cpu; with --device cuda: cuda:0, cuda:1 and so on",
     )
@@ -80,9 +69,7 @@ class WorkersConfig:
         5,
         WORKERS,
         "how often a worker may be restarted within 10 minutes; if it ends once more, the server ends",
-        kind="whole",
         flag="--worker-restarts",
-        metavar="N",
         low=0,
         high=_MOST_RESTARTS,
     )

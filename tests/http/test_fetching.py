@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
-from kestrel_engine import InvalidRequest
+from kestrel_engine import InvalidRequest, settings_of
 from kestrel_grpc.http import fetching
 from kestrel_grpc.http.fetching import Addresses, ImageFetcher, is_public
-from kestrel_grpc.settings.http import HttpConfig, fetched_hosts
+from kestrel_grpc.settings.flags import parser_of
+from kestrel_grpc.settings.http import HttpConfig
 from tests.http.conftest import data_url
 from tests.service.certificates import Authority, authority
 
@@ -379,6 +380,7 @@ def test_public_addresses():
 
 
 def test_hosts_of_the_setting():
+    fetched_hosts = parser_of(settings_of(HttpConfig)["http_fetch_allow"])
     assert fetched_hosts("Images.example.org, cdn.example.net:8443") == [HOST, OTHER]
     for bad in ("localhost", "127.0.0.1", "2130706433", "0x7f.1", "[::1]", "*.example.org", ""):
         with pytest.raises(ValueError, match="must be HOST or HOST:PORT"):

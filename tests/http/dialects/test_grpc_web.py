@@ -11,9 +11,11 @@ from google.rpc import error_details_pb2, status_pb2
 
 from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine import settings_of
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of
-from kestrel_grpc.settings.http import HttpConfig, _origins
+from kestrel_grpc.settings.flags import parser_of
+from kestrel_grpc.settings.http import HttpConfig
 from kestrel_grpc.settings.security import SecurityConfig
 from tests.http.conftest import data_url
 from tests.service.conftest import NO_END, EndlessRuntime
@@ -212,8 +214,9 @@ async def test_pages_of_allowed_origins_only_may_call(http):
     "origin", ["app.example.org", "https://a.org/", "https://a.org/x", "ftp://a.org", "*.a.org", ""]
 )
 def test_an_origin_has_a_scheme_and_no_path(origin):
-    assert _origins("https://App.example.org, http://[::1]:8080,*") == [
+    origins = parser_of(settings_of(HttpConfig)["http_allow_origins"])
+    assert origins("https://App.example.org, http://[::1]:8080,*") == [
         *("https://app.example.org", "http://[::1]:8080", "*")
     ]
     with pytest.raises(ValueError, match="SCHEME://HOST"):
-        _origins(origin)
+        origins(origin)

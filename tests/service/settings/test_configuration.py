@@ -269,15 +269,9 @@ def test_a_field_is_all_that_a_knob_needs(file):
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Knobs:
-        batch_s: float = setting(
-            2.5, SettingGroup("knobs", "knobs"), "a pause", kind="seconds", high=9
-        )
+        batch_s: float = setting(2.5, SettingGroup("knobs", "knobs"), "a pause", high=9)
         names: tuple[str, ...] = setting(
-            ("a",),
-            SettingGroup("knobs", "knobs"),
-            "names",
-            parse=lambda t: t.split(","),
-            repeated=True,
+            ("a",), SettingGroup("knobs", "knobs"), "names", distinct=False
         )
         fast: bool = setting(
             True, SettingGroup("knobs", "knobs"), "plainly", flag="--slow", negated=True
