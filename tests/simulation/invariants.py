@@ -195,10 +195,10 @@ def check_now(engine: InferenceEngine) -> None:
     """What holds after every turn of the step loop."""
     engine._loop._scheduler.check()
     places = engine._places
-    holders = places._holders
-    assert places.held == sum(holder.held for holder in holders.values())
+    holders = places._shares.members.values()
+    assert places.held == sum(holder.held for holder in holders)
     assert places.held <= places.bound + places.reserved, "more places than there are"
-    assert places._weights == sum(holder.weight for holder in holders.values())
+    assert places._shares._weights == sum(holder.weight for holder in holders)
 
 
 def check_idle(engine: InferenceEngine) -> None:
