@@ -19,7 +19,7 @@ from tests.waiting import wait_until
 
 SIDE = 900
 IMAGE_BYTES = 3 * SIDE * SIDE
-CALLS = 20
+CALLS = 16
 
 
 @pytest.fixture(scope="module")

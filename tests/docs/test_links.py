@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -18,6 +19,7 @@ _CITED = re.compile(r"\bdocs/[\w/]+\.md(?:#[\w-]+)?")
 """A page, or its section, as code, messages and settings name it."""
 
 
+@cache
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -46,7 +48,10 @@ def test_every_page_that_a_file_names_exists():
         path = ROOT / name
         if name.startswith(("protos/third_party/", "CHANGELOG")) or not path.is_file():
             continue
-        for cited in _CITED.findall(path.read_bytes().decode(errors="ignore")):
+        content = path.read_bytes()
+        if b"docs/" not in content:
+            continue
+        for cited in _CITED.findall(content.decode(errors="ignore")):
             page, _, anchor = cited.partition("#")
             if leads_nowhere(ROOT / page, anchor):
                 broken.append(f"{name}: {cited}")

@@ -42,6 +42,7 @@ def mypy(folder: Path, *words: str | Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_blocks_of_the_client_pass_mypy(tmp_path: Path) -> None:
     blocks = using(CLIENT)
     assert len(blocks) > 25

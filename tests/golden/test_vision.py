@@ -13,7 +13,7 @@ from tests.golden.goldens import Golden
 pytestmark = pytest.mark.golden
 
 
-@pytest.mark.slow_with("md2")
+@pytest.mark.slow_with("md2", "big_2400x1500", "gray_640x480", "wide_900x600")
 @pytest.mark.parametrize("name", sorted(path.stem for path in (DATA / "images").iterdir()))
 def test_every_stage(golden: Golden, pictures: dict[str, PreparedImage], name: str) -> None:
     check_vision(golden, name, pictures[name])

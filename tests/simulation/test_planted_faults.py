@@ -136,6 +136,13 @@ FAULTS = [
 ]
 """With the first seed that is tried, as those before find nothing, and with what the world says."""
 
+SLOW = [
+    an_end_is_reported_twice,
+    the_places_of_several_looks_are_kept,
+    the_memory_of_a_message_is_kept,
+    a_request_that_loses_two_places_is_cancelled,
+]
+
 
 def broken_by(plant, monkeypatch, seed):
     """What the world says; "" if it finds nothing. What questions give alone is asked without the fault."""
@@ -149,6 +156,7 @@ def broken_by(plant, monkeypatch, seed):
     return ""
 
 
+@pytest.mark.slow_with(*SLOW)
 @pytest.mark.parametrize(("plant", "first", "said"), FAULTS)
 def test_a_planted_fault_is_found_by_seed(monkeypatch, plant, first, said):
     for seed in range(first, first + 40):

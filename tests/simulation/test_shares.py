@@ -44,6 +44,7 @@ def test_tokens_are_shared_by_weight(seed, weights):
         assert share == pytest.approx(each.weight / sum(weights), rel=0.1), found
 
 
+@pytest.mark.slow
 def test_a_single_caller_does_not_wait_for_a_flood():
     flood = Habits("a", always=60)
     alone = world(1, 1, Habits("b", always=1)).watch.longest["b"]
@@ -51,6 +52,7 @@ def test_a_single_caller_does_not_wait_for_a_flood():
     assert beside["b"] < 4 * alone < beside["a"]
 
 
+@pytest.mark.slow
 def test_the_least_priority_is_served_beside_the_best():
     """Every 10 s (``priority_aging_s``) a priority that was not served counts as a better one."""
     found = world(1, 2, Habits("a", high=0.95, low=1.0, always=10)).watch.longest["a"]

@@ -83,6 +83,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         assert "Traceback" not in log, log[-3000:]
 
 
+@pytest.mark.slow_with("unfinished health", "bombs of a caller", "unfinished of a caller")
 @pytest.mark.parametrize("name", ATTACKS)
 def test_memory_stays_within_what_the_flags_promise(server: ServerProcess, name: str) -> None:
     command = [sys.executable, "-m", "tests.abuse.connections.test_flood", name, server.address]

@@ -29,8 +29,8 @@ def test_kestrel_grpc_runs_the_same_modules():
     ("words", "printed"),
     [
         (["query", DEMO_IMAGE, "How many?", "--max-tokens", "4"], b"\n"),
-        (["models"], b"requests may wait"),
-        (["health"], b"SERVING"),
+        pytest.param(["models"], b"requests may wait", marks=pytest.mark.slow),
+        pytest.param(["health"], b"SERVING", marks=pytest.mark.slow),
         (
             ["batch", DEMO_IMAGE, "--caption", "--in-process", "--output", "out"],
             b"needs the server's package",

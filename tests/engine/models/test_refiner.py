@@ -179,6 +179,7 @@ def test_masks_of_a_batch_do_not_affect_one_another(both, inputs):
     torch.testing.assert_close(refiner.refine(*inputs), alone, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_part_that_is_changed_changes_the_result(both, tensors, inputs):
     """Every tensor is used: none is loaded in vain, or twice in place of another."""
     _, refiner = both

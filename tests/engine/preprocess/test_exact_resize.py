@@ -72,6 +72,7 @@ def check(width: int, height: int, vision: VisionConfig) -> None:
         )
 
 
+@pytest.mark.slow_with((1600, 2300), (3100, 400))
 @pytest.mark.parametrize(
     "size",
     [

@@ -517,6 +517,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow_with("idle")
 @pytest.mark.parametrize("state_of_it", ["loading", "idle", "busy"])
 async def test_nothing_is_left_of_a_process_that_is_killed(state_of_it):
     with subprocess.Popen(

@@ -25,6 +25,7 @@ def servers(tmp_path_factory):
 
 
 @BOTH
+@pytest.mark.slow_with("sync")
 async def test_calls_about_an_image_stay_on_one_server(servers, kind):
     async with servers.client(kind) as client:
         before = await places(client)

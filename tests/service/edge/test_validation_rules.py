@@ -374,12 +374,8 @@ def restates(method: str) -> bool:
 @pytest.mark.parametrize(
     ("method", "every"),
     [
-        *((method, False) for method in VALID),
-        *(
-            pytest.param(method, True, marks=pytest.mark.slow)
-            for method in VALID
-            if not restates(method)
-        ),
+        *((method, False) for method in VALID if not restates(method)),
+        *(pytest.param(method, not restates(method), marks=pytest.mark.slow) for method in VALID),
     ],
 )
 async def test_the_server_agrees_on_every_value_around_every_limit(
@@ -420,7 +416,7 @@ async def test_the_server_agrees_on_several_values_at_once(served: Served, rules
         )
     ]
     num_refused = 0
-    for _ in range(200):
+    for _ in range(100):
         chosen = chance.sample(changes, 3)
         message = rules.message(plain)
         for change in chosen:
@@ -429,4 +425,4 @@ async def test_the_server_agrees_on_several_values_at_once(served: Served, rules
         refusal = await ask(served, "VisionService/Query", message.SerializeToString())
         assert agrees(refused, refusal), ([str(c) for c in chosen], refused, refusal)
         num_refused += bool(refused)
-    assert 50 < num_refused < 200
+    assert 25 < num_refused < 100

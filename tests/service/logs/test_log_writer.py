@@ -5,7 +5,6 @@ import fcntl
 import logging
 import os
 import re
-import subprocess
 import sys
 import termios
 import threading
@@ -17,6 +16,7 @@ import pytest
 from kestrel_engine import clock
 from kestrel_grpc.logs import writer as log_writer
 from kestrel_grpc.logs.writer import LogWriter
+from tests.forking.process import ForkedProcess
 from tests.waiting import wait_until
 
 MIB = 1024 * 1024
@@ -205,7 +205,7 @@ def test_processes_that_share_a_pipe_leave_each_others_lines_whole(pipe):
         f"[logger.info('%s %d %s', sys.argv[2], n, sys.argv[2] * 30) for n in range({count})]; writer.close()"
     )
     arguments = [[sys.executable, "-c", program, str(pipe[1]), name] for name in names]
-    processes = [subprocess.Popen(each, pass_fds=(pipe[1],)) for each in arguments]
+    processes = [ForkedProcess(each, pass_fds=(pipe[1],)) for each in arguments]
     os.close(pipe[1])
     pipe[1] = None
     lines = read_all(pipe[0])
