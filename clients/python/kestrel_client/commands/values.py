@@ -28,17 +28,22 @@ def whole(low: int = 0, high: int = MAX_UINT32) -> Callable[[str], int]:
     return reported(parse)
 
 
-def seconds(low: float = 0.0, high: float = math.inf) -> Callable[[str], float]:
-    """A parser of durations in seconds, from ``low`` to ``high``."""
+def between(low: float, high: float, what: str, *, above: bool = False) -> Callable[[str], float]:
+    """A parser of numbers from ``low``, or ``above`` it, to ``high``. ``what``: how errors name them."""
 
     def parse(text: str) -> float:
         value = _float(text)
-        if not low <= value <= high:
-            most = "" if math.isinf(high) else f" to {high:g}"
-            raise ValueError(f"must be a number of seconds from {low:g}{most}")
+        if not low <= value <= high or (above and value == low):
+            raise ValueError(f"must be {what}")
         return value
 
     return reported(parse)
+
+
+def seconds(low: float = 0.0, high: float = math.inf) -> Callable[[str], float]:
+    """A parser of durations in seconds, from ``low`` to ``high``."""
+    most = "" if math.isinf(high) else f" to {high:g}"
+    return between(low, high, f"a number of seconds from {low:g}{most}")
 
 
 def timeout(text: str) -> float:

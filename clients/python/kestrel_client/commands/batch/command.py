@@ -12,6 +12,7 @@ from typing import Any
 from kestrel_client import AnalyzeResult, Task
 
 from ..connection import add_connection_flags
+from ..flag_table import add_flags
 from ..flags import SettingsError
 from ..parser import EXIT_FAILED, CommandError
 from ..requests.analyze import add_task_flags, task_of
@@ -31,6 +32,22 @@ ESSENTIAL = (
 )
 
 
+_ROWS = """
+    --rows FILE...  CSV or JSONL file with a row for each image; paths of images are relative to the file
+    --image-column NAME  column of --rows with the path or the http(s) address of the image [=image]
+"""
+_OUTPUT = """
+    --output FILE   file of results (JSONL) [required]
+    --export TARGET...  also write FILE.csv, FILE.parquet, coco:FILE or yolo:FOLDER at the end; may be given several
+        times
+    --overlays FOLDER  draw each result on its image, finished ones too (needs Pillow)
+    --fresh         delete the results that there are
+    --retry-failed  run the images again that failed before
+    --quiet         show no progress
+    --json          print the summary as JSON
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.usage = f"{parser.prog} [IMAGE ...] TASK [TASK ...] --output FILE [flags]"
     parser.epilog = (
@@ -41,40 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "Exits with 1 if an image or a task failed."
     )
     parser.add_argument("words", metavar="IMAGE", nargs="*", help=IMAGE_HELP)
-    parser.add_argument(
-        "--rows",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="CSV or JSONL file with a row for each image; paths of images are relative to the file",
-    )
-    parser.add_argument(
-        "--image-column",
-        default="image",
-        metavar="NAME",
-        help="column of --rows with the path or the http(s) address of the image [image]",
-    )
+    add_flags(parser, _ROWS)
     add_task_flags(parser)
-    output = parser.add_argument_group("output")
-    output.add_argument("--output", metavar="FILE", required=True, help="file of results (JSONL)")
-    output.add_argument(
-        "--export",
-        action="append",
-        default=[],
-        metavar="TARGET",
-        help="also write FILE.csv, FILE.parquet, coco:FILE or yolo:FOLDER at the end; may be given several times",
-    )
-    output.add_argument(
-        "--overlays",
-        metavar="FOLDER",
-        help="draw each result on its image, finished ones too (needs Pillow)",
-    )
-    output.add_argument("--fresh", action="store_true", help="delete the results that there are")
-    output.add_argument(
-        "--retry-failed", action="store_true", help="run the images again that failed before"
-    )
-    output.add_argument("--quiet", action="store_true", help="show no progress")
-    output.add_argument("--json", action="store_true", help="print the summary as JSON")
+    add_flags(parser.add_argument_group("output"), _OUTPUT)
     add_running_flags(parser)
     add_request_flags(parser)
     parser.set_defaults(priority="low")
@@ -87,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
             "give at least one task: --query, --caption, --point, --detect, --segment"
         )
     check_running_flags(args)
-    exports = [parse_export(text) for text in args.export]
-    rows = open_rows(args.words, args.rows, args.image_column)
+    exports = [parse_export(text) for text in args.export or ()]
+    rows = open_rows(args.words, args.rows or [], args.image_column)
     if not rows:
         raise SettingsError("no image is given: name images, or a file with --rows")
     keys = _keys(args)

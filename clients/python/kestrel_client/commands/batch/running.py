@@ -13,6 +13,7 @@ from typing import Any
 from kestrel_client import AnalyzeResult, AsyncKestrelClient, Task
 
 from ..connection import open_async_client, sdk_errors, servers_of
+from ..flag_table import add_flags
 from ..flags import SettingsError
 from ..own_server import own_server
 from ..values import seconds, whole
@@ -24,37 +25,19 @@ _OWN_SERVER = ("config", "weights", "tokenizer")
 """Flags of the server that a command starts for itself."""
 
 
+_FLAGS = """
+    --concurrency N  limit on the requests in flight; fewer while the server is busy [the batch size of all servers]
+    --patience SECONDS  how long to try again while the server is busy or cannot be reached [=300]
+    --in-process     start a server for this command instead of calling --server; --model names what it serves
+    --config FILE    configuration of the server that the command starts (TOML)
+    --weights PATH   start a server with these weights, as --in-process does
+    --tokenizer FILE  tokenizer.json of --weights
+"""
+
+
 def add_running_flags(parser: argparse.ArgumentParser) -> None:
-    running = parser.add_argument_group("running")
-    running.add_argument(
-        "--concurrency",
-        type=whole(1, 1024),
-        metavar="N",
-        help="limit on the requests in flight; fewer while the server is busy [the batch size of all servers]",
-    )
-    running.add_argument(
-        "--patience",
-        type=seconds(0, 86_400),
-        default=300.0,
-        metavar="SECONDS",
-        help="how long to try again while the server is busy or cannot be reached [300]",
-    )
-    running.add_argument(
-        "--in-process",
-        action="store_true",
-        help="start a server for this command instead of calling --server; --model names what it serves",
-    )
-    running.add_argument(
-        "--config",
-        metavar="FILE",
-        help="configuration of the server that the command starts (TOML)",
-    )
-    running.add_argument(
-        "--weights",
-        metavar="PATH",
-        help="start a server with these weights, as --in-process does",
-    )
-    running.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json of --weights")
+    group = parser.add_argument_group("running")
+    add_flags(group, _FLAGS, N=whole(1, 1024), SECONDS=seconds(0, 86_400))
 
 
 def check_running_flags(args: argparse.Namespace) -> None:

@@ -15,7 +15,8 @@ from ..batch.journal import Journal
 from ..batch.rows import Row
 from ..batch.running import add_running_flags, check_running_flags, run_rows, server_of
 from ..connection import add_connection_flags
-from ..flags import SettingsError, reported
+from ..flag_table import add_flags
+from ..flags import SettingsError
 from ..parser import EXIT_FAILED, CommandError
 from ..requests.flags import add_min_score_flag, add_request_flags, request_options
 from ..values import number, whole
@@ -35,6 +36,30 @@ ESSENTIAL = (
 )
 
 
+_DATA = """
+    --limit N       use only the first N rows; -1: all [-1]
+    --hub REPO      data set of the hub to read instead of the set's own
+    --split NAME    split of the data set on the hub [the set's usual one]
+    --subset NAME   configuration of the data set on the hub [the set's usual one]
+"""
+_QUESTIONS = """
+    --prompt TEXT   text of each question; {question} stands for the row's question [the set's own]
+    --reasoning     let the model reason before it answers
+    --temperature TEMPERATURE  0 always takes the most likely token [=0]
+    --max-tokens MAX  limit on the tokens of each answer [the server's]
+    --absent N      sets of boxes: also ask for N objects that each image does not show [=0]
+"""
+_OUTPUT = """
+    --output PATH   folder of results and reports [eval-SET]; of compare: a page to write (HTML)
+    --against FLAGS  evaluate again with these flags changed, as in --against='--server HOST:PORT', and compare
+    --worst N       images on the page [=24]
+    --fresh         delete the results that there are
+    --retry-failed  ask again what failed before
+    --quiet         show no progress
+    --json          print the report as JSON
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.usage = (
         f"{parser.prog} SET [FOLDER] [flags]\n       {parser.prog} {_COMPARE} FOLDER FOLDER [flags]"
@@ -50,76 +75,19 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "Exits with 1 if a request failed. docs/use/evaluation.md describes sets, layouts and metrics."
     )
     parser.add_argument("words", metavar="SET", nargs="*", help="data set, and its folder or file")
-    data = parser.add_argument_group("data")
-    data.add_argument(
-        "--limit",
-        type=_limit,
-        metavar="N",
-        help="use only the first N rows; -1: all [-1]",
-    )
-    data.add_argument(
-        "--hub", metavar="REPO", help="data set of the hub to read instead of the set's own"
-    )
-    data.add_argument(
-        "--split", metavar="NAME", help="split of the data set on the hub [the set's usual one]"
-    )
-    data.add_argument(
-        "--subset",
-        metavar="NAME",
-        help="configuration of the data set on the hub [the set's usual one]",
-    )
+    add_flags(parser.add_argument_group("data"), _DATA, N=_limit)
     asking = parser.add_argument_group("questions")
-    asking.add_argument(
-        "--prompt",
-        metavar="TEXT",
-        help="text of each question; {question} stands for the row's question [the set's own]",
-    )
-    asking.add_argument(
-        "--reasoning", action="store_true", help="let the model reason before it answers"
-    )
-    asking.add_argument(
-        "--temperature", type=number, default=0.0, help="0 always takes the most likely token [0]"
-    )
-    asking.add_argument(
-        "--max-tokens", type=whole(), help="limit on the tokens of each answer [the server's]"
-    )
+    add_flags(asking, _QUESTIONS, TEMPERATURE=number, MAX=whole(), N=whole(0, 1000))
     add_min_score_flag(asking)
-    asking.add_argument(
-        "--absent",
-        type=whole(0, 1000),
-        default=0,
-        metavar="N",
-        help="sets of boxes: also ask for N objects that each image does not show [0]",
-    )
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--output",
-        metavar="PATH",
-        help="folder of results and reports [eval-SET]; of compare: a page to write (HTML)",
-    )
-    output.add_argument(
-        "--against",
-        metavar="FLAGS",
-        help="evaluate again with these flags changed, as in --against='--server HOST:PORT', and compare",
-    )
-    output.add_argument(
-        "--worst", type=whole(0, 500), default=24, metavar="N", help="images on the page [24]"
-    )
-    output.add_argument("--fresh", action="store_true", help="delete the results that there are")
-    output.add_argument("--retry-failed", action="store_true", help="ask again what failed before")
-    output.add_argument("--quiet", action="store_true", help="show no progress")
-    output.add_argument("--json", action="store_true", help="print the report as JSON")
+    add_flags(parser.add_argument_group("output"), _OUTPUT, N=whole(0, 500))
     add_running_flags(parser)
     add_request_flags(parser)
     parser.set_defaults(priority="low")
     add_connection_flags(parser)
 
 
-def _whole_or_all(text: str) -> int:
+def _limit(text: str) -> int:
     return -1 if text == "-1" else whole(1)(text)
-
-
-_limit = reported(_whole_or_all)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,10 +12,25 @@ from typing import Any
 from kestrel_client import KestrelAdmin
 
 from ..connection import add_server_flags, connected_admin
+from ..flag_table import add_flags
 from ..parser import CommandError
 from ..values import seconds, whole
 
 _LEVELS = ("debug", "info", "warning", "error")
+
+
+_MODULE = "change only this module and its submodules, like kestrel_engine.steps.loop [all modules]"
+_LOADED = "name, hub id or path, which settings of its own may follow: moondream2,kv-cache-gib=8"
+_PROFILE = """
+    --seconds S  limit in seconds, 0.1 to 60 [=10]
+    --steps N    limit in steps, 1 to 10000 [=500]
+    --python-functions  also record the step thread's Python functions, which slows it down
+    --only {start,stop}  only start a recording without waiting for its end, or only stop a running one
+"""
+_CAPTURE = """
+    --requests N  stop after this many requests, 1 to 100 [=10]
+    --images      also write the images of the requests, if the server has --capture-images
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
@@ -28,33 +43,22 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     cancel = _add_action(actions, "cancel", "cancel requests by their id")
     cancel.add_argument("request_id", metavar="REQUEST_ID", help="id of the requests to cancel")
     flush = _add_action(actions, "flush", "empty the server's caches")
-    flush.add_argument("--stored-images", action="store_true", help="also delete all stored images")
+    add_flags(flush, "--stored-images  also delete all stored images")
     level = _add_action(actions, "log-level", "change the server's log level until it ends")
     level.add_argument("level", choices=_LEVELS, help="least severe level to log")
-    level.add_argument(
-        "module",
-        nargs="?",
-        default="",
-        metavar="MODULE",
-        help="change only this module and its submodules, like kestrel_engine.steps.loop [all modules]",
-    )
+    level.add_argument("module", nargs="?", default="", metavar="MODULE", help=_MODULE)
     _add_action(actions, "statistics", "print counts of requests, calls, pages and tokens")
     _add_profile(actions)
     _add_capture(actions)
     load = _add_action(actions, "load-model", "load another model while the server serves")
-    load.add_argument(
-        "model",
-        metavar="MODEL",
-        help="name, hub id or path, which settings of its own may follow: moondream2,kv-cache-gib=8",
-    )
-    load.add_argument("--default", action="store_true", help="then make it the default model")
+    load.add_argument("model", metavar="MODEL", help=_LOADED)
+    add_flags(load, "--default  then make it the default model")
     unload = _add_action(actions, "unload-model", "unload a model that is not the default")
     unload.add_argument("model", metavar="MODEL", help="name of the model, as models lists it")
-    unload.add_argument(
-        "--grace",
-        type=seconds(0.0, 86_400.0),
-        metavar="S",
-        help="seconds that running requests may take [the server's --grace]",
+    add_flags(
+        unload,
+        "--grace S  seconds that running requests may take [the server's --grace]",
+        S=seconds(0.0, 86_400.0),
     )
     default = _add_action(actions, "default-model", "make a loaded model the default")
     default.add_argument("model", metavar="MODEL", help="name of the model, as models lists it")
@@ -64,9 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     ):
         adapter = _add_action(actions, name, does)
         adapter.add_argument("adapter", metavar="NAME", help="name of the adapter, as in requests")
-        adapter.add_argument(
-            "--model", metavar="MODEL", help="model that applies it [the default model]"
-        )
+        add_flags(adapter, "--model MODEL  model that applies it [the default model]")
 
 
 def _add_action(
@@ -87,30 +89,7 @@ def _add_profile(actions: Any) -> None:
         "Record a profile of the step thread and the device. The recording ends at the first of its "
         "limits, or with Ctrl-C. Open the file with Perfetto or chrome://tracing.",
     )
-    profile.add_argument(
-        "--seconds",
-        type=seconds(0.1, 60),
-        default=10.0,
-        metavar="S",
-        help="limit in seconds, 0.1 to 60 [10]",
-    )
-    profile.add_argument(
-        "--steps",
-        type=whole(1, 10_000),
-        default=500,
-        metavar="N",
-        help="limit in steps, 1 to 10000 [500]",
-    )
-    profile.add_argument(
-        "--python-functions",
-        action="store_true",
-        help="also record the step thread's Python functions, which slows it down",
-    )
-    profile.add_argument(
-        "--only",
-        choices=("start", "stop"),
-        help="only start a recording without waiting for its end, or only stop a running one",
-    )
+    add_flags(profile, _PROFILE, S=seconds(0.1, 60), N=whole(1, 10_000))
 
 
 def _add_capture(actions: Any) -> None:
@@ -127,18 +106,7 @@ def _add_capture(actions: Any) -> None:
         metavar="start|stop",
         help="start or stop capturing",
     )
-    capture.add_argument(
-        "--requests",
-        type=whole(1, 100),
-        default=10,
-        metavar="N",
-        help="stop after this many requests, 1 to 100 [10]",
-    )
-    capture.add_argument(
-        "--images",
-        action="store_true",
-        help="also write the images of the requests, if the server has --capture-images",
-    )
+    add_flags(capture, _CAPTURE, N=whole(1, 100))
 
 
 def run(args: argparse.Namespace) -> int:

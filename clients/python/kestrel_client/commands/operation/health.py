@@ -14,10 +14,10 @@ from kestrel_client import (
 )
 
 from ..connection import add_server_flags, open_client, sdk_errors, token_variable
+from ..flag_table import add_flags
 from ..parser import CommandError
 from ..values import seconds
 
-_WAIT_S = 2.0
 _ANSWER_S = 5.0
 """Limit on the time of a call that finds out why a server is not ready."""
 _STATES = {
@@ -28,30 +28,25 @@ _STATES = {
 }
 
 
+_FLAGS = """
+    --wait SECONDS  how long to wait until the server is ready [=2]
+    --service NAME  name of a service, like kestrel.v1.VisionService, or of the model [the whole server]
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
         "Prints SERVING and exits with 0 if the server accepts requests, and this caller's token if it has one. "
         "Otherwise exits with 1 and says why."
     )
     add_server_flags(parser)
-    parser.add_argument(
-        "--wait",
-        type=seconds(),
-        metavar="SECONDS",
-        default=_WAIT_S,
-        help=f"how long to wait until the server is ready [{_WAIT_S:g}]",
-    )
-    parser.add_argument(
-        "--service",
-        default="",
-        help="name of a service, like kestrel.v1.VisionService, or of the model [the whole server]",
-    )
+    add_flags(parser, _FLAGS, SECONDS=seconds())
 
 
 def run(args: argparse.Namespace) -> int:
     with sdk_errors(args), open_client(args, None) as client:
         try:
-            client.wait_ready(args.wait, service=args.service)
+            client.wait_ready(args.wait, service=args.service or "")
         except DeadlineExceededError:
             why = _why_not_ready(client, args)
             print("NOT_SERVING")

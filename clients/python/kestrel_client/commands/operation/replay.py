@@ -20,6 +20,7 @@ from ..._pb.kestrel.v1 import image_service_pb2, vision_service_pb2
 from ...errors import from_rpc_error
 from ...images.request_images import request_images
 from ..connection import CallMetadata, add_connection_flags, open_channel
+from ..flag_table import add_flags
 from ..parser import EXIT_FAILED, CommandError
 
 if TYPE_CHECKING:
@@ -56,11 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "Exits with 1 if the request fails."
     )
     parser.add_argument("file", metavar="FILE", help="a captured request")
-    parser.add_argument(
-        "--image",
-        action="append",
-        metavar="FILE",
-        help="the image, if the capture does not hold it; of several, each in the order of the prompt",
+    add_flags(
+        parser,
+        "--image FILE...  the image, if the capture does not hold it; of several, each in the order of the prompt",
     )
     add_connection_flags(parser)
 

@@ -26,6 +26,7 @@ from kestrel_client import (
 from kestrel_client.values.tasks import outcome_dict
 
 from ..connection import add_connection_flags, connected, reported_failures
+from ..flag_table import add_flags
 from ..flags import SettingsError
 from ..parser import EXIT_FAILED
 from ..terminal import styled
@@ -60,16 +61,19 @@ ESSENTIAL = (
 )
 
 
+_OUTPUT = """
+    --stream  print results as they arrive
+    --json    print JSON; with --stream one object per line
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = "Each kind of task may be given several times. Exits with 1 if a task fails."
     parser.usage = f"{parser.prog} IMAGE [IMAGE ...] TASK [TASK ...] [flags]"
     parser.add_argument("words", metavar="IMAGE", nargs="*", help=IMAGE_HELP)
     add_task_flags(parser)
     output = parser.add_argument_group("output")
-    output.add_argument("--stream", action="store_true", help="print results as they arrive")
-    output.add_argument(
-        "--json", action="store_true", help="print JSON; with --stream one object per line"
-    )
+    add_flags(output, _OUTPUT)
     add_save_flags(output)
     add_request_flags(parser)
     add_connection_flags(parser)
@@ -95,9 +99,7 @@ def add_task_flags(parser: argparse.ArgumentParser) -> None:
         choices=("short", "normal", "long"),
         help="describe the image",
     )
-    parser.add_argument(
-        "--max-tokens", type=whole(), help="limit on the tokens of each task [the server's]"
-    )
+    add_flags(parser, "--max-tokens N  limit on the tokens of each task [the server's]", N=whole())
     add_min_score_flag(parser)
 
 

@@ -19,6 +19,7 @@ from kestrel_client import (
 )
 
 from ..connection import add_connection_flags, connected, failure_text
+from ..flag_table import add_flags
 from ..terminal import styled
 from .flags import (
     add_abstention_flags,
@@ -49,11 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     add_reasoning_flags(parser)
     add_system_flag(parser)
     add_abstention_flags(parser)
-    parser.add_argument(
-        "--independent",
-        action="store_true",
-        help="send each question without the earlier questions and answers",
-    )
+    add_flags(parser, "--independent  send each question without the earlier questions and answers")
     add_sampling_flags(parser, text=True)
     add_request_flags(parser)
     add_connection_flags(parser)

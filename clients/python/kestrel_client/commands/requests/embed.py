@@ -10,6 +10,7 @@ from pathlib import Path
 from kestrel_client import EmbedResult
 
 from ..connection import add_connection_flags, connected, reported_failures
+from ..flag_table import add_flags
 from ..flags import SettingsError
 from ..parser import EXIT_FAILED, CommandError
 from .flags import add_request_flags, request_options
@@ -18,28 +19,21 @@ from .inputs import IMAGE_HELP, open_inputs
 ESSENTIAL = ("--crops", "--pooling", "--dtype", "--save", "--model", "--server")
 
 
+_FLAGS = """
+    --crops  embed the crops of each image too, not only the whole
+    --pooling {mean,none}  mean: one vector of length 1 for an image or crop; none: one vector for each patch [=mean]
+    --dtype {float32,float16}  format of the numbers [=float32]
+    --save FILE.npz  write the vectors to this file
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
         "Prints a line of JSON for each image. With --save, writes arrays instead: 'names' and 'vectors',\n"
         "with --crops also 'crops', 'crop_of' (the index of each crop's image) and 'boxes'. numpy.load reads them."
     )
     parser.add_argument("images", metavar="IMAGE", nargs="+", help=IMAGE_HELP)
-    parser.add_argument(
-        "--crops", action="store_true", help="embed the crops of each image too, not only the whole"
-    )
-    parser.add_argument(
-        "--pooling",
-        choices=("mean", "none"),
-        default="mean",
-        help="mean: one vector of length 1 for an image or crop; none: one vector for each patch [mean]",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "float16"),
-        default="float32",
-        help="format of the numbers [float32]",
-    )
-    parser.add_argument("--save", metavar="FILE.npz", help="write the vectors to this file")
+    add_flags(parser, _FLAGS)
     add_request_flags(parser)
     add_connection_flags(parser)
 

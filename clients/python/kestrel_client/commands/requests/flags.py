@@ -7,11 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kestrel_client import (
-    Constraint,
-    Tiles,
-)
+from kestrel_client import Constraint, Tiles
 
+from ..flag_table import add_flags
 from ..flags import SettingsError
 from ..values import MAX_INT64, number, whole
 from .painted import SAVE_HELP
@@ -24,110 +22,86 @@ _SAMPLING = (
 _OPTIONS = ("model", "adapter", "request_id", "priority", "cache_salt", "background", "region")
 
 
+_SAMPLING_FLAGS = """
+    --temperature NUMBER  from 0 to 100; 0 always takes the most likely token
+    --top-p NUMBER   sample from the most likely tokens, up to this total probability; above 0, at most 1
+    --top-k N        sample from this many of the most likely tokens; 0: from all tokens
+    --min-p NUMBER   sample from tokens with at least this part of the largest probability; from 0 to 1
+    --max-tokens N   limit on the generated tokens; a point takes 2 tokens, a box 3
+"""
+_SEED = "--seed SEED  seed of sampling, from 0 to 2^63 - 1; the same seed gives the same answer"
+_PENALTY_FLAGS = """
+    --stop TEXT...   end the answer before this text; may be given several times
+    --repetition-penalty NUMBER  above 1: repeat less of the question and of the text so far; from 0.01 to 10; 1: no
+        penalty
+    --presence-penalty NUMBER   above 0: avoid tokens of the text so far; from -2 to 2
+    --frequency-penalty NUMBER  above 0: avoid frequent tokens of the text so far; from -2 to 2
+    --logit-bias ID=NUMBER...   add a number from -100 to 100 to the logit of a token; may be given several times
+"""
+_CONSTRAINT_FLAGS = """
+    --choice TEXT...    answer with this text, or with the text of another --choice
+    --regex PATTERN     answer with a text that matches this regular expression
+    --grammar FILE      answer with a text of the Lark grammar in this file
+    --json-schema FILE  answer with JSON that is valid under the JSON Schema in this file
+"""
+_REASONING = """
+    --reasoning      let the model reason before it answers
+    --max-reasoning-tokens N  with --reasoning: limit on the tokens of the reasoning [that of --max-tokens]
+"""
+_PRESUPPOSES = "--presupposes OBJECT...  answer only if the image shows this object; may be given several times"
+_MAX_ABSENCE = """
+    --max-absence P  with --presupposes: largest probability that the object is absent, in [0, 1] [the server's default]
+"""
+_LOGPROBS = """
+    --logprobs        print the log-probability of each token too, and their sum and mean
+    --top-logprobs N  with --logprobs: print the N likeliest tokens beside each token, at most 20
+"""
+_SAVE = f"""
+    --save FILE     {SAVE_HELP}
+    --save-on FILE  with --save: the image to draw on if IMAGE is an id
+"""
+_REQUEST = """
+    --model MODEL      name of the model that must answer [the server's default model]
+    --adapter NAME     adapter, a fine-tune of the model, to apply [none]
+    --request-id ID    id of the request, for logs and for 'admin cancel' [the server makes one]
+    --priority {low,normal,high}  priority among waiting requests [normal]
+    --cache-salt TEXT  share cached computation only with requests that have the same salt [no salt]
+    --background COLOUR  background for a transparent image: white, black or RRGGBB [alpha is dropped]
+    --region X0,Y0,X1,Y1  part of the image that the model sees: left, upper, right and lower edge as fractions
+        [the whole image]
+"""
+_MIN_SCORE = "--min-score SCORE  omit what has a lower score, in [0, 1] [the server's default]"
+
+
 def add_sampling_flags(
     parser: argparse.ArgumentParser, *, text: bool, has_seed: bool = False
 ) -> None:
     """``text``: the skill writes text. ``has_seed``: the command has a flag --seed of its own."""
     group = parser.add_argument_group("sampling (default: the server's)")
-    group.add_argument(
-        "--temperature", type=number, help="from 0 to 100; 0 always takes the most likely token"
-    )
-    group.add_argument(
-        "--top-p",
-        type=number,
-        help="sample from the most likely tokens, up to this total probability; above 0, at most 1",
-    )
-    group.add_argument(
-        "--top-k",
-        type=whole(),
-        help="sample from this many of the most likely tokens; 0: from all tokens",
-    )
-    group.add_argument(
-        "--min-p",
-        type=number,
-        help="sample from tokens with at least this part of the largest probability; from 0 to 1",
-    )
-    group.add_argument(
-        "--max-tokens",
-        type=whole(),
-        help="limit on the generated tokens; a point takes 2 tokens, a box 3",
-    )
+    add_flags(group, _SAMPLING_FLAGS, NUMBER=number, N=whole())
     if not has_seed:
-        group.add_argument(
-            "--seed",
-            type=whole(0, MAX_INT64),
-            help="seed of sampling, from 0 to 2^63 - 1; the same seed gives the same answer",
-        )
+        add_flags(group, _SEED, SEED=whole(0, MAX_INT64))
     if text:
-        group.add_argument(
-            "--stop",
-            action="append",
-            metavar="TEXT",
-            help="end the answer before this text; may be given several times",
-        )
-        group.add_argument(
-            "--repetition-penalty",
-            type=number,
-            help="above 1: repeat less of the question and of the text so far; from 0.01 to 10; 1: no penalty",
-        )
-        group.add_argument(
-            "--presence-penalty",
-            type=number,
-            help="above 0: avoid tokens of the text so far; from -2 to 2",
-        )
-        group.add_argument(
-            "--frequency-penalty",
-            type=number,
-            help="above 0: avoid frequent tokens of the text so far; from -2 to 2",
-        )
-        group.add_argument(
-            "--logit-bias",
-            action="append",
-            type=_bias,
-            metavar="ID=NUMBER",
-            help="add a number from -100 to 100 to the logit of a token; may be given several times",
-        )
-        _add_constraint_flags(parser)
+        add_flags(group, _PENALTY_FLAGS, NUMBER=number, logit_bias=_bias)
+        form = "form of the answer (one of these; default: any text)"
+        add_flags(parser.add_argument_group(form).add_mutually_exclusive_group(), _CONSTRAINT_FLAGS)
 
 
 def add_reasoning_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--reasoning", action="store_true", help="let the model reason before it answers"
-    )
-    parser.add_argument(
-        "--max-reasoning-tokens",
-        type=whole(),
-        metavar="N",
-        help="with --reasoning: limit on the tokens of the reasoning [that of --max-tokens]",
-    )
+    add_flags(parser, _REASONING, N=whole())
 
 
 def add_system_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--system",
-        metavar="TEXT",
-        default="",
-        help="instructions that precede the first question [none]",
-    )
+    add_flags(parser, "--system TEXT  instructions that precede the first question [none]")
+    parser.set_defaults(system="")
 
 
 def add_abstention_flags(parser: argparse.ArgumentParser, *, has_limit: bool = False) -> None:
     """``has_limit``: the command has a flag --max-absence of its own."""
-    parser.add_argument(
-        "--presupposes",
-        action="append",
-        default=[],
-        metavar="OBJECT",
-        help="answer only if the image shows this object; may be given several times",
-    )
-    if has_limit:
-        return
-    parser.add_argument(
-        "--max-absence",
-        type=number,
-        metavar="P",
-        help="with --presupposes: largest probability that the object is absent, in [0, 1] [the server's default]",
-    )
+    add_flags(parser, _PRESUPPOSES)
+    parser.set_defaults(presupposes=[])
+    if not has_limit:
+        add_flags(parser, _MAX_ABSENCE, P=number)
 
 
 def question_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -141,18 +115,8 @@ def question_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_logprobs_flags(output: Any) -> None:
-    output.add_argument(
-        "--logprobs",
-        action="store_true",
-        default=None,
-        help="print the log-probability of each token too, and their sum and mean",
-    )
-    output.add_argument(
-        "--top-logprobs",
-        type=whole(0, 20),
-        metavar="N",
-        help="with --logprobs: print the N likeliest tokens beside each token, at most 20",
-    )
+    add_flags(output, _LOGPROBS, N=whole(0, 20))
+    output.set_defaults(logprobs=None)
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -160,33 +124,7 @@ def _bias(text: str) -> tuple[int, float]:
     try:
         return int(token), float(bias)
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: must be an id and a number, like 17=-100"
-        ) from None
-
-
-def _add_constraint_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("form of the answer (one of these; default: any text)")
-    kinds = group.add_mutually_exclusive_group()
-    kinds.add_argument(
-        "--choice",
-        action="append",
-        metavar="TEXT",
-        help="answer with this text, or with the text of another --choice",
-    )
-    kinds.add_argument(
-        "--regex", metavar="PATTERN", help="answer with a text that matches this regular expression"
-    )
-    kinds.add_argument(
-        "--grammar",
-        metavar="FILE",
-        help="answer with a text of the Lark grammar in this file",
-    )
-    kinds.add_argument(
-        "--json-schema",
-        metavar="FILE",
-        help="answer with JSON that is valid under the JSON Schema in this file",
-    )
+        raise ValueError("must be an id and a number, like 17=-100") from None
 
 
 def _constraint(args: argparse.Namespace) -> Constraint | None:
@@ -224,69 +162,33 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_save_flags(output: Any) -> None:
-    output.add_argument("--save", metavar="FILE", help=SAVE_HELP)
-    output.add_argument(
-        "--save-on", metavar="FILE", help="with --save: the image to draw on if IMAGE is an id"
-    )
+    add_flags(output, _SAVE)
 
 
 def add_request_flags(parser: argparse.ArgumentParser) -> None:
-    request = parser.add_argument_group("request")
-    request.add_argument(
-        "--model", help="name of the model that must answer [the server's default model]"
-    )
-    request.add_argument(
-        "--adapter", metavar="NAME", help="adapter, a fine-tune of the model, to apply [none]"
-    )
-    request.add_argument(
-        "--request-id",
-        help="id of the request, for logs and for 'admin cancel' [the server makes one]",
-    )
-    request.add_argument(
-        "--priority",
-        choices=("low", "normal", "high"),
-        help="priority among waiting requests [normal]",
-    )
-    request.add_argument(
-        "--cache-salt",
-        metavar="TEXT",
-        help="share cached computation only with requests that have the same salt [no salt]",
-    )
-    request.add_argument(
-        "--background",
-        type=_colour,
-        metavar="COLOUR",
-        help="background for a transparent image: white, black or RRGGBB [alpha is dropped]",
-    )
-    request.add_argument(
-        "--region",
-        type=_region,
-        metavar="X0,Y0,X1,Y1",
-        help="part of the image that the model sees: left, upper, right and lower edge as fractions [the whole image]",
-    )
+    add_flags(parser.add_argument_group("request"), _REQUEST, COLOUR=_colour, region=_region)
 
 
 def _region(text: str) -> tuple[float, ...]:
     numbers = tuple(map(number, text.split(",")))
     if len(numbers) != 4:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be four numbers, like 0,0,0.5,0.5")
+        raise ValueError("must be four numbers, like 0,0,0.5,0.5")
     return numbers
 
 
 def tile_grid(text: str) -> tuple[int, int]:
-    """Reads ROWSxCOLUMNS. Raises argparse.ArgumentTypeError."""
     rows, _, columns = text.partition("x")
     try:
         return int(rows), int(columns)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be rows and columns, like 2x3") from None
+        raise ValueError("must be rows and columns, like 2x3") from None
 
 
 def _colour(text: str) -> str:
     named = {"white": "ffffff", "black": "000000"}
     digits = named.get(text, text.removeprefix("#"))
     if re.fullmatch(r"[0-9a-fA-F]{6}", digits) is None:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be white, black or RRGGBB, like ffeedd")
+        raise ValueError("must be white, black or RRGGBB, like ffeedd")
     return f"#{digits}"
 
 
@@ -296,12 +198,7 @@ def request_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_min_score_flag(parser: Any) -> None:
-    parser.add_argument(
-        "--min-score",
-        type=number,
-        metavar="SCORE",
-        help="omit what has a lower score, in [0, 1] [the server's default]",
-    )
+    add_flags(parser, _MIN_SCORE, SCORE=number)
 
 
 def object_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from kestrel_client import AsyncKestrelClient, ImageHandle, KestrelError
 
 from ...images.base64_images import decoded_image, is_data_url
 from ..connection import add_connection_flags, failure_text, open_async_client, sdk_errors
+from ..flag_table import add_flags
 from ..parser import CommandError
 from ..values import whole
 
@@ -31,23 +32,19 @@ _INSTRUCTIONS = (
 )
 
 
+_FLAGS = """
+    --root FOLDER  let tools read images below this folder [no files]
+    --http PORT    serve streamable HTTP at http://127.0.0.1:PORT/mcp in place of standard input and output
+"""
+
+
 class _ImageRefused(Exception):
     """The image can't be used. The message is for the agent."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = "Needs the extra mcp."
-    parser.add_argument(
-        "--root",
-        metavar="FOLDER",
-        help="let tools read images below this folder [no files]",
-    )
-    parser.add_argument(
-        "--http",
-        metavar="PORT",
-        type=whole(1, 65535),
-        help="serve streamable HTTP at http://127.0.0.1:PORT/mcp in place of standard input and output",
-    )
+    add_flags(parser, _FLAGS, PORT=whole(1, 65535))
     add_connection_flags(parser)
 
 

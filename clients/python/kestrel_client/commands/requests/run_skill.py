@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from ..connection import add_connection_flags, connected
+from ..flag_table import add_flags
 from ..flags import SettingsError
 from .flags import add_request_flags, add_save_flags, request_options
 from .inputs import IMAGE_HELP, open_input
@@ -14,6 +15,14 @@ from .output import event_dict, print_event
 from .painted import Painter
 
 ESSENTIAL = ("--argument", "--setting", "--stream", "--json", "--save", "--model", "--server")
+
+
+_FLAGS = """
+    --argument NAME=VALUE...  an argument of the skill; may be given several times
+    --setting NAME=VALUE...   a setting of the skill; may be given several times
+    --stream  print results as they arrive
+    --json    print the whole result as JSON; with --stream one object per line
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
@@ -28,20 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         nargs="?",
         help=IMAGE_HELP,
     )
-    for flag, help in (
-        ("argument", "an argument of the skill"),
-        ("setting", "a setting of the skill"),
-    ):
-        parser.add_argument(
-            f"--{flag}", action="append", type=_pair, default=[], metavar="NAME=VALUE",
-            help=f"{help}; may be given several times",
-        )  # fmt: skip
-    parser.add_argument("--stream", action="store_true", help="print results as they arrive")
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print the whole result as JSON; with --stream one object per line",
-    )
+    add_flags(parser, _FLAGS, **{"NAME=VALUE": _pair})
     add_save_flags(parser)
     add_request_flags(parser)
     add_connection_flags(parser)
@@ -81,17 +77,17 @@ def run(args: argparse.Namespace) -> int:
 def _pair(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not name or not equals:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be NAME=VALUE")
+        raise ValueError("must be NAME=VALUE")
     try:
         return name, json.loads(value)
     except ValueError:
         return name, value
 
 
-def _once(flag: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _once(flag: str, pairs: list[tuple[str, Any]] | None) -> dict[str, Any]:
     """The pairs by name. Raises SettingsError if a name is given twice."""
     values: dict[str, Any] = {}
-    for name, value in pairs:
+    for name, value in pairs or ():
         if name in values:
             raise SettingsError(f"--{flag} {name!r} is given twice")
         values[name] = value

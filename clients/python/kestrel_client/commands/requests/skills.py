@@ -20,6 +20,7 @@ from kestrel_client import (
 from kestrel_client.values.results.objects import ObjectsResult
 
 from ..connection import add_connection_flags, connected, reported_failures
+from ..flag_table import add_flags
 from ..flags import SettingsError
 from ..parser import EXIT_FAILED, suggestion
 from ..terminal import styled
@@ -54,6 +55,26 @@ ESSENTIAL = (
 )
 
 
+_TOGETHER = "--together  ask one question about all images together, instead of about each"
+_LENGTH = "--length {short,normal,long}  length of the caption, instead of the last word [normal]"
+_OBJECTS = """
+    --max-objects N  limit on the number of objects [the server's]
+    --tiles RxC      look for small objects in R rows and C columns of tiles too, like 2x3; at most 16 tiles
+    --tile-overlap PART  with --tiles: the part of a tile that it shares with its neighbour, in [0, 0.5] [0.2]
+    --tiles-only     with --tiles: leave out the look at the whole image
+"""
+_DETECT = "--max-overlap PART  of two boxes that overlap more, keep the box with the higher score [keep both]"
+_SEGMENT = """
+    --mask {none,svg,png,rle,polygons}  mask to request in addition to the outline; --json prints it [=none]
+    --coarse  give the model's own outline, which a refiner would sharpen
+"""
+_SAMPLES = "--samples N  generate N answers, at most 16, with the seeds SEED, SEED+1 and so on [1]"
+_OUTPUT = """
+    --stream  print the answer as it arrives
+    --json    print JSON, with usage and timings; with --stream one object per line
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     images = "[IMAGE ...]" if command == "query" else "IMAGE [IMAGE ...]"
     parser.usage = f"{parser.prog} {images} {_OWN_WORD.get(command, 'OBJECT')} [flags]"
@@ -64,19 +85,9 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     add_sampling_flags(parser, text=writes_text)
     output = parser.add_argument_group("output")
     if writes_text:
-        output.add_argument(
-            "--samples",
-            type=whole(1, 16),
-            metavar="N",
-            help="generate N answers, at most 16, with the seeds SEED, SEED+1 and so on [1]",
-        )
+        add_flags(output, _SAMPLES, N=whole(1, 16))
         add_logprobs_flags(output)
-    output.add_argument("--stream", action="store_true", help="print the answer as it arrives")
-    output.add_argument(
-        "--json",
-        action="store_true",
-        help="print JSON, with usage and timings; with --stream one object per line",
-    )
+    add_flags(output, _OUTPUT)
     add_save_flags(output)
     add_request_flags(parser)
     add_connection_flags(parser)
@@ -96,24 +107,12 @@ def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
         add_reasoning_flags(parser)
         add_system_flag(parser)
         add_abstention_flags(parser)
-        parser.add_argument(
-            "--together",
-            action="store_true",
-            help="ask one question about all images together, instead of about each",
-        )
+        add_flags(parser, _TOGETHER)
     elif command == "caption":
-        parser.add_argument(
-            "--length",
-            choices=_LENGTHS,
-            help="length of the caption, instead of the last word [normal]",
-        )
-    if command in ("point", "detect"):
-        parser.add_argument(
-            "--max-objects",
-            type=whole(),
-            metavar="N",
-            help="limit on the number of objects [the server's]",
-        )
+        add_flags(parser, _LENGTH)
+    elif command == "segment":
+        add_flags(parser, _SEGMENT)
+    else:
         parser.add_argument(
             "--object",
             action="append",
@@ -121,42 +120,11 @@ def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
             metavar="OBJECT",
             help="object to find, instead of the last word; may be given several times",
         )
-        parser.add_argument(
-            "--tiles",
-            type=tile_grid,
-            metavar="RxC",
-            help="look for small objects in R rows and C columns of tiles too, like 2x3; at most 16 tiles",
-        )
-        parser.add_argument(
-            "--tile-overlap",
-            type=number,
-            metavar="PART",
-            help="with --tiles: the part of a tile that it shares with its neighbour, in [0, 0.5] [0.2]",
-        )
-        parser.add_argument(
-            "--tiles-only",
-            action="store_true",
-            help="with --tiles: leave out the look at the whole image",
-        )
+        add_flags(parser, _OBJECTS, N=whole(), RxC=tile_grid, PART=number)
     if command == "detect":
-        parser.add_argument(
-            "--max-overlap",
-            type=number,
-            metavar="PART",
-            help="of two boxes that overlap more, keep the box with the higher score [keep both]",
-        )
-    if command in ("point", "detect", "segment"):
+        add_flags(parser, _DETECT, PART=number)
+    if command not in _TEXT_COMMANDS:
         add_min_score_flag(parser)
-    if command == "segment":
-        parser.add_argument(
-            "--mask", choices=("none", "svg", "png", "rle", "polygons"), default="none",
-            help="mask to request in addition to the outline; --json prints it [none]",
-        )  # fmt: skip
-        parser.add_argument(
-            "--coarse",
-            action="store_true",
-            help="give the model's own outline, which a refiner would sharpen",
-        )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from kestrel_client import FrameResult
 from kestrel_client.values.tasks import outcome_dict
 
 from ..connection import add_connection_flags, connected
+from ..flag_table import add_flags
 from ..parser import EXIT_FAILED, CommandError
 from ..values import whole
 from .analyze import add_task_flags, tasks_of
@@ -28,6 +29,14 @@ ESSENTIAL = (
     *("--query", "--caption", "--point", "--detect", "--segment", "--latency-budget"),
     *("--late", "--fps", "--in-flight", "--model", "--server"),
 )
+
+
+_FRAMES = """
+    --latency-budget MS   milliseconds that a frame may wait; default: no frame is dropped
+    --late {keep,overview}  compute late frames like all others, or with their overview only [=keep]
+    --in-flight N         frames that are computed at the same time, at most 16 [2]
+    --fps N               send at most this many frames a second [no limit]
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
@@ -46,27 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     )
     add_task_flags(parser)
     frames = parser.add_argument_group("frames")
-    frames.add_argument(
-        "--latency-budget",
-        metavar="MS",
-        type=whole(),
-        help="milliseconds that a frame may wait; default: no frame is dropped",
-    )
-    frames.add_argument(
-        "--late",
-        choices=("keep", "overview"),
-        default="keep",
-        help="compute late frames like all others, or with their overview only [keep]",
-    )
-    frames.add_argument(
-        "--in-flight",
-        metavar="N",
-        type=whole(),
-        help="frames that are computed at the same time, at most 16 [2]",
-    )
-    frames.add_argument(
-        "--fps", metavar="N", type=whole(), help="send at most this many frames a second [no limit]"
-    )
+    add_flags(frames, _FRAMES, N=whole(), MS=whole())
     add_request_flags(parser)
     add_connection_flags(parser)
 
