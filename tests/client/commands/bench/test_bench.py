@@ -8,10 +8,9 @@ import pytest
 
 from kestrel_client import AsyncKestrelClient
 from kestrel_client.commands.bench.reporting.results import read_results
-from kestrel_client.commands.bench.sending.client import ClientPlan
 from kestrel_client.commands.bench.sending.fleet import open_fleet
 from kestrel_client.commands.bench.sending.mix import Mix
-from kestrel_client.commands.bench.sending.sender import Stage
+from kestrel_client.commands.bench.sending.sender import ClientPlan, Stage
 from tests.client.commands.test_stored_images import IMAGE
 from tests.client.commands.test_stored_images import kestrel as kestrel
 from tests.forking.spawned import fork_what_is_spawned

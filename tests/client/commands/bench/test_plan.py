@@ -110,8 +110,8 @@ def test_kinds_of_errors_are_bounded_and_tallies_add_up():
     for i in range(100):
         one.fail(f"error {i}")
     assert len(one.errors) == 21 and one.errors[OTHER_ERRORS] == 80
-    one.skill("query").record(0.1)
-    two.skill("detect").record(0.2)
+    one.by_skill["query"].record(0.1)
+    two.by_skill["detect"].record(0.2)
     one.merge(two)
     assert (one.total, one.succeeded, one.failed) == (103, 2, 101)
     assert one.latency.count == 2 and set(one.by_skill) == {"query", "detect"}

@@ -16,6 +16,7 @@ from kestrel_client.commands.bench.reporting.results import (
     stage_result,
     write_results,
 )
+from kestrel_client.commands.bench.sending.sender import Stage
 from kestrel_client.commands.bench.tally import Tally
 from kestrel_client.commands.parser import CommandError
 from kestrel_grpc.cli.program import main
@@ -27,12 +28,10 @@ def stage(level, latency_s, *, loop="closed", overload=(), limits=()):
         tally.latency.record(latency_s)
         tally.ttft.record(latency_s / 4)
         tally.itl.record(latency_s / 40)
-        tally.skill("query").record(latency_s)
+        tally.by_skill["query"].record(latency_s)
     tally.errors["<b>QUEUE_FULL</b>"] = 1
     client = {"processes": 1, "cpu_share": 0.2, "limits": list(limits)}
-    return stage_result(
-        loop, level, 3.0, tally, most_in_flight=64, overload=list(overload), client=client
-    )
+    return stage_result(Stage(loop, level, 3.0, most_in_flight=64), tally, list(overload), client)
 
 
 def run(label="a run", *, loop="closed", slower=1.0):
@@ -135,7 +134,8 @@ class _Page(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
-        assert tag != "meta" or "http-equiv" not in dict(attributes)
+        policy = dict(attributes).get("http-equiv", "Content-Security-Policy")
+        assert tag != "meta" or policy == "Content-Security-Policy"
         self.loads += [name for name, _ in attributes if name in ("src", "href", "srcset")]
         if tag != "meta":
             self.open.append(tag)
@@ -169,9 +169,8 @@ def test_the_page_stands_alone_and_shows_every_run(tmp_path):
 
 def test_a_page_of_a_run_without_stages_and_of_empty_ones():
     empty = run() | {"results": []}
-    nothing = stage_result(
-        "closed", 1, 1.0, Tally(), most_in_flight=1, overload=[], client={"limits": []}
-    )
+    client = {"cpu_share": 0.0, "limits": []}
+    nothing = stage_result(Stage("closed", 1, 1.0), Tally(), [], client)
     assert "no" in _Page(render([empty, run() | {"results": [nothing]}])).text
 
 

@@ -9,8 +9,8 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
-from typing import cast
 
 from kestrel_client.connection import is_local
 
@@ -20,6 +20,7 @@ from ..connection import open_async_client, sdk_errors, servers_of
 from ..flags import SettingsError
 from ..parser import EXIT_FAILED, EXIT_INTERRUPTED, CommandError
 from ..requests.flags import request_options
+from ..written import check_writable
 from .flags import ESSENTIAL as ESSENTIAL
 from .flags import IN_FLIGHT, limits_of, ramp_of, slo_of
 from .flags import add_arguments as add_arguments
@@ -29,25 +30,30 @@ from .reporting.results import (
     FORMAT,
     KIND,
     Plain,
-    best_stage,
-    check_writable,
     describe_machine,
     figures,
     read_results,
     stage_result,
     write_results,
 )
-from .reporting.text import stage_line, stage_table
-from .sending.client import ClientPlan
+from .reporting.text import ramp_end, stage_line, stage_table, summary
 from .sending.client_health import ClientHealth
 from .sending.fleet import Fleet, open_fleet
 from .sending.images import Image, make_images, open_images
 from .sending.mix import Mix
-from .sending.sender import Stage
+from .sending.sender import ClientPlan, Stage
+from .stages import Ramp, Slo
 from .tally import Tally
 
-_QUESTIONS = ("What is in this image?",)
-_OBJECTS = ("red circle",)
+_SETTINGS = (
+    "server", "concurrency", "max_concurrency", "concurrency_step", "rate", "max_rate", "rate_step", "arrivals",
+    "processes", "warm_up", "drain", "max_in_flight", "seed", "mix", "question", "object", "max_tokens", "temperature",
+    "unary", "model", "adapter", "made_up", "size", "unique_images", "timeout"
+)  # fmt: skip
+_LIMITS = (
+    *("latency_threshold_ms", "ttft_threshold_ms", "itl_threshold_ms"),
+    *("error_threshold", "percentile"),
+)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,89 +61,77 @@ def run(args: argparse.Namespace) -> int:
         return _compare(args)
     for path in filter(None, (args.output, args.report)):
         check_writable(path)
-    args.question, args.object = args.question or _QUESTIONS, args.object or _OBJECTS
-    images = _images(args)
-    ramp, limits, slo = ramp_of(args), limits_of(args), slo_of(args)
-    plan = ClientPlan(
-        connect=partial(open_async_client, args),
-        most_in_flight=_most_in_flight(args),
-        mix=Mix(args.mix, args.question, args.object),
-        images=images,
-        unique_share=args.unique_images,
-        slo=slo,
-        options={
-            **request_options(args),
-            "max_tokens": args.max_tokens,
-            "temperature": args.temperature,
-        },
-        streaming=not args.unary,
-    )
-    results: list[Plain] = []
-    interrupted = False
+    args.question = args.question or ("What is in this image?",)
+    args.object = args.object or ("red circle",)
+    ramp, slo = ramp_of(args), slo_of(args)
+    plan = _plan(args, slo)
     with sdk_errors(args), open_fleet(plan, args.processes) as fleet:
         described = fleet.describe()  # Connects, and fails if there is no server.
-        content = _content(args, described, results)
-        for number, level in enumerate(ramp.levels()):
-            try:
-                tally, health = _run_stage(args, fleet, number, level)
-            except KeyboardInterrupt:
-                if not results:
-                    raise
-                interrupted = True
-                break
-            if not number and not tally.succeeded:
-                ((error, _),) = tally.errors.most_common(1) or [("no request ended in time", 0)]
-                raise CommandError(f"no request succeeded: {error}")
-            overload = limits.passed(tally)
-            result = stage_result(
-                ramp.loop,
-                level,
-                args.seconds,
-                tally,
-                most_in_flight=args.max_in_flight,
-                overload=overload,
-                client=_client(args, tally, health),
-            )
-            results.append(result)
-            if ramp.most is not None and not args.json:
-                print(stage_line(result), flush=True)
-            content["figures"] = figures(results)
-            if args.output:
-                write_results(args.output, content)
-            if overload:
-                break
+        content = _content(args, ramp, slo, described)
+        status = _run_stages(args, fleet, ramp, content)
     if args.report:
         write_report(args.report, [{**content, "label": args.label or "this run"}])
     if args.json:
-        print(json.dumps(_summary(args, content)))
+        print(json.dumps(summary(content["results"])))
+    elif ramp.most is None:
+        print(stage_table(content["results"][-1]))
     else:
-        _print(args, content)
-    return EXIT_INTERRUPTED if interrupted else 0
+        print(ramp_end(content["results"]))
+    return status
 
 
-def _run_stage(
-    args: argparse.Namespace, fleet: Fleet, number: int, level: float
-) -> tuple[Tally, ClientHealth]:
-    warm_up_s = args.seconds / 10 if args.warm_up is None else args.warm_up
-    stage = Stage(
-        loop="closed" if args.rate is None else "open",
-        level=level,
-        arrivals=args.arrivals,
-        warm_up_s=warm_up_s,
-        window_s=args.seconds,
-        drain_s=args.drain,
-        most_in_flight=args.max_in_flight,
-        seed=f"{args.seed} {number}",
-    )
-    return fleet.run(stage)
+def _run_stages(args: argparse.Namespace, fleet: Fleet, ramp: Ramp, content: Plain) -> int:
+    """Adds the results of the stages to ``content``. Returns the exit status."""
+    limits, results = limits_of(args), content["results"]
+    for number, level in enumerate(ramp.levels()):
+        stage = Stage(
+            loop=ramp.loop,
+            level=level,
+            arrivals=args.arrivals,
+            warm_up_s=args.seconds / 10 if args.warm_up is None else args.warm_up,
+            window_s=args.seconds,
+            drain_s=args.drain,
+            most_in_flight=args.max_in_flight,
+            seed=f"{args.seed} {number}",
+        )
+        try:
+            tally, health = fleet.run(stage)
+        except KeyboardInterrupt:
+            if not results:
+                raise
+            return EXIT_INTERRUPTED
+        if not number and not tally.succeeded:
+            ((error, _),) = tally.errors.most_common(1) or [("no request ended in time", 0)]
+            raise CommandError(f"no request succeeded: {error}")
+        overload = limits.passed(tally)
+        result = stage_result(stage, tally, overload, _client(args, tally, health))
+        results.append(result)
+        content["figures"] = figures(results)
+        if ramp.most is not None and not args.json:
+            print(stage_line(result), flush=True)
+        if args.output:
+            write_results(args.output, content)
+        if overload:
+            break
+    return 0
 
 
-def _most_in_flight(args: argparse.Namespace) -> int:
-    """Of one process."""
+def _plan(args: argparse.Namespace, slo: Slo) -> ClientPlan:
+    """What each process needs. Raises SettingsError and CommandError."""
     most: int = args.max_in_flight
     if args.rate is None:
         most = args.max_concurrency or args.concurrency or IN_FLIGHT
-    return math.ceil(most / int(args.processes))
+    own = {"max_tokens": args.max_tokens, "temperature": args.temperature}
+    return ClientPlan(
+        connect=partial(open_async_client, args),
+        most_in_flight=math.ceil(most / args.processes),
+        mix=Mix(args.mix, args.question, args.object),
+        images=_images(args),
+        unique_share=args.unique_images,
+        slo=slo,
+        options={**request_options(args), **own},
+        streaming=not args.unary,
+    )
 
 
 def _images(args: argparse.Namespace) -> Sequence[Image]:
@@ -155,63 +149,36 @@ def _images(args: argparse.Namespace) -> Sequence[Image]:
 
 def _client(args: argparse.Namespace, tally: Tally, health: ClientHealth) -> Plain:
     """The client's health in a stage."""
-    typical_s = (tally.ttft if tally.ttft.count else tally.latency).percentile(50)
-    shared = is_local(servers_of(args))
+    times = tally.ttft if tally.ttft.count else tally.latency
+    typical_s = times.percentile(50) if times.count else 0.0
     lag_s = health.lag.percentile(99)
     return {
         "processes": len(health.cpu_shares),
         "cpu_share": round(max(health.cpu_shares, default=0.0), 4),
         "loop_lag_p99_s": None if math.isnan(lag_s) else round(lag_s, 6),
         "machine_busy": None if health.machine_busy is None else round(health.machine_busy, 4),
-        "limits": health.limits(
-            tally.lateness, 0.0 if math.isnan(typical_s) else typical_s, shared=shared
-        ),
+        "limits": health.limits(tally.lateness, typical_s, shared=is_local(servers_of(args))),
     }
 
 
-def _content(args: argparse.Namespace, described: Plain, results: list[Plain]) -> Plain:
-    """The content of the file of results. ``results`` grows."""
-    ramp, limits, slo = ramp_of(args), limits_of(args), slo_of(args)
-    is_open = ramp.loop == "open"
+def _content(args: argparse.Namespace, ramp: Ramp, slo: Slo, described: Plain) -> Plain:
+    """The content of the file of results, before the first stage."""
+    settings = {name: getattr(args, name) for name in _SETTINGS}
     return {
         "benchmark": KIND,
         "format": FORMAT,
         "label": args.label,
         "loop": ramp.loop,
         "stage_duration_s": args.seconds,
-        "start_rps": ramp.first if is_open else None,
-        "rps_step": ramp.step if is_open else None,
-        "max_rps": ramp.most if is_open else None,
-        "start_concurrency": None if is_open else ramp.first,
-        "concurrency_step": None if is_open else ramp.step,
-        "max_concurrency": None if is_open else ramp.most,
-        "latency_threshold_ms": args.latency_threshold_ms,
-        "ttft_threshold_ms": args.ttft_threshold_ms,
-        "itl_threshold_ms": args.itl_threshold_ms,
-        "error_threshold": args.error_threshold,
-        "percentile": limits.percentile,
-        "slo": {
-            "latency_s": slo.latency_s,
-            "ttft_s": slo.ttft_s,
-            "itl_s": slo.itl_s,
-        },
-        "settings": _settings(args),
+        **{name: getattr(args, name) for name in _LIMITS},
+        "slo": asdict(slo),
+        "settings": {**settings, "images": len(args.words)},
         "machine": describe_machine(),
         "client_version": __version__,
         "server": described,
-        "results": results,
+        "results": [],
         "figures": [],
     }
-
-
-_SETTINGS = (
-    "server", "arrivals", "processes", "warm_up", "drain", "max_in_flight", "seed", "mix", "question", "object",
-    "max_tokens", "temperature", "unary", "model", "adapter", "made_up", "size", "unique_images", "timeout"
-)  # fmt: skip
-
-
-def _settings(args: argparse.Namespace) -> Plain:
-    return {name: getattr(args, name) for name in _SETTINGS} | {"images": len(args.words)}
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -223,48 +190,3 @@ def _compare(args: argparse.Namespace) -> int:
     if args.report:
         write_report(args.report, runs)
     return EXIT_FAILED if worse else 0
-
-
-def _summary(args: argparse.Namespace, content: Plain) -> Plain:
-    """What --json prints: the last stage with times in milliseconds, and of a ramp all stages."""
-    stage = content["results"][-1]
-    summary = {
-        "seconds": stage["duration_s"],
-        "concurrency": None if stage["target_rps"] is not None else stage["concurrency_limit"],
-        "rate": stage["target_rps"],
-        "requests": stage["requests_success"],
-        "errors": stage["errors"],
-        "requests_per_second": round(stage["throughput_rps"], 3),
-        "good_requests_per_second": round(stage["goodput_rps"], 3),
-        "output_tokens_per_second": round(stage["tokens"]["output_per_s"], 3),
-        "ttft_ms": _milliseconds(stage["ttft"]),
-        "itl_ms": _milliseconds(stage["itl"]),
-        "total_ms": _milliseconds(stage["latency"]),
-        "client_limits": stage["client"]["limits"],
-    }
-    if len(content["results"]) > 1:
-        summary["stages"] = content["results"]
-    return summary
-
-
-def _milliseconds(spread: Plain) -> Plain | None:
-    wanted = ("mean", "p50", "p90", "p95", "p99")
-    return {name: round(1e3 * cast(float, spread[name]), 3) for name in wanted} if spread else None
-
-
-def _print(args: argparse.Namespace, content: Plain) -> None:
-    results: list[Plain] = content["results"]
-    if args.max_concurrency is None and args.max_rate is None:
-        print(stage_table(results[-1]))
-        return
-    best = best_stage(results)
-    if best is None:
-        print("no stage kept within the limits")
-    else:
-        print(f"most within the limits: {stage_line(best)}")
-    limited = sum(bool(stage["client"]["limits"]) for stage in results)
-    if limited:
-        print(
-            f"the client may have limited {limited} of {len(results)} stages; more --processes, or a "
-            "machine of its own, may help"
-        )

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field, fields
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
 
 from .histogram import Histogram
 
 _MOST_KINDS = 20
 """Kinds of errors that are counted separately. The texts of errors may hold anything."""
 OTHER_ERRORS = "other errors"
+TIMES = ("latency", "ttft", "itl", "decode_latency", "processing_latency", "queue_latency")
+_COUNTS = (
+    *("total", "succeeded", "good", "ended", "ended_good"),
+    *("input_tokens", "output_tokens", "cached_tokens"),
+)
 
 
 @dataclass
@@ -33,14 +38,14 @@ class Tally:
     latency: Histogram = field(default_factory=Histogram)
     ttft: Histogram = field(default_factory=Histogram)
     itl: Histogram = field(default_factory=Histogram)
-    decode: Histogram = field(default_factory=Histogram)
-    """By the server's clock, as are ``processing`` and ``queue``."""
-    processing: Histogram = field(default_factory=Histogram)
-    queue: Histogram = field(default_factory=Histogram)
+    decode_latency: Histogram = field(default_factory=Histogram)
+    """By the server's clock, as are the two that follow."""
+    processing_latency: Histogram = field(default_factory=Histogram)
+    queue_latency: Histogram = field(default_factory=Histogram)
     lateness: Histogram = field(default_factory=Histogram)
     """How long after its time the client sent a request."""
-    by_skill: dict[str, Histogram] = field(default_factory=dict)
-    """The latency of each skill."""
+    by_skill: defaultdict[str, Histogram] = field(default_factory=lambda: defaultdict(Histogram))
+    """The latency of each skill's requests."""
 
     @property
     def failed(self) -> int:
@@ -55,17 +60,11 @@ class Tally:
         known = reason in self.errors or len(self.errors) < _MOST_KINDS
         self.errors[reason if known else OTHER_ERRORS] += 1
 
-    def skill(self, name: str) -> Histogram:
-        """The latency of a skill's requests."""
-        return self.by_skill.setdefault(name, Histogram())
-
     def merge(self, other: Tally) -> None:
-        for each in fields(self):
-            mine, theirs = getattr(self, each.name), getattr(other, each.name)
-            if isinstance(mine, int):
-                setattr(self, each.name, mine + theirs)
-            elif isinstance(mine, Histogram):
-                mine.merge(theirs)
+        for name in _COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in (*TIMES, "lateness"):
+            getattr(self, name).merge(getattr(other, name))
         self.errors.update(other.errors)
         for skill, latency in other.by_skill.items():
-            self.skill(skill).merge(latency)
+            self.by_skill[skill].merge(latency)

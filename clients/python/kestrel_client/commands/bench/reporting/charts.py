@@ -12,6 +12,14 @@ from html import escape
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000")
 """Colours that people with any colour vision can tell apart (Okabe and Ito)."""
+STYLE = """
+figure { margin: 0 } figcaption { font-weight: 600 }
+svg { width: 100%; height: auto } svg text { font-size: 11px; fill: var(--ink) }
+.grid { stroke: var(--line); stroke-width: .5 } .axis { stroke: var(--ink); fill: none }
+path.limit { stroke: #c00; stroke-dasharray: 2 3 } i.limit { border-top: 2px dotted #c00 }
+.legend { font-size: 12px } .legend span { margin-right: 1rem; white-space: nowrap }
+.legend i { display: inline-block; width: 1.6em; margin-right: .4em; vertical-align: middle }
+"""
 _WIDTH, _HEIGHT = 560, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 14, 14, 44
 _TICKS = 8
@@ -75,7 +83,7 @@ def line_chart(
     y_scale = _Scale(
         [*ys, *([limit] if limit is not None else [])], _HEIGHT - _BOTTOM, _TOP, _Y_LOG_FROM
     )
-    parts = [*_grid(x_scale, y_scale), *_titles(x_title, y_title)]
+    parts = _axes(x_scale, y_scale, x_title, y_title)
     if limit is not None:
         y = y_scale.place(limit)
         parts.append(f'<path class="limit" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
@@ -89,27 +97,23 @@ def line_chart(
     )
 
 
-def _grid(x_scale: _Scale, y_scale: _Scale) -> list[str]:
-    parts = []
+def _axes(x_scale: _Scale, y_scale: _Scale, x_title: str, y_title: str) -> list[str]:
+    bottom, middle = _HEIGHT - _BOTTOM, (_TOP + _HEIGHT - _BOTTOM) / 2
+    parts = [
+        f'<path class="axis" d="M{_LEFT} {_TOP}V{bottom}H{_WIDTH - _RIGHT}"/>',
+        _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 6, escape(x_title)),
+        f'<text transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">{escape(y_title)}</text>',
+    ]
     for value in y_scale.ticks():
         y = y_scale.place(value)
         parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
-    for value in x_scale.ticks():
-        x = x_scale.place(value)
-        parts.append(
-            f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{value:g}</text>'
-        )
-    parts.append(f'<path class="axis" d="M{_LEFT} {_TOP}V{_HEIGHT - _BOTTOM}H{_WIDTH - _RIGHT}"/>')
+        parts.append(_text(_LEFT - 6, y + 4, f"{value:g}", "end"))
+    parts += [_text(x_scale.place(v), bottom + 18, f"{v:g}") for v in x_scale.ticks()]
     return parts
 
 
-def _titles(x_title: str, y_title: str) -> list[str]:
-    middle = (_TOP + _HEIGHT - _BOTTOM) / 2
-    return [
-        f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(x_title)}</text>',
-        f'<text transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">{escape(y_title)}</text>',
-    ]
+def _text(x: float, y: float, text: str, anchor: str = "middle") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text}</text>'
 
 
 def _line(series: Series, x_scale: _Scale, y_scale: _Scale) -> list[str]:

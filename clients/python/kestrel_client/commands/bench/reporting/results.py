@@ -10,18 +10,17 @@ import math
 import os
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from ...parser import CommandError
+from ...written import write_whole
 from ..histogram import Histogram
-from ..stages import Loop
-from ..tally import Tally
+from ..sending.sender import Stage
+from ..tally import TIMES, Tally
 
 Plain: TypeAlias = dict[str, Any]
 
@@ -29,23 +28,15 @@ KIND = "load"
 FORMAT = 1
 PERCENTILES = (1.0, 5.0, 10.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 99.9)
 _MOST_BYTES = 64 * 1024 * 1024
-_TIMES = ("latency", "ttft", "itl", "decode_latency", "processing_latency", "queue_latency")
 
 
-def stage_result(
-    loop: Loop,
-    level: float,
-    window_s: float,
-    tally: Tally,
-    *,
-    most_in_flight: int,
-    overload: Sequence[str],
-    client: Plain,
-) -> Plain:
+def stage_result(stage: Stage, tally: Tally, overload: Sequence[str], client: Plain) -> Plain:
     """``overload``: why the stage was overloaded. ``client``: the health of the client."""
+    is_open, window_s = stage.loop == "open", stage.window_s
+    tokens = tally.input_tokens
     return {
-        "target_rps": level if loop == "open" else None,
-        "concurrency_limit": most_in_flight if loop == "open" else round(level),
+        "target_rps": stage.level if is_open else None,
+        "concurrency_limit": stage.most_in_flight if is_open else round(stage.level),
         "duration_s": window_s,
         "requests_total": tally.total,
         "requests_success": tally.succeeded,
@@ -54,18 +45,11 @@ def stage_result(
         "errors": dict(tally.errors.most_common()),
         "throughput_rps": tally.ended / window_s,
         "goodput_rps": tally.ended_good / window_s,
-        "latency": _spread(tally.latency),
-        "ttft": _spread(tally.ttft),
-        "itl": _spread(tally.itl),
-        "decode_latency": _spread(tally.decode),
-        "processing_latency": _spread(tally.processing),
-        "queue_latency": _spread(tally.queue),
+        **{name: _spread(getattr(tally, name)) for name in TIMES},
         "tokens": {
-            "input_per_s": tally.input_tokens / window_s,
+            "input_per_s": tokens / window_s,
             "output_per_s": tally.output_tokens / window_s,
-            "cached_share": tally.cached_tokens / tally.input_tokens
-            if tally.input_tokens
-            else None,
+            "cached_share": tally.cached_tokens / tokens if tokens else None,
         },
         "skills": {name: _spread(latency) for name, latency in sorted(tally.by_skill.items())},
         "client": {**client, "lateness": _spread(tally.lateness)},
@@ -78,13 +62,10 @@ def _spread(times: Histogram) -> Plain:
     """Mean, percentiles, longest and count; empty if nothing was measured."""
     if not times.count:
         return {}
-    percentiles = dict(zip(PERCENTILES, times.percentiles(PERCENTILES), strict=True))
-    spread = {"mean": times.mean} | {f"p{p:g}": seconds for p, seconds in percentiles.items()}
-    return {
-        **{name: round(seconds, 6) for name, seconds in spread.items()},
-        "max": round(times.longest_s, 6),
-        "count": times.count,
-    }
+    percentiles = zip(PERCENTILES, times.percentiles(PERCENTILES), strict=True)
+    spread = {"mean": times.mean, **{f"p{p:g}": seconds for p, seconds in percentiles}}
+    rounded = {name: round(s, 6) for name, s in {**spread, "max": times.longest_s}.items()}
+    return {**rounded, "count": times.count}
 
 
 def describe_machine() -> Plain:
@@ -104,25 +85,30 @@ def figures(results: Iterable[Plain]) -> list[Plain]:
     """What comparisons compare: each stage's rates and times. ``at_least``: whether more is better."""
     found = []
     for stage in results:
-        level = level_text(stage)
-        for name, value, unit, at_least in (
-            ("requests/s", stage["throughput_rps"], "1/s", True),
-            ("good requests/s", stage["goodput_rps"], "1/s", True),
-            ("output tokens/s", stage["tokens"]["output_per_s"], "1/s", True),
-            ("latency p50", stage["latency"].get("p50"), "s", False),
-            ("latency p95", stage["latency"].get("p95"), "s", False),
-            ("TTFT p95", stage["ttft"].get("p95"), "s", False),
-            ("ITL p95", stage["itl"].get("p95"), "s", False),
+        for name, value, unit in (
+            ("requests/s", stage["throughput_rps"], "1/s"),
+            ("good requests/s", stage["goodput_rps"], "1/s"),
+            ("output tokens/s", stage["tokens"]["output_per_s"], "1/s"),
+            ("latency p50", stage["latency"].get("p50"), "s"),
+            ("latency p95", stage["latency"].get("p95"), "s"),
+            ("TTFT p95", stage["ttft"].get("p95"), "s"),
+            ("ITL p95", stage["itl"].get("p95"), "s"),
         ):
             if value is not None:
-                name = f"{level}: {name}"
-                found.append({"name": name, "value": value, "unit": unit, "at_least": at_least})
+                named = {"name": f"{level_text(stage)}: {name}", "value": value}
+                found.append({**named, "unit": unit, "at_least": unit == "1/s"})
     return found
 
 
-def level_text(stage: Plain) -> str:
+def level_of(stage: Plain) -> float:
+    """Requests in flight of a closed loop, requests per second of an open one."""
     rate = stage["target_rps"]
-    return f"{stage['concurrency_limit']} in flight" if rate is None else f"{rate:g} requests/s"
+    return float(stage["concurrency_limit"] if rate is None else rate)
+
+
+def level_text(stage: Plain) -> str:
+    unit = "in flight" if stage["target_rps"] is None else "requests/s"
+    return f"{level_of(stage):g} {unit}"
 
 
 def best_stage(results: Sequence[Plain]) -> Plain | None:
@@ -131,30 +117,10 @@ def best_stage(results: Sequence[Plain]) -> Plain | None:
     return max(sound, key=lambda stage: float(stage["goodput_rps"]), default=None)
 
 
-def check_writable(path: str) -> None:
-    """Raises CommandError if a file cannot be written there. Before a run, because a run may take hours."""
-    folder = Path(path).parent
-    if Path(path).is_dir():
-        raise CommandError(f"cannot write {path!r}: it is a folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise CommandError(f"cannot write {path!r}: {error.strerror}") from None
-
-
 def write_results(path: str, content: Plain) -> None:
     """Replaces the file at once, so that a run that is interrupted leaves a whole one. Raises CommandError."""
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-        partial.replace(target)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise CommandError(f"cannot write {path!r}: {error.strerror}") from None
+    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+    write_whole(Path(path), lambda file: file.write_text(text))
 
 
 def read_results(path: str) -> Plain:
@@ -172,32 +138,24 @@ def read_results(path: str) -> Plain:
     return dict(content)
 
 
-@dataclass(frozen=True)
-class _Field:
-    """``kinds``: types of JSON. ``inner``: the fields of an object."""
-
-    kinds: tuple[type, ...]
-    inner: Mapping[str, _Field] | None = None
-
-
-_NUMBER, _OPTIONAL = _Field((int, float)), _Field((int, float, type(None)))
-_SPREAD = _Field((dict,), {})
-_STAGE: dict[str, _Field] = {
-    "target_rps": _OPTIONAL,
+_NUMBER = int | float
+_STAGE = {
+    "target_rps": _NUMBER | None,
     "concurrency_limit": _NUMBER,
     "requests_total": _NUMBER,
     "requests_success": _NUMBER,
     "error_rate": _NUMBER,
-    "errors": _Field((dict,)),
+    "errors": dict,
     "throughput_rps": _NUMBER,
     "goodput_rps": _NUMBER,
-    **dict.fromkeys(_TIMES, _SPREAD),
-    "tokens": _Field((dict,), {"input_per_s": _NUMBER, "output_per_s": _NUMBER}),
-    "skills": _Field((dict,)),
-    "client": _Field((dict,), {"cpu_share": _NUMBER, "limits": _Field((list,))}),
-    "overloaded": _Field((bool,)),
-    "overload_reasons": _Field((list,)),
+    **dict.fromkeys(TIMES, dict),
+    "tokens": {"input_per_s": _NUMBER, "output_per_s": _NUMBER},
+    "skills": dict,
+    "client": {"cpu_share": _NUMBER, "limits": list},
+    "overloaded": bool,
+    "overload_reasons": list,
 }
+"""The types of the fields of a stage, or the fields of an object."""
 
 
 def _check(content: Any) -> None:
@@ -213,19 +171,20 @@ def _check(content: Any) -> None:
         raise ValueError("'results' is not a list")
     for i, stage in enumerate(content["results"]):
         _check_fields(f"results[{i}]", stage, _STAGE)
+        for name in TIMES:
+            _check_fields(f"results[{i}].{name}", stage[name], dict.fromkeys(stage[name], _NUMBER))
 
 
-def _check_fields(where: str, value: Any, wanted: Mapping[str, _Field]) -> None:
+def _check_fields(where: str, value: Any, wanted: Mapping[str, Any]) -> None:
     if not isinstance(value, dict):
         raise ValueError(f"{where} is not an object")
-    for name, expected in wanted.items():
+    for name, kind in wanted.items():
         found = value.get(name)
-        is_truth = isinstance(found, bool) and bool not in expected.kinds
-        if is_truth or not isinstance(found, expected.kinds):
+        is_object = isinstance(kind, dict)
+        is_kind = isinstance(found, dict if is_object else kind)
+        if not is_kind or (isinstance(found, bool) and kind is not bool):
             raise ValueError(f"{where}.{name} is missing or of another type")
         if isinstance(found, float) and not math.isfinite(found):
             raise ValueError(f"{where}.{name} is not finite")
-        if expected.inner is not None:
-            _check_fields(f"{where}.{name}", found, expected.inner)
-        if expected is _SPREAD and isinstance(found, dict):
-            _check_fields(f"{where}.{name}", found, dict.fromkeys(found, _NUMBER))
+        if is_object:
+            _check_fields(f"{where}.{name}", found, kind)

@@ -1,8 +1,10 @@
-"""What ``bench`` prints: a table of one stage, a line for each stage of a ramp."""
+"""What ``bench`` prints: a table of one stage, a line for each stage of a ramp, its end, and the summary of --json."""
 
 from __future__ import annotations
 
-from .results import Plain, level_text
+from collections.abc import Sequence
+
+from .results import Plain, best_stage, level_text
 
 _COLUMNS = ("mean", "p50", "p90", "p95", "p99")
 
@@ -48,3 +50,43 @@ def stage_line(stage: Plain) -> str:
     if stage["client"]["limits"]:
         line += f"; the client may limit: {'; '.join(stage['client']['limits'])}"
     return line
+
+
+def ramp_end(results: Sequence[Plain]) -> str:
+    best = best_stage(results)
+    lines = [
+        "no stage kept within the limits"
+        if best is None
+        else f"most within the limits: {stage_line(best)}"
+    ]
+    if limited := sum(bool(stage["client"]["limits"]) for stage in results):
+        lines.append(
+            f"the client may have limited {limited} of {len(results)} stages; more --processes, or a machine of its "
+            "own, may help"
+        )
+    return "\n".join(lines)
+
+
+def summary(results: Sequence[Plain]) -> Plain:
+    """What --json prints: the last stage with times in milliseconds, and of a ramp all stages."""
+    stage = results[-1]
+    is_open = stage["target_rps"] is not None
+    return {
+        "seconds": stage["duration_s"],
+        "concurrency": None if is_open else stage["concurrency_limit"],
+        "rate": stage["target_rps"],
+        "requests": stage["requests_success"],
+        "errors": stage["errors"],
+        "requests_per_second": round(stage["throughput_rps"], 3),
+        "good_requests_per_second": round(stage["goodput_rps"], 3),
+        "output_tokens_per_second": round(stage["tokens"]["output_per_s"], 3),
+        "ttft_ms": _milliseconds(stage["ttft"]),
+        "itl_ms": _milliseconds(stage["itl"]),
+        "total_ms": _milliseconds(stage["latency"]),
+        "client_limits": stage["client"]["limits"],
+        **({"stages": list(results)} if len(results) > 1 else {}),
+    }
+
+
+def _milliseconds(spread: Plain) -> Plain | None:
+    return {name: round(1e3 * spread[name], 3) for name in _COLUMNS} if spread else None

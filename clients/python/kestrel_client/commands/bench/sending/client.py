@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from kestrel_client import AsyncKestrelClient
-
-from ..stages import Slo
 from ..tally import Tally
 from .client_health import ClientHealth
-from .images import Image, ImageSource
-from .mix import Mix
-from .sender import Connections, Sender, Stage
+from .images import ImageSource
+from .sender import ClientPlan, Connections, Sender, Stage
 
 _PER_CONNECTION = 64
 """Calls in progress on one connection. A server allows 100 by default; further ones would wait in the client."""
@@ -26,42 +20,15 @@ _OPTIONS = (
 )
 
 
-@dataclass(frozen=True)
-class ClientPlan:
-    """What every client process needs.
-
-    ``connect``: makes a client with the given ``channel_options``; it can be pickled. ``most_in_flight``: requests in
-    flight of one process, at most. ``unique_share``: of the requests, with an image that no cache knows. ``options``:
-    of every call.
-    """
-
-    connect: Callable[..., AsyncKestrelClient]
-    most_in_flight: int
-    mix: Mix
-    images: Sequence[Image]
-    unique_share: float = 0.0
-    slo: Slo = field(default_factory=Slo)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    streaming: bool = True
-
-
 class Client:
     """A context manager. Its methods block; they run an event loop of this process."""
 
     def __init__(self, plan: ClientPlan) -> None:
-        self._plan = plan
         self._runner = asyncio.Runner()
         count = 1 + (plan.most_in_flight - 1) // _PER_CONNECTION
         self._clients = [plan.connect(channel_options=_OPTIONS) for _ in range(count)]
         self._images = ImageSource(plan.images, plan.unique_share)
-        self._sender = Sender(
-            Connections(self._clients, _PER_CONNECTION),
-            plan.mix,
-            self._images,
-            plan.slo,
-            plan.options,
-            streaming=plan.streaming,
-        )
+        self._sender = Sender(plan, Connections(self._clients, _PER_CONNECTION), self._images)
 
     def describe(self) -> dict[str, Any]:
         """Connects, and describes the server and its model. Raises the SDK's KestrelError."""
@@ -74,7 +41,10 @@ class Client:
         """Raises CommandError."""
         return self._runner.run(self._sender.run(stage))
 
-    def close(self) -> None:
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
         async def close_all() -> None:
             for client in self._clients:
                 await client.aclose()
@@ -82,9 +52,3 @@ class Client:
         self._images.close()
         self._runner.run(close_all())
         self._runner.close()
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()

@@ -6,18 +6,18 @@ import contextlib
 import multiprocessing
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any, Protocol
+from typing import Any
 
 from ...parser import CommandError
 from ..tally import Tally
-from .client import Client, ClientPlan
+from .client import Client
 from .client_health import ClientHealth
-from .sender import Stage
+from .sender import ClientPlan, Stage
 
 _LEAD_S = 0.3
 """From giving a stage to the processes until it begins."""
@@ -25,53 +25,24 @@ _END_PATIENCE_S = 3.0
 """An interrupted process may be in the middle of a stage."""
 
 
-class Fleet(Protocol):
-    """Runs stages one after the other."""
+@dataclass(frozen=True)
+class Fleet:
+    """Runs stages one after the other. ``pipes``: to the processes that send; without one, ``client`` sends."""
+
+    client: Client
+    pipes: Sequence[Connection] = ()
 
     def describe(self) -> dict[str, Any]:
         """Connects, and describes the server and its model. Raises the SDK's KestrelError."""
-        ...
+        return self.client.describe()
 
     def run(self, stage: Stage) -> tuple[Tally, ClientHealth]:
         """Runs a stage of the whole load, from now on: its ``begins_at`` is replaced. Raises CommandError."""
-        ...
-
-
-@contextmanager
-def open_fleet(plan: ClientPlan, processes: int) -> Iterator[Fleet]:
-    with Client(plan) as client:
-        if processes == 1:
-            yield _Alone(client)
-            return
-        with contextlib.ExitStack() as stack:
-            yield _Several(client, [stack.enter_context(_child(plan)) for _ in range(processes)])
-
-
-class _Alone:
-    def __init__(self, client: Client) -> None:
-        self._client = client
-
-    def describe(self) -> dict[str, Any]:
-        return self._client.describe()
-
-    def run(self, stage: Stage) -> tuple[Tally, ClientHealth]:
-        return self._client.run(replace(stage, begins_at=time.monotonic()))
-
-
-class _Several:
-    """``client``: asks for the description; the others send."""
-
-    def __init__(self, client: Client, pipes: list[Connection]) -> None:
-        self._client, self._pipes = client, pipes
-        for pipe in pipes:
-            _received(pipe)  # It has started.
-
-    def describe(self) -> dict[str, Any]:
-        return self._client.describe()
-
-    def run(self, stage: Stage) -> tuple[Tally, ClientHealth]:
-        parts = divided(replace(stage, begins_at=time.monotonic() + _LEAD_S), len(self._pipes))
-        busy = self._pipes[: len(parts)]
+        now = time.monotonic()
+        if not self.pipes:
+            return self.client.run(replace(stage, begins_at=now))
+        parts = divided(replace(stage, begins_at=now + _LEAD_S), len(self.pipes))
+        busy = self.pipes[: len(parts)]
         for pipe, part in zip(busy, parts, strict=True):
             pipe.send(part)
         tally, health = Tally(), ClientHealth()
@@ -79,6 +50,17 @@ class _Several:
             tally.merge(part_tally)
             health.merge(part_health)
         return tally, health
+
+
+@contextmanager
+def open_fleet(plan: ClientPlan, processes: int) -> Iterator[Fleet]:
+    with Client(plan) as client, contextlib.ExitStack() as stack:
+        pipes = [
+            stack.enter_context(_child(plan)) for _ in range(processes if processes > 1 else 0)
+        ]
+        for pipe in pipes:
+            _received(pipe)  # It has started.
+        yield Fleet(client, pipes)
 
 
 def divided(stage: Stage, processes: int) -> list[Stage]:
@@ -128,9 +110,8 @@ def _received(pipe: Connection) -> tuple[Tally, ClientHealth]:
 
 def _serve(pipe: Connection, plan: ClientPlan) -> None:
     """Runs the stages that arrive, until the pipe is closed. Sends a text if one fails."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # The parent is interrupted too, and closes the pipe.
+    # The parent is interrupted too, and closes the pipe.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Client(plan) as client, contextlib.suppress(EOFError, ConnectionError):
         pipe.send((Tally(), ClientHealth()))
         while True:

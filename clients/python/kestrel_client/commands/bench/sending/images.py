@@ -9,6 +9,7 @@ import secrets
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeAlias
 
 from kestrel_client import ImageHandle, KestrelError, RequestTooLargeError
@@ -25,6 +26,7 @@ Image: TypeAlias = bytes | ImageHandle
 
 _MOST_BYTES = 1024**3
 """Limit of all images of a run together: each client process holds them."""
+_TOO_MANY = f"the images of a run together may have {_MOST_BYTES} bytes"
 _AHEAD = 16
 """New images that are made before they are needed."""
 _QUALITY = 85
@@ -39,21 +41,17 @@ def open_images(names: Sequence[str]) -> list[Image]:
     room = _MOST_BYTES
     for each in open_inputs(names):
         try:
-            if isinstance(each.source, str) and not is_url(each.source):
-                with open(each.source, "rb") as file:
-                    image = loaded(file, room)
-            else:
-                image = loaded(each.source, room)
+            is_file = isinstance(each.source, str) and not is_url(each.source)
+            with open(str(each.source), "rb") if is_file else nullcontext(each.source) as source:
+                image = loaded(source, room)
         except OSError as error:
             raise CommandError(f"cannot read {each.name!r}: {error.strerror}") from None
-        except RequestTooLargeError:
-            raise CommandError(f"{each.name}: {_too_many()}") from None
         except KestrelError as error:
-            raise CommandError(f"{each.name}: {error}") from None
+            too_many = isinstance(error, RequestTooLargeError)
+            raise CommandError(f"{each.name}: {_TOO_MANY if too_many else error}") from None
         assert isinstance(image, bytes | ImageHandle)
         images.append(image)
-        if isinstance(image, bytes):
-            room -= len(image)
+        room -= len(image) if isinstance(image, bytes) else 0
     return images
 
 
@@ -65,13 +63,9 @@ def make_images(count: int, width: int, height: int, seed: int) -> list[Image]:
         image = _scene(width, height, random.Random(f"image {seed} {i}"))
         room -= len(image)
         if room < 0:
-            raise CommandError(f"made-up image {i + 1} of {count}: {_too_many()}")
+            raise CommandError(f"made-up image {i + 1} of {count}: {_TOO_MANY}")
         images.append(image)
     return images
-
-
-def _too_many() -> str:
-    return f"the images of a run together may have {_MOST_BYTES} bytes"
 
 
 def _scene(width: int, height: int, rng: random.Random) -> bytes:
@@ -114,7 +108,7 @@ def _jpeg(image: PIL.Image.Image) -> bytes:
 
 
 class ImageSource:
-    """The images of one client process. A context manager.
+    """The images of one client process, until ``close``.
 
     ``unique_share``: the share of requests with an image that is new, made from one of ``images``. They are made
     ahead, in a thread.
@@ -145,9 +139,3 @@ class ImageSource:
         for each in self._ready:
             each.cancel()
         self._thread.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> ImageSource:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()

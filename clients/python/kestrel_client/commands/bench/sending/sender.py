@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import math
 import random
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from kestrel_client import AsyncKestrelClient, KestrelError
@@ -20,7 +20,7 @@ from ..stages import Loop, Slo
 from ..tally import Tally
 from .arrivals import Arrivals, arrival_times
 from .client_health import ClientHealth, HealthWatch
-from .images import ImageSource
+from .images import Image, ImageSource
 from .mix import Ask, Mix
 
 _PAUSE_AFTER_ERROR_S = 0.05
@@ -55,26 +55,37 @@ class Stage:
         return opens, opens + self.window_s
 
 
-class Sender:
-    """``options``: of every call. ``streaming``: whether answers are streamed."""
+@dataclass(frozen=True)
+class ClientPlan:
+    """What every client process needs.
 
-    def __init__(
-        self,
-        connections: Connections,
-        mix: Mix,
-        images: ImageSource,
-        slo: Slo,
-        options: Mapping[str, Any],
-        *,
-        streaming: bool,
-    ) -> None:
-        self._connections, self._mix, self._images, self._slo = connections, mix, images, slo
-        self._options, self._streaming = options, streaming
+    ``connect``: makes a client with the given ``channel_options``; it can be pickled. ``most_in_flight``: requests in
+    flight of one process, at most. ``unique_share``: of the requests, with an image that no cache knows. ``options``:
+    of every call. ``streaming``: whether answers are streamed.
+    """
+
+    connect: Callable[..., AsyncKestrelClient]
+    most_in_flight: int
+    mix: Mix
+    images: Sequence[Image]
+    unique_share: float = 0.0
+    slo: Slo = field(default_factory=Slo)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    streaming: bool = True
+
+
+@dataclass(frozen=True)
+class Sender:
+    """Sends the requests of a plan over ``connections``."""
+
+    plan: ClientPlan
+    connections: Connections
+    images: ImageSource
 
     async def run(self, stage: Stage) -> tuple[Tally, ClientHealth]:
         """Sends one stage and waits until its requests have ended."""
         run = _StageRun(self, stage)
-        self._images.make_ahead()
+        self.images.make_ahead()
         health = asyncio.create_task(_watch(stage))
         try:
             await (run.closed() if stage.loop == "closed" else run.open())
@@ -86,21 +97,17 @@ class Sender:
 
     async def send(self, ask: Ask, times: _Times) -> Any:
         """Sends one request, notes when its tokens come, and returns its result."""
-        with self._connections.taken() as client:
-            if not self._streaming:
-                return await ask.unary(client, self._options)
-            async with ask.stream(client, self._options) as stream:
+        with self.connections.taken() as client:
+            if not self.plan.streaming:
+                return await ask.unary(client, self.plan.options)
+            async with ask.stream(client, self.plan.options) as stream:
                 async for event in stream:
                     times.note(getattr(event, "output_tokens", 0))
                 return await stream.result()
 
     async def draw(self, rng: random.Random) -> Ask:
-        skill, words = self._mix.draw(rng)
-        return Ask(skill, words, await self._images.next(rng))
-
-    def is_good(self, latency_s: float, times: _Times, intended: float) -> bool:
-        ttft_s = None if times.first is None else times.first - intended
-        return self._slo.is_met(latency_s, ttft_s, times.mean_gap_s)
+        skill, words = self.plan.mix.draw(rng)
+        return Ask(skill, words, await self.images.next(rng))
 
 
 class Connections:
@@ -226,11 +233,12 @@ class _StageRun:
                 self.tally.fail(UNFINISHED)
             raise
         ended = _now()
-        good = self._sender.is_good(ended - began, times, began)
+        ttft_s = None if times.first is None else times.first - began
+        good = self._sender.plan.slo.is_met(ended - began, ttft_s, times.mean_gap_s)
         if self._opens <= ended < self._closes:
             self._count_ended(result, good)
         if self._counts(began):
-            self._count(ask.skill, result, times, began, ended, good)
+            self._count(ask.skill, result, times, ended - began, ttft_s, good)
         return True
 
     def _counts(self, began: float) -> bool:
@@ -251,21 +259,27 @@ class _StageRun:
         tally.cached_tokens += result.usage.cached_tokens
 
     def _count(
-        self, skill: str, result: Any, times: _Times, began: float, ended: float, good: bool
+        self,
+        skill: str,
+        result: Any,
+        times: _Times,
+        latency_s: float,
+        ttft_s: float | None,
+        good: bool,
     ) -> None:
         tally, timings = self.tally, result.timings
         tally.total += 1
         tally.succeeded += 1
         tally.good += good
-        tally.latency.record(ended - began)
-        tally.skill(skill).record(ended - began)
-        if times.first is not None:
-            tally.ttft.record(times.first - began)
+        tally.latency.record(latency_s)
+        tally.by_skill[skill].record(latency_s)
+        if ttft_s is not None:
+            tally.ttft.record(ttft_s)
         for gap_s, came in times.gaps:
             tally.itl.record(gap_s, came)
-        tally.decode.record(timings.decode_ms / 1e3)
-        tally.processing.record(timings.processing_ms / 1e3)
-        tally.queue.record(timings.queue_ms / 1e3)
+        tally.decode_latency.record(timings.decode_ms / 1e3)
+        tally.processing_latency.record(timings.processing_ms / 1e3)
+        tally.queue_latency.record(timings.queue_ms / 1e3)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
