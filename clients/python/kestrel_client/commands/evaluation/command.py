@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from collections.abc import Iterator
-from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ from .totals import totals
 _COMPARE = "compare"
 
 ESSENTIAL = (
-    *("--limit", "--reasoning", "--output", "--against", "--fresh", "--json"),
+    *("--limit", "--reasoning", "--output", "--fresh", "--json"),
     *("--in-process", "--model", "--weights", "--server"),
 )
 
@@ -51,7 +49,6 @@ _QUESTIONS = """
 """
 _OUTPUT = """
     --output PATH   folder of results and reports [eval-SET]; of compare: a page to write (HTML)
-    --against FLAGS  evaluate again with these flags changed, as in --against='--server HOST:PORT', and compare
     --worst N       images on the page [=24]
     --fresh         delete the results that there are
     --retry-failed  ask again what failed before
@@ -69,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "scores, a report and a page with the worst images into the folder --output. The same command continues\n"
         "where an interrupted one ended. Without FOLDER, a set is read from the hub. The sets:\n"
         f"{', '.join(MODULES)}.\n"
-        "  %(prog)s chartqa ChartQA/ --weights model.safetensors --limit 200\n"
-        "  %(prog)s coco coco/ --server one:50051 --against='--server two:50051'\n"
+        "  %(prog)s chartqa rows.jsonl --weights model.safetensors --limit 200\n"
+        "  %(prog)s coco coco/ --server one:50051 --output eval-a\n"
         f"  %(prog)s {_COMPARE} eval-a eval-b\n"
         "Exits with 1 if a request failed. docs/use/evaluation.md describes sets, layouts and metrics."
     )
@@ -96,32 +93,7 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError(f"no data set is given; the sets are {', '.join(MODULES)}")
     if name == _COMPARE:
         return compare(places, args.output, as_json=args.json, worst=args.worst)
-    return _run_set(args, name, places) if args.against is None else _run_both(args, name, places)
-
-
-def _run_both(args: argparse.Namespace, name: str, places: list[str]) -> int:
-    """Evaluates both sides, and compares them."""
-    folder = Path(args.output or f"eval-{name}")
-    sides = {"first": copy(args), "second": _changed(args)}
-    for side, own in sides.items():
-        own.output = str(folder / side)
-    failed = [_run_set(own, name, places) for own in sides.values()]
-    page = str(folder / "compared.html")
-    compare([own.output for own in sides.values()], page, as_json=args.json, worst=args.worst)
-    return max(failed)
-
-
-def _changed(args: argparse.Namespace) -> argparse.Namespace:
-    """The arguments with the flags of --against. Raises SettingsError."""
-    try:
-        flags = shlex.split(args.against)
-    except ValueError as error:
-        raise SettingsError(f"--against={args.against}: {error}") from None
-    _, commands, _ = args.program.whole_parser(["eval"])
-    changed: argparse.Namespace = commands["eval"].parse_args(flags, copy(args))
-    if changed.words:
-        raise SettingsError(f"--against={args.against}: takes flags only, not {changed.words[0]!r}")
-    return changed
+    return _run_set(args, name, places)
 
 
 def _run_set(args: argparse.Namespace, name: str, places: list[str]) -> int:

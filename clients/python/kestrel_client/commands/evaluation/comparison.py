@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ..flags import SettingsError
+from ..page import PAGE_END, html_table, page_head
 from ..parser import CommandError
-from .page import html_table, page_head
+from ..written import write_whole
 from .paired import Difference, differences
 from .reading import json_file
-from .report import REPORT, SCORES, percent, print_table, write_whole
+from .report import REPORT, SCORES, percent, print_table
 from .scored import Scored, read_scores
 from .sets import benchmark
 
@@ -47,7 +48,7 @@ def compare(places: Sequence[str], output: str | None, *, as_json: bool, worst: 
         changed.sort(key=lambda pair: -abs(pair[1].value - pair[0].value))
         page = page_head(title, notes) + html_table(_table(found, places))
         page += f"<h2>The answers that differ most, of {len(changed)}</h2>\n"
-        page += html_table(_changes(changed[:worst], places)) + "</html>\n"
+        page += html_table(_changes(changed[:worst], places)) + PAGE_END
         write_whole(Path(output), lambda file: file.write_text(page, encoding="utf-8"))
     if as_json:
         shown = {"runs": list(places), "questions": len(first), "left_out": only}

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..parser import CommandError
+from ..written import write_whole
 from .benchmark import Benchmark, Whole
 from .page import write_page
 from .scored import Answered, write_scores
@@ -93,16 +92,6 @@ def write_report(report: Report, folder: Path, *, worst: int) -> None:
             file, report.title, report.notes, table(report), _worst(report, worst)
         ),
     )
-
-
-def write_whole(file: Path, write: Callable[[Path], object]) -> None:
-    """Replaces ``file`` by what ``write`` writes, once that is complete. Raises CommandError."""
-    draft = file.with_name(f"{file.name}.tmp")
-    try:
-        write(draft)
-        os.replace(draft, file)
-    except OSError as error:
-        raise CommandError(f"cannot write {str(file)!r}: {error.strerror or error}") from None
 
 
 def print_report(report: Report, folder: Path, *, as_json: bool) -> None:

@@ -6,12 +6,9 @@ Rows: ``query``, ``label`` and perhaps ``human_or_machine`` (0: asked by people)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from ..benchmark import Asking, Benchmark, Case, Hub, Outcome, Score, share
-from ..reading import image_file, json_file, objects_of
 from ..records import Record
 
 PROMPT = (
@@ -19,7 +16,6 @@ PROMPT = (
     "without any additional explanation or formatting. {question}"
 )
 _ASKERS: dict[Any, str] = {0: "human", 1: "augmented", "human": "human", "augmented": "augmented"}
-_PARTS = {"human": "test_human.json", "augmented": "test_augmented.json"}
 
 
 def _cases(record: Record, asking: Asking) -> list[Case]:
@@ -62,25 +58,6 @@ def _number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _layout(folder: Path) -> Iterator[dict[str, Any]] | None:
-    """``test/test_human.json`` and ``test/test_augmented.json``, with the images in ``test/png``."""
-    base = next((f for f in (folder / "test", folder) if (f / _PARTS["human"]).is_file()), None)
-    return None if base is None else _rows(base)
-
-
-def _rows(base: Path) -> Iterator[dict[str, Any]]:
-    for part, name in _PARTS.items():
-        file = base / name
-        for row in objects_of(json_file(file), file) if file.is_file() else ():
-            image = Path(image_file(base, row.get("imgname"), "png"))
-            yield {
-                "image": str(image.relative_to(base.parent if base.name == "test" else base)),
-                "query": row.get("query"),
-                "label": row.get("label"),
-                "human_or_machine": part,
-            }
-
-
 BENCHMARK = Benchmark(
     name="chartqa",
     title="ChartQA",
@@ -89,6 +66,5 @@ BENCHMARK = Benchmark(
     cases=_cases,
     score=_score,
     hub=Hub("HuggingFaceM4/ChartQA", "test"),
-    layout=_layout,
     groups=("human", "augmented"),
 )
