@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import numpy as np
 
@@ -37,13 +37,13 @@ from .requests.open_requests import OpenRequests
 from .requests.preparing import Preparing
 from .requests.queue_places import Place, QueuePlaces
 from .requests.request import (
+    CallerOptions,
     Request,
-    as_images,
+    RequestOptions,
     check_request_id,
     check_weight,
     checked_priority,
-    deadline_after,
-    without_adapter,
+    request_of,
 )
 from .requests.seeds import Seeds
 from .requests.sequence_start import SequenceStart
@@ -284,97 +284,45 @@ class InferenceEngine(SkillCalls):
         image: Any = None,
         arguments: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
-        *,
-        adapter: str | None = None,
-        request_id: str | None = None,
-        priority: str = "normal",
-        timeout_s: float | None = None,
-        cache_salt: str = "",
-        principal: str = "",
-        weight: float = 1.0,
+        **options: Unpack[RequestOptions],
     ) -> EngineStream:
         """Starts a registered skill, or "embed". Returns its stream once the images are prepared and the request
         queued.
 
         ``image``: an image, an InRegion of one, a Tiled image for point and detect, a list of images in the order of
-        the prompt, or None. A Tiled image takes a place in the queue for each look. ``adapter``: the name of one, which
-        ``settings`` may hold instead. ``priority``: "high", "normal" or "low". ``timeout_s``: the request is dropped if
-        nothing was computed for it by then. ``cache_salt``: images and prefixes are shared with requests of the same
-        salt only. ``principal``: the caller's name; "" is one principal, too. ``weight``: the principal's share
-        relative to others, above 0. Raises RequestError, EngineOverloaded, DeadlineExceeded, EngineClosed; the stream
+        the prompt, or None. A Tiled image takes a place in the queue for each look. ``settings`` may hold the adapter's
+        name in place of ``options``. Raises RequestError, EngineOverloaded, DeadlineExceeded, EngineClosed; the stream
         raises later failures.
         """
-        named, settings = without_adapter(settings or {})
-        options: dict[str, Any] = {} if request_id is None else {"request_id": request_id}
-        return await self.start(
-            Request(
-                skill=skill,
-                images=as_images(image),
-                arguments=arguments or {},
-                settings=settings,
-                adapter=named if adapter is None else adapter,
-                priority=priority,
-                deadline_at=deadline_after(timeout_s, clock.now()),
-                cache_salt=cache_salt,
-                principal=principal,
-                weight=weight,
-                **options,
-            )
-        )
+        return await self.start(request_of(skill, image, arguments, settings, options))
 
     async def start(self, request: Request) -> EngineStream:
         """As ``submit``, for a request that the caller has made."""
         check_request_id(request.request_id)
-        place = self._take_place(request.principal, request.weight, request.priority)
+        place = self._take_place(request)
         return await self._submitter.submit(request, place)
 
     @overload
     async def prepare_image(
-        self,
-        image: Tiled,
-        *,
-        timeout_s: float | None = ...,
-        cache_salt: str = ...,
-        request_id: str = ...,
-        priority: str = ...,
-        principal: str = ...,
-        weight: float = ...,
+        self, image: Tiled, **options: Unpack[CallerOptions]
     ) -> PreparedTiles: ...
 
     @overload
     async def prepare_image(
-        self,
-        image: Any,
-        *,
-        timeout_s: float | None = ...,
-        cache_salt: str = ...,
-        request_id: str = ...,
-        priority: str = ...,
-        principal: str = ...,
-        weight: float = ...,
+        self, image: Any, **options: Unpack[CallerOptions]
     ) -> PreparedImage: ...
 
     async def prepare_image(
-        self,
-        image: Any,
-        *,
-        timeout_s: float | None = None,
-        cache_salt: str = "",
-        request_id: str = "",
-        priority: str = "normal",
-        principal: str = "",
-        weight: float = 1.0,
+        self, image: Any, **options: Unpack[CallerOptions]
     ) -> PreparedImage | PreparedTiles:
         """Checks, decodes and tiles an image, an InRegion or a Tiled image ahead of the requests that will be about it,
-        which take the result as their ``image``; ``request_id`` is for the observer, ``priority``, ``principal`` and
-        ``weight`` are as for ``submit``. Raises ImageError, InvalidRequest, EngineOverloaded, DeadlineExceeded,
-        EngineClosed."""
-        deadline_at = deadline_after(timeout_s, clock.now())
-        place = self._take_place(principal, weight, priority)
+        which take the result as their ``image``. Its ``request_id`` is for the observer. Raises ImageError,
+        InvalidRequest, EngineOverloaded, DeadlineExceeded, EngineClosed."""
+        request = request_of("", None, None, None, {"request_id": "", **options})
+        request = dataclasses.replace(request, images=(image,))
+        place = self._take_place(request)
         try:
-            return await self._submitter.images.prepare_ahead(
-                image, deadline_at, cache_salt, place, request_id
-            )
+            return await self._submitter.images.prepare_ahead(request, place)
         finally:
             self._places.give_back(place)
 
@@ -452,9 +400,10 @@ class InferenceEngine(SkillCalls):
         skill: str,
         image: Any,
         arguments: Mapping[str, Any],
-        settings: Mapping[str, Any] | None,
-        stream: bool,
-        request_id: str | None,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        stream: bool = False,
+        request_id: str | None = None,
     ) -> EngineResult | EngineStream:
         started = await self.submit(skill, image, arguments, settings, request_id=request_id)
         if stream:
@@ -469,10 +418,12 @@ class InferenceEngine(SkillCalls):
         self._lifetime.check_open()
         self._places.check(principal, weight, checked_priority(priority))
 
-    def _take_place(self, principal: str, weight: float, priority: str) -> Place:
+    def _take_place(self, request: Request) -> Place:
         self._lifetime.check_open()
-        check_weight(weight)
-        return self._places.take(principal, weight, checked_priority(priority))
+        check_weight(request.weight)
+        return self._places.take(
+            request.principal, request.weight, checked_priority(request.priority)
+        )
 
     def draw_seed(self, count: int = 1) -> int:
         """The first of ``count`` seeds in a row, for requests that name none."""

@@ -154,7 +154,6 @@ MOST_LINES, MOST_PARAMETERS = 100, 10
 TOO_LARGE = {
     "clients/python/kestrel_client/calls/async_client.py:query",
     "clients/python/kestrel_client/calls/client.py:query",
-    "kestrel_engine/engine.py:submit",
     "kestrel_engine/runtime/gpu/text/decode_step.py:__init__",
     "kestrel_engine/runtime/gpu/text/decoder.py:__init__",
 }

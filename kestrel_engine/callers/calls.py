@@ -3,13 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, Required, TypedDict, Unpack, overload
 
 from ..types.events import EngineResult
 from ..types.stream import EngineStream
 
 Settings = Mapping[str, Any]
 SpatialRefs = Sequence[Sequence[float]]
+
+
+class _Options(TypedDict, total=False):
+    settings: Settings | None
+    request_id: str | None
+
+
+class _Whole(_Options, total=False):
+    stream: Literal[False]
+
+
+class _Streamed(_Options, total=False):
+    stream: Required[Literal[True]]
+
+
+class _Question(TypedDict, total=False):
+    reasoning: bool
+    spatial_refs: SpatialRefs | None
+    history: Sequence[tuple[str, str]]
+    system: str
+    presupposes: Sequence[str]
+
+
+class _WholeQuestion(_Question, _Whole, total=False):
+    pass
+
+
+class _StreamedQuestion(_Question, _Streamed, total=False):
+    pass
+
+
+class _WholeAbout(_Whole, total=False):
+    spatial_refs: SpatialRefs | None
+
+
+class _StreamedAbout(_Streamed, total=False):
+    spatial_refs: SpatialRefs | None
 
 
 class SkillCalls:
@@ -20,7 +57,7 @@ class SkillCalls:
     of SamplingParams and max_tokens; stop, logprobs, top_logprobs, constraint, repetition_penalty, presence_penalty,
     frequency_penalty and logit_bias for query and caption; max_reasoning_tokens and max_absence for query; max_objects
     for point and detect; min_score for point, detect and segment; max_overlap for detect; absent or None means the
-    default. ``stream``: False returns the EngineResult, True an EngineStream as soon as the request is queued.
+    default. ``stream``: False, the default, returns the EngineResult, True an EngineStream once the request is queued.
     ``request_id``: the caller's name for the request, at most 128 printable characters.
 
     All raise RequestError (naming the field), EngineOverloaded and EngineClosed; results also RuntimeFailure.
@@ -28,34 +65,12 @@ class SkillCalls:
 
     @overload
     async def query(
-        self,
-        image: Any = ...,
-        question: str | None = ...,
-        *,
-        reasoning: bool = ...,
-        spatial_refs: SpatialRefs | None = ...,
-        history: Sequence[tuple[str, str]] = ...,
-        system: str = ...,
-        presupposes: Sequence[str] = ...,
-        stream: Literal[False] = ...,
-        settings: Settings | None = ...,
-        request_id: str | None = ...,
+        self, image: Any = ..., question: str | None = ..., **options: Unpack[_WholeQuestion]
     ) -> EngineResult: ...
 
     @overload
     async def query(
-        self,
-        image: Any = ...,
-        question: str | None = ...,
-        *,
-        reasoning: bool = ...,
-        spatial_refs: SpatialRefs | None = ...,
-        history: Sequence[tuple[str, str]] = ...,
-        system: str = ...,
-        presupposes: Sequence[str] = ...,
-        stream: Literal[True],
-        settings: Settings | None = ...,
-        request_id: str | None = ...,
+        self, image: Any = ..., question: str | None = ..., **options: Unpack[_StreamedQuestion]
     ) -> EngineStream: ...
 
     async def query(
@@ -68,9 +83,7 @@ class SkillCalls:
         history: Sequence[tuple[str, str]] = (),
         system: str = "",
         presupposes: Sequence[str] = (),
-        stream: bool = False,
-        settings: Settings | None = None,
-        request_id: str | None = None,
+        **options: Any,
     ) -> EngineResult | EngineStream:
         """Answers ``question``, about ``image`` if there is one. Output: {"answer", "reasoning"?}.
 
@@ -88,152 +101,68 @@ class SkillCalls:
             "system": system,
             "presupposes": presupposes,
         }
-        return await self._call("query", image, arguments, settings, stream, request_id)
+        return await self._call("query", image, arguments, **options)
 
     @overload
     async def caption(
-        self,
-        image: Any,
-        length: str = ...,
-        *,
-        stream: Literal[False] = ...,
-        settings: Settings | None = ...,
-        request_id: str | None = ...,
+        self, image: Any, length: str = ..., **options: Unpack[_Whole]
     ) -> EngineResult: ...
 
     @overload
     async def caption(
-        self,
-        image: Any,
-        length: str = ...,
-        *,
-        stream: Literal[True],
-        settings: Settings | None = ...,
-        request_id: str | None = ...,
+        self, image: Any, length: str = ..., **options: Unpack[_Streamed]
     ) -> EngineStream: ...
 
     async def caption(
-        self,
-        image: Any,
-        length: str = "normal",
-        *,
-        stream: bool = False,
-        settings: Settings | None = None,
-        request_id: str | None = None,
+        self, image: Any, length: str = "normal", **options: Any
     ) -> EngineResult | EngineStream:
         """Describes ``image``; ``length`` is "short", "normal" or "long". Output: {"caption"}."""
-        arguments = {"length": length}
-        return await self._call("caption", image, arguments, settings, stream, request_id)
+        return await self._call("caption", image, {"length": length}, **options)
 
     @overload
     async def point(
-        self,
-        image: Any,
-        object: str,
-        *,
-        spatial_refs: SpatialRefs | None = ...,
-        stream: Literal[False] = ...,
-        settings: Settings | None = ...,
-        request_id: str | None = ...,
+        self, image: Any, object: str, **options: Unpack[_WholeAbout]
     ) -> EngineResult: ...
 
     @overload
     async def point(
-        self,
-        image: Any,
-        object: str,
-        *,
-        spatial_refs: SpatialRefs | None = ...,
-        stream: Literal[True],
-        settings: Settings | None = ...,
-        request_id: str | None = ...,
+        self, image: Any, object: str, **options: Unpack[_StreamedAbout]
     ) -> EngineStream: ...
 
     async def point(
-        self,
-        image: Any,
-        object: str,
-        *,
-        spatial_refs: SpatialRefs | None = None,
-        stream: bool = False,
-        settings: Settings | None = None,
-        request_id: str | None = None,
+        self, image: Any, object: str, *, spatial_refs: SpatialRefs | None = None, **options: Any
     ) -> EngineResult | EngineStream:
         """Points at every ``object``. Output: {"points": [{"x", "y", "score"}]}, normalised."""
         arguments = {"object": object, "spatial_refs": spatial_refs}
-        return await self._call("point", image, arguments, settings, stream, request_id)
+        return await self._call("point", image, arguments, **options)
+
+    @overload
+    async def detect(self, image: Any, object: str, **options: Unpack[_Whole]) -> EngineResult: ...
 
     @overload
     async def detect(
-        self,
-        image: Any,
-        object: str,
-        *,
-        stream: Literal[False] = ...,
-        settings: Settings | None = ...,
-        request_id: str | None = ...,
-    ) -> EngineResult: ...
-
-    @overload
-    async def detect(
-        self,
-        image: Any,
-        object: str,
-        *,
-        stream: Literal[True],
-        settings: Settings | None = ...,
-        request_id: str | None = ...,
+        self, image: Any, object: str, **options: Unpack[_Streamed]
     ) -> EngineStream: ...
 
-    async def detect(
-        self,
-        image: Any,
-        object: str,
-        *,
-        stream: bool = False,
-        settings: Settings | None = None,
-        request_id: str | None = None,
-    ) -> EngineResult | EngineStream:
+    async def detect(self, image: Any, object: str, **options: Any) -> EngineResult | EngineStream:
         """Boxes every ``object``. Output: {"objects": [{"x_min", "y_min", "x_max", "y_max", "score"}]}, normalised.
 
         A box may reach beyond the image.
         """
-        arguments = {"object": object}
-        return await self._call("detect", image, arguments, settings, stream, request_id)
+        return await self._call("detect", image, {"object": object}, **options)
 
     @overload
     async def segment(
-        self,
-        image: Any,
-        object: str,
-        *,
-        spatial_refs: SpatialRefs | None = ...,
-        stream: Literal[False] = ...,
-        settings: Settings | None = ...,
-        request_id: str | None = ...,
+        self, image: Any, object: str, **options: Unpack[_WholeAbout]
     ) -> EngineResult: ...
 
     @overload
     async def segment(
-        self,
-        image: Any,
-        object: str,
-        *,
-        spatial_refs: SpatialRefs | None = ...,
-        stream: Literal[True],
-        settings: Settings | None = ...,
-        request_id: str | None = ...,
+        self, image: Any, object: str, **options: Unpack[_StreamedAbout]
     ) -> EngineStream: ...
 
     async def segment(
-        self,
-        image: Any,
-        object: str,
-        *,
-        spatial_refs: SpatialRefs | None = None,
-        stream: bool = False,
-        settings: Settings | None = None,
-        request_id: str | None = None,
+        self, image: Any, object: str, *, spatial_refs: SpatialRefs | None = None, **options: Any
     ) -> EngineResult | EngineStream:
         """Outlines one ``object``. Output: {"segments": [{"svg_path", "score"?, "bbox"?, …}]}; the path is relative
         to the box.
@@ -241,7 +170,7 @@ class SkillCalls:
         Raises SkillUnavailable on a model that can't segment (Moondream 2).
         """
         arguments = {"object": object, "spatial_refs": spatial_refs}
-        return await self._call("segment", image, arguments, settings, stream, request_id)
+        return await self._call("segment", image, arguments, **options)
 
     async def embed(
         self,
@@ -261,7 +190,7 @@ class SkillCalls:
         crop is the whole image, the others are its tiles row by row; an image of a single tile has one crop.
         """
         arguments = {"whole_image": whole_image, "crops": crops, "pooling": pooling, "dtype": dtype}
-        result = await self._call("embed", image, arguments, None, False, request_id)
+        result = await self._call("embed", image, arguments, request_id=request_id)
         assert isinstance(result, EngineResult)
         return result
 
@@ -270,8 +199,9 @@ class SkillCalls:
         skill: str,
         image: Any,
         arguments: Mapping[str, Any],
-        settings: Settings | None,
-        stream: bool,
-        request_id: str | None,
+        *,
+        settings: Settings | None = None,
+        stream: bool = False,
+        request_id: str | None = None,
     ) -> EngineResult | EngineStream:
         raise AssertionError("supplied by InferenceEngine")

@@ -16,6 +16,7 @@ from ..errors import InvalidRequest
 from ..preprocess.looks import Tiled
 from ..preprocess.tokenizer import LONG_TEXT
 from ..skills.base import SkillContext, SkillDefaults, SkillRequest, SkillSpec
+from ..skills.objects.request import ObjectsRequest
 from ..skills.prompts import check_context, check_images
 from ..skills.registry import SkillRegistry
 from ..skills.rule_check import check_prompt
@@ -120,7 +121,7 @@ def _check_tiled(images: Sequence[Any], work: SkillRequest) -> None:
             continue
         if len(images) > 1:
             raise InvalidRequest("tiles", f"are for one image; the request has {len(images)}")
-        if not work.takes_tiles:
+        if not isinstance(work, ObjectsRequest):
             raise InvalidRequest(
                 "tiles", f"are for skills that find objects; {work.skill} looks at an image once"
             )

@@ -18,6 +18,7 @@ from ..types.requests import PreparedImage, PreparedTiles
 from ..types.timings import FrontTimings
 from .preparing import Preparing
 from .queue_places import Place
+from .request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -33,20 +34,19 @@ class ImagePreparation:
         self._observer = observer
 
     async def prepare(
-        self,
-        images: Sequence[Any],
-        accepted_at: float,
-        deadline_at: float | None,
-        cache_salt: str,
-        place: Place,
+        self, request: Request, accepted_at: float, place: Place
     ) -> tuple[tuple[PreparedImage | PreparedTiles, ...], FrontTimings]:
         """Raises RequestError, EngineOverloaded, DeadlineExceeded, and Displaced if the request loses its place
         meanwhile."""
+        images = request.images
         ready = [image for image in images if isinstance(image, (PreparedImage, PreparedTiles))]
         if len(ready) == len(images):
             return tuple(ready), FrontTimings(accepted_at=accepted_at)
         prepared = await self._preparing.run(
-            self._prepare_each(images, cache_salt, place), place, deadline_at, "in preprocessing"
+            self._prepare_each(images, request.cache_salt, place),
+            place,
+            request.deadline_at,
+            "in preprocessing",
         )
         # Images of one request are prepared at the same time if decoders are free.
         now = clock.now()
@@ -63,28 +63,22 @@ class ImagePreparation:
         ]
         return tuple(found), timings
 
-    async def prepare_ahead(
-        self,
-        image: Any,
-        deadline_at: float | None,
-        cache_salt: str,
-        place: Place,
-        request_id: str,
-    ) -> PreparedImage | PreparedTiles:
-        """An image ahead of the requests that will be about it. Tells the observer. Raises as ``prepare``."""
+    async def prepare_ahead(self, request: Request, place: Place) -> PreparedImage | PreparedTiles:
+        """The only image of ``request``, which is no more than an image ahead of the requests that will be about it.
+        Tells the observer. Raises as ``prepare``."""
         now = clock.now()
         timings = FrontTimings(accepted_at=now)
         looks: tuple[PreparedImage, ...] = ()
         error = ""
         try:
-            (found,), timings = await self.prepare([image], now, deadline_at, cache_salt, place)
+            (found,), timings = await self.prepare(request, now, place)
             looks = found.looks
             return found
         except BaseException as failed:
             error = type(failed).__name__
             raise
         finally:
-            self._observe(request_id, timings, looks, error)
+            self._observe(request.request_id, timings, looks, error)
 
     def flush(self) -> None:
         """Drops prepared images that no request uses."""

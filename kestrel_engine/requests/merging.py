@@ -10,6 +10,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from ..skills.objects.request import Merging
+from ..steps.delivery import Finished
+from ..types.events import FinishReason
 from ..types.requests import Edges
 
 SAME_OVERLAP = 0.3
@@ -31,6 +34,29 @@ CUT_MARGIN = 0.015
 
 Found: TypeAlias = dict[str, float]
 """A point or a box of an output, with its score if the runtime gives probabilities."""
+
+
+_WEIGHT: tuple[FinishReason, ...] = ("stop", "length", "cancelled")
+"""The reason of a look that the request takes, the least one first."""
+
+
+def merged(looks: Sequence[tuple[Finished, Edges]], merging: Merging) -> Finished:
+    """The outcome of a request. ``looks``: the outcome of each look, and its place in the image. Any thread."""
+    parts = [part for part, _ in looks]
+    every = [(part.output[merging.key], edges) for part, edges in looks]
+    # One look gives its objects in the order in which the model found them.
+    found = merge(every) if len(every) > 1 else every[0][0]
+    found, most = suppressed(found, merging.max_overlap), merging.max_objects
+    reasons: list[FinishReason] = [part.reason for part in parts]
+    if len(found) > most:
+        reasons.append("length")
+    return Finished(
+        {**parts[0].output, merging.key: found[:most]},
+        max(reasons, key=_WEIGHT.index),
+        tuple(token for part in parts for token in part.token_ids),
+        # The object is absent only if no look sees it.
+        absence=min((p.absence for p in parts if p.absence is not None), default=None),
+    )
 
 
 def merge(looks: Sequence[tuple[Sequence[Found], Edges]]) -> list[Found]:
@@ -109,6 +135,11 @@ def score_of(found: Mapping[str, Any]) -> float:
 
 def edges_of(box: Mapping[str, float]) -> Edges:
     return box["x_min"], box["y_min"], box["x_max"], box["y_max"]
+
+
+def overlap(one: Edges, other: Edges) -> float:
+    """Returns the intersection over the union of two boxes."""
+    return float(overlaps(np.array(one), np.array([other]))[0])
 
 
 def overlaps(one: np.ndarray, others: np.ndarray) -> np.ndarray:

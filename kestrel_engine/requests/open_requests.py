@@ -9,55 +9,83 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 from .. import clock
 from ..errors import EngineClosed, KestrelError, RuntimeFailure
+from ..skills.objects.request import Merging
 from ..steps.delivery import Delivery, Finished, RequestEnd
 from ..types.events import EngineMetrics, EngineResult, StreamUpdate
 from ..types.observer import Observer, RequestEvent
-from ..types.requests import ImageRegion, num_positions
+from ..types.requests import Edges, ImageRegion, num_positions
 from ..types.stream import EngineStream
 from ..types.submission import Submission
-from ..types.timings import FrontTimings, StepTimings, metrics_of
-from .looks import LookGroup
+from ..types.timings import FrontTimings, StepTimings, metrics_of, together
+from .merging import merged
 from .whole_image import output_in_image, update_in_image
 
 logger = logging.getLogger(__name__)
 
+_WHOLE: Edges = (0.0, 0.0, 1.0, 1.0)
 
-@dataclasses.dataclass(slots=True)
+
+@dataclasses.dataclass(slots=True, eq=False)
 class OpenRequest:
-    """A request, or one look of a tiled request, as the event loop sees it. ``on_end`` is called when it has ended."""
+    """A request as the event loop sees it.
+
+    ``submissions``: by sequence id, one for each look at a tiled image, else a single one. They have one outcome. The
+    objects of all looks become one list as ``merging`` says; None: those of the only look stay as they are.
+    ``abort``: ends its sequences as "cancelled". ``on_end``: is called when the request has ended.
+    """
 
     skill: str
     stream: EngineStream
     timings: FrontTimings
-    submission: Submission
+    submissions: Mapping[int, Submission]
+    merging: Merging | None
+    abort: Callable[[], None]
     on_end: Callable[[], None]
     admitted_at: float | None = None
     """When the scheduler first took the request into the batch, as far as reported."""
-    group: LookGroup | None = None
-    """The looks of a request whose objects are merged. They share stream, timings and outcome."""
+    ends: dict[int, RequestEnd] = dataclasses.field(default_factory=dict)
+    num_sampled: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Tokens of each sequence so far."""
 
     @property
-    def region(self) -> ImageRegion | None:
-        """The region that the request's only image is; None for another image, and for several."""
-        images = self.submission.images
-        return images[0].region if len(images) == 1 else None
+    def ended(self) -> list[tuple[Submission, RequestEnd]]:
+        """The sequences that have ended, in the order of the looks."""
+        return [(each, self.ends[i]) for i, each in self.submissions.items() if i in self.ends]
+
+    @property
+    def error(self) -> KestrelError | None:
+        """The first failure."""
+        outcomes = (end.outcome for end in self.ends.values())
+        return next((each for each in outcomes if isinstance(each, KestrelError)), None)
+
+    def in_image(self, delivery: Delivery) -> list[tuple[int, StreamUpdate]]:
+        """The updates of a delivery, in coordinates of the whole image, with the tokens of all looks together."""
+        updates, region = delivery.updates, region_of(self.submissions[delivery.sequence_id])
+        if region is not None:
+            updates = [(count, update_in_image(update, region)) for count, update in updates]
+        if len(self.submissions) > 1:
+            updates = [(self._total(delivery.sequence_id, n), update) for n, update in updates]
+        return updates
+
+    def _total(self, sequence_id: int, count: int) -> int:
+        """The tokens of all sequences, now that this one has ``count``."""
+        self.num_sampled[sequence_id] = count
+        return sum(self.num_sampled.values())
 
 
 class OpenRequests:
-    """add() on acceptance; each ends by a delivery's outcome or by fail_all(). ``on_end`` is called after any ended.
-
-    A tiled request is added once for each look, and ends with the last of them.
-    """
+    """add() on acceptance; each ends by a delivery's outcome or by fail_all(). ``on_end`` is called after any ended."""
 
     def __init__(self, model: str, observer: Observer | None, on_end: Callable[[], None]) -> None:
         self._model = model
         self._observer = observer
         self._on_end = on_end
         self._open: dict[int, OpenRequest] = {}
+        """By the ids of the sequences that have not ended."""
         self._streams: set[EngineStream] = set()
         self._merging: set[asyncio.Task[None]] = set()
         """Requests whose looks have all ended. Merging takes time, so a thread does it."""
@@ -66,14 +94,13 @@ class OpenRequests:
         """The number of requests."""
         return len(self._streams)
 
-    def add(self, sequence_id: int, request: OpenRequest) -> None:
-        self._open[sequence_id] = request
+    def add(self, request: OpenRequest) -> None:
+        self._open |= dict.fromkeys(request.submissions, request)
         self._streams.add(request.stream)
 
     def end_at_once(self, request: OpenRequest, outcome: Finished) -> None:
         """Ends a request that was not added, because nothing is computed for it."""
-        ended = StepTimings(finished_at=clock.now())
-        self._conclude(request, [], RequestEnd(outcome, ended))
+        self._conclude(request, outcome, StepTimings(finished_at=clock.now()))
         self._on_end()
 
     def named(self, request_id: str) -> set[EngineStream]:
@@ -89,7 +116,7 @@ class OpenRequests:
             if delivery.admitted_at is not None:
                 request.admitted_at = delivery.admitted_at
             if delivery.updates:
-                request.stream.push(_in_image(request, delivery))
+                request.stream.push(request.in_image(delivery))
             if delivery.end is not None:
                 self._end(delivery.sequence_id, delivery.end)
         self._on_end()
@@ -103,54 +130,58 @@ class OpenRequests:
         self._on_end()
 
     def _end(self, sequence_id: int, end: RequestEnd) -> None:
+        """Takes the end of one sequence. A failure ends the others."""
         request = self._open.pop(sequence_id)
-        region, group = request.region, request.group
+        region = region_of(request.submissions[sequence_id])
         if isinstance(end.outcome, Finished) and region is not None:
             output = output_in_image(end.outcome.output, region)
             end = dataclasses.replace(end, outcome=dataclasses.replace(end.outcome, output=output))
-        if group is None:
-            self._conclude(request, [request.submission], end)
-        elif group.end(sequence_id, request.submission, end):
-            if group.error is not None:
-                failed = RequestEnd(group.error, group.timings)
-                self._conclude(request, group.submissions, failed)
-            else:
-                task = asyncio.get_running_loop().create_task(self._merge(request, group))
-                self._merging.add(task)
-                task.add_done_callback(self._merging.discard)
+        had_failed = request.error is not None
+        request.ends[sequence_id] = end
+        if len(request.ends) < len(request.submissions):
+            if request.error is not None and not had_failed:
+                request.abort()
+            return
+        if request.error is None and request.merging is not None:
+            task = asyncio.get_running_loop().create_task(self._merge(request, request.merging))
+            self._merging.add(task)
+            task.add_done_callback(self._merging.discard)
+        else:
+            timings = together([each.timings for _, each in request.ended])
+            self._conclude(request, request.error or end.outcome, timings)
 
-    async def _merge(self, request: OpenRequest, group: LookGroup) -> None:
+    async def _merge(self, request: OpenRequest, merging: Merging) -> None:
         """Ends a request, all of whose looks have ended well."""
         outcome: Finished | KestrelError = EngineClosed("the engine was shut down")
+        looks = []
+        for submission, end in request.ended:
+            assert isinstance(end.outcome, Finished)
+            region = region_of(submission)
+            looks.append((end.outcome, _WHOLE if region is None else region.edges))
         try:
-            outcome = await asyncio.to_thread(group.merged)
+            outcome = await asyncio.to_thread(merged, looks, merging)
         except Exception:  # A fault ends its own request only.
             logger.exception("the objects of request %s can't be merged", request.stream.request_id)
             outcome = RuntimeFailure("the objects of all looks could not be merged")
         finally:
-            timings = dataclasses.replace(group.timings, finished_at=clock.now())
-            self._conclude(request, group.submissions, RequestEnd(outcome, timings))
+            timings = together([end.timings for _, end in request.ended])
+            self._conclude(request, outcome, dataclasses.replace(timings, finished_at=clock.now()))
             self._on_end()
 
     def _conclude(
-        self, request: OpenRequest, submissions: Sequence[Submission], end: RequestEnd
+        self, request: OpenRequest, outcome: Finished | KestrelError, timings: StepTimings
     ) -> None:
-        """Ends a request. ``submissions``: one, or those of all looks."""
         self._streams.discard(request.stream)
         request.on_end()
-        outcome = end.outcome
-        token_ids: tuple[int, ...] = ()
-        reasoning_tokens = 0
-        if isinstance(outcome, Finished):
-            token_ids, reasoning_tokens = outcome.token_ids, outcome.reasoning_tokens
+        finished = outcome if isinstance(outcome, Finished) else None
         metrics = metrics_of(
             request.timings,
-            end.timings,
-            input_tokens=sum(num_positions(each.prompt) for each in submissions),
-            output_tokens=len(token_ids),
-            reasoning_tokens=reasoning_tokens,
+            timings,
+            input_tokens=sum(num_positions(each.prompt) for each, _ in request.ended),
+            output_tokens=0 if finished is None else len(finished.token_ids),
+            reasoning_tokens=0 if finished is None else finished.reasoning_tokens,
         )
-        self._observe(request, submissions, end, metrics)
+        self._observe(request, outcome, timings, metrics)
         if isinstance(outcome, KestrelError):
             request.stream.fail(outcome)
             return
@@ -158,11 +189,11 @@ class OpenRequests:
             request_id=request.stream.request_id,
             output=outcome.output,
             finish_reason=outcome.reason,
-            token_ids=token_ids,
+            token_ids=outcome.token_ids,
             metrics=metrics,
             model=self._model,
             images=request.stream.images,
-            num_looks=len(submissions),
+            num_looks=len(request.ends),
             seed=request.stream.seed,
             logprobs=outcome.logprobs,
             absence=outcome.absence,
@@ -173,32 +204,27 @@ class OpenRequests:
     def _observe(
         self,
         request: OpenRequest,
-        submissions: Sequence[Submission],
-        end: RequestEnd,
+        outcome: Finished | KestrelError,
+        timings: StepTimings,
         metrics: EngineMetrics,
     ) -> None:
         if self._observer is None:
             return
-        images, adapter = request.submission.images, request.submission.adapter
-        outcome = end.outcome
-        if isinstance(outcome, KestrelError):
-            reason, error = "", type(outcome).__name__
-        else:
-            reason, error = outcome.reason, ""
+        first = next(iter(request.submissions.values()))
         event = RequestEvent(
             request_id=request.stream.request_id,
             skill=request.skill,
-            finish_reason=reason,
-            error=error,
+            finish_reason="" if isinstance(outcome, KestrelError) else outcome.reason,
+            error=type(outcome).__name__ if isinstance(outcome, KestrelError) else "",
             metrics=metrics,
-            image_size=images[0].image_size if images else None,
-            num_crops=sum(image.num_crops for each in submissions for image in each.images),
+            image_size=first.images[0].image_size if first.images else None,
+            num_crops=sum(image.num_crops for each, _ in request.ended for image in each.images),
             accepted_at=request.timings.accepted_at,
             prepared_at=request.timings.prepared_at,
-            scheduled_at=end.timings.scheduled_at,
-            first_token_at=end.timings.first_token_at,
-            finished_at=end.timings.finished_at,
-            adapter="" if adapter is None else adapter.name,
+            scheduled_at=timings.scheduled_at,
+            first_token_at=timings.first_token_at,
+            finished_at=timings.finished_at,
+            adapter="" if first.adapter is None else first.adapter.name,
         )
         try:
             self._observer.on_request(event)
@@ -206,13 +232,7 @@ class OpenRequests:
             logger.exception("the observer failed on request %s", event.request_id)
 
 
-def _in_image(request: OpenRequest, delivery: Delivery) -> list[tuple[int, StreamUpdate]]:
-    """The updates of a delivery, in coordinates of the whole image, with the tokens of all looks together."""
-    updates, region, group = delivery.updates, request.region, request.group
-    if region is not None:
-        updates = [(count, update_in_image(update, region)) for count, update in updates]
-    if group is not None:
-        updates = [
-            (group.total_sampled(delivery.sequence_id, count), update) for count, update in updates
-        ]
-    return updates
+def region_of(submission: Submission) -> ImageRegion | None:
+    """The region that the only image of a sequence is; None for another image, and for several."""
+    images = submission.images
+    return images[0].region if len(images) == 1 else None

@@ -6,8 +6,9 @@ import math
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
+from .. import clock
 from ..errors import InvalidRequest
 from ..skills.base import SkillRequest
 from ..types.adapter import Adapter
@@ -27,7 +28,7 @@ class Request:
     ``images``: in the order of the prompt, as they are given to `InferenceEngine.submit`, then prepared. ``adapter``:
     its name, then the loaded adapter; None: that of the engine, if it has one. ``deadline_at``: an instant of the
     engine's clock after which nothing is begun for the request; all stages share it. The other fields that a caller
-    sets are as for `InferenceEngine.submit`.
+    sets are as in `CallerOptions`.
     """
 
     skill: str
@@ -46,18 +47,51 @@ class Request:
     timings: FrontTimings | None = None
 
 
-def as_images(image: Any) -> tuple[Any, ...]:
-    """The images of a request: none, one, or several in a list."""
-    if isinstance(image, (list, tuple)):
-        return tuple(image)
-    return () if image is None else (image,)
+class CallerOptions(TypedDict, total=False):
+    """What a caller may set beside a request's content; None is the default.
+
+    ``timeout_s``: the request is dropped if nothing was computed for it by then. ``cache_salt``: images and prefixes
+    are shared with requests of the same salt only. ``principal``: the caller's name; "" is one principal, too.
+    ``weight``: the principal's share relative to others, above 0. ``priority``: "high", "normal" or "low".
+    """
+
+    request_id: str | None
+    priority: str
+    timeout_s: float | None
+    cache_salt: str
+    principal: str
+    weight: float
 
 
-def without_adapter(settings: Any) -> tuple[str | None, Any]:
-    """The adapter that ``settings`` name, if they name one, and the skill's settings."""
-    if not isinstance(settings, Mapping) or "adapter" not in settings:
-        return None, settings
-    return settings["adapter"], {k: v for k, v in settings.items() if k != "adapter"}
+class RequestOptions(CallerOptions, total=False):
+    """``adapter``: the name of one."""
+
+    adapter: str | None
+
+
+def request_of(
+    skill: str,
+    image: Any,
+    arguments: Mapping[str, Any] | None,
+    settings: Any,
+    options: CallerOptions,
+) -> Request:
+    """A request as `InferenceEngine.submit` takes it. ``options``: those of `RequestOptions`. Raises InvalidRequest."""
+    images = tuple(image) if isinstance(image, (list, tuple)) else (image,)
+    given: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
+    timeout_s = given.pop("timeout_s", None)
+    settings = settings or {}
+    if isinstance(settings, Mapping) and "adapter" in settings:
+        settings = dict(settings)
+        given = {"adapter": settings.pop("adapter"), **given}
+    return Request(
+        skill=skill,
+        images=() if image is None else images,
+        arguments=arguments or {},
+        settings=settings,
+        deadline_at=deadline_after(timeout_s, clock.now()),
+        **given,
+    )
 
 
 def check_request_id(request_id: str) -> None:

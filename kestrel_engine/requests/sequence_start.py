@@ -15,6 +15,7 @@ from ..building.factory import Built
 from ..config.runtime import RuntimeConfig
 from ..errors import Displaced, SkillFault
 from ..skills.base import SkillOutput, SkillRequest
+from ..skills.objects.request import ObjectsRequest
 from ..skills.prompts import build_prompt
 from ..steps.active import SkillSubmission
 from ..steps.delivery import Finished
@@ -26,7 +27,6 @@ from ..types.step import TokenRule
 from ..types.stream import EngineStream
 from ..types.submission import Submission
 from .checked import RequestCheck
-from .looks import group_of
 from .open_requests import OpenRequest, OpenRequests
 from .queue_places import Place
 from .request import Request
@@ -56,9 +56,9 @@ class SequenceStart:
         work, timings = request.work, request.timings
         assert work is not None and timings is not None, "the request has all that it needs"
         looks = _sequences(request)
-        works = [self._work(next(self._ids), images, request, place) for images in looks]
-        ids = [each.submission.sequence_id for each in works]
-        abort = partial(self._abort, ids)
+        sequences = [self._sequence(next(self._ids), images, request, place) for images in looks]
+        submissions = {each.submission.sequence_id: each.submission for each in sequences}
+        abort = partial(self._abort, tuple(submissions))
         stream = EngineStream(
             request.request_id,
             abort,
@@ -69,18 +69,16 @@ class SequenceStart:
             ),
             seed=work.sampling.seed,
         )
-        group = group_of(work, len(looks), abort)
-        opened = [
-            OpenRequest(request.skill, stream, timings, each.submission, on_end, group=group)
-            for each in works
-        ]
+        merging = work.merging if isinstance(work, ObjectsRequest) else None
+        if merging is not None and merging.max_overlap is None and len(looks) == 1:
+            merging = None
+        opened = OpenRequest(request.skill, stream, timings, submissions, merging, abort, on_end)
         if (reason := work.ends_at_once) is not None:
-            self._open.end_at_once(opened[0], _abstained(reason, works[0].output))
+            self._open.end_at_once(opened, _abstained(reason, sequences[0].output))
             return stream
-        for sequence_id, each in zip(ids, opened, strict=True):
-            self._open.add(sequence_id, each)
-        place.pass_to(_Submitted(self._loop, ids, opened))
-        for sequence in works:
+        self._open.add(opened)
+        place.pass_to(_Submitted(self._loop, opened))
+        for sequence in sequences:
             self._loop.submit(sequence)
         return stream
 
@@ -88,7 +86,7 @@ class SequenceStart:
         for sequence_id in sequence_ids:
             self._loop.abort(sequence_id)
 
-    def _work(
+    def _sequence(
         self,
         sequence_id: int,
         images: tuple[PreparedImage, ...],
@@ -132,26 +130,21 @@ class SequenceStart:
             reads=work.reads,
             adapter=adapter,
         )
-        refines = work.refines and context.refines and bool(images)
-        return SkillSubmission(
-            request.request_id, submission, control, output, queue_limited, refines
-        )
+        return SkillSubmission(request.request_id, submission, control, output, queue_limited)
 
 
 class _Submitted:
     """The sequences of a request, as the occupant of its place."""
 
-    def __init__(
-        self, loop: EngineLoop, sequence_ids: Sequence[int], opened: Sequence[OpenRequest]
-    ) -> None:
-        self._loop, self._ids, self._opened = loop, sequence_ids, opened
+    def __init__(self, loop: EngineLoop, opened: OpenRequest) -> None:
+        self._loop, self._opened = loop, opened
 
     @property
     def is_waiting(self) -> bool:
-        return all(each.admitted_at is None for each in self._opened)
+        return self._opened.admitted_at is None
 
     def displace(self, error: Displaced) -> None:
-        for sequence_id in self._ids:
+        for sequence_id in self._opened.submissions:
             self._loop.refuse(sequence_id, error)
 
 

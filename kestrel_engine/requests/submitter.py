@@ -94,13 +94,7 @@ class Submitter:
         engine = _Preparation(self, self._places, self._preparing, request, place)
         work = await work.prepared(engine)
         adapter = await self._loaded(request, engine, held)
-        images, timings = await self.images.prepare(
-            request.images,
-            accepted_at,
-            request.deadline_at,
-            request.cache_salt,
-            place,
-        )
+        images, timings = await self.images.prepare(request, accepted_at, place)
         began, unlooked = clock.now(), work
         work = await work.looked(engine, images)
         if work is not unlooked:

@@ -144,20 +144,9 @@ class SkillRequest:
     prompt_field: str = "arguments"
 
     @property
-    def takes_tiles(self) -> bool:
-        """Whether the request may look at an image several times."""
-        return False
-
-    @property
     def reads(self) -> ReadSpec | None:
         """What to read of the encoded image in place of tokens; None: tokens are generated."""
         return None
-
-    @property
-    def refines(self) -> bool:
-        """Whether the engine's refiner, if it has one, sharpens the outline. The output is an OutlineOutput then, and
-        its ``finish`` is called twice."""
-        return False
 
     @property
     def tokens_ahead(self) -> int:

@@ -33,15 +33,12 @@ LAST_NON_TEXT_ID = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentRequest(SkillRequest):
-    """``object``: its name. ``min_score``: the least score of a box whose outline is returned."""
+    """``object``: its name. ``min_score``: the least score of a box whose outline is returned. ``refines``: whether the
+    engine's refiner sharpens the outline."""
 
     object: str
     min_score: float
-    refine: bool
-
-    @property
-    def refines(self) -> bool:
-        return self.refine
+    refines: bool
 
 
 class SegmentSkill:
@@ -85,7 +82,7 @@ class SegmentSkill:
             max_tokens=read.max_tokens,
             object=text,
             min_score=read.min_score,
-            refine=refine,
+            refines=refine,
         )
 
     def new_control(
@@ -94,7 +91,9 @@ class SegmentSkill:
         return SegmentControl(context)
 
     def new_output(self, request: SegmentRequest, context: SkillContext) -> SkillOutput:
-        return SegmentOutput(request.object, context, min_score=request.min_score)
+        return SegmentOutput(
+            request.object, context, min_score=request.min_score, refines=request.refines
+        )
 
 
 class SegmentControl:
@@ -126,7 +125,10 @@ class SegmentOutput(OutlineOutput):
     score, but neither box nor path.
     """
 
-    def __init__(self, name: str, context: SkillContext, *, min_score: float = 0.0) -> None:
+    def __init__(
+        self, name: str, context: SkillContext, *, min_score: float = 0.0, refines: bool = False
+    ) -> None:
+        self.refines = refines
         self._name, self._codec, self._min_score = name, context.codec, min_score
         self._calibration = context.calibration
         self._ids: list[int] = []

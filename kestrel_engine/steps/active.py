@@ -23,6 +23,7 @@ from ..errors import (
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import Sequence
 from ..skills.base import SkillControl, SkillOutput
+from ..skills.objects.outline import OutlineOutput
 from ..skills.rule_check import RuleCheck
 from ..types.events import FinishReason
 from ..types.step import RefineRow, RuleWait, StepPlan, StepResult, StepToken
@@ -43,8 +44,6 @@ class SkillSubmission:
     output: SkillOutput
     queue_limited: bool = False
     """The submission's deadline is the engine's bound on waiting, not the caller's."""
-    refines: bool = False
-    """After the last token, the delivery thread may ask for a refinement of the request's outline."""
 
 
 @dataclass(slots=True, eq=False)
@@ -291,7 +290,7 @@ class ActiveRequests:
             # The stop token is no part of the output.
             stopped = finish == "stop"
             last, stop = (None, token) if stopped else (token, None)
-            if work.refines:
+            if isinstance(work.output, OutlineOutput) and work.output.refines:
                 self._draft(active, sequence, finish, last)
             else:
                 self._end(sequence.sequence_id, finish, last, stop=stop)

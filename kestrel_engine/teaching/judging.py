@@ -15,6 +15,7 @@ from typing import Any
 
 from ..engine import InferenceEngine
 from ..errors import ConfigError, RequestError
+from ..requests.merging import overlap
 from ..types.events import EngineResult
 from .data.examples import Answered, Boxed, Captioned, Edges, Example, Point, Pointed, TaughtImage
 
@@ -126,7 +127,7 @@ def score(example: Example, output: Mapping[str, Any]) -> Score:
             return _objects(len(points), len(found), _hits(points, found, _nearness, 1 - NEAR))
         case Boxed(boxes=boxes):
             edges = boxes_of(output)
-            return _objects(len(boxes), len(edges), _hits(boxes, edges, _overlap, LEAST_IOU))
+            return _objects(len(boxes), len(edges), _hits(boxes, edges, overlap, LEAST_IOU))
 
 
 def points_of(output: Mapping[str, Any]) -> list[Point]:
@@ -167,13 +168,3 @@ def _hits(
 
 def _nearness(a: Point, b: Point) -> float:
     return 1 - max(abs(a[0] - b[0]), abs(a[1] - b[1]))
-
-
-def _overlap(a: Edges, b: Edges) -> float:
-    """The intersection over union of two boxes."""
-    width = min(a[2], b[2]) - max(a[0], b[0])
-    height = min(a[3], b[3]) - max(a[1], b[1])
-    if width <= 0 or height <= 0:
-        return 0.0
-    own = (a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1])
-    return width * height / (own - width * height)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .events import EngineMetrics
@@ -34,6 +35,22 @@ class StepTimings:
     """Crops that were encoded for the request."""
     reused_crops: int = 0
     """Crops whose features were kept from earlier images."""
+
+
+def together(every: Sequence[StepTimings]) -> StepTimings:
+    """Those of a request with several sequences."""
+    first_tokens = [t.first_token_at for t in every if t.first_token_at is not None]
+    last_tokens = [t.last_token_at for t in every if t.last_token_at is not None]
+    scheduled = [t.scheduled_at for t in every if t.scheduled_at is not None]
+    return StepTimings(
+        scheduled_at=min(scheduled, default=None),
+        first_token_at=min(first_tokens, default=None),
+        last_token_at=max(last_tokens, default=None),
+        finished_at=max(t.finished_at for t in every),
+        cached_tokens=sum(t.cached_tokens for t in every),
+        encoded_crops=sum(t.encoded_crops for t in every),
+        reused_crops=sum(t.reused_crops for t in every),
+    )
 
 
 def metrics_of(

@@ -12,7 +12,10 @@ Outline: TypeAlias = tuple[str, tuple[float, float, float, float]]
 
 
 class OutlineOutput(SkillOutput):
-    """Its ``finish`` is called twice: before the refinement, and after it."""
+    """Its ``finish`` is called twice if the engine's refiner sharpens the outline: before that, and after it."""
+
+    refines = False
+    """Whether the outline is refined. The engine has a refiner then."""
 
     @property
     @abc.abstractmethod

@@ -24,7 +24,3 @@ class ObjectsRequest(SkillRequest):
 
     merging: Merging
     min_score: float = 0.0
-
-    @property
-    def takes_tiles(self) -> bool:
-        return True

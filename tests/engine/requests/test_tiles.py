@@ -233,7 +233,7 @@ async def test_a_fault_in_merging_fails_its_request_only(make_engine, runtime, m
     def fail(looks):
         raise ValueError("a fault")
 
-    monkeypatch.setattr("kestrel_engine.requests.looks.merge", fail)
+    monkeypatch.setattr("kestrel_engine.requests.merging.merge", fail)
     with pytest.raises(RuntimeFailure, match="could not be merged"):
         await engine.detect(Tiled(PIXELS, TWO), "cat", settings={"max_objects": 1})
     assert engine.num_requests == 0
