@@ -78,11 +78,11 @@ class RequestSettings:
     max_text_bytes: int = checked(32 * 1024 - 1, low=1)
     """Limit on the UTF-8 bytes of a question or an object's name."""
     image_limits: ImageLimits = field(default_factory=ImageLimits)
-    default_temperature: float = 0.2
+    default_temperature: float = checked(0.2, low=0)
     """For query and caption; point, detect and segment are greedy."""
-    default_top_p: float = 0.9
+    default_top_p: float = checked(0.9, above=0, high=1)
     """For query and caption."""
-    default_max_objects: int = 150
+    default_max_objects: int = checked(150, low=1)
     """For point and detect."""
     min_score: float = setting(
         0.0,

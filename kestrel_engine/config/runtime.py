@@ -7,7 +7,6 @@ setting is one field made with ``setting``, in the file of its group.
 
 from __future__ import annotations
 
-import math
 from dataclasses import InitVar, dataclass, fields, replace
 
 from ..errors import ConfigError
@@ -68,7 +67,6 @@ class RuntimeConfig(SchedulerSettings, RequestSettings, DeviceSettings, ModelSet
                 self.kv_cache_gib,
                 f"kv_cache_pages={self.kv_cache_pages} is set too; set only one of the two",
             )
-        self._check_embedded()
 
     @property
     def has_adapters(self) -> bool:
@@ -93,20 +91,6 @@ class RuntimeConfig(SchedulerSettings, RequestSettings, DeviceSettings, ModelSet
                 )
             object.__setattr__(self, name, value)
 
-    def _check_embedded(self) -> None:
-        """Checks the fields that have no flag."""
-        if self.page_size is not None:
-            _whole("page_size", self.page_size, 1)
-        _whole("default_max_objects", self.default_max_objects, 1)
-        if not _finite(self.priority_aging_s) or self.priority_aging_s <= 0:
-            limit = "must be a finite number of seconds above 0"
-            raise ConfigError("priority_aging_s", self.priority_aging_s, limit)
-        if not _finite(self.default_temperature) or self.default_temperature < 0:
-            limit = "must be finite and at least 0"
-            raise ConfigError("default_temperature", self.default_temperature, limit)
-        if not _finite(self.default_top_p) or not 0 < self.default_top_p <= 1:
-            raise ConfigError("default_top_p", self.default_top_p, "must be in (0, 1]")
-
     def _check_device(self) -> None:
         kind, _, index = (
             self.device.partition(":") if isinstance(self.device, str) else ("", "", "")
@@ -115,12 +99,3 @@ class RuntimeConfig(SchedulerSettings, RequestSettings, DeviceSettings, ModelSet
             index and (kind != "cuda" or not index.isdigit())
         ):
             raise ConfigError("device", self.device, 'must be "auto", "cpu", "cuda" or "cuda:N"')
-
-
-def _finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _whole(name: str, value: object, low: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ConfigError(name, value, f"must be a whole number of at least {low}")

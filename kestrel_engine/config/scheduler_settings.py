@@ -12,7 +12,7 @@ from .setting import checked, setting
 class SchedulerSettings:
     """The settings of the group SCHEDULER; `RuntimeConfig` checks them."""
 
-    page_size: int | None = None
+    page_size: int | None = checked(None, low=1)
     """KV positions of a page. Must divide the image prefix. Default: the largest divisor up to 16."""
     kv_cache_pages: int | None = checked(None, low=1)
     """Number of pages of the KV cache, in place of ``kv_cache_gib``."""
@@ -33,7 +33,7 @@ class SchedulerSettings:
     embedding_host_bytes: int = checked(0, low=0)
     """On CUDA, bytes of further images' embeddings to keep in the host's memory, which is taken (pinned) at the start.
     To copy one back, 3 MB, takes 0.06 ms at the rate of a copy from pinned memory, 53 GB/s (benchmarks.gpu.floors)."""
-    priority_aging_s: float = 10.0
+    priority_aging_s: float = checked(10.0, above=0)
     """A priority that was not served for this many seconds counts as one better, so no request waits forever."""
     image_cache_bytes: int = setting(
         256 * 1024 * 1024,
