@@ -1,7 +1,7 @@
 """The code around every call: its caller, its id, its limits and its status.
 
 ``call_life.py`` has the steps of every call in their order, for all transports. The other files of this folder are
-gRPC's transport: an interceptor, the methods, those whose streams carry many requests, and those without credentials.
-``calls`` describes and limits a call, ``messages`` reads its requests and writes its responses, and ``failures`` turns
-an error into the status that ends the call.
+gRPC's transport: the methods of a port, those whose streams carry many requests, and those without credentials.
+``calls`` describes and limits a call, ``messages`` reads its requests and their fields, and ``failures`` turns an error
+into the status that ends the call.
 """

@@ -21,13 +21,10 @@ from ..security.admission.guard import Guard
 from ..security.admission.message_room import Hold
 from ..security.connections.connection_guard import ConnectionGuard
 from ..security.identity.principal import Principal
-from .calls.call import Call, Context, code_of_cancellation, id_from_metadata, new_id
-from .calls.call_limit import CallLimit
-from .calls.call_watcher import CallWatcher
-from .calls.current_call import current
-from .calls.in_flight import InFlight
+from .calls.call import Call, CallLimit, Context, code_of_cancellation, id_from_metadata, new_id
+from .calls.current import current
 from .failures.endings import delay_refusal, forget_frames, note
-from .messages.request_options import take_options
+from .messages.fields import take_options
 
 _UNCOUNTED = contextlib.nullcontext()
 
@@ -52,6 +49,70 @@ class Transport(Protocol):
         """Writes the status of ``error``. InternalError: a message could not be sent, because the connection is lost.
         May raise."""
         ...
+
+
+class CallWatcher(Protocol):
+    """Receives the events of every call. Its methods must not raise.
+
+    ``on_message`` is called when the request's id is known: when it is read, or the stream of its parts begins.
+    """
+
+    def begin(self, call: Call) -> None: ...
+
+    def on_message(self, call: Call) -> None: ...
+
+    def end(self, call: Call) -> None: ...
+
+
+class CallWatchers:
+    """``at_end``: called with each call that has ended, before ``watcher``. ``watcher``: of all events."""
+
+    def __init__(self, *at_end: Callable[[Call], None], watcher: CallWatcher | None = None) -> None:
+        self._at_end, self._watcher = at_end, watcher
+
+    def begin(self, call: Call) -> None:
+        if self._watcher is not None:
+            self._watcher.begin(call)
+
+    def on_message(self, call: Call) -> None:
+        if self._watcher is not None:
+            self._watcher.on_message(call)
+
+    def end(self, call: Call) -> None:
+        for record in self._at_end:
+            record(call)
+        if self._watcher is not None:
+            self._watcher.end(call)
+
+
+class InFlight:
+    """Counts the calls in progress, so that a stopping server can wait for their end."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def __enter__(self) -> None:
+        self._count += 1
+        self._idle.clear()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._count -= 1
+        if self._count == 0:
+            self._idle.set()
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Waits for the end of all calls. Returns whether they ended within ``timeout_s`` seconds."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
 
 
 class CallLife:

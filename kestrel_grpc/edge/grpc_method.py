@@ -14,27 +14,35 @@ from typing import Any, cast
 
 import grpc
 
-from ..security.admission.message_limits import COPIES
-from ..security.admission.message_room import Hold
+from ..security.admission.message_room import COPIES, Hold
 from ..security.identity.front_headers import NOT_BEGUN
 from .call_life import CallLife
-from .calls.call import Call, Context
-from .calls.call_limit import CallLimit
-from .failures.errors import ModelNotReady
-from .failures.statuses import status_of
-from .messages.bounded_context import bounded
+from .calls.call import Call, CallLimit, Context
+from .failures.errors import ModelNotReady, SlowReader
+from .failures.statuses import row_of, status_of
 from .messages.incoming import Incoming
 
 Trailers = tuple[tuple[str, str | bytes], ...]
 
 _LAST_WORD_S = 2.0
 """Seconds that a failed call waits until its status is sent."""
+_ENTRY_BYTES = 32
+"""Bytes that an entry of the metadata counts in addition to its name and value, as in HTTP/2 (RFC 9113, 6.5.2)."""
+
+
+def write_limit(limit_s: float | None) -> CallLimit:
+    """The limit on the time that a write of a stream waits for a slow reader."""
+    return CallLimit(limit_s, _unread)
+
+
+def _unread(limit_s: float) -> Exception:
+    return SlowReader(f"the client did not read the stream for {limit_s:g} s; the server ended it")
 
 
 class GrpcMethod:
-    """``handler``: the service's. ``pulls``: limits the time in which a message must arrive. ``write_s``: seconds that
-    a write waits for a slow reader. ``copies``: of a message's bytes in memory. ``trailers``: returns additional
-    trailers for the method's calls."""
+    """``handler``: the service's. ``pulls``: limits the time in which a message must arrive. ``writes``: limits the
+    time of a write, as ``write_limit`` does. ``copies``: of a message's bytes in memory. ``trailers``: returns
+    additional trailers for the method's calls."""
 
     is_visit = False
     """As in Call."""
@@ -46,12 +54,12 @@ class GrpcMethod:
         handler: Any,
         *,
         pulls: CallLimit,
-        write_s: float | None,
+        writes: CallLimit,
         copies: int = COPIES,
         trailers: Callable[[str], Trailers] | None = None,
     ) -> None:
         self.life, self.method, self._copies = life, method, copies
-        self._pulls, self._write_s, self._trailers = pulls, write_s, trailers
+        self._pulls, self._writes, self._trailers = pulls, writes, trailers
         self.behaviour = (
             handler.unary_unary
             or handler.unary_stream
@@ -71,7 +79,12 @@ class GrpcMethod:
         """Is registered as a method with a stream of requests, so that the call's life decides when to read them."""
 
     async def _handle(self, _messages: Any, context: Context) -> Any:
-        return await self.life.run(self._begin(context), self, self._enter)
+        call = self._begin(context)
+        # gRPC's core applies its limit only to clients that have acknowledged its settings, and to complete headers.
+        num_bytes = sum(len(key) + len(value) + _ENTRY_BYTES for key, value in call.metadata)
+        if num_bytes > self.life.guard.connections.most_metadata_bytes:
+            return self._refuse_metadata(call, num_bytes)
+        return await self.life.run(call, self, self._enter)
 
     def _begin(self, context: Context) -> Call:
         return self.life.begin(self.method, context, is_visit=self.is_visit, streams=self._streams)
@@ -101,12 +114,12 @@ class GrpcMethod:
     async def _respond(self, context: Context, request: Any) -> Any:
         if not self._streams:
             return await self.behaviour(request, context)
-        with bounded(context, self._write_s) as writer:
-            answered = self.behaviour(request, cast(Context, writer))
-            if not isinstance(answered, AsyncIterator):
-                return await answered
-            async for message in answered:
-                await writer.write(message)
+        writer = Writer(context, self._writes)
+        answered = self.behaviour(request, cast(Context, writer))
+        if not isinstance(answered, AsyncIterator):
+            return await answered
+        async for message in answered:
+            await writer.write(message)
 
     async def refuse(self, call: Call, error: Exception) -> None:
         """Ends the call with the status of ``error``. Never returns."""
@@ -126,6 +139,33 @@ class GrpcMethod:
             # The client does not read, or its connection is closed. gRPC has the status and sends it after the unread
             # messages, or drops it with the connection. gRPC would log the traceback of any other exception.
             raise asyncio.CancelledError from None
+
+    def _refuse_metadata(self, call: Call, num_bytes: int) -> None:
+        """Ends a call whose metadata has ``num_bytes``, which exceed the limit. An exception would keep the context in
+        a reference cycle, and so the metadata that the core holds."""
+        error = self.life.guard.connections.refuse_headers(call.peer, num_bytes)
+        call.reason = row_of(error).reason
+        call.code, message, trailers = status_of(error, call.request_id)
+        call.context.set_code(call.code)
+        call.context.set_details(message)
+        call.context.set_trailing_metadata((*trailers, *call.ids))
+        self.life.watcher.end(call)
+        call.release()
+
+
+class Writer:
+    """Wraps the context of a stream, and limits the time of each write. gRPC accepts a message at once unless the
+    reader is behind by a window. One task writes at a time."""
+
+    def __init__(self, context: Context, writes: CallLimit) -> None:
+        self._context, self._writes = context, writes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def write(self, message: Any) -> None:
+        """Raises SlowReader."""
+        await self._writes.within(self._context.write(message))
 
 
 def _empty(decode: Callable[[bytes], Any] | None) -> Callable[[], Any] | None:

@@ -24,16 +24,13 @@ import grpc
 from kestrel_engine import EngineClosed, Quota
 
 from ..security.admission.admission import TooManyCalls
-from ..security.admission.message_limits import ADAPTED_COPIES
-from ..security.admission.message_room import Hold
+from ..security.admission.message_room import ADAPTED_COPIES, Hold
 from ..security.identity.principal import Principal, needed_scopes
 from .call_life import CallLife
-from .calls.call import Call, Context, Metadata, new_id
-from .calls.call_limit import CallLimit
+from .calls.call import Call, CallLimit, Context, Metadata, new_id
 from .failures.errors import ShuttingDown, SlowReader, SlowSender
 from .failures.statuses import Complaint, complaint
-from .grpc_method import GrpcMethod, Trailers
-from .messages.bounded_context import bounded
+from .grpc_method import GrpcMethod, Trailers, Writer
 
 _MOST_REQUESTS = 64
 _RETRY_S = 0.1
@@ -91,14 +88,14 @@ class StreamMethod(GrpcMethod):
         method: str,
         handler: Any,
         kind: StreamKind,
-        write_s: float | None,
+        writes: CallLimit,
         trailers: Callable[[str], Trailers] | None,
     ) -> None:
         # A stream limits the time for a message itself, because that time does not run while requests do.
         super().__init__(
             *(life, method, handler),
             pulls=CallLimit(None),
-            write_s=write_s,
+            writes=writes,
             copies=kind.copies,
             trailers=trailers,
         )
@@ -129,14 +126,13 @@ class StreamMethod(GrpcMethod):
         """Reads nothing: the stream reads its requests."""
 
     async def answer(self, call: Call, request: Any) -> None:
-        with bounded(call.context, self._write_s) as writer:
-            await _RequestStream(self, call, writer).run()
+        await _RequestStream(self, call, Writer(call.context, self._writes)).run()
 
 
 class _RequestStream:
     """One stream. ``writer``: where its responses go."""
 
-    def __init__(self, method: StreamMethod, call: Call, writer: Any) -> None:
+    def __init__(self, method: StreamMethod, call: Call, writer: Writer) -> None:
         self.method, self.call, self.writer = method, call, writer
         self.state = method.kind.state()
         self._writing = asyncio.Lock()

@@ -15,11 +15,9 @@ import grpc
 
 from ..security.admission.message_room import Hold
 from .call_life import CallLife
-from .calls.call import UNKNOWN_METHOD, Call, Context, new_id
-from .calls.call_limit import CallLimit
+from .calls.call import UNKNOWN_METHOD, Call, CallLimit, Context
 from .failures.errors import MethodNotFound, SlowSender
-from .failures.statuses import row_of, status_of
-from .grpc_method import GrpcMethod
+from .grpc_method import GrpcMethod, write_limit
 from .messages.incoming import Incoming
 
 _READ_S = 5.0
@@ -36,7 +34,7 @@ class Visit(GrpcMethod):
         pulls = CallLimit(
             _READ_S, lambda limit_s: SlowSender(f"no message arrived within {limit_s:g} s")
         )
-        super().__init__(life, method, handler, pulls=pulls, write_s=_READ_S)
+        super().__init__(life, method, handler, pulls=pulls, writes=write_limit(_READ_S))
 
     def _enter(self, call: Call) -> AbstractContextManager[Hold]:
         guard = self.life.guard
@@ -72,23 +70,3 @@ class UnknownMethod(Visit):
 
     async def read(self, call: Call, hold: Hold) -> Any:
         raise MethodNotFound(f"there is no method {call.asked!r}; reflection lists all services")
-
-
-def refuse_metadata(life: CallLife, method: str, num_bytes: int) -> Any:
-    """A handler that refuses a call with ``num_bytes`` of metadata, which exceed the limit. It does not read the
-    metadata again."""
-
-    async def refuse(_messages: Any, context: Context) -> None:
-        peer = context.peer()
-        call = Call(method, peer=peer, context=context, request_id=new_id())
-        error = life.guard.connections.refuse_headers(peer, num_bytes)
-        call.reason = row_of(error).reason
-        call.code, message, trailers = status_of(error, call.request_id)
-        # An exception would keep the context in a reference cycle, and so the metadata that the core holds.
-        context.set_code(call.code)
-        context.set_details(message)
-        context.set_trailing_metadata((*trailers, *call.ids))
-        life.watcher.end(call)
-        call.release()
-
-    return grpc.stream_unary_rpc_method_handler(refuse)

@@ -8,7 +8,7 @@ from typing import cast
 
 from kestrel_engine import InvalidRequest
 
-from ..edge.calls.call_limit import CallLimit
+from ..edge.calls.call import CallLimit
 from ..edge.failures.errors import SlowSender, UnsupportedBody
 from ..security.admission.admission import MessageTooLarge
 from ..security.admission.guard import Guard

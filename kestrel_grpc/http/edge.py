@@ -18,10 +18,9 @@ from kestrel_engine import DeadlineExceeded
 
 from ..edge.call_life import CallLife
 from ..edge.calls.call import Call, Context
-from ..edge.calls.current_call import current_call
+from ..edge.calls.current import current
 from ..edge.failures.errors import SlowReader
-from ..security.admission.message_limits import COPIES
-from ..security.admission.message_room import Hold
+from ..security.admission.message_room import COPIES, Hold
 from .body import BODY_COPIES, Bodies, content_length
 from .context import HttpContext, Receive, Scope, Send
 from .fetching import Addresses, ImageFetcher
@@ -179,7 +178,7 @@ class _Exchange:
 
     async def _begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self._has_begun = True
-        ids = [(key.encode(), value.encode()) for key, value in current_call().ids]
+        ids = [(key.encode(), value.encode()) for key, value in current.get().ids]
         close = () if self._has_read_all else ((b"connection", b"close"),)
         head = {
             "type": "http.response.start",

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..edge.call_life import CallLife
-from ..edge.calls.call_watcher import CallWatcher
-from ..edge.calls.in_flight import InFlight
+from ..edge.call_life import CallLife, CallWatcher, InFlight
 from ..security.admission.guard import Guard
 from ..security.connections.connection_guard import ConnectionGuard
 from ..security.identity.tls import RenewedContext

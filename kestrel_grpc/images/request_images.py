@@ -1,4 +1,4 @@
-"""RequestImages: finds the image of a request, which the request holds or names by id, and stores it.
+"""RequestImages: reads the images of a request, which the request holds or names by id, finds and stores them.
 
 An image is stored after the engine has decoded it, so every image in the store is valid. With shared images, the images
 that clients put are written to the shared store too, and an id that is unknown here is looked up there.
@@ -6,29 +6,57 @@ that clients put are written to the shared store too, and an id that is unknown 
 
 from __future__ import annotations
 
-from contextlib import suppress
+import re
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from kestrel_engine import ImageTooLargeError, InRegion, OnBackground
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine import FieldPath, ImageTooLargeError, InRegion, InvalidRequest, OnBackground
 
-from ..edge.calls.current_call import current_call, find_call
+from ..edge.calls.current import current
 from ..edge.failures.errors import ImageNotFound, ImagesFull, ImagesNotKept
+from ..edge.messages.fields import known_value, located, meant_float
 from .shared.shared_images import SharedImages
-from .store import ImageId, ImageStore, StoredImage, shown, size_of
+from .store import ImageStore, StoredImage, shown, size_of
+
+_COLOUR = re.compile(r"#[0-9a-fA-F]{6}")
+_MAX_IMAGE_ID = 64
+MAX_IMAGES = 64
+"""The most that RuntimeConfig.max_images may be. The engine then applies the server's own limit."""
+
+_BYTES_PER_PIXEL = {
+    common_pb2.PIXEL_FORMAT_UNSPECIFIED: 3,
+    common_pb2.PIXEL_FORMAT_RGB8: 3,
+    common_pb2.PIXEL_FORMAT_RGBA8: 4,
+    common_pb2.PIXEL_FORMAT_GRAY8: 1,
+    common_pb2.PIXEL_FORMAT_BGR8: 3,
+}
+
+
+def at_image(path: FieldPath) -> AbstractContextManager[None]:
+    """Raises an error that is in the field ``image`` with the ``path`` of the image in the request."""
+    return located(lambda field: (*path, *field[1:]) if field[:1] == ("image",) else field)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestImage:
-    """The image of a request. ``kept``: the store's entry, if the request named an id."""
+    """An image of a request. ``path``: of its field in the request."""
 
+    path: FieldPath
     source: bytes | np.ndarray
-    kept: StoredImage | None = None
+    """Encoded bytes; or pixels as [height, width(, channels)] uint8 RGB(A), which share the message's memory."""
+    image_id: str = ""
+    """The id that the request names in place of a source."""
     background: tuple[int, int, int] | None = None
     """The background colour of this request. The store holds the image without it."""
     region: tuple[float, float, float, float] | None = None
     """The part of the image that this request sees. The store holds the whole image."""
+    kept: StoredImage | None = None
+    """The store's entry for ``image_id``, once it is found; ``source`` is the entry's then."""
 
     @property
     def given(self) -> bytes | np.ndarray | OnBackground | InRegion:
@@ -39,28 +67,98 @@ class RequestImage:
         return image if self.region is None else InRegion(image, self.region)
 
 
+def images_of(request: Any) -> list[RequestImage]:
+    """The images of a request or a frame, in the order of the prompt. Raises InvalidRequest."""
+    if isinstance(request, pb.QueryRequest):
+        if len(request.images) > MAX_IMAGES:
+            raise InvalidRequest("images", f"are {len(request.images)}; the limit is {MAX_IMAGES}")
+        return [_read(image, ("images", index)) for index, image in enumerate(request.images)]
+    if isinstance(request, pb.RunSkillRequest) and not request.HasField("image"):
+        return []
+    return [required_image(request)]
+
+
+def required_image(request: Any) -> RequestImage:
+    """The image of a request with the field ``image``. Raises InvalidRequest."""
+    path = ("frame", "image") if isinstance(request, pb.Frame) else ("image",)
+    if not request.HasField("image"):
+        raise InvalidRequest(path, "is required")
+    return _read(request.image, path)
+
+
+def checked_image_id(field: str | FieldPath, text: str) -> str:
+    """Raises InvalidRequest, which names ``field``, if ``text`` cannot be an id."""
+    if not 1 <= len(text) <= _MAX_IMAGE_ID:
+        raise InvalidRequest(
+            field, f"has {len(text)} characters; an image id has 1 to {_MAX_IMAGE_ID}"
+        )
+    return text
+
+
+def _read(image: common_pb2.Image, path: FieldPath) -> RequestImage:
+    """Raises InvalidRequest."""
+    source: bytes | np.ndarray = b""
+    image_id = ""
+    with at_image(path):
+        match image.WhichOneof("source"):
+            case "encoded":
+                source = image.encoded
+            case "raw":
+                source = _raw_pixels(image.raw)
+            case "image_id":
+                image_id = checked_image_id(("image", "image_id"), image.image_id)
+            case _:
+                raise InvalidRequest("image", "holds no image: set encoded, raw or image_id")
+        background = _colour(image.background) if image.HasField("background") else None
+    region = None
+    if image.HasField("region"):
+        edges = image.region
+        x_min, y_min = meant_float(edges.x_min), meant_float(edges.y_min)
+        region = (x_min, y_min, meant_float(edges.x_max), meant_float(edges.y_max))
+    return RequestImage(path, source, image_id, background, region)
+
+
+def _colour(text: str) -> tuple[int, int, int]:
+    if not _COLOUR.fullmatch(text):
+        raise InvalidRequest(("image", "background"), f"{text!r} must be a colour like #ffffff")
+    red, green, blue = bytes.fromhex(text[1:])
+    return red, green, blue
+
+
+def _raw_pixels(raw: common_pb2.RawImage) -> np.ndarray:
+    depth = known_value(
+        ("image", "raw", "format"), raw.format, common_pb2.PixelFormat, _BYTES_PER_PIXEL
+    )
+    for side, length in (("width", raw.width), ("height", raw.height)):
+        if length < 1:
+            raise InvalidRequest(("image", "raw", side), f"must be at least 1, got {length}")
+    expected = raw.width * raw.height * depth
+    data = raw.data
+    if len(data) != expected:
+        raise InvalidRequest(
+            ("image", "raw", "data"),
+            f"has {len(data)} bytes; {raw.width}x{raw.height} pixels of {depth} bytes need {expected}",
+        )
+    pixels = np.frombuffer(data, np.uint8).reshape(raw.height, raw.width, depth)
+    return pixels[:, :, ::-1] if raw.format == common_pb2.PIXEL_FORMAT_BGR8 else pixels
+
+
 class RequestImages:
     """Finds and stores images by owner. An owner is a principal's name, or "" if callers need no credentials."""
 
     def __init__(self, store: ImageStore, shared: SharedImages | None = None) -> None:
         self.store, self._shared = store, shared
 
-    async def find(
-        self, owner: str, source: bytes | np.ndarray | ImageId | OnBackground | InRegion
-    ) -> RequestImage:
-        """The image that a request holds or names. Raises ImageNotFound."""
-        if isinstance(source, InRegion):
-            return replace(await self.find(owner, source.source), region=source.box)
-        if isinstance(source, OnBackground):
-            found = await self.find(owner, source.source)  # type: ignore[arg-type]
-            return replace(found, background=source.colour)
-        if isinstance(source, ImageId):
-            kept = await self._stored(owner, source.value)
-            call = find_call()
-            if call is not None:
-                call.stored[source.value] = kept.source
-            return RequestImage(kept.source, kept)
-        return RequestImage(source)
+    async def find(self, owner: str, image: RequestImage) -> RequestImage:
+        """The image with its source, also if the request names its id. Raises ImageNotFound."""
+        if not image.image_id:
+            return image
+        with at_image(image.path):
+            kept = await self._stored(owner, image.image_id)
+        call = current.get(None)
+        if call is not None:
+            call.stored[image.image_id] = kept.source
+        return replace(image, source=kept.source, kept=kept)
 
     def keep(
         self,
@@ -100,7 +198,7 @@ class RequestImages:
         kept = self.store.put(owner, digest, source, size, weight=weight)
         assert kept is not None, "check_size would have raised"
         if self._shared is not None:
-            await self._shared.put(owner, kept, current_call().timeout_s)
+            await self._shared.put(owner, kept, current.get().timeout_s)
         return kept
 
     async def delete(self, owner: str, image_id: str) -> bool:
@@ -108,7 +206,7 @@ class RequestImages:
         existed = self.store.delete(owner, image_id)
         if self._shared is None:
             return existed
-        return await self._shared.delete(owner, image_id, current_call().timeout_s) or existed
+        return await self._shared.delete(owner, image_id, current.get().timeout_s) or existed
 
     async def _stored(self, owner: str, image_id: str) -> StoredImage:
         """Raises ImageNotFound."""
@@ -126,7 +224,7 @@ class RequestImages:
                 f"image {shown(image_id)!r} is not stored on this server, and the shared image store does not answer; "
                 "send the image again",
             )
-        call = find_call()
+        call = current.get(None)
         weight = 1.0 if call is None else call.principal.weight
         with suppress(ImagesFull):  # This call has the image all the same.
             self.store.adopt(owner, found.image, weight=weight)

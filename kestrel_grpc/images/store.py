@@ -30,13 +30,6 @@ RECORD_BYTES = 1024
 store millions of images of a few bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class ImageId:
-    """The id of a stored image."""
-
-    value: str
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredImage:
     """A stored image. ``source``: encoded bytes, or pixels as [height, width, channels] uint8; treat as read-only.

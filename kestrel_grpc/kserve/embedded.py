@@ -13,9 +13,9 @@ from kestrel_client._pb.inference import grpc_service_pb2 as pb
 from kestrel_engine import InferenceEngine, RuntimeConfig
 
 from ..edge.calls.call import Call, Context, new_id
-from ..edge.calls.current_call import current
+from ..edge.calls.current import current
 from ..edge.failures.statuses import complaint
-from ..edge.messages.request_options import own_id
+from ..edge.messages.fields import own_id
 from ..images.request_images import RequestImages
 from ..images.store import ImageStore
 from ..monitoring.call_statistics import CallStatistics

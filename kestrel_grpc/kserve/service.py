@@ -14,9 +14,10 @@ from kestrel_engine import InvalidRequest
 
 from .. import __version__
 from ..edge.calls.call import Call, Context, Metadata
-from ..edge.calls.current_call import current_call
-from ..edge.failures.errors import NotServed, located
+from ..edge.calls.current import current
+from ..edge.failures.errors import NotServed
 from ..edge.failures.statuses import Complaint
+from ..edge.messages.fields import located, take_options
 from ..monitoring.call_statistics import CallStatistics
 from ..served_model import ServedModels, State
 from ..services.vision import VisionService
@@ -158,13 +159,15 @@ class InferenceService(GRPCInferenceServiceServicer):
         """Raises InvalidRequest, ModelNotFoundError."""
         named = (request.model_name, request.model_version)
         served = model.model_of(self._served, *named, prefix="model_")
-        call = current_call()
+        call = current.get()
         _apply_parameters(request, call)
         _check_outputs(request)
         wanted = vision_call(request, self._vision)
         if served is not self._served.default:
             wanted.message.options.model = served.name
         call.message, call.streams = wanted.message, wanted.streams
+        with located(input_path):
+            take_options(call)
         return wanted
 
 

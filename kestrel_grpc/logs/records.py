@@ -14,7 +14,7 @@ import textwrap
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
-from ..edge.calls.current_call import find_call
+from ..edge.calls.current import current
 from ..settings.logs import DEFAULT_BUFFER_BYTES, log_levels
 from .writer import LogWriter
 
@@ -165,7 +165,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 def _ids() -> dict[str, str]:
     """The ids of the current call; empty outside a call."""
-    call = find_call()
+    call = current.get(None)
     if call is None:
         return {}
     ids = {"request_id": call.request_id, "trace_id": call.trace_id}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..edge.calls.call_watcher import CallWatcher, CallWatchers
+from ..edge.call_life import CallWatcher, CallWatchers
 from ..served_model import ServedModels
 from ..settings.server import ServerConfig
 from .access_log import AccessLog

@@ -36,7 +36,7 @@ from kestrel_engine import EngineInfo, clock
 from .. import __version__
 from ..edge.calls.call import Call
 from ..edge.failures.errors import CaptureError
-from ..edge.messages.request_options import request_options
+from ..edge.messages.fields import request_options
 from ..images.upload import ReceivedParts
 from ..served_model import ServedModels
 from ..service_names import IMAGE_METHODS, KSERVE_METHODS, VISION_METHODS

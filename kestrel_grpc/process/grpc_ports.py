@@ -7,17 +7,17 @@ kernel would pass it a share of the connections all the same.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import grpc
 
 from ..edge.forwarded import FrontCalls
-from ..edge.interceptors import CallInterceptor
+from ..edge.methods import Methods
 from ..logs.records import log_lifecycle
 from ..security.listening import add_port
 from ..settings.addresses import check_free, close_address, with_port
 from ..settings.security import SecurityConfig
 from ..settings.server import COMPRESSIONS, ServerConfig
-from .grpc_services import GrpcServices
 
 _HANDSHAKE_S = 10.0
 """Seconds in which a new connection must finish its handshake. Silent connections count for --max-connections."""
@@ -35,18 +35,19 @@ _FRONT_HEADERS, _CERTIFICATES_BYTES = 4, 64 * 1024
 
 
 class GrpcPorts:
-    """``received_bytes``: limit of gRPC on a message. ``credentials``: None without TLS."""
+    """``received_bytes``: limit of gRPC on a message. ``is_serving``: answers the health checks of the front.
+    ``credentials``: None without TLS."""
 
     def __init__(
         self,
         config: ServerConfig,
         received_bytes: int,
-        interceptor: CallInterceptor,
-        services: GrpcServices,
+        methods: Methods,
+        is_serving: Callable[[], bool],
         credentials: grpc.ServerCredentials | None,
     ) -> None:
         self._config, self._received_bytes = config, received_bytes
-        self._interceptor, self._services = interceptor, services
+        self._methods, self._is_serving = methods, is_serving
         self._credentials = credentials
         self._servers: list[grpc.aio.Server] = []
         self._shared: grpc.aio.Server | None = None
@@ -65,14 +66,13 @@ class GrpcPorts:
         options = _channel_options(
             self._received_bytes, config.max_message_bytes, config.security, shared
         )
-        interceptors: tuple[CallInterceptor | FrontCalls, ...] = (self._interceptor,)
+        interceptors: tuple[FrontCalls, ...] = ()
         if front:
             options = list((dict(options) | _front_options(config.security)).items())
-            health = self._services.health
-            interceptors = (FrontCalls(lambda: health.is_serving), *interceptors)
+            interceptors = (FrontCalls(self._is_serving),)
         options.append(("grpc.default_compression_level", COMPRESSIONS.index(config.compression)))
         server = grpc.aio.server(interceptors=interceptors, options=options)
-        self._services.add_to(server)
+        self._methods.add_to(server)
         bound: list[str] = []
         for address in addresses:
             if not shared:
@@ -114,7 +114,7 @@ def _channel_options(
     return [
         ("grpc.max_receive_message_length", min(received_bytes, _FOREVER_MS)),
         ("grpc.max_send_message_length", sent_bytes),
-        # gRPC's core would decompress a message before memory for it is reserved (edge/messages/inflating.py).
+        # gRPC's core would decompress a message before memory for it is reserved (edge/messages/incoming.py).
         ("grpc.per_message_decompression", 0),
         # A stream that the client does not read holds a window of 64 KiB. The probe could grow it to megabytes.
         ("grpc.http2.bdp_probe", 0),

@@ -1,10 +1,6 @@
-"""GrpcServices: what answers the calls of the gRPC ports."""
+"""Adds all services to the methods of the gRPC ports."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
-
-import grpc
 
 from kestrel_client._pb.inference.grpc_service_pb2_grpc import (
     add_GRPCInferenceServiceServicer_to_server,
@@ -22,7 +18,7 @@ from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import (
     add_VisionServiceServicer_to_server,
 )
 
-from ..edge.generic_methods import GenericMethods
+from ..edge.methods import Methods
 from ..http.services import HttpServices
 from ..monitoring.orca import LoadReports
 from ..service_names import SERVICES
@@ -32,22 +28,21 @@ from ..services.load_reports import add_load_reports
 from ..services.reflection import add_reflection
 
 
-class GrpcServices(NamedTuple):
+def add_services(
+    methods: Methods,
+    both: HttpServices,
+    admin: AdminService,
+    own_health: health.Health,
+    load_reports: LoadReports | None,
+) -> None:
     """``both``: the services that the HTTP port has too. ``load_reports``: None if the server sends none."""
-
-    both: HttpServices
-    admin: AdminService
-    health: health.Health
-    load_reports: LoadReports | None
-
-    def add_to(self, server: grpc.aio.Server) -> None:
-        methods, both = GenericMethods(server).as_server, self.both
-        add_VisionServiceServicer_to_server(both.vision, methods)
-        add_GRPCInferenceServiceServicer_to_server(both.inference, methods)
-        add_ImageServiceServicer_to_server(both.images, methods)
-        add_ModelServiceServicer_to_server(both.models, methods)
-        add_AdminServiceServicer_to_server(self.admin, methods)
-        self.health.add_to(methods)
-        if self.load_reports is not None:
-            add_load_reports(methods, self.load_reports.current)
-        add_reflection(methods, (*SERVICES, health.SERVICE_NAME))
+    server = methods.as_server
+    add_VisionServiceServicer_to_server(both.vision, server)
+    add_GRPCInferenceServiceServicer_to_server(both.inference, server)
+    add_ImageServiceServicer_to_server(both.images, server)
+    add_ModelServiceServicer_to_server(both.models, server)
+    add_AdminServiceServicer_to_server(admin, server)
+    own_health.add_to(server)
+    if load_reports is not None:
+        add_load_reports(methods, load_reports.current)
+    add_reflection(methods, (*SERVICES, health.SERVICE_NAME))

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING
 
 from kestrel_engine import InferenceEngine, RuntimeConfig, clock
 
-from ..edge.call_life import CallLife
-from ..edge.calls.in_flight import InFlight
-from ..edge.interceptors import CallInterceptor
+from ..edge.call_life import CallLife, InFlight
+from ..edge.methods import Methods
 from ..edge.request_streams import StreamKind
 from ..http.opening import open_http
 from ..http.services import HttpServices
@@ -62,7 +61,7 @@ from ..telemetry.edge_counts import EdgeCounts
 from ..telemetry.opening import Telemetry, open_telemetry
 from .file_watch import FileWatch
 from .grpc_ports import GrpcPorts
-from .grpc_services import GrpcServices
+from .grpc_services import add_services
 from .heap import follow_heap
 
 if TYPE_CHECKING:
@@ -169,7 +168,7 @@ class KestrelServer:
         watchers = self.records.watchers(telemetry)
         services = self._services(RequestImages(self.images, shared))
         reports = self.records.load_reports if config.orca else None
-        interceptor = CallInterceptor(
+        methods = Methods(
             CallLife(self.guard, self.guard.connections, self._in_flight, watchers),
             None if reports is None else reports.trailer,
             {
@@ -177,6 +176,7 @@ class KestrelServer:
                 f"{VISION_METHODS}StreamFrames": FRAMES,
             },
         )
+        add_services(methods, services, self._admin_service(), self._health, reports)
         self._health.start()
         if config.http.http_listen:
             self._http = open_http(
@@ -188,8 +188,8 @@ class KestrelServer:
         self._ports = GrpcPorts(
             config,
             self.guard.messages.received,
-            interceptor,
-            GrpcServices(services, self._admin_service(), self._health, reports),
+            methods,
+            lambda: self._health.is_serving,
             credentials,
         )
         if config.listen:

@@ -15,7 +15,8 @@ from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceSer
 from kestrel_engine import InvalidRequest, clock
 
 from ..edge.calls.call import Context, valid_request_id
-from ..edge.calls.current_call import current_call
+from ..edge.calls.current import current
+from ..edge.messages.fields import checked_model_name
 from ..images.store import ImageStore
 from ..model_changes import Loading, ModelChanges
 from ..monitoring.call_statistics import CallStatistics, MethodCounts
@@ -30,7 +31,6 @@ from ..monitoring.profiles import (
 )
 from ..security.admission.guard import Guard
 from ..served_model import ServedModels
-from .messages.options import checked_model_name
 from .model import adapter_message, named_model
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ class AdminService(AdminServiceServicer):
         events = self._models.load(
             request.source, request.settings, make_default=request.make_default
         )
-        await current_call().accept()
+        await current.get().accept()
         async for event in events:
             if isinstance(event, Loading):
                 progress = pb.LoadingProgress(step=event.step, done=event.done, total=event.total)
@@ -271,4 +271,4 @@ def _rounded_ms(duration_s: float) -> float:
 
 def _log_action(action: str, *arguments: object) -> None:
     """Logs an action of an administrator, with the caller's name."""
-    logger.info(f"%s: {action}", current_call().owner or "an administrator", *arguments)
+    logger.info(f"%s: {action}", current.get().owner or "an administrator", *arguments)

@@ -13,12 +13,11 @@ from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import ImageServiceSer
 from kestrel_engine import InvalidRequest
 
 from ..edge.calls.call import Context
-from ..edge.calls.current_call import current_call
-from ..images.request_images import RequestImages
+from ..edge.calls.current import current
+from ..images.request_images import RequestImages, checked_image_id, required_image
 from ..images.store import StoredImage
 from ..images.upload import Upload, UploadRoom
 from ..served_model import ServedModels
-from .messages.images import checked_image_id, required_image
 
 _A_MOMENT_S = 0.05
 
@@ -35,7 +34,7 @@ class ImageService(ImageServiceServicer):
         self._max_image_bytes = served.config.image_limits.max_bytes
 
     async def PutImage(self, request: pb.PutImageRequest, context: Context) -> pb.PutImageResponse:
-        image = await self._images.find(current_call().owner, required_image(request))
+        image = await self._images.find(current.get().owner, required_image(request))
         kept = image.kept or await self._put(image.source)
         return pb.PutImageResponse(image=_stored(kept))
 
@@ -43,7 +42,7 @@ class ImageService(ImageServiceServicer):
         self, requests: AsyncIterator[pb.UploadImageRequest], context: Context
     ) -> pb.UploadImageResponse:
         self._images.check_size(1)
-        caller = current_call().principal
+        caller = current.get().principal
         upload = Upload(
             self._max_image_bytes, self._room, principal=caller.name, weight=caller.weight
         )
@@ -52,7 +51,7 @@ class ImageService(ImageServiceServicer):
                 upload.add(request)
             kept = await self._put(await _finished(upload))
         except BaseException:  # Raised again. A capture may need the data that arrived.
-            current_call().message = upload.received()
+            current.get().message = upload.received()
             raise
         finally:
             upload.close()
@@ -62,11 +61,11 @@ class ImageService(ImageServiceServicer):
         self, request: pb.DeleteImageRequest, context: Context
     ) -> pb.DeleteImageResponse:
         image_id = checked_image_id("image_id", request.image_id)
-        existed = await self._images.delete(current_call().owner, image_id.value)
+        existed = await self._images.delete(current.get().owner, image_id)
         return pb.DeleteImageResponse(existed=existed)
 
     async def _put(self, source: bytes | np.ndarray) -> StoredImage:
-        call = current_call()
+        call = current.get()
         self._images.check_size(len(source) if isinstance(source, bytes) else source.nbytes)
         image = await self._served.engine().prepare_image(
             source,

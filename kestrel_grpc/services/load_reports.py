@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, duration_pb2, message_factory
 
+from ..edge.methods import Methods
 from ..service_names import LOAD_REPORT_SERVICE
 
 SHORTEST_INTERVAL_S = 1.0
@@ -19,8 +20,8 @@ SHORTEST_INTERVAL_S = 1.0
 _LONGEST_INTERVAL_S = 3600.0
 
 
-def add_load_reports(server: grpc.aio.Server, report: Callable[[], bytes]) -> None:
-    """Adds the service to ``server``. ``report``: makes an encoded OrcaLoadReport."""
+def add_load_reports(methods: Methods, report: Callable[[], bytes]) -> None:
+    """Adds the service. ``report``: makes an encoded OrcaLoadReport."""
 
     async def stream(request: Any, context: Any) -> AsyncIterator[bytes]:
         wanted_s = request.report_interval.seconds + request.report_interval.nanos / 1e9
@@ -32,9 +33,7 @@ def add_load_reports(server: grpc.aio.Server, report: Callable[[], bytes]) -> No
     handler = grpc.unary_stream_rpc_method_handler(
         stream, request_deserializer=_request_class().FromString, response_serializer=None
     )
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler(LOAD_REPORT_SERVICE, {"StreamCoreMetrics": handler}),)
-    )
+    methods.add_registered_method_handlers(LOAD_REPORT_SERVICE, {"StreamCoreMetrics": handler})
 
 
 def _request_class() -> Any:

@@ -17,10 +17,10 @@ from kestrel_engine import IMAGE_FORMATS
 
 from .. import __version__
 from ..edge.calls.call import Context
+from ..edge.messages.fields import checked_model_name
 from ..monitoring.load import LoadMeter
 from ..served_model import ServedModel, ServedModels, State
 from .answers.analysis import MAX_TASKS
-from .messages.options import checked_model_name
 from .paging import page_of
 
 API_VERSION = "kestrel.v1"

@@ -24,6 +24,8 @@ from grpc_reflection.v1alpha import reflection_pb2 as pb
 
 from kestrel_client._pb.inference import grpc_service_pb2
 
+from ..edge.methods import Methods
+
 V1 = "grpc.reflection.v1.ServerReflection"
 V1ALPHA = "grpc.reflection.v1alpha.ServerReflection"
 _CONTRACT = Path(__file__).with_name("kestrel.v1.binpb")
@@ -31,20 +33,16 @@ _MOST_ANSWERS = 64
 """Limit on the answers that wait for their readers at the same time. An answer has up to 0.2 MB."""
 
 
-def add_reflection(server: grpc.aio.Server, service_names: tuple[str, ...]) -> None:
-    """Adds reflection to ``server``. It describes ``service_names`` and the reflection services."""
+def add_reflection(methods: Methods, service_names: tuple[str, ...]) -> None:
+    """Adds reflection. It describes ``service_names`` and the reflection services."""
     reflection = Reflection((*service_names, V1, V1ALPHA))
     handler = grpc.stream_stream_rpc_method_handler(
         reflection.answer,
         request_deserializer=pb.ServerReflectionRequest.FromString,
         response_serializer=pb.ServerReflectionResponse.SerializeToString,
     )
-    server.add_generic_rpc_handlers(
-        tuple(
-            grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": handler})
-            for name in (V1, V1ALPHA)
-        )
-    )
+    for name in (V1, V1ALPHA):
+        methods.add_registered_method_handlers(name, {"ServerReflectionInfo": handler})
 
 
 class Reflection:

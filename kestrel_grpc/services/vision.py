@@ -11,8 +11,8 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceServicer
 
 from ..edge.calls.call import Context
-from ..edge.calls.current_call import current_call
-from ..images.request_images import RequestImages
+from ..edge.calls.current import current
+from ..images.request_images import RequestImages, images_of
 from ..served_model import ServedModels
 from .answers.analysis import analyze
 from .answers.frames import answer_frame
@@ -23,15 +23,13 @@ from .answers.kinds import (
     QUERY,
     SEGMENT,
     SKILL,
+    CallTask,
     Kind,
     Response,
     embed_kind,
 )
-from .answers.running import CallTask, Run
-from .answers.sender import Sender
-from .answers.total_result import total_result
-from .messages.images import images_of
-from .messages.options import NO_OPTIONS, call_options
+from .answers.running import Run, Sender
+from .answers.several import total_result
 
 
 class VisionService(VisionServiceServicer):
@@ -104,13 +102,14 @@ class VisionService(VisionServiceServicer):
         await self._stream(request, self._stream_embed, Sender(context, pb.StreamEmbedResponse))
 
     async def Analyze(self, request: pb.AnalyzeRequest, context: Context) -> pb.AnalyzeResponse:
-        return await analyze(self._run(request), request)
+        return await analyze(Run(self._served, self._images), request)
 
     async def StreamAnalyze(  # type: ignore[override]
         self, request: pb.AnalyzeRequest, context: Context
     ) -> None:
         sender = Sender(context, pb.StreamAnalyzeResponse)
-        await sender.send({"final": await analyze(self._run(request, sender), request)})
+        run = Run(self._served, self._images, sender=sender)
+        await sender.send({"final": await analyze(run, request)})
 
     async def StreamFrames(  # type: ignore[override]
         self, request: pb.StreamFramesRequest, context: Context
@@ -118,18 +117,14 @@ class VisionService(VisionServiceServicer):
         """Answers one frame of the stream. edge/request_streams.py divides the stream."""
         await answer_frame(self._served, self._images, request.frame, context)
 
-    def _run(self, request: Any, sender: Sender | None = None) -> Run:
-        options = call_options(request.options) if request.HasField("options") else NO_OPTIONS
-        return Run(self._served, self._images, options, sender=sender)
-
     async def _answer(
         self, request: Any, kind: Kind[Any, Response], sender: Sender | None = None
     ) -> Response:
-        run = self._run(request, sender)
+        run = Run(self._served, self._images, sender=sender)
         task = CallTask(kind, getattr(request, kind.name), (kind.name,))
         await run.images.find(images_of(request))
         response, results = await run.answer(task)
-        call = current_call()
+        call = current.get()
         if call.result is None:
             call.result = total_result(call.request_id, [result.metrics for result in results])
         return response

@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 import grpc
+from google.protobuf.message import Message
 
 from kestrel_engine import ImageEvent, RequestEvent, StepEvent
 
 from ..edge.calls.call import Call
-from ..edge.messages.tasks import task_of
 from . import names
 
 Value: TypeAlias = str | int | float | bool | tuple[str, ...]
@@ -131,7 +131,28 @@ def of_image(event: ImageEvent) -> Attributes:
 
 
 def _task(call: Call, skill: str | None = None) -> Any:
-    return task_of(call.message if call.opening is None else call.opening, skill)
+    """The task of a skill in the call's request, such as its QueryTask, or the only task; None if there is none or more
+    than one. For a stream of frames, the message that opened it has the tasks."""
+    tasks = _tasks(call.message if call.opening is None else call.opening)
+    found = [task for name, task in tasks if skill in (None, name)]
+    return found[0] if len(found) == 1 else None
+
+
+def _tasks(message: Any) -> list[tuple[str, Any]]:
+    """All tasks, each with the name of its skill."""
+    if not isinstance(message, Message):
+        return []
+    request: Any = message
+    names = message.DESCRIPTOR.fields_by_name
+    if "config" in names:
+        return _tasks(request.config)
+    holders = request.tasks if "tasks" in names else [request]
+    found = []
+    for holder in holders:
+        for field, value in holder.ListFields():
+            if field.message_type is not None and field.message_type.name.endswith("Task"):
+                found.append((value.name if field.name == "skill" else field.name, value))
+    return found
 
 
 def _of_sampling(task: Any) -> Attributes:

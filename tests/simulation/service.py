@@ -13,10 +13,8 @@ from typing import Any
 import orjson
 
 from kestrel_engine import EngineResult, InferenceEngine, RuntimeConfig, clock
-from kestrel_grpc.edge.call_life import CallLife
+from kestrel_grpc.edge.call_life import CallLife, CallWatchers, InFlight
 from kestrel_grpc.edge.calls.call import Call
-from kestrel_grpc.edge.calls.call_watcher import CallWatchers
-from kestrel_grpc.edge.calls.in_flight import InFlight
 from kestrel_grpc.http.app import application
 from kestrel_grpc.http.edge import HttpEdge
 from kestrel_grpc.http.services import HttpServices

@@ -13,7 +13,7 @@ from kestrel_engine.skills.constraints import grammars
 from kestrel_engine.steps.active import ActiveRequests
 from kestrel_engine.types import stream
 from kestrel_grpc.security.admission.message_room import Hold
-from kestrel_grpc.services.answers import running
+from kestrel_grpc.services.answers import several
 from tests.simulation.world import Broken, World
 
 MINUTES = 10
@@ -111,7 +111,7 @@ def other_samples_go_on_when_one_has_ended(monkeypatch):
     async def all_of(runs):
         return await asyncio.gather(*map(asyncio.shield, runs))
 
-    monkeypatch.setattr(running, "all_of", all_of)
+    monkeypatch.setattr(several, "all_of", all_of)
 
 
 def the_error_of_a_mask_wakes_nobody(monkeypatch):

@@ -11,7 +11,7 @@ import grpc
 from kestrel_client.commands.operation import replay
 from kestrel_client.commands.parser import CommandError
 
-from ...edge.messages.request_options import request_options
+from ...edge.messages.fields import request_options
 
 ESSENTIAL = ("--image", "--in-process", "--server", "--model", "--weights", "--device", "--config")
 _UNBOUNDED = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))

@@ -1,1 +1,1 @@
-"""One call: its id, caller, limit and result, and the number of calls in progress."""
+"""One call: its id, caller, options, limit and result."""

@@ -1,17 +1,20 @@
-"""Call: one call in progress, for the services, the access log and the metrics. Makes the ids of calls."""
+"""Call: one call in progress, for the services, the access log and the metrics. Makes the ids of calls, and limits
+their duration."""
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import grpc
 import numpy as np
 
-from kestrel_engine import EngineResult, clock
+from kestrel_engine import DeadlineExceeded, EngineResult, FieldPath, clock
 
 from ...security.connections.connection_guard import ConnectionUse
 from ...security.identity.principal import ANONYMOUS, Principal
@@ -31,6 +34,21 @@ _DEADLINE_LAG_S = 0.05
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Metadata = tuple[tuple[str, str | bytes], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """A request's options in the form that the engine expects."""
+
+    model: str | None = None
+    priority: str = "normal"
+    cache_salt: str = ""
+    adapter: str | None = None
+    path: FieldPath = ("options",)
+    """Of the options in the call's message."""
+
+
+NO_OPTIONS = CallOptions()
 
 
 @dataclass(slots=True)
@@ -59,6 +77,8 @@ class Call:
     """The reason in the ErrorInfo of a call that failed; "" if it succeeded or its caller ended it."""
     message: Any = None
     """The request message once it is read; for an upload that failed, its ReceivedParts; None for other streams."""
+    options: CallOptions = NO_OPTIONS
+    """Of the message."""
     opening: Any = None
     """The message that opened the call's stream, if several calls share it; otherwise None."""
     streams: bool = False
@@ -80,7 +100,7 @@ class Call:
     def release(self) -> None:
         """Drops large objects at the end of the call. A cancelled timer keeps its task's context, and so this object,
         until its time."""
-        self.context = cast(Context, None)
+        self.context, self.metadata = cast(Context, None), ()
         self.message = self.opening = self.result = self.error = self.trace = None
         self.stored = {}
 
@@ -120,6 +140,66 @@ class Call:
     @property
     def duration_ms(self) -> float:
         return 1e3 * (clock.now() - self.started_at)
+
+
+def _too_long(limit_s: float) -> Exception:
+    return DeadlineExceeded(f"the call took {limit_s:g} s, the limit of this server")
+
+
+class CallLimit:
+    """Limits the duration of calls, or of a part of them, on one event loop. ``limit_s``: seconds, None for no limit.
+    ``error``: makes the exception.
+
+    All have the same limit, so the oldest one reaches it first, and one timer is enough. A timer for each call would
+    cost more than all other work of the edge with the clock. A cancelled timer also stays in the event loop's heap,
+    with its task's context, until its time.
+    """
+
+    def __init__(
+        self, limit_s: float | None, error: Callable[[float], Exception] = _too_long
+    ) -> None:
+        self._limit_s, self._error = limit_s, error
+        self._running: dict[asyncio.Task[Any], float] = {}
+        """The end of each task's time by the event loop's clock; the oldest task first."""
+        self._expired: set[asyncio.Task[Any]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def within(self, response: Awaitable[Any]) -> Any:
+        """Awaits ``response``. A task can await only one at a time. Raises DeadlineExceeded, or the exception that
+        ``error`` makes, if it takes longer than the limit."""
+        if self._limit_s is None:
+            return await response
+        task = asyncio.current_task()
+        assert task is not None, "handlers run in tasks"
+        loop = asyncio.get_running_loop()
+        self._running[task] = ends_at = loop.time() + self._limit_s
+        if self._timer is None:
+            self._timer = loop.call_at(ends_at, self._check, loop, context=contextvars.Context())
+        cancelling = task.cancelling()
+        try:
+            return await response
+        except asyncio.CancelledError:
+            if task not in self._expired or task.uncancel() > cancelling:
+                raise
+            raise self._error(self._limit_s) from None
+        finally:
+            self._running.pop(task, None)
+            self._expired.discard(task)
+
+    def _check(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Cancels the tasks that have reached the limit. Checks again when the next task can reach it."""
+        self._timer = None
+        now = loop.time()
+        while self._running:
+            task, ends_at = next(iter(self._running.items()))
+            if ends_at > now:
+                self._timer = loop.call_at(
+                    ends_at, self._check, loop, context=contextvars.Context()
+                )
+                return
+            del self._running[task]
+            self._expired.add(task)
+            task.cancel()
 
 
 def new_id() -> str:

@@ -7,7 +7,7 @@ import logging
 from kestrel_engine import EngineOverloaded, RuntimeFailure
 
 from ...security.admission.refusal_pace import RefusalPace
-from ...security.identity.peers import address_of
+from ...security.identity.principal import address_of
 from ..calls.call import Call
 from .statuses import row_of
 

@@ -2,28 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
 import kestrel_engine as engine
-from kestrel_engine import FieldPath
-
-
-@contextmanager
-def located(place: Callable[[FieldPath], FieldPath]) -> Iterator[None]:
-    """Raises a RequestError of the block with the path that ``place`` returns for its own: the engine names its
-    arguments, and a reader of a message the fields of this message."""
-    try:
-        yield
-    except engine.RequestError as error:
-        raise error.at(place(error.path)) from error
-
-
-@contextmanager
-def inside(*outer: str | int) -> Iterator[None]:
-    """As ``located``, for fields of what ``outer`` is the path of."""
-    with located(lambda path: (*outer, *path)):
-        yield
 
 
 class ModelNotReady(engine.KestrelError):

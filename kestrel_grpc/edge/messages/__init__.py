@@ -1,1 +1,1 @@
-"""The messages of a call: reading requests within the reserved memory, and writing responses within a time."""
+"""The messages of a call: reading requests within the reserved memory, and what their fields say."""

@@ -16,9 +16,10 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import EngineResult, FieldPath, InvalidRequest
 
 from ...edge.calls.call import Context
-from ...edge.calls.current_call import current, current_call
+from ...edge.calls.current import current
+from ...edge.messages.fields import take_options
 from ...service_names import VISION_METHODS
-from ...services.answers.total_result import total_result
+from ...services.answers.several import total_result
 from ...services.vision import VisionService
 from ..edge import Endpoint, ServiceCall
 from ..fields import Fields
@@ -113,7 +114,9 @@ def _answer_all(answer: _Behaviour) -> _Behaviour:
 
         async def one(request: Any) -> tuple[Any, EngineResult | None]:
             async with room:
-                call = replace(current_call())  # It holds the result of this request.
+                # It holds the options and the result of this request.
+                call = replace(current.get(), message=request)
+                take_options(call)
                 current.set(call)
                 return await answer(request, context), call.result
 
@@ -124,7 +127,7 @@ def _answer_all(answer: _Behaviour) -> _Behaviour:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        call = current_call()
+        call = current.get()
         metrics = [result.metrics for _, result in done if result is not None]
         call.result = total_result(call.request_id, metrics)
         return [response for response, _ in done]

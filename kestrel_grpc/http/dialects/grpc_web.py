@@ -26,7 +26,7 @@ from kestrel_engine import InvalidRequest
 from ...edge.calls.call import Call
 from ...edge.failures.errors import UnsupportedBody
 from ...edge.failures.statuses import status_of
-from ...edge.messages.field_limit import check_fields
+from ...edge.messages.incoming import check_fields
 from ...security.admission.admission import MessageTooLarge
 from ...services.image import ImageService
 from ...services.model import ModelService

@@ -18,7 +18,7 @@ from ...edge.failures.errors import ModelNotReady
 from ...kserve.model import OUTPUT
 from ...kserve.service import InferenceService
 from ...kserve.tensors import BYTES, CONTENT_TYPE, FORMATS, raw_bytes
-from ...security.admission.message_limits import ADAPTED_COPIES
+from ...security.admission.message_room import ADAPTED_COPIES
 from ...service_names import KSERVE_METHODS
 from ..context import Scope
 from ..edge import Endpoint, ServiceCall

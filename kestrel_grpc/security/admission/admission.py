@@ -1,11 +1,13 @@
-"""Admission: limits the rate and the number of each principal's calls, before a call's message is read.
+"""Admission and Visits: limit the calls in progress, before a call's message is read.
 
-A data structure without I/O, for one event loop.
+Data structures without I/O, for one event loop.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import contextlib
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -15,6 +17,12 @@ from ...settings.security import CallLimits
 
 _MAX_REMEMBERED = 10_000
 """Number of principals whose token buckets are stored. A principal that was dropped starts with a full bucket."""
+
+
+MOST_OF_ONE = 256
+"""Limit on the calls of one caller. Many clients may watch health behind one address or name."""
+MOST_STREAMS = 2048
+"""Limit on the streams of all callers. A stream that watches health holds about 40 KiB."""
 
 
 class RateExceeded(EngineOverloaded):
@@ -119,6 +127,47 @@ class _Admitted(AbstractContextManager[None]):
 
     def __exit__(self, *exc_info: object) -> None:
         self._admission.leave(self._account)
+
+
+class Visits:
+    """Counts and limits visits on one event loop.
+
+    Unary calls end by themselves, so they are limited only for each caller. Callers that use up the streams then cannot
+    prevent the unary calls of probes.
+    """
+
+    def __init__(self, most_of_one: int = MOST_OF_ONE, most_streams: int = MOST_STREAMS) -> None:
+        self._most_of_one, self._most_streams = most_of_one, most_streams
+        self._calls: Counter[tuple[str, bool]] = Counter()
+        """Number of calls in progress, by caller and by whether the call is a stream."""
+        self.streams = 0
+
+    @property
+    def num_calls(self) -> int:
+        """Number of calls in progress."""
+        return self._calls.total()
+
+    @contextlib.contextmanager
+    def admit(self, who: str, *, stream: bool) -> Iterator[None]:
+        """A context manager around a call. Raises TooManyCalls."""
+        calls = self._calls[who, stream]
+        if calls >= self._most_of_one:
+            raise TooManyCalls(
+                f"{calls} such calls are in progress; the limit is {self._most_of_one}"
+            )
+        if stream and self.streams >= self._most_streams:
+            raise TooManyCalls(
+                f"{self.streams} such streams are open; the limit is {self._most_streams}"
+            )
+        self._calls[who, stream] += 1
+        self.streams += stream
+        try:
+            yield
+        finally:
+            self.streams -= stream
+            self._calls[who, stream] -= 1
+            if not self._calls[who, stream]:
+                del self._calls[who, stream]
 
 
 def _prefix(principal: str) -> str:

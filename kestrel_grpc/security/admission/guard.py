@@ -19,13 +19,10 @@ from ...settings.security import SecurityConfig
 from ..connections.accepted import AcceptedSockets
 from ..connections.connection_guard import ConnectionGuard
 from ..identity.callers import Callers, Metadata
-from ..identity.peers import address_of
-from ..identity.principal import ANONYMOUS, Principal, Scope, needed_scopes
-from .admission import Admission
-from .message_limits import MessageLimits
-from .message_room import Hold, MessageRoom, copy_s_per_byte
+from ..identity.principal import ANONYMOUS, Principal, Scope, address_of, needed_scopes
+from .admission import Admission, Visits
+from .message_room import Hold, MessageLimits, MessageRoom, copy_s_per_byte
 from .refusal_pace import RefusalPace
-from .visits import Visits
 
 _ROOM_WAIT_S = 5.0
 """Seconds that a call waits for memory. Most messages take less time to arrive and to be decoded."""

@@ -22,6 +22,11 @@ from dataclasses import dataclass
 
 from kestrel_engine import EngineOverloaded, clock
 
+COPIES = 2
+"""Number of copies of a message's bytes in memory during its call: the message, and the image in it."""
+
+ADAPTED_COPIES = 3
+"""For a message that an adapter translates into one of kestrel.v1, which has the image once more."""
 SHARE = 0.75
 """The share of the room that one caller may hold. The rest stays free for other callers."""
 _AHEAD_S = 0.25
@@ -31,6 +36,32 @@ _HEAVY_S = 2.0
 _NUM_COPIES = 3
 _TRIED_BYTES = 4 * 1024 * 1024
 _MOST_REMEMBERED = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class MessageLimits:
+    """Limits in bytes."""
+
+    largest: int
+    """Limit on one decompressed message."""
+    held: int | None
+    """Limit on all messages in memory together; None for no limit."""
+
+    @property
+    def received(self) -> int:
+        """Limit for gRPC itself. It is larger than ``largest``, so that this server refuses slightly larger messages
+        with a reason, which gRPC's own refusal lacks."""
+        return self.largest + self.largest // 4
+
+    @property
+    def reserved(self) -> int:
+        """Bytes to reserve before a message of kestrel.v1 is read."""
+        return self.reserved_for(COPIES)
+
+    def reserved_for(self, copies: int) -> int:
+        """Bytes to reserve before a message is read of which ``copies`` are in memory during its call."""
+        most = copies * self.largest
+        return most if self.held is None else min(most, self.held)
 
 
 class MessagesFull(EngineOverloaded):

@@ -30,7 +30,7 @@ from kestrel_engine import clock
 
 from ...settings.security import ConnectionLimits
 from ..admission.admission import MessageTooLarge
-from ..identity.peers import address_of
+from ..identity.principal import address_of
 from .accepted import Accepted
 
 logger = logging.getLogger(__name__)

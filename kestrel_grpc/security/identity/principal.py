@@ -1,12 +1,15 @@
 """Principal: the name, scopes and weight of a caller, and the scopes that methods need.
 
-Stored images, shared prefixes and limits belong to a principal, by its name.
+Stored images, shared prefixes and limits belong to a principal, by its name. A caller that needs no credentials has
+none; its limits go by its address.
 """
 
 from __future__ import annotations
 
 import enum
+import ipaddress
 from dataclasses import dataclass
+from urllib.parse import unquote
 
 from kestrel_engine import KestrelError
 
@@ -74,6 +77,8 @@ ANONYMOUS = Principal("", frozenset({Scope.INFER, Scope.HIGH, Scope.METRICS}))
 
 _STATISTICS = f"{ADMIN_METHODS}GetStatistics"
 _LOAD = f"{MODEL_METHODS}GetLoad"
+_NETWORK_BITS = 64
+"""Bits of an IPv6 address that a client cannot choose freely."""
 
 
 def needed_scopes(method: str) -> tuple[Scope, ...]:
@@ -83,3 +88,23 @@ def needed_scopes(method: str) -> tuple[Scope, ...]:
     if method == _LOAD or method.startswith(LOAD_REPORT_METHODS):
         return (Scope.INFER, Scope.METRICS)
     return (Scope.ADMIN,) if method.startswith(ADMIN_METHODS) else (Scope.INFER,)
+
+
+def address_of(peer: str) -> str:
+    """The address of a peer such as "ipv4:127.0.0.1:50000", without the port.
+
+    For IPv6 it is the network. All clients of unix sockets have the same address, "unix".
+    """
+    kind, _, rest = peer.partition(":")
+    if kind == "ipv4":
+        return rest.rpartition(":")[0]
+    if kind != "ipv6":
+        return kind
+    text = unquote(rest).rpartition(":")[0].strip("[]").partition("%")[0]
+    try:
+        address = ipaddress.IPv6Address(text)
+    except ValueError:
+        return kind
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(address), _NETWORK_BITS), strict=False))

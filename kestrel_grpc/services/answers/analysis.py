@@ -9,14 +9,13 @@ from typing import Any
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import EngineResult, FieldPath, InvalidRequest, clock
 
-from ...edge.calls.current_call import current_call
+from ...edge.calls.current import current
 from ...edge.failures.endings import forget_frames
-from ..messages.images import images_of
+from ...images.request_images import images_of
 from ..messages.responses import timings_of_several, usage_message
-from .kinds import KINDS
-from .running import CallTask, Run
-from .total_result import total_result
-from .turns import all_of
+from .kinds import KINDS, CallTask
+from .running import Run
+from .several import all_of, total_result
 
 MAX_TASKS = 32
 
@@ -33,7 +32,7 @@ async def analyze(run: Run, request: pb.AnalyzeRequest) -> pb.AnalyzeResponse:
 
 async def run_tasks(run: Run, tasks: Sequence[CallTask[Any, Any]]) -> pb.AnalyzeResponse:
     """The results of all tasks. Cancellation ends all of them."""
-    call = current_call()
+    call = current.get()
     done = await all_of([_run(run, task) for task in tasks])
     results = [result for _, of_task in done for result in of_task]
     call.result = total_result(call.request_id, [result.metrics for result in results])

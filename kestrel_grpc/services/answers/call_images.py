@@ -13,22 +13,16 @@ from typing import Any
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_engine import FieldPath, InferenceEngine, PreparedImage, PreparedTiles, Tiled, Tiles
 
-from ...edge.calls.current_call import current_call
-from ...images.request_images import RequestImage, RequestImages
-from ..messages.images import LocatedImage, at_image
-from ..messages.options import CallOptions
+from ...edge.calls.current import current
+from ...images.request_images import RequestImage, RequestImages, at_image
 
 
 class CallImages:
     """``find`` comes first; ``prepare`` follows if the call has several requests. ``keeps``: stores the images."""
 
-    def __init__(
-        self, images: RequestImages, engine: InferenceEngine, options: CallOptions, *, keeps: bool
-    ) -> None:
-        self._images, self._engine, self._options, self._keeps = images, engine, options, keeps
+    def __init__(self, images: RequestImages, engine: InferenceEngine, *, keeps: bool) -> None:
+        self._images, self._engine, self._keeps = images, engine, keeps
         self._found: list[RequestImage] = []
-        self.paths: list[FieldPath] = []
-        """In the request."""
         self._prepared: dict[Tiles | None, list[PreparedImage | PreparedTiles]] = {}
         self._is_overview = False
         self._cutting: asyncio.Lock | None = None
@@ -36,13 +30,10 @@ class CallImages:
     def __len__(self) -> int:
         return len(self._found)
 
-    async def find(self, images: Sequence[LocatedImage]) -> None:
+    async def find(self, images: Sequence[RequestImage]) -> None:
         """Raises ImageNotFound."""
-        owner = current_call().owner
-        for path, source in images:
-            with at_image(path):
-                self._found.append(await self._images.find(owner, source))
-            self.paths.append(path)
+        owner = current.get().owner
+        self._found = [await self._images.find(owner, each) for each in images]
 
     async def prepare(self, tiles: Tiles | None = None) -> None:
         """Prepares the images for several requests. Raises the errors of the engine's ``prepare_image``, which name
@@ -56,7 +47,8 @@ class CallImages:
         self._prepared[tiles] = prepared
 
     async def _prepare(self, image: Any) -> PreparedImage | PreparedTiles:
-        options, call = self._options, current_call()
+        call = current.get()
+        options = call.options
         prepared: PreparedImage | PreparedTiles = await self._engine.prepare_image(
             image,
             timeout_s=call.timeout_s,
@@ -83,10 +75,10 @@ class CallImages:
     def path_of(self, path: FieldPath) -> FieldPath:
         """The path in the call's message, if ``path`` is the engine's of an image."""
         match path:
-            case ("image", *rest) if self.paths:
-                return (*self.paths[0], *rest)
+            case ("image", *rest) if self._found:
+                return (*self._found[0].path, *rest)
             case ("images", int(index), *rest):
-                return (*self.paths[index], *rest)
+                return (*self._found[index].path, *rest)
         return path
 
     @property
@@ -100,7 +92,7 @@ class CallImages:
     ) -> None:
         """Stores the images, which the engine has decoded, and adds them to ``info``. ``sizes``: size and digest of
         each."""
-        call = current_call()
+        call = current.get()
         for found, (size, digest) in zip(self._found, sizes, strict=True):
             seen = info.images.add()
             seen.size.width, seen.size.height = size

@@ -15,22 +15,20 @@ import grpc
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import InvalidRequest, clock
 
-from ...edge.calls.call import Metadata
-from ...edge.calls.current_call import current_call
+from ...edge.calls.call import CallOptions, Metadata
+from ...edge.calls.current import current
 from ...edge.failures.statuses import Complaint
-from ...edge.messages.request_options import check_priority
+from ...edge.messages.fields import call_options, known_value
 from ...edge.request_streams import StreamKind
-from ...images.request_images import RequestImages
-from ...security.admission.message_limits import COPIES
+from ...images.request_images import RequestImages, images_of
+from ...security.admission.message_room import COPIES
 from ...security.identity.principal import Principal
 from ...served_model import ServedModels
-from ..messages.images import images_of
-from ..messages.options import CallOptions, call_options
 from ..messages.responses import rounded_ms
-from ..messages.values import known_value
 from .analysis import read_tasks, run_tasks
+from .kinds import CallTask
 from .repeats import LastFrames
-from .running import CallTask, Run
+from .running import Run
 
 MOST_STREAMS = 32
 """Limit on the open streams of one principal."""
@@ -166,7 +164,7 @@ async def answer_frame(
 ) -> None:
     """Writes the response of one frame. Raises an error that is about the frame, or about the whole stream."""
     stream: FrameStream = context.state
-    call, config = current_call(), stream.config
+    call, config = current.get(), stream.config
     reason = await stream.begin()
     waited_ms = rounded_ms(call.duration_ms)
     if reason != pb.DROP_REASON_UNSPECIFIED:
@@ -177,7 +175,8 @@ async def answer_frame(
     is_whole, encoded, reused = True, 0, 0
     began = clock.now()
     try:
-        run = Run(served, stored, config.options, keeps_images=False)
+        call.options = config.options
+        run = Run(served, stored, keeps_images=False)
         images = run.images
         await images.find(images_of(frame))
         await run.prepare()
@@ -214,7 +213,7 @@ def refuse(
     """Returns the response of a frame that failed; None if the error must end the stream."""
     if complaint.code in _ENDS_THE_STREAM or complaint.reason == "MODEL_NOT_FOUND":
         return None
-    current_call().frame = "failed"
+    current.get().frame = "failed"
     return _response(request.frame, {}, error=complaint.status)
 
 
@@ -224,7 +223,7 @@ FRAMES = StreamKind(refuse, FrameStream, COPIES, MOST_STREAMS)
 
 def _response(frame: pb.Frame, work: dict[str, Any], **outcome: Any) -> pb.StreamFramesResponse:
     """``work``: the fields of FrameWork but the last. ``outcome``: the field of the response that holds it."""
-    call = current_call()
+    call = current.get()
     return pb.StreamFramesResponse(
         frame_id=frame.frame_id,
         capture_time=frame.capture_time if frame.HasField("capture_time") else None,
@@ -249,14 +248,13 @@ def _checked(message: pb.StreamFramesRequest, principal: Principal) -> _Config:
         )
     if config.last_frame_id < 0:
         raise InvalidRequest(("config", "last_frame_id"), "must be at least 0")
-    options = call_options(config.options, ("config", "options"))
+    options = call_options(config.options, principal, ("config", "options"))
     overview = known_value(("config", "late"), config.late, pb.LateFrames, _LATE)
     _check_range("latency_budget_ms", config, _MOST_BUDGET_MS)
     _check_range("max_in_flight", config, _MOST_IN_FLIGHT)
     has_budget = config.HasField("latency_budget_ms")
     if overview and not has_budget:
         raise InvalidRequest(("config", "late"), "needs latency_budget_ms")
-    check_priority(config.options, principal)
     return _Config(
         tasks=tasks,
         options=options,

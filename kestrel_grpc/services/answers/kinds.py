@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import EngineResult, Request, Tiles, best_boxes
+from kestrel_engine import EngineResult, FieldPath, Request, Tiles, best_boxes
 
 from ..messages.embeddings import embed_requests, embeddings
 from ..messages.named_skill import skill_requests, skill_response
@@ -28,7 +28,7 @@ from ..messages.tasks import (
     read_tiles,
     segment_requests,
 )
-from .drawn_mask import add_mask
+from .masks import add_mask
 
 Part = TypeVar("Part")
 Response = TypeVar("Response")
@@ -55,12 +55,25 @@ class Kind(Generic[Part, Response]):
     """Adds to a part what takes time. Gets the task, and the image's size in pixels."""
     merge: Callable[[Any, list[Part]], None] | None = None
     """Changes several parts together, in a thread."""
-    tiles: Callable[[Any], Tiles | None] = lambda task: None
-    """How to cut the image; None: not at all. Raises InvalidRequest."""
+    tiles: Callable[[Any], Tiles | None] | None = None
+    """From the task, how to cut the image; its None: not at all. Raises InvalidRequest."""
     has_names: bool = False
     """The requests are those of several names, which fail alone; otherwise those of samples, which fail together."""
     generates: bool = True
     """Tokens are sampled, so that there are a seed and a usage."""
+
+
+class CallTask(NamedTuple, Generic[Part, Response]):
+    """One task of a call. ``message``: such as a DetectTask. ``path``: of the task in the call's message."""
+
+    kind: Kind[Part, Response]
+    message: Any
+    path: FieldPath
+    key: str = ""
+
+    @property
+    def has_tiles(self) -> bool:
+        return "tiles" in self.message.DESCRIPTOR.fields_by_name and self.message.HasField("tiles")
 
 
 def _query_response(result: EngineResult | None, parts: list[pb.Answer]) -> pb.QueryResponse:

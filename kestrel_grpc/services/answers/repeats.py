@@ -16,8 +16,8 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import PreparedImage
 
-from ..messages.options import CallOptions
-from .running import CallTask
+from ...edge.calls.call import CallOptions
+from .kinds import CallTask
 
 _SAMPLE = ("query", "caption", "skill")
 """Tasks that sample by default, or may do so."""

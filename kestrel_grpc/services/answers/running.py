@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Generic, NamedTuple
+from typing import Any
 
 from google.rpc import status_pb2
 
@@ -29,16 +30,14 @@ from kestrel_engine import (
     path_text,
 )
 
-from ...edge.calls.current_call import current_call
-from ...edge.failures.endings import forget_frames
-from ...edge.failures.errors import inside, located
+from ...edge.calls.call import Context
+from ...edge.calls.current import current
 from ...edge.failures.statuses import complaint, row_of
+from ...edge.messages.fields import inside, located
 from ...images.request_images import RequestImages
 from ...served_model import ServedModels
 from ..messages.named_skill import check_skill
-from ..messages.options import CallOptions
 from ..messages.responses import (
-    Found,
     event_fields,
     timings_message,
     timings_of_several,
@@ -47,42 +46,48 @@ from ..messages.responses import (
 from ..messages.task_fields import task_path
 from ..messages.tasks import label_of
 from .call_images import CallImages
-from .kinds import Event, Kind, Part, Response
-from .sender import Sender
-from .total_result import total_result
-from .turns import Turns, all_of
+from .kinds import CallTask, Event, Part, Response
+from .several import Ended, Turns, of_names, of_samples, seeded, total_result
 
 logger = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 32
 """Most sequences of one call that wait or run at a time. A tiled request has one for each look."""
 
-_SEEDS = 2**63
-
 _OPTIONS = frozenset(common_pb2.RequestOptions.DESCRIPTOR.fields_by_name)
 
 
-class CallTask(NamedTuple, Generic[Part, Response]):
-    """One task of a call. ``message``: such as a DetectTask. ``path``: of the task in the call's message."""
+class Sender:
+    """Counts the events of one stream. ``message``: the type of its messages."""
 
-    kind: Kind[Part, Response]
-    message: Any
-    path: FieldPath
-    key: str = ""
+    def __init__(self, context: Context, message: Callable[..., Any]) -> None:
+        self._context, self._message = context, message
+        self._sequence, self._writing = 0, asyncio.Lock()
+        self.is_shared = False
+        """Several tasks or requests send events at the same time."""
+        self.failure: Exception | None = None
+        """The error of the event that could not be sent. It is no failure of the task."""
 
-    @property
-    def has_tiles(self) -> bool:
-        return "tiles" in self.message.DESCRIPTOR.fields_by_name and self.message.HasField("tiles")
+    async def send(self, event: Mapping[str, Any], key: str = "") -> None:
+        """Sends an event. ``event``: its one field, by name. ``key``: of its task, in a stream of several tasks."""
+        if key:
+            event = {**event, "key": key}
+        if not self.is_shared:
+            await self._write(event)
+            return
+        # gRPC allows one write at a time, and none after one that was given up.
+        async with self._writing:
+            if self.failure is not None:
+                raise self.failure
+            await self._write(event)
 
-
-class _Ended(NamedTuple, Generic[Part]):
-    """A request that has ended."""
-
-    part: Part
-    result: EngineResult | None
-    """None if it failed."""
-    task_fault: RequestError | None = None
-    """The error of one name, if it is in a field that all names share."""
+    async def _write(self, event: Mapping[str, Any]) -> None:
+        try:
+            await self._context.write(self._message(sequence=self._sequence, **event))
+        except Exception as error:
+            self.failure = error
+            raise
+        self._sequence += 1
 
 
 class Run:
@@ -93,17 +98,17 @@ class Run:
         self,
         served: ServedModels,
         images: RequestImages,
-        options: CallOptions,
         *,
         sender: Sender | None = None,
         keeps_images: bool = True,
     ) -> None:
         """``sender``: of a stream. ``keeps_images``: stores the images. Raises ModelNotReady, ModelNotFoundError."""
-        self._call, self._options, self._sender = current_call(), options, sender
+        self._call, self._sender = current.get(), sender
+        self._options = options = self._call.options
         with inside(*options.path):
             self.engine = served.engine(options.model)
         self.began = clock.now()
-        self.images = CallImages(images, self.engine, options, keeps=keeps_images)
+        self.images = CallImages(images, self.engine, keeps=keeps_images)
         self._info: common_pb2.RequestInfo | None = None
         """None until the call is accepted."""
         self._turns: Turns | None = None
@@ -124,11 +129,11 @@ class Run:
     async def answer(self, task: CallTask[Part, Response]) -> tuple[Response, list[EngineResult]]:
         """The response of a task, and the results of its requests. Raises the error that the task fails with."""
         with inside(*task.path):
-            tiles = task.kind.tiles(task.message)
+            tiles = None if task.kind.tiles is None else task.kind.tiles(task.message)
             requests = task.kind.requests(task.message, len(self.images))
             if isinstance(task.message, pb.SkillTask):
                 check_skill(task.message.name, self.engine.info.skills)
-        with located(lambda path: self._path_of(task, path)):
+        with located(lambda path: self.path_of(task, path)):
             return await self._answer(task, requests, tiles)
 
     async def _answer(
@@ -141,18 +146,18 @@ class Run:
                 f"must be 1 in a stream, got {len(requests)}; open a stream for each sample, with seeds of your choice",
             )
         if several:
-            requests = self._seeded(task.kind, requests)
+            requests = seeded(self.engine, task.kind, requests)
             seed = requests[0].settings["seed"]
             if self._turns is None:
                 await self.images.prepare(tiles)
                 await self.begin(seed)
         given = await self.images.given(tiles)
         if not several:
-            ended = [await self._ended(task, requests[0], given)]
+            ended = [await self.ended(task, requests[0], given)]
         elif task.kind.has_names:
-            ended = await self._names(task, requests, given)
+            ended = await of_names(self, task, requests, given)
         else:
-            ended = await self._samples(task, requests, given)
+            ended = await of_samples(self, task, requests, given)
         parts = [each.part for each in ended]
         if several and task.kind.merge is not None:
             await asyncio.to_thread(task.kind.merge, task.message, parts)
@@ -192,7 +197,7 @@ class Run:
             )
         return complaint(error, request_id).status
 
-    def _path_of(self, task: CallTask[Any, Any], path: FieldPath, index: int = 0) -> FieldPath:
+    def path_of(self, task: CallTask[Any, Any], path: FieldPath, index: int = 0) -> FieldPath:
         """The path in the call's message of what the engine names ``path``. ``index``: as for task_path."""
         if not path:
             return path
@@ -218,80 +223,18 @@ class Run:
         if self._sender is not None:
             await self._sender.send(event, task.key)
 
-    async def _names(
-        self,
-        task: CallTask[Part, Response],
-        requests: Sequence[Request],
-        given: Sequence[Any],
-    ) -> list[_Ended[Part]]:
-        """The requests of several names, each of which fails alone. Raises an error that is in a field of the task, if
-        all fail with such errors."""
-        ended = await all_of(
-            [self._named(task, index, each, given) for index, each in enumerate(requests)]
-        )
-        faults = [each.task_fault for each in ended if each.task_fault is not None]
-        if len(faults) == len(ended):
-            raise faults[0]
-        return ended
-
-    async def _named(
-        self, task: CallTask[Any, Any], index: int, request: Request, given: Sequence[Any]
-    ) -> _Ended[Any]:
-        try:
-            return await self._ended(task, request, given)
-        except Exception as error:
-            if not self.is_of_task(error):
-                raise
-            told, fault = error, None
-            if isinstance(error, RequestError):
-                told = error.at(self._path_of(task, error.path, index))
-                fault = None if error.path == ("object",) else error
-            search = pb.ObjectSearch(object=label_of(request), error=self.status(told, task))
-            forget_frames(error)  # They hold the image, and this frame holds the error.
-            await self.send(task, {"search": search})
-            return _Ended(Found([], search), None, fault)
-
-    async def _samples(
-        self,
-        task: CallTask[Part, Response],
-        requests: Sequence[Request],
-        given: Sequence[Any],
-    ) -> list[_Ended[Part]]:
-        """The requests of several samples. The first that fails ends the others. The first sample looks for the objects
-        that the question presupposes, for all of them."""
-        first, *others = requests
-        if "presupposes" not in first.arguments:
-            return await all_of([self._ended(task, each, given) for each in requests])
-        looked = asyncio.Event()
-        abstained: list[EngineResult] = []
-
-        async def note(stream: EngineStream) -> None:
-            if stream.done and (result := await stream.result()).abstained:
-                abstained.append(result)
-            looked.set()
-
-        async def later(request: Request) -> _Ended[Part]:
-            await looked.wait()
-            if abstained:
-                same = replace(abstained[0], seed=request.settings["seed"])
-                return _Ended(task.kind.part(same, label_of(request)), None)
-            return await self._ended(task, request, given)
-
-        arguments = {k: value for k, value in first.arguments.items() if k != "presupposes"}
-        rest = [later(replace(each, arguments=arguments)) for each in others]
-        return await all_of([self._ended(task, first, given, note), *rest])
-
-    async def _ended(
+    async def ended(
         self,
         task: CallTask[Part, Response],
         request: Request,
         given: Sequence[Any],
         note: Callable[[EngineStream], Awaitable[None]] | None = None,
-    ) -> _Ended[Part]:
+    ) -> Ended[Part]:
         """Runs a request to its end. ``note`` is called when the engine has accepted it."""
-        if self._turns is None:
-            return await self._ran(task, request, given, note)
-        async with self._turns.of(len(given[0].looks) if given else 1):
+        turn: AbstractAsyncContextManager[None] = nullcontext()
+        if self._turns is not None:
+            turn = self._turns.of(len(given[0].looks) if given else 1)
+        async with turn:
             return await self._ran(task, request, given, note)
 
     async def _ran(
@@ -300,7 +243,7 @@ class Run:
         request: Request,
         given: Sequence[Any],
         note: Callable[[EngineStream], Awaitable[None]] | None,
-    ) -> _Ended[Part]:
+    ) -> Ended[Part]:
         stream, label = await self._submit(task, request, given), label_of(request)
         try:
             if note is not None:
@@ -323,7 +266,7 @@ class Run:
         if self._sender is not None:
             for event in kind.last_events(part):
                 await self._sender.send(event, task.key)
-        return _Ended(part, result)
+        return Ended(part, result)
 
     async def _submit(
         self, task: CallTask[Part, Response], request: Request, given: Sequence[Any]
@@ -359,16 +302,3 @@ class Run:
         await self._call.accept()
         if self._sender is not None:
             await self._sender.send({"started": self.info(seed)})
-
-    def _seeded(self, kind: Kind[Any, Any], requests: Sequence[Request]) -> list[Request]:
-        """Several requests with their seeds: one for all names, or seeds in a row for samples."""
-        step = 0 if kind.has_names else 1
-        seed = requests[0].settings.get("seed")
-        if seed is None:
-            seed = self.engine.draw_seed(1 + step * (len(requests) - 1))
-        # The engine refuses a seed below 0.
-        seeds = [(seed + step * i) % _SEEDS if seed >= 0 else seed for i in range(len(requests))]
-        return [
-            replace(each, settings={**each.settings, "seed": own})
-            for each, own in zip(requests, seeds, strict=True)
-        ]

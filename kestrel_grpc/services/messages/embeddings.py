@@ -11,7 +11,7 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import EngineResult, Request
 
-from .values import known_value
+from ...edge.messages.fields import known_value
 
 _REST_BYTES = 16 * 1024
 """Room in a message for all but the numbers."""

@@ -13,8 +13,8 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import EngineResult, InvalidRequest, Request
 
 from ...edge.failures.errors import SkillNotFound
-from .options import sampling_settings, text_settings
 from .responses import FINISH_REASONS, logprobs_message
+from .tasks import sampling_settings, text_settings
 
 _MAX_NAME = 128
 

@@ -50,7 +50,7 @@ def found_boxes(result: EngineResult, label: str) -> Found:
 
 
 def found_outline(result: EngineResult, label: str) -> Found:
-    """The outline without its mask, which takes time to draw: see drawn_mask.py."""
+    """The outline without its mask, which takes time to draw: see masks.py."""
     segment, search = result.output["segments"][0], _search(result, label)
     box, error = segment.get("bbox"), segment.get("parse_error")
     if box is None and error is None and not segment["svg_path"]:

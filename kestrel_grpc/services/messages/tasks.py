@@ -12,8 +12,7 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import InvalidRequest, Request, Tiles
 
-from .options import sampling_settings, text_settings
-from .values import known_value, meant_float
+from ...edge.messages.fields import known_value, meant_float
 
 MAX_NAMES = 256
 MAX_SAMPLES = 16
@@ -192,3 +191,23 @@ def _object_settings(task: pb.PointTask | pb.DetectTask) -> dict[str, Any]:
     if task.HasField("max_objects"):
         settings["max_objects"] = task.max_objects
     return settings
+
+
+def sampling_settings(sampling: common_pb2.Sampling) -> dict[str, Any]:
+    """The values of the fields that are set, by name."""
+    return {descriptor.name: value for descriptor, value in sampling.ListFields()}
+
+
+def text_settings(text: common_pb2.TextOptions) -> dict[str, Any]:
+    """As ``sampling_settings``."""
+    values = {descriptor.name: value for descriptor, value in text.ListFields()}
+    if "stop" in values:
+        values["stop"] = list(values["stop"])
+    if "logit_bias" in values:
+        values["logit_bias"] = [(each.id, each.bias) for each in values["logit_bias"]]
+    if "constraint" in values:
+        rules = {each.name: rule for each, rule in values["constraint"].ListFields()}
+        if "choices" in rules:
+            rules["choices"] = list(rules["choices"].texts)
+        values["constraint"] = rules
+    return values

@@ -7,8 +7,7 @@ import pytest
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import EngineOverloaded
-from kestrel_grpc.edge.call_life import CallLife
-from kestrel_grpc.edge.calls.in_flight import InFlight
+from kestrel_grpc.edge.call_life import CallLife, InFlight
 from kestrel_grpc.http.context import HttpContext
 from kestrel_grpc.security.admission.guard import Guard
 from kestrel_grpc.settings.security import SecurityConfig

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kestrel_engine import DeadlineExceeded, clock
-from kestrel_grpc.edge.calls.call_limit import CallLimit
+from kestrel_grpc.edge.calls.call import CallLimit
 
 LIMIT_S = 0.1
 

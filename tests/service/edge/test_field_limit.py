@@ -21,8 +21,8 @@ from kestrel_client._pb.kestrel.v1 import (
 )
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import InvalidRequest
-from kestrel_grpc.edge.messages import field_limit
-from kestrel_grpc.edge.messages.field_limit import MOST_FIELDS, check_fields
+from kestrel_grpc.edge.messages import incoming
+from kestrel_grpc.edge.messages.incoming import MOST_FIELDS, check_fields
 from kestrel_grpc.security.admission.admission import MessageTooLarge
 from kestrel_grpc.settings.security import SecurityConfig
 from tests.service.statuses import failure
@@ -61,7 +61,7 @@ def test_all_fields_are_counted(question, turns, refs, image):
     for x, y in refs:
         point = message.query.spatial_refs.add().point
         point.x, point.y = x, y
-    found = field_limit._num_fields(message.SerializeToString(), message.DESCRIPTOR)
+    found = incoming._num_fields(message.SerializeToString(), message.DESCRIPTOR)
     assert found == counted(message)
 
 

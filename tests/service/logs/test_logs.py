@@ -21,7 +21,7 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import ModelLoadError
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.edge.calls.call import Call
-from kestrel_grpc.edge.calls.current_call import current
+from kestrel_grpc.edge.calls.current import current
 from kestrel_grpc.logs.records import JsonFormatter, TextFormatter, set_up_logging, structured
 from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.settings.logs import log_levels

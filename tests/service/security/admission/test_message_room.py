@@ -8,9 +8,8 @@ import pytest
 
 from kestrel_engine import clock
 from kestrel_grpc.security.admission.guard import _divided
-from kestrel_grpc.security.admission.message_limits import MessageLimits
-from kestrel_grpc.security.admission.message_room import MessageRoom, MessagesFull
-from kestrel_grpc.security.identity.peers import address_of
+from kestrel_grpc.security.admission.message_room import MessageLimits, MessageRoom, MessagesFull
+from kestrel_grpc.security.identity.principal import address_of
 
 pytestmark = pytest.mark.usefixtures("still_clock")
 

@@ -10,8 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kestrel_grpc.security.admission.admission import TooManyCalls
-from kestrel_grpc.security.admission.visits import Visits
+from kestrel_grpc.security.admission.admission import TooManyCalls, Visits
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of
 from kestrel_grpc.settings.security import SecurityConfig

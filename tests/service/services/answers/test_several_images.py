@@ -10,7 +10,7 @@ from kestrel_engine import RuntimeConfig
 from kestrel_engine.errors import ConfigError
 from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.requests import ImageBlock
-from kestrel_grpc.services.messages.images import MAX_IMAGES
+from kestrel_grpc.images.request_images import MAX_IMAGES
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure, of_message
 

@@ -9,14 +9,4 @@ if TYPE_CHECKING:
     from .call import Call
 
 current: contextvars.ContextVar[Call] = contextvars.ContextVar("kestrel_call")
-"""Only CallLife sets it."""
-
-
-def current_call() -> Call:
-    """The call that this task handles. Raises LookupError outside a call."""
-    return current.get()
-
-
-def find_call() -> Call | None:
-    """The call that this task handles; None outside a call."""
-    return current.get(None)
+"""Only CallLife sets it. ``get`` raises LookupError outside a call."""

@@ -12,7 +12,10 @@ from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import (
     ModelServiceServicer,
     add_ModelServiceServicer_to_server,
 )
-from kestrel_grpc.edge.generic_methods import GenericMethods
+from kestrel_grpc.edge.call_life import CallLife, InFlight
+from kestrel_grpc.edge.methods import Methods
+from kestrel_grpc.security.admission.guard import Guard
+from kestrel_grpc.settings.security import SecurityConfig
 
 
 async def _num_tasks(add: Any) -> int:
@@ -33,7 +36,10 @@ def test_no_task_waits_for_calls_of_one_method() -> None:
         add_ModelServiceServicer_to_server(ModelServiceServicer(), server)
 
     def generically(server: grpc.aio.Server) -> None:
-        add_ModelServiceServicer_to_server(ModelServiceServicer(), GenericMethods(server).as_server)
+        guard, nobody = Guard(SecurityConfig(), 1000), Any
+        methods = Methods(CallLife(guard, guard.connections, InFlight(), nobody))
+        add_ModelServiceServicer_to_server(ModelServiceServicer(), methods.as_server)
+        methods.add_to(server)
 
     methods = len(pb.DESCRIPTOR.services_by_name["ModelService"].methods)
     assert asyncio.run(_num_tasks(plainly)) == asyncio.run(_num_tasks(generically)) + methods

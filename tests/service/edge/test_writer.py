@@ -1,12 +1,11 @@
 """Which writes the server gives up, and whether the client or the server cancelled a call."""
 
 import asyncio
-import contextlib
 
 import pytest
 
 from kestrel_grpc.edge.failures.errors import SlowReader
-from kestrel_grpc.edge.messages.bounded_context import BoundedContext
+from kestrel_grpc.edge.grpc_method import Writer, write_limit
 
 
 class Reader:
@@ -28,25 +27,24 @@ def reader():
 
 
 @pytest.fixture
-async def bounded(still_clock, reader):
-    with contextlib.closing(BoundedContext(reader, 0.1)) as bounded:
-        yield bounded
+async def writer(still_clock, reader):
+    return Writer(reader, write_limit(0.1))
 
 
-async def test_writes_that_take_long_only_together_are_left_alone(reader, bounded):
+async def test_writes_that_take_long_only_together_are_left_alone(reader, writer):
     for _ in range(8):
-        await bounded.write(0.03)
+        await writer.write(0.03)
     await asyncio.sleep(0.15)
-    await bounded.write(0.05)
+    await writer.write(0.05)
     assert reader.written == 9
-    assert bounded.code == reader.code
+    assert writer.code == reader.code
 
 
-async def test_one_that_takes_longer_is_given_up(still_clock, reader, bounded):
-    await bounded.write(0.07)
+async def test_one_that_takes_longer_is_given_up(still_clock, reader, writer):
+    await writer.write(0.07)
     began = still_clock.now()
     with pytest.raises(SlowReader, match=r"did not read the stream for 0\.1 s"):
-        await bounded.write(5)
+        await writer.write(5)
     assert still_clock.now() - began == pytest.approx(0.1)
     assert reader.written == 1
     task = asyncio.current_task()
@@ -55,32 +53,24 @@ async def test_one_that_takes_longer_is_given_up(still_clock, reader, bounded):
     await asyncio.sleep(0)
 
 
-async def test_the_task_that_writes_is_the_one_to_be_told(bounded):
+async def test_the_task_that_writes_is_the_one_to_be_told(writer):
     async def write():
-        await bounded.write(5)
+        await writer.write(5)
 
-    await bounded.write(0)
+    await writer.write(0)
     with pytest.raises(SlowReader):
         await asyncio.create_task(write())
 
 
-async def test_a_cancellation_from_outside_stays_one(bounded):
-    task = asyncio.create_task(bounded.write(5))
+async def test_a_cancellation_from_outside_stays_one(writer):
+    task = asyncio.create_task(writer.write(5))
     await asyncio.sleep(0.02)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
 
 
-async def test_a_deadline_around_it_stays_one(bounded):
+async def test_a_deadline_around_it_stays_one(writer):
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.03):
-            await bounded.write(5)
-
-
-async def test_nothing_is_left_behind(reader):
-    bounded = BoundedContext(reader, 0.05)
-    await bounded.write(0)
-    bounded.close()
-    assert bounded._timer is None
-    bounded.close()
+            await writer.write(5)

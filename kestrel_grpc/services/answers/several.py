@@ -1,0 +1,180 @@
+"""The requests of one call that answer it together: of several names, or of several samples of one question.
+
+Owns how many of them may wait or run at a time, that all end together, their seeds, and the sum of their results.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine import (
+    EngineMetrics,
+    EngineResult,
+    EngineStream,
+    InferenceEngine,
+    Request,
+    RequestError,
+)
+
+from ...edge.failures.endings import forget_frames
+from ..messages.responses import Found
+from ..messages.tasks import label_of
+from .kinds import CallTask, Kind, Part, Response
+
+if TYPE_CHECKING:
+    from .running import Run
+
+T = TypeVar("T")
+
+_SEEDS = 2**63
+
+
+class Ended(NamedTuple, Generic[Part]):
+    """A request that has ended."""
+
+    part: Part
+    result: EngineResult | None
+    """None if it failed."""
+    task_fault: RequestError | None = None
+    """The error of one name, if it is in a field that all names share."""
+
+
+async def of_names(
+    run: Run,
+    task: CallTask[Part, Response],
+    requests: Sequence[Request],
+    given: Sequence[Any],
+) -> list[Ended[Part]]:
+    """The requests of several names, each of which fails alone. Raises an error that is in a field of the task, if
+    all fail with such errors."""
+    ended = await all_of(
+        [_named(run, task, index, each, given) for index, each in enumerate(requests)]
+    )
+    faults = [each.task_fault for each in ended if each.task_fault is not None]
+    if len(faults) == len(ended):
+        raise faults[0]
+    return ended
+
+
+async def _named(
+    run: Run, task: CallTask[Any, Any], index: int, request: Request, given: Sequence[Any]
+) -> Ended[Any]:
+    try:
+        return await run.ended(task, request, given)
+    except Exception as error:
+        if not run.is_of_task(error):
+            raise
+        told, fault = error, None
+        if isinstance(error, RequestError):
+            told = error.at(run.path_of(task, error.path, index))
+            fault = None if error.path == ("object",) else error
+        search = pb.ObjectSearch(object=label_of(request), error=run.status(told, task))
+        forget_frames(error)  # They hold the image, and this frame holds the error.
+        await run.send(task, {"search": search})
+        return Ended(Found([], search), None, fault)
+
+
+async def of_samples(
+    run: Run,
+    task: CallTask[Part, Response],
+    requests: Sequence[Request],
+    given: Sequence[Any],
+) -> list[Ended[Part]]:
+    """The requests of several samples. The first that fails ends the others. The first sample looks for the objects
+    that the question presupposes, for all of them."""
+    first, *others = requests
+    if "presupposes" not in first.arguments:
+        return await all_of([run.ended(task, each, given) for each in requests])
+    looked = asyncio.Event()
+    abstained: list[EngineResult] = []
+
+    async def note(stream: EngineStream) -> None:
+        if stream.done and (result := await stream.result()).abstained:
+            abstained.append(result)
+        looked.set()
+
+    async def later(request: Request) -> Ended[Part]:
+        await looked.wait()
+        if abstained:
+            same = replace(abstained[0], seed=request.settings["seed"])
+            return Ended(task.kind.part(same, label_of(request)), None)
+        return await run.ended(task, request, given)
+
+    arguments = {k: value for k, value in first.arguments.items() if k != "presupposes"}
+    rest = [later(replace(each, arguments=arguments)) for each in others]
+    return await all_of([run.ended(task, first, given, note), *rest])
+
+
+def seeded(
+    engine: InferenceEngine, kind: Kind[Any, Any], requests: Sequence[Request]
+) -> list[Request]:
+    """Several requests with their seeds: one for all names, or seeds in a row for samples."""
+    step = 0 if kind.has_names else 1
+    seed = requests[0].settings.get("seed")
+    if seed is None:
+        seed = engine.draw_seed(1 + step * (len(requests) - 1))
+    # The engine refuses a seed below 0.
+    seeds = [(seed + step * i) % _SEEDS if seed >= 0 else seed for i in range(len(requests))]
+    return [
+        replace(each, settings={**each.settings, "seed": own})
+        for each, own in zip(requests, seeds, strict=True)
+    ]
+
+
+class Turns:
+    """Turns for ``most`` sequences of one call at a time, in the order in which they are asked for."""
+
+    def __init__(self, most: int) -> None:
+        self._free, self._taking = asyncio.Semaphore(most), asyncio.Lock()
+
+    @asynccontextmanager
+    async def of(self, count: int) -> AsyncIterator[None]:
+        """A context in which ``count`` more sequences may wait or run."""
+        taken = 0
+        try:
+            async with self._taking:
+                while taken < count:
+                    await self._free.acquire()
+                    taken += 1
+            yield
+        finally:
+            for _ in range(taken):
+                self._free.release()
+
+
+async def all_of(runs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all runs. If one raises, or the call is cancelled, all end.
+
+    This is no TaskGroup: in Python 3.11, the task of a group that failed looks cancelled from then on, and gRPC sends
+    no status for a cancelled handler.
+    """
+    running = [asyncio.create_task(run) for run in runs]
+    try:
+        ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+        for task in ended:
+            task.result()  # Raises the exception, if there is one; the others may not have ended.
+        return [task.result() for task in running]
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+def total_result(request_id: str, metrics: Sequence[EngineMetrics]) -> EngineResult:
+    """Returns the sums of tokens, the longest queue time and the earliest first token."""
+    total = EngineMetrics(
+        input_tokens=sum(m.input_tokens for m in metrics),
+        output_tokens=sum(m.output_tokens for m in metrics),
+        reasoning_tokens=sum(m.reasoning_tokens for m in metrics),
+        cached_tokens=sum(m.cached_tokens for m in metrics),
+        encoded_crops=sum(m.encoded_crops for m in metrics),
+        reused_crops=sum(m.reused_crops for m in metrics),
+        queue_time_ms=max((m.queue_time_ms for m in metrics), default=0.0),
+        ttft_ms=min((m.ttft_ms for m in metrics), default=0.0),
+    )
+    return EngineResult(request_id=request_id, output={}, finish_reason="stop", metrics=total)
