@@ -485,8 +485,7 @@ def _policy(config: RuntimeConfig, sizes: Sizes, built: Built) -> SchedulerPolic
             pause=sizes.step_pause,
         ),
         prefix_cache=config.prefix_cache,
-        kept_embeddings=kept_images(config, built.model, itemsize)
-        + built.runtime.limits.host_images,
+        kept_embeddings=kept_images(config, built.model, itemsize),
         kept_crops=config.crop_cache_bytes // crop_bytes,
         aging_s=config.priority_aging_s,
         itl_target_s=config.itl_target_ms / 1e3,

@@ -155,7 +155,6 @@ TOO_LARGE = {
     "clients/python/kestrel_client/calls/async_client.py:query",
     "clients/python/kestrel_client/calls/client.py:query",
     "kestrel_engine/runtime/gpu/text/decode_step.py:__init__",
-    "kestrel_engine/runtime/gpu/text/decoder.py:__init__",
 }
 """No more may come. Kernels are not counted: Triton passes a kernel its values one by one."""
 

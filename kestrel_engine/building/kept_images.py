@@ -1,4 +1,4 @@
-"""How many images' embeddings the device and the host keep for images whose keys and values were evicted."""
+"""How many images' embeddings the device keeps for images whose keys and values were evicted."""
 
 from __future__ import annotations
 
@@ -8,21 +8,12 @@ from ..types.model_config import ModelConfig
 DEFAULT = 16
 """48 MB with a released model in bfloat16. `footprint.reserve_bytes` counts them."""
 
-IN_USE = 48
-"""Further images that may be on the device: encoded, and not yet read by a prompt. `footprint.reserve_bytes` counts
-them, too."""
-
 
 def kept_images(config: RuntimeConfig, model: ModelConfig, itemsize: int) -> int:
     """Returns the number of images. ``itemsize``: the bytes of a number of the embeddings."""
     if config.embedding_cache_bytes is None:
         return DEFAULT
     return config.embedding_cache_bytes // _bytes_of_one(model, itemsize)
-
-
-def host_images(config: RuntimeConfig, model: ModelConfig, itemsize: int) -> int:
-    """Returns the number of images whose embeddings a GPU's runtime keeps in the host's memory."""
-    return config.embedding_host_bytes // (model.image_prefix * model.text.dim * itemsize)
 
 
 def extra_bytes(config: RuntimeConfig, model: ModelConfig, itemsize: int) -> int:

@@ -13,7 +13,7 @@ from ..runtime.protocol import Runtime
 from ..types.model_config import ModelConfig
 from ..types.progress import Progress
 from .claims import CLAIMS, claim_of
-from .kept_images import IN_USE, extra_bytes, host_images, kept_images
+from .kept_images import extra_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -107,21 +107,17 @@ def _gpu_runtime(
     sizes = plan.sizes
     pack_weights(plan.model, tensors)
     pool = _pool(plan, refiner)
-    itemsize = plan.dtype.itemsize
     options = Options(
         num_pages=pool.num_pages,
         page_size=plan.page_size,
         max_batch_size=sizes.max_batch_size,
         max_seq_length=pool.max_seq_length,
-        attention=plan.config.attention,
         fp8_gemms=plan.config.fp8_gemms,
         kv_scales=plan.kv_scales,
         cuda_graphs=plan.config.cuda_graphs,
         decode_beside=_decodes_beside(plan.config, plan.model),
         max_crops=_most_crops(sizes),
         refiner=refiner,
-        device_images=IN_USE + kept_images(plan.config, plan.model, itemsize),
-        host_images=host_images(plan.config, plan.model, itemsize),
         adapters=plan.slabs,
         adapt_vision=plan.config.has_adapters,
     )

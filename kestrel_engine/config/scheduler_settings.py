@@ -30,9 +30,6 @@ class SchedulerSettings:
     """Bytes of images' embeddings to keep on the device, so that an image whose keys and values were evicted is not
     encoded again; None: 16 images. An image takes 3 MB with a released model in bfloat16, where its keys and values
     take 137 MB. With its embedding, it costs the prompt only, a quarter of the time of a new image."""
-    embedding_host_bytes: int = checked(0, low=0)
-    """On CUDA, bytes of further images' embeddings to keep in the host's memory, which is taken (pinned) at the start.
-    To copy one back, 3 MB, takes 0.06 ms at the rate of a copy from pinned memory, 53 GB/s (benchmarks.gpu.floors)."""
     priority_aging_s: float = checked(10.0, above=0)
     """A priority that was not served for this many seconds counts as one better, so no request waits forever."""
     image_cache_bytes: int = setting(

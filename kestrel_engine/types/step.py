@@ -308,8 +308,6 @@ class RuntimeLimits:
     """It can leave a part of the device to decode steps (StepPlan.leave_room)."""
     refines: bool = False
     """The runtime has a segmentation refiner."""
-    host_images: int = 0
-    """Places for embeddings of images in the host's memory. The runtime brings one back when it is used."""
 
 
 def noise_key(seed: int, draw: int) -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from kestrel_engine.building import kept_images, runtimes
 from kestrel_engine.scheduler.lanes.beside import Beside
 from tests.equality.mixes import (
     ASKS,
@@ -65,10 +64,8 @@ async def test_two_lanes_change_no_token(
         # With seed 2, decode steps are spaced, as under load.
         spacing_s = 0.002 if seed == 2 else 0.0
         monkeypatch.setattr(Beside, "spacing_s", spacing_s)
-        # With odd seeds, the device keeps the last image only, and the host the others.
-        monkeypatch.setattr(runtimes, "IN_USE", 1 if seed % 2 else kept_images.IN_USE)
         if seed % 2:
-            settings |= {"embedding_cache_bytes": 0, "embedding_host_bytes": 64 << 20}
+            settings["embedding_cache_bytes"] = 0
         seen = Seen()
         together = await run_mix(model, settings, mix, golden_images, seen)
         assert_equal(mix, together, [results[a] for a in mix.asks], {"seed": seed, **settings})

@@ -44,13 +44,12 @@ async def test_several_images_beside_others_are_as_on_the_cpu(
 
 
 @pytest.mark.parametrize("name", ["md2", "md3"])
-@pytest.mark.parametrize("attention", ["torch", "auto"])
-async def test_without_graphs_and_by_torch_alone(
-    name: str, attention: str, golden_folder: Callable[[str], Path], golden_images: Path
+async def test_without_graphs(
+    name: str, golden_folder: Callable[[str], Path], golden_images: Path
 ) -> None:
     folder = golden_folder(name)
     expected = await Alone(golden_images).of(model_of(name, folder), SEVERAL)
-    tested = model_of(name, folder, device="cuda", attention=attention, cuda_graphs=False)
+    tested = model_of(name, folder, device="cuda", cuda_graphs=False)
     settings = {"max_batch_size": 4, "page_size": 10, "kv_cache_pages": 600}
     mix = Mix(SEVERAL, [0.0] * len(SEVERAL))
     together = await run_mix(tested, settings, mix, golden_images)

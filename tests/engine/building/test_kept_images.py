@@ -1,7 +1,7 @@
 """How many embeddings of images stay on the device."""
 
 from kestrel_engine import RuntimeConfig
-from kestrel_engine.building.kept_images import DEFAULT, extra_bytes, host_images, kept_images
+from kestrel_engine.building.kept_images import DEFAULT, extra_bytes, kept_images
 from kestrel_engine.sizing import fit
 from tests.engine.models.small import small_config
 
@@ -15,14 +15,6 @@ def test_bytes_become_whole_images():
         config = RuntimeConfig(embedding_cache_bytes=given)
         assert kept_images(config, model, 2) == images
         assert extra_bytes(config, model, 2) == max(0, images - DEFAULT) * one
-
-
-def test_bytes_of_the_host_become_whole_images_with_their_bos():
-    model = small_config("moondream2")
-    one = model.image_prefix * model.text.dim * 2
-    assert host_images(RuntimeConfig(), model, 2) == 0
-    for given, images in ((one - 1, 0), (one, 1), (5 * one + 1, 5)):
-        assert host_images(RuntimeConfig(embedding_host_bytes=given), model, 2) == images
 
 
 def test_the_memory_of_a_gpu_counts_them():

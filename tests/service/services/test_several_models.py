@@ -478,8 +478,8 @@ def test_a_caller_names_files_in_the_servers_folders_only(tmp_path: Path) -> Non
         (["--model", "a,kv-cache-gib"], "is not SETTING=VALUE"),
         (["--model", "a,kv-cache-gib=much"], "kv-cache-gib=much"),
         (
-            ["--model", "a,attention=perhaps"],
-            "attention=perhaps: must be one of auto, flashinfer, triton, torch",
+            ["--model", "a,precision=perhaps"],
+            "precision=perhaps: must be one of auto, float32, bfloat16",
         ),
         (["--model", "a", "--model", "b", "--weights", "w"], "--model NAME,weights=PATH"),
         (["--model", "a"] * 17, "17 models are given"),

@@ -16,24 +16,15 @@ from ..state.staging import ImageUploader, Uploader
 from .crop_graphs import captured_crops
 from .device_crops import DeviceCrops
 from .graphs import VisionGraphs
-from .prefixes import ImagePrefixes
 from .tower import FusedVision
 
 
 class EncodedImages:
     """Owns the prefixes of images, the features of images with crops that are not encoded yet, or that keep them, and
-    the features of crops that later images may reuse.
-    ``bos``: [dim], the embedding of BOS, which precedes an image. ``on_device``, ``on_host``: as for ImagePrefixes."""
+    the features of crops that later images may reuse. ``bos``: [dim], the embedding of BOS, which precedes an image."""
 
     def __init__(
-        self,
-        vision: FusedVision,
-        graphs: VisionGraphs | None,
-        bos: Tensor,
-        upload: Uploader,
-        *,
-        on_device: int,
-        on_host: int,
+        self, vision: FusedVision, graphs: VisionGraphs | None, bos: Tensor, upload: Uploader
     ) -> None:
         self._vision, self._bos = vision, bos
         self.encode_crops = (vision if graphs is None else graphs).encode_crops
@@ -50,10 +41,7 @@ class EncodedImages:
         """The crops of images that arrived as pixels, until the last crop is encoded."""
         self._features: dict[str, list[Tensor]] = {}
         self._kept = KeptCrops()
-        positions = 1 + vision.config.grid**2
-        self._prefixes = ImagePrefixes(
-            (positions, len(bos)), bos.dtype, bos.device, on_device=on_device, on_host=on_host
-        )
+        self._prefixes: dict[str, Tensor] = {}
 
     def drop(self, keys: Iterable[str], crop_keys: Iterable[str] = ()) -> None:
         """Drops images and kept crops. An unknown key has no effect."""
@@ -61,7 +49,7 @@ class EncodedImages:
         for key in keys:
             self._crops.pop(key, None)
             self._features.pop(key, None)
-            self._prefixes.drop(key)
+            self._prefixes.pop(key, None)
 
     def clear(self) -> None:
         self._make_crops.clear()
@@ -73,7 +61,7 @@ class EncodedImages:
     def prefix(self, key: str) -> Tensor:
         """Returns the embeddings of BOS and the image: [image prefix, dim]."""
         assert key in self._prefixes, f"image {key} was not encoded"
-        return self._prefixes.on_device(key)
+        return self._prefixes[key]
 
     def encode(self, pieces: Sequence[EncodeSlice], *, leave_room: bool = False) -> None:
         """Encodes all crops of a step. Makes an image's prefix after its last crop. ``leave_room``: as in StepPlan."""
@@ -107,7 +95,7 @@ class EncodedImages:
             [image.adapter for image, _ in complete],
         )
         for (image, _), embedding in zip(complete, embedded, strict=True):
-            self._prefixes.add(image.key, torch.cat([self._bos[None], embedding]))
+            self._prefixes[image.key] = torch.cat([self._bos[None], embedding])
         # The device works on the images.
         self._make_crops.capture()
 

@@ -49,8 +49,7 @@ def both(request):
         Moondream(config, tensors), config, device="cpu", dtype=torch.float32, **SIZES
     )
     own = {name: tensor.to(DEVICE, copy=True) for name, tensor in tensors.items()}
-    # One of the two images waits in the host's memory.
-    tested = GpuRuntime(config, own, Options(**SIZES, device_images=1, host_images=2))
+    tested = GpuRuntime(config, own, Options(**SIZES))
     with_crops, with_pixels = both_ways("wide", 140, 60, config, seed=1)
     assert with_crops.tiling == (1, 3)
     single = picture("single", (1, 1), config, seed=2)
