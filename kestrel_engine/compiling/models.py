@@ -8,7 +8,7 @@ should compute nothing: some modules remember what the stand-in told them.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from ..runtime.gpu.device import library_version
 from ..types.progress import Progress
 from ..types.requests import ImageBlock, SamplingParams
 from ..types.step import PREVIOUS, EncodeSlice, Row, SampleSpec, StepPlan, TokenRule
-from .cards import Card
+from .cards import Card, card_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,28 @@ class CompiledKernels:
     compiled: int
     found: int
     seconds: float
+
+
+def compile_kernels(
+    configs: Sequence[RuntimeConfig],
+    arch: str,
+    folder: Path,
+    *,
+    num_sms: int | None = None,
+    progress: Progress | None = None,
+) -> Iterator[CompiledKernels]:
+    """Compiles the kernels of each configuration for cards of ``arch`` into ``folder``. Needs no GPU.
+
+    ``num_sms``: the multiprocessors of a card with other than the usual number. The process should compute nothing
+    afterwards. Raises ConfigError and ModelLoadError.
+    """
+    card = card_of(arch, num_sms)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("out", str(folder), error.strerror or str(error)) from None
+    for config in configs:
+        yield compile_model(config, card, folder.resolve(), progress)
 
 
 def compile_model(

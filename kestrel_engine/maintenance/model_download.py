@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoint import checksums
+from ..checkpoint.bucket.address import is_address, parse_address
+from ..checkpoint.bucket.bucket import ModelBucket
+from ..checkpoint.bucket.upload import upload
 from ..checkpoint.config_file import NAME as CONFIG_NAME
 from ..checkpoint.files import INDEX_SUFFIX, shard_names
 from ..checkpoint.open import OpenedModel, open_model
@@ -22,7 +25,6 @@ from ..errors import DownloadError
 from ..types.calibration import FILE_NAME as CALIBRATION_NAME
 
 if TYPE_CHECKING:
-    from ..checkpoint.bucket.bucket import ModelBucket
     from ..checkpoint.hub import Hub
     from ..types.progress import Progress
 
@@ -40,27 +42,28 @@ class Download:
 
 def download(
     config: RuntimeConfig,
-    folder: Path | ModelBucket | None = None,
+    to: Path | str | ModelBucket | None = None,
     *,
     hub: Hub | None = None,
     progress: Progress | None = None,
 ) -> Download:
-    """Downloads missing files and checks that the tensors' names and shapes are the model's.
+    """Downloads missing files into the hub's cache, and checks that the tensors' names and shapes are the model's.
 
-    With ``folder``, copies all files there, or uploads them, under names that --weights finds, and writes SHA256SUMS.
-    Raises ConfigError, DownloadError and CheckpointError.
+    ``to``: copies all files to this folder, or uploads them to s3://BUCKET/PREFIX, under names that --weights finds,
+    and writes SHA256SUMS. Raises ConfigError, DownloadError and CheckpointError.
     """
+    if is_address(to):
+        to = ModelBucket(parse_address("to", str(to)))
     opened = open_model(config, hub=hub, progress=progress)
     if opened.plan.faults:
         raise checkpoint_error(str(opened.files[0].parent), opened.plan.faults, hint=opened.hint)
     files = named_files(opened)
     size_bytes = sum(file.stat().st_size for file in files.values())
     copies: tuple[Path | str, ...]
-    if folder is not None and not isinstance(folder, Path):
-        from ..checkpoint.bucket.upload import upload
-
-        copies = upload(folder, files, progress or log_progress("uploading"))
-    elif folder is not None:
+    if isinstance(to, ModelBucket):
+        copies = upload(to, files, progress or log_progress("uploading"))
+    elif to is not None:
+        folder = Path(to).expanduser()
         try:
             copies = _copy(files, folder, progress or log_progress("copying"))
         except OSError as error:

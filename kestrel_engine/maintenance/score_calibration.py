@@ -11,11 +11,10 @@ from ..engine import InferenceEngine
 from ..errors import ConfigError
 from ..types.calibration import CURVES, Calibration, Curve, to_text
 from ..types.progress import Progress
-from .average_precision import AveragePrecision, average_precision
 from .labelled_images import LabelledImage
 from .reliability_plot import draw
 from .score_fit import Bin, Judged, calibration_error, fit, reliability
-from .scored_results import Results, collect
+from .scored_results import collect, together
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,6 @@ class CalibrationReport:
     fingerprint: str
     num_images: int
     curves: dict[str, FittedCurve]
-    precision: AveragePrecision | None
-    """Of the detected boxes, ordered by their raw scores; None without the package that computes it."""
 
     @property
     def text(self) -> str:
@@ -90,22 +87,14 @@ async def calibrate(
     order = list(range(len(results)))
     random.Random(0).shuffle(order)
     middle = len(order) // 2
-    halves = [_together([results[i] for i in part]) for part in (order[:middle], order[middle:])]
-    curves = {name: _fitted(*(half.judged.get(name, []) for half in halves)) for name in CURVES}
+    halves = [together([results[i] for i in part]) for part in (order[:middle], order[middle:])]
+    curves = {name: _fitted(*(half.get(name, []) for half in halves)) for name in CURVES}
     return CalibrationReport(
         info.model,
         info.weights_fingerprint,
         len(images),
         {name: curve for name, curve in curves.items() if curve is not None},
-        average_precision(_together(results).detections),
     )
-
-
-def _together(results: Sequence[Results]) -> Results:
-    whole = Results()
-    for each in results:
-        whole.add(each)
-    return whole
 
 
 def _fitted(first: Sequence[Judged], second: Sequence[Judged]) -> FittedCurve | None:

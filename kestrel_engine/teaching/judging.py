@@ -15,9 +15,10 @@ from typing import Any
 
 from ..engine import InferenceEngine
 from ..errors import ConfigError, RequestError
-from ..requests.merging import overlap
+from ..requests.merging import edges_of, overlap
 from ..types.events import EngineResult
-from .data.examples import Answered, Boxed, Captioned, Edges, Example, Point, Pointed, TaughtImage
+from ..types.requests import Edges
+from .data.examples import Answered, Boxed, Captioned, Example, Point, Pointed, TaughtImage
 
 AT_ONCE = 4
 """Images whose questions run at the same time."""
@@ -137,7 +138,7 @@ def points_of(output: Mapping[str, Any]) -> list[Point]:
 
 def boxes_of(output: Mapping[str, Any]) -> list[Edges]:
     """The boxes of an output of detect."""
-    return [(b["x_min"], b["y_min"], b["x_max"], b["y_max"]) for b in output["objects"]]
+    return [edges_of(box) for box in output["objects"]]
 
 
 def _objects(labelled: int, found: int, hits: int) -> Score:

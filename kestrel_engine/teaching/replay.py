@@ -19,7 +19,8 @@ from pathlib import Path
 
 from ..engine import InferenceEngine
 from ..types.events import EngineResult
-from .data.examples import Answered, Boxed, Captioned, Edges, Example, Pointed, TaughtImage
+from ..types.requests import Edges
+from .data.examples import Answered, Boxed, Captioned, Example, Pointed, TaughtImage
 from .judging import NEAR, ask, boxes_of, points_of
 
 LONGER_EVERY = 4

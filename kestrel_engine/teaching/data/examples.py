@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from ...types.requests import Edges
+
 Point: TypeAlias = tuple[float, float]
 """x and y as fractions of the image."""
-Edges: TypeAlias = tuple[float, float, float, float]
-"""x_min, y_min, x_max, y_max as fractions of the image."""
 
 
 @dataclass(frozen=True, slots=True)

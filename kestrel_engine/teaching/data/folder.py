@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...coco_labels import CocoLabels, Id
 from ...errors import ConfigError
-from ...types.requests import is_number
-from .coco import read_coco
+from ...types.requests import Edges, is_number
 from .examples import (
     Answered,
     Boxed,
-    Edges,
     Example,
     Point,
     Pointed,
@@ -55,10 +54,7 @@ def read_folder(folder: Path) -> list[TaughtImage]:
     file = lines if lines.is_file() else coco
     if file.stat().st_size > MAX_FILE_BYTES:
         raise ConfigError("data", str(file), f"has more than {MAX_FILE_BYTES} bytes")
-    if file == coco:
-        labelled = read_coco(coco)
-    else:
-        labelled = _read_lines(lines)
+    labelled = _read_lines(lines) if file == lines else _read_coco(coco)
     found: dict[Path, list[Example]] = {}
     for where, name, example in labelled:
         path = _image_path(folder, name, where)
@@ -81,6 +77,23 @@ def _image_path(folder: Path, name: str, where: str) -> Path:
     if not is_file:
         raise ConfigError("data", where, f"image {_short(name)} is not a file of the folder")
     return path
+
+
+def _read_coco(file: Path) -> list[tuple[str, str, Example]]:
+    """As ``_read_lines``. Categories that an image names as absent are taught as absent. Those with a crowd are not
+    taught for their image."""
+    labels = CocoLabels(file, "data")
+    found: list[tuple[str, str, Example]] = []
+    for image in labels.images:
+        absent: dict[Id, list[Edges]] = {
+            each: [] for each in image.absent or () if each not in image.boxes
+        }
+        found += [
+            (image.where, image.name, Boxed(labels.categories[each], boxes_left_to_right(own)))
+            for each, own in {**image.boxes, **absent}.items()
+            if each not in image.crowded
+        ]
+    return found
 
 
 def _read_lines(file: Path) -> list[tuple[str, str, Example]]:

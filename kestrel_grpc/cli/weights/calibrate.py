@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -97,28 +96,11 @@ def _print(report: Any, *, as_json: bool) -> None:
             }
             for name, fitted in report.curves.items()
         }
-        precision = None if report.precision is None else dataclasses.asdict(report.precision)
-        print(
-            json.dumps(
-                {
-                    "model": report.model,
-                    "images": report.num_images,
-                    "curves": curves,
-                    "average_precision": precision,
-                }
-            )
-        )
+        print(json.dumps({"model": report.model, "images": report.num_images, "curves": curves}))
         return
     print(f"{report.model}: {report.num_images} images")
     print(f"{'':10}{'results':>9}{'correct':>9}{'error raw':>11}{'calibrated':>12}")
     for name, fitted in report.curves.items():
         print(
             f"{name:10}{fitted.count:9}{fitted.correct:9.3f}{fitted.raw_error:11.4f}{fitted.error:12.4f}"
-        )
-    if report.precision is None:
-        print("average precision of detect: needs faster-coco-eval (extra evaluation)")
-    else:
-        mean, at_50, at_75 = dataclasses.astuple(report.precision)
-        print(
-            f"average precision of detect: {mean:.4f}, {at_50:.4f} at IoU 0.5, {at_75:.4f} at 0.75"
         )

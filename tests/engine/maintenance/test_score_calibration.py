@@ -3,7 +3,6 @@
 import json
 import math
 import random
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,11 +11,6 @@ import pytest
 from kestrel_engine import ConfigError
 from kestrel_engine.building.files import read_calibration
 from kestrel_engine.maintenance import read_labelled_images
-from kestrel_engine.maintenance.average_precision import (
-    AveragePrecision,
-    Detection,
-    average_precision,
-)
 from kestrel_engine.maintenance.labelled_images import Question
 from kestrel_engine.maintenance.reliability_plot import draw
 from kestrel_engine.maintenance.score_fit import calibration_error, fit, reliability
@@ -182,12 +176,15 @@ def test_labels_become_questions(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"images": 3}, "'images' must be a list"),
-        ({"images": [{}]}, "has no 'id'"),
+        ({"images": 3}, "images must be a list"),
+        ({"images": [{}]}, "id must be"),
         ({"images": [{"id": 1, "file_name": "a.jpg"}]}, "has no width and height"),
-        ({"images": [{"id": 1, "width": 1, "height": 1, "file_name": "c.jpg"}]}, "no file 'c.jpg'"),
-        ({"annotations": [{"category_id": 9}]}, "unknown category_id 9"),
-        ({"annotations": [{"category_id": 1, "bbox": [1, 2]}]}, "bbox of 4 numbers"),
+        ({"images": [{**COCO["images"][0], "file_name": "c.jpg"}]}, "no file 'c.jpg'"),
+        ({"annotations": [{"image_id": 1, "category_id": 9}]}, "category_id '9' is the id of no"),
+        (
+            {"annotations": [{"image_id": 1, "category_id": 1, "bbox": [1, 2]}]},
+            "bbox must have 4 numbers",
+        ),
     ],
 )
 def test_invalid_labels_are_refused(tmp_path, change, words):
@@ -210,23 +207,3 @@ def test_the_drawing_has_a_dot_for_each_bin():
     circles = [each for each in root if each.tag.endswith("circle")]
     assert len(circles) == 2 * len(bins) + 3
     assert any("a<b" in (each.text or "") for each in root)
-
-
-def test_average_precision_depends_on_the_order_of_the_scores():
-    pytest.importorskip("faster_coco_eval")
-    whole, none = (0.0, 0.0, 0.5, 0.5), (0.6, 0.6, 0.7, 0.7)
-    right = Detection("cat", (whole,), ((whole, 0.9), (none, 0.4)))
-    wrong = Detection("cat", (whole,), ((whole, 0.3), (none, 0.4)))
-    assert average_precision([right]) == AveragePrecision(*[pytest.approx(1.0)] * 3)
-    assert average_precision([wrong]) == AveragePrecision(*[pytest.approx(0.5)] * 3)
-    half = Detection("dog", (whole,), (((0.0, 0.0, 0.5, 0.3), 0.9),))
-    found = average_precision([right, half])
-    assert (found.at_50, found.at_75) == pytest.approx((1.0, 0.5))
-    assert average_precision([Detection("cat", (whole,), ())]).mean == 0
-    assert average_precision([Detection("cat", (), ((whole, 0.9),))]) is None
-
-
-def test_without_the_package_there_is_no_average_precision(monkeypatch):
-    monkeypatch.setitem(sys.modules, "faster_coco_eval", None)
-    whole = (0.0, 0.0, 0.5, 0.5)
-    assert average_precision([Detection("cat", (whole,), ((whole, 0.9),))]) is None
