@@ -21,8 +21,7 @@ class TeachingSettings:
     peak, after a warm-up. ``rows``: rows of one step, each an image with lessons about it.
     ``validation``: the share of images that are held out. ``patience``: epochs without a better validation loss after
     which the training ends. ``replay``: the weight of the base model's own answers; 0 leaves them out.
-    ``leave_out``: the share of an image's positions that a step leaves out, others in each step, until the last quarter
-    of the training. ``vary``: the share by which an epoch enlarges or reduces images, and moves what they show; 0 shows
+    ``vary``: the share by which an epoch enlarges or reduces images, and moves what they show; 0 shows
     them as they are. ``mirror``: half of these views are mirrored. ``checkpointing``: compute activations again instead
     of keeping them. ``image_bytes``: the memory for the embeddings of images; those beyond it are computed again.
     """
@@ -38,7 +37,6 @@ class TeachingSettings:
     validation: float = 0.1
     patience: int = 4
     replay: float = 1.0
-    leave_out: float = 0.0
     vary: float = 0.0
     mirror: bool = False
     checkpointing: bool = False
@@ -60,8 +58,6 @@ class TeachingSettings:
             raise ConfigError("validation", self.validation, "must be a number from 0 to 0.5")
         if not (_is_finite(self.replay) and 0 <= self.replay <= 100):
             raise ConfigError("replay", self.replay, "must be a number from 0 to 100")
-        if not (_is_finite(self.leave_out) and 0 <= self.leave_out <= 0.9):
-            raise ConfigError("leave_out", self.leave_out, "must be a number from 0 to 0.9")
         if not (_is_finite(self.vary) and 0 <= self.vary <= 0.5):
             raise ConfigError("vary", self.vary, "must be a number from 0 to 0.5")
         if self.mirror and not self.vary:

@@ -52,12 +52,10 @@ class SizeTarget:
 
 @dataclass(slots=True)
 class Lesson:
-    """``tokens`` follow BOS and the image. ``weight``: multiplies the lesson's losses. ``whole``: a part of the image
-    does not teach it."""
+    """``tokens`` follow BOS and the image. ``weight``: multiplies the lesson's losses."""
 
     tokens: list[Token]
     weight: float = 1.0
-    whole: bool = False
     words: list[WordTarget] = field(default_factory=list)
     ends: list[EndTarget] = field(default_factory=list)
     coords: list[CoordTarget] = field(default_factory=list)
@@ -75,7 +73,6 @@ def write(example: Example, context: SkillContext, weight: float = 1.0) -> Lesso
             _say(lesson, context.codec.encode(answer) if ids is None else ids, context)
         case Captioned(length, ids):
             lesson = _prompt("caption", {"length": length}, context, weight)
-            lesson.whole = True
             _say(lesson, ids, context)
         case Pointed(name, points):
             lesson = _prompt("point", {"object": name}, context, weight)

@@ -110,7 +110,7 @@ class Views:
 def _rebuilt(lesson: Lesson, found: list[tuple[float, float, float, float]]) -> Lesson:
     """``lesson`` with the objects ``found`` in place of its own, as many."""
     first = lesson.ends[0].at
-    new = Lesson(list(lesson.tokens[: first + 1]), lesson.weight, lesson.whole)
+    new = Lesson(list(lesson.tokens[: first + 1]), lesson.weight)
     for decision, (x, y, width, height) in zip(lesson.ends, found, strict=False):
         new.ends.append(EndTarget(len(new.tokens) - 1, False, decision.is_pair))
         for value in (x, y):

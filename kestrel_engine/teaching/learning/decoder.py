@@ -17,23 +17,16 @@ def hidden(
     images: Tensor,
     batch: Batch,
     adapters: TextAdapters | None,
-    *,
-    places: Tensor | None = None,
     checkpointing: bool = False,
 ) -> Tensor:
     """Returns the residual stream before ``post_ln`` at the text positions, [rows * length, dim].
 
-    ``images``: the embedding of each row's image, [rows, image positions, dim]. ``places``: the image positions that
-    the pass computes, [rows, number] int64; None for all.
+    ``images``: the embedding of each row's image, [rows, image positions, dim].
     """
     rows, _, dim = batch.text.shape
     bos = model.text.embed(torch.tensor([model.config.ids.bos_id], device=model.device))
-    if places is not None:
-        images = images.gather(1, places.unsqueeze(-1).expand(-1, -1, dim))
     x = torch.cat([bos.expand(rows, 1, dim), images, batch.text], dim=1)
     before = torch.arange(model.config.image_prefix, device=model.device).expand(rows, -1)
-    if places is not None:
-        before = torch.cat([before[:, :1], places + 1], dim=1)
     placement = model.text.place(torch.cat([before, batch.positions], dim=1).flatten())
     mask = _mask(batch.lessons, before.shape[1])
     flat = x.flatten(0, 1)

@@ -26,8 +26,6 @@ from .parameters import Parameters
 WARM_STEPS = 10
 LEAST_RATE = 0.02
 """The learning rate at the end, as a part of its peak."""
-WHOLE_FROM = 0.75
-"""From this part of the training on, steps compute whole images, as a server does."""
 SORTED_BATCHES = 8
 """So many batches of rows, in random order, are sorted by length before they are divided."""
 VIEWS_TRIED = 4
@@ -94,7 +92,6 @@ class Fitting:
         )
         self._rng = random.Random(settings.seed)
         self._views = Views(settings.vary, settings.mirror, self._rng)
-        self._generator = torch.Generator().manual_seed(settings.seed)
 
     def run(self, training: Sequence[ImageLessons], held_out: Sequence[ImageLessons]) -> Fitted:
         """Fits, and leaves the last parameters, or the best earlier ones if the held-out images prove these better.
@@ -121,9 +118,7 @@ class Fitting:
             epoch += 1
             for rows in self._batches(training):
                 step_began = clock.now()
-                rate = _rate(step, progress)
-                leave_out = settings.leave_out if progress < WHOLE_FROM else 0.0
-                loss = self._step(rows, rate, leave_out)
+                loss = self._step(rows, _rate(step, progress))
                 now = clock.now()
                 in_steps, step = in_steps + now - step_began, step + 1
                 progress = step / total
@@ -202,12 +197,10 @@ class Fitting:
             return view, lessons
         return None, [*image.lessons, *image.replayed]
 
-    def _step(self, rows: Sequence[RowPlan], rate: float, leave_out: float) -> float:
+    def _step(self, rows: Sequence[RowPlan], rate: float) -> float:
         for group in self._optimiser.param_groups:
             group["lr"] = self._settings.learning_rate * rate * group["factor"]
-        if leave_out:
-            rows = [_of_parts(row) for row in rows]
-        loss = self._loss(rows, leave_out)
+        loss = self._loss(rows)
         value = self._finite(float(loss.detach()))
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._parameters.tensors, MOST_NORM)
@@ -215,29 +208,13 @@ class Fitting:
         self._optimiser.zero_grad(set_to_none=True)
         return value
 
-    def _loss(self, rows: Sequence[RowPlan], leave_out: float = 0.0) -> torch.Tensor:
+    def _loss(self, rows: Sequence[RowPlan]) -> torch.Tensor:
         model = self._model
         batch = pack(rows, model)
         adapter = self._parameters.adapter(model.dtype)
         images = self._images.of([row.path for row in rows], adapter, [row.view for row in rows])
-        stream = hidden(
-            model,
-            images,
-            batch,
-            adapter,
-            places=self._places(images, leave_out),
-            checkpointing=self._settings.checkpointing,
-        )
+        stream = hidden(model, images, batch, adapter, self._settings.checkpointing)
         return loss_of(model, stream, batch).total
-
-    def _places(self, images: torch.Tensor, leave_out: float) -> torch.Tensor | None:
-        """The image positions of a step, [rows, number] in ascending order: others for each row. None for all."""
-        rows, positions, _ = images.shape
-        number = max(1, round((1 - leave_out) * positions))
-        if number == positions:
-            return None
-        order = torch.rand(rows, positions, generator=self._generator).argsort(dim=1)
-        return order[:, :number].sort(dim=1).values.to(images.device)
 
     def _finite(self, loss: float) -> float:
         if not math.isfinite(loss):
@@ -253,12 +230,6 @@ def _is_surely_better(some: Sequence[float], others: Sequence[float]) -> bool:
         return False
     gains = [other - one for one, other in zip(some, others, strict=True)]
     return fmean(gains) > SURE * stdev(gains) / math.sqrt(len(gains))
-
-
-def _of_parts(row: RowPlan) -> RowPlan:
-    """The lessons of ``row`` that a part of the image teaches; all of them if there is none."""
-    some = tuple(lesson for lesson in row.lessons if not lesson.whole)
-    return RowPlan(row.path, some, row.view) if some else row
 
 
 def _length(row: RowPlan) -> int:

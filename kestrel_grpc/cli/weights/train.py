@@ -98,12 +98,6 @@ def _add_numbers(fit: argparse._ArgumentGroup) -> None:
             "X",
             "weight of the base model's own answers, so that the model keeps what it knew; 0: none",
         ),
-        "--leave-out": (
-            number,
-            "X",
-            "share of an image's positions that steps leave out, except in the last quarter of the training: faster, "
-            "and the model memorises less",
-        ),
         "--vary": (
             number,
             "X",

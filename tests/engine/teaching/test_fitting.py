@@ -18,7 +18,7 @@ from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.teaching import TeachingSettings
 from kestrel_engine.teaching.learning.decoder import hidden
-from kestrel_engine.teaching.learning.fitting import FitStep, Fitting, ImageLessons, _of_parts
+from kestrel_engine.teaching.learning.fitting import FitStep, Fitting, ImageLessons
 from kestrel_engine.teaching.learning.losses import loss_of
 from kestrel_engine.teaching.learning.packing import (
     MOST_TEXT,
@@ -133,30 +133,12 @@ def test_a_lesson_does_not_see_the_others_of_its_row() -> None:
     torch.testing.assert_close(together[len(LESSONS[0]) :], alone, rtol=1e-4, atol=1e-4)
 
 
-def test_image_positions_that_are_left_out_are_not_seen_and_the_others_keep_their_places() -> None:
-    model = small.small_model("moondream3")
-    rows = [RowPlan(IMAGE, LESSONS), RowPlan(OTHER, LESSONS[1:])]
-    images, batch = Embeddings(model).of([IMAGE, OTHER]), pack(rows, model)
-    whole = torch.arange(images.shape[1]).expand(2, -1)
-    with torch.no_grad():
-        everything = hidden(model, images, batch, None)
-        torch.testing.assert_close(hidden(model, images, batch, None, places=whole), everything)
-        kept = torch.stack([whole[0, :-2], whole[1, 2:]])
-        some = hidden(model, images, batch, None, places=kept)
-        turned = hidden(model, images, batch, None, places=kept.flip(1))
-        changed = images.clone()
-        changed[0, -2:], changed[1, :2] = 9.0, -9.0
-        unseen = hidden(model, changed, batch, None, places=kept)
-    torch.testing.assert_close(some, turned, rtol=1e-4, atol=1e-4)
-    assert torch.equal(some, unseen) and not torch.allclose(some, everything, atol=1e-2)
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_few_steps_lower_the_loss_and_leave_the_weights(checkpointing: bool) -> None:
     tensors = small.random_tensors(small.small_config("moondream3"))
     model = Moondream(small.small_config("moondream3"), tensors)
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    settings = replace(SETTINGS, epochs=8, checkpointing=checkpointing, leave_out=0.3)
+    settings = replace(SETTINGS, epochs=8, checkpointing=checkpointing)
     steps: list[FitStep] = []
     fitting = Fitting(
         model, Parameters(model.config, settings), Embeddings(model), settings, steps.append  # type: ignore[arg-type]
@@ -166,14 +148,6 @@ def test_a_few_steps_lower_the_loss_and_leave_the_weights(checkpointing: bool) -
     assert done.best_loss < 0.8 * done.first_loss and done.ended == "epochs"
     assert [step.step for step in steps] == list(range(1, 9)) and steps[-1].num_steps == 8
     assert all(torch.equal(before[name], tensors[name]) for name in tensors)
-
-
-def test_a_description_is_taught_from_whole_images_only() -> None:
-    described, spoken_one = spoken([1, 3], [50, 51]), LESSONS[1]
-    described.whole = True
-    assert _of_parts(RowPlan(IMAGE, (described, spoken_one))) == RowPlan(IMAGE, (spoken_one,))
-    only = RowPlan(IMAGE, (described,))
-    assert _of_parts(only) is only
 
 
 def test_rows_of_similar_length_share_a_batch() -> None:

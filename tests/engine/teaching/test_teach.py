@@ -220,4 +220,3 @@ def test_a_description_of_the_replay_weighs_more_than_an_answer() -> None:
     context = _context(RuntimeConfig(device="cpu"))
     answer, described = _written([Answered("Why?", "no"), Captioned("short", (40, 41))], context, 2)
     assert (answer.weight, described.weight) == (2, 2 * DESCRIPTION_WEIGHT)
-    assert described.whole and not answer.whole

@@ -59,7 +59,6 @@ def test_an_adapter_is_taught_published_and_served(data: Path) -> None:
         (["--validation", "0.9"], "--validation=0.9: must be a number from 0 to 0.5"),
         (["--vary", "0.9"], "--vary=0.9: must be a number from 0 to 0.5"),
         (["--mirror"], "--mirror=True: needs views; set --vary above 0"),
-        (["--leave-out", "1"], "--leave-out=1.0: must be a number from 0 to 0.9"),
         (["--adapters-dir", "none"], "--adapters-dir=none: is not a folder"),
         (["--data", "none"], "--data=none: is not a folder"),
     ],
