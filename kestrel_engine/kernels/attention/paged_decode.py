@@ -66,55 +66,13 @@ class DecodeWorkspace:
         )
 
 
-def candidates(head_dim: int, dtype: torch.dtype) -> list[DecodeConfig]:
-    """Returns the configurations that the benchmark measures.
-
-    A warp's 16-byte loads cover ``warp_heads`` heads of one position. With one warp for every ``warp_heads`` heads, no
-    softmax crosses warps. With more warps, more positions are in flight.
-    """
-    lanes = max(1, head_dim * dtype.itemsize // 16)
-    warp_heads = max(1, 32 // lanes)
-    one, two, four = warp_heads, 2 * warp_heads, 4 * warp_heads
-    return [
-        # Across iterations of the loop, each byte takes a whole register, so a prefetched FP8 tile spills thousands.
-        DecodeConfig(one, 64, 4, ahead=dtype.itemsize > 1, merge=16),
-        DecodeConfig(one, 64, 4),
-        DecodeConfig(one, 32, 2),
-        DecodeConfig(one, 16, 1),
-        DecodeConfig(one, 16, 1, stages=3),
-        DecodeConfig(one, 32, 4, stages=3),
-        DecodeConfig(two, 32, 4),
-        DecodeConfig(two, 16, 2),
-        DecodeConfig(two, 16, 2, stages=3),
-        DecodeConfig(two, 8, 2, stages=5),
-        DecodeConfig(four, 16, 4),
-        DecodeConfig(four, 8, 4, stages=3),
-        DecodeConfig(four, 8, 4, stages=5),
-        *(_of_bytes(one, two, four) if dtype.itemsize == 1 else ()),
-    ]
-
-
-def _of_bytes(one: int, two: int, four: int) -> list[DecodeConfig]:
-    """Returns configurations for FP8 pools. Widening takes registers, so they have smaller tiles or more warps."""
-    return [
-        DecodeConfig(one, 32, 4),
-        DecodeConfig(one, 16, 2),
-        DecodeConfig(one, 16, 2, stages=3),
-        DecodeConfig(one, 16, 4, stages=3),
-        DecodeConfig(two, 16, 4),
-        DecodeConfig(two, 16, 4, stages=3),
-        DecodeConfig(two, 8, 4, stages=3),
-        DecodeConfig(four, 4, 4, stages=5),
-        DecodeConfig(four, 8, 8, stages=3),
-        DecodeConfig(four, 16, 8, stages=3),
-    ]
-
-
 def _config(rows: int, head_dim: int, dtype: torch.dtype, *, units: bool = True) -> DecodeConfig:
     """Returns the fastest configuration, measured on an H200 with 800 positions and 32 heads of 64.
 
     Microseconds a layer for 1, 16 and 64 rows: bf16 10.2, 33.2 and 104; FlashInfer, including its store of k and v,
     15.0, 43.7 and 111; e4m3 9.3, 23.9 and 59.8. For 4 rows, e4m3 takes 14.8 us; the tile for more rows would take 16.4.
+    A warp's 16-byte loads cover ``warp_heads`` heads of one position. Tiles of FP8 are never read ahead: across
+    iterations of the loop, each byte takes a whole register, so thousands spill.
     """
     lanes = max(1, head_dim * dtype.itemsize // 16)
     warp_heads = max(1, 32 // lanes)
