@@ -1,4 +1,4 @@
-"""Writes the synchronous clients from the asynchronous ones: ``client.py`` and ``admin.py``.
+"""Writes the synchronous clients from the asynchronous ones: ``synchronous`` from ``asynchronous``.
 
     python clients/python/generate_sync.py [--check]
 
@@ -14,8 +14,8 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).parent / "kestrel_client"
 FILES = {
-    "calls/async_client.py": "calls/client.py",
-    "administration/async_admin.py": "administration/admin.py",
+    "asynchronous/client.py": "synchronous/client.py",
+    "asynchronous/admin.py": "synchronous/admin.py",
 }
 _REPLACEMENTS = (
     (
@@ -43,7 +43,7 @@ def synchronous(source: str) -> str:
     for pattern, replacement in _REPLACEMENTS:
         source = re.sub(pattern, replacement, source)
     ruff = [sys.executable, "-m", "ruff", "--quiet"]
-    name = ["--stdin-filename", str(_PACKAGE / "calls" / "client.py")]
+    name = ["--stdin-filename", str(_PACKAGE / "synchronous" / "client.py")]
     # Shorter names change the order of imports.
     sorting = [*ruff, "check", "--select", "I", "--fix", *name, "-"]
     for command in (sorting, [*ruff, "format", *name, "-"]):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from .administration.admin import KestrelAdmin
-from .administration.async_admin import AsyncKestrelAdmin
 from .administration.messages import (
     Captures,
     LoadedModel,
@@ -13,8 +11,8 @@ from .administration.messages import (
     Profile,
     ServerStatistics,
 )
-from .calls.async_client import AsyncKestrelClient
-from .calls.client import KestrelClient
+from .asynchronous.admin import AsyncKestrelAdmin
+from .asynchronous.client import AsyncKestrelClient
 from .calls.frames import AsyncFrames, AsyncFrameSource, Frames, FrameSource
 from .calls.requests.options import (
     CallOptions,
@@ -54,6 +52,8 @@ from .errors import (
 from .geometry import Box, DetectedBox, DetectedPoint, ImageSize, Point, SpatialRef, Tiles
 from .images.images import ImageHandle, ImageInput
 from .images.known import ImageSource
+from .synchronous.admin import KestrelAdmin
+from .synchronous.client import KestrelClient
 from .values.constraint import Constraint
 from .values.description import Adapter, Model, ServerInfo, ServerLimits, ServerLoad, Skill
 from .values.embeddings import Embedding, EmbedResult

@@ -1,1 +1,1 @@
-"""The clients of AdminService."""
+"""The messages of AdminService."""

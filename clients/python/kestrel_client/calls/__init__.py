@@ -1,1 +1,1 @@
-"""The two clients and their shared parts: requests, channels, streams and batches."""
+"""What both kinds of clients share: requests, streams, frames and batches."""

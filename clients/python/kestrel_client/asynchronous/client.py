@@ -1,4 +1,4 @@
-"""The asynchronous client, for one event loop. calls/client.py is generated from this file."""
+"""The asynchronous client, for one event loop. synchronous/client.py is generated from this file."""
 
 from __future__ import annotations
 
@@ -10,6 +10,18 @@ from typing import Any, TypeVar, Unpack
 
 import grpc
 
+from ..calls.batches import Progress, gather_bounded
+from ..calls.frames import AsyncFrames, AsyncFrameSource
+from ..calls.requests.options import (
+    CallOptions,
+    CaptionLength,
+    HandlingOptions,
+    LateFrames,
+    QueryOptions,
+    TextOptions,
+)
+from ..calls.requests.requests import STUBS, Requests
+from ..calls.streams import AsyncStream
 from ..connection import (
     DEFAULT_MAX_MESSAGE_BYTES,
     DEFAULT_TARGET,
@@ -47,19 +59,7 @@ from ..values.tasks import (
     Tasks,
     Turn,
 )
-from .async_channel import AsyncChannel
-from .batches import Progress, gather_bounded
-from .frames import AsyncFrames, AsyncFrameSource
-from .requests.options import (
-    CallOptions,
-    CaptionLength,
-    HandlingOptions,
-    LateFrames,
-    QueryOptions,
-    TextOptions,
-)
-from .requests.requests import STUBS, Requests
-from .streams import AsyncStream
+from .channel import AsyncChannel
 
 T = TypeVar("T", bound=Result)
 

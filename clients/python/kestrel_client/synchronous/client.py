@@ -9,6 +9,18 @@ from typing import Any, TypeVar, Unpack
 
 import grpc
 
+from ..calls.batches import Progress, run_bounded
+from ..calls.frames import Frames, FrameSource
+from ..calls.requests.options import (
+    CallOptions,
+    CaptionLength,
+    HandlingOptions,
+    LateFrames,
+    QueryOptions,
+    TextOptions,
+)
+from ..calls.requests.requests import STUBS, Requests
+from ..calls.streams import Stream
 from ..connection import (
     DEFAULT_MAX_MESSAGE_BYTES,
     DEFAULT_TARGET,
@@ -46,19 +58,7 @@ from ..values.tasks import (
     Tasks,
     Turn,
 )
-from .batches import Progress, run_bounded
 from .channel import Channel
-from .frames import Frames, FrameSource
-from .requests.options import (
-    CallOptions,
-    CaptionLength,
-    HandlingOptions,
-    LateFrames,
-    QueryOptions,
-    TextOptions,
-)
-from .requests.requests import STUBS, Requests
-from .streams import Stream
 
 T = TypeVar("T", bound=Result)
 

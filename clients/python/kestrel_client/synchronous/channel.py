@@ -10,14 +10,14 @@ from typing import Any, ParamSpec, TypeVar
 import grpc
 
 from .._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
+from ..calls.frames import FrameCall, Frames, FrameSource
+from ..calls.hedging import Hedges
+from ..calls.opened import Opened, Servers
+from ..calls.prepared import Prepared, Stub
+from ..calls.restoring import Repeats
+from ..calls.streams import Stream
 from ..connection import Connection
 from ..errors import RpcError, from_rpc_error
-from .frames import FrameCall, Frames, FrameSource
-from .hedging import Hedges
-from .opened import Opened, Servers
-from .prepared import Prepared, Stub
-from .restoring import Repeats
-from .streams import Stream
 
 P = ParamSpec("P")
 R = TypeVar("R")

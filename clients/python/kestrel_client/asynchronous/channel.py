@@ -10,14 +10,14 @@ import grpc
 import grpc.aio
 
 from .._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
+from ..calls.frames import AsyncFrames, AsyncFrameSource, FrameCall
+from ..calls.hedging import Hedges
+from ..calls.opened import Opened, Servers
+from ..calls.prepared import Prepared, Stub
+from ..calls.restoring import Repeats
+from ..calls.streams import AsyncStream, OpenedStream
 from ..connection import Connection
 from ..errors import RpcError, from_rpc_error
-from .frames import AsyncFrames, AsyncFrameSource, FrameCall
-from .hedging import Hedges
-from .opened import Opened, Servers
-from .prepared import Prepared, Stub
-from .restoring import Repeats
-from .streams import AsyncStream, OpenedStream
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -1,0 +1,1 @@
+"""The asynchronous clients, by hand, from which the synchronous ones are generated."""

@@ -1,0 +1,1 @@
+"""Generated from ``asynchronous`` by clients/python/generate_sync.py: edit nothing here."""
