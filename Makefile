@@ -96,6 +96,7 @@ check: lint types imports unused pages buf ## Lint, format, types, import rules,
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check $(wildcard $(SOURCES))
 	$(BIN)/ruff check $(wildcard $(SOURCES))
+	$(BIN)/python clients/python/generate_sync.py --check
 
 types: $(INSTALLED)
 	$(BIN)/mypy

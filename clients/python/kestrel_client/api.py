@@ -2,15 +2,6 @@
 
 from __future__ import annotations
 
-from .administration.messages import (
-    Captures,
-    LoadedModel,
-    LoadingProgress,
-    LogLevel,
-    MethodStatistics,
-    Profile,
-    ServerStatistics,
-)
 from .asynchronous.admin import AsyncKestrelAdmin
 from .asynchronous.client import AsyncKestrelClient
 from .calls.frames import AsyncFrames, AsyncFrameSource, Frames, FrameSource
@@ -54,6 +45,15 @@ from .images.images import ImageHandle, ImageInput
 from .images.known import ImageSource
 from .synchronous.admin import KestrelAdmin
 from .synchronous.client import KestrelClient
+from .values.administration import (
+    Captures,
+    LoadedModel,
+    LoadingProgress,
+    LogLevel,
+    MethodStatistics,
+    Profile,
+    ServerStatistics,
+)
 from .values.constraint import Constraint
 from .values.description import Adapter, Model, ServerInfo, ServerLimits, ServerLoad, Skill
 from .values.embeddings import Embedding, EmbedResult

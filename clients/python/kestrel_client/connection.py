@@ -27,7 +27,6 @@ _SCHEME = re.compile(r"(dns|ipv4|ipv6|passthrough):")
 _ANY_SCHEME = re.compile(r"(dns|ipv4|ipv6|passthrough|unix|unix-abstract|vsock|xds):")
 _FOREVER_S = 1e9
 """Thirty years. gRPC's clock overflows at a longer timeout, and the call would expire at once."""
-HEALTH_CHECK_METHOD = "/grpc.health.v1.Health/Check"
 VISION_SERVICE = "kestrel.v1.VisionService"
 IMAGE_SERVICE = "kestrel.v1.ImageService"
 MODEL_SERVICE = "kestrel.v1.ModelService"

@@ -213,10 +213,13 @@ async def test_a_status_that_grpc_drops_is_asked_for_again(serve):
                 details="Internal error from Core",
             )
 
+    async def open_broken(*_, **__):
+        return Broken()
+
     async with AsyncKestrelClient(served.server.addresses[0]) as client:
         stream = client.frames([], [picture(1)])
         # gRPC itself may drop the status, too.
-        streams = iter([lambda *_, **__: Broken(), *3 * [stream._open_stream]])
+        streams = iter([open_broken, *3 * [stream._open_stream]])
         stream._open_stream = lambda *messages, **handling: next(streams)(*messages, **handling)
         with pytest.raises(InvalidArgumentError, match=r"config\.tasks"):
             [frame async for frame in stream]

@@ -22,7 +22,7 @@ from kestrel_client import (
     UnavailableError,
 )
 from kestrel_client._pb.kestrel.v1 import admin_service_pb2 as pb
-from kestrel_client.administration.messages import Captures, MethodStatistics
+from kestrel_client.values.administration import Captures, MethodStatistics
 from kestrel_grpc.settings.debug import DebugConfig
 from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
 from tests.service.certificates import make_authority

@@ -1,25 +1,38 @@
-"""The asynchronous client of AdminService, for one event loop. synchronous/admin.py is generated from this file."""
+"""The asynchronous client of AdminService."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
+from typing import Any
 
-from ..administration.messages import (
-    DEFAULT_TIMEOUT_S,
-    STUBS,
-    AdminRequests,
+from google.protobuf.message import Message
+
+from .._pb.kestrel.v1 import admin_service_pb2 as pb
+from .._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceStub
+from ..calls.prepared import Method, Prepared, prepare
+from ..calls.requests.building import build, milliseconds, whole
+from ..calls.streams import AsyncStream, Reading
+from ..connection import DEFAULT_TARGET, ChannelOptions, Connection, Metadata, Tls
+from ..errors import InvalidRequestError
+from ..values.administration import (
+    LEVELS,
     Captures,
     LoadedModel,
     LoadingProgress,
     LogLevel,
     Profile,
     ServerStatistics,
+    read_level,
+    read_loaded,
+    read_profile,
+    read_progress,
+    read_statistics,
 )
-from ..calls.streams import AsyncStream
-from ..connection import DEFAULT_TARGET, ChannelOptions, Connection, Metadata, Tls
-from ..values.description import Adapter
+from ..values.description import Adapter, read_adapter
 from .channel import AsyncChannel
+
+DEFAULT_TIMEOUT_S = 120.0
+"""The server writes a profile or capture before it answers, and the first start of a profiler takes seconds."""
 
 
 class AsyncKestrelAdmin:
@@ -40,7 +53,7 @@ class AsyncKestrelAdmin:
         metadata: Metadata | None = None,
         channel_options: ChannelOptions = (),
     ) -> None:
-        connection = Connection(
+        self._connection = Connection(
             target=target,
             tls=tls,
             token=token,
@@ -48,19 +61,20 @@ class AsyncKestrelAdmin:
             metadata=metadata,
             channel_options=channel_options,
         )
-        self._requests = AdminRequests(connection)
-        self._channel = AsyncChannel(connection, STUBS)
+        self._channel = AsyncChannel(self._connection, (AdminServiceStub,))
 
     async def drain(self, *, timeout: float | None = None) -> int:
         """Makes the server refuse new requests, permanently. Returns the number of requests that still run."""
-        return await self._channel.send(self._requests.drain(timeout))
+        response = await self._ask("Drain", pb.DrainRequest(), timeout)
+        return int(response.remaining_requests)
 
     async def cancel(self, request_id: str, *, timeout: float | None = None) -> int:
         """Ends the requests with this id, of all callers; they return what they have so far.
 
         Returns the number of requests.
         """
-        return await self._channel.send(self._requests.cancel(request_id, timeout))
+        request = pb.CancelRequestRequest(request_id=request_id)
+        return int((await self._ask("CancelRequest", request, timeout)).cancelled_requests)
 
     async def flush_caches(
         self, *, stored_images: bool = False, timeout: float | None = None
@@ -69,7 +83,8 @@ class AsyncKestrelAdmin:
 
         Returns the number of stored images that were dropped.
         """
-        return await self._channel.send(self._requests.flush_caches(stored_images, timeout))
+        request = pb.FlushCachesRequest(stored_images=stored_images)
+        return int((await self._ask("FlushCaches", request, timeout)).deleted_images)
 
     async def set_log_level(
         self, level: LogLevel, module: str = "", *, timeout: float | None = None
@@ -78,11 +93,15 @@ class AsyncKestrelAdmin:
 
         Returns the level before, or None if the module had no level of its own.
         """
-        return await self._channel.send(self._requests.set_log_level(level, module, timeout))
+        if level not in LEVELS:
+            raise InvalidRequestError(f"level={level!r}: must be one of {', '.join(LEVELS)}")
+        request = pb.SetLogLevelRequest(level=LEVELS[level], module=module)
+        return read_level((await self._ask("SetLogLevel", request, timeout)).previous_level)
 
     async def statistics(self, *, timeout: float | None = None) -> ServerStatistics:
         """Returns the present state of the server, and counts since its start."""
-        return await self._channel.send(self._requests.statistics(timeout))
+        request = pb.GetStatisticsRequest()
+        return read_statistics(await self._ask("GetStatistics", request, timeout))
 
     async def start_profile(
         self,
@@ -98,15 +117,19 @@ class AsyncKestrelAdmin:
         ``steps`` (default 500), or with ``stop_profile``. Raises FailedPreconditionError if the server has no
         --profile-dir, or a profile already runs.
         """
-        request = self._requests.start_profile(seconds, steps, python_functions, timeout)
-        return await self._channel.send(request)
+        request = pb.StartProfileRequest(
+            duration_ms=milliseconds(seconds),
+            steps=whole("steps", steps),
+            python_functions=python_functions,
+        )
+        return str((await self._ask("StartProfile", request, timeout)).file)
 
     async def stop_profile(self, *, timeout: float | None = None) -> Profile:
         """Ends the running profile and returns it.
 
         Waits for a profile that is about to end by itself. If none runs, returns the last one.
         """
-        return await self._channel.send(self._requests.stop_profile(timeout))
+        return read_profile(await self._ask("StopProfile", pb.StopProfileRequest(), timeout))
 
     async def start_capture(
         self,
@@ -120,11 +143,13 @@ class AsyncKestrelAdmin:
         ``images``: whether to write their images too. Returns the number of requests that will be written. Raises
         FailedPreconditionError if the server has no --capture-dir, or may not write images.
         """
-        return await self._channel.send(self._requests.start_capture(requests, images, timeout))
+        request = pb.StartCaptureRequest(requests=whole("requests", requests), images=images)
+        return int((await self._ask("StartCapture", request, timeout)).requests)
 
     async def stop_capture(self, *, timeout: float | None = None) -> Captures:
         """Stops the capture. Returns the files that were written since its start."""
-        return await self._channel.send(self._requests.stop_capture(timeout))
+        response = await self._ask("StopCapture", pb.StopCaptureRequest(), timeout)
+        return Captures(files=tuple(response.files), lost=response.lost)
 
     def load_model(
         self,
@@ -141,20 +166,29 @@ class AsyncKestrelAdmin:
         ``make_default``: whether the model answers requests that name none, once it is loaded. Raises
         FailedPreconditionError if it cannot be loaded.
         """
-        return self._channel.stream(
-            self._requests.load_model, source, settings, make_default, timeout
-        )
+
+        def prepared() -> Prepared[LoadedModel]:
+            request = build(
+                pb.LoadModelRequest, source=source, settings=settings, make_default=make_default
+            )
+            method = Method(AdminServiceStub, "", stream="LoadModel")
+            reading = Reading(read_loaded, read_progress)
+            return prepare(self._connection, method, request, reading, timeout=timeout)
+
+        return self._channel.stream(prepared)
 
     async def unload_model(
         self, name: str, *, grace_s: float | None = None, timeout: float | None = None
     ) -> None:
         """Unloads a model that is not the default. Returns when its running requests have ended, after ``grace_s``
         seconds at the latest (default: the server's), and its memory is free."""
-        await self._channel.send(self._requests.unload_model(name, grace_s, timeout))
+        request = pb.UnloadModelRequest(model=name, grace_ms=milliseconds(grace_s))
+        await self._ask("UnloadModel", request, timeout)
 
     async def set_default_model(self, name: str, *, timeout: float | None = None) -> str:
         """Makes a loaded model the default. Returns the name of the default before."""
-        return await self._channel.send(self._requests.set_default_model(name, timeout))
+        request = pb.SetDefaultModelRequest(model=name)
+        return str((await self._ask("SetDefaultModel", request, timeout)).previous_model)
 
     async def load_adapter(
         self, name: str, *, model: str | None = None, timeout: float | None = None
@@ -164,14 +198,19 @@ class AsyncKestrelAdmin:
         Returns the adapter with the bytes that it takes. It stays until its memory is needed for another one. Raises
         what a request with ``adapter=name`` raises.
         """
-        return await self._channel.send(self._requests.load_adapter(name, model, timeout))
+        request = pb.LoadAdapterRequest(adapter=name, model=model)
+        return read_adapter((await self._ask("LoadAdapter", request, timeout)).adapter)
 
     async def unload_adapter(
         self, name: str, *, model: str | None = None, timeout: float | None = None
     ) -> bool:
         """Drops an adapter of ``model`` (default: the default model) from memory. Running requests keep it, and a later
         request loads it again. Returns whether it was loaded."""
-        return await self._channel.send(self._requests.unload_adapter(name, model, timeout))
+        request = pb.UnloadAdapterRequest(adapter=name, model=model)
+        return bool((await self._ask("UnloadAdapter", request, timeout)).was_loaded)
+
+    async def _ask(self, name: str, request: Message, timeout: float | None) -> Any:
+        return await self._channel.ask(Method(AdminServiceStub, name), request, timeout)
 
     async def aclose(self) -> None:
         """Closes the connection and cancels the calls that still run. May be called again."""
@@ -180,10 +219,5 @@ class AsyncKestrelAdmin:
     async def __aenter__(self) -> AsyncKestrelAdmin:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()

@@ -1,17 +1,22 @@
-"""The asynchronous client, for one event loop. synchronous/client.py is generated from this file."""
+"""The asynchronous client of the services that callers use."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
 import grpc
+from google.protobuf.message import Message
 
+from .._pb.kestrel.client.internal.wire_pb2 import HealthCheckRequest, HealthCheckResponse
+from .._pb.kestrel.v1 import model_service_pb2 as model_pb
+from .._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
 from ..calls.batches import Progress, gather_bounded
 from ..calls.frames import AsyncFrames, AsyncFrameSource
+from ..calls.health import HEALTH_CHECK
+from ..calls.prepared import Method
 from ..calls.requests.options import (
     CallOptions,
     CaptionLength,
@@ -36,7 +41,16 @@ from ..errors import DeadlineExceededError, KestrelError
 from ..geometry import DetectedBox, DetectedPoint, SpatialRef, TilesInput
 from ..images.images import ImageHandle, ImageInput
 from ..images.known import DEFAULT_KEPT_IMAGE_BYTES, ImageSource, KnownImages
-from ..values.description import Adapter, Model, ServerInfo, ServerLoad
+from ..values.description import (
+    Adapter,
+    Model,
+    ServerInfo,
+    ServerLoad,
+    read_adapter,
+    read_load,
+    read_model,
+    read_server_info,
+)
 from ..values.embeddings import Embedding, EmbeddingDtype, EmbedResult, Pooling
 from ..values.events import Event, PathPiece, ReasoningDelta, TextDelta
 from ..values.results.base import Result
@@ -494,40 +508,29 @@ class AsyncKestrelClient:
 
     async def list_models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
         """Returns the models of the server, the default model first."""
-        found: list[Model] = []
-        token = ""
-        while True:
-            page, token = await self._channel.send(
-                self._requests.server.list_models(token, timeout)
-            )
-            found += page
-            if not token:
-                return tuple(found)
+        request = model_pb.ListModelsRequest()
+        return tuple(read_model(m) for m in await self._all("ListModels", request, timeout))
 
     async def get_model(self, name: str | None = None, *, timeout: float | None = None) -> Model:
         """Returns one model; default: the default model of the server. Raises NotFoundError."""
-        return await self._channel.send(self._requests.server.get_model(name, timeout))
+        request = model_pb.GetModelRequest(model=name)
+        return read_model((await self._about_server("GetModel", request, timeout)).model)
 
     async def list_adapters(
         self, model: str | None = None, *, timeout: float | None = None
     ) -> tuple[Adapter, ...]:
         """Returns the adapters of a model that the server knows; default: those of the default model."""
-        found: list[Adapter] = []
-        token = ""
-        while True:
-            prepared = self._requests.server.list_adapters(model, token, timeout)
-            page, token = await self._channel.send(prepared)
-            found += page
-            if not token:
-                return tuple(found)
+        request = model_pb.ListAdaptersRequest(model=model)
+        return tuple(read_adapter(a) for a in await self._all("ListAdapters", request, timeout))
 
     async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """Returns the server's versions, limits and capabilities."""
-        return await self._channel.send(self._requests.server.server_info(timeout))
+        request = model_pb.GetServerInfoRequest()
+        return read_server_info(await self._about_server("GetServerInfo", request, timeout))
 
     async def server_load(self, *, timeout: float | None = None) -> ServerLoad:
         """Returns how busy the server is. A client that has several servers can choose by it."""
-        return await self._channel.send(self._requests.server.server_load(timeout))
+        return read_load(await self._about_server("GetLoad", model_pb.GetLoadRequest(), timeout))
 
     async def wait_ready(self, timeout: float = 60.0, *, service: str = "") -> None:
         """Waits until the server answers requests, by gRPC's health protocol.
@@ -536,17 +539,34 @@ class AsyncKestrelClient:
         "" for the whole server.
         """
         deadline = time.monotonic() + timeout
+        request = HealthCheckRequest(service=service)
         while (left := deadline - time.monotonic()) > 0:
             try:
-                if await self._channel.send(self._requests.server.is_serving(service, left)):
-                    return
+                # Waits for a connection, too.
+                health = await self._channel.ask(HEALTH_CHECK, request, left, wait_for_ready=True)
             except DeadlineExceededError:
                 break
+            if health.status == HealthCheckResponse.SERVING:
+                return
             await asyncio.sleep(min(0.1, left))
         raise DeadlineExceededError(
             grpc.StatusCode.DEADLINE_EXCEEDED,
             f"the server at {self._connection.target} was not ready within {timeout:g} s",
         )
+
+    async def _about_server(self, name: str, request: Message, timeout: float | None) -> Any:
+        method = Method(ModelServiceStub, name, repeatable=True)
+        return await self._channel.ask(method, request, timeout)
+
+    async def _all(self, name: str, request: Any, timeout: float | None) -> list[Any]:
+        """The items of all pages of a list."""
+        found: list[Any] = []
+        while True:
+            page = await self._about_server(name, request, timeout)
+            found += page.models if name == "ListModels" else page.adapters
+            if not page.next_page_token:
+                return found
+            request.page_token = page.next_page_token
 
     async def aclose(self) -> None:
         """Closes the connection and cancels the calls that still run. May be called again."""
@@ -555,10 +575,5 @@ class AsyncKestrelClient:
     async def __aenter__(self) -> AsyncKestrelClient:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()

@@ -11,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
-from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
 
 import grpc
@@ -52,8 +51,11 @@ class FrameCall(NamedTuple):
 class _Frames:
     """The state that a stream keeps across connections."""
 
-    def __init__(self, call: FrameCall) -> None:
-        self._frame_call = call
+    def __init__(self, open_stream: Callable[..., Any], call: FrameCall) -> None:
+        self._open_stream, self._frame_call = open_stream, call
+        self._call: Any = None
+        self._closed = False
+        self._source_error: BaseException | None = None
         self._last_id = 0
         self._under_way: dict[int, ImageInput] = {}
         """Frames that were sent and have no response yet, by id."""
@@ -83,10 +85,14 @@ class _Frames:
 
     def _failed(self, error: grpc.RpcError) -> float:
         """Returns the seconds until the next attempt to connect. Raises the error if there is none."""
+        if self._closed or self._source_error is not None:
+            return 0.0
+        self._connection += 1
         told = from_rpc_error(error)
         self._failures += 1
         if not self._may_reconnect(told):
             raise told from error
+        self._call = None
         for frame_id, source in self._under_way.items():
             self._results.append(FrameResult(frame_id=frame_id, dropped="lost", source=source))
         self._under_way.clear()
@@ -109,12 +115,9 @@ class Frames(_Frames):
     def __init__(
         self, open_stream: Callable[..., Any], call: FrameCall, source: FrameSource
     ) -> None:
-        super().__init__(call)
-        self._open_stream, self._source = open_stream, iter(source)
+        super().__init__(open_stream, call)
+        self._source = iter(source)
         self._lock = threading.Lock()
-        self._source_error: BaseException | None = None
-        self._call: Any = None
-        self._closed = False
 
     def __iter__(self) -> Frames:
         return self
@@ -133,11 +136,7 @@ class Frames(_Frames):
             except StopIteration:
                 self._closed = True
             except grpc.RpcError as error:
-                if self._source_error is None and not self._closed:
-                    self._connection += 1
-                    pause_s = self._failed(error)
-                    self._call = None
-                    time.sleep(pause_s)
+                time.sleep(self._failed(error))
                 self._closed = self._closed or self._source_error is not None
         if self._source_error is not None:
             raise self._source_error
@@ -152,12 +151,7 @@ class Frames(_Frames):
     def __enter__(self) -> Frames:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _messages(self, connection: int) -> Iterator[pb.StreamFramesRequest]:
@@ -192,15 +186,11 @@ class AsyncFrames(_Frames):
     def __init__(
         self, open_stream: Callable[..., Any], call: FrameCall, source: AsyncFrameSource
     ) -> None:
-        super().__init__(call)
-        self._open_stream = open_stream
+        super().__init__(open_stream, call)
         self._source = aiter(source) if isinstance(source, AsyncIterable) else iter(source)
         self._lock = asyncio.Lock()
         self._reading: asyncio.Future[ImageInput] | None = None
         """Takes the next image from the source."""
-        self._source_error: BaseException | None = None
-        self._call: Any = None
-        self._closed = False
 
     def __aiter__(self) -> AsyncFrames:
         return self
@@ -211,7 +201,7 @@ class AsyncFrames(_Frames):
             if self._results:
                 return self._results.popleft()
             if self._call is None:
-                self._call = self._open_stream(
+                self._call = await self._open_stream(
                     self._messages(self._connection), **self._frame_call.handling
                 )
             try:
@@ -221,11 +211,7 @@ class AsyncFrames(_Frames):
                     break
                 return self._take(response)
             except grpc.RpcError as error:
-                if self._source_error is None and not self._closed:
-                    self._connection += 1
-                    pause_s = self._failed(error)
-                    self._call = None
-                    await asyncio.sleep(pause_s)
+                await asyncio.sleep(self._failed(error))
                 self._closed = self._closed or self._source_error is not None
             except asyncio.CancelledError:
                 if self._source_error is None:
@@ -251,12 +237,7 @@ class AsyncFrames(_Frames):
     async def __aenter__(self) -> AsyncFrames:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.cancel()
 
     async def _messages(self, connection: int) -> AsyncIterator[pb.StreamFramesRequest]:

@@ -5,9 +5,13 @@ gRPC's service config has a policy for this, but gRPC's core (C++, Python, Ruby)
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import queue
 import threading
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import grpc
 
 from .._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from ..connection import IMAGE_HEADER
@@ -31,20 +35,64 @@ class Hedges:
         self._saved = 1.0
         self._lock = threading.Lock()
 
-    def delay_s(self, prepared: Prepared[R]) -> float | None:
-        """Seconds after which the call may be sent again; None if it may not.
+    def answer(self, prepared: Prepared[R], stub: Any) -> Any:
+        """Sends a call, and once more if its answer is late. The first answer counts; an error waits for the other
+        call. Raises grpc.RpcError."""
+        if not self._may_hedge(prepared):
+            return prepared.send(stub)
+        ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        calls = [prepared.begin(stub)]
+        calls[0].add_done_callback(ended.put)
+        try:
+            try:
+                first = ended.get(timeout=self._after_s)
+            except queue.Empty:
+                if (second := self._second(prepared)) is not None:
+                    calls.append(second.begin(stub))
+                    calls[1].add_done_callback(ended.put)
+                first = ended.get()
+            if first.code() is grpc.StatusCode.OK or len(calls) == 1:
+                return first.result()
+            last = ended.get()
+            return (last if last.code() is grpc.StatusCode.OK else calls[0]).result()
+        finally:
+            for each in calls:
+                each.cancel()
 
-        Only unary calls about images may: their methods change nothing, and one of two answers is dropped.
-        """
+    async def async_answer(self, prepared: Prepared[R], stub: Any) -> Any:
+        """As ``answer``."""
+        if not self._may_hedge(prepared):
+            return await prepared.send(stub)
+
+        async def ask(call: Prepared[R]) -> Any:
+            return await call.send(stub)
+
+        calls = [asyncio.ensure_future(ask(prepared))]
+        try:
+            done, left = await asyncio.wait(calls, timeout=self._after_s)
+            if not done and (second := self._second(prepared)) is not None:
+                calls.append(asyncio.ensure_future(ask(second)))
+                left.add(calls[1])
+            while left:
+                done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                for each in done:
+                    if each.exception() is None:
+                        return each.result()
+            return calls[0].result()
+        finally:
+            for each in calls:
+                each.cancel()
+
+    def _may_hedge(self, prepared: Prepared[R]) -> bool:
+        """Only unary calls about images may be sent again: their methods change nothing, and one of two answers is
+        dropped."""
         if self._after_s is None or prepared.method.stub is not VisionServiceStub:
-            return None
-        if not prepared.may_be_repeated:
-            return None
+            return False
         with self._lock:
             self._saved = min(self._saved + SHARE, _SAVED)
-        return self._after_s
+        return True
 
-    def second(self, prepared: Prepared[R]) -> Prepared[R] | None:
+    def _second(self, prepared: Prepared[R]) -> Prepared[R] | None:
         """The same call for another server; None if too many calls have been sent twice."""
         with self._lock:
             if self._saved < 1.0:

@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import grpc
+import grpc.aio
+
 from ..connection import Connection
 from ..directory import Directory
 from ..errors import InvalidRequestError
@@ -58,16 +61,12 @@ class Opened:
 
 
 class Servers:
-    """``open_channel`` opens a channel with the address and options of a connection. Safe to share between threads."""
+    """``channels``: the module of gRPC that opens channels, grpc or grpc.aio. Safe to share between threads."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        kinds: Sequence[Stub],
-        open_channel: Callable[[Connection], Any],
-    ) -> None:
-        """Raises UnavailableError if the target is a directory that cannot be read."""
-        self._connection, self._kinds, self._open = connection, kinds, open_channel
+    def __init__(self, connection: Connection, kinds: Sequence[Stub], channels: Any) -> None:
+        """Raises InvalidRequestError for certificates, and UnavailableError for a directory, that cannot be read."""
+        self._connection, self._kinds, self._channels = connection, kinds, channels
+        self._credentials = connection.credentials()
         source = connection.directory
         self._directory = None if source is None else Directory(source)
         self._addresses: tuple[str, ...] = ()
@@ -84,7 +83,7 @@ class Servers:
             if directory is not None and directory.addresses != self._addresses:
                 self._move(directory.addresses, directory)
             if self._opened is None:
-                self._opened = Opened(self._open(self._connection), self._kinds)
+                self._opened = self._open(self._connection)
             self._opened.take()
             return self._opened
 
@@ -98,8 +97,15 @@ class Servers:
         else:
             if self._opened is not None:
                 self._left.append(self._opened)
-            self._opened = Opened(self._open(connection), self._kinds)
+            self._opened = self._open(connection)
         self._addresses = addresses
+
+    def _open(self, to: Connection) -> Opened:
+        if self._credentials is None:
+            channel = self._channels.insecure_channel(to.address, to.options)
+        else:
+            channel = self._channels.secure_channel(to.address, self._credentials, to.options)
+        return Opened(channel, self._kinds)
 
     def idle(self) -> list[Any]:
         """Channels that no call uses any more. The caller closes them."""
@@ -116,3 +122,15 @@ class Servers:
             self._directory.close()
         opened = [] if self._opened is None else [self._opened]
         return [each.channel for each in (*self._left, *opened)]
+
+
+def async_servers(connection: Connection, kinds: Sequence[Stub]) -> Servers:
+    """For one event loop. A channel belongs to the loop that uses it first, so the first call opens it."""
+    return Servers(connection, kinds, grpc.aio)
+
+
+def servers(connection: Connection, kinds: Sequence[Stub]) -> Servers:
+    """For threads. Raises now what is wrong with the target."""
+    made = Servers(connection, kinds, grpc)
+    made.take().done()
+    return made

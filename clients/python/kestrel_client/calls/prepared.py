@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 
 from ..connection import Connection, Metadata
 from ..errors import RequestTooLargeError
-from ..images.images import ImageHandle
 from .streams import Reading
+
+if TYPE_CHECKING:
+    from .restoring import Restoring
 
 R_co = TypeVar("R_co", covariant=True)
 R = TypeVar("R")
@@ -33,19 +35,6 @@ class Method(NamedTuple):
     """Whether the unary method may be called again if it is not known whether the server has answered it."""
 
 
-class PutsAgain(Protocol):
-    """The images of a call that the server stores: what puts them again when the server has dropped them."""
-
-    def puts(
-        self, error: Exception, timeout: float | None
-    ) -> Iterator[tuple[str, Prepared[ImageHandle]]]:
-        """The calls that put the images again, by the ids that the caller gave. Raises ``error`` if this can't help."""
-        ...
-
-    def stored(self, given: str, handle: ImageHandle) -> None:
-        """An image was put again."""
-
-
 @dataclass(frozen=True, slots=True)
 class Prepared(Generic[R_co]):
     """A request, the method that takes it, and the function that reads its response."""
@@ -55,15 +44,10 @@ class Prepared(Generic[R_co]):
     reading: Reading[R_co]
     handling: dict[str, Any]
     """Keyword arguments for gRPC: ``timeout`` and ``metadata``, and ``wait_for_ready`` where it is wanted."""
-    restoring: PutsAgain | None = None
+    restoring: Restoring | None = None
     """Puts the images of the call again; None for a call without images."""
     started_at: float = field(default_factory=time.monotonic)
     """The timeout begins here, and covers all attempts."""
-
-    @property
-    def may_be_repeated(self) -> bool:
-        """Whether the call can be sent again: its method is idempotent."""
-        return self.method.repeatable
 
     @property
     def left(self) -> float | None:
@@ -73,37 +57,33 @@ class Prepared(Generic[R_co]):
             return None
         return max(timeout - (time.monotonic() - self.started_at), 0.001)
 
-    @property
-    def _sent(self) -> Message | Iterator[Message]:
-        return self.request if isinstance(self.request, Message) else self.request()
-
     def send(self, stub: Any) -> Any:
         """Calls the unary method. Returns the response, or on an asyncio channel an awaitable of it."""
-        handling = {**self.handling, "timeout": self.left}
-        return getattr(stub, self.method.unary)(self._sent, **handling)
+        return self._sent(getattr(stub, self.method.unary))
 
     def begin(self, stub: Any) -> Any:
         """Calls the unary method of a synchronous channel without waiting. Returns gRPC's future."""
-        handling = {**self.handling, "timeout": self.left}
-        return getattr(stub, self.method.unary).future(self._sent, **handling)
+        return self._sent(getattr(stub, self.method.unary).future)
 
     def open_stream(self, stub: Any) -> Any:
         """Calls the streaming method. Returns gRPC's call object."""
-        assert self.method.stream, f"{self.method.unary} has no stream"
-        handling = {**self.handling, "timeout": self.left}
-        return getattr(stub, self.method.stream)(self._sent, **handling)
+        return self._sent(getattr(stub, self.method.stream))
+
+    def _sent(self, method: Callable[..., Any]) -> Any:
+        request = self.request if isinstance(self.request, Message) else self.request()
+        return method(request, **{**self.handling, "timeout": self.left})
 
 
 def prepare(
     connection: Connection,
     method: Method,
     request: Sent,
-    read: Reading[R] | Callable[[Any], R],
+    read: Reading[R] | Callable[[Any], R] = lambda response: response,
     *,
     timeout: float | None = None,
     metadata: Metadata | None = None,
     about: str = "",
-    restoring: PutsAgain | None = None,
+    restoring: Restoring | None = None,
     **handling: Any,
 ) -> Prepared[R]:
     """Completes a call with the timeout and metadata of the connection.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from google.protobuf.message import Message
@@ -41,7 +41,7 @@ class Repeats:
     def pause_s(self, prepared: Prepared[Any], error: RpcError) -> float | None:
         """Seconds until the call is sent again; None if it is not to be repeated."""
         unknown = isinstance(error, ConnectionLostError) or error.message == STATUS_DROPPED
-        if not unknown or not prepared.may_be_repeated:
+        if not unknown or not prepared.method.repeatable:
             return None
         self._count += 1
         if self._count > _MOST_REPEATS:
@@ -83,7 +83,7 @@ class Restoring:
 
     def puts(
         self, error: Exception, timeout: float | None
-    ) -> Iterator[tuple[str, Prepared[ImageHandle]]]:
+    ) -> list[tuple[str, Prepared[ImageHandle]]]:
         """The calls that put images again within ``timeout``, with the ids that the caller gave. Reads files.
 
         Raises ``error`` if it does not say that an image is missing, or if the client has none of the images.
@@ -92,7 +92,7 @@ class Restoring:
         is_missing = isinstance(error, NotFoundError) and error.reason == IMAGE_NOT_FOUND
         if not is_missing or not self._given or self._attempts > _MOST_ATTEMPTS:
             raise error
-        found = False
+        found, puts = False, []
         for given in dict.fromkeys(given for _, given in self._given):
             try:
                 image = self._known.contents(given, self._sources.get(given))
@@ -101,9 +101,10 @@ class Restoring:
             if image is not None:
                 found = True
                 if not self._hold(given, image):
-                    yield given, self._put(image, timeout)
+                    puts.append((given, self._put(image, timeout)))
         if not found:
             raise error
+        return puts
 
     def _hold(self, given: str, contents: common_pb2.Image) -> bool:
         """Puts the image into the request. Returns whether there is room."""

@@ -1,21 +1,22 @@
+# Generated from asynchronous/channel.py by generate_sync.py. Never edit; run `make protos`.
 """The gRPC channel of the synchronous clients."""
 
 from __future__ import annotations
 
-import queue
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from .._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from ..calls.frames import FrameCall, Frames, FrameSource
 from ..calls.hedging import Hedges
-from ..calls.opened import Opened, Servers
-from ..calls.prepared import Prepared, Stub
+from ..calls.opened import Opened, servers
+from ..calls.prepared import Method, Prepared, Stub, prepare
 from ..calls.restoring import Repeats
-from ..calls.streams import Stream
+from ..calls.streams import OpenedStream, Stream
 from ..connection import Connection
 from ..errors import RpcError, from_rpc_error
 
@@ -24,22 +25,23 @@ R = TypeVar("R")
 
 
 class Channel:
-    """Sends prepared calls of the ``stubs`` to one target. Safe to share between threads."""
+    """Sends calls of the ``stubs`` to one target. Safe to share between threads."""
 
     def __init__(self, connection: Connection, stubs: Iterable[Stub]) -> None:
-        credentials = connection.credentials()
-
-        def open_channel(to: Connection) -> grpc.Channel:
-            if credentials is None:
-                return grpc.insecure_channel(to.address, to.options)
-            return grpc.secure_channel(to.address, credentials, to.options)
-
+        self._connection = connection
         self._hedges = Hedges(connection.hedge_after)
-        self._servers = Servers(connection, tuple(stubs), open_channel)
-        self._servers.take().done()  # Reports now what is wrong.
+        self._servers = servers(connection, tuple(stubs))
+
+    def ask(self, method: Method, request: Message, timeout: float | None, **handling: Any) -> Any:
+        """Sends a call without an image, and returns its response. Raises what errors.py lists."""
+        prepared = prepare(self._connection, method, request, timeout=timeout, **handling)
+        return self.send(prepared)
 
     def call(self, prepare: Callable[P, Prepared[R]], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Prepares a call with ``prepare(*args, **kwargs)`` and sends it. Raises what errors.py lists."""
+        """Prepares a call with ``prepare(*args, **kwargs)`` and sends it. Raises what errors.py lists.
+
+        Preparing may read a file or fetch an address, so an event loop leaves it to a thread.
+        """
         return self.send(prepare(*args, **kwargs))
 
     def send(self, prepared: Prepared[R]) -> R:
@@ -67,49 +69,29 @@ class Channel:
     def _send(self, prepared: Prepared[R]) -> R:
         opened = self._take()
         try:
-            response = self._answer(prepared, opened.stub(prepared.method.stub))
+            stub = opened.stub(prepared.method.stub)
+            response = self._hedges.answer(prepared, stub)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
         finally:
             opened.done()
         return prepared.reading.result(response)
 
-    def _answer(self, prepared: Prepared[R], stub: Any) -> Any:
-        """Sends a call, and once more if its answer is late. Raises grpc.RpcError."""
-        delay_s = self._hedges.delay_s(prepared)
-        if delay_s is None:
-            return prepared.send(stub)
-        ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        asked = [prepared.begin(stub)]
-        asked[0].add_done_callback(ended.put)
-        try:
-            try:
-                first = ended.get(timeout=delay_s)
-            except queue.Empty:
-                if (second := self._hedges.second(prepared)) is not None:
-                    asked.append(second.begin(stub))
-                    asked[1].add_done_callback(ended.put)
-                first = ended.get()
-            if first.code() is grpc.StatusCode.OK or len(asked) == 1:
-                return first.result()
-            # The first answer counts. An error waits for the other call.
-            last = ended.get()
-            return (last if last.code() is grpc.StatusCode.OK else asked[0]).result()
-        finally:
-            for each in asked:
-                each.cancel()
-
     def stream(
         self, prepare: Callable[P, Prepared[R]], *args: P.args, **kwargs: P.kwargs
     ) -> Stream[R, Any]:
-        """Prepares a call and opens its stream. Raises InvalidRequestError; the stream raises the other errors."""
-        prepared = prepare(*args, **kwargs)
+        """A stream of the call that ``prepare(*args, **kwargs)`` prepares. It raises the errors of the call."""
 
-        def reopen(error: RpcError) -> Any:
-            self._restore(prepared, error)
-            return self._open_stream(prepared)
+        def start() -> OpenedStream[R]:
+            prepared = prepare(*args, **kwargs)
 
-        return Stream(self._open_stream(prepared), prepared.reading, reopen)
+            def reopen(error: RpcError) -> Any:
+                self._restore(prepared, error)
+                return self._open_stream(prepared)
+
+            return OpenedStream(self._open_stream(prepared), prepared.reading, reopen)
+
+        return Stream(start)
 
     def _open_stream(self, prepared: Prepared[R]) -> Any:
         opened = self._take()

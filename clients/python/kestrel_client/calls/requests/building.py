@@ -40,3 +40,17 @@ def _limit(kind: Any, name: str, value: object) -> str:
     if highest is None or not isinstance(value, int):
         return ""
     return f"{value} is not a whole number from 0 to {highest}"
+
+
+def whole(name: str, number: int | None) -> int | None:
+    """Refuses numbers that the field can't hold, with a clearer message than protobuf's."""
+    if number is not None and not 0 <= number < 2**31:
+        raise InvalidRequestError(f"{name}={number}: must be a whole number from 1 on")
+    return number
+
+
+def milliseconds(seconds: float | None) -> int | None:
+    """Raises InvalidRequestError."""
+    if seconds is not None and not 0 <= seconds < 2**31 / 1e3:
+        raise InvalidRequestError(f"{seconds} s: is too long, or below 0")
+    return None if seconds is None else round(seconds * 1e3)

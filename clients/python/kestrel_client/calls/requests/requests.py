@@ -34,13 +34,13 @@ from ...values.tasks import (
     to_turns,
 )
 from ..frames import FrameCall
+from ..health import HealthStub
 from ..prepared import Method, Prepared, prepare
 from ..restoring import Restoring
 from ..streams import Reading
 from .building import build, choice
 from .images import ImageRequests
 from .options import HandlingOptions, LateFrames, checked_session, to_handling
-from .server import HealthStub, ServerRequests
 from .tasks import skill_of, to_message, to_task, vision_method
 
 _LATE_FRAMES = {"keep": pb.LATE_FRAMES_KEEP, "overview": pb.LATE_FRAMES_OVERVIEW}
@@ -74,7 +74,6 @@ class Requests:
     def __init__(self, connection: Connection, known: KnownImages) -> None:
         self._connection, self._known = connection, known
         self.images = ImageRequests(connection, known)
-        self.server = ServerRequests(connection)
 
     def task(
         self,

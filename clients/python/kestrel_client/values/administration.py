@@ -1,0 +1,156 @@
+"""The results of AdminService, read from the messages."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias
+
+from .._pb.kestrel.v1 import admin_service_pb2 as pb
+
+LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
+
+LEVELS: dict[LogLevel, pb.LogLevel.ValueType] = {
+    "debug": pb.LOG_LEVEL_DEBUG,
+    "info": pb.LOG_LEVEL_INFO,
+    "warning": pb.LOG_LEVEL_WARNING,
+    "error": pb.LOG_LEVEL_ERROR,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadingProgress:
+    """How far a step of loading a model is."""
+
+    step: str
+    """What is being done, such as the name of a file."""
+    done: int
+    total: int
+    """The whole work of the step, in bytes or items; 0 if it is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model that was loaded."""
+
+    model: str
+    """The name under which it is served."""
+    load_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodStatistics:
+    """Calls of one method that have ended since the server's start. Tokens and durations are totals of the calls that
+    succeeded; see MethodStatistics in admin_service.proto."""
+
+    method: str
+    """A method of VisionService, like "Query"."""
+    ok_calls: int
+    failed_calls: int
+    """Calls that failed through the server's fault, or whose deadline passed."""
+    cancelled_calls: int
+    refused_calls: int
+    """Invalid calls, calls without permission, and calls beyond a limit."""
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    total_ms: float
+    preprocess_ms: float
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerStatistics:
+    """The server's present state, and counts since its start; see GetStatisticsResponse in admin_service.proto."""
+
+    uptime_ms: float
+    calls: int
+    """Calls in progress, including the one that asks."""
+    held_bytes: int
+    """Bytes of the messages of these calls."""
+    limited_calls: int
+    """Calls that a limit of callers refused, since the start."""
+    running_requests: int
+    waiting_requests: int
+    pages: int
+    """Pages of the KV cache."""
+    free_pages: int
+    cached_pages: int
+    preemptions: int
+    prompt_positions: int
+    cached_positions: int
+    """Those of prompt_positions whose computation was reused."""
+    stored_images: int
+    stored_image_bytes: int
+    methods: tuple[MethodStatistics, ...]
+    """The methods that were called."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values for ``json.dumps``."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A profile that was written."""
+
+    file: str
+    """Its name in the server's --profile-dir: a trace for Perfetto, with gzip."""
+    size_bytes: int
+    duration_ms: float
+    """Duration of the recording."""
+    steps: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values for ``json.dumps``."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captures:
+    """Failing requests that were written since captures were started."""
+
+    files: tuple[str, ...]
+    """Their names in the server's --capture-dir, oldest first; for ``kestrel-grpc replay``."""
+    lost: int
+    """Failed requests that could not be written; the server's log has the reasons."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values for ``json.dumps``."""
+        return {"files": list(self.files), "lost": self.lost}
+
+
+def read_level(level: int) -> LogLevel | None:
+    return next((name for name, value in LEVELS.items() if value == level), None)
+
+
+def read_progress(message: object, payload: Any) -> LoadingProgress | None:
+    """None for a payload without progress."""
+    if not isinstance(payload, pb.LoadingProgress):
+        return None
+    return LoadingProgress(step=payload.step, done=payload.done, total=payload.total)
+
+
+def read_loaded(message: pb.LoadedModel) -> LoadedModel:
+    return LoadedModel(model=message.model, load_ms=message.load_ms)
+
+
+def read_statistics(response: pb.GetStatisticsResponse) -> ServerStatistics:
+    names = ServerStatistics.__dataclass_fields__.keys() - {"methods"}
+    methods = tuple(
+        MethodStatistics(
+            **{name: getattr(each, name) for name in MethodStatistics.__dataclass_fields__}
+        )
+        for each in response.methods
+    )
+    return ServerStatistics(methods=methods, **{name: getattr(response, name) for name in names})
+
+
+def read_profile(response: pb.StopProfileResponse) -> Profile:
+    return Profile(
+        file=response.file,
+        size_bytes=response.size_bytes,
+        duration_ms=response.duration_ms,
+        steps=response.steps,
+    )
