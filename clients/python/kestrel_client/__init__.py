@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api import *  # noqa: F403
-    from .api import __all__ as __all__
+    from .version import __version__ as __version__
 
 
 def __getattr__(name: str) -> Any:
     if name.startswith("__") and name not in ("__all__", "__version__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     api = importlib.import_module(f"{__name__}.api")
+    if name == "__all__":
+        return [*(each for each in vars(api) if each[0].isupper()), "__version__"]
     if hasattr(api, name):
         return getattr(api, name)
     if name in globals():  # A module of the package, which has just been loaded.

@@ -2,207 +2,113 @@
 
 from __future__ import annotations
 
-from .asynchronous.admin import AsyncKestrelAdmin
-from .asynchronous.client import AsyncKestrelClient
-from .calls.frames import AsyncFrames, AsyncFrameSource, Frames, FrameSource
-from .calls.requests.options import (
-    CallOptions,
-    CaptionLength,
-    HandlingOptions,
-    LateFrames,
-    Priority,
-    QueryOptions,
-    TextOptions,
-)
-from .calls.streams import AsyncStream, Stream
-from .connection import Metadata, Tls
-from .drawing.marks import Marks, Mask, MaskFormat
-from .errors import (
-    ConnectionLostError,
-    DeadlineExceededError,
-    FailedPreconditionError,
-    FieldViolation,
-    IncompleteStreamError,
-    InvalidArgumentError,
-    InvalidImageError,
-    InvalidRequestError,
-    KestrelError,
-    MissingDependencyError,
-    NotFoundError,
-    OverloadedError,
-    PermissionDeniedError,
-    QuotaViolation,
-    RequestCancelledError,
-    RequestTooLargeError,
-    RpcError,
-    ServerError,
-    UnauthenticatedError,
-    UnavailableError,
-    UnimplementedError,
-)
-from .geometry import Box, DetectedBox, DetectedPoint, ImageSize, Point, SpatialRef, Tiles
-from .images.images import ImageHandle, ImageInput
-from .images.known import ImageSource
-from .synchronous.admin import KestrelAdmin
-from .synchronous.client import KestrelClient
-from .values.administration import (
-    Captures,
-    LoadedModel,
-    LoadingProgress,
-    LogLevel,
-    MethodStatistics,
-    Profile,
-    ServerStatistics,
-)
-from .values.constraint import Constraint
-from .values.description import Adapter, Model, ServerInfo, ServerLimits, ServerLoad, Skill
-from .values.embeddings import Embedding, EmbedResult
-from .values.events import Event, PathPiece, ReasoningDelta, TextDelta
-from .values.frames import Dropped, FrameResult
-from .values.results.base import FinishReason, Result, Timings, Usage
-from .values.results.named_skill import SkillResult
-from .values.results.objects import DetectResult, PointResult
-from .values.results.outline import Segment, SegmentResult
-from .values.results.searches import ObjectSearch
-from .values.results.text import (
-    Answer,
-    CaptionResult,
-    GroundingSpan,
-    Logprobs,
-    QueryResult,
-    Reasoning,
-    SeenImage,
-    TokenLogprob,
-)
-from .values.tasks import (
-    AnalyzeResult,
-    CaptionTask,
-    DetectTask,
-    ObjectNames,
-    Outcome,
-    PointTask,
-    QueryTask,
-    SegmentTask,
-    SkillTask,
-    Task,
-    TaskDone,
-    TaskEvent,
-    TaskOf,
-    Tasks,
-    Turn,
-)
-from .values.tracking import ObjectTracker
-from .version import __version__
-
-__all__ = [
-    "Adapter",
-    "AnalyzeResult",
-    "Answer",
-    "AsyncFrameSource",
-    "AsyncFrames",
-    "AsyncKestrelAdmin",
-    "AsyncKestrelClient",
-    "AsyncStream",
-    "Box",
-    "CallOptions",
-    "CaptionLength",
-    "CaptionResult",
-    "CaptionTask",
-    "Captures",
-    "ConnectionLostError",
-    "Constraint",
-    "DeadlineExceededError",
-    "DetectResult",
-    "DetectTask",
-    "DetectedBox",
-    "DetectedPoint",
-    "Dropped",
-    "EmbedResult",
-    "Embedding",
-    "Event",
-    "FailedPreconditionError",
-    "FieldViolation",
-    "FinishReason",
-    "FrameResult",
-    "FrameSource",
-    "Frames",
-    "GroundingSpan",
-    "HandlingOptions",
-    "ImageHandle",
-    "ImageInput",
-    "ImageSize",
-    "ImageSource",
-    "IncompleteStreamError",
-    "InvalidArgumentError",
-    "InvalidImageError",
-    "InvalidRequestError",
-    "KestrelAdmin",
-    "KestrelClient",
-    "KestrelError",
-    "LateFrames",
-    "LoadedModel",
-    "LoadingProgress",
-    "LogLevel",
-    "Logprobs",
-    "Marks",
-    "Mask",
-    "MaskFormat",
-    "Metadata",
-    "MethodStatistics",
-    "MissingDependencyError",
-    "Model",
-    "NotFoundError",
-    "ObjectNames",
-    "ObjectSearch",
-    "ObjectTracker",
-    "Outcome",
-    "OverloadedError",
-    "PathPiece",
-    "PermissionDeniedError",
-    "Point",
-    "PointResult",
-    "PointTask",
-    "Priority",
-    "Profile",
-    "QueryOptions",
-    "QueryResult",
-    "QueryTask",
-    "QuotaViolation",
-    "Reasoning",
-    "ReasoningDelta",
-    "RequestCancelledError",
-    "RequestTooLargeError",
-    "Result",
-    "RpcError",
-    "SeenImage",
-    "Segment",
-    "SegmentResult",
-    "SegmentTask",
-    "ServerError",
-    "ServerInfo",
-    "ServerLimits",
-    "ServerLoad",
-    "ServerStatistics",
-    "Skill",
-    "SkillResult",
-    "SkillTask",
-    "SpatialRef",
-    "Stream",
-    "Task",
-    "TaskDone",
-    "TaskEvent",
-    "TaskOf",
-    "Tasks",
-    "TextDelta",
-    "TextOptions",
-    "Tiles",
-    "Timings",
-    "Tls",
-    "TokenLogprob",
-    "Turn",
-    "UnauthenticatedError",
-    "UnavailableError",
-    "UnimplementedError",
-    "Usage",
-    "__version__",
-]
+from .asynchronous.admin import AsyncKestrelAdmin as AsyncKestrelAdmin
+from .asynchronous.client import AsyncKestrelClient as AsyncKestrelClient
+from .calls.frames import AsyncFrames as AsyncFrames
+from .calls.frames import AsyncFrameSource as AsyncFrameSource
+from .calls.frames import Frames as Frames
+from .calls.frames import FrameSource as FrameSource
+from .calls.requests.options import CallOptions as CallOptions
+from .calls.requests.options import CaptionLength as CaptionLength
+from .calls.requests.options import HandlingOptions as HandlingOptions
+from .calls.requests.options import LateFrames as LateFrames
+from .calls.requests.options import Priority as Priority
+from .calls.requests.options import QueryOptions as QueryOptions
+from .calls.requests.options import TextOptions as TextOptions
+from .calls.streams import AsyncStream as AsyncStream
+from .calls.streams import Stream as Stream
+from .connection import Metadata as Metadata
+from .connection import Tls as Tls
+from .drawing.marks import Marks as Marks
+from .drawing.marks import Mask as Mask
+from .drawing.marks import MaskFormat as MaskFormat
+from .errors import ConnectionLostError as ConnectionLostError
+from .errors import DeadlineExceededError as DeadlineExceededError
+from .errors import FailedPreconditionError as FailedPreconditionError
+from .errors import FieldViolation as FieldViolation
+from .errors import IncompleteStreamError as IncompleteStreamError
+from .errors import InvalidArgumentError as InvalidArgumentError
+from .errors import InvalidImageError as InvalidImageError
+from .errors import InvalidRequestError as InvalidRequestError
+from .errors import KestrelError as KestrelError
+from .errors import MissingDependencyError as MissingDependencyError
+from .errors import NotFoundError as NotFoundError
+from .errors import OverloadedError as OverloadedError
+from .errors import PermissionDeniedError as PermissionDeniedError
+from .errors import QuotaViolation as QuotaViolation
+from .errors import RequestCancelledError as RequestCancelledError
+from .errors import RequestTooLargeError as RequestTooLargeError
+from .errors import RpcError as RpcError
+from .errors import ServerError as ServerError
+from .errors import UnauthenticatedError as UnauthenticatedError
+from .errors import UnavailableError as UnavailableError
+from .errors import UnimplementedError as UnimplementedError
+from .geometry import Box as Box
+from .geometry import DetectedBox as DetectedBox
+from .geometry import DetectedPoint as DetectedPoint
+from .geometry import ImageSize as ImageSize
+from .geometry import Point as Point
+from .geometry import SpatialRef as SpatialRef
+from .geometry import Tiles as Tiles
+from .images.images import ImageHandle as ImageHandle
+from .images.images import ImageInput as ImageInput
+from .images.known import ImageSource as ImageSource
+from .synchronous.admin import KestrelAdmin as KestrelAdmin
+from .synchronous.client import KestrelClient as KestrelClient
+from .values.administration import Captures as Captures
+from .values.administration import LoadedModel as LoadedModel
+from .values.administration import LoadingProgress as LoadingProgress
+from .values.administration import LogLevel as LogLevel
+from .values.administration import MethodStatistics as MethodStatistics
+from .values.administration import Profile as Profile
+from .values.administration import ServerStatistics as ServerStatistics
+from .values.constraint import Constraint as Constraint
+from .values.description import Adapter as Adapter
+from .values.description import Model as Model
+from .values.description import ServerInfo as ServerInfo
+from .values.description import ServerLimits as ServerLimits
+from .values.description import ServerLoad as ServerLoad
+from .values.description import Skill as Skill
+from .values.embeddings import Embedding as Embedding
+from .values.embeddings import EmbedResult as EmbedResult
+from .values.events import Event as Event
+from .values.events import PathPiece as PathPiece
+from .values.events import ReasoningDelta as ReasoningDelta
+from .values.events import TextDelta as TextDelta
+from .values.frames import Dropped as Dropped
+from .values.frames import FrameResult as FrameResult
+from .values.results.base import FinishReason as FinishReason
+from .values.results.base import Result as Result
+from .values.results.base import Timings as Timings
+from .values.results.base import Usage as Usage
+from .values.results.named_skill import SkillResult as SkillResult
+from .values.results.objects import DetectResult as DetectResult
+from .values.results.objects import PointResult as PointResult
+from .values.results.outline import Segment as Segment
+from .values.results.outline import SegmentResult as SegmentResult
+from .values.results.searches import ObjectSearch as ObjectSearch
+from .values.results.text import Answer as Answer
+from .values.results.text import CaptionResult as CaptionResult
+from .values.results.text import GroundingSpan as GroundingSpan
+from .values.results.text import Logprobs as Logprobs
+from .values.results.text import QueryResult as QueryResult
+from .values.results.text import Reasoning as Reasoning
+from .values.results.text import SeenImage as SeenImage
+from .values.results.text import TokenLogprob as TokenLogprob
+from .values.tasks import AnalyzeResult as AnalyzeResult
+from .values.tasks import CaptionTask as CaptionTask
+from .values.tasks import DetectTask as DetectTask
+from .values.tasks import ObjectNames as ObjectNames
+from .values.tasks import Outcome as Outcome
+from .values.tasks import PointTask as PointTask
+from .values.tasks import QueryTask as QueryTask
+from .values.tasks import SegmentTask as SegmentTask
+from .values.tasks import SkillTask as SkillTask
+from .values.tasks import Task as Task
+from .values.tasks import TaskDone as TaskDone
+from .values.tasks import TaskEvent as TaskEvent
+from .values.tasks import TaskOf as TaskOf
+from .values.tasks import Tasks as Tasks
+from .values.tasks import Turn as Turn
+from .values.tracking import ObjectTracker as ObjectTracker
+from .version import __version__ as __version__

@@ -100,8 +100,8 @@ class DetectedBox(Box):
     """How sure the model is of the object, in [0, 1]."""
 
     def __repr__(self) -> str:
-        edges = f"x_min={self.x_min}, y_min={self.y_min}, x_max={self.x_max}, y_max={self.y_max}"
-        return f"DetectedBox({edges}, label={self.label!r}, score={self.score:.3f})"
+        corners = f"x_min={self.x_min}, y_min={self.y_min}, x_max={self.x_max}, y_max={self.y_max}"
+        return f"DetectedBox({corners}, label={self.label!r}, score={self.score:.3f})"
 
 
 SpatialRef: TypeAlias = Point | Box | Sequence[float]
@@ -153,10 +153,8 @@ def to_tiles(tiles: TilesInput | None) -> vision_service_pb2.Tiles | None:
 
 def to_region(region: Box | Sequence[float]) -> common_pb2.Box:
     """Raises InvalidRequestError for a value that is no box. The server checks the range."""
-    if isinstance(region, Box):
-        region = (region.x_min, region.y_min, region.x_max, region.y_max)
     try:
-        x_min, y_min, x_max, y_max = region
+        x_min, y_min, x_max, y_max = edges(region) if isinstance(region, Box) else region
         return common_pb2.Box(x_min=x_min, y_min=y_min, x_max=x_max, y_max=y_max)
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(
@@ -171,24 +169,21 @@ def to_spatial_refs(refs: Iterable[SpatialRef]) -> list[common_pb2.SpatialRef]:
 
 def _spatial_ref(index: int, ref: SpatialRef) -> common_pb2.SpatialRef:
     if isinstance(ref, Point):
-        numbers: Sequence[float] = (ref.x, ref.y)
-    elif isinstance(ref, Box):
-        numbers = (ref.x_min, ref.y_min, ref.x_max, ref.y_max)
-    else:
-        numbers = ref
+        ref = (ref.x, ref.y)
     try:
-        if len(numbers) == 2:
-            x, y = numbers
-            return common_pb2.SpatialRef(point=common_pb2.Point(x=x, y=y))
-        if len(numbers) == 4:
-            x_min, y_min, x_max, y_max = numbers
-            box = common_pb2.Box(x_min=x_min, y_min=y_min, x_max=x_max, y_max=y_max)
-            return common_pb2.SpatialRef(box=box)
-    except TypeError as error:
-        raise InvalidRequestError(f"spatial_refs[{index}]: {error}") from error
+        if isinstance(ref, Box) or len(ref) == 4:
+            return common_pb2.SpatialRef(box=to_region(ref))
+        if len(ref) == 2:
+            return common_pb2.SpatialRef(point=common_pb2.Point(x=ref[0], y=ref[1]))
+    except (TypeError, InvalidRequestError) as error:
+        raise InvalidRequestError(f"spatial_refs[{index}]: {error.__cause__ or error}") from error
     raise InvalidRequestError(
-        f"spatial_refs[{index}]: has {len(numbers)} numbers, needs 2 (point) or 4 (box)"
+        f"spatial_refs[{index}]: has {len(ref)} numbers, needs 2 (point) or 4 (box)"
     )
+
+
+def edges(box: Box | common_pb2.Box) -> tuple[float, float, float, float]:
+    return box.x_min, box.y_min, box.x_max, box.y_max
 
 
 def from_point(message: common_pb2.Point) -> Point:
@@ -196,7 +191,7 @@ def from_point(message: common_pb2.Point) -> Point:
 
 
 def from_box(message: common_pb2.Box) -> Box:
-    return Box(message.x_min, message.y_min, message.x_max, message.y_max)
+    return Box(*edges(message))
 
 
 def from_detection(message: vision_service_pb2.Detection) -> DetectedPoint | DetectedBox:
@@ -211,9 +206,7 @@ def to_detected_point(message: vision_service_pb2.Detection) -> DetectedPoint:
 
 
 def to_detected_box(message: vision_service_pb2.Detection) -> DetectedBox:
-    box = message.box
-    edges = (box.x_min, box.y_min, box.x_max, box.y_max)
-    return DetectedBox(*edges, message.label, message.score)
+    return DetectedBox(*edges(message.box), message.label, message.score)
 
 
 def read_size(message: common_pb2.ImageSize) -> ImageSize:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from .._pb.kestrel.v1 import admin_service_pb2 as pb
+from .plain import Plain
+from .reading import read, words, words_by_value
 
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
-LEVELS: dict[LogLevel, pb.LogLevel.ValueType] = {
-    "debug": pb.LOG_LEVEL_DEBUG,
-    "info": pb.LOG_LEVEL_INFO,
-    "warning": pb.LOG_LEVEL_WARNING,
-    "error": pb.LOG_LEVEL_ERROR,
-}
+LEVELS = words(pb.LogLevel)
+_NAMES: dict[int, LogLevel] = words_by_value(pb.LogLevel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +59,7 @@ class MethodStatistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerStatistics:
+class ServerStatistics(Plain):
     """The server's present state, and counts since its start; see GetStatisticsResponse in admin_service.proto."""
 
     uptime_ms: float
@@ -86,13 +84,9 @@ class ServerStatistics:
     methods: tuple[MethodStatistics, ...]
     """The methods that were called."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values for ``json.dumps``."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
+class Profile(Plain):
     """A profile that was written."""
 
     file: str
@@ -102,13 +96,9 @@ class Profile:
     """Duration of the recording."""
     steps: int
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values for ``json.dumps``."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Captures:
+class Captures(Plain):
     """Failing requests that were written since captures were started."""
 
     files: tuple[str, ...]
@@ -116,41 +106,24 @@ class Captures:
     lost: int
     """Failed requests that could not be written; the server's log has the reasons."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values for ``json.dumps``."""
-        return {"files": list(self.files), "lost": self.lost}
-
 
 def read_level(level: int) -> LogLevel | None:
-    return next((name for name, value in LEVELS.items() if value == level), None)
+    return _NAMES.get(level)
 
 
 def read_progress(message: object, payload: Any) -> LoadingProgress | None:
     """None for a payload without progress."""
-    if not isinstance(payload, pb.LoadingProgress):
-        return None
-    return LoadingProgress(step=payload.step, done=payload.done, total=payload.total)
+    return read(LoadingProgress, payload) if isinstance(payload, pb.LoadingProgress) else None
 
 
 def read_loaded(message: pb.LoadedModel) -> LoadedModel:
-    return LoadedModel(model=message.model, load_ms=message.load_ms)
+    return read(LoadedModel, message)
 
 
-def read_statistics(response: pb.GetStatisticsResponse) -> ServerStatistics:
-    names = ServerStatistics.__dataclass_fields__.keys() - {"methods"}
-    methods = tuple(
-        MethodStatistics(
-            **{name: getattr(each, name) for name in MethodStatistics.__dataclass_fields__}
-        )
-        for each in response.methods
-    )
-    return ServerStatistics(methods=methods, **{name: getattr(response, name) for name in names})
+def read_statistics(message: pb.GetStatisticsResponse) -> ServerStatistics:
+    methods = tuple(read(MethodStatistics, each) for each in message.methods)
+    return read(ServerStatistics, message, methods=methods)
 
 
-def read_profile(response: pb.StopProfileResponse) -> Profile:
-    return Profile(
-        file=response.file,
-        size_bytes=response.size_bytes,
-        duration_ms=response.duration_ms,
-        steps=response.steps,
-    )
+def read_profile(message: pb.StopProfileResponse) -> Profile:
+    return read(Profile, message)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from .._pb.kestrel.v1 import model_service_pb2
+from .plain import Plain
+from .reading import read, words_by_value
 
 ModelState: TypeAlias = Literal["loading", "ready", "failed", "draining", "unknown"]
 
-_STATES: dict[int, ModelState] = {
-    model_service_pb2.MODEL_STATE_LOADING: "loading",
-    model_service_pb2.MODEL_STATE_READY: "ready",
-    model_service_pb2.MODEL_STATE_FAILED: "failed",
-    model_service_pb2.MODEL_STATE_DRAINING: "draining",
-}
+_STATES: dict[int, ModelState] = words_by_value(model_service_pb2.ModelState)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +27,7 @@ class Skill:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class Model(Plain):
     """A model that the server serves."""
 
     name: str
@@ -65,14 +62,9 @@ class Model:
         """The names of the skills."""
         return tuple(skill.name for skill in self.skills)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values for ``json.dumps``."""
-        lists = {"calibrated_scores": list(self.calibrated_scores)}
-        return {**asdict(self), "skills": [asdict(each) for each in self.skills], **lists}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adapter:
+class Adapter(Plain):
     """A fine-tune that the server knows."""
 
     name: str
@@ -80,10 +72,6 @@ class Adapter:
     """Whether it is in memory."""
     size_bytes: int
     """The memory that it takes; 0 if it is not loaded."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values for ``json.dumps``."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +97,7 @@ class ServerLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerInfo:
+class ServerInfo(Plain):
     """A server's description."""
 
     server_version: str
@@ -120,13 +108,9 @@ class ServerInfo:
     image_formats: tuple[str, ...]
     """Formats of encoded images, in lower case."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values for ``json.dumps``."""
-        return {**asdict(self), "image_formats": list(self.image_formats)}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerLoad:
+class ServerLoad(Plain):
     """How busy a server is; see the comments at GetLoadResponse in model_service.proto."""
 
     ready: bool
@@ -147,46 +131,30 @@ class ServerLoad:
     cpu_utilization: float
     memory_utilization: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values for ``json.dumps``."""
-        return asdict(self)
-
 
 def read_load(message: model_service_pb2.GetLoadResponse) -> ServerLoad:
-    plain = {name: getattr(message, name) for name in ServerLoad.__dataclass_fields__}
-    return ServerLoad(**{**plain, "state": _STATES.get(message.state, "unknown")})
+    return read(ServerLoad, message, state=_STATES.get(message.state, "unknown"))
 
 
 def read_model(message: model_service_pb2.Model) -> Model:
-    plain = {name: getattr(message, name) for name in Model.__dataclass_fields__}
-    read = {
-        "skills": tuple(
-            Skill(
-                name=each.name,
-                description=each.description,
-                arguments_schema=each.arguments_schema,
-            )
-            for each in message.skills
-        ),
-        "state": _STATES.get(message.state, "unknown"),
-        "calibrated_scores": tuple(message.calibrated_scores),
-    }
-    return Model(**{**plain, **read})
+    return read(
+        Model,
+        message,
+        skills=tuple(read(Skill, each) for each in message.skills),
+        state=_STATES.get(message.state, "unknown"),
+        calibrated_scores=tuple(message.calibrated_scores),
+    )
 
 
 def read_adapter(message: model_service_pb2.Adapter) -> Adapter:
-    return Adapter(name=message.name, loaded=message.loaded, size_bytes=message.size_bytes)
+    return read(Adapter, message)
 
 
 def read_server_info(message: model_service_pb2.GetServerInfoResponse) -> ServerInfo:
-    limits = message.limits
-    return ServerInfo(
-        server_version=message.server_version,
-        api_version=message.api_version,
+    return read(
+        ServerInfo,
+        message,
         library_versions=dict(message.library_versions),
-        default_model=message.default_model,
-        limits=ServerLimits(
-            **{name: getattr(limits, name) for name in ServerLimits.__dataclass_fields__}
-        ),
+        limits=read(ServerLimits, message.limits),
         image_formats=tuple(message.image_formats),
     )

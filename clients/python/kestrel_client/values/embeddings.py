@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from .._pb.kestrel.v1 import vision_service_pb2 as pb
 from ..geometry import Box, ImageSize, from_box
-from .results.base import Timings, info_fields, plain_value, read_timings
+from .plain import plain_fields, plain_value
+from .reading import read, words_by_value
+from .results.base import Timings, info_fields
 from .results.exports import package
 
 if TYPE_CHECKING:
@@ -16,10 +18,7 @@ if TYPE_CHECKING:
 Pooling: TypeAlias = Literal["mean", "none"]
 EmbeddingDtype: TypeAlias = Literal["float32", "float16"]
 
-_DTYPES: dict[int, EmbeddingDtype] = {
-    pb.EMBEDDING_DTYPE_FLOAT32: "float32",
-    pb.EMBEDDING_DTYPE_FLOAT16: "float16",
-}
+_DTYPES: dict[int, EmbeddingDtype] = words_by_value(pb.EmbeddingDtype)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -96,12 +95,9 @@ class EmbedResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for ``json.dumps``, with the numbers of each embedding as a list. Needs numpy."""
-        values = {name: plain_value(getattr(self, name)) for name in _SHARED}
         whole = next((_plain(each) for each in self.embeddings if each.crop is None), None)
-        return {"whole_image": whole, "crops": [_plain(crop) for crop in self.crops], **values}
-
-
-_SHARED = ("timings", "model", "request_id", "image_size", "image_id")
+        crops = [_plain(crop) for crop in self.crops]
+        return {"whole_image": whole, "crops": crops, **plain_fields(self, "embeddings")}
 
 
 def _plain(embedding: Embedding) -> dict[str, Any]:
@@ -112,23 +108,21 @@ def read_embedding(message: pb.Embedding) -> Embedding:
     """Raises ValueError for a format that this version does not know."""
     if message.dtype not in _DTYPES:
         raise ValueError(f"the server sent an embedding of the unknown dtype {message.dtype}")
-    return Embedding(
-        message.data,
-        message.rows,
-        message.dimensions,
-        _DTYPES[message.dtype],
-        from_box(message.box),
-        message.crop if message.HasField("crop") else None,
+    return read(
+        Embedding,
+        message,
+        dtype=_DTYPES[message.dtype],
+        box=from_box(message.box),
+        crop=message.crop if message.HasField("crop") else None,
     )
 
 
 def embed_result(response: pb.EmbedResponse) -> EmbedResult:
     """The result of a unary call."""
-    image = info_fields(response.info)
     return EmbedResult(
         embeddings=tuple(map(read_embedding, response.embeddings)),
-        timings=read_timings(response.timings),
-        **{name: image[name] for name in ("model", "request_id", "image_size", "image_id")},
+        timings=read(Timings, response.timings),
+        **info_fields(response.info),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, overload
 from .._pb.kestrel.v1 import vision_service_pb2 as pb
 from ..errors import KestrelError, RpcError, from_rpc_status
 from ..images.images import ImageInput
+from .reading import read, words_by_value
 from .results.base import Result
 from .tasks import AnalyzeResult, Task, TaskOf, analyze_result
 
@@ -17,10 +18,7 @@ R = TypeVar("R", bound=Result)
 Dropped: TypeAlias = Literal["newer_frame", "stale", "lost"]
 """A newer frame arrived while it waited, it waited longer than the latency budget, or the connection broke."""
 
-_DROPPED: Mapping[int, Dropped] = {
-    pb.DROP_REASON_NEWER_FRAME: "newer_frame",
-    pb.DROP_REASON_STALE: "stale",
-}
+_DROPPED: dict[int, Dropped] = words_by_value(pb.DropReason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,27 +69,19 @@ def frame_result(
     response: pb.StreamFramesResponse, tasks: Mapping[str, Task], source: ImageInput
 ) -> FrameResult:
     """``tasks``: those of the stream, by key."""
-    work, outcome = response.work, response.WhichOneof("outcome")
-    analysis = error = None
-    dropped: Dropped | None = None
-    if outcome == "results":
-        analysis = analyze_result(response.results, tasks, source)
-    elif outcome == "dropped":
-        dropped = _DROPPED.get(response.dropped, "stale")
-    else:
-        error = from_rpc_status(response.error)
-    return FrameResult(
+    outcome: dict[str, Any]
+    match response.WhichOneof("outcome"):
+        case "results":
+            outcome = {"analysis": analyze_result(response.results, tasks, source)}
+        case "dropped":
+            outcome = {"dropped": _DROPPED.get(response.dropped, "stale")}
+        case _:
+            outcome = {"error": from_rpc_status(response.error)}
+    return read(
+        FrameResult,
+        response.work,
         frame_id=response.frame_id,
-        analysis=analysis,
-        dropped=dropped,
-        error=error,
-        source=source,
-        crops=work.crops,
-        encoded_crops=work.encoded_crops,
-        reused_crops=work.reused_crops,
-        overview_only=work.overview_only,
-        repeated=work.repeated,
-        waited_ms=work.waited_ms,
-        total_ms=work.total_ms,
         request_id=response.request_id,
+        source=source,
+        **{"analysis": None, "dropped": None, "error": None, **outcome},
     )

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Generic,
-    Literal,
-    NamedTuple,
-    TypeAlias,
-    TypeVar,
-    overload,
-)
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, overload
 
 from .._pb.kestrel.v1 import vision_service_pb2 as pb
 from ..drawing.marks import Marks, MaskFormat
@@ -23,23 +13,14 @@ from ..geometry import ImageSize, SpatialRef, TilesInput
 from ..images.images import ImageInput
 from .constraint import Constraint
 from .events import Event, read_event
-from .results.base import (
-    Result,
-    Timings,
-    Usage,
-    info_fields,
-    plain_value,
-    read_timings,
-    read_usage,
-)
+from .plain import plain_fields, plain_value
+from .reading import read
+from .results.base import Result, Timings, Usage, info_fields
 from .results.named_skill import SkillResult, skill_result
 from .results.objects import DetectResult, PointResult, detect_result, point_result
 from .results.outline import SegmentResult, segment_result
-from .results.showing import draw_marks, notebook_png
+from .results.showing import Drawn
 from .results.text import CaptionResult, QueryResult, caption_result, query_result
-
-if TYPE_CHECKING:
-    import PIL.Image
 
 R = TypeVar("R", bound=Result)
 R_co = TypeVar("R_co", bound=Result, covariant=True)
@@ -171,7 +152,7 @@ class TaskDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class AnalyzeResult:
+class AnalyzeResult(Drawn):
     """The results of all tasks. Iteration gives their keys.
 
     ``analysis[task]`` is the result of a task of the call; type checkers know its type. ``analysis["name"]`` and
@@ -225,17 +206,6 @@ class AnalyzeResult:
         results = (o for o in self.outcomes.values() if isinstance(o, Result))
         return sum((result.marks for result in results), Marks())
 
-    def draw(self, image: ImageInput | None = None) -> PIL.Image.Image:
-        """Like Result.draw, with the marks of all tasks."""
-        return draw_marks(self.marks, image, self.source)
-
-    def save(self, path: str | os.PathLike[str], image: ImageInput | None = None) -> None:
-        """Like Result.save."""
-        self.draw(image).save(path)
-
-    def _repr_png_(self) -> bytes | None:
-        return notebook_png(self.marks, self.source)
-
     def result(self, key: str | int, kind: type[R] = Result) -> R:  # type: ignore[assignment]
         """Like ``[key]``, with a type: ``result("about", CaptionResult)``. Raises TypeError for another type."""
         outcome = self.outcomes[str(key)]
@@ -252,10 +222,8 @@ class AnalyzeResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for ``json.dumps``. A failed task is {"error": {"code", "message", "reason"}}."""
-        shared = {f.name: getattr(self, f.name) for f in fields(self)}
-        del shared["outcomes"], shared["source"], shared["tasks"]
         tasks = {key: outcome_dict(outcome) for key, outcome in self.outcomes.items()}
-        return {"tasks": tasks, **{name: plain_value(value) for name, value in shared.items()}}
+        return {"tasks": tasks, **plain_fields(self, "outcomes", "source", "tasks")}
 
 
 def outcome_dict(outcome: Outcome) -> dict[str, Any]:
@@ -312,21 +280,21 @@ def _turn(index: int, turn: Turn) -> Shown:
         raise InvalidRequestError(f"history[{index}]: {error}") from error
 
 
+_READERS: dict[type[Any], Callable[[Any, ImageInput | None], Result]] = {
+    CaptionTask: caption_result,
+    PointTask: point_result,
+    DetectTask: detect_result,
+    SegmentTask: segment_result,
+}
+
+
 def read_result(task: Task, response: Any, source: ImageInput | None) -> Result:
     """``response``: the response of the task's method."""
-    match task:
-        case QueryTask():
-            return query_result(response, source, task.question, tuple(task.images))
-        case CaptionTask():
-            return caption_result(response, source)
-        case PointTask():
-            return point_result(response, source)
-        case DetectTask():
-            return detect_result(response, source)
-        case SegmentTask():
-            return segment_result(response, source)
-        case SkillTask():
-            return skill_result(response, source, task.name)
+    if isinstance(task, QueryTask):
+        return query_result(response, source, task.question, tuple(task.images))
+    if isinstance(task, SkillTask):
+        return skill_result(response, source, task.name)
+    return _READERS[type(task)](response, source)
 
 
 def read_outcome(message: pb.TaskResult, tasks: Mapping[str, Task], source: ImageInput) -> Outcome:
@@ -340,14 +308,13 @@ def read_outcome(message: pb.TaskResult, tasks: Mapping[str, Task], source: Imag
 def analyze_result(
     response: pb.AnalyzeResponse, tasks: Mapping[str, Task], source: ImageInput
 ) -> AnalyzeResult:
-    info = info_fields(response.info)
     return AnalyzeResult(
         outcomes={r.key: read_outcome(r, tasks, source) for r in response.results},
-        usage=read_usage(response.usage),
-        timings=read_timings(response.timings),
+        usage=read(Usage, response.usage),
+        timings=read(Timings, response.timings),
         source=source,
         tasks=tasks,
-        **{name: info[name] for name in ("model", "request_id", "image_size", "image_id")},
+        **info_fields(response.info),
     )
 
 

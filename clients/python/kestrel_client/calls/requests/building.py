@@ -14,6 +14,7 @@ _E = TypeVar("_E")
 
 
 def choice(name: str, value: object, choices: Mapping[str, _E]) -> _E:
+    """Raises InvalidRequestError."""
     if not isinstance(value, str) or value not in choices:
         raise InvalidRequestError(f"{name}: {value!r} is not one of {', '.join(choices)}")
     return choices[value]

@@ -11,6 +11,7 @@ from ...connection import Metadata
 from ...errors import InvalidRequestError
 from ...geometry import Box
 from ...values.constraint import Constraint, to_constraint
+from ...values.reading import words
 from .building import build, choice
 
 CaptionLength: TypeAlias = Literal["short", "normal", "long"]
@@ -94,24 +95,11 @@ class QueryOptions(TextOptions, total=False):
     alone. ``result.reasoning.finish_reason`` says whether the reasoning was cut."""
 
 
-_PRIORITIES = {
-    "low": common_pb2.PRIORITY_LOW,
-    "normal": common_pb2.PRIORITY_NORMAL,
-    "high": common_pb2.PRIORITY_HIGH,
-}
+_PRIORITIES = words(common_pb2.Priority)
 _SAMPLING = tuple(common_pb2.Sampling.DESCRIPTOR.fields_by_name)
-_TEXT = (
-    "constraint",
-    "stop",
-    "logprobs",
-    "top_logprobs",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-)
+_TEXT = tuple(common_pb2.TextOptions.DESCRIPTOR.fields_by_name)
 _LIMITS = ("max_tokens", "max_reasoning_tokens")
-_HANDLING = ("model", "adapter", "request_id", "priority", "cache_salt")
+_HANDLING = tuple(common_pb2.RequestOptions.DESCRIPTOR.fields_by_name)
 
 
 def checked_session(name: str | None) -> str:

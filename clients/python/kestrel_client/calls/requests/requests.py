@@ -19,6 +19,7 @@ from ...geometry import to_region
 from ...images.images import ImageHandle, ImageInput, loaded, to_image
 from ...images.known import KnownImages, images_of
 from ...values.embeddings import EmbeddingDtype, EmbedResult, EmbedStream, Pooling, embed_result
+from ...values.reading import words
 from ...values.results.base import Result
 from ...values.tasks import (
     AnalyzeResult,
@@ -43,17 +44,14 @@ from .images import ImageRequests
 from .options import HandlingOptions, LateFrames, checked_session, to_handling
 from .tasks import skill_of, to_message, to_task, vision_method
 
-_LATE_FRAMES = {"keep": pb.LATE_FRAMES_KEEP, "overview": pb.LATE_FRAMES_OVERVIEW}
-_POOLINGS = {"mean": pb.EMBEDDING_POOLING_MEAN, "none": pb.EMBEDDING_POOLING_NONE}
+_LATE_FRAMES = words(pb.LateFrames)
+_POOLINGS = words(pb.EmbeddingPooling)
 _PARTS = {
     (True, False): pb.EMBEDDING_PARTS_IMAGE,
     (False, True): pb.EMBEDDING_PARTS_CROPS,
     (True, True): pb.EMBEDDING_PARTS_IMAGE_AND_CROPS,
 }
-_EMBEDDING_DTYPES = {
-    "float32": pb.EMBEDDING_DTYPE_FLOAT32,
-    "float16": pb.EMBEDDING_DTYPE_FLOAT16,
-}
+_EMBEDDING_DTYPES = words(pb.EmbeddingDtype)
 
 _E = TypeVar("_E")
 _T = TypeVar("_T", bound=Result)
@@ -61,8 +59,8 @@ _T = TypeVar("_T", bound=Result)
 STUBS = (VisionServiceStub, ImageServiceStub, ModelServiceStub, HealthStub)
 """Those that the calls of Requests need."""
 
-_ANALYZE = vision_method("Analyze", "StreamAnalyze")
-_EMBED = vision_method("Embed", "StreamEmbed")
+_ANALYZE = vision_method("Analyze")
+_EMBED = vision_method("Embed")
 
 
 class Requests:

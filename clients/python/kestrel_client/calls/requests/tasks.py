@@ -12,6 +12,7 @@ from ..._pb.kestrel.v1 import vision_service_pb2 as pb
 from ..._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from ...errors import InvalidRequestError
 from ...geometry import to_spatial_refs, to_tiles
+from ...values.reading import words
 from ...values.struct_values import to_struct
 from ...values.tasks import (
     CaptionTask,
@@ -29,23 +30,13 @@ from ..prepared import Method
 from .building import build, choice
 from .options import CallOptions, QueryOptions, TextOptions, generation
 
-_CAPTION_LENGTHS = {
-    "short": pb.CAPTION_LENGTH_SHORT,
-    "normal": pb.CAPTION_LENGTH_NORMAL,
-    "long": pb.CAPTION_LENGTH_LONG,
-}
-_MASK_FORMATS = {
-    "none": pb.MASK_FORMAT_UNSPECIFIED,
-    "svg": pb.MASK_FORMAT_SVG,
-    "png": pb.MASK_FORMAT_PNG,
-    "rle": pb.MASK_FORMAT_RLE,
-    "polygons": pb.MASK_FORMAT_POLYGONS,
-}
-_REFINEMENTS = {False: pb.REFINEMENT_NONE, True: pb.REFINEMENT_REQUIRED}
+_CAPTION_LENGTHS = words(pb.CaptionLength)
+_MASK_FORMATS = {"none": pb.MASK_FORMAT_UNSPECIFIED, **words(pb.MaskFormat)}
+_REFINEMENTS = {None: None, False: pb.REFINEMENT_NONE, True: pb.REFINEMENT_REQUIRED}
 
 
-def vision_method(unary: str, stream: str) -> Method:
-    return Method(VisionServiceStub, unary, stream, repeatable=True)
+def vision_method(name: str) -> Method:
+    return Method(VisionServiceStub, name, f"Stream{name}", repeatable=True)
 
 
 class Skill(NamedTuple):
@@ -60,20 +51,12 @@ class Skill(NamedTuple):
 
 
 _SKILLS: dict[type[TaskOf[Any]], Skill] = {
-    QueryTask: Skill(vision_method("Query", "StreamQuery"), pb.QueryRequest, "query", QueryOptions),
-    CaptionTask: Skill(
-        vision_method("Caption", "StreamCaption"), pb.CaptionRequest, "caption", TextOptions
-    ),
-    PointTask: Skill(vision_method("Point", "StreamPoint"), pb.PointRequest, "point", CallOptions),
-    DetectTask: Skill(
-        vision_method("Detect", "StreamDetect"), pb.DetectRequest, "detect", CallOptions
-    ),
-    SegmentTask: Skill(
-        vision_method("Segment", "StreamSegment"), pb.SegmentRequest, "segment", CallOptions
-    ),
-    SkillTask: Skill(
-        vision_method("RunSkill", "StreamRunSkill"), pb.RunSkillRequest, "skill", TextOptions
-    ),
+    QueryTask: Skill(vision_method("Query"), pb.QueryRequest, "query", QueryOptions),
+    CaptionTask: Skill(vision_method("Caption"), pb.CaptionRequest, "caption", TextOptions),
+    PointTask: Skill(vision_method("Point"), pb.PointRequest, "point", CallOptions),
+    DetectTask: Skill(vision_method("Detect"), pb.DetectRequest, "detect", CallOptions),
+    SegmentTask: Skill(vision_method("Segment"), pb.SegmentRequest, "segment", CallOptions),
+    SkillTask: Skill(vision_method("RunSkill"), pb.RunSkillRequest, "skill", TextOptions),
 }
 
 
@@ -136,7 +119,7 @@ def to_message(task: TaskOf[Any], options: Mapping[str, Any]) -> Message:
                 spatial_refs=to_spatial_refs(task.spatial_refs),
                 mask_format=choice("mask", task.mask, _MASK_FORMATS),
                 min_score=task.min_score,
-                refinement=None if task.refine is None else _REFINEMENTS[task.refine],
+                refinement=_REFINEMENTS[task.refine],
                 **generated,
             )
         case SkillTask():

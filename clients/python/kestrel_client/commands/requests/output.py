@@ -23,7 +23,7 @@ from kestrel_client import (
     SegmentResult,
     TextDelta,
 )
-from kestrel_client.values.results.base import plain_value
+from kestrel_client.values.plain import plain_value
 
 from ..terminal import styled
 

@@ -1,35 +1,23 @@
-"""Result: the fields and methods of all results, and their values as plain values for JSON.
-
-``draw()`` and ``save()`` draw the result on the image (this needs Pillow).
-"""
+"""Result: the fields and methods of all results."""
 
 from __future__ import annotations
 
-import base64
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ..._pb.kestrel.v1 import common_pb2
-from ...drawing.marks import Marks, Mask
-from ...errors import RpcError
 from ...geometry import ImageSize, read_size
 from ...images.images import ImageInput
-from .showing import draw_marks, notebook_png
-
-if TYPE_CHECKING:
-    import PIL.Image
+from ..plain import Plain, plain_fields
+from ..reading import read, words_by_value
+from .showing import Drawn
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "unknown"]
 """Why generation ended: at its natural end ("stop"), at a limit, or cancelled. A newer server may give "unknown"."""
 
 _SHOWN_CHARACTERS = 120
-_FINISH_REASONS: dict[int, FinishReason] = {
-    common_pb2.FINISH_REASON_STOP: "stop",
-    common_pb2.FINISH_REASON_LENGTH: "length",
-    common_pb2.FINISH_REASON_CANCELLED: "cancelled",
-}
+_FINISH_REASONS: dict[int, FinishReason] = words_by_value(common_pb2.FinishReason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +54,7 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class Result(Drawn, Plain):
     """The fields and methods of all results."""
 
     finish_reason: FinishReason
@@ -85,34 +73,10 @@ class Result:
     """The image that was given to the call: ``draw()`` draws on it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain values for ``json.dumps``, the skill's own first. ``source`` and ``more_sources`` are
-        omitted."""
-        common = {f.name for f in fields(Result)}
-        names = [f.name for f in fields(self) if f.name not in common]
-        names += [f.name for f in fields(Result)]
-        omitted = ("source", "more_sources")
-        return {name: plain_value(getattr(self, name)) for name in names if name not in omitted}
-
-    @property
-    def marks(self) -> Marks:
-        """The marks that ``draw()`` draws."""
-        return Marks()
-
-    def draw(self, image: ImageInput | None = None) -> PIL.Image.Image:
-        """Returns the image with the result drawn on it, as a new Pillow image. Texts are written below the image.
-
-        ``image``: the image to draw on; default: the image that was sent. Raises MissingDependencyError without Pillow,
-        and InvalidImageError if there is no image or Pillow can't read it.
-        """
-        return draw_marks(self.marks, image, self.source)
-
-    def save(self, path: str | os.PathLike[str], image: ImageInput | None = None) -> None:
-        """Writes ``draw(image)`` to a file. The file extension determines the format."""
-        self.draw(image).save(path)
-
-    def _repr_png_(self) -> bytes | None:
-        """A notebook shows this. It shows text if there is no image, or no Pillow."""
-        return notebook_png(self.marks, self.source)
+        """Returns plain values for ``json.dumps``, the skill's own first. The images that were given are omitted."""
+        common = [f.name for f in fields(Result)]
+        plain = plain_fields(self, "source", "more_sources")
+        return dict(sorted(plain.items(), key=lambda item: item[0] in common))
 
     def _short(self, shown: str) -> str:
         return f"{type(self).__name__}({shown}, {self.model}, {self.finish_reason})"
@@ -143,46 +107,6 @@ def shortened(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 
-def plain_value(value: Any) -> Any:
-    """Converts ``value`` to types of JSON."""
-    if isinstance(value, Result):
-        return value.to_dict()
-    if isinstance(value, ImageSize):
-        return {"width": value.width, "height": value.height}
-    if isinstance(value, Mask):
-        data = {
-            "svg": value.svg,
-            "png": _base64(value.png),
-            "rle": list(value.rle),
-            "polygons": [list(polygon) for polygon in value.polygons],
-        }
-        return {
-            "format": value.format,
-            "width": value.width,
-            "height": value.height,
-            value.format: data[value.format],
-        }
-    if isinstance(value, RpcError):
-        return {"code": value.code.name, "message": value.message, "reason": value.reason}
-    if isinstance(value, (tuple, list, bytes)):
-        return [plain_value(item) for item in value]
-    if hasattr(value, "__dataclass_fields__"):
-        return {name: plain_value(getattr(value, name)) for name in value.__dataclass_fields__}
-    return value
-
-
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
-
-
-def read_usage(usage: common_pb2.Usage) -> Usage:
-    return Usage(**{f.name: getattr(usage, f.name) for f in fields(Usage)})
-
-
-def read_timings(timings: common_pb2.Timings) -> Timings:
-    return Timings(**{f.name: getattr(timings, f.name) for f in fields(Timings)})
-
-
 def read_finish_reason(reason: int) -> FinishReason:
     return _FINISH_REASONS.get(reason, "unknown")
 
@@ -197,34 +121,23 @@ def read_finish_reasons(reasons: Iterable[int]) -> FinishReason:
     return read[0] if read else "unknown"
 
 
-class Response(Protocol):
-    """What the responses of all skills share."""
-
-    @property
-    def usage(self) -> common_pb2.Usage: ...
-    @property
-    def timings(self) -> common_pb2.Timings: ...
-    @property
-    def info(self) -> common_pb2.RequestInfo: ...
-
-
-def common_fields(response: Response, source: ImageInput | None) -> dict[str, Any]:
-    """The fields of Result but ``finish_reason``."""
+def common_fields(response: Any, source: ImageInput | None) -> dict[str, Any]:
+    """The fields of Result but ``finish_reason``, from the response of a skill."""
     return {
-        "usage": read_usage(response.usage),
-        "timings": read_timings(response.timings),
+        "usage": read(Usage, response.usage),
+        "timings": read(Timings, response.timings),
         "source": source,
+        "seed": response.info.seed,
         **info_fields(response.info),
     }
 
 
 def info_fields(info: common_pb2.RequestInfo) -> dict[str, Any]:
-    """What a result holds of its request."""
+    """What every result holds of its request."""
     first = next(iter(info.images), None)
     return {
         "model": info.model,
         "request_id": info.request_id,
         "image_size": None if first is None else read_size(first.size),
-        "seed": info.seed,
         "image_id": "" if first is None else first.image_id,
     }

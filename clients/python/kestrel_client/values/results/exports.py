@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...drawing.marks import Outline
 from ...errors import MissingDependencyError
-from ...geometry import DetectedBox, DetectedPoint, ImageSize
+from ...geometry import DetectedBox, DetectedPoint, ImageSize, edges
 from .searches import ObjectSearch
 
 if TYPE_CHECKING:
@@ -112,12 +112,9 @@ def points_frame(points: Iterable[DetectedPoint], size: ImageSize) -> Any:
 
 
 def boxes_frame(boxes: Iterable[DetectedBox], size: ImageSize) -> Any:
-    edges = ["x_min", "y_min", "x_max", "y_max"]
-    columns = ["label", *edges, "score", *(f"{edge}_px" for edge in edges)]
-    rows = [
-        (box.label, *(getattr(box, e) for e in edges), box.score, *box.to_pixels(size))
-        for box in boxes
-    ]
+    names = ["x_min", "y_min", "x_max", "y_max"]
+    columns = ["label", *names, "score", *(f"{name}_px" for name in names)]
+    rows = [(box.label, *edges(box), box.score, *box.to_pixels(size)) for box in boxes]
     return package("pandas").DataFrame(rows, columns=columns)
 
 

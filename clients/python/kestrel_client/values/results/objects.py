@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from ..._pb.kestrel.v1 import vision_service_pb2
 from ...drawing.marks import Marks, labelled
@@ -20,9 +20,21 @@ if TYPE_CHECKING:
     import supervision
 
 
+class Found(Protocol):
+    """What a result of objects has of each."""
+
+    @property
+    def label(self) -> str: ...
+    @property
+    def score(self) -> float: ...
+
+
+F = TypeVar("F", bound=Found)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ObjectsResult(ImageResult):
-    """What the results of ``point``, ``detect`` and ``segment`` share."""
+class ObjectsResult(ImageResult, Generic[F]):
+    """What the results of ``point``, ``detect`` and ``segment`` share. Iteration gives what was found."""
 
     searches: tuple[ObjectSearch, ...] = ()
     """One for each name of the call, in order."""
@@ -37,16 +49,25 @@ class ObjectsResult(ImageResult):
         """By name, the errors of the searches that failed."""
         return {each.object: each.error for each in self.searches if each.error is not None}
 
-    def _shown(self, found: Sequence[tuple[str, float]]) -> str:
-        """For a repr. ``found``: label and score of each object."""
-        counts = Counter(label for label, _ in found)
+    @property
+    def _found(self) -> tuple[F, ...]:
+        raise AssertionError
+
+    def __iter__(self) -> Iterator[F]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __repr__(self) -> str:
+        counts = Counter(each.label for each in self._found)
         names = dict.fromkeys([each.object for each in self.searches] + list(counts))
         shown = ", ".join(f"{counts[name]} x {name!r}" for name in names) or "0 objects"
-        return self._short(shortened(shown) + shown_scores([score for _, score in found]))
+        return self._short(shortened(shown) + shown_scores([each.score for each in self._found]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class PointResult(ObjectsResult):
+class PointResult(ObjectsResult[DetectedPoint]):
     """The centres of objects. Iteration gives the points."""
 
     points: tuple[DetectedPoint, ...]
@@ -57,14 +78,9 @@ class PointResult(ObjectsResult):
         """The points."""
         return Marks(points=self.points)
 
-    def __iter__(self) -> Iterator[DetectedPoint]:
-        return iter(self.points)
-
-    def __len__(self) -> int:
-        return len(self.points)
-
-    def __repr__(self) -> str:
-        return self._shown([(each.label, each.score) for each in self.points])
+    @property
+    def _found(self) -> tuple[DetectedPoint, ...]:
+        return self.points
 
     def to_supervision(self) -> supervision.KeyPoints:
         """Returns the points in pixels for the package ``supervision`` (0.29 or later): each is an object with one key
@@ -87,7 +103,7 @@ class PointResult(ObjectsResult):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class DetectResult(ObjectsResult):
+class DetectResult(ObjectsResult[DetectedBox]):
     """The bounding boxes of objects. Iteration gives the boxes."""
 
     objects: tuple[DetectedBox, ...]
@@ -98,14 +114,9 @@ class DetectResult(ObjectsResult):
         """The boxes with their labels."""
         return Marks(boxes=labelled((each, each.label, each.score) for each in self.objects))
 
-    def __iter__(self) -> Iterator[DetectedBox]:
-        return iter(self.objects)
-
-    def __len__(self) -> int:
-        return len(self.objects)
-
-    def __repr__(self) -> str:
-        return self._shown([(each.label, each.score) for each in self.objects])
+    @property
+    def _found(self) -> tuple[DetectedBox, ...]:
+        return self.objects
 
     def to_supervision(self) -> supervision.Detections:
         """Returns the boxes in pixels for the package ``supervision``. ``confidence`` has the scores, and
@@ -150,13 +161,8 @@ def detect_result(
     return DetectResult(objects=objects, **searched_fields(response, source))
 
 
-def searched_fields(
-    response: vision_service_pb2.PointResponse
-    | vision_service_pb2.DetectResponse
-    | vision_service_pb2.SegmentResponse,
-    source: ImageInput | None,
-) -> dict[str, Any]:
-    """The fields of ObjectsResult."""
+def searched_fields(response: Any, source: ImageInput | None) -> dict[str, Any]:
+    """The fields of ObjectsResult, from the response of its skill."""
     return {
         "searches": tuple(map(read_search, response.searches)),
         "finish_reason": read_finish_reasons(each.finish_reason for each in response.searches),

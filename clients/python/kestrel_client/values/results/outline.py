@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..._pb.kestrel.v1 import vision_service_pb2
 from ...drawing.marks import Marks, Mask, Outline, labelled
-from ...geometry import Box, DetectedBox, from_box
+from ...geometry import Box, DetectedBox, edges, from_box
 from ...images.images import ImageInput
 from .objects import ObjectsResult, searched_fields
 
@@ -45,8 +44,7 @@ class Segment:
     @property
     def labelled_box(self) -> DetectedBox:
         """The box with label and score, as ``detect`` gives it."""
-        edges = (self.box.x_min, self.box.y_min, self.box.x_max, self.box.y_max)
-        return DetectedBox(*edges, self.label, self.score)
+        return DetectedBox(*edges(self.box), self.label, self.score)
 
     def to_mask(self, size: tuple[int, int]) -> PIL.Image.Image:
         """Returns the outline as a Pillow image of mode "L": 255 inside, 0 outside.
@@ -59,7 +57,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class SegmentResult(ObjectsResult):
+class SegmentResult(ObjectsResult[Segment]):
     """The outlines of objects, at most one for each name. Iteration gives the segments."""
 
     segments: tuple[Segment, ...]
@@ -88,14 +86,9 @@ class SegmentResult(ObjectsResult):
             boxes=labelled((each.box, each.label, each.score) for each in self.segments),
         )
 
-    def __iter__(self) -> Iterator[Segment]:
-        return iter(self.segments)
-
-    def __len__(self) -> int:
-        return len(self.segments)
-
-    def __repr__(self) -> str:
-        return self._shown([(each.label, each.score) for each in self.segments])
+    @property
+    def _found(self) -> tuple[Segment, ...]:
+        return self.segments
 
     def to_supervision(self) -> supervision.Detections:
         """Returns boxes and masks for the package ``supervision``.
@@ -145,7 +138,7 @@ def _segment(message: vision_service_pb2.Detection) -> Segment:
         score=message.score,
         box=from_box(message.box),
         svg_path=outline.svg_path,
-        mask=_mask(outline.mask) if outline.HasField("mask") else None,
+        mask=_mask(outline.mask),
         parse_error=outline.parse_error if outline.HasField("parse_error") else None,
         coarse_path=None if coarse is None else coarse.svg_path,
         coarse_box=None if coarse is None else from_box(coarse.box),

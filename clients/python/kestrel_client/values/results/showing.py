@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from ...drawing.marks import Marks
@@ -27,13 +28,36 @@ def draw_marks(
     return paint.draw(marks, image)
 
 
-def notebook_png(marks: Marks, source: ImageInput | None) -> bytes | None:
-    """None if there is nothing to draw, no image to draw on, or no Pillow."""
-    if marks == Marks() or source is None:
-        return None
-    try:
-        from ...drawing import paint
+class Drawn:
+    """What can be drawn on the image of its call, ``source``."""
 
-        return paint.png(draw_marks(marks, None, source), _NOTEBOOK_PIXELS)
-    except KestrelError:
-        return None
+    __slots__ = ()
+    source: ImageInput | None
+
+    @property
+    def marks(self) -> Marks:
+        """The marks that ``draw()`` draws."""
+        return Marks()
+
+    def draw(self, image: ImageInput | None = None) -> PIL.Image.Image:
+        """Returns the image with the result drawn on it, as a new Pillow image. Texts are written below the image.
+
+        ``image``: the image to draw on; default: the image that was sent. Raises MissingDependencyError without Pillow,
+        and InvalidImageError if there is no image or Pillow can't read it.
+        """
+        return draw_marks(self.marks, image, self.source)
+
+    def save(self, path: str | os.PathLike[str], image: ImageInput | None = None) -> None:
+        """Writes ``draw(image)`` to a file. The file extension determines the format."""
+        self.draw(image).save(path)
+
+    def _repr_png_(self) -> bytes | None:
+        """A notebook shows this. It shows text if there is nothing to draw, no image, or no Pillow."""
+        if self.marks == Marks() or self.source is None:
+            return None
+        try:
+            from ...drawing import paint
+
+            return paint.png(self.draw(), _NOTEBOOK_PIXELS)
+        except KestrelError:
+            return None
