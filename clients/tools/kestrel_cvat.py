@@ -12,26 +12,12 @@ import PIL.Image
 from cvat_sdk import models
 from cvat_sdk.masks import encode_mask
 
-from kestrel_client import (
-    DetectResult,
-    DetectTask,
-    ImageSize,
-    KestrelClient,
-    PointResult,
-    PointTask,
-    SegmentResult,
-    SegmentTask,
-)
+from kestrel_client import DetectedBox, ImageSize, KestrelClient, Segment
 from kestrel_client.drawing import paint
 
-_TASKS = {
-    "rectangle": DetectTask,
-    "points": PointTask,
-    "polygon": SegmentTask,
-    "mask": SegmentTask,
-}
-_MOST_TASKS = 32
-"""Labels that one call asks for. More take several calls."""
+_SKILLS = {"rectangle": "detect", "points": "point", "polygon": "segment", "mask": "segment"}
+_MOST_NAMES = 256
+"""Objects that one call asks for. More take several calls."""
 
 
 def create(
@@ -48,10 +34,10 @@ def create(
     address; default: the variable KESTREL_SERVER, or else 127.0.0.1:50051. The variable KESTREL_TOKEN may hold a token.
     ``timeout``: seconds that a call may take. Raises BadFunctionError.
     """
-    if shape not in _TASKS:
-        raise cvataa.BadFunctionError(f"shape: must be one of {', '.join(_TASKS)}, not {shape!r}")
+    if shape not in _SKILLS:
+        raise cvataa.BadFunctionError(f"shape: must be one of {', '.join(_SKILLS)}, not {shape!r}")
     pairs = [part.partition("=") for part in labels.split(",") if part.strip()]
-    names = {label.strip(): asked.strip() or label.strip() for label, _, asked in pairs}
+    names = {label.strip(): name.strip() or label.strip() for label, _, name in pairs}
     if not names or "" in names:
         raise cvataa.BadFunctionError(f"labels: must name labels, like car,person, not {labels!r}")
     client = KestrelClient(
@@ -67,7 +53,10 @@ class KestrelFunction:
     """``names``: what the model looks for, by label."""
 
     def __init__(self, client: KestrelClient, names: dict[str, str], shape: str) -> None:
-        self._client, self._asked, self._shape = client, list(names.values()), shape
+        self._client, self._shape = client, shape
+        self._labels: dict[str, list[int]] = {}
+        for number, name in enumerate(names.values()):
+            self._labels.setdefault(name, []).append(number)
         self.spec = cvataa.DetectionFunctionSpec(
             labels=[
                 cvataa.label_spec(label, number, type=shape) for number, label in enumerate(names)
@@ -79,47 +68,34 @@ class KestrelFunction:
     ) -> list[models.LabeledShapeRequest]:
         """Raises the client's KestrelError."""
         is_mask = self._shape == "mask" and not context.conv_mask_to_poly
-        shapes = []
-        for start in range(0, len(self._asked), _MOST_TASKS):
-            asked = self._asked[start : start + _MOST_TASKS]
-            task = _TASKS[self._shape]
-            tasks = [task(name, min_score=context.conf_threshold) for name in asked]
-            answered = self._client.analyze(image, tasks)
-            for number in range(len(asked)):
-                result = answered[number]
-                shapes += _shapes(start + number, result, answered.image_size, is_mask)
+        look, names, shapes = getattr(self._client, _SKILLS[self._shape]), list(self._labels), []
+        for start in range(0, len(names), _MOST_NAMES):
+            part = names[start : start + _MOST_NAMES]
+            result = look(image, part, min_score=context.conf_threshold)
+            for error in result.errors.values():
+                raise error
+            for each in result:
+                for label in self._labels[each.label]:
+                    shapes += _shapes(label, each, result.image_size, is_mask)
         return shapes
 
 
 def _shapes(
-    label: int, result: Any, size: ImageSize, is_mask: bool
+    label: int, found: Any, size: ImageSize, is_mask: bool
 ) -> list[models.LabeledShapeRequest]:
     """CVAT has pixels of the image, as fractions."""
-    match result:
-        case DetectResult():
-            return [
-                cvataa.rectangle(
-                    label,
-                    [
-                        box.x_min * size.width,
-                        box.y_min * size.height,
-                        box.x_max * size.width,
-                        box.y_max * size.height,
-                    ],
-                )
-                for box in result
-            ]
-        case PointResult():
-            return [
-                cvataa.shape(label, type="points", points=[p.x * size.width, p.y * size.height])
-                for p in result
-            ]
-        case SegmentResult() if is_mask:
-            inside = np.asarray(result.to_mask(size)) > 127
-            return [cvataa.mask(label, encode_mask(inside))] if inside.any() else []
+    width, height = size
+    if isinstance(found, DetectedBox):
+        corners = [found.x_min * width, found.y_min * height]
+        corners += [found.x_max * width, found.y_max * height]
+        return [cvataa.rectangle(label, corners)]
+    if not isinstance(found, Segment):
+        return [cvataa.shape(label, type="points", points=[found.x * width, found.y * height])]
+    if is_mask:
+        inside = np.asarray(found.to_mask(size)) > 127
+        return [cvataa.mask(label, encode_mask(inside))] if inside.any() else []
     return [
         cvataa.polygon(label, [edge for corner in part for edge in corner])
-        for segment in result
-        for part in paint.corners(segment.outline, size)
+        for part in paint.corners(found.outline, size)
         if len(part) > 2
     ]

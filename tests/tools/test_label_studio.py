@@ -101,7 +101,7 @@ async def test_a_task_gets_boxes_points_and_outlines(server: str):
     assert max(across) == pytest.approx(100 * outline.box.x_max, abs=2)
 
 
-async def test_more_labels_than_a_call_may_have_take_several_calls(server: str):
+async def test_several_labels_may_stand_for_one_object(server: str):
     labels = "".join(f'<Label value="{i}" predicted_values="green crescent"/>' for i in range(33))
     config = f"""<View><Image name="i" value="$image"/>
       <KeyPointLabels name="p" toName="i">{labels}</KeyPointLabels></View>"""

@@ -18,7 +18,7 @@ import numpy as np
 import PIL.Image
 import torch
 
-from kestrel_client import DetectTask, KestrelClient, PointTask, SegmentTask
+from kestrel_client import Box, KestrelClient
 
 _IN_FLIGHT = 8
 """Images of a batch that are asked about at the same time."""
@@ -128,7 +128,7 @@ class _Finds:
     RETURN_TYPES: tuple[str, ...] = ("IMAGE", "STRING")
     RETURN_NAMES: tuple[str, ...] = ("drawn", "json")
     OUTPUT_IS_LIST: tuple[bool, ...] = (False, True)
-    task: type = DetectTask
+    skill = "detect"
 
     @classmethod
     def INPUT_TYPES(cls) -> Inputs:
@@ -138,18 +138,17 @@ class _Finds:
         }
 
     def found(self, image: torch.Tensor, objects: str, min_score: float = 0.0) -> tuple[Any, ...]:
-        results = self._asked(image, objects, min_score)
+        results = self._results(image, objects, min_score)
         return _batch([result.draw() for result in results]), [_listed(each) for each in results]
 
-    def _asked(self, image: torch.Tensor, objects: str, min_score: float) -> list[Any]:
+    def _results(self, image: torch.Tensor, objects: str, min_score: float) -> list[Any]:
         names = _names(objects)
 
         def ask(pixels: np.ndarray) -> Any:
-            tasks = [self.task(name, min_score=min_score or None) for name in names]
-            answered = _client().analyze(pixels, tasks)
-            for error in answered.errors.values():
+            result = getattr(_client(), self.skill)(pixels, names, min_score=min_score or None)
+            for error in result.errors.values():
                 raise error
-            return answered
+            return result
 
         return _each(image, ask)
 
@@ -160,7 +159,7 @@ class Detect(_Finds):
 
 class Point(_Finds):
     DESCRIPTION = "Points at objects. Separate their names by commas. JSON has pixels."
-    task = PointTask
+    skill = "point"
 
 
 class Segment(_Finds):
@@ -168,43 +167,33 @@ class Segment(_Finds):
     RETURN_TYPES = ("MASK", "IMAGE", "STRING")
     RETURN_NAMES = ("mask", "drawn", "json")
     OUTPUT_IS_LIST = (False, False, True)
-    task = SegmentTask
+    skill = "segment"
 
     def found(self, image: torch.Tensor, objects: str, min_score: float = 0.0) -> tuple[Any, ...]:
-        results = self._asked(image, objects, min_score)
-        parts = [[_batch([answered[key].to_mask()])[0] for key in answered] for answered in results]
-        masks = torch.stack([torch.stack(part).amax(0) for part in parts])
+        results = self._results(image, objects, min_score)
+        masks = _batch([result.to_mask() for result in results])
         drawn = _batch([result.draw() for result in results])
         return masks, drawn, [_listed(each) for each in results]
 
 
-def _listed(answered: Any) -> str:
+def _listed(result: Any) -> str:
     """JSON: a list of an object for each box, point or outline."""
-    width, height = answered.image_size
+    width, height = result.image_size
     found = []
-    for key in answered:
-        for each in answered[key]:
-            place = getattr(each, "box", each)
-            if hasattr(place, "x_min"):
-                edges = (place.x_min, place.y_min, place.x_max, place.y_max)
-                at = {"bbox": [e * (height if i % 2 else width) for i, e in enumerate(edges)]}
-            else:
-                at = {"point": [place.x * width, place.y * height]}
-            found.append({"object": each.label, **at, "score": each.score})
+    for each in result:
+        place = getattr(each, "box", each)
+        if isinstance(place, Box):
+            corners = (place.x_min * width, place.y_min * height)
+            at = {"bbox": [*corners, place.x_max * width, place.y_max * height]}
+        else:
+            at = {"point": [place.x * width, place.y * height]}
+        found.append({"object": each.label, **at, "score": each.score})
     return json.dumps(found, ensure_ascii=False)
 
 
 NODE_CLASS_MAPPINGS = {
-    "KestrelQuery": Query,
-    "KestrelCaption": Caption,
-    "KestrelDetect": Detect,
-    "KestrelPoint": Point,
-    "KestrelSegment": Segment,
+    f"Kestrel{node.__name__}": node for node in (Query, Caption, Detect, Point, Segment)
 }
 NODE_DISPLAY_NAME_MAPPINGS = {
-    "KestrelQuery": "Kestrel: query",
-    "KestrelCaption": "Kestrel: caption",
-    "KestrelDetect": "Kestrel: detect",
-    "KestrelPoint": "Kestrel: point",
-    "KestrelSegment": "Kestrel: segment",
+    name: f"Kestrel: {node.__name__.lower()}" for name, node in NODE_CLASS_MAPPINGS.items()
 }

@@ -8,27 +8,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import fiftyone as fo
 import fiftyone.core.models as fom
 import numpy as np
 
-from kestrel_client import (
-    DetectedBox,
-    DetectTask,
-    ImageSize,
-    KestrelClient,
-    PointTask,
-    Segment,
-    SegmentTask,
-)
+from kestrel_client import DetectedBox, DetectedPoint, ImageSize, KestrelClient, Segment
 from kestrel_client.drawing import paint
 
-_PLACES = {"detect": DetectTask, "point": PointTask, "segment": SegmentTask}
-_SKILLS = (*_PLACES, "caption", "query")
-_MOST_TASKS = 32
+_SKILLS = ("detect", "point", "segment", "caption", "query")
+_MOST_NAMES = 256
 """Objects that one call asks for. More take several calls."""
 
 
@@ -142,7 +133,7 @@ class KestrelModel(fom.SamplesMixin, fom.Model):  # type: ignore[misc]  # FiftyO
             names = settings.names
         else:
             names = [prompt] if isinstance(prompt, str) else list(dict.fromkeys(prompt))
-        return self._label(self._found(image, names))
+        return self._label(*self._found(image, names))
 
     def predict_all(self, args: Iterable[Any], samples: Iterable[Any] | None = None) -> list[Any]:
         """In the order of ``args``, several at the same time."""
@@ -156,34 +147,34 @@ class KestrelModel(fom.SamplesMixin, fom.Model):  # type: ignore[misc]  # FiftyO
         name = self.needs_fields.get("prompt_field")
         return None if name is None or sample is None else sample.get_field(name) or None
 
-    def _found(self, image: Any, names: list[str]) -> list[tuple[str, Any]]:
-        """The result for each name."""
+    def _found(self, image: Any, names: list[str]) -> tuple[list[Any], ImageSize]:
+        """What the model finds, in the order of the names, and the image's size."""
         settings = self.config
-        task = _PLACES[settings.skill]
-        of_task = {each.name for each in fields(task)}
         options = {"min_score": settings.confidence_thresh, **settings.options}
-        asked = {key: value for key, value in options.items() if key in of_task}
-        handling = {key: value for key, value in options.items() if key not in of_task}
-        found = []
-        for start in range(0, len(names), _MOST_TASKS):
-            part = names[start : start + _MOST_TASKS]
-            answered = self._client.analyze(
-                image, [task(name, **asked) for name in part], **handling
-            )
-            found += [(name, answered[number]) for number, name in enumerate(part)]
-        return found
+        found: list[Any] = []
+        for start in range(0, len(names), _MOST_NAMES):
+            look = getattr(self._client, settings.skill)
+            result = look(image, names[start : start + _MOST_NAMES], **options)
+            for error in result.errors.values():
+                raise error
+            found += result
+        return found, result.image_size
 
-    def _label(self, found: list[tuple[str, Any]]) -> fo.Label:
+    def _label(self, found: list[Any], size: ImageSize) -> fo.Label:
         match self.config.skill, self.config.outlines:
             case "detect", _:
-                return fo.Detections(detections=[_box(b) for _, boxes in found for b in boxes])
+                return fo.Detections(detections=[_box(each) for each in found])
             case "point", _:
-                return fo.Keypoints(keypoints=[_points(n, each) for n, each in found if len(each)])
+                by_name: dict[str, list[DetectedPoint]] = {}
+                for point in found:
+                    by_name.setdefault(point.label, []).append(point)
+                return fo.Keypoints(keypoints=[_points(n, each) for n, each in by_name.items()])
             case _, "masks":
-                outlined = (_mask(s, each.image_size) for _, each in found for s in each)
-                return fo.Detections(detections=[each for each in outlined if each is not None])
-        paths = [(s, each.image_size) for _, each in found for s in each if s.svg_path]
-        return fo.Polylines(polylines=[_outline(segment, size) for segment, size in paths])
+                masks = (_mask(segment, size) for segment in found)
+                return fo.Detections(detections=[each for each in masks if each is not None])
+        return fo.Polylines(
+            polylines=[_outline(segment, size) for segment in found if segment.svg_path]
+        )
 
 
 def _source(pixels: np.ndarray, sample: Any) -> Any:
@@ -199,7 +190,7 @@ def _box(box: DetectedBox) -> fo.Detection:
     return fo.Detection(label=box.label, bounding_box=edges, confidence=box.score)
 
 
-def _points(name: str, points: Any) -> fo.Keypoint:
+def _points(name: str, points: list[DetectedPoint]) -> fo.Keypoint:
     return fo.Keypoint(
         label=name,
         points=[(point.x, point.y) for point in points],

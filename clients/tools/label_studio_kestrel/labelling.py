@@ -82,7 +82,7 @@ def _names(label: ElementTree.Element) -> list[tuple[str, str]]:
     """What the model looks for, with the label that it gets."""
     value = _given(label, "value")
     names = [name.strip() for name in label.get("predicted_values", "").split(",")]
-    return [(_short(label, name), value) for name in names if name] or [(value, value)]
+    return [(_short(label, name), value) for name in names if name] or [(value.strip(), value)]
 
 
 def _given(tag: ElementTree.Element, name: str) -> str:

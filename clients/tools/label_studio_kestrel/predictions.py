@@ -22,8 +22,6 @@ from .images import TaskImages
 from .labelling import Control, RequestRefused
 
 MOST_TASKS = 256
-_TASKS_OF_A_CALL = 32
-"""The server's limit on the tasks of Analyze."""
 _POINT_WIDTH = 0.75
 """Of a key point as Label Studio draws it, in per cent of the image's width."""
 _TASKS = {
@@ -83,22 +81,31 @@ class Predictor:
         return {"result": numbered, "score": sum(scores) / len(scores) if scores else 0.0}
 
     async def _regions(self, image: bytes, controls: list[Control]) -> list[dict[str, Any]]:
-        wanted = [(control, *names) for control in controls for names in control.labels]
-        regions: list[dict[str, Any]] = []
-        for start in range(0, len(wanted), _TASKS_OF_A_CALL):
-            part = wanted[start : start + _TASKS_OF_A_CALL]
-            tasks: list[Task] = [_TASKS[control.kind](asked) for control, asked, _ in part]
-            answered = await self._client.analyze(image, tasks)
-            for number, (control, _, label) in enumerate(part):
-                regions += _labelled(control, label, answered[number], answered.image_size)
-        return regions
+        names: dict[str, dict[str, None]] = {}
+        for control in controls:
+            names.setdefault(control.kind, {}).update((name, None) for name, _ in control.labels)
+        tasks: dict[str, Task] = {kind: _TASKS[kind](list(each)) for kind, each in names.items()}
+        answered = await self._client.analyze(image, tasks)
+        found: dict[tuple[str, str], list[Any]] = {}
+        for kind in tasks:
+            for error in answered[kind].errors.values():
+                raise error
+            for each in answered[kind]:
+                found.setdefault((kind, each.label), []).append(each)
+        return [
+            region
+            for control in controls
+            for name, label in control.labels
+            for each in found.get((control.kind, name), ())
+            for region in _labelled(control, label, each, answered.image_size)
+        ]
 
 
 def _labelled(
-    control: Control, label: str, result: Any, size: ImageSize
+    control: Control, label: str, found: Any, size: ImageSize
 ) -> Iterator[dict[str, Any]]:
-    """The regions of a result."""
-    for value, score in _values(result, size):
+    """The regions of what was found. An outline may have several."""
+    for value in _values(found, size):
         yield {
             "from_name": control.from_name,
             "to_name": control.to_name,
@@ -107,32 +114,21 @@ def _labelled(
             "original_height": size.height,
             "image_rotation": 0,
             "value": {**value, control.kind: [label]},
-            "score": score,
+            "score": found.score,
         }
 
 
-def _values(result: Any, size: ImageSize) -> Iterator[tuple[dict[str, Any], float]]:
-    """The places of a result as Label Studio has them, in per cent of the image's sides, and their scores."""
-    for found in result:
-        if isinstance(found, Segment):
+def _values(found: Any, size: ImageSize) -> Iterator[dict[str, Any]]:
+    """A place as Label Studio has it, in per cent of the image's sides."""
+    match found:
+        case Segment():
             from kestrel_client.drawing import paint
 
             for polygon in paint.corners(found.outline, size):
                 corners = [[100 * x / size.width, 100 * y / size.height] for x, y in polygon]
-                yield {"points": corners, "closed": True}, found.score
-        else:
-            yield (_rectangle(found) if isinstance(found, Box) else _key_point(found)), found.score
-
-
-def _rectangle(box: Box) -> dict[str, Any]:
-    return {
-        "x": 100 * box.x_min,
-        "y": 100 * box.y_min,
-        "width": 100 * box.width,
-        "height": 100 * box.height,
-        "rotation": 0,
-    }
-
-
-def _key_point(point: Point) -> dict[str, Any]:
-    return {"x": 100 * point.x, "y": 100 * point.y, "width": _POINT_WIDTH}
+                yield {"points": corners, "closed": True}
+        case Box():
+            corner = {"x": 100 * found.x_min, "y": 100 * found.y_min, "rotation": 0}
+            yield {**corner, "width": 100 * found.width, "height": 100 * found.height}
+        case Point():
+            yield {"x": 100 * found.x, "y": 100 * found.y, "width": _POINT_WIDTH}
