@@ -13,7 +13,7 @@ DESCRIPTORS := kestrel_grpc/services/kestrel.v1.binpb
 SOURCES := kestrel_engine kestrel_grpc clients/python clients/tools deploy tests training benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-slow test-all test-unit test-ray fuzz test-gpu bench bench-gpu check fmt lint types imports unused pages buf ray protos baseline docs docs-site check-stubs wheels release-files toolchains sdk-typescript clean
+.PHONY: help install demo serve test test-slow test-all test-unit test-ray fuzz test-gpu bench bench-gpu check fmt lint types imports unused pages buf ray protos baseline docs docs-site wheels release-files toolchains sdk-typescript clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -140,9 +140,6 @@ docs-site: ## Build a searchable site of docs/ into out/site, with an environmen
 	$(PYTHON) -m venv .venv-site
 	.venv-site/bin/python -m pip install -q --disable-pip-version-check 'mkdocs-material>=9.8,<10' 'mdx-truly-sane-lists>=1.3,<2'
 	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict
-
-check-stubs: ## Load the stubs under the oldest and newest protobuf and grpcio (fetches packages)
-	$(PYTHON) clients/python/check_stubs.py
 
 wheels: $(INSTALLED) ## Build the wheels of both distributions into dist/, reproducibly
 	.ci/build-wheels $(BIN)/python dist

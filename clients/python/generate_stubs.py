@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 """Generates kestrel_client/_pb from protos/: messages, type stubs and gRPC stubs. `make protos` calls it.
 
-Run with any Python 3.11 or newer; it builds a virtual environment of its own (.venv-protos) on first use. `--check`
-writes nothing and fails if the committed stubs differ.
+Run with any Python 3.11 or newer; it builds a virtual environment of its own (.venv-protos) on first use.
 
 What protoc gives is changed in three ways:
 - The validation rules are taken out of the descriptors, so that no top-level package `buf` is needed.
@@ -18,6 +17,7 @@ from 1.81.1 on; code from newer ones refuses protobuf 6.
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -62,26 +62,12 @@ def main() -> int:
         return rerun_in_environment()
     with tempfile.TemporaryDirectory() as folder:
         files = generate(Path(folder))
-    present = {p for p in TARGET.rglob("*") if p.suffix in (".py", ".pyi")}
-    wanted = {TARGET / name: text for name, text in files.items()}
-    stale = sorted(present - wanted.keys())
-    changed = sorted(
-        p for p, text in wanted.items() if not p.exists() or p.read_text(encoding="utf-8") != text
-    )
-    if "--check" in sys.argv[1:]:
-        for path in (*changed, *stale):
-            print(
-                f"{path.relative_to(REPOSITORY)} differs from what protos/ gives: run `make protos`"
-            )
-        return 1 if changed or stale else 0
-    for path in changed:
+    shutil.rmtree(TARGET)
+    for name, text in files.items():
+        path = TARGET / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(wanted[path], encoding="utf-8")
-    for path in stale:
-        path.unlink()
-    print(
-        f"{len(wanted)} files in {TARGET.relative_to(REPOSITORY)}: {len(changed)} written, {len(stale)} removed"
-    )
+        path.write_text(text, encoding="utf-8")
+    print(f"{len(files)} files in {TARGET.relative_to(REPOSITORY)}")
     return 0
 
 
