@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
-import urllib.request
 import weakref
 from collections.abc import Iterator
 from http.client import HTTPException
@@ -19,7 +17,7 @@ from typing import Any
 import grpc
 
 from .errors import UnavailableError
-from .version import __version__
+from .web import download, is_url
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +82,9 @@ def _follow(of: weakref.ref[Directory], closed: threading.Event, every_s: float)
 def read(source: str) -> tuple[str, ...]:
     """The addresses in a directory, each once and in order. Raises ValueError, which does not name ``source``."""
     try:
-        data = _fetched(source) if _is_url(source) else _content(source)
+        data = (
+            _content(source) if not is_url(source) else download(source, _MOST_BYTES, _ANSWER_S)[1]
+        )
         if len(data) > _MOST_BYTES:
             raise ValueError(f"has more than {_MOST_BYTES} bytes")
         text = data.decode()
@@ -102,25 +102,9 @@ def read(source: str) -> tuple[str, ...]:
     return addresses
 
 
-def _is_url(source: str) -> bool:
-    return source.lower().startswith(("http://", "https://"))
-
-
 def _content(path: str) -> bytes:
     with open(path, "rb") as file:
         return file.read(_MOST_BYTES + 1)
-
-
-def _fetched(url: str) -> bytes:
-    until = time.monotonic() + _ANSWER_S
-    request = urllib.request.Request(url, headers={"User-Agent": f"kestrel-client/{__version__}"})
-    with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
-        data = b""
-        while piece := answer.read1(_MOST_BYTES + 1 - len(data)):
-            data += piece
-            if time.monotonic() > until:
-                raise TimeoutError(f"takes more than {_ANSWER_S:g} s")
-        return data
 
 
 def _lines(text: str) -> Iterator[str]:

@@ -16,7 +16,8 @@ from ..errors import (
     RpcError,
 )
 from ..images.images import ImageHandle, ImageInput
-from ..images.known import KnownImages, images_of
+from ..images.known import KnownImages
+from ..images.request_images import request_images
 from .prepared import Prepared
 
 IMAGE_NOT_FOUND = "IMAGE_NOT_FOUND"
@@ -69,7 +70,9 @@ class Restoring:
     ) -> None:
         self._known, self._request, self._sources, self._put = known, request, sources, put
         self._most_bytes = most_bytes - _OTHER_BYTES
-        self._given = [(image, image.image_id) for image in images_of(request) if image.image_id]
+        self._given = [
+            (image, image.image_id) for image in request_images(request) if image.image_id
+        ]
         """The images of the request that it names by id, with the ids that the caller gave."""
         self._sent: list[tuple[common_pb2.Image, str]] = []
         """Those that it holds in place of their ids."""

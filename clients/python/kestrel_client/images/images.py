@@ -77,6 +77,7 @@ _PILLOW_FORMATS = {
 }
 _ENVELOPE_BYTES = 64 * 1024
 """Space reserved for the rest of a message."""
+NO_LIMIT = 2**63
 _LARGEST_DRAWN_BYTES = 64 * 1024 * 1024
 """Limit of a file that is fetched or read to draw on it."""
 
@@ -147,11 +148,10 @@ def to_pillow(image: ImageInput) -> PIL.Image.Image:
     pillow, ops = _pillow()
     image = loaded(image, _LARGEST_DRAWN_BYTES)
     try:
-        if isinstance(image, (str, os.PathLike)):
+        if isinstance(image, (bytes, bytearray, memoryview)):
+            image = io.BytesIO(image)
+        if isinstance(image, (str, os.PathLike, io.BytesIO)):
             with pillow.open(image) as opened:
-                upright = ops.exif_transpose(opened)
-        elif isinstance(image, (bytes, bytearray, memoryview)):
-            with pillow.open(io.BytesIO(image)) as opened:
                 upright = ops.exif_transpose(opened)
         elif is_pillow(image):
             upright = ops.exif_transpose(image)

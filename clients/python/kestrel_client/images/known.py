@@ -9,13 +9,11 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Generic, TypeAlias, TypeVar
 
-from google.protobuf.message import Message
-
 from .._pb.kestrel.v1 import common_pb2
-from .images import ImageInput, to_image
+from .images import NO_LIMIT, ImageInput, to_image
 
 DEFAULT_KEPT_IMAGE_BYTES = 64 * 1024 * 1024
 
@@ -25,22 +23,8 @@ ImageSource: TypeAlias = "Callable[[str], ImageInput | None]"
 _MAX_IDS = 16384
 """Ids that the client remembers, with their digests: about 5 MB."""
 _DIGEST_CHARACTERS = 32
-_NO_LIMIT = 2**63
 
 V = TypeVar("V")
-
-
-def images_of(message: Message) -> Iterator[common_pb2.Image]:
-    """Yields the images in a request, in the order of the request's fields."""
-    for field, value in message.ListFields():
-        kind = field.message_type
-        if kind is None or not kind.full_name.startswith("kestrel.v1."):
-            continue
-        for each in (value,) if isinstance(value, Message) else value:
-            if isinstance(each, common_pb2.Image):
-                yield each
-            elif isinstance(each, Message):
-                yield from images_of(each)
 
 
 def digest_of(image: common_pb2.Image) -> str:
@@ -143,7 +127,7 @@ class KnownImages:
             source = self._source(image_id)
         if source is None:
             return None
-        image = to_image(source, _NO_LIMIT)
+        image = to_image(source, NO_LIMIT)
         if image.image_id or (digest is not None and digest_of(image) != digest):
             return None
         return image

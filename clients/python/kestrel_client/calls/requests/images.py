@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+from collections.abc import Iterator
 from typing import Any
 
 from ..._pb.kestrel.v1 import common_pb2
-from ..._pb.kestrel.v1 import image_service_pb2 as image_pb
+from ..._pb.kestrel.v1 import image_service_pb2 as pb
 from ..._pb.kestrel.v1.image_service_pb2_grpc import ImageServiceStub
 from ...connection import Connection, Metadata
-from ...images.images import ImageHandle, ImageInput
+from ...errors import InvalidImageError
+from ...geometry import read_size
+from ...images.images import NO_LIMIT, ImageHandle, ImageInput, loaded, to_image
 from ...images.known import KnownImages
-from ...images.stored import Put, image_id_of, prepare_put, prepare_stored, read_handle
 from ..prepared import Method, Prepared, prepare
 from .options import checked_session
+
+UPLOAD_THRESHOLD_BYTES = 4 * 1024 * 1024
+"""Larger files are uploaded in pieces."""
+CHUNK_BYTES = 1024 * 1024
+_LARGEST_FETCHED_BYTES = 256 * 1024 * 1024
+"""More than any server accepts."""
 
 
 class ImageRequests:
@@ -28,29 +38,14 @@ class ImageRequests:
         metadata: Metadata | None,
         session: str | None = None,
     ) -> Prepared[ImageHandle]:
-        put = prepare_put(image, self._connection.max_message_bytes)
-        return self._prepared_put(put, timeout, metadata, checked_session(session))
-
-    def delete(
-        self,
-        image: ImageHandle | str,
-        timeout: float | None,
-        metadata: Metadata | None,
-        session: str | None = None,
-    ) -> Prepared[bool]:
-        given = image_id_of(image)
-        current = self._known.current_id(given)
-        about = checked_session(session) or self._known.key(common_pb2.Image(image_id=given))
-        self._known.forget(given)
-        return prepare(
-            self._connection,
-            Method(ImageServiceStub, "DeleteImage", repeatable=True),
-            image_pb.DeleteImageRequest(image_id=current),
-            lambda response: bool(response.existed),
-            timeout=timeout,
-            metadata=metadata,
-            about=about,
-        )
+        """Reads files and fetches addresses. Raises InvalidImageError and RequestTooLargeError."""
+        image = loaded(image, _LARGEST_FETCHED_BYTES)
+        # A file has no limit here, as it can be sent in pieces. Pixels that don't fit a message become a PNG first.
+        is_file = isinstance(image, (str, os.PathLike, bytes, bytearray, memoryview))
+        message = to_image(image, NO_LIMIT if is_file else self._connection.max_message_bytes)
+        # A handle stands for its own source.
+        source = image.source if isinstance(image, ImageHandle) else image
+        return self._put(message, source, timeout, metadata, checked_session(session))
 
     def put_again(
         self,
@@ -60,26 +55,66 @@ class ImageRequests:
         about: str,
     ) -> Prepared[ImageHandle]:
         """Stores an image on the server that ``about`` selects."""
-        put = prepare_stored(image, self._connection.max_message_bytes)
-        return self._prepared_put(put, timeout, metadata, about)
+        return self._put(image, None, timeout, metadata, about)
 
-    def _prepared_put(
-        self, put: Put, timeout: float | None, metadata: Metadata | None, about: str
+    def _put(
+        self,
+        image: common_pb2.Image,
+        source: ImageInput | None,
+        timeout: float | None,
+        metadata: Metadata | None,
+        about: str,
     ) -> Prepared[ImageHandle]:
-        """``about``: selects the server; empty for the image itself."""
-        image = common_pb2.Image(encoded=put.data) if put.data else put.request.image
+        """``source``: of the handle. ``about``: selects the server; empty for the image itself."""
         digest = self._known.key(image)
 
         def read(response: Any) -> ImageHandle:
-            self._known.learn(response.image.image_id, image, digest)
-            return read_handle(response.image, put.source)
+            stored = response.image
+            self._known.learn(stored.image_id, image, digest)
+            return ImageHandle(stored.image_id, read_size(stored.size), source)
 
+        data = image.encoded
+        in_pieces = len(data) > min(UPLOAD_THRESHOLD_BYTES, self._connection.max_message_bytes // 2)
+        info = pb.UploadInfo(
+            size_bytes=len(data), sha256=hashlib.sha256(data).digest() if in_pieces else b""
+        )
         return prepare(
             self._connection,
-            Method(ImageServiceStub, "UploadImage" if put.data else "PutImage", repeatable=True),
-            put.pieces if put.data else put.request,
+            Method(ImageServiceStub, "UploadImage" if in_pieces else "PutImage", repeatable=True),
+            (lambda: _pieces(info, data)) if in_pieces else pb.PutImageRequest(image=image),
             read,
             timeout=timeout,
             metadata=metadata,
             about=about or digest,
         )
+
+    def delete(
+        self,
+        image: ImageHandle | str,
+        timeout: float | None,
+        metadata: Metadata | None,
+        session: str | None = None,
+    ) -> Prepared[bool]:
+        """``image``: a handle, or an id."""
+        image_id = image.image_id if isinstance(image, ImageHandle) else image
+        if not isinstance(image_id, str) or not image_id:
+            raise InvalidImageError(f"{image!r} is not the id of an image")
+        current = self._known.current_id(image_id)
+        about = checked_session(session) or self._known.key(common_pb2.Image(image_id=image_id))
+        self._known.forget(image_id)
+        return prepare(
+            self._connection,
+            Method(ImageServiceStub, "DeleteImage", repeatable=True),
+            pb.DeleteImageRequest(image_id=current),
+            lambda response: bool(response.existed),
+            timeout=timeout,
+            metadata=metadata,
+            about=about,
+        )
+
+
+def _pieces(info: pb.UploadInfo, data: bytes) -> Iterator[pb.UploadImageRequest]:
+    """Yields the messages of an upload."""
+    yield pb.UploadImageRequest(info=info)
+    for start in range(0, len(data), CHUNK_BYTES):
+        yield pb.UploadImageRequest(chunk=data[start : start + CHUNK_BYTES])

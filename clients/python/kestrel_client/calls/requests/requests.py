@@ -17,7 +17,8 @@ from ...connection import Connection
 from ...errors import InvalidRequestError
 from ...geometry import to_region
 from ...images.images import ImageHandle, ImageInput, loaded, to_image
-from ...images.known import KnownImages, images_of
+from ...images.known import KnownImages
+from ...images.request_images import request_images
 from ...values.embeddings import EmbeddingDtype, EmbedResult, EmbedStream, Pooling, embed_result
 from ...values.reading import words
 from ...values.results.base import Result
@@ -127,7 +128,7 @@ class Requests:
                 count = len(turn.images) + (len(images) if number == 0 else 0)
                 message.history[number].num_images = count
         for shown in (*(turn.images for turn in turns), task.images):
-            images += [self._image(self._loaded(each), options) for each in shown]
+            images += [self._image(each, options) for each in shown]
         return images
 
     def analyze(
@@ -165,16 +166,13 @@ class Requests:
             max_in_flight=max_in_flight,
             options=to_handling(options, HandlingOptions),
         )
-        timeout, metadata = options.get("timeout"), options.get("metadata")
+        timeout, session = options.get("timeout"), checked_session(options.get("session"))
         handling = {
             "timeout": None if timeout is None else self._connection.call_timeout(timeout),
-            "metadata": self._connection.call_metadata(
-                metadata, checked_session(options.get("session"))
-            ),
+            "metadata": self._connection.call_metadata(options.get("metadata"), session),
         }
-        to_image = self._to_image(options)
         return FrameCall(
-            config, by_key, lambda image: to_image(self._loaded(image)), handling, reconnect
+            config, by_key, lambda image: self._image(image, options), handling, reconnect
         )
 
     def embed(
@@ -217,7 +215,7 @@ class Requests:
         *sources: ImageInput | None,
     ) -> Prepared[_E]:
         """Completes a call about images. ``sources``: those that the caller gave, or their handles."""
-        images = list(images_of(request))
+        images = list(request_images(request))
         digest = self._known.key(images[0]) if images else ""
         about = checked_session(options.get("session")) or digest
         reading = read if isinstance(read, Reading) else Reading(read)
@@ -257,9 +255,6 @@ class Requests:
 
     def _loaded(self, image: ImageInput) -> ImageInput:
         return loaded(image, self._connection.max_message_bytes)
-
-    def _to_image(self, options: HandlingOptions) -> Callable[[ImageInput], common_pb2.Image]:
-        return lambda image: self._image(image, options)
 
     def _image(self, image: ImageInput, options: HandlingOptions) -> common_pb2.Image:
         message = to_image(image, self._connection.max_message_bytes)

@@ -139,7 +139,7 @@ def _set_images(captured: Captured, paths: Sequence[str]) -> None:
         _set_upload(captured.request, data[0])
         return
     request = captured.request[-1] if isinstance(captured.request, list) else captured.request
-    images = request_images(request)
+    images = list(request_images(request))
     empty = [image for image in images if image.WhichOneof("source") is None] or images[:1]
     if not empty:
         empty = [_new_image(request, captured.path.removeprefix("/"))]
