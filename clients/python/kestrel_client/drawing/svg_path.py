@@ -20,9 +20,21 @@ _FLATNESS = 0.25
 _MOST_CHORDS = 256
 """Largest number of chords of one curve or arc."""
 
-_SEPARATOR = re.compile(r"[\s,]*")
-_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
-_COMMAND = re.compile(r"[MmZzLlHhVvCcSsQqTtAa]")
+_BLANK = r"[\s,]*"
+_MOVETO = re.compile(f"{_BLANK}[Mm]")
+_NUMBER = r"((?>[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?))"
+_FLAG = "([01])"
+"""A flag of an arc needs no separator: "01.5" is 0, 1, .5."""
+_COMMAND = re.compile(f"{_BLANK}([MmZzLlHhVvCcSsQqTtAa]){_BLANK}")
+_ARGUMENTS = {
+    **{kind: [_NUMBER] * n for kind, n in zip("MLHVCSQT", (2, 2, 1, 1, 6, 4, 4, 2), strict=True)},
+    "A": [*[_NUMBER] * 3, _FLAG, _FLAG, _NUMBER, _NUMBER],
+}
+_SETS = {
+    kind: re.compile("".join(argument + _BLANK for argument in arguments))
+    for kind, arguments in _ARGUMENTS.items()
+}
+"""One set of arguments of each command."""
 
 
 def polygons(path: str, pixels: float = 1000.0) -> list[Polygon]:
@@ -31,63 +43,30 @@ def polygons(path: str, pixels: float = 1000.0) -> list[Polygon]:
     ``pixels``: size of one unit of the path in pixels; it determines the number of chords of a curve.
     """
     pen = _Pen(pixels)
-    try:
-        for command, arguments in _segments(path):
-            pen.apply(command, arguments)
-    except _PathEnd:
-        pass
+    for command, arguments in _segments(path):
+        pen.apply(command, arguments)
     return [polygon for polygon in pen.subpaths if len(polygon) > 2]
 
 
-class _PathEnd(Exception):
-    """The data is malformed from this point."""
-
-
-_ARGUMENTS = {"M": 2, "L": 2, "H": 1, "V": 1, "C": 6, "S": 4, "Q": 4, "T": 2, "A": 7, "Z": 0}
-
-
 def _segments(path: str) -> Iterator[tuple[str, list[float]]]:
-    """Yields each command with one set of arguments. Repeated sets become separate commands."""
-    position = _skip(path, 0)
-    while position < len(path):
-        match = _COMMAND.match(path, position)
-        if match is None:
-            raise _PathEnd
-        command: str = match.group()
-        position = _skip(path, match.end())
+    """Yields each command with one set of arguments, up to an error. Repeated sets become separate commands."""
+    position = 0
+    if not _MOVETO.match(path):
+        return
+    while match := _COMMAND.match(path, position):
+        command, position = match[1], match.end()
         if command in "Zz":
             yield command, []
             continue
-        count = _ARGUMENTS[command.upper()]
-        first = True
-        while first or (position < len(path) and not _COMMAND.match(path, position)):
-            arguments = []
-            for i in range(count):
-                # The two flags of an arc need no separator: "01.5" is 0, 1, .5.
-                is_flag = command in "Aa" and i in (3, 4)
-                value, position = _number(path, position, flag=is_flag)
-                arguments.append(value)
-            yield command, arguments
-            first = False
+        found = _SETS[command.upper()].match(path, position)
+        if found is None:
+            return
+        while found is not None:
+            yield command, [float(number) for number in found.groups()]
+            position = found.end()
             # Further pairs after a moveto are linetos.
-            command = "L" if command == "M" else "l" if command == "m" else command
-
-
-def _skip(path: str, position: int) -> int:
-    match = _SEPARATOR.match(path, position)
-    assert match is not None
-    return match.end()
-
-
-def _number(path: str, position: int, *, flag: bool) -> tuple[float, int]:
-    if flag:
-        if path[position : position + 1] not in ("0", "1"):
-            raise _PathEnd
-        return float(path[position]), _skip(path, position + 1)
-    match = _NUMBER.match(path, position)
-    if match is None:
-        raise _PathEnd
-    return float(match.group()), _skip(path, match.end())
+            command = {"M": "L", "m": "l"}.get(command, command)
+            found = _SETS[command.upper()].match(path, position)
 
 
 class _Pen:
@@ -104,8 +83,6 @@ class _Pen:
 
     def apply(self, command: str, arguments: list[float]) -> None:
         kind = command.upper()
-        if self.previous == "" and kind != "M":
-            raise _PathEnd  # a path begins with a moveto
         x0, y0 = self.at if command.islower() else (0.0, 0.0)
         if kind == "Z":
             self.at = self.start
