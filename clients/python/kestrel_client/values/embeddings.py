@@ -55,11 +55,9 @@ class Embedding:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> numpy.ndarray[Any, Any]:
         array = self.array
-        if copy or (dtype is not None and dtype != array.dtype):
-            if copy is False:
-                raise ValueError("the embedding has another dtype, so it must be copied")
-            return array.astype(dtype or array.dtype)
-        return array
+        if copy is False and dtype not in (None, array.dtype):
+            raise ValueError("the embedding has another dtype, so it must be copied")
+        return array.astype(dtype or array.dtype, copy=bool(copy))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -264,20 +264,19 @@ class Shown(NamedTuple):
 
 def to_turns(history: Iterable[Turn]) -> list[Shown]:
     """Raises InvalidRequestError for a turn that is no result and no pair of texts. The server checks the rest."""
-    return [_turn(index, turn) for index, turn in enumerate(history)]
-
-
-def _turn(index: int, turn: Turn) -> Shown:
-    if isinstance(turn, QueryResult):
-        turn = (turn.question, turn.answer, turn.more_sources)
-    if isinstance(turn, str):
-        raise InvalidRequestError(f"history[{index}]: is one text, needs a question and its answer")
-    try:
-        question, answer, *rest = turn
-        (images,) = rest or ((),)
-        return Shown(pb.Turn(question=question, answer=answer), tuple(images))
-    except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"history[{index}]: {error}") from error
+    turns = []
+    for index, turn in enumerate(history):
+        if isinstance(turn, QueryResult):
+            turn = (turn.question, turn.answer, turn.more_sources)
+        try:
+            if isinstance(turn, str):
+                raise TypeError("is one text, needs a question and its answer")
+            question, answer, *rest = turn
+            (images,) = rest or ((),)
+            turns.append(Shown(pb.Turn(question=question, answer=answer), tuple(images)))
+        except (TypeError, ValueError) as error:
+            raise InvalidRequestError(f"history[{index}]: {error}") from error
+    return turns
 
 
 _READERS: dict[type[Any], Callable[[Any, ImageInput | None], Result]] = {

@@ -42,22 +42,41 @@ def vision_method(name: str) -> Method:
 class Skill(NamedTuple):
     """A kind of task: a method of its own, and one of the tasks of Analyze."""
 
-    method: Method
+    rpc: str
     request: Callable[..., Message]
+    task: type[Message]
+    """The class of the task's message."""
     field: str
     """The field that holds the task, in ``request`` and in pb.Task."""
     options: type
     """The options that its calls take."""
 
+    @property
+    def method(self) -> Method:
+        return vision_method(self.rpc)
+
 
 _SKILLS: dict[type[TaskOf[Any]], Skill] = {
-    QueryTask: Skill(vision_method("Query"), pb.QueryRequest, "query", QueryOptions),
-    CaptionTask: Skill(vision_method("Caption"), pb.CaptionRequest, "caption", TextOptions),
-    PointTask: Skill(vision_method("Point"), pb.PointRequest, "point", CallOptions),
-    DetectTask: Skill(vision_method("Detect"), pb.DetectRequest, "detect", CallOptions),
-    SegmentTask: Skill(vision_method("Segment"), pb.SegmentRequest, "segment", CallOptions),
-    SkillTask: Skill(vision_method("RunSkill"), pb.RunSkillRequest, "skill", TextOptions),
+    QueryTask: Skill("Query", pb.QueryRequest, pb.QueryTask, "query", QueryOptions),
+    CaptionTask: Skill("Caption", pb.CaptionRequest, pb.CaptionTask, "caption", TextOptions),
+    PointTask: Skill("Point", pb.PointRequest, pb.PointTask, "point", CallOptions),
+    DetectTask: Skill("Detect", pb.DetectRequest, pb.DetectTask, "detect", CallOptions),
+    SegmentTask: Skill("Segment", pb.SegmentRequest, pb.SegmentTask, "segment", CallOptions),
+    SkillTask: Skill("RunSkill", pb.RunSkillRequest, pb.SkillTask, "skill", TextOptions),
 }
+
+_CONVERTED: dict[str, Callable[[Any], Any]] = {
+    "spatial_refs": to_spatial_refs,
+    "history": lambda turns: [turn.message for turn in to_turns(turns)],
+    "system": lambda text: text or None,
+    "answer_start": lambda text: text or None,
+    "length": lambda length: choice("length", length, _CAPTION_LENGTHS),
+    "objects": names_of,
+    "tiles": to_tiles,
+    "arguments": lambda values: to_struct("arguments", values),
+    "settings": lambda values: to_struct("settings", values),
+}
+"""Values of tasks by their names. Other values are in the messages as they are."""
 
 
 def skill_of(name: str, task: TaskOf[Any]) -> Skill:
@@ -74,63 +93,19 @@ def to_message(task: TaskOf[Any], options: Mapping[str, Any]) -> Message:
     The turns of a QueryTask count no images.
     """
     own = {f.name: getattr(task, f.name) for f in fields(task)}
-    generated = generation({**options, **{n: v for n, v in own.items() if v is not None}})
-    match task:
-        case QueryTask():
-            return build(
-                pb.QueryTask,
-                question=task.question,
-                reasoning=task.reasoning,
-                spatial_refs=to_spatial_refs(task.spatial_refs),
-                history=[turn.message for turn in to_turns(task.history)],
-                system=task.system or None,
-                abstention=_abstention(task),
-                answer_start=task.answer_start or None,
-                num_samples=task.num_samples,
-                **generated,
-            )
-        case CaptionTask():
-            length = choice("length", task.length, _CAPTION_LENGTHS)
-            return build(pb.CaptionTask, length=length, num_samples=task.num_samples, **generated)
-        case PointTask():
-            return build(
-                pb.PointTask,
-                objects=names_of(task.objects),
-                max_objects=task.max_objects,
-                spatial_refs=to_spatial_refs(task.spatial_refs),
-                min_score=task.min_score,
-                tiles=to_tiles(task.tiles),
-                **generated,
-            )
-        case DetectTask():
-            return build(
-                pb.DetectTask,
-                objects=names_of(task.objects),
-                max_objects=task.max_objects,
-                min_score=task.min_score,
-                max_overlap=task.max_overlap,
-                tiles=to_tiles(task.tiles),
-                **generated,
-            )
-        case SegmentTask():
-            return build(
-                pb.SegmentTask,
-                objects=names_of(task.objects),
-                spatial_refs=to_spatial_refs(task.spatial_refs),
-                mask_format=choice("mask", task.mask, _MASK_FORMATS),
-                min_score=task.min_score,
-                refinement=_REFINEMENTS[task.refine],
-                **generated,
-            )
-        case SkillTask():
-            return build(
-                pb.SkillTask,
-                name=task.name,
-                arguments=to_struct("arguments", task.arguments),
-                settings=to_struct("settings", task.settings),
-                **generated,
-            )
-    raise AssertionError(task)
+    kind = _SKILLS[type(task)].task
+    parts = {
+        name: _CONVERTED[name](value) if name in _CONVERTED else value
+        for name, value in own.items()
+        if name in kind.DESCRIPTOR.fields_by_name
+    }
+    if isinstance(task, QueryTask):
+        parts["abstention"] = _abstention(task)
+    if isinstance(task, SegmentTask):
+        parts["mask_format"] = choice("mask", task.mask, _MASK_FORMATS)
+        parts["refinement"] = _REFINEMENTS[task.refine]
+    parts |= generation({**options, **{n: v for n, v in own.items() if v is not None}})
+    return build(kind, **parts)
 
 
 def _abstention(task: QueryTask) -> pb.Abstention | None:

@@ -113,12 +113,8 @@ def read_finish_reason(reason: int) -> FinishReason:
 
 def read_finish_reasons(reasons: Iterable[int]) -> FinishReason:
     """The reason of several generations: "length" if one of them has it, otherwise that of the first that has one."""
-    read: list[FinishReason] = [
-        reason for reason in map(read_finish_reason, reasons) if reason != "unknown"
-    ]
-    if "length" in read:
-        return "length"
-    return read[0] if read else "unknown"
+    known = [reason for reason in map(read_finish_reason, reasons) if reason != "unknown"]
+    return "length" if "length" in known else next(iter(known), "unknown")
 
 
 def common_fields(response: Any, source: ImageInput | None) -> dict[str, Any]:
