@@ -82,21 +82,9 @@ class Query:
             "optional": _TEXT_INPUTS,
         }
 
-    def answers(
-        self,
-        image: torch.Tensor,
-        question: str,
-        reasoning: bool,
-        temperature: float = 0.0,
-        seed: int = 0,
-    ) -> tuple[list[str]]:
-        def ask(pixels: np.ndarray) -> str:
-            answered = _client().query(
-                pixels, question, reasoning=reasoning, temperature=temperature, seed=seed
-            )
-            return answered.answer
-
-        return (_each(image, ask),)
+    def answers(self, image: torch.Tensor, **inputs: Any) -> tuple[list[str]]:
+        options = {"temperature": 0.0, "seed": 0, **inputs}
+        return (_each(image, lambda pixels: _client().query(pixels, **options).answer),)
 
 
 class Caption:
@@ -107,18 +95,11 @@ class Caption:
     @classmethod
     def INPUT_TYPES(cls) -> Inputs:
         lengths = (["short", "normal", "long"], {"default": "normal"})
-        return {
-            "required": {"image": ("IMAGE",), "length": lengths},
-            "optional": _TEXT_INPUTS,
-        }
+        return {"required": {"image": ("IMAGE",), "length": lengths}, "optional": _TEXT_INPUTS}
 
-    def captions(
-        self, image: torch.Tensor, length: Any, temperature: float = 0.0, seed: int = 0
-    ) -> tuple[list[str]]:
-        def ask(pixels: np.ndarray) -> str:
-            return _client().caption(pixels, length, temperature=temperature, seed=seed).caption
-
-        return (_each(image, ask),)
+    def captions(self, image: torch.Tensor, **inputs: Any) -> tuple[list[str]]:
+        options = {"temperature": 0.0, "seed": 0, **inputs}
+        return (_each(image, lambda pixels: _client().caption(pixels, **options).caption),)
 
 
 class _Finds:

@@ -84,6 +84,11 @@ class KestrelModel(fom.SamplesMixin, fom.Model):  # type: ignore[misc]  # FiftyO
     """A skill of a server. ``apply_model(model, prompt_field="FIELD")`` reads objects or question from a field of each
     sample."""
 
+    media_type = "image"
+    ragged_batches = False  # Batches may hold images of several sizes.
+    transforms = None
+    preprocess = False
+
     def __init__(self, settings: Settings) -> None:
         fom.SamplesMixin.__init__(self)
         self.config = settings
@@ -93,26 +98,6 @@ class KestrelModel(fom.SamplesMixin, fom.Model):  # type: ignore[misc]  # FiftyO
             token=os.environ.get("KESTREL_TOKEN") or os.environ.get("KESTREL_API_KEY"),
             timeout=settings.timeout,
         )
-
-    @property
-    def media_type(self) -> str:
-        return "image"
-
-    @property
-    def ragged_batches(self) -> bool:
-        return False  # Batches may hold images of several sizes.
-
-    @property
-    def transforms(self) -> None:
-        return None
-
-    @property
-    def preprocess(self) -> bool:
-        return False
-
-    @preprocess.setter
-    def preprocess(self, value: bool) -> None:
-        pass
 
     def predict(self, arg: np.ndarray, sample: Any = None) -> fo.Label:
         """``arg``: pixels, uint8 [height, width, channels]. Raises the client's KestrelError."""

@@ -29,6 +29,12 @@ _CONNECTIONS = 32
 _HOST = re.compile(r"(?!.*\.\d+(:|$))[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+(:\d{1,5})?")
 
 
+def _host(name: str) -> str:
+    if not _HOST.fullmatch(name):
+        raise argparse.ArgumentTypeError(f"{name}: must be a name like images.example.org")
+    return name
+
+
 def parser() -> CommandParser:
     made = CommandParser(
         prog="label_studio_kestrel",
@@ -47,11 +53,13 @@ def parser() -> CommandParser:
         "--fetch-allow",
         action="append",
         default=[],
+        type=_host,
         metavar="HOST",
         help="host from which images are fetched, HOST or HOST:PORT, with public addresses; repeat the flag [none]",
     )
     add(
         "--label-studio",
+        type=origin,
         metavar="URL",
         help="address of Label Studio, from which images that were uploaded to it are fetched [none]",
     )
@@ -105,19 +113,10 @@ async def opened(args: argparse.Namespace, token: str | None) -> AsyncIterator[s
         raise SettingsError(
             f"refusing to listen on {args.listen}, which other machines can reach, without {TOKEN}"
         )
-    for allowed in args.fetch_allow:
-        if not _HOST.fullmatch(allowed):
-            raise SettingsError(f"--fetch-allow {allowed}: must be a name like images.example.org")
-    own = None
-    if args.label_studio is not None:
-        try:
-            own = origin(args.label_studio)
-        except ValueError as error:
-            raise SettingsError(f"--label-studio {args.label_studio}: {error}") from None
     own_token = os.environ.get("LABEL_STUDIO_API_KEY") or None
     async with (
         open_async_client(args) as client,
-        TaskImages(args.fetch_allow, own, own_token, args.allow_data_urls) as images,
+        TaskImages(args.fetch_allow, args.label_studio, own_token, args.allow_data_urls) as images,
     ):
         predictor = Predictor(client, images, args.concurrency)
         app = Backend(predictor, token, args.server, args.timeout).application()

@@ -15,17 +15,15 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kestrel_client import (
     DeadlineExceededError,
     InvalidArgumentError,
-    InvalidImageError,
     InvalidRequestError,
     KestrelError,
     OverloadedError,
-    RequestTooLargeError,
     UnavailableError,
 )
 from kestrel_client.commands.connection import failure_text
@@ -38,13 +36,6 @@ BODY_S = 60.0
 """Seconds in which a request's body must arrive."""
 _MOST_READ = 8
 """Requests whose bodies are in memory. Others wait before they are read."""
-_MODEL = "Kestrel"
-_CALLERS_FAULTS = (
-    InvalidArgumentError,
-    InvalidImageError,
-    InvalidRequestError,
-    RequestTooLargeError,
-)
 
 Answer = Callable[[dict[str, Any]], Coroutine[Any, Any, dict[str, Any]]]
 
@@ -97,7 +88,7 @@ class Backend:
             try:
                 async with self._places:
                     body = await _read(request)
-                    return _json(200, await _while_connected(request, answer(body)))
+                    return JSONResponse(await _while_connected(request, answer(body)))
             except ClientDisconnect:
                 return _failed(400, "the connection has ended")
             except RequestRefused as error:
@@ -167,7 +158,7 @@ async def _left(request: Request) -> None:
 
 
 async def _health(_: Request) -> Response:
-    return _json(200, {"status": "UP", "model_class": _MODEL})
+    return JSONResponse({"status": "UP", "model_class": "Kestrel"})
 
 
 def _status(error: KestrelError) -> int:
@@ -176,15 +167,11 @@ def _status(error: KestrelError) -> int:
             return 503
         case DeadlineExceededError():
             return 504
-        case error if isinstance(error, _CALLERS_FAULTS):
+        case InvalidArgumentError() | InvalidRequestError():
             return 400
     return 502
 
 
-def _json(status: int, values: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
-    return Response(json.dumps(values), status, headers, media_type="application/json")
-
-
 def _failed(status: int, message: str, *, challenge: bool = False) -> Response:
     headers = {"www-authenticate": 'Basic realm="kestrel"'} if challenge else None
-    return _json(status, {"error": message}, headers)
+    return JSONResponse({"error": message}, status, headers)

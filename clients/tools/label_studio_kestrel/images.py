@@ -10,6 +10,7 @@ import asyncio
 import ipaddress
 import re
 import socket
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit
@@ -29,12 +30,12 @@ _OWN_PATHS = ("/data/", "/storage-data/", "/tasks/")
 
 
 def origin(url: str) -> str:
-    """The origin of Label Studio's address. Raises ValueError."""
+    """The origin of Label Studio's address. Raises ArgumentTypeError."""
     parts = urlsplit(url.strip().lower())
     if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
-        raise ValueError("must be an address like http://localhost:8080")
+        raise ArgumentTypeError(f"{url}: must be an address like http://localhost:8080")
     if parts.path not in ("", "/") or parts.query or parts.fragment:
-        raise ValueError("must have no path")
+        raise ArgumentTypeError(f"{url}: must have no path")
     return f"{parts.scheme}://{parts.netloc}"
 
 
