@@ -18,19 +18,8 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as triton
 
-_DATATYPES = {
-    "TEMPERATURE": ("FP32", np.float32),
-    "TOP_P": ("FP32", np.float32),
-    "THRESHOLD": ("FP32", np.float32),
-    "MAX_ABSENCE": ("FP32", np.float32),
-    "MAX_TOKENS": ("INT32", np.int32),
-    "MAX_REASONING_TOKENS": ("INT32", np.int32),
-    "MAX_OBJECTS": ("INT32", np.int32),
-    "REASONING": ("BOOL", np.bool_),
-    "STREAM": ("BOOL", np.bool_),
-    "REFINE": ("BOOL", np.bool_),
-}
-"""Of the inputs that are no BYTES."""
+_DATATYPES = {bool: ("BOOL", np.bool_), int: ("INT32", np.int32), float: ("FP32", np.float32)}
+"""By the type of the value. Others are BYTES."""
 
 
 def tensors(**inputs: Any) -> list[triton.InferInput]:
@@ -39,7 +28,7 @@ def tensors(**inputs: Any) -> list[triton.InferInput]:
     for name, value in inputs.items():
         if value is None:
             continue
-        datatype, kind = _DATATYPES.get(name, ("BYTES", np.object_))
+        datatype, kind = _DATATYPES.get(type(value), ("BYTES", np.object_))
         data = value.encode() if isinstance(value, str) else value
         tensor = triton.InferInput(name, [1], datatype)
         tensor.set_data_from_numpy(np.array([data], dtype=kind))
@@ -85,28 +74,20 @@ def main() -> int:
         image = file.read()
     try:
         with triton.InferenceServerClient(options.url) as client:
-            print_answers(client, image, options)
+            shared = {"client": client, "token": options.token, "IMAGE": image, "TEMPERATURE": 0.0}
+            for answer in answers(**shared, SKILL="query", QUESTION=options.question):
+                print("query:  ", answer["answer"])
+            print("caption: ", end="")
+            for piece in answers(**shared, SKILL="caption", LENGTH="short", STREAM=True):
+                print(piece["chunk"], end="", flush=True)
+            print()
+            for skill, found in (("detect", "objects"), ("point", "points")):
+                for answer in answers(**shared, SKILL=skill, OBJECT=options.object):
+                    print(f"{skill + ':':8}", answer[found])
     except triton.InferenceServerException as error:
         print(error, file=sys.stderr)
         return 1
     return 0
-
-
-def print_answers(
-    client: triton.InferenceServerClient, image: bytes, options: argparse.Namespace
-) -> None:
-    """Prints what four skills answer. Raises InferenceServerException."""
-    shared = {"client": client, "token": options.token, "IMAGE": image, "TEMPERATURE": 0.0}
-    for answer in answers(**shared, SKILL="query", QUESTION=options.question):
-        print("query:  ", answer["answer"])
-    print("caption: ", end="")
-    for piece in answers(**shared, SKILL="caption", LENGTH="short", STREAM=True):
-        print(piece["chunk"], end="", flush=True)
-    print()
-    for answer in answers(**shared, SKILL="detect", OBJECT=options.object):
-        print("detect: ", answer["objects"])
-    for answer in answers(**shared, SKILL="point", OBJECT=options.object):
-        print("point:  ", answer["points"])
 
 
 if __name__ == "__main__":
