@@ -65,27 +65,6 @@ _PLACES_OF_A_SERVER = 256
 no others move."""
 
 
-def several_servers_config(ring_places: int = _LARGEST_RING) -> dict[str, Any]:
-    """The service config for several servers: a call goes to the server that IMAGE_HEADER selects, or to the next one
-    that serves."""
-    ring = {
-        "minRingSize": ring_places,
-        "maxRingSize": ring_places,
-        "requestHashHeader": IMAGE_HEADER,
-    }
-    return {
-        **SERVICE_CONFIG,
-        # gRPC takes the first policy that it knows.
-        "loadBalancingConfig": [{"ring_hash_experimental": ring}, {"round_robin": {}}],
-        # A server that drains is left before it closes its connections.
-        "healthCheckConfig": {"serviceName": ""},
-    }
-
-
-_REQUEST_HASH_VARIABLE = "GRPC_EXPERIMENTAL_RING_HASH_SET_REQUEST_HASH_KEY"
-"""gRPC reads ``requestHashHeader`` only if this variable is true, when a channel reads its service config."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
     """TLS settings. Certificates and keys are PEM: the contents as bytes, or the path of a file."""
@@ -165,14 +144,6 @@ class Connection:
         return with_port(self.target) if isinstance(self.target, str) else _joined(self.target)
 
     @property
-    def has_several_servers(self) -> bool:
-        """Whether the target may stand for several servers: a list, a directory, or a name whose addresses DNS
-        gives."""
-        return not isinstance(self.target, str) or (
-            self.target.startswith(("dns:", DIRECTORY)) or "," in self.target
-        )
-
-    @property
     def options(self) -> list[tuple[str, str | int]]:
         """Options of the channel. The caller's options are last and take precedence."""
         options: list[tuple[str, str | int]] = [
@@ -203,10 +174,23 @@ class Connection:
         return _PLACES_OF_A_SERVER * len(self.target)
 
     def _service_config(self) -> dict[str, Any]:
-        if not self.has_several_servers:
+        """For what may be several servers (a list, a directory, or a name whose addresses DNS gives): a call goes to
+        the server that IMAGE_HEADER selects, or to the next one that serves."""
+        if isinstance(self.target, str) and not (
+            self.target.startswith(("dns:", DIRECTORY)) or "," in self.target
+        ):
             return SERVICE_CONFIG
-        os.environ[_REQUEST_HASH_VARIABLE] = "true"
-        return several_servers_config(self._ring_places)
+        # gRPC reads ``requestHashHeader`` only if this variable is true, when a channel reads its service config.
+        os.environ["GRPC_EXPERIMENTAL_RING_HASH_SET_REQUEST_HASH_KEY"] = "true"
+        places = self._ring_places
+        ring = {"minRingSize": places, "maxRingSize": places, "requestHashHeader": IMAGE_HEADER}
+        return {
+            **SERVICE_CONFIG,
+            # gRPC takes the first policy that it knows.
+            "loadBalancingConfig": [{"ring_hash_experimental": ring}, {"round_robin": {}}],
+            # A server that drains is left before it closes its connections.
+            "healthCheckConfig": {"serviceName": ""},
+        }
 
     def credentials(self) -> grpc.ChannelCredentials | None:
         """Reads the certificates and keys. Returns None without TLS. Raises InvalidRequestError."""

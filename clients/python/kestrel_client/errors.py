@@ -1,29 +1,9 @@
-"""The errors of the client.
-
-KestrelError
-├── InvalidRequestError       an argument is invalid, nothing was sent (also a ValueError)
-│   ├── InvalidImageError     the image can't be read or has an unsupported form
-│   └── RequestTooLargeError  the message exceeds the client's limit
-├── MissingDependencyError    an optional package is not installed (also an ImportError)
-├── IncompleteStreamError     a stream ended with OK but without its result
-└── RpcError                  the call ended with a status other than OK
-    ├── InvalidArgumentError      INVALID_ARGUMENT, OUT_OF_RANGE: see ``field_violations``
-    ├── NotFoundError             NOT_FOUND: no such model, skill or image
-    ├── FailedPreconditionError   FAILED_PRECONDITION: the model lacks the skill
-    ├── UnauthenticatedError      UNAUTHENTICATED: the token is missing or invalid
-    ├── PermissionDeniedError     PERMISSION_DENIED: the token does not allow this
-    ├── OverloadedError           RESOURCE_EXHAUSTED: queue full, or message too large for the server
-    ├── UnavailableError          UNAVAILABLE: the server is not reachable, starting or stopping
-    │   └── ConnectionLostError   the connection ended before the call
-    ├── DeadlineExceededError     DEADLINE_EXCEEDED (also a TimeoutError)
-    ├── RequestCancelledError     CANCELLED
-    ├── UnimplementedError        UNIMPLEMENTED: an older server, or another kind of server
-    └── ServerError               INTERNAL, UNKNOWN, DATA_LOSS and all other codes
-"""
+"""The errors of the client. All are KestrelErrors; a call that ended with a status other than OK raises an RpcError."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +21,7 @@ class KestrelError(Exception):
 
 
 class InvalidRequestError(KestrelError, ValueError):
-    """An argument is invalid; nothing was sent."""
+    """An argument is invalid; nothing was sent. Also a ValueError."""
 
 
 class InvalidImageError(InvalidRequestError):
@@ -63,11 +43,11 @@ class RequestTooLargeError(InvalidRequestError):
 
 
 class MissingDependencyError(KestrelError, ImportError):
-    """An optional package that this needs is not installed."""
+    """An optional package that this needs is not installed. Also an ImportError."""
 
 
 class IncompleteStreamError(KestrelError):
-    """The stream ended without an error and without its result."""
+    """The stream ended with OK, but without its result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,31 +103,32 @@ class RpcError(KestrelError):
 
 
 class InvalidArgumentError(RpcError):
-    """The server found a field missing, malformed or out of range."""
+    """INVALID_ARGUMENT, OUT_OF_RANGE: the server found a field missing, malformed or out of range; see
+    ``field_violations``."""
 
 
 class NotFoundError(RpcError):
-    """The server has no such model, skill or image; ``reason`` says which is missing."""
+    """NOT_FOUND: the server has no such model, skill or image; ``reason`` says which is missing."""
 
 
 class FailedPreconditionError(RpcError):
-    """The server or the model does not support this call, or not in its present state."""
+    """FAILED_PRECONDITION: the server or the model does not support this call, or not in its present state."""
 
 
 class UnauthenticatedError(RpcError):
-    """The server requires a valid token or certificate."""
+    """UNAUTHENTICATED: the server requires a valid token or certificate."""
 
 
 class PermissionDeniedError(RpcError):
-    """The caller has no permission for this call."""
+    """PERMISSION_DENIED: the caller has no permission for this call."""
 
 
 class OverloadedError(RpcError):
-    """A limit of the server refused the call, or the message is too large for the server."""
+    """RESOURCE_EXHAUSTED: a limit of the server refused the call, or the message is too large for the server."""
 
 
 class UnavailableError(RpcError):
-    """The server can't be reached, or is starting or stopping."""
+    """UNAVAILABLE: the server can't be reached, or is starting or stopping."""
 
 
 class ConnectionLostError(UnavailableError):
@@ -158,19 +139,19 @@ class ConnectionLostError(UnavailableError):
 
 
 class DeadlineExceededError(RpcError, TimeoutError):
-    """The timeout passed before the call ended."""
+    """DEADLINE_EXCEEDED: the timeout passed before the call ended. Also a TimeoutError."""
 
 
 class RequestCancelledError(RpcError):
-    """The call was cancelled."""
+    """CANCELLED: the call was cancelled."""
 
 
 class UnimplementedError(RpcError):
-    """The server doesn't know this method."""
+    """UNIMPLEMENTED: the server doesn't know this method, as it is older or another kind of server."""
 
 
 class ServerError(RpcError):
-    """The server failed while it processed the call."""
+    """INTERNAL, UNKNOWN, DATA_LOSS and all other codes: the server failed while it processed the call."""
 
 
 _BY_CODE: dict[grpc.StatusCode, type[RpcError]] = {
@@ -207,34 +188,25 @@ def from_rpc_status(status: status_pb2.Status) -> RpcError:
 
 def _from_details(code: grpc.StatusCode, message: str, details: Iterable[any_pb2.Any]) -> RpcError:
     """Unreadable details are ignored."""
-    violations: list[FieldViolation] = []
-    quotas: list[QuotaViolation] = []
-    reason, retry_after_s = "", None
+    bad_request, info = error_details_pb2.BadRequest(), error_details_pb2.ErrorInfo()
+    retry, quota = error_details_pb2.RetryInfo(), error_details_pb2.QuotaFailure()
+    read = {each.DESCRIPTOR.full_name: each for each in (bad_request, info, retry, quota)}
     for detail in details:
-        kind = detail.type_url.rpartition("/")[2]
-        try:
-            if kind == "google.rpc.BadRequest":
-                bad_request = error_details_pb2.BadRequest.FromString(detail.value)
-                violations += [
-                    FieldViolation(v.field, v.description) for v in bad_request.field_violations
-                ]
-            elif kind == "google.rpc.ErrorInfo":
-                reason = error_details_pb2.ErrorInfo.FromString(detail.value).reason
-            elif kind == "google.rpc.RetryInfo":
-                delay = error_details_pb2.RetryInfo.FromString(detail.value).retry_delay
-                retry_after_s = delay.seconds + delay.nanos / 1e9
-            elif kind == "google.rpc.QuotaFailure":
-                failure = error_details_pb2.QuotaFailure.FromString(detail.value)
-                quotas += [QuotaViolation(v.subject, v.description) for v in failure.violations]
-        except DecodeError:
-            continue
+        if (known := read.get(detail.type_url.rpartition("/")[2])) is not None:
+            with suppress(DecodeError):
+                known.MergeFrom(known.FromString(detail.value))
+    delay = retry.retry_delay
     return _BY_CODE.get(code, ServerError)(
         code,
         message,
-        field_violations=violations,
-        reason=reason,
-        retry_after_s=retry_after_s,
-        quota_violations=quotas,
+        field_violations=[
+            FieldViolation(each.field, each.description) for each in bad_request.field_violations
+        ],
+        reason=info.reason,
+        retry_after_s=delay.seconds + delay.nanos / 1e9 if retry.HasField("retry_delay") else None,
+        quota_violations=[
+            QuotaViolation(each.subject, each.description) for each in quota.violations
+        ],
     )
 
 
@@ -266,12 +238,8 @@ def from_rpc_error(error: grpc.RpcError) -> RpcError:
     return from_status(code, message, trailers)
 
 
-def _details(trailers: Iterable[tuple[str, str | bytes]]) -> Iterable[any_pb2.Any]:
+def _details(trailers: Iterable[tuple[str, str | bytes]]) -> Iterator[any_pb2.Any]:
     for key, value in trailers:
         if key == STATUS_DETAILS_KEY and isinstance(value, bytes):
-            try:
-                details: Iterable[any_pb2.Any] = status_pb2.Status.FromString(value).details
-                return details
-            except DecodeError:
-                return ()
-    return ()
+            with suppress(DecodeError):
+                yield from status_pb2.Status.FromString(value).details

@@ -29,13 +29,13 @@ from ..values.administration import (
     read_statistics,
 )
 from ..values.description import Adapter, read_adapter
-from .channel import AsyncChannel
+from .channel import AsyncChannel, AsyncClosing
 
 DEFAULT_TIMEOUT_S = 120.0
 """The server writes a profile or capture before it answers, and the first start of a profiler takes seconds."""
 
 
-class AsyncKestrelAdmin:
+class AsyncKestrelAdmin(AsyncClosing):
     """Administers one running Kestrel server from one event loop. Use it in ``async with``, or call ``await aclose()``.
 
     ``token`` needs the scope admin; for ``statistics``, metrics is enough. The other arguments are those of
@@ -211,13 +211,3 @@ class AsyncKestrelAdmin:
 
     async def _ask(self, name: str, request: Message, timeout: float | None) -> Any:
         return await self._channel.ask(Method(AdminServiceStub, name), request, timeout)
-
-    async def aclose(self) -> None:
-        """Closes the connection and cancels the calls that still run. May be called again."""
-        await self._channel.aclose()
-
-    async def __aenter__(self) -> AsyncKestrelAdmin:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -21,6 +21,22 @@ from ..errors import RpcError, from_rpc_error
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class AsyncClosing:
+    """A client that owns a channel."""
+
+    _channel: AsyncChannel
+
+    async def aclose(self) -> None:
+        """Closes the connection and cancels the calls that still run. May be called again."""
+        await self._channel.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
 
 class AsyncChannel:
@@ -70,7 +86,7 @@ class AsyncChannel:
     async def _send(self, prepared: Prepared[R]) -> R:
         opened = await self._take()
         try:
-            stub = opened.stub(prepared.method.stub)
+            stub = opened.stubs[prepared.method.stub]
             response = await self._hedges.async_answer(prepared, stub)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
@@ -96,7 +112,7 @@ class AsyncChannel:
 
     async def _open_stream(self, prepared: Prepared[R]) -> Any:
         opened = await self._take()
-        stub = opened.stub(prepared.method.stub)
+        stub = opened.stubs[prepared.method.stub]
         return opened.stream(lambda: prepared.open_stream(stub))
 
     def frames(
@@ -110,7 +126,7 @@ class AsyncChannel:
 
         async def open_stream(messages: Any, **handling: Any) -> Any:
             opened = await self._take()
-            stub = opened.stub(VisionServiceStub)
+            stub = opened.stubs[VisionServiceStub]
             return opened.stream(lambda: stub.StreamFrames(messages, **handling))
 
         return AsyncFrames(open_stream, prepare(*args, **kwargs), source)

@@ -73,12 +73,12 @@ from ..values.tasks import (
     Tasks,
     Turn,
 )
-from .channel import AsyncChannel
+from .channel import AsyncChannel, AsyncClosing
 
 T = TypeVar("T", bound=Result)
 
 
-class AsyncKestrelClient:
+class AsyncKestrelClient(AsyncClosing):
     """Talks to Kestrel servers from one event loop. Use it in ``async with``, or call ``await aclose()`` at the end.
 
     ``target``: ``host:port``, ``unix:path`` or any gRPC target; for several servers a list of addresses or
@@ -567,13 +567,3 @@ class AsyncKestrelClient:
             if not page.next_page_token:
                 return found
             request.page_token = page.next_page_token
-
-    async def aclose(self) -> None:
-        """Closes the connection and cancels the calls that still run. May be called again."""
-        await self._channel.aclose()
-
-    async def __aenter__(self) -> AsyncKestrelClient:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()

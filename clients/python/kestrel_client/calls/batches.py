@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sized
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import islice
 from typing import Any, TypeAlias, TypeVar
 
 from ..errors import InvalidRequestError, KestrelError
@@ -26,7 +27,7 @@ def run_bounded(
     total = _checked(items, concurrency)
     results: list[Any] = []
     running: dict[Future[R | KestrelError], int] = {}
-    done = 0
+    waiting, done = iter(items), 0
 
     def attempt(item: I) -> R | KestrelError:
         try:
@@ -35,23 +36,17 @@ def run_bounded(
             return error
 
     with ThreadPoolExecutor(concurrency, "kestrel-map") as pool:
-        waiting = iter(items)
-        more = True
-        while more or running:
-            while more and len(running) < concurrency:
-                try:
-                    item = next(waiting)
-                except StopIteration:
-                    more = False
-                else:
-                    running[pool.submit(attempt, item)] = len(results)
-                    results.append(None)
+        while True:
+            for item in islice(waiting, concurrency - len(running)):
+                running[pool.submit(attempt, item)] = len(results)
+                results.append(None)
+            if not running:
+                return results
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 results[running.pop(future)] = future.result()
                 done += 1
                 if progress is not None:
                     progress(done, total)
-    return results
 
 
 async def gather_bounded(

@@ -32,10 +32,6 @@ _FIRST_PAUSE_S = 0.2
 _END: Any = object()
 
 
-class _Ended(Exception):
-    """The source has no further image."""
-
-
 class FrameCall(NamedTuple):
     """What a stream of frames needs besides the source."""
 
@@ -187,7 +183,9 @@ class AsyncFrames(_Frames):
         self, open_stream: Callable[..., Any], call: FrameCall, source: AsyncFrameSource
     ) -> None:
         super().__init__(open_stream, call)
-        self._source = aiter(source) if isinstance(source, AsyncIterable) else iter(source)
+        self._source = aiter(
+            source if isinstance(source, AsyncIterable) else _in_threads(iter(source))
+        )
         self._lock = asyncio.Lock()
         self._reading: asyncio.Future[ImageInput] | None = None
         """Takes the next image from the source."""
@@ -254,7 +252,7 @@ class AsyncFrames(_Frames):
                     made = await asyncio.to_thread(self._frame_call.to_image, image)
                     message = self._frame(image, made)
                 yield message
-        except _Ended:
+        except StopAsyncIteration:
             return
         except (asyncio.CancelledError, GeneratorExit):
             raise
@@ -263,25 +261,19 @@ class AsyncFrames(_Frames):
             raise
 
     async def _next(self) -> ImageInput:
-        """The next image of the source. Raises _Ended.
+        """The next image of the source. Raises StopAsyncIteration.
 
         The source is read in a task of its own, because gRPC cancels the sender of a connection that breaks, and a
         cancelled async generator ends. The next connection awaits the same task.
         """
         if self._reading is None:
-            self._reading = asyncio.ensure_future(self._read())
+            self._reading = asyncio.ensure_future(anext(self._source))
         reading = self._reading
         image = await asyncio.shield(reading)
         self._reading = None
         return image
 
-    async def _read(self) -> ImageInput:
-        if isinstance(self._source, AsyncIterator):
-            try:
-                return await anext(self._source)
-            except StopAsyncIteration:
-                raise _Ended from None
-        image = await asyncio.to_thread(next, self._source, _END)
-        if image is _END:
-            raise _Ended
-        return image
+
+async def _in_threads(images: Iterator[ImageInput]) -> AsyncIterator[ImageInput]:
+    while (image := await asyncio.to_thread(next, images, _END)) is not _END:
+        yield image

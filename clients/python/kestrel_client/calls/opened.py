@@ -26,24 +26,20 @@ class Opened:
 
     def __init__(self, channel: Any, kinds: Sequence[Stub]) -> None:
         self.channel = channel
-        self._stubs = {kind: kind(channel) for kind in kinds}
+        self.stubs = {kind: kind(channel) for kind in kinds}
+        self.num_calls = 0
+        """The channel stays open until it is 0."""
         self._lock = threading.Lock()
-        self._num_calls = 0
-
-    def stub(self, kind: Stub) -> Any:
-        return self._stubs[kind]
-
-    @property
-    def is_idle(self) -> bool:
-        return self._num_calls == 0
 
     def take(self) -> None:
-        """A call begins. The channel stays open until ``done``, which must follow."""
-        self._count(1)
+        """A call begins. ``done`` must follow."""
+        with self._lock:
+            self.num_calls += 1
 
     def done(self) -> None:
         """A call has ended."""
-        self._count(-1)
+        with self._lock:
+            self.num_calls -= 1
 
     def stream(self, open_stream: Callable[[], Any]) -> Any:
         """The call that ``open_stream`` opens. At its end, this calls ``done``."""
@@ -54,10 +50,6 @@ class Opened:
             raise
         call.add_done_callback(lambda _: self.done())
         return call
-
-    def _count(self, change: int) -> None:
-        with self._lock:
-            self._num_calls += change
 
 
 class Servers:
@@ -112,9 +104,9 @@ class Servers:
         if not self._left:
             return []
         with self._lock:
-            found = [each.channel for each in self._left if each.is_idle]
-            self._left = [each for each in self._left if each.channel not in found]
-            return found
+            found = [each for each in self._left if not each.num_calls]
+            self._left = [each for each in self._left if each not in found]
+            return [each.channel for each in found]
 
     def close(self) -> list[Any]:
         """Ends the reading of the directory. Returns all channels, which the caller closes."""

@@ -46,7 +46,7 @@ class _Stream(Generic[R, E]):
     """The state of a stream, and what its messages tell of the request."""
 
     def __init__(self) -> None:
-        self._opened: OpenedStream[R] | None = None
+        self._opened: OpenedStream[R]
         self._call: Any = None
         self._started: common_pb2.RequestInfo | None = None
         self._result: R | None = None
@@ -83,7 +83,6 @@ class _Stream(Generic[R, E]):
         kind = message.WhichOneof("event")
         if kind is None:
             return None  # an event of a newer server
-        assert self._opened is not None
         payload = getattr(message, kind)
         if kind == "started":
             self._started = payload
@@ -157,7 +156,6 @@ class Stream(_Stream[R, E]):
 
     def _take_error(self, error: RpcError) -> None:
         """Opens the call again if that can help. Ends the stream if not."""
-        assert self._opened is not None
         try:
             if self._started is not None:
                 raise error
@@ -229,7 +227,6 @@ class AsyncStream(_Stream[R, E]):
 
     async def _take_error(self, error: RpcError) -> None:
         """Opens the call again if that can help. Ends the stream if not."""
-        assert self._opened is not None
         try:
             if self._started is not None:
                 raise error

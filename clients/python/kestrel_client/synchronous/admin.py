@@ -30,13 +30,13 @@ from ..values.administration import (
     read_statistics,
 )
 from ..values.description import Adapter, read_adapter
-from .channel import Channel
+from .channel import Channel, Closing
 
 DEFAULT_TIMEOUT_S = 120.0
 """The server writes a profile or capture before it answers, and the first start of a profiler takes seconds."""
 
 
-class KestrelAdmin:
+class KestrelAdmin(Closing):
     """Administers one running Kestrel server. Safe to share between threads. Use it in ``with``, or call ``close()``.
 
     ``token`` needs the scope admin; for ``statistics``, metrics is enough. The other arguments are those of
@@ -210,13 +210,3 @@ class KestrelAdmin:
 
     def _ask(self, name: str, request: Message, timeout: float | None) -> Any:
         return self._channel.ask(Method(AdminServiceStub, name), request, timeout)
-
-    def close(self) -> None:
-        """Closes the connection and cancels the calls that still run. May be called again."""
-        self._channel.close()
-
-    def __enter__(self) -> KestrelAdmin:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -22,6 +22,22 @@ from ..errors import RpcError, from_rpc_error
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class Closing:
+    """A client that owns a channel."""
+
+    _channel: Channel
+
+    def close(self) -> None:
+        """Closes the connection and cancels the calls that still run. May be called again."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Channel:
@@ -69,7 +85,7 @@ class Channel:
     def _send(self, prepared: Prepared[R]) -> R:
         opened = self._take()
         try:
-            stub = opened.stub(prepared.method.stub)
+            stub = opened.stubs[prepared.method.stub]
             response = self._hedges.answer(prepared, stub)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
@@ -95,7 +111,7 @@ class Channel:
 
     def _open_stream(self, prepared: Prepared[R]) -> Any:
         opened = self._take()
-        stub = opened.stub(prepared.method.stub)
+        stub = opened.stubs[prepared.method.stub]
         return opened.stream(lambda: prepared.open_stream(stub))
 
     def frames(
@@ -109,7 +125,7 @@ class Channel:
 
         def open_stream(messages: Any, **handling: Any) -> Any:
             opened = self._take()
-            stub = opened.stub(VisionServiceStub)
+            stub = opened.stubs[VisionServiceStub]
             return opened.stream(lambda: stub.StreamFrames(messages, **handling))
 
         return Frames(open_stream, prepare(*args, **kwargs), source)

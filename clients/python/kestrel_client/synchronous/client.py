@@ -73,12 +73,12 @@ from ..values.tasks import (
     Tasks,
     Turn,
 )
-from .channel import Channel
+from .channel import Channel, Closing
 
 T = TypeVar("T", bound=Result)
 
 
-class KestrelClient:
+class KestrelClient(Closing):
     """Talks to Kestrel servers. Safe to share between threads. Use it in ``with``, or call ``close()`` at the end.
 
     ``target``: ``host:port``, ``unix:path`` or any gRPC target; for several servers a list of addresses or
@@ -567,13 +567,3 @@ class KestrelClient:
             if not page.next_page_token:
                 return found
             request.page_token = page.next_page_token
-
-    def close(self) -> None:
-        """Closes the connection and cancels the calls that still run. May be called again."""
-        self._channel.close()
-
-    def __enter__(self) -> KestrelClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
