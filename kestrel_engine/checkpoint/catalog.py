@@ -27,19 +27,26 @@ class HubFile:
     revision: str
     file: str
     flag: str = "--weights"
+    sha256: str | None = None
+    """Of the released file."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubCheckpoint:
-    """A checkpoint on the hub. ``file``: the weights or their index; None: the first usual name that exists there."""
+    """A checkpoint on the hub. ``file``: the weights or their index; None: the first usual name that exists there.
+    ``sha256``: of the released ``file``."""
 
     repo: str
     revision: str = "main"
     file: str | None = None
+    sha256: str | None = None
 
 
 STARMIE = HubFile(
-    "moondream/starmie-v1", "35192e10a54e36eabe0a7cc57a2c1aab371cafc5", "tokenizer.json"
+    "moondream/starmie-v1",
+    "35192e10a54e36eabe0a7cc57a2c1aab371cafc5",
+    "tokenizer.json",
+    sha256="0512fdcac4a5f9e7746cbefce4a468dc93bf0f93f11e701b84f8b31bff199e9c",
 )
 """The tokenizer of all released models. The files in vikhyatk/moondream2 hold an older vocabulary."""
 
@@ -67,7 +74,12 @@ KNOWN: dict[str, ModelSource] = {
         ModelSource(DEFAULT_MODEL, path=BUNDLED / "kestrel_tiny", family="moondream3"),
         ModelSource(
             "moondream2",
-            hub=HubCheckpoint("vikhyatk/moondream2", "2025-06-21", "model.safetensors"),
+            hub=HubCheckpoint(
+                "vikhyatk/moondream2",
+                "9a7d4024050840e001defacec2b00727e89149e6",  # The tag 2025-06-21.
+                "model.safetensors",
+                "70a7d94c0c8349eb58ed2d9e636ef2d0916960f321ecabeac6354b8ba3d7403f",
+            ),
             tokenizer=STARMIE,
             family="moondream2",
         ),

@@ -14,8 +14,8 @@ from .finding import Finding
 
 if TYPE_CHECKING:
     from ..compiling.models import compile_kernels
+    from .acceptance import accept
     from .diagnosis import check_slow_device, diagnose
-    from .known_answers import answer
     from .labelled_images import read_labelled_images
     from .model_cache import downloaded, remove
     from .model_download import download
@@ -28,7 +28,7 @@ else:
         {
             "..compiling.models": ("compile_kernels",),
             ".diagnosis": ("check_slow_device", "diagnose"),
-            ".known_answers": ("answer",),
+            ".acceptance": ("accept",),
             ".labelled_images": ("read_labelled_images",),
             ".model_cache": ("downloaded", "remove"),
             ".model_download": ("download",),
@@ -40,7 +40,7 @@ else:
 
 __all__ = [
     "Finding",
-    "answer",
+    "accept",
     "calibrate",
     "check_model_names",
     "check_names",

@@ -16,8 +16,11 @@ from ..checkpoint.weights.loader import check_values
 from ..checkpoint.weights.plan import SHOWN, checkpoint_error
 from ..config.runtime import RuntimeConfig
 from ..errors import CheckpointError, ConfigError, KestrelError
+from ..preprocess.tokenizer import Tokenizer
+from .acceptance import check_tokenizer
 from .finding import Finding
 from .model_download import named_files
+from .releases import Release, release_of
 
 if TYPE_CHECKING:
     from ..types.progress import Progress
@@ -47,8 +50,8 @@ def verify(
         "files", "ok", f"{opened.name}: {len(files)} files, {size / 1e6:,.1f} MB in {folder}"
     )
     try:
-        from_hub = _checksums_from_hub(config, files, hub)
-        yield _checksums(files, from_hub, record, progress)
+        released = _released_checksums(config, files, hub)
+        yield _checksums(files, released, record, progress)
     except (CheckpointError, OSError) as error:
         yield Finding("checksums", "fail", str(error), _AGAIN)
     if opened.plan.faults:
@@ -56,7 +59,13 @@ def verify(
         remedy = "check --weights: these are another model's weights, or damaged"
         yield Finding("tensors", "fail", message, remedy)
         return
-    yield _tensors(opened)
+    release = release_of(config.model)[1]
+    yield _tensors(opened, release)
+    if release is not None and release.tokenizer is not None:
+        try:
+            yield check_tokenizer(Tokenizer.from_file(opened.tokenizer_path), release.tokenizer)
+        except CheckpointError as error:
+            yield Finding("tokenizer", "fail", str(error), _AGAIN)
     try:
         yield _values(opened, progress)
     except KestrelError as error:
@@ -65,24 +74,31 @@ def verify(
         yield _kv_scales(opened)
 
 
-def _checksums_from_hub(
+def _released_checksums(
     config: RuntimeConfig, files: Mapping[str, Path], hub: Hub
-) -> dict[str, str]:
-    """Requests the checksums of files without a recorded one from the hub, if ``config.model`` names the model."""
-    unknown = [name for name, file in files.items() if not _recorded(file)]
+) -> dict[str, tuple[str, str]]:
+    """Returns checksums and their sources, if ``config.model`` names the model: of the catalogue, or else of the hub,
+    for files without a recorded one."""
     try:
         source = resolve(config.model)
     except ConfigError:
         return {}
-    if source.hub is None or not unknown:
+    if source.hub is None:
         return {}
     sums = {}
-    for name in unknown:
-        place = HubFile(source.hub.repo, source.hub.revision, sibling(source.hub, name))
+    for name, file in files.items():
+        place = HubFile(
+            source.hub.repo,
+            source.hub.revision,
+            sibling(source.hub, name),
+            sha256=source.hub.sha256 if name == source.hub.file else None,
+        )
         if name == TOKENIZER_NAME and isinstance(source.tokenizer, HubFile):
             place = source.tokenizer
-        if (found := hub.checksum(place)) is not None:
-            sums[name] = found
+        if place.sha256 is not None:
+            sums[name] = (place.sha256, "the catalogue")
+        elif not _recorded(file) and (found := hub.checksum(place)) is not None:
+            sums[name] = (found, "the hub")
     return sums
 
 
@@ -95,21 +111,21 @@ def _recorded(file: Path) -> tuple[str, str] | None:
 
 
 def _checksums(
-    files: Mapping[str, Path], from_hub: Mapping[str, str], record: bool, progress: Progress | None
+    files: Mapping[str, Path],
+    released: Mapping[str, tuple[str, str]],
+    record: bool,
+    progress: Progress | None,
 ) -> Finding:
-    """Compares the files with their recorded checksums, or else with those ``from_hub``.
+    """Compares the files with the ``released`` checksums, or else with their recorded ones.
 
     Raises CheckpointError and OSError.
     """
     expected: dict[str, str] = {}
     sources: dict[str, None] = {}
     for name, file in files.items():
-        if (recorded := _recorded(file)) is not None:
-            expected[name] = recorded[0]
-            sources[recorded[1]] = None
-        elif name in from_hub:
-            expected[name] = from_hub[name]
-            sources["the hub"] = None
+        if (known := released.get(name) or _recorded(file)) is not None:
+            expected[name] = known[0]
+            sources[known[1]] = None
     wrong = [
         name
         for name, digest in expected.items()
@@ -119,7 +135,7 @@ def _checksums(
     source = " and ".join(sources)
     if wrong:
         message = f"{', '.join(wrong[:SHOWN])}: differs from the checksum recorded by {source}"
-        remedy = _OTHER if any(name in from_hub for name in wrong) else _AGAIN
+        remedy = _OTHER if any(name in released for name in wrong) else _AGAIN
         return Finding("checksums", "fail", message, remedy)
     matching = f"{len(expected)} files match the checksums recorded by {source}"
     if not unknown:
@@ -143,25 +159,30 @@ def _record(files: Mapping[str, Path], progress: Progress | None) -> Finding:
     return Finding("checksums", "ok", f"recorded {len(files)} files in {where}")
 
 
-def _tensors(opened: OpenedModel) -> Finding:
+def _tensors(opened: OpenedModel, release: Release | None) -> Finding:
     plan = opened.plan
+    dtypes = sorted({stored.dtype for item in plan.tensors for stored in item.sources})
+    number = sum(len(item.sources) for item in plan.tensors) + len(plan.ignored)
     rest = f"; {len(plan.ignored)} other tensors are not used" if plan.ignored else ""
-    return Finding(
-        "tensors",
-        "ok",
-        f"{len(plan.tensors)} tensors, {plan.num_elements / 1e6:,.1f} M numbers: names and shapes are "
-        f"{opened.config.family}'s{rest}",
+    message = (
+        f"{len(plan.tensors)} tensors, {plan.num_elements / 1e6:,.1f} M numbers ({', '.join(dtypes)}): names and "
+        f"shapes are {opened.config.family}'s{rest}"
     )
+    if release is not None and release.stored not in (None, (number, *dtypes)):
+        message += f"; but the release has {release.stored[0]} tensors of {release.stored[1]}"
+        return Finding("tensors", "warn", message, _OTHER)
+    return Finding("tensors", "ok", message)
 
 
 def _values(opened: OpenedModel, progress: Progress | None) -> Finding:
     """Checks that all values are finite. Raises CheckpointError."""
-    nonfinite, fingerprint = check_values(opened.plan, opened.files, progress)
-    if nonfinite:
-        more = f" and {len(nonfinite) - SHOWN} more" if len(nonfinite) > SHOWN else ""
-        message = f"NaN or infinite: {', '.join(nonfinite[:SHOWN])}{more}"
-        return Finding("values", "fail", message, _AGAIN)
-    return Finding("values", "ok", f"all are finite; fingerprint {fingerprint}")
+    nonfinite, constant, fingerprint = check_values(opened.plan, opened.files, progress)
+    for names, fault in ((nonfinite, "NaN or infinite"), (constant, "the same value everywhere")):
+        if names:
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            message = f"{fault}: {', '.join(names[:SHOWN])}{more}"
+            return Finding("values", "fail", message, _AGAIN)
+    return Finding("values", "ok", f"finite, and no matrix is constant; fingerprint {fingerprint}")
 
 
 def _kv_scales(opened: OpenedModel) -> Finding:

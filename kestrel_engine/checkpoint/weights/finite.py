@@ -37,6 +37,14 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return tensor.numel() == 0 or bool(all_finite(tensor))
 
 
+def is_constant(tensor: torch.Tensor) -> bool:
+    """Returns whether a CPU tensor of more than one value holds one value only."""
+    if tensor.numel() < 2:
+        return False
+    flat = tensor.reshape(-1).view(torch.uint8).reshape(tensor.numel(), tensor.element_size())
+    return all(bool((flat[:end] == flat[0]).all()) for end in (2**10, len(flat)))
+
+
 def all_finite(tensor: torch.Tensor) -> torch.Tensor:
     """As `is_finite`, but returns a bool scalar on the tensor's device without waiting. ``tensor`` must not be empty.
 

@@ -26,7 +26,7 @@ from ..progress import log_progress
 from . import int4
 from .device_reader import DeviceReader
 from .fingerprint import Fingerprint
-from .finite import FiniteCheck, is_finite
+from .finite import FiniteCheck, is_constant, is_finite
 from .fp8 import dequantise
 from .memory import require_memory
 from .names import Part
@@ -174,15 +174,16 @@ def load_planned(
 
 def check_values(
     plan: CheckpointPlan, files: tuple[Path, ...], progress: Progress | None = None
-) -> tuple[list[str], str]:
+) -> tuple[list[str], list[str], str]:
     """Reads every value once and keeps none.
 
-    Returns the names of tensors that aren't finite, and the fingerprint that `load_planned` computes. Raises
-    CheckpointError for a file that can't be read.
+    Returns the names of tensors that aren't finite, the names of matrices whose values are all the same, and the
+    fingerprint that `load_planned` computes. Raises CheckpointError for a file that can't be read.
     """
     report = progress or log_progress("reading weights")
     fingerprint = Fingerprint()
     nonfinite: list[str] = []
+    constant: list[str] = []
     total, done = plan.num_elements, 0
     with _Reader(files) as read:
         for item in plan.tensors:
@@ -195,9 +196,11 @@ def check_values(
                 fingerprint.add(name, part)
             if not all(is_finite(part) for _, part in parts):
                 nonfinite.append(item.name)
+            elif len(item.shape) > 1 and is_constant(parts[0][1]):
+                constant.append(item.name)
             done += item.num_elements
             report(done, total, f"reading {item.name}")
-    return nonfinite, fingerprint.hexdigest()
+    return nonfinite, constant, fingerprint.hexdigest()
 
 
 def read_tensors(files: tuple[Path, ...], wanted: Sequence[StoredTensor]) -> list[torch.Tensor]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import platform
 from collections.abc import Iterator
+from importlib import metadata
 
 from kestrel_engine import KestrelError, RuntimeConfig, maintenance
 
+from ... import __version__
 from ...process.startup_progress import LoadingProgress
 from ...settings.configuration import add_config_flag
 from ...settings.flags import SettingsError
@@ -21,20 +24,21 @@ ESSENTIAL = ("--image", "--json", "--config", "--model", "--weights", "--device"
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
         "Checks that the files exist, their checksums (of the hub at the download, or a SHA256SUMS beside the files),\n"
-        "names and shapes of all tensors, and that all values are finite. Then loads the model and checks its known\n"
-        "answers. Known answers exist for kestrel-tiny and moondream3-preview. The answer of\n"
-        "moondream3-preview is about an image that we may not distribute (vLLM's test asset stop_sign.jpg): its own\n"
-        "code points at the 'sign' in it and draws its box. Give the image with --image. Weights given by a path are\n"
-        "checked as the model that --model names:\n"
+        "names and shapes of all tensors, their values, and the ids of the released tokenizer. Then loads the model\n"
+        "and checks its known answers, its speed and its memory. Some known answers are about pictures that we may\n"
+        "not distribute: the check names them; give them with --image. Weights given by a path are checked as the\n"
+        "model that --model names:\n"
         "  kestrel-grpc verify\n"
-        "  kestrel-grpc verify moondream3-preview --image stop_sign.jpg\n"
+        "  kestrel-grpc verify moondream3-preview --image stop_sign.jpg --image bottles.jpg\n"
         "  kestrel-grpc verify --model moondream3-preview --weights /models/md3 --image stop_sign.jpg\n"
         "Exits with 1 if a check fails."
     )
     parser.add_argument(
         "name", nargs="?", metavar="MODEL", help="like --model [the configured model]"
     )
-    parser.add_argument("--image", metavar="FILE", help="the image of the known answer")
+    parser.add_argument(
+        "--image", metavar="FILE", action="append", default=[], help="a picture of a known answer"
+    )
     parser.add_argument(
         "--no-answer", action="store_true", help="do not load the model to check known answers"
     )
@@ -50,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = computing_config(args)
-    if args.no_answer and args.image is not None:
-        raise SettingsError("--image is for the known answer, which --no-answer skips")
+    if args.no_answer and args.image:
+        raise SettingsError("--image is for known answers, which --no-answer skips")
     with LoadingProgress() as progress:
         return print_findings(_findings(config, args, progress), as_json=args.json)
 
@@ -59,6 +63,9 @@ def run(args: argparse.Namespace) -> int:
 def _findings(
     config: RuntimeConfig, args: argparse.Namespace, progress: LoadingProgress
 ) -> Iterator[maintenance.Finding]:
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "tokenizers"))
+    machine = f"kestrel-grpc {__version__}, {versions}, Python {platform.python_version()}"
+    yield maintenance.Finding("versions", "ok", f"{machine}, {platform.platform()}")
     failed = False
     for finding in maintenance.verify(config, record=args.record, progress=progress):
         failed |= finding.status == "fail"
@@ -66,9 +73,17 @@ def _findings(
     if args.no_answer:
         return
     if failed:
-        yield maintenance.Finding("answer", "warn", "not checked, because another check failed")
+        yield maintenance.Finding("answers", "warn", "not checked, because another check failed")
         return
-    try:
-        yield asyncio.run(maintenance.answer(config, args.image, progress=progress))
-    except KestrelError as error:
-        yield maintenance.Finding("answer", "fail", str(error), "--no-answer skips this check")
+    accepting = maintenance.accept(config, args.image, progress=progress)
+
+    async def following() -> maintenance.Finding | None:
+        return await anext(accepting, None)
+
+    with asyncio.Runner() as runner:
+        try:
+            while (found := runner.run(following())) is not None:
+                yield found
+        except (KestrelError, OSError) as error:
+            remedy = "--no-answer skips these checks"
+            yield maintenance.Finding("answers", "fail", str(error), remedy)

@@ -88,7 +88,7 @@ def test_both_readers_and_the_check_give_the_same(tmp_path, config_of, random_of
         for ahead in (False, True)
     )
     assert all(torch.equal(mapped.tensors[name], ahead.tensors[name]) for name in mapped.tensors)
-    assert check_values(plan, files) == ([], mapped.fingerprint)
+    assert check_values(plan, files) == ([], [], mapped.fingerprint)
     assert ahead.fingerprint == mapped.fingerprint
 
 

@@ -95,7 +95,7 @@ def test_without_network_all_that_a_released_model_lacks_is_told_at_once(offline
         open_model(RuntimeConfig(model="moondream2"), hub=offline)
     for word in (
         "hf download moondream/starmie-v1 --revision 35192e10a54e36eabe0a7cc57a2c1aab371cafc5",
-        "hf download vikhyatk/moondream2 --revision 2025-06-21",
+        "hf download vikhyatk/moondream2 --revision 9a7d4024050840e001defacec2b00727e89149e6",
         "--weights",
         "--tokenizer",
     ):

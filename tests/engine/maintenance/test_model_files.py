@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-from PIL import Image
 from safetensors.torch import save
 
 from kestrel_engine import RuntimeConfig, maintenance
@@ -15,7 +14,6 @@ from kestrel_engine.checkpoint.checksums import checksum, read_sums, recorded_by
 from kestrel_engine.checkpoint.hub import Hub
 from kestrel_engine.checkpoint.weights.loader import load_checkpoint
 from kestrel_engine.errors import CheckpointError, DownloadError
-from kestrel_engine.maintenance import known_answers
 from kestrel_engine.maintenance.model_download import download
 from kestrel_engine.maintenance.model_verification import verify
 from kestrel_engine.types.model_config import parse_model_config
@@ -227,49 +225,6 @@ def test_the_bundled_model_is_as_recorded() -> None:
     found = verified(RuntimeConfig())
     assert [status for status, _ in found.values()] == ["ok"] * 4
     assert found["checksums"][1] == "5 files match the checksums recorded by SHA256SUMS"
-
-
-async def test_the_bundled_model_gives_its_known_answers() -> None:
-    found = await maintenance.answer(RuntimeConfig(device="cpu", cpu_threads=1), progress=silent)
-    assert (found.status, found.check) == ("ok", "answer"), found
-    assert found.message == "2 known answers on cpu, float32, exactly"
-
-
-async def test_another_image_gives_another_answer(tmp_path: Path) -> None:
-    grey = tmp_path / "grey.png"
-    Image.new("RGB", (300, 200), (128, 128, 128)).save(grey)
-    found = await maintenance.answer(RuntimeConfig(device="cpu", cpu_threads=1), str(grey))
-    assert found.status == "fail"
-    assert "instead of answer '3'" in found.message
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (RuntimeConfig(model="moondream3-preview"), "the known answer is about the stop sign"),
-        (RuntimeConfig(model="moondream2"), "no answer is known for moondream2, only for kestrel-"),
-        (RuntimeConfig(model_path="/models/md3"), "no answer is known for /models/md3"),
-    ],
-)
-async def test_why_no_answer_can_be_had(config: RuntimeConfig, words: str) -> None:
-    found = await maintenance.answer(config)
-    assert found.status == "warn" and found.remedy
-    assert found.message.startswith("not checked: ") and words in found.message
-
-
-def test_answers_may_differ_as_far_as_rounding_goes() -> None:
-    (point, box) = known_answers.KNOWN_ANSWERS["moondream3-preview"]
-    distance = known_answers._distance
-    assert distance(point.output, {"points": [{"x": 289 / 1024, "y": 326 / 1024}]}) == 0
-    near = {"points": [{"x": 291 / 1024, "y": 325 / 1024}]}
-    assert distance(point.output, near) == 2 / 1024 < known_answers.TOLERANCE
-    assert distance(point.output, {"points": []}) == float("inf")
-    assert distance(point.output, box.output) == float("inf")
-    # The golden box is that of centre bins 269 and 284 and size bins 780 and 838 (moondream.md section 7).
-    (told,) = box.output["objects"]
-    width, height = (2 ** (10 * b / 1023 - 10) for b in (780, 838))
-    assert told["x_max"] == pytest.approx(269 / 1024 + width / 2, abs=1e-6)
-    assert told["y_min"] == pytest.approx(284 / 1024 - height / 2, abs=1e-6)
 
 
 def test_the_public_functions_stay_functions_once_they_were_called(tmp_path):
