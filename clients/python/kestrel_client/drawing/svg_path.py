@@ -22,6 +22,8 @@ _MOST_CHORDS = 256
 
 _BLANK = r"[\s,]*"
 _MOVETO = re.compile(f"{_BLANK}[Mm]")
+_FURTHEST = 1e9
+"""A larger number is an error: later products would overflow."""
 _NUMBER = r"((?>[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?))"
 _FLAG = "([01])"
 """A flag of an arc needs no separator: "01.5" is 0, 1, .5."""
@@ -62,7 +64,10 @@ def _segments(path: str) -> Iterator[tuple[str, list[float]]]:
         if found is None:
             return
         while found is not None:
-            yield command, [float(number) for number in found.groups()]
+            arguments = [float(number) for number in found.groups()]
+            if max(map(abs, arguments)) > _FURTHEST:
+                return
+            yield command, arguments
             position = found.end()
             # Further pairs after a moveto are linetos.
             command = {"M": "L", "m": "l"}.get(command, command)
@@ -148,7 +153,7 @@ class _Pen:
         """SVG 1.1, appendix F.6: from endpoints to the ellipse's centre and angles."""
         rx, ry, turn, large, sweep = abs(arguments[0]), abs(arguments[1]), *arguments[2:5]
         (x1, y1), (x2, y2) = self.at, end
-        if rx == 0 or ry == 0 or self.at == end:
+        if min(rx, ry) < 1 / _FURTHEST or self.at == end:
             self._line(end)
             return
         cos, sin = math.cos(math.radians(turn)), math.sin(math.radians(turn))
