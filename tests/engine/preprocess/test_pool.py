@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -34,10 +35,11 @@ from kestrel_engine.preprocess.crops import prepare
 from kestrel_engine.preprocess.decoding.images import open_image
 from kestrel_engine.preprocess.pool import EXPENSIVE_NICE, PreprocessPool
 from kestrel_engine.preprocess.processes import decoder_process
+from kestrel_engine.preprocess.processes.decoder_process import DecoderProcess
 from kestrel_engine.processes.template import confined
 from kestrel_engine.types.model_config import VisionConfig
 from tests.engine.preprocess.decoders import decoders, held_up, nice_of, state
-from tests.waiting import until
+from tests.waiting import until, wait_until
 
 LIMITS, VISION = ImageLimits(), VisionConfig()
 ROOT = Path(__file__).parents[3]
@@ -63,6 +65,7 @@ def huge(seed: int = 0) -> bytes:
 @pytest.fixture
 def make_pool(monkeypatch):
     monkeypatch.setattr("kestrel_engine.preprocess.pool.CHEAP_SECONDS", 0.15)
+    wait_until(lambda: not decoders())  # What the test before has killed may live for a moment.
     pools = []
 
     def make(processes: int = 1, limits: ImageLimits = LIMITS, **options) -> PreprocessPool:
@@ -78,8 +81,34 @@ NICE = min(19, nice_of(os.getpid()) + EXPENSIVE_NICE)
 """Of a process that decodes an expensive image: above the niceness of the tests."""
 
 
-def expensive_decoders() -> set[int]:
-    return {pid for pid in decoders() if nice_of(pid) == NICE}
+@contextlib.contextmanager
+def expensive_held_up(cheap: set[int]) -> Iterator[set[int]]:
+    """Expensive decoders stop before they get their image, until the end of the block. Gives those that have stopped.
+    ``cheap``: the decoders that there are."""
+    held: set[int] = set()
+    is_open = False
+
+    def started() -> set[int]:
+        return {pid for pid in decoders() - cheap - held if nice_of(pid) == NICE}
+
+    class Held(DecoderProcess):
+        def __init__(self, *given, nice: int, **more):
+            super().__init__(*given, nice=nice, **more)
+            if nice and not is_open:
+                found = wait_until(started)
+                for pid in found:
+                    os.kill(pid, signal.SIGSTOP)
+                held.update(found)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("kestrel_engine.preprocess.pool.DecoderProcess", Held)
+        try:
+            yield held
+        finally:
+            is_open = True
+            for pid in held:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
 
 
 async def decoders_of(pool: PreprocessPool) -> set[int]:
@@ -267,11 +296,10 @@ async def test_seconds_leave_waiting_out(moved_clock, make_pool):
 async def test_an_expensive_image_has_a_process_of_its_own_and_small_ones_overtake_it(make_pool):
     pool = make_pool()
     cheap = await decoders_of(pool)
-    expensive = asyncio.create_task(pool.prepare(huge()))
-    await until(lambda: decoders() - cheap)
-    [own] = decoders() - cheap
-    await until(lambda: nice_of(own) == NICE)
-    with held_up({own}):
+    with expensive_held_up(cheap) as held:
+        expensive = asyncio.create_task(pool.prepare(huge()))
+        await until(lambda: held)
+        [own] = held
         for seed in range(3):
             await pool.prepare(pixels(seed))
         second = asyncio.create_task(pool.prepare(huge(1)))
@@ -286,8 +314,8 @@ async def test_an_expensive_image_has_a_process_of_its_own_and_small_ones_overta
 async def test_expensive_images_run_within_the_budget_only(make_pool, decode_bytes, together):
     """Eight processes may run two expensive images, if there is memory for both."""
     pool = make_pool(8, decode_bytes=decode_bytes)
-    jobs = [asyncio.create_task(pool.prepare(huge(seed))) for seed in range(2)]
-    with held_up(await until(expensive_decoders)):
+    with expensive_held_up(decoders()):
+        jobs = [asyncio.create_task(pool.prepare(huge(seed))) for seed in range(2)]
         await until(lambda: pool.load.running_expensive + pool.load.queued_expensive == 2)
         assert pool.load.running_expensive == together
     await asyncio.gather(*jobs)
@@ -445,32 +473,32 @@ async def test_a_cancelled_waiting_job_never_starts_and_frees_its_image(make_poo
 async def test_an_expensive_image_that_nobody_waits_for_is_given_up(make_pool):
     pool = make_pool()
     cheap = await decoders_of(pool)
-    job = asyncio.create_task(pool.prepare(huge()))
-    await until(lambda: decoders() - cheap)
-    own = decoders() - cheap
-    with held_up(own):
+    with expensive_held_up(cheap) as held:
+        job = asyncio.create_task(pool.prepare(huge()))
+        await until(lambda: held)
         job.cancel()
         with pytest.raises(asyncio.CancelledError):
             await job
-        await until(lambda: not decoders() & own)
+        await until(lambda: not decoders() & held)
     await until(lambda: pool.load.expensive_bytes == 0)
 
 
 async def test_close_ends_running_images_at_once(make_pool):
     pool = make_pool()
     cheap = await decoders_of(pool)
-    expensive = asyncio.create_task(pool.prepare(huge()))
-    await until(lambda: decoders() - cheap)
-    pids = decoders()
-    with held_up(pids):
-        jobs = [expensive, *(asyncio.create_task(pool.prepare(pixels(seed))) for seed in range(3))]
-        await asked(pool, 4)
-        pool.close()
-        found = await asyncio.gather(*jobs, return_exceptions=True)
+    with expensive_held_up(cheap) as held:
+        expensive = asyncio.create_task(pool.prepare(huge()))
+        await until(lambda: held)
+        with held_up(cheap):
+            others = (asyncio.create_task(pool.prepare(pixels(seed))) for seed in range(3))
+            jobs = [expensive, *others]
+            await asked(pool, 4)
+            pool.close()
+            found = await asyncio.gather(*jobs, return_exceptions=True)
     assert all(isinstance(each, EngineClosed) for each in found)
     with pytest.raises(EngineClosed):
         await pool.prepare(pixels())
-    await until(lambda: not decoders() & pids)
+    await until(lambda: not decoders() & (cheap | held))
     pool.close()
 
 
@@ -478,9 +506,9 @@ async def test_pixels_that_wait_are_bounded(make_pool):
     """An image that need not wait is not counted, and one alone always may."""
     pool = make_pool(limits=ImageLimits(max_aspect_ratio=100), max_waiting_pixels=5000)
     cheap = await decoders_of(pool)
-    running = asyncio.create_task(pool.prepare(huge()))
-    await until(lambda: decoders() - cheap)
-    with held_up(decoders() - cheap):
+    with expensive_held_up(cheap) as held:
+        running = asyncio.create_task(pool.prepare(huge()))
+        await until(lambda: held)
         first = asyncio.create_task(pool.prepare(huge(1)))
         await until(lambda: pool.load.waiting_pixels)
         assert pool.load.waiting_pixels == 3_250_000, "more than the limit, but alone"
