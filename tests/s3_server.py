@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.ports import free_port
 from tests.waiting import wait_until
 
 BUCKET = "kestrel"
@@ -25,9 +25,7 @@ def start_s3() -> Iterator[str]:
     ]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     variables = {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ALLOW_HTTP": "true",

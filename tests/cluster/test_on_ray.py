@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
-import socket
 import subprocess
 import time
 from asyncio import to_thread
@@ -19,6 +18,7 @@ import psutil
 import pytest
 
 from tests.cluster.local_ray import Callers, LocalRay, until
+from tests.ports import free_port
 from tests.service.command_line import ROOT
 
 pytestmark = [
@@ -37,11 +37,6 @@ insecure-listen = true
 [server]
 drain-delay = 3
 """
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

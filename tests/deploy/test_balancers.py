@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tests.abuse.processes.three_servers import FILES, GREEDY, Servers, places
+from tests.ports import free_port
 from tests.waiting import until, wait_until
 
 pytestmark = pytest.mark.slow
@@ -59,8 +60,7 @@ def servers(tmp_path_factory):
 def front(request, servers, tmp_path_factory):
     """The address of a balancer."""
     folder = tmp_path_factory.mktemp(request.param)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     command, environ = COMMANDS[request.param](folder, address, servers.addresses)
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stderr=log, env={**os.environ, **environ})

@@ -24,6 +24,7 @@ from kestrel_grpc.security.identity.tokens import line_of, new_token
 from tests.abuse.connections.hand_made_calls import head
 from tests.abuse.connections.rude_sockets import PREFACE, frame
 from tests.abuse.process import ServerProcess
+from tests.ports import free_port
 from tests.service.certificates import make_authority
 from tests.waiting import until, wait_until
 
@@ -49,8 +50,7 @@ class Front:
         self.ca = authority.ca.cert
         self.token = new_token()
         (tokens := folder / "tokens").write_text(line_of("camera", [Scope.INFER], self.token))
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.address = f"localhost:{self.port}"
         back = f"unix:{folder}/kestrel.sock"
         self._flags = ("--auth-tokens", str(tokens), "--max-message-bytes", "1MiB")

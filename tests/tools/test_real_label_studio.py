@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import pytest
 
 from tests.code_blocks import ROOT
 from tests.environments import python_named
+from tests.ports import free_port
 from tests.tools.test_label_studio import CONFIG, bridge
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -27,8 +27,7 @@ TOKEN = secrets.token_hex(20)
 def label_studio(tmp_path: Path) -> Iterator[httpx2.Client]:
     """A client of a new Label Studio."""
     program = python_named("KESTREL_TEST_LABEL_STUDIO", "label-studio").with_name("label-studio")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     user = (
         "--username",
         "a@example.org",

@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from tests.code_blocks import ROOT
+from tests.ports import free_port
 from tests.waiting import until
 
 # Its import takes a second, which every process that collects tests would spend.
@@ -81,9 +82,7 @@ async def test_http_answers_as_standard_input_does(serve):
     import mcp
 
     served = await serve()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         command(served.server.addresses[0], "--http", str(port)),
         cwd=ROOT,

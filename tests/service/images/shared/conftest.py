@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tests.service.certificates import Pair
 from tests.waiting import wait_until
 
@@ -22,9 +23,7 @@ class RedisServer:
     """A server that can be killed, stopped and started again on its port."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.folder = folder
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._process: subprocess.Popen[bytes] | None = None
