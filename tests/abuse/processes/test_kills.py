@@ -24,7 +24,9 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.process.running import EXIT_ENGINE_FAILED
+from tests.abuse.fake_server import NO_END
 from tests.abuse.process import ROOT, ServerProcess
+from tests.ports import free_port
 from tests.service.statuses import failure
 from tests.waiting import until
 
@@ -50,8 +52,8 @@ def query(max_tokens: int = 2) -> pb.QueryRequest:
 
 
 async def streams(stub: VisionServiceStub, count: int) -> list:
-    """Streams that go on for ten seconds if nothing happens; each has begun to talk."""
-    calls = [stub.StreamQuery(query(1900), timeout=DEADLINE_S) for _ in range(count)]
+    """Streams that go on for minutes if nothing happens; each has begun to talk."""
+    calls = [stub.StreamQuery(query(NO_END), timeout=DEADLINE_S) for _ in range(count)]
     for call in calls:
         events = aiter(call)
         for _ in range(2):
@@ -133,7 +135,7 @@ async def test_a_device_that_hangs_for_ever_ends_the_process_once_callers_have_t
 
 
 async def test_sigterm_during_a_step_that_hangs_ends_calls_and_process(tmp_path):
-    with ServerProcess(tmp_path, "--step-timeout", "600", "--grace", "1") as server:
+    with ServerProcess(tmp_path, "--step-timeout", "600", "--grace", "1", *UNLIMITED) as server:
         async with channel_to(server.address) as channel:
             calls = await streams(VisionServiceStub(channel), 3)
             server.hang.with_suffix(".forever").touch()
@@ -162,20 +164,12 @@ async def test_a_step_that_hangs_for_less_than_the_limit_costs_nobody_anything(t
         server.stop(within_s=60)
 
 
-@contextmanager
-def free_port() -> Iterator[str]:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-    yield address
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("which", ["stderr", "stdout"])
 async def test_a_full_disk_for_the_log_is_no_callers_business(tmp_path, which):
     flags = ("--access-log", "json", "--log-format", "json")
-    with free_port() as address, open("/dev/full", "wb") as full:
-        listen = address if which == "stdout" else "127.0.0.1:0"
+    with open("/dev/full", "wb") as full:
+        listen = f"127.0.0.1:{free_port() if which == 'stdout' else 0}"
         with ServerProcess(tmp_path, *flags, listen=listen, **{which: full}) as server:
             async with channel_to(server.address) as channel:
                 stub = VisionServiceStub(channel)
@@ -204,10 +198,10 @@ async def test_a_log_that_nobody_reads_holds_nobody_up_and_says_what_it_lost(tmp
     """A pipe takes 64 KiB, whoever writes more waits."""
     pytest.importorskip("prometheus_client")
     read, write = os.pipe()
+    metrics = f"127.0.0.1:{free_port()}"
     with (
         open(read, "rb") as reader,
         open(write, "wb") as pipe,
-        free_port() as metrics,
         ServerProcess(
             tmp_path,
             *("--access-log", "json", "--log-buffer-bytes", "8KiB", "--metrics-listen", metrics),
@@ -255,8 +249,7 @@ GRACE_S = 3.0
 def collector(kind: str) -> Iterator[tuple[str, subprocess.Popen | None]]:
     """(endpoint, process): one that isn't there, one that takes connections and says nothing, one that lives."""
     if kind == "absent":
-        with free_port() as address:
-            yield f"http://{address}", None
+        yield f"http://127.0.0.1:{free_port()}", None
     elif kind == "mute":
         with socket.create_server(("127.0.0.1", 0)) as mute:
             yield f"http://127.0.0.1:{mute.getsockname()[1]}", None

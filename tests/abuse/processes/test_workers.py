@@ -21,7 +21,7 @@ from kestrel_client import AsyncKestrelClient
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
-from tests.abuse.fake_server import FAIL
+from tests.abuse.fake_server import FAIL, NO_END
 from tests.abuse.process import ROOT, ServerProcess
 from tests.forking.process import run_forked
 from tests.service.statuses import failure
@@ -239,7 +239,7 @@ async def test_sigkill_of_the_supervisor_ends_the_workers_and_frees_the_port(fol
 async def test_a_second_signal_ends_all_at_once(folder: Path):
     with Workers(folder, "--worker-listen", f"unix:{folder}/{{index}}") as server:
         async with grpc.aio.insecure_channel(f"unix:{folder}/1") as channel:
-            call = await stream(VisionServiceStub(channel), 1900)
+            call = await stream(VisionServiceStub(channel), NO_END)
             server.popen.send_signal(signal.SIGTERM)
             await server.until(lambda: len(server.events("draining")) == 2)
             server.popen.send_signal(signal.SIGTERM)

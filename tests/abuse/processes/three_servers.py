@@ -94,7 +94,7 @@ class Servers:
     @contextlib.asynccontextmanager
     async def client(self, kind="async", target=None, **options):
         """A client of all servers, or of ``target``."""
-        options = {"timeout": 20, **options}
+        options = {"timeout": 60, **options}
         if kind == "sync":
             with KestrelClient(target or self.addresses, **options) as client:
                 yield Threaded(client)
