@@ -16,11 +16,12 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2
 from kestrel_grpc.settings.security import CallLimits, SecurityConfig
 from tests.kserve.conftest import infer, jpeg, output
 from tests.service.conftest import NO_END, EndlessRuntime, HeldRuntime
-from tests.service.statuses import failure, read
+from tests.service.statuses import read
 from tests.waiting import until
 
 ACCESS_LOG = "kestrel_grpc.access"
 SHORT = {"SKILL": "query", "QUESTION": "What?", "TEMPERATURE": 0.0, "MAX_TOKENS": 4}
+STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
 LONG = {**SHORT, "MAX_TOKENS": NO_END}
 
 
@@ -90,20 +91,16 @@ async def test_many_requests_run_side_by_side_and_errors_keep_the_stream_open(se
 async def test_a_client_may_ask_for_a_status(serve):
     """With the metadata triton_grpc_error: true, an error ends the stream."""
     served = await serve()
-    stub = GRPCInferenceServiceStub(served.channel)
-    told = await failure(
-        stub.ModelStreamInfer([infer(SKILL="smell")], metadata=[("triton_grpc_error", "true")])
-    )
+    as_status = [("triton_grpc_error", "true")]
+    told = await served.refusal(STREAM_INFER, [infer(SKILL="smell")], metadata=as_status)
     assert told.code is grpc.StatusCode.INVALID_ARGUMENT and told.message.startswith("SKILL: ")
 
 
 async def test_a_message_that_is_none_ends_the_stream(serve):
     served = await serve()
-    method = "/inference.GRPCInferenceService/ModelStreamInfer"
-    told = await failure(served.channel.stream_stream(method)([b"\x0a\xff\xff"]))
+    told = await served.refusal(STREAM_INFER, [b"\x0a\xff\xff"])
     assert told.code is grpc.StatusCode.INVALID_ARGUMENT
-    responses = await all_of(served.channel.stream_stream(method)([]))
-    assert responses == []
+    assert await served.send(STREAM_INFER, []) == []
 
 
 async def test_cancel_frees_pages(serve):

@@ -85,15 +85,18 @@ class Served:
         return engine
 
     async def send(self, method: str, requests: Iterable[Any], **handling: Any) -> list[bytes]:
-        """The responses to a stream of ``requests``, messages or bytes, to ``method`` ("VisionService/StreamFrames").
+        """The responses to a stream of ``requests``, messages or bytes, to ``method``: "VisionService/StreamFrames", or
+        the path of one of another package.
 
         Raises grpc.RpcError. gRPC's synchronous client sends it, because grpc.aio reports INTERNAL in place of the
         server's status if it cannot send a message any more when the server has ended the stream.
         """
 
+        path = method if method.startswith("/") else f"/kestrel.v1.{method}"
+
         def ask() -> list[bytes]:
             with grpc.insecure_channel(self.server.addresses[0], LOCAL) as channel:
-                call = channel.stream_stream(f"/kestrel.v1.{method}", request_serializer=to_bytes)
+                call = channel.stream_stream(path, request_serializer=to_bytes)
                 return list(call(iter(requests), **handling))
 
         return await asyncio.to_thread(ask)

@@ -22,6 +22,7 @@ from kestrel_engine.steps.loop import EngineLoop
 from kestrel_engine.types.model_config import parse_model_config
 from tests.engine.fakes import IMAGE, SMALL, ByteCodec
 from tests.engine.options.test_stop_strings import GREEDY, says, streamed
+from tests.waiting import until
 
 SCHEMA = {
     "type": "object",
@@ -361,12 +362,6 @@ async def held_compiler(make_engine, monkeypatch):
     return types.SimpleNamespace(
         compiler=compiler, opened=opened, compiled=compiled, ask=ask, engine=engine
     )
-
-
-async def until(condition):
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0)
 
 
 async def test_principals_take_turns_to_have_constraints_compiled(held_compiler):

@@ -170,8 +170,7 @@ async def test_every_method_counts(serve):
         path = f"/{service}/{method.name}"
         channel = served.channel
         if method.client_streaming:
-            made = channel.stream_stream if method.server_streaming else channel.stream_unary
-            call = made(path)(iter([many]), metadata=metadata)
+            call = served.send(path, [many], metadata=metadata)
         else:
             made = channel.unary_stream if method.server_streaming else channel.unary_unary
             call = made(path)(many, metadata=metadata)

@@ -294,8 +294,7 @@ async def test_unfinished_uploads_are_bounded_together(serve):
 
 async def test_no_message_at_all(serve):
     served = await serve()
-    call = served.channel.stream_unary("/kestrel.v1.ImageService/UploadImage")
-    told = await failure(call(iter([b"\xff"])))
+    told = await served.refusal(UPLOAD, [b"\xff"])
     assert told.code is INVALID and "not a valid message" in told.message
 
 

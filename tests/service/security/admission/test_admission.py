@@ -260,9 +260,7 @@ async def test_a_call_without_its_message_is_told_so(serve):
 async def test_of_two_messages_the_first_counts(serve):
     """As plain grpc.aio has it: what comes after the one message of a method is never read."""
     served = await serve()
-    call = served.channel.stream_unary("/kestrel.v1.VisionService/Query")
-    first, second = query(max_tokens=2), query(max_tokens=5)
-    answer = await call(iter([first.SerializeToString(), second.SerializeToString()]))
+    [answer] = await served.send("VisionService/Query", [query(max_tokens=2), query(max_tokens=5)])
     assert pb.QueryResponse.FromString(answer).usage.output_tokens == 2
 
 
