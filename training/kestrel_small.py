@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from training.learning.model import Sizes
-from training.scenes.tiling import Geometry
+from kestrel_engine.preprocess.crops import select_tiling
+from kestrel_engine.types.model_config import parse_model_config
 
-VIEW = Geometry(patch=20, crop=640, margin=2, max_crops=4)
-LAYERS = 8
-SIZES = Sizes(
-    dim=384, ff_dim=1536, layers=LAYERS, heads=6, vocab=2048, max_context=4096, moe_start=LAYERS,
-    vision_dim=320, vision_layers=8, vision_heads=5, vision_ff=1280, proj_inner=1024, view=VIEW,
-)  # fmt: skip
-TOKENIZER_FILE = Path(__file__).parent / "domains" / "tokenizer.json"
+FOLDER = Path(__file__).parent / "model"
+"""config.json and tokenizer.json, as the engine reads them."""
+TOKENIZER_FILE = FOLDER / "tokenizer.json"
+CONFIG = parse_model_config(json.loads((FOLDER / "config.json").read_text(encoding="utf-8")))
+
+
+def num_crops(width: int, height: int) -> int:
+    """How many crops the model encodes of a picture."""
+    rows, columns = select_tiling(width, height, CONFIG.vision)
+    return 1 if rows * columns == 1 else 1 + rows * columns

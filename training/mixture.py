@@ -12,8 +12,7 @@ from training.domains.screens.draw import draw as screens
 from training.domains.shapes.draw import draw as shapes
 from training.domains.text.draw import draw as text
 from training.domains.webcharts.draw import draw as webcharts
-from training.kestrel_small import VIEW
-from training.scenes.tiling import View
+from training.kestrel_small import num_crops
 
 # Share of the pictures at the start and at the end of the plan.
 DOMAINS: dict[str, tuple[Domain, float, float]] = {
@@ -39,13 +38,13 @@ def draw_size(rng: random.Random, progress: float) -> tuple[int, int]:
         aspect = rng.uniform(1, 1.6) if rng.random() < 0.8 else rng.uniform(1, 2.5)
         size = round(long), max(200, round(long / aspect))
         size = size if rng.random() < 0.6 else size[::-1]
-        if (View.of(*size, VIEW).crops > 1) == tiled:
+        if (num_crops(*size) > 1) == tiled:
             return size
 
 
 def images_of(size: tuple[int, int], images: int) -> int:
     """How many pictures of this size a step of ``images`` one-crop pictures has."""
-    return max(1, round(images * IMAGES[View.of(*size, VIEW).crops]))
+    return max(1, round(images * IMAGES[num_crops(*size)]))
 
 
 def draw_domain(rng: random.Random, progress: float) -> str:

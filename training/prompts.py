@@ -1,37 +1,27 @@
-"""Typed token sequences: the input and the expected output of the model for every skill.
+"""Requests as token sequences: the input and the expected output of the model for every skill.
 
 A coordinate is id 5 with a value, and a size is id 6 with two values. All other tokens are text ids.
 """
 
 from __future__ import annotations
 
-import math
+import json
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from training.scenes.captions import LENGTHS
+from kestrel_engine.types.model_config import Templates, parse_model_config
+from training.domains.picture import Ask
+from training.kestrel_small import FOLDER
 
-EOS, ANSWER, COORD, SIZE = 0, 3, 5, 6
-COORD_BINS = SIZE_BINS = 1024
-Value = tuple[float, float]
+EOS, COORD, SIZE = 0, 5, 6
 
 
 def path_token_text(token: str) -> str:
     """How a path token is written in the vocabulary: a space before all but the opening command."""
     return token if token == "M" else f" {token}"
-
-
-def coord_bin(value: float) -> float:
-    """Returns the fractional bin for a coordinate, which is bin / 1024."""
-    return min(max(value * COORD_BINS, 0.0), COORD_BINS - 1.0)
-
-
-def size_bin(value: float) -> float:
-    """Returns the fractional bin for a size, which is 2 ** (10 bin / 1023 - 10)."""
-    return (math.log2(min(max(value, 1 / 1024), 1.0)) + 10) / 10 * (SIZE_BINS - 1)
 
 
 @dataclass
@@ -43,7 +33,7 @@ class Prompt:
 
     skill: str
     ids: list[int] = field(default_factory=list)
-    values: list[Value] = field(default_factory=list)
+    values: list[tuple[float, float]] = field(default_factory=list)
     start: int = 0
 
     def text(self, ids: list[int]) -> None:
@@ -54,10 +44,6 @@ class Prompt:
         self.ids.append(COORD)
         self.values.append((value, 0.0))
 
-    def size(self, width: float, height: float) -> None:
-        self.ids.append(SIZE)
-        self.values.append((width, height))
-
     def reference(self, ref: tuple[float, ...]) -> None:
         """A spatial reference: a point as two coordinates, a box as centre and size."""
         if len(ref) == 2:
@@ -67,61 +53,68 @@ class Prompt:
             x0, y0, x1, y1 = ref
             self.coord((x0 + x1) / 2)
             self.coord((y0 + y1) / 2)
-            self.size(x1 - x0, y1 - y0)
-
-    def begin_answer(self) -> None:
-        self.start = len(self.ids)
-
-
-@dataclass(frozen=True)
-class Templates:
-    """Ids around the user's words, as config.json lists them."""
-
-    caption: dict[str, list[int]]
-    prefix: dict[str, list[int]]
-
-    def as_config(self) -> dict[str, object]:
-        skills = {name: {"prefix": ids, "suffix": [ANSWER]} for name, ids in self.prefix.items()}
-        return {"caption": self.caption, **skills}
+            self.ids.append(SIZE)
+            self.values.append((x1 - x0, y1 - y0))
 
 
 class PromptWriter:
-    """Writes prompts with one tokenizer; encodings are remembered."""
+    """Writes prompts with a model's tokenizer and templates; encodings are remembered."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, templates: Templates) -> None:
+        self.tokenizer, self._templates = tokenizer, templates
         self._encode = lru_cache(maxsize=200_000)(lambda text: tuple(tokenizer.encode(text).ids))
 
     @classmethod
-    def of(cls, file: Path) -> PromptWriter:
-        return cls(Tokenizer.from_file(str(file)))
+    def of(cls, folder: Path) -> PromptWriter:
+        """Of the model in this folder."""
+        config = parse_model_config(json.loads((folder / "config.json").read_text("utf-8")))
+        return cls(Tokenizer.from_file(str(folder / "tokenizer.json")), config.templates)
 
     def encode(self, text: str) -> list[int]:
         return list(self._encode(text))
 
-    @cached_property
-    def templates(self) -> Templates:
-        describe = self.encode("describe")
-        captions = {name: [1, *describe, 2, *self.encode(name), ANSWER] for name in LENGTHS}
-        skills = ("query", "detect", "point", "segment")
-        return Templates(captions, {name: [1, *self.encode(name), 2] for name in skills})
-
     def open(self, skill: str, words: str, refs: tuple[tuple[float, ...], ...] = ()) -> Prompt:
-        """A request without its result; words as the engine's grammar has them."""
+        """A request without its result. words: the question, the object, or a caption's length."""
         prompt = Prompt(skill)
-        prompt.text(self.templates.prefix[skill])
-        for ref in refs:
-            prompt.reference(ref)
-        prompt.text([*self.encode(words), ANSWER])
-        prompt.begin_answer()
+        if skill == "caption":
+            prompt.text(list(self._templates.caption[words]))
+        else:
+            prompt.text(list(getattr(self._templates, f"{skill}_prefix")))
+            for ref in refs:
+                prompt.reference(ref)
+            # As the engine's grammar has them.
+            words = f" {words}" if skill in ("point", "detect") else words.strip()
+            prompt.text([*self.encode(words), *self._templates.query_suffix])
+        prompt.start = len(prompt.ids)
         return prompt
 
-    def seek(self, skill: str, words: str, refs: tuple[tuple[float, ...], ...] = ()) -> Prompt:
-        """Point, detect or segment; without the result."""
-        return self.open(skill, words if skill == "segment" else f" {words}", refs)
 
-    def open_caption(self, length: str) -> Prompt:
-        prompt = Prompt("caption")
-        prompt.text(self.templates.caption[length])
-        prompt.begin_answer()
-        return prompt
+@cache
+def writer() -> PromptWriter:
+    return PromptWriter.of(FOLDER)
+
+
+def opening(ask: Ask, width: int, height: int) -> Prompt:
+    """The request without its result."""
+    refs = tuple(tuple(v / (width, height)[i % 2] for i, v in enumerate(ref)) for ref in ask.refs)
+    return writer().open(ask.skill, ask.text, refs)
+
+
+def write(ask: Ask, width: int, height: int) -> Prompt:
+    """The request and its result."""
+    prompt = opening(ask, width, height)
+    if ask.skill in ("query", "caption"):
+        words = ask.answer if ask.spelled else (ask.answer,)
+        prompt.text([i for each in words for i in writer().encode(each)])
+    for x, y in ask.points:
+        prompt.coord(min(max(x / width, 0.0), 1.0))
+        prompt.coord(min(max(y / height, 0.0), 1.0))
+    if ask.skill in ("detect", "segment"):
+        for x0, y0, x1, y1 in ask.boxes:
+            left, right = max(x0, 0) / width, min(x1, width) / width
+            top, bottom = max(y0, 0) / height, min(y1, height) / height
+            prompt.reference((left, top, right, bottom))
+        for token in ask.path:
+            prompt.text(writer().encode(path_token_text(token)))
+    prompt.text([EOS])
+    return prompt

@@ -10,27 +10,30 @@ figures, checkpoint and resuming are a moving average. --out gets the checkpoint
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader
 
-from training.images.picture_images import PictureMaker
-from training.judging import gallery, held_out, judge, table
-from training.kestrel_small import SIZES
+from training.domains.picture import Picture
+from training.export import export
+from training.judging import engine_config, figures_of, gallery, held_out, judge, table
+from training.kestrel_small import CONFIG
 from training.learning import checkpoints
+from training.learning.batches import Batch, Steps
 from training.learning.losses import JITTER, PageHelper, loss_of, run
-from training.learning.model import Moondream
+from training.learning.model import Learner, initial_tensors
 from training.learning.muon import Muon
-from training.writing import PictureBatch, Steps
 
 AVERAGE = 0.998  # of the weights, a step
 MUON_RATE, ADAM_RATE = 2e-3, 1e-3
@@ -69,101 +72,78 @@ def learning_rate(progress: float, step: int) -> float:
     return min(1.0, (step + 1) / 200, 0.02 + 0.98 * (1 - progress) / 0.33)
 
 
-def compile_blocks(model: Moondream) -> None:
-    """Compile block by block: the crop count varies from step to step, the rest is fixed."""
-    for block in model.vision.blocks:
-        block.compile(dynamic=True)
-    for block in model.text.blocks:
-        block.compile()
-
-
 def share_gradients(parameters: Sequence[Tensor], world: int) -> None:
     """Average the gradients over all ranks, as one flat buffer."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    flat = torch.cat([g.flatten() for g in gradients])
+    flat = parameters_to_vector(gradients)
     dist.all_reduce(flat)
-    flat /= world
-    parts = torch.split(flat, [g.numel() for g in gradients])
-    torch._foreach_copy_(
-        gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
-    )
-
-
-class Average:
-    """A copy of the model whose weights follow the trained ones; never compiled."""
-
-    def __init__(self, model: Moondream) -> None:
-        self.model = Moondream(SIZES).to(next(model.parameters()).device)
-        self.model.load_state_dict(model.state_dict())
-        self._pairs = list(self.model.parameters()), list(model.parameters())
-        self._steps = 0
-
-    @torch.no_grad()
-    def update(self) -> None:
-        self._steps += 1
-        keep = min(AVERAGE, 1 - 1 / (1 + 0.3 * self._steps))
-        torch._foreach_lerp_(*self._pairs, 1 - keep)
+    vector_to_parameters(flat / world, gradients)
 
 
 class Trainer:
-    """Model, helper and optimisers of one rank."""
+    """Model, helper and optimisers of one rank. Rank 0 also has ``average``, which follows the weights."""
 
     def __init__(
         self, args: argparse.Namespace, world: int, rank: int, device: torch.device
     ) -> None:
-        self.args, self.world, self.rank, self.device = args, world, rank, device
+        self.args, self.world, self.device, self.steps = args, world, device, 0
         torch.manual_seed(args.seed)
-        self.model, self.helper = Moondream(SIZES).to(device), PageHelper(SIZES.dim).to(device)
+        tensors, self.helper = initial_tensors(CONFIG), PageHelper(CONFIG.text.dim)
         if args.resume:
             state = checkpoints.load_quantised(args.resume)
-            self.model.load_state_dict(state["model"])
+            tensors = state["model"]
             if state["helper"]["out.weight"].shape == self.helper.out.weight.shape:
                 self.helper.load_state_dict(state["helper"])
+        self.helper.to(device)
+        self.model = Learner(CONFIG, {name: t.to(device) for name, t in tensors.items()})
         if world > 1:
-            for tensor in (*self.model.state_dict().values(), *self.helper.state_dict().values()):
-                dist.broadcast(tensor, 0)
-        self.average = Average(self.model) if rank == 0 else None
-        if not args.eager:
-            compile_blocks(self.model)
-        torch.manual_seed(args.seed * 1000 + rank)
-        self.muon = Muon(self.model, MUON_RATE, decay=DECAY)
-        owned = {id(p) for p in self.muon.parameters}
-        every = (*self.model.parameters(), *self.helper.parameters())
-        rest = [p for p in every if id(p) not in owned]
-        self.adam = torch.optim.AdamW(
-            rest, ADAM_RATE, (0.9, 0.95), weight_decay=DECAY, fused=device.type == "cuda"
+            for tensor in (*self.model.tensors.values(), *self.helper.state_dict().values()):
+                dist.broadcast(tensor.detach(), 0)
+        self.average = (
+            {name: t.detach().clone() for name, t in self.model.tensors.items()}
+            if rank == 0
+            else {}
         )
-        self.parameters: list[nn.Parameter] = [*self.muon.parameters, *rest]
-        self.maker = PictureMaker(compiled=device.type == "cuda" and not args.eager)
+        if not args.eager:
+            self.model.compile()
+        torch.manual_seed(args.seed * 1000 + rank)
+        self.muon = Muon(self.model.parameters, MUON_RATE, decay=DECAY)
+        rest = [p for name, p in self.model.parameters.items() if name not in self.muon.names]
+        self.adam = torch.optim.AdamW(
+            [*rest, *self.helper.parameters()], ADAM_RATE, (0.9, 0.95), weight_decay=DECAY,
+            fused=device.type == "cuda",
+        )  # fmt: skip
+        self.parameters = [*self.model.parameters.values(), *self.helper.parameters()]
 
-    def step(self, batch: PictureBatch, progress: float, rate: float) -> dict[str, Tensor]:
-        on_gpu = self.device.type == "cuda"  # bfloat16 is slow on a CPU
+    def step(self, batch: Batch, progress: float, rate: float) -> dict[str, Tensor]:
         self.muon.lr = MUON_RATE * rate
-        for group in self.adam.param_groups:
-            group["lr"] = ADAM_RATE * rate
-        pixels = self.maker(batch).to(torch.bfloat16 if on_gpu else torch.float32)
+        self.adam.param_groups[0]["lr"] = ADAM_RATE * rate
+        on_gpu = self.device.type == "cuda"  # bfloat16 is slow on a CPU
         with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu):
-            out = run(self.model, pixels, batch, JITTER)
-            loss, parts = loss_of(out, batch, self.helper, progress)
-        loss.backward()
+            loss, parts = loss_of(run(self.model, batch, JITTER), batch, self.helper, progress)
+        torch.autograd.backward(loss)
         if self.world > 1:
             share_gradients(self.parameters, self.world)
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        norm = clip_grad_norm_(self.parameters, 1.0)
         self.muon.step()
         self.adam.step()
         for p in self.parameters:
             p.grad = None
-        if self.average is not None:
-            self.average.update()
+        self.steps += 1
+        if self.average:
+            keep = min(AVERAGE, 1 - 1 / (1 + 0.3 * self.steps))
+            with torch.no_grad():
+                torch._foreach_lerp_(
+                    list(self.average.values()), list(self.model.tensors.values()), 1 - keep
+                )
         return {"loss": loss, "norm": norm, **parts}
 
     def save(self) -> None:
-        assert self.average is not None
-        state = {"model": self.average.model.state_dict(), "helper": self.helper.state_dict()}
+        state = {"model": self.average, "helper": self.helper.state_dict()}
         checkpoints.save(self.args.out / "checkpoint", checkpoints.halved(state))
 
 
-def batches(args: argparse.Namespace, rank: int, world: int) -> Iterator[PictureBatch]:
+def batches(args: argparse.Namespace, rank: int, world: int) -> Iterator[Batch]:
     ends = (args.from_minute / args.plan, (args.from_minute + args.minutes) / args.plan)
     seed = args.seed * 1000 + round(args.from_minute)
     data = Steps(seed, args.batch, rank, ends, int(args.minutes * 60 * STEPS_A_SECOND))
@@ -172,14 +152,17 @@ def batches(args: argparse.Namespace, rank: int, world: int) -> Iterator[Picture
     return iter(DataLoader(data, None, num_workers=workers, pin_memory=pinned, prefetch_factor=3))
 
 
-def report(trainer: Trainer, figures_of: list[Any]) -> None:
-    assert trainer.average is not None
-    began = time.monotonic()
-    figures, judged = judge(trainer.average.model, figures_of, trainer.device)
-    trainer.args.out.mkdir(parents=True, exist_ok=True)
-    (trainer.args.out / "figures.json").write_text(json.dumps(figures, indent=1), encoding="utf-8")
+def report(trainer: Trainer, examples: list[tuple[str, Picture]]) -> None:
+    began, out = time.monotonic(), trainer.args.out
+    with TemporaryDirectory() as folder:
+        export(trainer.average, Path(folder))
+        torch.cuda.empty_cache()
+        config = engine_config(Path(folder), str(trainer.device))
+        judged = asyncio.run(judge(config, examples, brief=True))
+    figures = figures_of(judged)
+    (out / "figures.json").write_text(json.dumps(figures, indent=1), encoding="utf-8")
     print(table(figures), flush=True)
-    gallery(judged).save(trainer.args.out / "gallery.png")
+    gallery(judged).save(out / "gallery.png")
     print(f"figures took {time.monotonic() - began:.0f} s", flush=True)
 
 

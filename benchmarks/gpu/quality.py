@@ -20,7 +20,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -249,53 +248,41 @@ def computed_in(opened: Opened, fp8_gemms: str) -> str:
     return opened.built.info.dtype + ("" if fp8_gemms == "off" else f", FP8 {fp8_gemms}") + cache
 
 
-async def ask(engine: Any, image: bytes, task: Any) -> dict[str, Any]:
-    """The engine's output for one task of a scene, greedily."""
-    settings = {"temperature": 0.0}
-    if task.skill in ("query", "reasoning"):
-        refs, reasoning = [list(r) for r in task.refs] or None, task.skill == "reasoning"
-        result = await engine.query(
-            image, task.text, reasoning=reasoning, spatial_refs=refs, settings=settings
-        )
-    else:
-        result = await getattr(engine, task.skill)(image, task.text, settings=settings)
-    return dict(result.output)
-
-
 async def measure_score(
     opened: Opened, report: GpuReport, *, scenes: int, fp8_gemms: str = "off"
 ) -> None:
     """Returns the share of tasks that kestrel-tiny answers correctly."""
+    from training.judging import answer, is_right, score
     from training.scenes.evaluation_set import encode, example
-    from training.scenes.scoring import Record, score
 
     examples = [example("seen", index) for index in range(scenes)]
     with ThreadPoolExecutor(thread_name_prefix="render") as pool:
         images = list(pool.map(encode, examples))
-    records: list[Record] = []
+    replies: list[tuple[str, bool]] = []
     async with engine_on(opened) as running:
         waiting = iter(zip(examples, images, strict=True))
 
         async def caller() -> None:
             for found, image in waiting:
+                size = found.scene.width, found.scene.height
                 outputs = await asyncio.gather(
-                    *(ask(running.engine, image, task) for task in found.tasks)
+                    *(answer(running.engine, image, ask, size) for ask in found.asks)
                 )
-                for task, output in zip(found.tasks, outputs, strict=True):
-                    records.append({"skill": task.skill, **score(found.scene, task, output)})
+                for ask, output in zip(found.asks, outputs, strict=True):
+                    won, possible = score(ask, output, *size)
+                    replies.append((ask.skill, is_right(ask, won / possible)))
 
         async with asyncio.TaskGroup() as group:
             for _ in range(min(8, scenes)):
                 group.create_task(caller())
     name = f"kestrel-tiny {computed_in(opened, fp8_gemms)} on {opened.device.type}"
-    for skill in sorted({r["skill"] for r in records}):
-        those = [r for r in records if r["skill"] == skill]
-        right = sum(bool(r["ok"]) for r in those)
+    for skill in sorted({skill for skill, _ in replies}):
+        those = [right for each, right in replies if each == skill]
         report.add(
             f"{name}, {scenes} scenes",
-            {"skill": skill, "tasks": len(those), "right": right / len(those)},
+            {"skill": skill, "tasks": len(those), "right": sum(those) / len(those)},
         )
-    share = sum(bool(r["ok"]) for r in records) / len(records)
+    share = sum(right for _, right in replies) / len(replies)
     report.bar(f"{name}: tasks answered right", share, LEAST_SCORE, at_least=True)
 
 

@@ -57,7 +57,8 @@ class RegionModel:
 
     def size_logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits of ``hidden`` [n, dim]: [n, 2, size bins] float32, width first, then height."""
-        return self.size_decoder(self._normed(hidden)).float().view(len(hidden), 2, -1)
+        logits = self.size_decoder(self._normed(hidden)).float()
+        return logits.view(len(hidden), 2, logits.shape[-1] // 2)
 
     def _normed(self, hidden: Tensor) -> Tensor:
         return hidden if self.ln is None else self.ln(hidden)

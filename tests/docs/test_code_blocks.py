@@ -58,7 +58,6 @@ EXCEPTIONS = {
     "curl ": "run by tests/http/real_clients/test_real_clients.py",
     '[{"bbox_2d"': "an answer",
     '{"request_id"': "an answer",
-    "Scenes of coloured shapes: ": "what eval prints",
     "all and sure: ": "what eval prints",
     '{"image": "a.png", "question"': "read by tests/engine/teaching/test_folder.py",
     "import json\n\nimport numpy as np\nimport tritonclient": "run by tests/kserve/test_tritonclient.py",

@@ -31,7 +31,7 @@ def bundled() -> Path:
 
 @pytest.fixture(scope="session")
 def writer() -> PromptWriter:
-    return PromptWriter.of(BUNDLED / "tokenizer.json")
+    return PromptWriter.of(BUNDLED)
 
 
 @pytest.fixture(scope="session")

@@ -11,23 +11,26 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from training.export import config_json
-from training.images.resize import normalise
-from training.learning.model import Moondream, Sizes, prompt_mask
+from kestrel_engine.checkpoint.weights.expected import expected_tensors
+from kestrel_engine.preprocess.crops import select_tiling
+from kestrel_engine.types.model_config import parse_model_config
+from training.learning.model import Learner, prompt_mask
 from training.prompts import COORD, SIZE, Prompt, PromptWriter
 from training.scenes.evaluation_set import encode, example
-from training.scenes.tiling import TINY, View
+from training.scenes.tiling import TINY
 
 PAGE = 5
 GREEDY = {"temperature": 0.0}
 
 
-def _load_exported(folder: Path) -> Moondream:
+PREFIX = 1 + TINY.grid**2
+
+
+def _load_exported(folder: Path) -> Learner:
     """The bundled bfloat16 weights in a float32 model."""
-    model = Moondream()
     tensors = load_file(folder / "model.safetensors")
-    model.load_state_dict({name.removeprefix("model."): t.float() for name, t in tensors.items()})
-    return model.eval()
+    config = parse_model_config(json.loads((folder / "config.json").read_text()))
+    return Learner(config, {name.removeprefix("model."): t.float() for name, t in tensors.items()})
 
 
 def test_files_fit_the_package(bundled: Path) -> None:
@@ -35,52 +38,44 @@ def test_files_fit_the_package(bundled: Path) -> None:
     assert (bundled / "sample.jpg").stat().st_size < 100_000
 
 
-def test_config_is_what_the_code_writes(bundled: Path, writer: PromptWriter) -> None:
-    assert json.loads((bundled / "config.json").read_text()) == config_json(Sizes(), writer)
-
-
 def test_tensors_are_bfloat16_under_the_released_names(bundled: Path) -> None:
-    wanted = {f"model.{name}" for name in Moondream().state_dict()}
+    config = parse_model_config(json.loads((bundled / "config.json").read_text()))
+    wanted = {f"model.{name}" for name in expected_tensors(config)}
     with safe_open(bundled / "model.safetensors", "pt") as file:
         assert set(file.keys()) == wanted
         assert file.get_slice("model.text.blocks.1.mlp.fc1.weight").get_shape() == [8, 256, 256]
         assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}
 
 
-def _crops(data: bytes) -> tuple[torch.Tensor, View]:
-    """The crops of an encoded file by libvips alone."""
+@torch.no_grad()
+def _seen(model: Learner, data: bytes) -> torch.Tensor:
+    """The embedding of an encoded file's image, whose crops libvips alone makes."""
     import pyvips
 
     image = pyvips.Image.new_from_buffer(data, "")[:3]
-    view = View.of(image.width, image.height)
+    rows, columns = select_tiling(image.width, image.height, TINY)
+    side, window = TINY.crop_size, TINY.crop_window
 
     def stretched(width: int, height: int) -> np.ndarray:
         return np.asarray(image.resize(width / image.width, vscale=height / image.height).numpy())
 
-    found = [stretched(TINY.crop, TINY.crop)]
-    whole = stretched(view.tiled_width, view.tiled_height)
-    if view.crops > 1:
-        for i in range(view.rows):
-            for j in range(view.columns):
-                found.append(
-                    whole[
-                        i * TINY.window : i * TINY.window + TINY.crop,
-                        j * TINY.window : j * TINY.window + TINY.crop,
-                    ]
-                )
-    pixels = torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2).float()
-    return normalise(pixels)[None], view
+    found = [stretched(side, side)]
+    if rows * columns > 1:
+        whole = stretched(window * (columns - 1) + side, window * (rows - 1) + side)
+        for y in range(0, rows * window, window):
+            found += [whole[y : y + side, x : x + side] for x in range(0, columns * window, window)]
+    return model.embed_images(torch.from_numpy(np.stack(found))[None], (rows, columns))
 
 
 @torch.no_grad()
 def _follow(
-    model: Moondream, image: torch.Tensor, prompt: Prompt
+    model: Learner, image: torch.Tensor, prompt: Prompt
 ) -> tuple[list[int], list[int], list[list[int]], list[float]]:
     """What the reference would say at each generated position of a finished prompt: ids, coordinates, sizes; and the
     log-probabilities that it gives to the prompt's own ids there."""
     ids, values = torch.tensor([prompt.ids]), torch.tensor([prompt.values])
-    position = torch.arange(TINY.prefix, TINY.prefix + ids.shape[1])[None]
-    mask = prompt_mask(torch.zeros_like(ids))
+    position = torch.arange(PREFIX, PREFIX + ids.shape[1])[None]
+    mask = prompt_mask(torch.zeros_like(ids), PREFIX)
     hidden = model.decode(image, ids, values, position, mask)
     before = hidden[0, prompt.start - 1 : -1]
     logits = model.text.logits(before)
@@ -94,11 +89,11 @@ def _follow(
 
 
 @torch.no_grad()
-def _box_scores(model: Moondream, image: torch.Tensor, prompt: Prompt) -> list[float]:
+def _box_scores(model: Learner, image: torch.Tensor, prompt: Prompt) -> list[float]:
     """The raw scores of a finished prompt's boxes by the reference, as docs/use/scores.md defines them."""
     ids, values = torch.tensor([prompt.ids]), torch.tensor([prompt.values])
-    position = torch.arange(TINY.prefix, TINY.prefix + ids.shape[1])[None]
-    hidden = model.decode(image, ids, values, position, prompt_mask(torch.zeros_like(ids)))
+    position = torch.arange(PREFIX, PREFIX + ids.shape[1])[None]
+    hidden = model.decode(image, ids, values, position, prompt_mask(torch.zeros_like(ids), PREFIX))
     before = hidden[0, prompt.start - 1 : -1]
 
     def near(logits: torch.Tensor) -> float:
@@ -131,14 +126,12 @@ async def test_the_engine_says_what_the_reference_says(
     config = RuntimeConfig(model_path=bundled, device="cpu", cpu_threads=1, calibration="off")
     async with await InferenceEngine.create(config) as engine:
         data = encode(example("seen", index))
-        crops, view = _crops(data)
-        with torch.no_grad():
-            image = model.vision(crops, view)
+        image = _seen(model, data)
         question = "How many shapes are there?"
         texts: list[tuple[Prompt, Any]] = [
             (writer.open("query", question), await engine.query(data, question, settings=scored)),
             (
-                writer.open_caption("normal"),
+                writer.open("caption", "normal"),
                 await engine.caption(data, "normal", settings=scored),
             ),
         ]
@@ -150,7 +143,7 @@ async def test_the_engine_says_what_the_reference_says(
             assert result.logprobs is not None
             assert [token.logprob for token in result.logprobs] == pytest.approx(logprobs, abs=1e-4)
         found = await engine.detect(data, "shapes", settings=GREEDY)
-        prompt = writer.seek("detect", "shapes")
+        prompt = writer.open("detect", "shapes")
         for box in found.output["objects"]:
             prompt.reference((box["x_min"], box["y_min"], box["x_max"], box["y_max"]))
         prompt.text([0])
@@ -173,7 +166,7 @@ async def test_the_engine_says_what_the_reference_says(
 
 
 @torch.no_grad()
-def _continue(model: Moondream, image: torch.Tensor, ids: list[int], most: int) -> list[int]:
+def _continue(model: Learner, image: torch.Tensor, ids: list[int], most: int) -> list[int]:
     """The greedy continuation of a prompt by the reference, without its end token, by whole passes."""
     said: list[int] = []
     while len(said) < most:
@@ -199,9 +192,7 @@ async def test_a_conversation_goes_on_as_the_reference_goes_on(
     model = _load_exported(bundled)
     config = RuntimeConfig(model_path=bundled, device="cpu", cpu_threads=1, page_size=PAGE)
     data = encode(example("seen", 3))
-    crops, view = _crops(data)
-    with torch.no_grad():
-        image = model.vision(crops, view)
+    image = _seen(model, data)
     questions = [
         "How many shapes are there?",
         "What colours are there?",
@@ -218,7 +209,7 @@ async def test_a_conversation_goes_on_as_the_reference_goes_on(
             result = await stream.result()
             ids += writer.open("query", text).ids
             assert list(result.token_ids) == _continue(model, image, ids, 40)
-            assert result.metrics.input_tokens == TINY.prefix + len(ids)
+            assert result.metrics.input_tokens == PREFIX + len(ids)
             # All of the turn before is reused, but its last positions, which fill no page.
             assert cached <= result.metrics.cached_tokens < result.metrics.input_tokens
             cached = result.metrics.input_tokens // PAGE * PAGE

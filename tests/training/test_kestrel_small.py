@@ -1,62 +1,66 @@
 """kestrel-small: its sizes, tokenizer, packed pictures, checkpoint and figures."""
 
-import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
 
-from kestrel_engine.preprocess.crops import select_tiling
-from kestrel_engine.types.model_config import parse_model_config
+from kestrel_engine.checkpoint.weights.expected import expected_tensors
+from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.preprocess.crops import prepare, select_tiling
+from kestrel_engine.preprocess.decoding.images import open_image
+from training.crops import crops
 from training.domains.picture import Ask, Picture
-from training.images.picture_images import PictureMaker
-from training.judging import Reply, distance, score
-from training.kestrel_small import SIZES, TOKENIZER_FILE, VIEW
+from training.export import export
+from training.judging import distance, engine_config, gallery, judge, score
+from training.kestrel_small import CONFIG, TOKENIZER_FILE
 from training.learning import checkpoints
+from training.learning.batches import CHARACTERS, LABELS, LENGTH, PLACES, helper_targets, pack
 from training.learning.losses import PageHelper
-from training.learning.model import Moondream
+from training.learning.model import Learner
 from training.mixture import draw_picture
-from training.prompts import COORD, SIZE
-from training.scenes.tiling import choose_tiling
-from training.writing import (
-    CHARACTERS,
-    LABELS,
-    LENGTH,
-    PLACES,
-    draw_spoiling,
-    helper_targets,
-    opening,
-    pack,
-    write,
-    writer,
-)
+from training.prompts import COORD, SIZE, opening, write
+from training.spoiling import spoil
 
+GRID = CONFIG.vision.grid
 RESUME = Path(__file__).parents[2] / "training" / "resume"
 
 
 def test_sizes_fit_the_wheel_and_the_cache() -> None:
     weights = checkpoints.load_quantised(RESUME)["model"]
     assert 25e6 < sum(t.numel() for t in weights.values()) < 30e6  # 60 MB in bfloat16
-    assert VIEW.prefix == 1025 and VIEW.prefix % 5 == 0 and (VIEW.prefix + LENGTH) % 16 == 0
+    prefix = CONFIG.image_prefix
+    assert prefix == 1025 and prefix % 5 == 0 and (prefix + LENGTH) % 16 == 0
+    assert {name: t.shape for name, t in weights.items()} == expected_tensors(CONFIG)
+    assert select_tiling(850, 600, CONFIG.vision) == (1, 1)
+    assert select_tiling(1280, 720, CONFIG.vision) == (1, 2)
 
 
-def test_the_engine_tiles_alike() -> None:
-    config = json.loads(json.dumps({"config": SIZES.as_json(), "model_type": "moondream3"}))
-    model = parse_model_config(config)
-    assert model.image_prefix == VIEW.prefix and model.text.moe is not None
-    rng = random.Random(6)
-    for _ in range(400):
-        size = rng.randint(60, 2400), rng.randint(60, 2400)
-        assert choose_tiling(*size, VIEW) == select_tiling(*size, model.vision)
-    assert choose_tiling(850, 600, VIEW) == (1, 1) and choose_tiling(1280, 720, VIEW) == (1, 2)
+@pytest.mark.parametrize("size", [(640, 480), (1500, 700), (500, 300), (150, 120), (300, 900)])
+def test_training_sees_the_crops_of_the_engine(size: tuple[int, int]) -> None:
+    pixels = draw_picture(random.Random(3), "shapes", size).pixels
+    wanted = prepare(open_image(pixels, ImageLimits()), CONFIG.vision)
+    found = crops(torch.tensor(np.array(pixels))[None], wanted.tiling, CONFIG.vision)[0].int()
+    assert wanted.crops is not None
+    off = (found - torch.from_numpy(wanted.crops[: len(found)]).int()).abs()
+    assert int(off.max()) <= 2 and float(off.float().mean()) < 0.1
+
+
+def test_spoilt_pictures_look_alike() -> None:
+    pixels = draw_picture(random.Random(3), "shapes", (320, 240)).pixels
+    spoilt = [spoil(random.Random(seed), pixels) for seed in range(40)]
+    off = [float(np.abs(each.astype(float) - pixels).mean()) for each in spoilt]
+    assert 10 < off.count(0.0) < 30 and 2 < max(off) < 60
+    assert {(each.shape, each.dtype) for each in spoilt} == {(pixels.shape, pixels.dtype)}
 
 
 def test_tokenizer_spells_what_it_does_not_list() -> None:
     tokenizer = Tokenizer.from_file(str(TOKENIZER_FILE))
-    assert tokenizer.get_vocab_size() == SIZES.vocab
+    assert tokenizer.get_vocab_size() == CONFIG.text.vocab_size
     for text in ("What is the value of Zyx in 2018?", ' "Total" £12.50', "two\nlines", " 160"):
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
     assert tokenizer.encode("2018").tokens == list("2018")
@@ -88,30 +92,38 @@ def test_a_prompt_begins_with_its_opening() -> None:
         assert whole.ids[whole.start :].count(SIZE) == len(ask.boxes) * (ask.skill != "point")
 
 
+def _output(ask: Ask) -> dict[str, Any]:
+    """What the engine says if it is right, about a picture of 200 x 100."""
+    boxes = [
+        {"x_min": x0 / 200, "y_min": y0 / 100, "x_max": x1 / 200, "y_max": y1 / 100} for x0, y0, x1, y1 in ask.boxes
+    ]  # fmt: skip
+    path = " ".join(str(int(t) / 960) if t.isdigit() else t for t in ask.path)
+    return {
+        "query": {"answer": ask.answer},
+        "caption": {"caption": ask.answer},
+        "detect": {"objects": boxes},
+        "point": {"points": [{"x": x / 200, "y": y / 100} for x, y in ask.points]},
+        "segment": {"segments": [{"svg_path": path, "bbox": box} for box in boxes]},
+    }[ask.skill]
+
+
 @pytest.mark.parametrize("ask", _asks(), ids=lambda ask: ask.kind)
 def test_the_truth_has_full_marks(ask: Ask) -> None:
-    prompt = write(ask, 200, 100)
-    reply = Reply(ask)
-    for token, value in list(zip(prompt.ids, prompt.values, strict=True))[prompt.start : -1]:
-        if token == COORD:
-            reply.numbers.append(value[0])
-        elif token == SIZE:
-            reply.sizes.append(value)
-        else:
-            reply.ids.append(token)
-    won, possible = score(reply, 200, 100)
+    won, possible = score(ask, _output(ask), 200, 100)
     assert won == pytest.approx(possible, abs=0.02) and possible > 0
-    wrong = Reply(ask, ids=[300, 301], numbers=[0.99, 0.99], sizes=[(0.001, 0.001)])
-    assert score(wrong, 200, 100)[0] < 0.5 * possible
+    tiny = {"x_min": 0.98, "y_min": 0.98, "x_max": 0.99, "y_max": 0.99}
+    wrong = {
+        "answer": "§§", "caption": "§§", "objects": [tiny], "points": [{"x": 0.99, "y": 0.99}],
+        "segments": [{"svg_path": "M 0 0 L 1 0 1 1 z", "bbox": tiny}],
+    }  # fmt: skip
+    part = {key: wrong[key] for key in _output(ask)}
+    assert score(ask, part, 200, 100)[0] < 0.5 * possible
 
 
 @pytest.mark.parametrize("kind", ["charts value", "charts value shown", "webcharts value"])
 def test_a_value_is_right_within_five_percent(kind: str) -> None:
     ask = Ask("query", kind, "A?", "200", spelled=True)
-    near, far = (
-        Reply(ask, ids=[i for c in said for i in writer().encode(c)]) for said in ("209", "211")
-    )
-    assert score(near, 100, 100) == (1, 1) and score(far, 100, 100) == (0, 1)
+    assert [score(ask, {"answer": said}, 9, 9) for said in ("209", "211")] == [(1, 1), (0, 1)]
 
 
 def test_distance_is_levenshtein() -> None:
@@ -124,22 +136,22 @@ def test_helper_targets_name_characters_and_objects() -> None:
     picture = draw_picture(random.Random(2), "shapes", (640, 640))
     picture = Picture(picture.pixels, [], picture.marks, [(30.0, 5.0, "A"), (37.0, 15.0, "b")])
     characters, labels, colours, boxes = helper_targets(picture)
-    assert characters.shape == (VIEW.grid**2, PLACES[0] * PLACES[1])
+    assert characters.shape == (GRID**2, PLACES[0] * PLACES[1])
     assert "".join(CHARACTERS[c] for c in characters[1] if c) == "Ab"
     for mark in picture.marks:
         x, y = (mark.box[0] + mark.box[2]) / 2, (mark.box[1] + mark.box[3]) / 2
-        cell = int(y / 20) * VIEW.grid + int(x / 20)
+        cell = int(y / 20) * GRID + int(x / 20)
         assert labels[cell] > 0 and colours[cell] > 0 and boxes[cell].max() <= 1.01
     assert {m.label for m in picture.marks} <= set(LABELS)
 
 
 def test_the_helper_head_learns_no_emptiness_from_incomplete_pictures() -> None:
     rng, helper = random.Random(2), PageHelper(32)
-    image = torch.randn(1, VIEW.grid**2, 32, requires_grad=True)
+    image = torch.randn(1, GRID**2, 32, requires_grad=True)
     for complete in (True, False):
         picture = draw_picture(random.Random(2), "shapes", (640, 640))
         picture = Picture(picture.pixels, picture.asks, [], [(30.0, 5.0, "A")], complete)
-        characters, objects = helper(image, pack(rng, [picture], draw_spoiling(rng, 1)))
+        characters, objects = helper(image, pack(rng, [picture]))
         (slope,) = torch.autograd.grad(characters + objects, image)
         assert slope[0, 1].any() and bool(slope[0, 2:].any()) == complete
 
@@ -147,13 +159,15 @@ def test_the_helper_head_learns_no_emptiness_from_incomplete_pictures() -> None:
 def test_packed_pictures_become_crops(sources: Path) -> None:
     rng = random.Random(4)
     pictures = [draw_picture(rng, name, (320, 240)) for name in ("text", "icons")]
-    batch = pack(rng, pictures, draw_spoiling(rng, 2))
-    assert batch.ids.shape == (2, LENGTH) and int(batch.position.max()) < VIEW.prefix + LENGTH
+    batch = pack(rng, pictures)
+    assert batch.ids.shape == (2, LENGTH)
+    assert int(batch.position.max()) < CONFIG.image_prefix + LENGTH
     assert len(batch.coord_index) == int((batch.text_target == COORD).sum())
-    pixels = PictureMaker(compiled=False)(batch)
-    assert pixels.shape == (2, 1, 3, VIEW.crop, VIEW.crop) and pixels.abs().max() <= 1
-    mean = np.mean([p.pixels.mean() for p in pictures]) / 127.5 - 1
-    assert float(pixels.mean()) == pytest.approx(mean, abs=0.05)
+    seen = crops(batch.pixels, batch.tiling, CONFIG.vision)
+    side = CONFIG.vision.crop_size
+    assert seen.shape == (2, 1, side, side, 3) and seen.dtype == torch.uint8
+    mean = np.mean([p.pixels.mean() for p in pictures])
+    assert float(seen.float().mean()) == pytest.approx(mean, abs=6)
 
 
 def test_a_quantised_checkpoint_is_near(tmp_path: Path) -> None:
@@ -169,4 +183,16 @@ def test_a_quantised_checkpoint_is_near(tmp_path: Path) -> None:
 def test_the_checkpoint_to_resume_fits_the_model() -> None:
     pieces = sorted(RESUME.glob("part-*.bin"))
     assert pieces and all(piece.stat().st_size < 16 * 2**20 for piece in pieces)
-    Moondream(SIZES).load_state_dict(checkpoints.load_quantised(RESUME)["model"])
+    state = checkpoints.load_quantised(RESUME)
+    Learner(CONFIG, state["model"])
+    PageHelper(CONFIG.text.dim).load_state_dict(state["helper"])
+
+
+@pytest.mark.slow
+async def test_the_engine_answers_about_held_out_pictures(tmp_path: Path, sources: Path) -> None:
+    """The figures of a slice, from a checkpoint to the gallery."""
+    export(checkpoints.load_quantised(RESUME)["model"], tmp_path)
+    examples = [(n, draw_picture(random.Random(n), n, (400, 300))) for n in ("shapes", "text")]
+    judged = await judge(engine_config(tmp_path, "cpu"), examples, brief=True)
+    assert len(judged) == 14 and sum(one.won for one in judged) > 0
+    assert gallery(judged).size[0] == 1800

@@ -2,7 +2,6 @@
 
 import random
 
-from training.domains.vocabulary import SPECIAL
 from training.prompts import PromptWriter, path_token_text
 from training.scenes.captions import LENGTHS, caption
 from training.scenes.paths import COMMANDS, GRID_VALUES
@@ -18,8 +17,13 @@ def test_every_path_token_is_one_id_above_the_reserved_ones(writer: PromptWriter
 
 
 def test_special_ids(writer: PromptWriter) -> None:
-    for number, token in enumerate(SPECIAL):
-        assert writer.tokenizer.token_to_id(token) == number
+    names = [
+        "endoftext",
+        *(f"md_reserved_{i}" for i in range(9)),
+        *(f"reserved_{i}" for i in range(10, 21)),
+    ]
+    for number, name in enumerate(names):
+        assert writer.tokenizer.token_to_id(f"<|{name}|>") == number
     assert writer.tokenizer.decode(list(range(21))) == ""
 
 

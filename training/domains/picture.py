@@ -29,7 +29,7 @@ class Ask:
     skill: query, detect, point, segment or caption; kind: the row of the figures; text: question, object or length;
     answer: of query and caption; boxes: of detect and point, in the order of the answer; points: of point; path: of
     segment, tokens in the 960-unit box of boxes[0]; refs: spatial references; spelled: the answer is learnt character
-    by character.
+    by character; outlines: polygons [n, 2] by which points and segments are judged, else the boxes and the path.
     """
 
     skill: str
@@ -41,6 +41,7 @@ class Ask:
     path: tuple[str, ...] = ()
     refs: tuple[tuple[float, ...], ...] = ()
     spelled: bool = False
+    outlines: tuple[NDArray[np.float64], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,44 +1,51 @@
-"""Packed prompts of a batch, and the degradation of its pictures, as plain arrays."""
+"""Batches: pictures of one size, their packed prompts, and the targets of the helper head."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import Dataset
 
-from training.prompts import COORD, SIZE, Prompt, coord_bin, size_bin
-from training.scenes.tiling import View
+from kestrel_engine.preprocess.crops import select_tiling
+from kestrel_engine.teaching.learning.packing import coord_bin, size_bin
+from training.domains.picture import Picture
+from training.domains.turning import turn_some
+from training.kestrel_small import CONFIG
+from training.mixture import TURNED, draw_domain, draw_picture, draw_size, images_of
+from training.prompts import COORD, SIZE, write
+from training.scenes.vocabulary import COLOURS, SHAPES
+from training.sources import icon_names
+from training.spoiling import spoil
 
 SKILLS: tuple[str, ...] = ("query", "point", "detect", "segment", "caption")
-PAD = -1
+LENGTH = 319  # packed prompt positions a picture; with the prefix a multiple of 16
+PLACES = (2, 4)  # rows and columns of a cell, in each of which the helper head reads one character
+SLOTS = PLACES[0] * PLACES[1]
+CHARACTERS = [chr(c) for c in range(32, 127)]
+CHARACTER_IDS = {c: i for i, c in enumerate(CHARACTERS)}  # 0, the space's id: nothing
+ROLES = "button|link|input|select|checkbox|radio|icon|heading|cell|menu item".split("|")
+# New classes go to the end, so that a checkpoint's helper head keeps its rows.
+CLASSES = (
+    *SHAPES, *icon_names(), "text", "bar", "grouped bar", "line", "pie", "scatter", *(f"screen {r}" for r in ROLES)
+)  # fmt: skip
+LABELS = {name: i + 1 for i, name in enumerate(dict.fromkeys(CLASSES))}
+COLOUR_IDS = {name: i + 1 for i, name in enumerate(COLOURS)}
+NO_COLOUR = -1
 
 
 @dataclass(frozen=True)
-class Spoiling:
-    """The degradation of a step's images between drawing and tiling. Arrays have one entry for each image.
+class Batch:
+    """B pictures of one size with one row of L packed prompt positions each."""
 
-    blur: sigma in pixels for the images flagged in ``blurred``; tint: factors of red, green and blue; noise: standard
-    deviation in grey levels; quality: 0 leaves the image as it is.
-    """
-
-    blur: float
-    blurred: Tensor
-    tint: Tensor
-    noise: Tensor
-    quality: Tensor
-    subsample: bool
-
-
-@dataclass(frozen=True)
-class Packed:
-    """B images of one size and their packed prompts (L positions)."""
-
-    view: View
-    spoiling: Spoiling
+    tiling: tuple[int, int]
+    pixels: Tensor  # [B, H, W, 3] uint8
     ids: Tensor  # [B, L]
     values: Tensor  # [B, L, 2]
     document: Tensor  # [B, L] number of the prompt, -1 for padding
@@ -50,9 +57,13 @@ class Packed:
     coord_target: Tensor  # [C] fractional bins
     size_index: Tensor  # [S]
     size_target: Tensor  # [S, 2]
+    characters: Tensor  # [B, patches, SLOTS] uint8
+    labels: Tensor  # [B, patches] int64, 0: nothing
+    colours: Tensor  # [B, patches] int64, -1: unknown
+    boxes: Tensor  # [B, patches, 4] shares of the picture
+    complete: Tensor  # [B] 1.0, or 0.0 where a cell without a target may have something
 
     def to(self, device: torch.device) -> Self:
-        """On the device, but for the spoiling, which is read on the host."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Self:
@@ -65,54 +76,93 @@ class Packed:
         return replace(self, **changed)
 
 
-class Packer:
-    """Collects packed prompts of a batch and the flat positions that carry a loss."""
+def helper_targets(picture: Picture) -> tuple[NDArray[Any], ...]:
+    """Per cell: the characters whose centres lie in its places; class, colour and box of the smallest object there."""
+    grid, (rows, columns) = CONFIG.vision.grid, PLACES
+    height, width = picture.pixels.shape[:2]
+    characters = np.zeros((grid * rows, grid * columns), np.uint8)
+    for x, y, c in picture.characters:
+        i, j = int(y / height * grid * rows), int(x / width * grid * columns)
+        if 0 <= i < grid * rows and 0 <= j < grid * columns:
+            characters[i, j] = CHARACTER_IDS.get(c, CHARACTER_IDS["?"])
+    by_cell = characters.reshape(grid, rows, grid, columns).transpose(0, 2, 1, 3)
+    labels, colours = np.zeros((grid, grid), np.int64), np.full((grid, grid), NO_COLOUR, np.int64)
+    boxes = np.zeros((grid, grid, 4), np.float32)
+    for mark in sorted(picture.marks, key=lambda m: -(m.box[2] - m.box[0]) * (m.box[3] - m.box[1])):
+        box = np.array(mark.box) / (width, height, width, height)
+        j0, i0, j1, i1 = (round(v) for v in (box * grid - 0.5).tolist())
+        down, across = (max(i0, 0), max(i0, i1 - 1, 0) + 1), (max(j0, 0), max(j0, j1 - 1, 0) + 1)
+        cells = slice(*down), slice(*across)
+        labels[cells], boxes[cells] = LABELS[mark.label], box
+        colours[cells] = COLOUR_IDS.get(mark.colour, NO_COLOUR)
+    flat = labels.reshape(-1), colours.reshape(-1), boxes.reshape(-1, 4)
+    return by_cell.reshape(-1, SLOTS), *flat
 
-    def __init__(self, images: int, length: int, prefix: int) -> None:
-        self.ids = np.zeros((images, length), np.int64)
-        self.values = np.zeros((images, length, 2), np.float32)
-        self.document = np.full((images, length), PAD, np.int64)
-        self.position = np.zeros((images, length), np.int64)
-        self.length, self.prefix = length, prefix
-        self.text: list[tuple[int, int, int]] = []
-        self.coords: list[tuple[int, float]] = []
-        self.sizes: list[tuple[int, float, float]] = []
 
-    def add(self, image: int, prompts: list[Prompt]) -> None:
-        at = 0
-        for number, prompt in enumerate(prompts):
+def pack(rng: random.Random, pictures: list[Picture]) -> Batch:
+    """Pictures of one size; requests in random order as long as they fit."""
+    height, width = pictures[0].pixels.shape[:2]
+    ids = np.zeros((len(pictures), LENGTH), np.int64)
+    values = np.zeros((*ids.shape, 2), np.float32)
+    document, position = np.full_like(ids, -1), np.zeros_like(ids)
+    text: list[tuple[int, int, int]] = []
+    coords: list[tuple[int, float]] = []
+    sizes: list[tuple[int, float, float]] = []
+    for row, picture in enumerate(pictures):
+        at = number = 0
+        for ask in rng.sample(picture.asks, len(picture.asks)):
+            prompt = write(ask, width, height)
             n = len(prompt.ids) - 1  # the last id is only a target
-            row = slice(at, at + n)
-            self.ids[image, row] = prompt.ids[:-1]
-            self.values[image, row] = prompt.values[:-1]
-            self.document[image, row] = number
-            self.position[image, row] = np.arange(self.prefix, self.prefix + n)
-            skill = SKILLS.index(prompt.skill)
-            for i in range(prompt.start - 1, n):
-                flat, target = image * self.length + at + i, prompt.ids[i + 1]
-                self.text.append((flat, target, skill))
+            if at + n > LENGTH:
+                continue
+            ids[row, at : at + n], values[row, at : at + n] = prompt.ids[:-1], prompt.values[:-1]
+            document[row, at : at + n] = number
+            position[row, at : at + n] = CONFIG.image_prefix + np.arange(n)
+            for i in range(prompt.start, n + 1):
+                flat, target, (x, y) = row * LENGTH + at + i - 1, prompt.ids[i], prompt.values[i]
+                text.append((flat, target, SKILLS.index(prompt.skill)))
                 if target == COORD:
-                    self.coords.append((flat, coord_bin(prompt.values[i + 1][0])))
+                    coords.append((flat, coord_bin(x, 1024)))
                 elif target == SIZE:
-                    w, h = prompt.values[i + 1]
-                    self.sizes.append((flat, size_bin(w), size_bin(h)))
-            at += n
+                    sizes.append((flat, size_bin(x, 1024), size_bin(y, 1024)))
+            at, number = at + n, number + 1
+    words = torch.tensor(text).view(-1, 3)
+    places, extents = torch.tensor(coords).view(-1, 2), torch.tensor(sizes).view(-1, 3)
+    helped = (np.stack(part) for part in zip(*map(helper_targets, pictures), strict=True))
+    fields: list[Tensor] = [
+        *map(torch.from_numpy, (ids, values, document, position)), *words.t().contiguous(),
+        places[:, 0].long(), places[:, 1], extents[:, 0].long(), extents[:, 1:],
+        *map(torch.from_numpy, helped), torch.tensor([float(p.complete) for p in pictures]),
+    ]  # fmt: skip
+    pixels = torch.from_numpy(np.stack([picture.pixels for picture in pictures]))
+    return Batch(select_tiling(width, height, CONFIG.vision), pixels, *fields)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The fields of Packed, but for view and spoiling."""
-        text = np.array(self.text, np.int64)
-        coords = np.array(self.coords, np.float64).reshape(-1, 2)
-        sizes = np.array(self.sizes, np.float64).reshape(-1, 3)
-        return {
-            "ids": torch.from_numpy(self.ids),
-            "values": torch.from_numpy(self.values),
-            "document": torch.from_numpy(self.document),
-            "position": torch.from_numpy(self.position),
-            "text_index": torch.from_numpy(text[:, 0].copy()),
-            "text_target": torch.from_numpy(text[:, 1].copy()),
-            "text_skill": torch.from_numpy(text[:, 2].copy()),
-            "coord_index": torch.from_numpy(coords[:, 0].astype(np.int64)),
-            "coord_target": torch.from_numpy(coords[:, 1].astype(np.float32)),
-            "size_index": torch.from_numpy(sizes[:, 0].astype(np.int64)),
-            "size_target": torch.from_numpy(sizes[:, 1:].astype(np.float32)),
-        }
+
+class Steps(Dataset[Batch]):
+    """Item i is the batch of training step i for one rank, a pure function of (seed, i, rank)."""
+
+    def __init__(
+        self, seed: int, images: int, rank: int, progress: tuple[float, float], guess: int
+    ) -> None:
+        self.seed, self.images, self.rank = seed, images, rank
+        self.progress, self.guess = progress, guess
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, step: int) -> Batch:
+        torch.set_num_threads(1)
+        begin, end = self.progress
+        progress = begin + (end - begin) * min(1.0, step / self.guess)
+        size = draw_size(random.Random(f"{self.seed}/{step}"), progress)  # all ranks take alike
+        rng = random.Random(f"{self.seed}/{step}/{self.rank}")
+        pictures: list[Picture] = []
+        while len(pictures) < images_of(size, self.images):
+            try:
+                picture = turn_some(
+                    rng, draw_picture(rng, draw_domain(rng, progress), size), TURNED
+                )
+                pictures.append(replace(picture, pixels=spoil(rng, picture.pixels)))
+            except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:
+                print(f"step {step}: a picture of {size} failed: {error!r}", flush=True)
+        return pack(rng, pictures)

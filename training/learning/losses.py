@@ -8,10 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.learning.batches import SKILLS, Packed
-from training.learning.model import Moondream, prompt_mask
+from training.crops import crops
+from training.learning.batches import (
+    CHARACTERS,
+    COLOUR_IDS,
+    LABELS,
+    NO_COLOUR,
+    SKILLS,
+    SLOTS,
+    Batch,
+)
+from training.learning.model import Learner, prompt_mask
 from training.scenes.vocabulary import SHAPES
-from training.writing import CHARACTERS, COLOUR_IDS, LABELS, NO_COLOUR, SLOTS, PictureBatch
 
 SKILL_WEIGHTS = {"query": 1.0, "point": 0.5, "detect": 0.5, "segment": 0.35, "caption": 0.35}
 COORD_WEIGHT, SIZE_WEIGHT = 0.3, 0.2
@@ -30,7 +38,7 @@ class PageHelper(nn.Module):
         self.parts = (SLOTS * len(CHARACTERS), len(LABELS) + 1, len(COLOUR_IDS) + 1, 4)
         self.out = nn.Linear(dim, sum(self.parts))
 
-    def forward(self, image: Tensor, batch: PictureBatch) -> tuple[Tensor, Tensor]:
+    def forward(self, image: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """image [B, patches, dim] -> the losses of characters and of objects."""
         text, label, colour, box = self.out(image).split(self.parts, -1)
         target = batch.characters.long()
@@ -75,26 +83,25 @@ class Outputs:
     size: Tensor  # [S, 2, bins]
 
 
-def run(model: Moondream, pixels: Tensor, batch: Packed, jitter: float = 0.0) -> Outputs:
-    """Forward pass over packed prompts. pixels: normalised crops [B, n, 3, crop, crop]."""
-    image = model.vision(pixels, batch.view)
+def run(model: Learner, batch: Batch, jitter: float = 0.0) -> Outputs:
+    """Forward pass over packed prompts."""
+    image = model.embed_images(crops(batch.pixels, batch.tiling, model.config.vision), batch.tiling)
     values = batch.values
     if jitter:
         values = (values + torch.randn_like(values) * jitter * (values > 0)).clamp(0, 1)
-    seen = prompt_mask(batch.document, model.config.view.prefix)
+    seen = prompt_mask(batch.document, model.config.image_prefix)
     mask = torch.where(seen, 0.0, float("-inf")).to(image.dtype)
-    hidden = model.decode(image, batch.ids, values, batch.position, mask)
-    flat = hidden.flatten(0, 1)
+    hidden = model.decode(image, batch.ids, values, batch.position, mask).flatten(0, 1)
     return Outputs(
         image,
-        model.text.logits(flat.index_select(0, batch.text_index)),
-        model.region.coord_logits(flat.index_select(0, batch.coord_index)),
-        model.region.size_logits(flat.index_select(0, batch.size_index)),
+        model.text.logits(hidden.index_select(0, batch.text_index)),
+        model.region.coord_logits(hidden.index_select(0, batch.coord_index)),
+        model.region.size_logits(hidden.index_select(0, batch.size_index)),
     )
 
 
 def loss_of(
-    out: Outputs, batch: PictureBatch, helper: PageHelper, progress: float
+    out: Outputs, batch: Batch, helper: PageHelper, progress: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The training loss at ``progress`` 0..1 of the whole plan, and its parts."""
     weights = torch.tensor([SKILL_WEIGHTS[s] for s in SKILLS], device=out.text.device)

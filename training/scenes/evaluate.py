@@ -1,19 +1,37 @@
-"""``python -m training.scenes.evaluate FLAGS``: ``kestrel eval`` about the scenes, whose images are drawn."""
+"""``python -m training.scenes.evaluate [--scenes N]``: kestrel-tiny's figures on its frozen evaluation set."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+import argparse
+import asyncio
 
-from kestrel_client.commands.evaluation.sets import MODULES
-from kestrel_client.commands.program import main
+from kestrel_engine import RuntimeConfig
+from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.preprocess.decoding.images import open_image
+from training.domains.picture import Picture
+from training.judging import figures_of, judge, table
+from training.scenes.evaluation_set import Example, encode, example
+
+SIZES = {"seen": 2000, "unseen-pairs": 300}
+"""Scenes of the whole set: of the main part, and with pairs of colour and shape that training never shows."""
 
 
-def evaluate(flags: Sequence[str]) -> int:
-    """Runs ``eval`` about the scenes. Returns the exit status."""
-    MODULES["scenes"] = f"{__package__}.benchmark"
-    return main(["eval", "scenes", *flags])
+def picture_of(found: Example) -> Picture:
+    """What the encoded file shows."""
+    image = open_image(encode(found), ImageLimits())
+    image.decode()
+    return Picture(image.pixels, list(found.asks))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--scenes", type=int, default=100, help="at most, of each part [100]")
+    most = parser.parse_args(arguments).scenes
+    numbered = [(part, i) for part, count in SIZES.items() for i in range(min(most, count))]
+    examples = [(part, picture_of(example(part, i))) for part, i in numbered]
+    judged = asyncio.run(judge(RuntimeConfig(model="kestrel-tiny"), examples))
+    print(table(figures_of(judged)))
 
 
 if __name__ == "__main__":
-    sys.exit(evaluate(sys.argv[1:]))
+    main()

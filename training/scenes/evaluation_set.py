@@ -1,7 +1,7 @@
-"""The frozen evaluation set: scenes by index, as encoded files, with the tasks about each scene.
+"""The frozen evaluation set: scenes by index, as encoded files, with the requests about each.
 
 The scenes have seeds that training never uses (its seeds are "<number>/<step>/<rank>"). A change of these scenes or
-tasks makes old figures incomparable, so a test checks their digest.
+requests makes old figures incomparable, so a test checks their digest.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from training.scenes.captions import LENGTHS
+from training.domains.picture import Ask
+from training.scenes.captions import LENGTHS, caption
+from training.scenes.paths import outline
 from training.scenes.phrases import Phrase, draw_absent, draw_present, object_words, refer
 from training.scenes.questions import Question, colour, draw_question, shape
 from training.scenes.render import render_scene
@@ -22,87 +24,81 @@ from training.scenes.vocabulary import HELD_OUT
 
 
 @dataclass(frozen=True)
-class Task:
-    """One request and its correct result.
-
-    skill: query, reasoning, caption, point, detect or segment; text: the question, caption length or object;
-    answer: of a query; targets: indices of the shapes meant (empty: absent); kind: the row of the table.
-    """
-
-    skill: str
-    kind: str
-    text: str
-    answer: str = ""
-    targets: tuple[int, ...] = ()
-    refs: tuple[tuple[float, ...], ...] = ()
-
-
-@dataclass(frozen=True)
 class Example:
     slice: str
     index: int
     scene: Scene
-    tasks: tuple[Task, ...]
+    asks: tuple[Ask, ...]
 
 
-def _query(question: Question, skill: str = "query") -> Task:
-    targets = tuple(i for _, indices in question.steps for i in indices)
-    return Task(skill, question.kind, question.text, question.answer, targets, question.refs)
+def _query(scene: Scene, question: Question, skill: str = "query") -> Ask:
+    sides = scene.width, scene.height
+    refs = tuple(tuple(v * sides[i % 2] for i, v in enumerate(ref)) for ref in question.refs)
+    return Ask(skill, question.kind, question.text, question.answer, refs=refs)
 
 
-def _seen_tasks(rng: random.Random, scene: Scene, index: int) -> list[Task]:
-    tasks = [_query(draw_question(rng, scene)) for _ in range(4)]
-    tasks.append(_query(draw_question(rng, scene), "reasoning"))
-    tasks.append(Task("caption", LENGTHS[index % 3], LENGTHS[index % 3]))
+def _find(scene: Scene, skill: str, words: str, indices: list[int]) -> Ask:
+    shapes = [scene.shapes[i] for i in indices]
+    boxes, outlines = tuple(s.box for s in shapes), tuple(map(outline, shapes))
+    return Ask(skill, skill if shapes else "absent", words, boxes=boxes, outlines=outlines)
+
+
+def _caption(scene: Scene, index: int) -> Ask:
+    length = LENGTHS[index % 3]
+    return Ask("caption", "caption", length, caption(scene, length))
+
+
+def _seen_asks(rng: random.Random, scene: Scene, index: int) -> list[Ask]:
+    asks = [_query(scene, draw_question(rng, scene)) for _ in range(4)]
+    asks.append(_query(scene, draw_question(rng, scene), "reasoning"))
+    asks.append(_caption(scene, index))
     for skill in ("point", "detect"):
         phrase = draw_present(rng, scene)
         if phrase is not None:
-            words, found = object_words(rng, phrase), tuple(phrase.find(scene))
-            tasks.append(Task(skill, skill, words, targets=found))
+            asks.append(_find(scene, skill, object_words(rng, phrase), phrase.find(scene)))
     singles = [(i, refer(rng, scene, i)) for i in range(len(scene.shapes))]
     named = [(i, phrase) for i, phrase in singles if phrase is not None]
     if named:
         i, single = rng.choice(named)
-        tasks.append(Task("segment", "segment", object_words(rng, single), targets=(i,)))
+        asks.append(_find(scene, "segment", object_words(rng, single), [i]))
     absent = draw_absent(rng, scene)
     if absent is not None:
         skill = ("point", "detect", "segment")[index // 3 % 3]
-        tasks.append(Task(skill, "absent", object_words(rng, absent)))
-    return tasks
+        asks.append(_find(scene, skill, object_words(rng, absent), []))
+    return asks
 
 
-def _unseen_tasks(rng: random.Random, scene: Scene, index: int) -> list[Task]:
+def _unseen_asks(rng: random.Random, scene: Scene, index: int) -> list[Ask]:
     """Everything about one object whose colour and shape training never showed together."""
     rare = [i for i, s in enumerate(scene.shapes) if (s.colour, s.kind) in HELD_OUT]
-    tasks = [Task("caption", LENGTHS[index % 3], LENGTHS[index % 3])]
+    asks = [_caption(scene, index)]
     if not rare:
-        return tasks
+        return asks
     target = scene.shapes[rng.choice(rare)]
     phrase = Phrase(target.kind, target.colour)
-    found = tuple(phrase.find(scene))
-    how_many = f"How many {phrase.plain(True)} are there?"
-    tasks.append(Task("query", "count", how_many, str(len(found)), found))
-    tasks.append(Task("query", "presence", f"Is there a {phrase.plain()}?", "yes", found))
+    found = phrase.find(scene)
+    asks.append(Ask("query", "count", f"How many {phrase.plain(True)} are there?", str(len(found))))
+    asks.append(Ask("query", "presence", f"Is there a {phrase.plain()}?", "yes"))
     for maker in (colour, shape):
         question = maker(rng, scene)
         if question is not None and question.steps[0][1][0] in rare:
-            tasks.append(_query(question))
+            asks.append(_query(scene, question))
     for skill in ("point", "detect"):
-        tasks.append(Task(skill, skill, object_words(rng, phrase), targets=found))
+        asks.append(_find(scene, skill, object_words(rng, phrase), found))
     if len(found) == 1:
-        tasks.append(Task("segment", "segment", object_words(rng, phrase), targets=found))
-    return tasks
+        asks.append(_find(scene, "segment", object_words(rng, phrase), found))
+    return asks
 
 
 def example(name: str, index: int) -> Example:
-    """Scene number ``index`` of a slice, with its tasks."""
+    """Scene number ``index`` of a slice, with its requests."""
     rng = random.Random(f"kestrel-tiny/evaluation/{name}/{index}")
     unseen = name == "unseen-pairs"
     scene = draw_scene(
         rng, *draw_size(rng), held_out=unseen, count=rng.randint(1, 8) if unseen else None
     )
-    tasks = _unseen_tasks(rng, scene, index) if unseen else _seen_tasks(rng, scene, index)
-    return Example(name, index, scene, tuple(tasks))
+    asks = _unseen_asks(rng, scene, index) if unseen else _seen_asks(rng, scene, index)
+    return Example(name, index, scene, tuple(asks))
 
 
 def _format(rng: random.Random) -> tuple[str, dict[str, Any]]:

@@ -101,7 +101,7 @@ def paint_background(scene: Scene) -> Tensor:
     )
     reach = cos.abs() * scene.width + sin.abs() * scene.height
     t = ((x - scene.width / 2) * cos + (y - scene.height / 2) * sin) / reach + 0.5
-    canvas = first + (second - first) * t + wave * torch.sin(x * wave_x + y * wave_y)
+    canvas: Tensor = first + (second - first) * t + wave * torch.sin(x * wave_x + y * wave_y)
     for line in scene.lines:
         x0, y0, x1, y1, half = _float(line.x0, line.y0, line.x1, line.y1, line.width / 2)
         ex, ey = x1 - x0, y1 - y0

@@ -306,8 +306,8 @@ def _draw_lines(rng: random.Random, width: int, height: int) -> tuple[Line, ...]
         rgb: Rgb = (grey, grey, grey)
         if rng.random() >= 0.6:
             rgb = colorsys.hsv_to_rgb(rng.random(), rng.random(), grey)
-        ends = [rng.uniform(-0.1, 1.1) * side for side in (width, height, width, height)]
-        lines.append(Line(*ends, rng.uniform(0.002, 0.008) * scale + 0.6, rgb))
+        x0, y0, x1, y1 = (rng.uniform(-0.1, 1.1) * side for side in (width, height, width, height))
+        lines.append(Line(x0, y0, x1, y1, rng.uniform(0.002, 0.008) * scale + 0.6, rgb))
     return tuple(lines)
 
 

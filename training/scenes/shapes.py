@@ -151,7 +151,7 @@ def place(points: Array, cx: float, cy: float, radius: float, angle: float) -> A
 def unit_bounds(kind: int, angle: float) -> tuple[float, float, float, float]:
     """Bounds (x0, y0, x1, y1) of the shape at the origin with radius one, turned by ``angle`` radians."""
     points = place(geometry(kind).outline, 0, 0, 1, angle)
-    x0, y0, x1, y1 = *points.min(0).tolist(), *points.max(0).tolist()
+    (x0, y0), (x1, y1) = points.min(0).tolist(), points.max(0).tolist()
     return x0, y0, x1, y1
 
 

@@ -8,8 +8,8 @@ from training.scenes.evaluation_set import Example, encode, example
 from training.scenes.vocabulary import HELD_OUT
 
 FROZEN = {
-    "seen": "52f11742435f16b3",
-    "unseen-pairs": "96375dc9e1642adf",
+    "seen": "49cdff2f1aa69758",
+    "unseen-pairs": "e436175b7121ce12",
 }
 
 
@@ -22,7 +22,9 @@ def _digest(examples: list[Example]) -> str:
             f"{s.kind} {s.colour} {s.style} {s.cx:.2f} {s.cy:.2f} {s.radius:.2f}"
             for s in scene.shapes
         ]
-        lines += [f"{t.skill}|{t.kind}|{t.text}|{t.answer}|{t.targets}" for t in found.tasks]
+        for ask in found.asks:
+            centres = [f"{x0 + x1:.2f} {y0 + y1:.2f}" for x0, y0, x1, y1 in ask.boxes]
+            lines.append(f"{ask.skill}|{ask.kind}|{ask.text}|{ask.answer}|{centres}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

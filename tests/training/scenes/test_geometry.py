@@ -8,10 +8,10 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
+from training.judging import inside
 from training.scenes.paths import GRID_VALUES, outline, path_polygon, path_tokens, polygon_iou
 from training.scenes.render import distances, paint_background, paint_shape, render_scene
 from training.scenes.scenes import draw_scene, draw_size
-from training.scenes.scoring import inside
 from training.scenes.shapes import geometry, place
 from training.scenes.vocabulary import SHAPES
 

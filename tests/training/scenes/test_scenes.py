@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from kestrel_engine.preprocess.crops import select_tiling
 from training.scenes.scenes import (
     CENTRE_GAP,
     MAX_FRACTION,
@@ -16,7 +17,7 @@ from training.scenes.scenes import (
     draw_size,
     overlap_share,
 )
-from training.scenes.tiling import TINY, choose_tiling
+from training.scenes.tiling import TINY
 from training.scenes.vocabulary import COLOURS, HELD_OUT, MAX_OBJECTS, MEASURED_COLOURS, SHAPES
 
 
@@ -85,5 +86,5 @@ def test_evaluation_scenes_draw_from_the_measured_colours() -> None:
     ],
 )
 def test_tiling(size: tuple[int, int], tiling: tuple[int, int]) -> None:
-    assert choose_tiling(*size) == tiling
+    assert select_tiling(*size, TINY) == tiling
     assert tiling[0] * tiling[1] <= TINY.max_crops

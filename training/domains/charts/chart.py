@@ -62,7 +62,7 @@ def _categories(rng: random.Random, n: int) -> list[str]:
 def nice_step(top: float) -> float:
     """A step of the value axis."""
     raw = top / 5
-    power = 10 ** math.floor(math.log10(raw))
+    power = 10.0 ** math.floor(math.log10(raw))
     return next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw)
 
 

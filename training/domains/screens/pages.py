@@ -40,7 +40,7 @@ FONTS = (
     "poppins montserrat pt-sans pt-serif roboto-condensed rubik karla dm-sans"
 ).split()
 
-CLASSES = {
+CLASSES: dict[str, dict[str, tuple[str, ...]]] = {
     "bootstrap": {
         "button": ("btn btn-primary", "btn btn-secondary", "btn btn-outline-dark", "btn btn-danger", "btn btn-success"),
         "input": ("form-control",), "select": ("form-select",), "table": ("table", "table table-striped"),

@@ -14,6 +14,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 from playwright.sync_api import Page
 
@@ -72,8 +73,8 @@ def shoot(
 
 def is_visible(grey: Image.Image, box: list[float]) -> bool:
     """False where a theme's colours hide an element, like white text on a white page."""
-    low, high = grey.crop((int(box[0]), int(box[1]), int(box[2]) + 1, int(box[3]) + 1)).getextrema()
-    return int(high) - int(low) >= MIN_CONTRAST
+    edges = int(box[0]), int(box[1]), int(box[2]) + 1, int(box[3]) + 1
+    return int(np.ptp(np.asarray(grey.crop(edges)))) >= MIN_CONTRAST
 
 
 def main() -> None:

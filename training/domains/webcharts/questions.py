@@ -31,7 +31,7 @@ def readable(value: float) -> float:
     """As exact as a person reads it from an axis: the error is at most 5 %."""
     if value <= 0:
         return value
-    power = 10 ** math.floor(math.log10(value))
+    power = 10.0 ** math.floor(math.log10(value))
     unit = power / (20 if value < 2 * power else 10)
     return round(round(value / unit) * unit, 6)
 

@@ -1,1 +1,0 @@
-"""Converts drawn scenes to the crops that the model reads."""
