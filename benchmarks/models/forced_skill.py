@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from kestrel_engine.errors import InvalidRequest
+from kestrel_engine.skills import DetectSkill
 from kestrel_engine.skills.base import SkillContext, SkillControl, SkillOutput, SkillRequest
-from kestrel_engine.skills.detect import DetectSkill
 from kestrel_engine.skills.objects.locate import LocateControl
 from kestrel_engine.skills.objects.request import ObjectsRequest
 from kestrel_engine.skills.query import QueryRequest, QuerySkill

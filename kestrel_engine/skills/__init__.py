@@ -21,10 +21,9 @@ from .declaration import (
     object_schema,
     settings_schema,
 )
-from .detect import DetectSkill
+from .finding import DetectSkill, PointSkill
 from .objects.locate import LocateControl, LocateOutput
 from .objects.request import Merging, ObjectsRequest
-from .point import PointSkill
 from .presupposed import Presupposed
 from .query import QuerySkill
 from .registry import SkillRegistry

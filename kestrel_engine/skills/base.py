@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from ..errors import FieldPath, InvalidRequest
 from ..types.calibration import UNCALIBRATED, Calibration
 from ..types.constraint import Constraint
-from ..types.events import EngineMetrics, EngineResult, FinishReason, StreamUpdate, TokenLogprob
+from ..types.events import EngineResult, FinishReason, StreamUpdate, TokenLogprob
 from ..types.model_config import ModelConfig
 from ..types.reading import ReadSpec
 from ..types.requests import (
@@ -28,19 +28,6 @@ from ..types.requests import (
 from ..types.step import RuleWait, StepToken, TokenRule
 from ..types.stream import EngineStream
 from .constraints.grammars import Grammar
-
-__all__ = [
-    "EngineMetrics",
-    "EngineResult",
-    "EngineStream",
-    "SkillContext",
-    "SkillControl",
-    "SkillOutput",
-    "SkillRequest",
-    "SkillSpec",
-    "StreamUpdate",
-    "TextCodec",
-]
 
 
 class TextCodec(Protocol):
@@ -293,15 +280,15 @@ class NeedsModel(Protocol):
 def checked_text(field: str | FieldPath, value: object, context: SkillContext) -> str:
     """Checks a question or object name, and returns it without white space at its ends. The limit applies to the text
     with this white space. Raises InvalidRequest naming field and limit."""
-    if not isinstance(value, str):
-        raise InvalidRequest(field, "must be text")
-    check_size(field, value, context)
-    text = value.strip()
+    text = any_text(field, value, context).strip()
     if not text:
         raise InvalidRequest(field, "must not be empty")
     return text
 
 
-def check_size(field: str | FieldPath, text: str, context: SkillContext) -> None:
-    """Raises InvalidRequest if ``text`` is too long or is not valid Unicode."""
-    check_bytes(field, text, context.defaults.max_text_bytes)
+def any_text(field: str | FieldPath, value: object, context: SkillContext) -> str:
+    """Checks a text, which may be empty. Raises InvalidRequest naming field and limit."""
+    if not isinstance(value, str):
+        raise InvalidRequest(field, "must be text")
+    check_bytes(field, value, context.defaults.max_text_bytes)
+    return value

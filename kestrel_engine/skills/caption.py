@@ -8,9 +8,8 @@ from typing import Any
 from ..errors import InvalidRequest
 from .base import SkillContext, SkillControl, SkillOutput
 from .declaration import TEXT_SETTINGS, names_of, object_schema, settings_schema
-from .settings import read_settings, reject_unknown
+from .settings import read_text_settings, reject_unknown
 from .text.answer import AnswerOutput, answer_control
-from .text.penalties import read_penalties
 from .text.request import TextRequest
 
 LENGTHS = ("short", "normal", "long")
@@ -32,20 +31,11 @@ class CaptionSkill:
         key = length.lower() if isinstance(length, str) else ""
         if key not in LENGTHS:
             raise InvalidRequest("length", f"{length!r} is not one of {', '.join(LENGTHS)}")
-        read = read_settings(
-            settings, context.defaults, greedy=False, extra=names_of(self.settings)
-        )
-        penalties = read_penalties(settings, context.model.text.vocab_size)
+        _, fields = read_text_settings(settings, context, names_of(self.settings))
         return TextRequest(
             skill=self.name,
             prompt_suffix=tuple(context.model.templates.caption[key]),
-            sampling=read.sampling,
-            max_tokens=read.max_tokens,
-            constraint=read.constraint,
-            stop=read.stop,
-            logprobs=read.logprobs,
-            top_logprobs=read.top_logprobs,
-            penalties=penalties,
+            **fields,
         )
 
     def new_control(

@@ -21,7 +21,14 @@ EMBED = "embed"
 
 POOLINGS = ("mean", "none")
 DTYPES = ("float32", "float16")
-_ARGUMENTS = frozenset({"whole_image", "crops", "pooling", "dtype", "max_bytes", "one_by_one"})
+_DEFAULTS: dict[str, Any] = {
+    "whole_image": True,
+    "crops": False,
+    "pooling": "mean",
+    "dtype": "float32",
+    "max_bytes": None,
+    "one_by_one": False,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +82,9 @@ class EmbedSkill:
     def build(
         self, arguments: Mapping[str, Any], settings: Mapping[str, Any], context: SkillContext
     ) -> EmbedRequest:
-        reject_unknown(arguments, _ARGUMENTS)
+        reject_unknown(arguments, _DEFAULTS.keys())
         reject_unknown(settings, frozenset())
-        given: dict[str, Any] = {
-            "whole_image": True,
-            "crops": False,
-            "pooling": "mean",
-            "dtype": "float32",
-        }
-        given |= {name: value for name, value in arguments.items() if value is not None}
+        given = _DEFAULTS | {n: value for n, value in arguments.items() if value is not None}
         for name in ("whole_image", "crops"):
             if not isinstance(given[name], bool):
                 raise InvalidRequest(name, f"{given[name]!r} is not true or false")
@@ -97,11 +98,11 @@ class EmbedSkill:
             prompt_suffix=(),
             sampling=SamplingParams(),
             max_tokens=1,
-            max_bytes=given.get("max_bytes"),
-            one_by_one=bool(given.get("one_by_one", False)),
+            max_bytes=given["max_bytes"],
+            one_by_one=bool(given["one_by_one"]),
             spec=EmbeddingSpec(
-                image=bool(given["whole_image"]),
-                crops=bool(given["crops"]),
+                image=given["whole_image"],
+                crops=given["crops"],
                 patches=given["pooling"] == "none",
                 half=given["dtype"] == "float16",
             ),

@@ -16,10 +16,11 @@ from ..types.requests import (
     ImagePlace,
     Token,
     check_spatial_refs,
+    checked_list,
     spatial_tokens,
 )
 from ..types.step import RuleWait, StepToken, TokenRule
-from .base import SkillContext, SkillControl, SkillOutput, check_size, checked_text
+from .base import SkillContext, SkillControl, SkillOutput, any_text, checked_text
 from .declaration import (
     FLAG,
     REASONING_SETTINGS,
@@ -31,10 +32,9 @@ from .declaration import (
     settings_schema,
 )
 from .presupposed import Presupposed
-from .settings import read_settings, reject_unknown
+from .settings import read_text_settings, reject_unknown
 from .text.answer import AnswerOutput, answer_control
 from .text.detokenize import StreamingText
-from .text.penalties import read_penalties
 from .text.request import TextRequest
 
 MAX_TURNS = 64
@@ -127,14 +127,11 @@ class QuerySkill:
         if not isinstance(reasoning, bool):
             raise InvalidRequest("reasoning", f"{reasoning!r} is not true or false")
         refs = check_spatial_refs(arguments.get("spatial_refs"))
-        read = read_settings(
-            settings, context.defaults, greedy=False, extra=names_of(self.settings)
-        )
+        read, fields = read_text_settings(settings, context, names_of(self.settings))
         if read.max_reasoning_tokens is not None and not reasoning:
             raise InvalidRequest(
                 "max_reasoning_tokens", "is set without reasoning; set reasoning to true"
             )
-        penalties = read_penalties(settings, context.model.text.vocab_size)
         templates = context.model.templates
         suffix = templates.query_reasoning_suffix if reasoning else templates.query_suffix
         before = _system_text(arguments.get("system"), context)
@@ -156,20 +153,14 @@ class QuerySkill:
             skill=self.name,
             prompt_suffix=prompt,
             prompt_field="question",
-            sampling=read.sampling,
             needs_image=bool(refs or objects),
             presupposed=Presupposed(objects, read.max_absence) if objects else None,
             max_images=None,
             num_images=None if shown is None else len(shown),
-            max_tokens=read.max_tokens,
             max_reasoning_tokens=read.max_reasoning_tokens,
             token_budget=most_reasoning + 1 + wanted if reasoning else None,
-            constraint=read.constraint,
             reasoning=reasoning,
-            stop=read.stop,
-            logprobs=read.logprobs,
-            top_logprobs=read.top_logprobs,
-            penalties=penalties,
+            **fields,
         )
 
     def new_control(
@@ -196,65 +187,42 @@ class QuerySkill:
 
 def _presupposed(objects: Any, context: SkillContext) -> tuple[str, ...]:
     """The names of the objects that the question presupposes. Raises InvalidRequest."""
-    field, names = "presupposes", () if objects is None else objects
-    if isinstance(names, (str, bytes)) or not isinstance(names, Sequence):
-        raise InvalidRequest(field, "must be a list of names of objects")
-    if len(names) > MAX_PRESUPPOSED:
-        raise InvalidRequest(
-            field,
-            f"has {len(names)} names, the limit is {MAX_PRESUPPOSED}",
-            value=len(names),
-            limit=MAX_PRESUPPOSED,
-        )
+    if objects is None:
+        return ()
+    field, what = "presupposes", "a list of names of objects"
+    names = checked_list(field, objects, what, most=MAX_PRESUPPOSED, noun="names")
     return tuple(checked_text((field, index), name, context) for index, name in enumerate(names))
 
 
 def _system_text(system: Any, context: SkillContext) -> str:
     """The text that precedes the first question; empty for none. Raises InvalidRequest."""
-    if system is None:
-        return ""
-    if not isinstance(system, str):
-        raise InvalidRequest("system", "must be text")
-    check_size("system", system, context)
-    text = system.strip()
+    text = "" if system is None else any_text("system", system, context).strip()
     return f"{text}\n\n" if text else ""
 
 
 def _answer_start(start: Any, reasoning: bool, context: SkillContext) -> Sequence[int]:
     """The ids of the beginning of the answer. Raises InvalidRequest."""
-    if start is None or start == "":
-        return ()
-    if not isinstance(start, str):
-        raise InvalidRequest("answer_start", "must be text")
-    check_size("answer_start", start, context)
-    if reasoning:
+    text = "" if start is None else any_text("answer_start", start, context)
+    if text and reasoning:
         raise InvalidRequest("answer_start", "is set with reasoning, which comes before the answer")
-    return context.codec.encode(start)
+    return context.codec.encode(text) if text else ()
 
 
 def _earlier_turns(history: Any, context: SkillContext, before: str, last: str) -> list[list[int]]:
     """The ids of each turn of ``history``. ``before``: precedes the first question. ``last``: the question that
     follows. Raises InvalidRequest, ContextLengthError."""
-    turns = () if history is None else history
-    if isinstance(turns, (str, bytes)) or not isinstance(turns, Sequence):
-        raise InvalidRequest("history", "must be a list of pairs of question and answer")
-    if len(turns) > MAX_TURNS:
-        raise InvalidRequest(
-            "history",
-            f"has {len(turns)} turns, the limit is {MAX_TURNS}",
-            value=len(turns),
-            limit=MAX_TURNS,
-        )
+    if history is None:
+        return []
+    what = "a list of pairs of question and answer"
     pairs: list[tuple[str, str]] = []
-    for index, turn in enumerate(turns):
+    for index, turn in enumerate(
+        checked_list("history", history, what, most=MAX_TURNS, noun="turns")
+    ):
+        place = ("history", index)
         if isinstance(turn, str) or not isinstance(turn, Sequence) or len(turn) != 2:
-            raise InvalidRequest(("history", index), "must be a pair of question and answer")
-        question = checked_text(("history", index, "question"), turn[0], context)
-        answer = turn[1]
-        if not isinstance(answer, str):
-            raise InvalidRequest(("history", index, "answer"), "must be text")
-        check_size(("history", index, "answer"), answer, context)
-        pairs.append((question, answer))
+            raise InvalidRequest(place, "must be a pair of question and answer")
+        question = checked_text((*place, "question"), turn[0], context)
+        pairs.append((question, any_text((*place, "answer"), turn[1], context)))
     # Checked before anything is encoded: that would take seconds for texts that no context holds.
     size = sum(len(text.encode()) for text in (before, last, *itertools.chain(*pairs)))
     limit = context.defaults.max_text_bytes
@@ -281,17 +249,15 @@ def _image_turns(image_turns: Any, num_turns: int) -> list[int] | None:
     """The turn of each image. ``num_turns``: the earlier turns. Raises InvalidRequest."""
     if image_turns is None:
         return None
-    field = "image_turns"
-    if isinstance(image_turns, (str, bytes)) or not isinstance(image_turns, Sequence):
-        raise InvalidRequest(field, "must be a list of the numbers of turns")
-    before = 0
-    for index, turn in enumerate(image_turns):
+    field, before = "image_turns", 0
+    turns = checked_list(field, image_turns, "a list of the numbers of turns")
+    for index, turn in enumerate(turns):
         if not isinstance(turn, int) or isinstance(turn, bool) or not before <= turn <= num_turns:
             raise InvalidRequest(
                 (field, index), f"{turn!r} is not a whole number from {before} to {num_turns}"
             )
         before = turn
-    return list(image_turns)
+    return list(turns)
 
 
 def _rendered(

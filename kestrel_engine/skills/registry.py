@@ -11,9 +11,8 @@ from ..types.model_config import ModelConfig
 from .base import NeedsModel, SkillSpec
 from .caption import CaptionSkill
 from .declaration import describe
-from .detect import DetectSkill
 from .embed import EMBED, EmbedSkill
-from .point import PointSkill
+from .finding import DetectSkill, PointSkill
 from .query import QuerySkill
 from .segment import SegmentSkill
 

@@ -11,9 +11,12 @@ from ..errors import InvalidRequest
 from ..types.constraint import Constraint
 from ..types.requests import SAMPLING_SETTINGS, SamplingParams, is_number
 from ..types.step import MAX_TOP
-from .base import SkillDefaults
+from .base import SkillContext, SkillDefaults
 from .constraints.setting import read_constraint
+from .text.penalties import read_penalties
 from .text.stop_strings import read_stop_strings
+
+_OF_TEXT = ("sampling", "max_tokens", "stop", "logprobs", "top_logprobs", "constraint")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +89,16 @@ def read_settings(
         top_logprobs=top,
         constraint=read_constraint(given.get("constraint")),
     )
+
+
+def read_text_settings(
+    settings: Mapping[str, Any], context: SkillContext, known: Set[str]
+) -> tuple[Settings, dict[str, Any]]:
+    """As ``read_settings``, for a skill that writes text, and the fields of its TextRequest that follow from them."""
+    read = read_settings(settings, context.defaults, greedy=False, extra=known)
+    fields = {name: getattr(read, name) for name in _OF_TEXT}
+    fields["penalties"] = read_penalties(settings, context.model.text.vocab_size)
+    return read, fields
 
 
 def _positive(name: str, value: object) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
@@ -136,6 +136,20 @@ def is_number(value: object) -> TypeGuard[float]:
         return False
     # Compared, for isfinite() raises on a whole number that is no float.
     return -math.inf < cast(float, value) < math.inf
+
+
+def checked_list(
+    field: str | FieldPath, value: object, what: str, *, most: int | None = None, noun: str = ""
+) -> Sequence[Any]:
+    """``value`` if it is a list of at most ``most`` items; a text is none. ``what``: what it must be a list of.
+    ``noun``: the items, in the error. Raises InvalidRequest."""
+    if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Sequence):
+        raise InvalidRequest(field, f"must be {what}")
+    if most is not None and len(value) > most:
+        count = len(value)
+        why = f"has {count} {noun}, the limit is {most}"
+        raise InvalidRequest(field, why, value=count, limit=most)
+    return value
 
 
 def check_bytes(field: str | FieldPath, text: str, limit: int) -> None:

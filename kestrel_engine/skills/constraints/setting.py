@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ...errors import FieldPath, InvalidRequest
 from ...types.constraint import Constraint, ConstraintKind
-from ...types.requests import check_bytes
+from ...types.requests import check_bytes, checked_list
 
 MAX_SOURCE_BYTES = 32 * 1024 - 1
 """UTF-8 bytes of a regular expression, grammar or schema."""
@@ -47,15 +47,13 @@ def read_constraint(value: object) -> Constraint | None:
 
 
 def _choices(value: object) -> tuple[str, ...]:
-    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        raise InvalidRequest(("constraint", "choices"), "must be a list of texts")
-    if not 1 <= len(value) <= MAX_CHOICES:
-        raise InvalidRequest(
-            ("constraint", "choices"), f"has {len(value)} texts; it must have 1 to {MAX_CHOICES}"
-        )
-    for index, choice in enumerate(value):
-        _check_text(("constraint", "choices", index), choice, MAX_CHOICE_BYTES)
-    return tuple(value)
+    field = ("constraint", "choices")
+    choices = checked_list(field, value, "a list of texts")
+    if not 1 <= len(choices) <= MAX_CHOICES:
+        raise InvalidRequest(field, f"has {len(choices)} texts; it must have 1 to {MAX_CHOICES}")
+    for index, choice in enumerate(choices):
+        _check_text((*field, index), choice, MAX_CHOICE_BYTES)
+    return tuple(choices)
 
 
 def _check_text(field: FieldPath, text: object, limit: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...errors import FieldPath, InvalidRequest
+from ...types.requests import checked_list
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
@@ -84,18 +85,11 @@ def read_stop_strings(value: object) -> tuple[str, ...]:
         return ()
     if isinstance(value, str):
         value = [value]
-    if not isinstance(value, Sequence) or isinstance(value, (bytes, bytearray)):
-        raise InvalidRequest("stop", "must be a text or a list of texts")
-    if len(value) > MAX_STOP_STRINGS:
-        raise InvalidRequest(
-            "stop",
-            f"has {len(value)} texts, the limit is {MAX_STOP_STRINGS}",
-            value=len(value),
-            limit=MAX_STOP_STRINGS,
-        )
-    for index, string in enumerate(value):
+    what = "a text or a list of texts"
+    strings = checked_list("stop", value, what, most=MAX_STOP_STRINGS, noun="texts")
+    for index, string in enumerate(strings):
         _check(("stop", index), string)
-    return tuple(value)
+    return tuple(strings)
 
 
 def _check(field: FieldPath, string: object) -> None:
