@@ -19,7 +19,8 @@ from . import clock
 from .adapters.lora import LoRA
 from .adapters.references import checked_adapter_name
 from .building.factory import Built, build_off_loop
-from .building.kept_images import kept_images
+from .building.kv_pool import out_of_memory
+from .building.room import kept_images
 from .callers.calls import SkillCalls
 from .callers.lifetime import Lifetime
 from .callers.profiling import ProfileRequest, take_profile
@@ -48,7 +49,6 @@ from .requests.request import (
 from .requests.seeds import Seeds
 from .requests.sequence_start import SequenceStart
 from .requests.submitter import Submitter
-from .runtime.gpu.memory import out_of_memory
 from .runtime.profile import Profile
 from .scheduler.budget import StepBudget
 from .scheduler.policy import SchedulerPolicy

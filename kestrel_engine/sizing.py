@@ -53,15 +53,13 @@ def fit(
     """
     import torch
 
-    from .building.kept_images import extra_bytes
-    from .building.pages import page_size_of
-    from .building.runtimes import reserve_of
+    from .building.kv_pool import page_size_of, plan_pool
+    from .building.room import extra_bytes, reserve_of
     from .checkpoint.catalog import KNOWN
     from .checkpoint.open import open_model
     from .checkpoint.weights.random_weights import weight_bytes
     from .errors import InsufficientMemoryError
     from .models.kv_format import EIGHT_BITS
-    from .runtime.gpu.memory import plan_pool
     from .runtime.kv_cache import bytes_per_page
 
     model = model or open_model(config).config

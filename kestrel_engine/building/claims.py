@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from ..checkpoint.weights import memory
-from ..runtime.gpu.memory import size_text
 from ..runtime.protocol import Runtime
+from .kv_pool import size_text
 
 if TYPE_CHECKING:
     import torch

@@ -39,8 +39,9 @@ from .device import (
     uses_kernels,
 )
 from .files import adapter_origins, kernel_cache_folder, read_calibration
-from .pages import check_pool, page_size_of
-from .runtimes import Plan, check_room, runtime_of
+from .kv_pool import check_pool, out_of_memory, page_size_of
+from .room import Plan, check_room
+from .runtimes import runtime_of
 
 if TYPE_CHECKING:
     import torch
@@ -158,7 +159,6 @@ def _build(
 
     from ..preprocess.tokenizer import Tokenizer
     from ..runtime.gpu.footprint import DEVICE_PIXELS
-    from ..runtime.gpu.memory import out_of_memory
 
     chosen = _choose(config, progress, lora is not None, opened, running)
     plan, opened, origins = chosen.plan, chosen.opened, chosen.origins

@@ -13,9 +13,9 @@ import torch
 from kestrel_engine import InsufficientMemoryError, RuntimeConfig
 from kestrel_engine.building import factory, runtimes
 from kestrel_engine.building.claims import CLAIMS, Claims, claim_of
+from kestrel_engine.building.kv_pool import GIB
 from kestrel_engine.checkpoint.weights import memory
 from kestrel_engine.runtime.fake import FakeRuntime
-from kestrel_engine.runtime.gpu.memory import GIB
 from kestrel_engine.runtime.host_pages import untouched_bytes
 from kestrel_engine.types.model_config import parse_model_config
 from kestrel_engine.types.step import RuntimeLimits

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kestrel_engine import InsufficientMemoryError, RuntimeConfig, sizing
-from kestrel_engine.building import runtimes
+from kestrel_engine.building import room
 from kestrel_engine.checkpoint.weights.random_weights import random_checkpoint, weight_bytes
 from kestrel_engine.runtime.gpu import footprint
 from kestrel_engine.sizing import GIB, fit
@@ -105,7 +105,7 @@ def test_the_reserve_counts_the_largest_step():
 
     def reserve(**settings):
         chosen = config(**settings)
-        return runtimes.reserve_of(chosen, model, torch.bfloat16, chosen.sizes(cuda=True))
+        return room.reserve_of(chosen, model, torch.bfloat16, chosen.sizes(cuda=True))
 
     few, many = (reserve(step_crops=crops) for crops in (1, 18))
     assert few < many

@@ -3,7 +3,7 @@
 import pytest
 
 from kestrel_engine import InsufficientMemoryError, RuntimeConfig
-from kestrel_engine.runtime.gpu.memory import GIB, Pool, least_positions, plan_pool
+from kestrel_engine.building.kv_pool import GIB, Pool, least_positions, plan_pool
 from kestrel_engine.types.model_config import parse_model_config
 
 MD2 = parse_model_config({}, family="moondream2")

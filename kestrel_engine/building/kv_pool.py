@@ -1,4 +1,4 @@
-"""Plans the size of the KV cache from the memory that weights and the rest of the runtime leave free.
+"""The KV cache: the size of a page, and how many pages fit into the memory that weights and runtime leave free.
 
 This module allocates nothing. A KV cache that is larger than the running sequences need is not wasted, because it also
 holds the prefixes of earlier prompts and images.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...config.runtime import RuntimeConfig
-from ...errors import InsufficientMemoryError
-from ...types.model_config import ModelConfig
+from ..config.runtime import RuntimeConfig
+from ..errors import ConfigError, InsufficientMemoryError
+from ..types.model_config import ModelConfig
 
 GIB = 2**30
 CUDA_SHARE = 0.9
@@ -19,6 +19,10 @@ fragmentation."""
 CACHED_CONTEXTS = 8
 """The largest KV cache on a GPU, as a multiple of the running sequences at full length. A small model needs no more for
 its prefix cache and leaves the rest of the memory free."""
+
+
+LARGEST_DEFAULT_PAGE = 16
+"""Positions. Attention speed doesn't depend on the page size; small pages waste little and share well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,43 @@ def plan_pool(
             f"{_lower(config, room, page_bytes)}, or --max-batch-size (now {max_batch_size})"
         )
     return Pool(pages, min(longest, pages * page_size))
+
+
+def page_size_of(config: RuntimeConfig, model: ModelConfig) -> int:
+    """A divisor of the image prefix, so that a prefix fills whole pages and no page is shared half full."""
+    prefix = model.image_prefix
+    if config.page_size is None:
+        return max(n for n in range(1, LARGEST_DEFAULT_PAGE + 1) if prefix % n == 0)
+    if prefix % config.page_size:
+        divisors = [n for n in range(1, 129) if prefix % n == 0]
+        raise ConfigError(
+            "page_size",
+            config.page_size,
+            f"must divide the image prefix {prefix}: one of {divisors}",
+        )
+    return config.page_size
+
+
+def check_pool(config: RuntimeConfig, model: ModelConfig, page_size: int, page_bytes: int) -> None:
+    """Raises ConfigError for sizes that can't hold the requests of the warm-up."""
+    least = least_positions(model)
+    if config.max_seq_length is not None and config.max_seq_length < least:
+        raise ConfigError(
+            "max_seq_length",
+            config.max_seq_length,
+            f"must be at least {least}, an image with a short prompt and answer",
+        )
+    pages = given_pages(config, page_bytes)
+    if pages is not None and pages * page_size < least:
+        field = "kv_cache_pages" if config.kv_cache_gib is None else "kv_cache_gib"
+        raise ConfigError(
+            field,
+            getattr(config, field),
+            f"of {page_size} positions can't hold {least}, an image with a short prompt and answer"
+            if config.kv_cache_gib is None
+            else f"holds {pages} pages of {page_size} positions; {least} are needed, an image with a short prompt and "
+            "answer",
+        )
 
 
 def given_pages(config: RuntimeConfig, page_bytes: int) -> int | None:

@@ -1,0 +1,151 @@
+"""Room: the memory that a model needs beside its weights, and what that leaves for the KV cache.
+
+gpu/footprint.py has the bytes of passes and buffers, claims.py what other models of this process hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..config.runtime import RuntimeConfig
+from ..config.sizes import Sizes
+from ..errors import InsufficientMemoryError
+from ..types.model_config import ModelConfig
+from ..types.progress import Progress
+from .claims import CLAIMS
+from .kv_pool import CACHED_CONTEXTS, CUDA_SHARE, Pool, plan_pool, size_text
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..models.kv_format import Scales
+    from ..models.refiner import Refiner
+    from ..runtime.gpu.adapters.layout import SlabLayout
+
+KEPT_IMAGES = 16
+"""Images whose embeddings the device keeps by default, for images whose keys and values were evicted. 48 MB with a
+released model in bfloat16. `footprint.reserve_bytes` counts them."""
+CPU_POOL_SHARE = 0.5
+"""On a CPU the KV pool's default takes at most this share of the memory left beside the weights."""
+
+PLAIN_CROPS = 8
+"""Crops that the plain vision tower encodes together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The choices for a runtime, without weights and pool. ``kernels``: GpuRuntime computes, else TorchRuntime."""
+
+    config: RuntimeConfig
+    sizes: Sizes
+    model: ModelConfig
+    page_size: int
+    page_bytes: int
+    device: torch.device
+    dtype: torch.dtype
+    kernels: bool
+    kv_scales: tuple[Scales, ...] | None
+    slabs: SlabLayout | None
+    progress: Progress | None
+
+
+def kept_images(config: RuntimeConfig, model: ModelConfig, itemsize: int) -> int:
+    """Returns the number of images. ``itemsize``: the bytes of a number of the embeddings."""
+    if config.embedding_cache_bytes is None:
+        return KEPT_IMAGES
+    return config.embedding_cache_bytes // _bytes_of_one(model, itemsize)
+
+
+def extra_bytes(config: RuntimeConfig, model: ModelConfig, itemsize: int) -> int:
+    """Returns the bytes of the images beyond KEPT_IMAGES."""
+    more = kept_images(config, model, itemsize) - KEPT_IMAGES
+    return max(0, more) * _bytes_of_one(model, itemsize)
+
+
+def _bytes_of_one(model: ModelConfig, itemsize: int) -> int:
+    return model.image_positions * model.text.dim * itemsize
+
+
+def most_crops(sizes: Sizes) -> int:
+    """Crops that the vision tower encodes at once: those of the largest step, up to the size of a pass."""
+    from ..runtime.gpu.attention.patches import BATCHES
+    from ..scheduler.budget import StepBudget
+
+    return min(sizes.step_crops * StepBudget(crops=sizes.step_crops).idle_scale, BATCHES[-1])
+
+
+def reserve_of(config: RuntimeConfig, model: ModelConfig, dtype: torch.dtype, sizes: Sizes) -> int:
+    """Bytes that GpuRuntime and its adapters need beside weights and pool, with the largest steps that the scheduler
+    makes."""
+    from ..runtime.gpu.footprint import reserve_bytes
+
+    reserve = reserve_bytes(
+        model,
+        dtype,
+        max_batch_size=sizes.max_batch_size,
+        max_crops=most_crops(sizes),
+        fp8_gemms=config.fp8_gemms,
+        adapters=config.has_adapters,
+    )
+    return reserve + (config.adapter_cache_bytes if config.has_adapters else 0)
+
+
+def check_room(plan: Plan, weights_bytes: int) -> None:
+    """Raises InsufficientMemoryError if the device has no room for weights, runtime and the smallest KV cache, before
+    any of them is there. The message says what other models of this process hold."""
+    plan_of_pool(plan, None, weights_bytes)
+
+
+def beside_weights(plan: Plan, refiner: Refiner | None) -> tuple[int, int]:
+    """Bytes that the runtime needs beside weights and KV cache: what it keeps, and what it takes and gives back."""
+    from ..runtime.gpu.footprint import reserve_bytes, staying_bytes
+    from ..runtime.refinement import refine_bytes
+    from ..types.step import MOST_REFINED
+
+    config, model, dtype = plan.config, plan.model, plan.dtype
+    needed = staying = 0
+    if plan.kernels:
+        needed = reserve_of(config, model, dtype, plan.sizes)
+        staying = staying_bytes(model, config.fp8_gemms)
+        staying += config.adapter_cache_bytes if config.has_adapters else 0
+    elif plan.device.type == "cuda":
+        # Plain operators keep what the kernels fuse away.
+        batch = plan.sizes.max_batch_size
+        needed = 2 * reserve_bytes(model, dtype, max_batch_size=batch, max_crops=PLAIN_CROPS)
+        staying = 2 * staying_bytes(model, "off")
+    caches = config.crop_cache_bytes + extra_bytes(config, model, dtype.itemsize)
+    if refiner is not None:
+        # The activations of the masks that one step refines.
+        caches += refine_bytes(refiner.config, model.vision, dtype, MOST_REFINED)
+    return staying, needed - staying + caches
+
+
+def plan_of_pool(plan: Plan, refiner: Refiner | None, weights_bytes: int = 0) -> Pool:
+    """Plans the KV cache. ``weights_bytes``: of weights that the device does not hold yet."""
+    cuda = plan.device.type == "cuda"
+    if cuda:
+        import torch
+
+        # Memory that loading and packing released must count as free.
+        torch.cuda.empty_cache()
+    available = CLAIMS.available(plan.device)
+    try:
+        if available is not None and weights_bytes > available:
+            raise InsufficientMemoryError(
+                f"the weights take {size_text(weights_bytes)}, and {size_text(available)} are available on "
+                f"{plan.device}; use a narrower --precision, a smaller model, or a device with more memory"
+            )
+        return plan_pool(
+            None if available is None else available - weights_bytes,
+            sum(beside_weights(plan, refiner)),
+            plan.page_bytes,
+            plan.config,
+            plan.model,
+            page_size=plan.page_size,
+            max_batch_size=plan.sizes.max_batch_size,
+            share=CUDA_SHARE if cuda else CPU_POOL_SHARE,
+            contexts=CACHED_CONTEXTS if cuda else 1,
+        )
+    except InsufficientMemoryError as error:
+        raise InsufficientMemoryError(f"{error}{CLAIMS.described(plan.device)}") from None
