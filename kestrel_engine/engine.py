@@ -30,29 +30,17 @@ from .config.sizes import Sizes
 from .confinement import trial
 from .errors import DeadlineExceeded, EngineClosed, ProfileError, RuntimeFailure
 from .preprocess.looks import Tiled
-from .preprocess.pool import PreprocessPool
-from .requests.checked import RequestCheck
-from .requests.constraints import ConstraintCompiler
-from .requests.images import ImagePreparation
 from .requests.open_requests import OpenRequests
-from .requests.preparing import Preparing
-from .requests.queue_places import Place, QueuePlaces
 from .requests.request import (
     CallerOptions,
     Request,
     RequestOptions,
-    check_request_id,
-    check_weight,
-    checked_priority,
     request_of,
 )
-from .requests.seeds import Seeds
-from .requests.sequence_start import SequenceStart
 from .requests.submitter import Submitter
 from .runtime.profile import Profile
 from .scheduler.budget import StepBudget
 from .scheduler.policy import SchedulerPolicy
-from .skills.constraints.grammars import Grammars
 from .skills.registry import SkillRegistry
 from .skills.rule_check import RuleCheck
 from .steps.delivery import Delivery, DeliveryThread
@@ -122,28 +110,15 @@ class InferenceEngine(SkillCalls):
             check_rule=RuleCheck(built.model),
         )
         self._lifetime = Lifetime(self._loop)
-        self._places = QueuePlaces(config.max_queue, sizes.max_batch_size)
-        self._preparing = Preparing(self._note_idle)
-        self._seeds = Seeds(config.seed)
-        check = RequestCheck(config, built, skills, self._seeds)
         self._submitter = Submitter(
-            built.lora,
+            config,
+            built,
+            skills,
+            self._loop,
+            self._open,
             self._lifetime,
-            check=check,
-            places=self._places,
-            preparing=self._preparing,
-            images=ImagePreparation(_pool(config, sizes, built), self._preparing, observer),
-            constraints=ConstraintCompiler(
-                Grammars(
-                    built.codec,
-                    built.model.text.vocab_size,
-                    built.model.ids.eos_id,
-                    confine=config.confine,
-                ),
-                self._preparing,
-            ),
-            adapters=built.adapters,
-            sequences=SequenceStart(config, built, self._loop, self._open, check),
+            observer,
+            self._note_idle,
         )
         self._start()
         self._watchdog = asyncio.create_task(self._watch())
@@ -229,7 +204,7 @@ class InferenceEngine(SkillCalls):
     @property
     def num_requests(self) -> int:
         """Requests accepted and unfinished."""
-        return len(self._open) + len(self._preparing)
+        return len(self._open) + len(self._submitter.preparing)
 
     @property
     def stats(self) -> SchedulerStats:
@@ -265,7 +240,7 @@ class InferenceEngine(SkillCalls):
     @property
     def places(self) -> PlaceCounts:
         """How the principals share the places of accepted requests, now."""
-        return self._places.counts
+        return self._submitter.places.counts
 
     @property
     def compiled(self) -> CompileCounts:
@@ -298,9 +273,7 @@ class InferenceEngine(SkillCalls):
 
     async def start(self, request: Request) -> EngineStream:
         """As ``submit``, for a request that the caller has made."""
-        check_request_id(request.request_id)
-        place = self._take_place(request)
-        return await self._submitter.submit(request, place)
+        return await self._submitter.start(request)
 
     @overload
     async def prepare_image(
@@ -319,12 +292,7 @@ class InferenceEngine(SkillCalls):
         which take the result as their ``image``. Its ``request_id`` is for the observer. Raises ImageError,
         InvalidRequest, EngineOverloaded, DeadlineExceeded, EngineClosed."""
         request = request_of("", None, None, None, {"request_id": "", **options})
-        request = dataclasses.replace(request, images=(image,))
-        place = self._take_place(request)
-        try:
-            return await self._submitter.images.prepare_ahead(request, place)
-        finally:
-            self._places.give_back(place)
+        return await self._submitter.prepare_image(dataclasses.replace(request, images=(image,)))
 
     def cancel(self, request_id: str) -> int:
         """Ends the requests of this id as "cancelled", as soon as a step ends; returns how many. One whose image is
@@ -415,19 +383,11 @@ class InferenceEngine(SkillCalls):
         self, principal: str = "", weight: float = 1.0, *, priority: str = "normal"
     ) -> None:
         """Raises EngineOverloaded if such a request would get no place now, EngineClosed if the engine accepts none."""
-        self._lifetime.check_open()
-        self._places.check(principal, weight, checked_priority(priority))
-
-    def _take_place(self, request: Request) -> Place:
-        self._lifetime.check_open()
-        check_weight(request.weight)
-        return self._places.take(
-            request.principal, request.weight, checked_priority(request.priority)
-        )
+        self._submitter.check_admission(principal, weight, priority)
 
     def draw_seed(self, count: int = 1) -> int:
         """The first of ``count`` seeds in a row, for requests that name none."""
-        return self._seeds.draw(count)
+        return self._submitter.seeds.draw(count)
 
     def _deliver_threadsafe(self, deliveries: list[Delivery]) -> None:
         """On the delivery thread."""
@@ -457,21 +417,6 @@ class InferenceEngine(SkillCalls):
         side = self._built.model.vision.crop_size
         await self.query(question="ready?", settings=settings)
         await self.caption(np.zeros((side, side, 3), np.uint8), settings=settings)
-
-
-def _pool(config: RuntimeConfig, sizes: Sizes, built: Built) -> PreprocessPool:
-    return PreprocessPool(
-        sizes.preprocess_threads,
-        config.image_limits,
-        built.model.vision,
-        decode_bytes=config.decode_bytes,
-        timeout_s=config.decode_timeout_s,
-        cache_bytes=config.image_cache_bytes,
-        max_waiting_pixels=config.max_queued_pixels,
-        device_pixels=built.device_pixels,
-        with_crop_keys=bool(config.crop_cache_bytes),
-        confine=config.confine,
-    )
 
 
 def _policy(config: RuntimeConfig, sizes: Sizes, built: Built) -> SchedulerPolicy:

@@ -1,37 +1,5 @@
 """The errors that the engine raises on purpose.
 
-    KestrelError
-    ├── ConfigError              a RuntimeConfig field is invalid (field, value, limit)
-    ├── RequestError             the caller's fault; names the field
-    │   ├── InvalidRequest       a field is missing, malformed or out of range
-    │   │   └── AdapterUnfit            the adapter does not fit the model, or its files are broken
-    │   ├── AdapterNotFound      there is no adapter of this name
-    │   ├── AdapterRefused       this server may not fetch the adapter
-    │   ├── ContextLengthError   prompt plus max_tokens do not fit the context
-    │   ├── ImageError
-    │   │   ├── ImageDecodeError        broken or truncated image
-    │   │   ├── UnsupportedImageError   a format that is not on the allow-list
-    │   │   ├── ImageTooLargeError      bytes, pixels or aspect ratio over the limit
-    │   │   └── ImageTooSlowError       decoding took longer than the limit
-    │   ├── ModelNotFoundError   the request names a model that is not served
-    │   └── SkillUnavailable     the served model cannot do this skill
-    ├── ModelLoadError           a model can't be loaded
-    │   ├── CheckpointError      missing, extra, misshaped or non-finite tensors, by name
-    │   ├── DownloadError        the hub refuses access or is unreachable, or the file does not exist
-    │   └── InsufficientMemoryError
-    ├── EngineOverloaded         a bounded queue is full; retry later
-    │   ├── AdaptersFull         adapters in use leave no memory for another one
-    │   ├── ConstraintsCostly       a principal's slow constraints used too much processor time
-    │   ├── Displaced            the request waited and lost its place to a request with a stronger claim
-    │   ├── PixelsWaiting        too many pixels wait to be decoded
-    │   └── QueueTimeout         the request waited longer than max_queue_wait_s
-    ├── AdapterUnavailable       the adapter can't be fetched now; retry later
-    ├── DeadlineExceeded         the caller's deadline passed before the request was admitted
-    ├── EngineClosed             the engine is shut down, or shutting down
-    ├── ProfileError             a profile can't be taken or can't be written
-    └── RuntimeFailure           the server's fault: a step failed
-        └── SkillFault           a skill gave a rule or a prompt that the model can't follow
-
 Code decides by the type of an error, never by its text. An ``assert`` checks conditions that only a mistake in the code
 can break.
 """

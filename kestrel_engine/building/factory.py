@@ -39,14 +39,13 @@ from .device import (
     uses_kernels,
 )
 from .files import adapter_origins, kernel_cache_folder, read_calibration
-from .kv_pool import check_pool, out_of_memory, page_size_of
+from .kv_pool import check_pool, out_of_memory
 from .room import Plan, check_room
 from .runtimes import runtime_of
 
 if TYPE_CHECKING:
     import torch
 
-    from ..adapters.origins.origins import Origins
     from ..checkpoint.open import OpenedModel
     from ..kernels.compile_meter import CompileMeter
     from ..models.refiner import Refiner
@@ -124,27 +123,15 @@ def _early_kernels(
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen:
-    """What is known before any weight is read. ``early``: the process that compiles missing kernels meanwhile."""
-
-    plan: Plan
-    opened: OpenedModel
-    origins: Origins | None
-    compiling: CompileMeter | None
-    early: EarlyKernels | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Weights:
-    """``began``, ``read``: when reading began and ended."""
+    """``seconds``: that reading took."""
 
     tensors: dict[str, torch.Tensor]
     fingerprint: str
     calibration: Calibration
     num_parameters: int
     num_bytes: int
-    began: float
-    read: float
+    seconds: float
 
 
 def _build(
@@ -154,69 +141,12 @@ def _build(
     opened: OpenedModel | None,
     running: ExitStack,
 ) -> Built:
-    """``running``: for what must end with this call."""
-    import torch
-
-    from ..preprocess.tokenizer import Tokenizer
-    from ..runtime.gpu.footprint import DEVICE_PIXELS
-
-    chosen = _choose(config, progress, lora is not None, opened, running)
-    plan, opened, origins = chosen.plan, chosen.opened, chosen.origins
-    model, device, dtype = plan.model, plan.device, plan.dtype
-    adapter = None if lora is None else lora.adapter(model.text, dtype, device, plan.slabs)
-    codec = Tokenizer.from_file(opened.tokenizer_path, vocab_size=model.text.vocab_size)
-    try:
-        with CLAIMS.turn(device):
-            weights = _load(plan, opened)
-            refiner = _refiner(opened, plan)
-            if chosen.early is not None:
-                chosen.early.wait(progress)
-            runtime, capture_s = runtime_of(plan, weights.tensors, refiner, opened.name)
-            upload = None if origins is None else _adapter_upload(config, device, plan.slabs)
-            built_s = clock.now() - weights.read
-    except torch.OutOfMemoryError as error:
-        reason = str(error).partition(". ")[0]
-        raise out_of_memory(config, plan.sizes.max_batch_size, reason) from error
-    weights_s = weights.read - weights.began
-    load = LoadTimes(weights_s=weights_s, build_s=built_s - capture_s, capture_s=capture_s)
-    info = _info(opened, plan, weights, runtime.limits, load)
-    _log(runtime, info, built_s, chosen.compiling)
-    adapters = None
-    if origins is not None:
-        adapters = AdapterLibrary(
-            origins,
-            model,
-            dtype=dtype,
-            max_bytes=config.adapter_cache_bytes,
-            host_bytes=config.adapter_sources.host_bytes,
-            packer=plan.slabs,
-            upload=upload,
-        )
-    return Built(
-        runtime,
-        model,
-        codec,
-        info,
-        compiling=chosen.compiling,
-        device_pixels=DEVICE_PIXELS if plan.kernels else 0,
-        calibration=weights.calibration,
-        adapters=adapters,
-        lora=adapter,
-    )
-
-
-def _choose(
-    config: RuntimeConfig,
-    progress: Progress | None,
-    has_lora: bool,
-    opened: OpenedModel | None,
-    running: ExitStack,
-) -> _Chosen:
-    """Finds the model, and checks the configuration for it. Raises ConfigError or ModelLoadError."""
+    """As `build`: first what can be wrong, then the weights. ``running``: for what must end with this call."""
     import torch
 
     from ..checkpoint.open import open_model
-    from ..runtime.kv_cache import bytes_per_page, kv_dtype
+    from ..preprocess.tokenizer import Tokenizer
+    from ..runtime.gpu.footprint import DEVICE_PIXELS
 
     device, dtype = device_of(config), dtype_of(config)
     kernels = uses_kernels(config, device)
@@ -231,27 +161,52 @@ def _choose(
         opened = open_model(config, progress=progress)
         early = _early_kernels(config, opened.config, running)
     model = opened.config
-    page_size = page_size_of(config, model)
     scales = kv_scales_of(config, opened, device, dtype, kernels)
-    page_bytes = bytes_per_page(model.text, page_size, kv_dtype(dtype, scales))
-    check_pool(config, model, page_size, page_bytes)
     slabs = None
-    if kernels and (has_lora or origins is not None):
+    if kernels and (lora is not None or origins is not None):
         slabs = _slab_layout(model, dtype, device)
-    plan = Plan(
-        config=config,
-        sizes=config.sizes(cuda=device.type == "cuda"),
-        model=model,
-        page_size=page_size,
-        page_bytes=page_bytes,
-        device=device,
-        dtype=dtype,
-        kernels=kernels,
-        kv_scales=scales,
-        slabs=slabs,
-        progress=progress,
+    plan = Plan(config, model, device, dtype, kernels, scales, slabs, progress)
+    check_pool(config, model, plan.page_size, plan.page_bytes)
+    adapter = None if lora is None else lora.adapter(model.text, dtype, device, slabs)
+    codec = Tokenizer.from_file(opened.tokenizer_path, vocab_size=model.text.vocab_size)
+    try:
+        with CLAIMS.turn(device):
+            weights = _load(plan, opened)
+            read_at = clock.now()
+            refiner = _refiner(opened, plan)
+            if early is not None:
+                early.wait(progress)
+            runtime, capture_s = runtime_of(plan, weights.tensors, refiner, opened.name)
+            upload = None if origins is None else _adapter_upload(config, device, slabs)
+            built_s = clock.now() - read_at
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        raise out_of_memory(config, plan.sizes.max_batch_size, reason) from error
+    load = LoadTimes(weights_s=weights.seconds, build_s=built_s - capture_s, capture_s=capture_s)
+    info = _info(opened, plan, weights, runtime.limits, load)
+    _log(runtime, info, built_s, compiling)
+    adapters = None
+    if origins is not None:
+        adapters = AdapterLibrary(
+            origins,
+            model,
+            dtype=dtype,
+            max_bytes=config.adapter_cache_bytes,
+            host_bytes=config.adapter_sources.host_bytes,
+            packer=slabs,
+            upload=upload,
+        )
+    return Built(
+        runtime,
+        model,
+        codec,
+        info,
+        compiling=compiling,
+        device_pixels=DEVICE_PIXELS if kernels else 0,
+        calibration=weights.calibration,
+        adapters=adapters,
+        lora=adapter,
     )
-    return _Chosen(plan, opened, origins, compiling, early)
 
 
 def _load(plan: Plan, opened: OpenedModel) -> _Weights:
@@ -269,10 +224,10 @@ def _load(plan: Plan, opened: OpenedModel) -> _Weights:
     # The runtime packs the tensors, so they are counted now.
     num_parameters = sum(t.numel() for n, t in loaded.tensors.items() if not n.endswith(".scale"))
     num_bytes = sum(t.nbytes for t in loaded.tensors.values())
-    read = clock.now()
-    logger.info("weights: %.2f GB in %.2f s", num_bytes / 1e9, read - began)
+    seconds = clock.now() - began
+    logger.info("weights: %.2f GB in %.2f s", num_bytes / 1e9, seconds)
     return _Weights(
-        loaded.tensors, loaded.fingerprint, calibration, num_parameters, num_bytes, began, read
+        loaded.tensors, loaded.fingerprint, calibration, num_parameters, num_bytes, seconds
     )
 
 
@@ -281,10 +236,7 @@ def _info(
 ) -> EngineInfo:
     import torch
 
-    from ..runtime.kv_cache import kv_dtype
-
     model, device = plan.model, plan.device
-    cache_dtype = kv_dtype(plan.dtype, plan.kv_scales)
     return EngineInfo(
         model=opened.name,
         family=model.family,
@@ -302,7 +254,7 @@ def _info(
         num_pages=limits.num_pages,
         page_size=plan.page_size,
         kv_cache_bytes=limits.num_pages * plan.page_bytes,
-        kv_cache_dtype=str(cache_dtype).removeprefix("torch."),
+        kv_cache_dtype=str(plan.kv_dtype).removeprefix("torch."),
         max_queue=plan.config.max_queue,
         torch_version=torch.__version__,
         refines=limits.refines,

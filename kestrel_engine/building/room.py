@@ -6,6 +6,7 @@ gpu/footprint.py has the bytes of passes and buffers, claims.py what other model
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..config.runtime import RuntimeConfig
@@ -14,7 +15,7 @@ from ..errors import InsufficientMemoryError
 from ..types.model_config import ModelConfig
 from ..types.progress import Progress
 from .claims import CLAIMS
-from .kv_pool import CACHED_CONTEXTS, CUDA_SHARE, Pool, plan_pool, size_text
+from .kv_pool import CACHED_CONTEXTS, CUDA_SHARE, Pool, page_size_of, plan_pool, size_text
 
 if TYPE_CHECKING:
     import torch
@@ -33,21 +34,38 @@ PLAIN_CROPS = 8
 """Crops that the plain vision tower encodes together."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """The choices for a runtime, without weights and pool. ``kernels``: GpuRuntime computes, else TorchRuntime."""
 
     config: RuntimeConfig
-    sizes: Sizes
     model: ModelConfig
-    page_size: int
-    page_bytes: int
     device: torch.device
     dtype: torch.dtype
     kernels: bool
     kv_scales: tuple[Scales, ...] | None
     slabs: SlabLayout | None
     progress: Progress | None
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        return self.config.sizes(cuda=self.device.type == "cuda")
+
+    @cached_property
+    def page_size(self) -> int:
+        return page_size_of(self.config, self.model)
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        from ..runtime.kv_cache import kv_dtype
+
+        return kv_dtype(self.dtype, self.kv_scales)
+
+    @cached_property
+    def page_bytes(self) -> int:
+        from ..runtime.kv_cache import bytes_per_page
+
+        return bytes_per_page(self.model.text, self.page_size, self.kv_dtype)
 
 
 def kept_images(config: RuntimeConfig, model: ModelConfig, itemsize: int) -> int:

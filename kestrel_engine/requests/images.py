@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import clock
+from ..building.factory import Built
+from ..config.runtime import RuntimeConfig
+from ..config.sizes import Sizes
 from ..errors import RequestError
 from ..preprocess.decoding.costs import FIELD
 from ..preprocess.jobs import Preprocessed
@@ -143,3 +146,19 @@ class ImagePreparation:
             self._observer.on_image(event)
         except Exception:  # A fault of the observer must not change what it observes.
             logger.exception("the observer failed on an image")
+
+
+def new_pool(config: RuntimeConfig, sizes: Sizes, built: Built) -> PreprocessPool:
+    """The pool of an engine's decoders."""
+    return PreprocessPool(
+        sizes.preprocess_threads,
+        config.image_limits,
+        built.model.vision,
+        decode_bytes=config.decode_bytes,
+        timeout_s=config.decode_timeout_s,
+        cache_bytes=config.image_cache_bytes,
+        max_waiting_pixels=config.max_queued_pixels,
+        device_pixels=built.device_pixels,
+        with_crop_keys=bool(config.crop_cache_bytes),
+        confine=config.confine,
+    )

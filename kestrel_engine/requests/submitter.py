@@ -1,64 +1,91 @@
-"""Submitter: from a request with a place in the queue to one with all that it needs, and on to the step thread.
+"""Submitter: from a request to one with a place in the queue and all that it needs, and on to the step thread.
 
-Owns what a request needs first: the preparation of images, the compiler of constraints, the library of adapters. Its
-stages are the functions that complete a request; each gets the request and returns what it adds.
+Owns what a request needs: places, seeds, the preparation of images, the compiler of constraints, the library of
+adapters. Its stages are the functions that complete a request; each gets the request and returns what it adds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from .. import clock
 from ..adapters.library import AdapterLibrary
+from ..building.factory import Built
 from ..callers.lifetime import Lifetime
+from ..config.runtime import RuntimeConfig
 from ..errors import AdapterNotFound
 from ..skills.base import SkillRequest
-from ..skills.constraints.grammars import Grammar
+from ..skills.constraints.grammars import Grammar, Grammars
+from ..skills.registry import SkillRegistry
+from ..steps.loop import EngineLoop
 from ..types.adapter import Adapter
 from ..types.constraint import Constraint
-from ..types.requests import PreparedImage
+from ..types.observer import Observer
+from ..types.requests import PreparedImage, PreparedTiles
 from ..types.stream import EngineStream
 from .checked import RequestCheck, has_long_text, num_looks
 from .constraints import ConstraintCompiler
-from .images import ImagePreparation
+from .images import ImagePreparation, new_pool
+from .open_requests import OpenRequests
 from .preparing import Preparing
 from .queue_places import Place, QueuePlaces
-from .request import Request
+from .request import Request, check_request_id, check_weight, checked_priority
+from .seeds import Seeds
 from .sequence_start import SequenceStart
 
 _Result = TypeVar("_Result")
 
 
 class Submitter:
-    """``submit`` for each request. For one event loop."""
+    """``start`` for each request. For one event loop."""
 
     def __init__(
         self,
-        lora: Adapter | None,
+        config: RuntimeConfig,
+        built: Built,
+        skills: SkillRegistry,
+        loop: EngineLoop,
+        opened: OpenRequests,
         lifetime: Lifetime,
-        *,
-        check: RequestCheck,
-        places: QueuePlaces,
-        preparing: Preparing,
-        images: ImagePreparation,
-        constraints: ConstraintCompiler,
-        adapters: AdapterLibrary | None,
-        sequences: SequenceStart,
+        observer: Observer | None,
+        on_end: Callable[[], None],
     ) -> None:
-        """``lora``: the adapter of requests that name none."""
-        self._lora = lora
+        """``on_end`` is called whenever a request is no longer being prepared."""
+        self._lora = built.lora
         self._lifetime = lifetime
-        self._check = check
-        self._places = places
-        self._preparing = preparing
-        self._sequences = sequences
-        self.images = images
-        self.constraints = constraints
-        self.adapters = adapters
+        self.preparing = Preparing(on_end)
+        sizes = config.sizes(cuda=built.info.device.startswith("cuda"))
+        self.places = QueuePlaces(config.max_queue, sizes.max_batch_size)
+        self.seeds = Seeds(config.seed)
+        self._check = RequestCheck(config, built, skills, self.seeds)
+        self._sequences = SequenceStart(config, built, loop, opened, self._check)
+        self.images = ImagePreparation(new_pool(config, sizes, built), self.preparing, observer)
+        vocab_size, eos_id = built.model.text.vocab_size, built.model.ids.eos_id
+        grammars = Grammars(built.codec, vocab_size, eos_id, confine=config.confine)
+        self.constraints = ConstraintCompiler(grammars, self.preparing)
+        self.adapters = built.adapters
+
+    def check_admission(self, principal: str, weight: float, priority: str) -> None:
+        """Raises EngineOverloaded if such a request would get no place now, EngineClosed if none is accepted."""
+        self._lifetime.check_open()
+        self.places.check(principal, weight, checked_priority(priority))
+
+    async def start(self, request: Request) -> EngineStream:
+        """As ``InferenceEngine.start``."""
+        check_request_id(request.request_id)
+        return await self._submit(request, self._take_place(request))
+
+    async def prepare_image(self, request: Request) -> PreparedImage | PreparedTiles:
+        """The only image of ``request``, which is no more than an image ahead of the requests that will be about it."""
+        place = self._take_place(request)
+        try:
+            return await self.images.prepare_ahead(request, place)
+        finally:
+            self.places.give_back(place)
 
     async def close(self) -> None:
         """Ends decoders, adapters' loading and the compiler. The step thread has ended or was left behind."""
@@ -73,10 +100,16 @@ class Submitter:
         lease.give_back()
         return lease.adapter.num_bytes
 
-    async def submit(self, request: Request, place: Place) -> EngineStream:
+    def _take_place(self, request: Request) -> Place:
+        self._lifetime.check_open()
+        check_weight(request.weight)
+        priority = checked_priority(request.priority)
+        return self.places.take(request.principal, request.weight, priority)
+
+    async def _submit(self, request: Request, place: Place) -> EngineStream:
         """Starts a request. ``place``: its place in the queue, which it gives back at its end, or if this raises."""
         held = ExitStack()
-        held.callback(self._places.give_back, place)
+        held.callback(self.places.give_back, place)
         try:
             ready = await self._prepared(request, place, held)
             self._lifetime.check_alive()
@@ -90,8 +123,8 @@ class Submitter:
         accepted_at = clock.now()
         work = await self._checked(request, place)
         if (count := num_looks(request)) > 1:
-            self._places.take_more(place, count - 1)
-        engine = _Preparation(self, self._places, self._preparing, request, place)
+            self.places.take_more(place, count - 1)
+        engine = _Preparation(self, request, place)
         work = await work.prepared(engine)
         adapter = await self._loaded(request, engine, held)
         images, timings = await self.images.prepare(request, accepted_at, place)
@@ -106,7 +139,7 @@ class Submitter:
     async def _checked(self, request: Request, place: Place) -> SkillRequest:
         if not has_long_text(request):
             return self._check.check(request)
-        return await self._preparing.run(
+        return await self.preparing.run(
             asyncio.to_thread(self._check.check, request),
             place,
             request.deadline_at,
@@ -138,16 +171,8 @@ class Submitter:
 class _Preparation:
     """What a kind of work may ask of the engine for one request (skills.base.Preparation)."""
 
-    def __init__(
-        self,
-        submitter: Submitter,
-        places: QueuePlaces,
-        preparing: Preparing,
-        request: Request,
-        place: Place,
-    ) -> None:
-        self._submitter, self._places, self._preparing = submitter, places, preparing
-        self._request, self._place = request, place
+    def __init__(self, submitter: Submitter, request: Request, place: Place) -> None:
+        self._submitter, self._request, self._place = submitter, request, place
 
     async def compiled(self, constraint: Constraint) -> Grammar:
         compiler, deadline_at = self._submitter.constraints, self._request.deadline_at
@@ -161,7 +186,7 @@ class _Preparation:
         settings: Mapping[str, Any],
     ) -> EngineStream:
         beside = self._place
-        own = self._places.take(beside.principal, beside.weight, beside.priority)
+        own = self._submitter.places.take(beside.principal, beside.weight, beside.priority)
         request = dataclasses.replace(
             self._request,
             skill=skill,
@@ -169,7 +194,9 @@ class _Preparation:
             arguments=arguments,
             settings=settings,
         )
-        return await self._submitter.submit(request, own)
+        return await self._submitter._submit(request, own)
 
     async def wait(self, work: Awaitable[_Result], what: str) -> _Result:
-        return await self._preparing.run(work, self._place, self._request.deadline_at, what)
+        return await self._submitter.preparing.run(
+            work, self._place, self._request.deadline_at, what
+        )

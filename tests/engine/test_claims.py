@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kestrel_engine import InsufficientMemoryError, RuntimeConfig
-from kestrel_engine.building import factory, runtimes
+from kestrel_engine.building import factory, room, runtimes
 from kestrel_engine.building.claims import CLAIMS, Claims, claim_of
 from kestrel_engine.building.kv_pool import GIB
 from kestrel_engine.checkpoint.weights import memory
@@ -33,12 +33,9 @@ def fake() -> FakeRuntime:
     return FakeRuntime(LIMITS, lambda fed: 0)
 
 
-def plan(kernels: bool = True, **settings: object) -> runtimes.Plan:
+def plan(kernels: bool = True, **settings: object) -> room.Plan:
     config = RuntimeConfig(**settings)  # type: ignore[arg-type]
-    sizes = config.sizes(cuda=True)
-    return runtimes.Plan(
-        config, sizes, MD2, 10, PAGE_BYTES, CARD, torch.bfloat16, kernels, None, None, None
-    )
+    return room.Plan(config, MD2, CARD, torch.bfloat16, kernels, None, None, None)
 
 
 @pytest.fixture
@@ -50,15 +47,15 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def test_what_a_running_model_may_take_is_not_planned_again(card: dict[str, int]) -> None:
-    alone = runtimes._pool(plan(), None).num_pages
+    alone = room.plan_of_pool(plan(), None).num_pages
     runtime = fake()
     CLAIMS.add(runtime, claim_of("first", CARD, 9 * GIB, lambda: 2 * GIB))
-    beside = runtimes._pool(plan(), None).num_pages
+    beside = room.plan_of_pool(plan(), None).num_pages
     assert alone - beside == pytest.approx(0.9 * 2 * GIB / PAGE_BYTES, abs=1)
     assert CLAIMS.available(torch.device("cuda:1")) == 20 * GIB
     del runtime
     gc.collect()
-    assert runtimes._pool(plan(), None).num_pages == alone
+    assert room.plan_of_pool(plan(), None).num_pages == alone
 
 
 def test_a_running_model_on_a_card_owes_its_passes_and_caches(
@@ -69,8 +66,8 @@ def test_a_running_model_on_a_card_owes_its_passes_and_caches(
     for settings in ({}, {"crop_cache_bytes": 1 << 30}):
         chosen = plan(**settings)
         found, _ = runtimes.runtime_of(chosen, {"w": torch.empty(1000)}, None, "first")
-        staying, passing = runtimes._beside_weights(chosen, None)
-        assert staying + passing == settings.get("crop_cache_bytes", 0) + runtimes.reserve_of(
+        staying, passing = room.beside_weights(chosen, None)
+        assert staying + passing == settings.get("crop_cache_bytes", 0) + room.reserve_of(
             chosen.config, MD2, torch.bfloat16, chosen.sizes
         )
         assert found is runtime and CLAIMS.available(CARD) == 20 * GIB - passing
@@ -83,24 +80,25 @@ def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_read(
 ) -> None:
     runtime = fake()
     CLAIMS.add(runtime, claim_of("first", CARD, 59 * GIB, lambda: 3 * GIB // 2))
-    runtimes.check_room(plan(), WEIGHTS)
+    room.check_room(plan(), WEIGHTS)
     card["bytes"] = 5 * GIB
     with pytest.raises(InsufficientMemoryError) as caught:
-        runtimes.check_room(plan(), WEIGHTS)
+        room.check_room(plan(), WEIGHTS)
     assert "the weights take 4.00 GiB, and 3.50 GiB are available on cuda:0" in str(caught.value)
     held = "; on cuda:0, first holds 59.00 GiB and may take 1.50 GiB more"
     assert str(caught.value).endswith(held)
     card["bytes"] = 6 * GIB
     with pytest.raises(InsufficientMemoryError, match=r"the weights leave 0\.50 GiB and computing"):
-        runtimes.check_room(plan(), WEIGHTS)
+        room.check_room(plan(), WEIGHTS)
     card["bytes"] = 20 * GIB
     with pytest.raises(InsufficientMemoryError, match=r"lower --kv-cache-gib to at most .*; on cu"):
-        runtimes.check_room(plan(kv_cache_gib=15.0), WEIGHTS)
+        room.check_room(plan(kv_cache_gib=15.0), WEIGHTS)
 
 
 def test_plain_operators_on_a_card_need_more(card: dict[str, int]) -> None:
     assert (
-        runtimes._pool(plan(kernels=False), None).num_pages < runtimes._pool(plan(), None).num_pages
+        room.plan_of_pool(plan(kernels=False), None).num_pages
+        < room.plan_of_pool(plan(), None).num_pages
     )
 
 

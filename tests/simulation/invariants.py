@@ -194,7 +194,7 @@ def _plain(output: Any) -> Any:
 def check_now(engine: InferenceEngine) -> None:
     """What holds after every turn of the step loop."""
     engine._loop._scheduler.check()
-    places = engine._places
+    places = engine._submitter.places
     holders = places._shares.members.values()
     assert places.held == sum(holder.held for holder in holders)
     assert places.held <= places.bound + places.reserved, "more places than there are"
