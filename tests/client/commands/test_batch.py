@@ -14,7 +14,7 @@ import pyvips
 
 from kestrel_client.commands.batch.journal import Journal
 from kestrel_client.commands.batch.rows import file_names, open_rows
-from kestrel_client.commands.batch.runner import Pace
+from kestrel_client.commands.batch.running import Pace
 from kestrel_client.commands.parser import CommandError
 from kestrel_grpc.cli.program import main
 from tests.forking.killed import killed_until_done

@@ -9,8 +9,9 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import grpc
 
@@ -32,7 +33,7 @@ from kestrel_client.connection import ChannelOptions, Connection
 from kestrel_client.errors import from_rpc_error
 
 from .flags import DEFAULT_ADDRESS, Flags, SettingsError
-from .parser import CommandError, suggestion
+from .parser import EXIT_FAILED, CommandError, suggestion
 from .terminal import styled
 from .values import timeout
 
@@ -95,19 +96,16 @@ def add_server_flags(parser: argparse.ArgumentParser, *, again: bool = False) ->
 
 def open_client(args: argparse.Namespace, timeout: float | None) -> KestrelClient:
     """A client of ``args.server``. Raises the SDK's KestrelError if the arguments are invalid."""
-    return KestrelClient(_target(args), tls=_tls(args), token=_token(), timeout=timeout)
+    return KestrelClient(_target(args), timeout=timeout, **_security(args))
 
 
 def open_async_client(
     args: argparse.Namespace, channel_options: ChannelOptions = ()
 ) -> AsyncKestrelClient:
     """Like ``open_client``, but asynchronous and with the timeout of ``args``."""
+    security = _security(args)
     return AsyncKestrelClient(
-        _target(args),
-        tls=_tls(args),
-        token=_token(),
-        timeout=args.timeout,
-        channel_options=channel_options,
+        _target(args), timeout=args.timeout, channel_options=channel_options, **security
     )
 
 
@@ -126,7 +124,7 @@ def open_channel(args: argparse.Namespace) -> Iterator[tuple[grpc.Channel, CallM
     """A channel for calls that the SDK has no methods for, and the metadata of calls. Errors as for ``connected``."""
     _check_single(args)
     with sdk_errors(args):
-        connection = Connection(target=args.server, tls=_tls(args), token=_token())
+        connection = Connection(target=args.server, **_security(args))
         credentials = connection.credentials()
         channel = (
             grpc.insecure_channel(connection.address, connection.options)
@@ -144,7 +142,7 @@ def open_channel(args: argparse.Namespace) -> Iterator[tuple[grpc.Channel, CallM
 def connected_admin(args: argparse.Namespace) -> Iterator[KestrelAdmin]:
     """A client of AdminService at ``args.server``. The SDK's errors are raised as CommandErrors."""
     _check_single(args)
-    with sdk_errors(args), KestrelAdmin(args.server, tls=_tls(args), token=_token()) as admin:
+    with sdk_errors(args), KestrelAdmin(args.server, **_security(args)) as admin:
         yield admin
 
 
@@ -158,21 +156,15 @@ def token_variable() -> str | None:
     return next((name for name in _TOKENS if os.environ.get(name)), None)
 
 
-def _token() -> str | None:
-    name = token_variable()
-    return None if name is None else os.environ[name]
-
-
-def _tls(args: argparse.Namespace) -> Tls | bool:
+def _security(args: argparse.Namespace) -> dict[str, Any]:
+    """TLS and token, as keyword arguments of clients."""
     parts = (args.ca, args.client_cert, args.client_key, args.server_name)
-    if args.tls == "off" and not any(parts):
-        return False
-    return Tls(
-        root_certificates=args.ca,
-        certificate=args.client_cert,
-        private_key=args.client_key,
-        server_name=args.server_name,
-    )
+    tls: Tls | bool = args.tls != "off"
+    if any(parts) or tls:
+        ca, certificate, key, name = parts
+        tls = Tls(root_certificates=ca, certificate=certificate, private_key=key, server_name=name)
+    variable = token_variable()
+    return {"tls": tls, "token": None if variable is None else os.environ[variable]}
 
 
 @contextmanager
@@ -215,10 +207,8 @@ def failure_text(error: KestrelError, server: str, timeout_s: float | None) -> s
             after = error.retry_after_s
             wait = "" if after is None else f" in {max(after, 0.1):.2g} s"
             return f"server {server} is busy; try again{wait} [RESOURCE_EXHAUSTED]"
-        case RpcError(reason=reason) if reason == "MODEL_NOT_FOUND":
-            return f"{error.message}{_near_model(error.message)} [{error.code.name}]"
-        case RpcError(reason=reason) if reason == "SKILL_NOT_FOUND":
-            return f"{error.message}{_near_skill(error.message)} [{error.code.name}]"
+        case RpcError(reason="MODEL_NOT_FOUND" | "SKILL_NOT_FOUND"):
+            return f"{error.message}{_near_name(error.message)} [{error.code.name}]"
         case UnauthenticatedError():
             return f"{error.message}; {_about_token()} [UNAUTHENTICATED]"
         case RpcError():
@@ -248,42 +238,39 @@ def _with_flags(message: str) -> str:
     return message
 
 
-def _near_model(message: str) -> str:
-    """A suggestion from the server's message: "'x' is not served; this server serves y, z"."""
-    asked, _, served = message.rpartition(" is not served; this server serves ")
-    name = asked.rpartition(": ")[2].strip("'")
-    return suggestion(name, served.split(", ")) if served else ""
+def _near_name(message: str) -> str:
+    """A suggestion from the server's message: "'x' is not served; this server serves y, z", or "the model has no skill
+    'x'; its skills are y, z"."""
+    found = re.search(r"'([^']*)'[^']*; (?:this server serves|its skills are) (.+)", message)
+    return suggestion(found[1], found[2].split(", ")) if found else ""
 
 
-def _near_skill(message: str) -> str:
-    """A suggestion from the server's message: "the model has no skill 'x'; its skills are y, z"."""
-    asked, _, skills = message.partition("; its skills are ")
-    return suggestion(asked.rpartition(" ")[2].strip("'"), skills.split(", ")) if skills else ""
+def ask_each(
+    args: argparse.Namespace, names: Sequence[str], ask: Callable[[KestrelClient, int], bool]
+) -> int:
+    """Calls ``ask`` with a client and the index of each of the named images. Returns the exit status.
 
-
-class Attempt:
-    """One image's request. ``failed``: whether the request failed and its error was printed."""
-
-    failed = False
-
-
-@contextmanager
-def reported_failures(name: str, *, alone: bool) -> Iterator[Attempt]:
-    """Prints the error of one of several images and sets ``failed``. If the image is ``alone``, raises the error.
-
-    An error that would affect all images, such as an unavailable server, is raised too.
+    ``ask`` returns whether all has succeeded. The error of one of several images is printed, and the others follow. An
+    error that would affect all images, such as an unavailable server, ends the command.
     """
-    attempt = Attempt()
-    try:
-        yield attempt
-    except (UnavailableError, UnauthenticatedError, PermissionDeniedError):
-        raise
-    except (KestrelError, CommandError) as error:
-        if alone:
-            raise
-        attempt.failed = True
-        text = failure_text(error, "", None) if isinstance(error, KestrelError) else str(error)
-        print(f"{styled('failed', 'red', sys.stderr)}: {name}: {text}", file=sys.stderr, flush=True)
+    status = 0
+    with connected(args) as client:
+        for index, name in enumerate(names):
+            try:
+                if not ask(client, index):
+                    status = EXIT_FAILED
+            except (UnavailableError, UnauthenticatedError, PermissionDeniedError):
+                raise
+            except (KestrelError, CommandError) as error:
+                if len(names) == 1:
+                    raise
+                status = EXIT_FAILED
+                why = str(error)
+                if isinstance(error, KestrelError):
+                    why = failure_text(error, "", None)
+                label = styled("failed", "red", sys.stderr)
+                print(f"{label}: {name}: {why}", file=sys.stderr, flush=True)
+    return status
 
 
 _CAUSES = {

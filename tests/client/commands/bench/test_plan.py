@@ -7,11 +7,10 @@ import statistics
 
 import pytest
 
-from kestrel_client.commands.bench.sending.arrivals import arrival_times
 from kestrel_client.commands.bench.sending.client_health import ClientHealth
 from kestrel_client.commands.bench.sending.fleet import divided
 from kestrel_client.commands.bench.sending.mix import Mix
-from kestrel_client.commands.bench.sending.sender import Stage
+from kestrel_client.commands.bench.sending.sender import Stage, arrival_times
 from kestrel_client.commands.bench.stages import Limits, Ramp, Slo
 from kestrel_client.commands.bench.tally import OTHER_ERRORS, Tally
 

@@ -31,8 +31,8 @@ def write(path, value):
 
 def items(name, folder, limit=None, **asking):
     chosen = benchmark(name)
-    records = open_records(chosen, str(folder), None, limit)
-    return list(items_of(records.rows, chosen, Asking(**asking)))
+    _, records = open_records(chosen, str(folder), None, limit)
+    return list(items_of(records, chosen, Asking(**asking)))
 
 
 def cases(name, folder, **asking):
@@ -227,8 +227,8 @@ def test_a_parquet_file_is_read_without_its_images(tmp_path, monkeypatch):
     table.to_parquet(str(tmp_path / "part.parquet"))
     # The hub's reader also takes a folder.
     chosen = benchmark("chartqa")
-    hub = open_records(chosen, None, Hub(str(tmp_path), "train"), None)
-    read = list(items_of(hub.rows, chosen, Asking()))
+    _, records = open_records(chosen, None, Hub(str(tmp_path), "train"), None)
+    read = list(items_of(records, chosen, Asking()))
     assert [item.load() for item in read] == [data] * 3
     with pytest.raises(CommandError, match=r"cannot read .* part"):
         open_records(chosen, None, Hub(str(tmp_path), "part"), None)

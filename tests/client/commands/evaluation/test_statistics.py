@@ -2,9 +2,8 @@
 
 import pytest
 
-from kestrel_client.commands.evaluation.paired import differences, mcnemar
 from kestrel_client.commands.evaluation.scored import Scored
-from kestrel_client.commands.evaluation.totals import totals
+from kestrel_client.commands.evaluation.statistics import differences, mcnemar, totals
 
 
 def scored(image, part, whole=1.0, group="", metric="right", row=0):

@@ -7,9 +7,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from kestrel_client import AnalyzeResult, Task
+from kestrel_client import Task
 
 from ..connection import add_connection_flags
 from ..flag_table import add_flags
@@ -22,8 +21,7 @@ from .exports import Export, parse_export
 from .journal import Journal
 from .overlays import Overlays
 from .rows import Row, open_rows
-from .runner import Summary
-from .running import add_running_flags, check_running_flags, run_rows, server_of
+from .running import Summary, add_running_flags, check_running_flags, run_rows, server_of
 
 ESSENTIAL = (
     *("--rows", "--query", "--caption", "--point", "--detect", "--segment", "--output"),
@@ -94,14 +92,22 @@ def run(args: argparse.Namespace) -> int:
         Path(args.output), described, fresh=args.fresh, without_failed=args.retry_failed
     ) as journal:
         left = [row for row in rows if row.identity not in journal.done]
-        summary = Summary()
-        if overlays is not None:
-            overlays.write_finished(journal)
+        summary, before = Summary(), len(rows) - len(left)
         if left:
             with server_of(args):
-                summary = _ask(args, journal, len(rows), left, keys, options, overlays)
+                summary = run_rows(
+                    args,
+                    journal,
+                    left,
+                    lambda row: _tasks(row, keys, args),
+                    options,
+                    total=len(rows),
+                    before=before,
+                )
+        if overlays is not None:
+            overlays.write(journal, {row.identity for row in left})
         _export(journal, exports)
-        _print(args, summary, journal, len(rows), len(rows) - len(left))
+        _print(args, summary, journal, len(rows), before)
         return EXIT_FAILED if journal.failed else 0
 
 
@@ -119,31 +125,6 @@ def _tasks(row: Row, keys: list[str], args: argparse.Namespace) -> Mapping[str, 
         key: task_of(kind, row.filled(asked), args)
         for key, (kind, asked) in zip(keys, args.tasks, strict=True)
     }
-
-
-def _ask(
-    args: argparse.Namespace,
-    journal: Journal,
-    total: int,
-    left: list[Row],
-    keys: list[str],
-    options: dict[str, Any],
-    overlays: Overlays | None,
-) -> Summary:
-    def on_result(row: Row, result: AnalyzeResult) -> None:
-        if overlays is not None:
-            overlays.write(row, result)
-
-    return run_rows(
-        args,
-        journal,
-        left,
-        lambda row: _tasks(row, keys, args),
-        options,
-        total=total,
-        before=total - len(left),
-        on_result=on_result,
-    )
 
 
 def _export(journal: Journal, exports: list[Export]) -> None:

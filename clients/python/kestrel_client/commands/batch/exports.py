@@ -20,8 +20,6 @@ from kestrel_client.values.results.exports import outlines_to_coco, to_coco
 from ..parser import CommandError
 
 Line = dict[str, Any]
-_PARQUET_ROWS = 10_000
-"""Rows that are written together."""
 
 
 class Export(NamedTuple):
@@ -67,10 +65,7 @@ def write_parquet(lines: Iterable[Line], path: Path) -> None:
     columns = list(dict.fromkeys(name for row in flat for name in row))
     kinds = {"row": pyarrow.int64()}
     schema = pyarrow.schema([(name, kinds.get(name, pyarrow.string())) for name in columns])
-    with pyarrow.parquet.ParquetWriter(path, schema) as writer:
-        for first in range(0, len(flat), _PARQUET_ROWS):
-            part = flat[first : first + _PARQUET_ROWS]
-            writer.write_table(pyarrow.Table.from_pylist(part, schema))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(flat, schema), path)
 
 
 def write_coco(lines: Iterable[Line], path: Path) -> None:

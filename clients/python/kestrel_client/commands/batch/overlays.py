@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kestrel_client import AnalyzeResult, Box, Point
+from kestrel_client import Box, Point
 from kestrel_client.drawing.marks import Marks, Outline, labelled
-from kestrel_client.images.images import ImageInput
-from kestrel_client.values.results.showing import draw_marks
 
 from ..requests.painted import Painter
-from .journal import Journal
+from .journal import Identity, Journal
 from .rows import Row, file_names
-
-if TYPE_CHECKING:
-    import PIL.Image
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """A result as the journal has it, which draws itself like the SDK's."""
-
-    marks: Marks
-    source: ImageInput
-
-    def draw(self, image: ImageInput | None = None) -> PIL.Image.Image:
-        return draw_marks(self.marks, image, self.source)
 
 
 class Overlays:
@@ -39,23 +22,19 @@ class Overlays:
         self._folder, self._rows, self._names = Path(folder), rows, file_names(rows)
         self._painter = Painter(target, [row.input for row in rows], report=False)
 
-    def write(self, row: Row, result: AnalyzeResult) -> None:
-        self._painter.write(result, row.input, self._names[row.identity])
-
-    def write_finished(self, journal: Journal) -> None:
-        """Draws the results that the journal has and the folder lacks."""
+    def write(self, journal: Journal, again: Collection[Identity]) -> None:
+        """Draws the results of the rows in ``again``, and those that the folder lacks."""
         missing = {
             row.identity: row
             for row in self._rows
-            if row.identity in journal.done
-            and not (self._folder / f"{self._names[row.identity]}.png").exists()
+            if row.identity in again
+            or not (self._folder / f"{self._names[row.identity]}.png").exists()
         }
         for line in journal.lines() if missing else ():
             row = missing.get((line["image"], line.get("row")))
             if row is not None and "error" not in line:
                 marks = sum((_marks(task) for task in line["tasks"].values()), Marks())
-                stored = _Stored(marks, row.source)
-                self._painter.write(stored, row.input, self._names[row.identity])
+                self._painter.write(marks, row.input, self._names[row.identity])
 
 
 def _marks(task: Mapping[str, Any]) -> Marks:

@@ -8,12 +8,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from kestrel_client.images.fetching import is_url
 
+from ..files import json_lines
 from ..parser import CommandError
-from ..requests.inputs import Input, Source, open_inputs
+from ..requests.inputs import Input, Source, open_inputs, unique_stems
 
 _COLUMN = re.compile(r"\{(\w+)\}")
 
@@ -73,14 +73,7 @@ def open_rows(names: Sequence[str], files: Sequence[str], column: str) -> list[R
 
 def file_names(rows: Sequence[Row]) -> dict[tuple[str, int | None], str]:
     """A file name without suffix for each row, by identity. The same rows have the same names in every run."""
-    names: dict[str, None] = {}
-    for row in rows:
-        stem, number = row.input.stem, 1
-        name = stem
-        while name in names:
-            number += 1
-            name = f"{stem}-{number}"
-        names[name] = None
+    names = unique_stems([row.input for row in rows])
     return dict(zip((row.identity for row in rows), names, strict=True))
 
 
@@ -88,41 +81,33 @@ def _rows_of(file: Path, column: str) -> Iterator[Row]:
     read = _READERS.get(file.suffix.lower())
     if read is None:
         raise CommandError(f"--rows {str(file)!r}: must end with {' or '.join(_READERS)}")
-    try:
-        for number, values in enumerate(read(file), 1):
-            image = values.get(column, "")
-            if not image:
-                raise CommandError(
-                    f"{file}: row {number} has no image in the column {column!r}; its columns are "
-                    f"{', '.join(values)}. --image-column names another one"
-                )
-            source = image if is_url(image) else str(file.parent / image)
-            yield Row(image, source, number, values)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise CommandError(f"cannot read {str(file)!r}: {why}") from None
+    for number, values in enumerate(read(file), 1):
+        image = values.get(column, "")
+        if not image:
+            raise CommandError(
+                f"{file}: row {number} has no image in the column {column!r}; its columns are {', '.join(values)}. "
+                "--image-column names another one"
+            )
+        source = image if is_url(image) else str(file.parent / image)
+        yield Row(image, source, number, values)
 
 
 def _csv_rows(file: Path) -> Iterator[dict[str, str]]:
-    with file.open(encoding="utf-8-sig", newline="") as opened:
-        for row in csv.DictReader(opened):
-            yield {name: value or "" for name, value in row.items() if isinstance(name, str)}
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as opened:
+            for row in csv.DictReader(opened):
+                yield {name: value or "" for name, value in row.items() if isinstance(name, str)}
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        why = getattr(error, "strerror", None) or error
+        raise CommandError(f"cannot read {str(file)!r}: {why}") from None
 
 
 def _json_rows(file: Path) -> Iterator[dict[str, str]]:
-    with file.open(encoding="utf-8") as opened:
-        for number, line in enumerate(filter(str.strip, opened), 1):
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise CommandError(f"{file}: row {number} is not JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise CommandError(f"{file}: row {number} is not an object of JSON")
-            yield {str(name): _text(value) for name, value in row.items()}
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    for row in json_lines(file):
+        yield {
+            name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            for name, value in row.items()
+        }
 
 
 _READERS = {".csv": _csv_rows, ".jsonl": _json_rows}

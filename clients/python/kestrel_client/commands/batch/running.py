@@ -1,4 +1,4 @@
-"""The run of many rows: its flags, the server that a command starts for itself, and the progress that it shows."""
+"""The run of many rows: its flags, the server that a command starts for itself, its pace and its progress."""
 
 from __future__ import annotations
 
@@ -6,21 +6,40 @@ import argparse
 import asyncio
 import signal
 import sys
+import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from kestrel_client import AnalyzeResult, AsyncKestrelClient, Task
+from kestrel_client import (
+    AsyncKestrelClient,
+    KestrelError,
+    OverloadedError,
+    PermissionDeniedError,
+    RpcError,
+    Task,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from kestrel_client.values.plain import plain_value
 
-from ..connection import open_async_client, sdk_errors, servers_of
+from ..connection import BUSY, open_async_client, sdk_errors, servers_of
 from ..flag_table import add_flags
 from ..flags import SettingsError
 from ..own_server import own_server
+from ..parser import CommandError
 from ..values import seconds, whole
-from .journal import Journal
+from .journal import Journal, has_failed
 from .rows import Row
-from .runner import Runner, Summary
 
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+_FIRST_IN_FLIGHT = 4
+_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 10.0
 _OWN_SERVER = ("config", "weights", "tokenizer")
 """Flags of the server that a command starts for itself."""
 
@@ -68,6 +87,47 @@ def server_of(args: argparse.Namespace) -> Iterator[None]:
         yield
 
 
+class Pace:
+    """The limit on requests in flight, between 1 and ``most``.
+
+    It grows by one for each round of successes and is halved when the server refuses a request because it is busy
+    (additive increase, multiplicative decrease, as in TCP: RFC 5681).
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._limit = float(min(_FIRST_IN_FLIGHT, most))
+        self._shrunk_at = -1.0
+
+    @property
+    def limit(self) -> int:
+        return int(self._limit)
+
+    def succeeded(self) -> None:
+        self._limit = min(self._limit + 1 / self._limit, self._most)
+
+    def refused(self, started: float) -> None:
+        """Halves the limit, once for all requests that were in flight together. ``started``: when the request began."""
+        if started > self._shrunk_at:
+            self._limit = max(1.0, self._limit / 2)
+            self._shrunk_at = time.monotonic()
+
+
+@dataclass
+class Summary:
+    """What a run has done."""
+
+    rows: int = 0
+    failed: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    """Rows and tasks that failed, by status."""
+    refused: int = 0
+    """Requests that were asked again, because the server was busy or away."""
+    output_tokens: int = 0
+    seconds: float = 0.0
+    most_in_flight: int = 0
+
+
 def run_rows(
     args: argparse.Namespace,
     journal: Journal,
@@ -75,15 +135,15 @@ def run_rows(
     tasks: Callable[[Row], Mapping[str, Task]],
     options: Mapping[str, Any],
     *,
-    total: int | None,
+    total: int,
     before: int,
     check: Callable[[AsyncKestrelClient], Awaitable[None]] | None = None,
-    on_result: Callable[[Row, AnalyzeResult], None] = lambda row, result: None,
 ) -> Summary:
-    """Asks ``args.server`` for the tasks of each row, and shows the progress.
+    """Asks ``args.server`` for the tasks of each row, appends the results to ``journal``, and shows the progress.
 
-    ``options``: of every call. ``total``: the rows of the whole command, if known, of which ``before`` have results
-    already. ``check``: called before the first row. See Runner for the rest, and for the errors.
+    ``options``: of every call. ``total``: the rows of the whole command, of which ``before`` have results already.
+    ``check``: called before the first row. Raises CommandError if the server stays away or refuses the caller, and
+    OSError if a result cannot be written.
     """
     from tqdm import tqdm
 
@@ -96,10 +156,6 @@ def run_rows(
         dynamic_ncols=True,
     )
 
-    def on_done(summary: Summary, in_flight: int) -> None:
-        bar.update(before + summary.rows - bar.n)
-        bar.set_postfix({"failed": summary.failed, "in flight": in_flight}, refresh=False)
-
     async def ask() -> Summary:
         async with open_async_client(args) as client:
             if check is not None:
@@ -107,9 +163,108 @@ def run_rows(
             most = args.concurrency
             if most is None:
                 most = (await client.get_model(args.model)).max_batch_size * len(servers_of(args))
-            return await Runner(
-                client, journal, tasks, options, most, args.patience, on_result, on_done
-            ).run(rows)
+            run = _Run(client, journal, tasks, options, Pace(most), args.patience, bar)
+            return await run.all(rows)
 
     with bar, sdk_errors(args):
         return asyncio.run(ask())
+
+
+@dataclass
+class _Run:
+    """A row whose request was refused, or lost with its server, is asked again. It fails only by an error that would
+    come again. ``patience_s``: how long no request may succeed before the run is given up."""
+
+    client: AsyncKestrelClient
+    journal: Journal
+    tasks: Callable[[Row], Mapping[str, Task]]
+    options: Mapping[str, Any]
+    pace: Pace
+    patience_s: float
+    bar: tqdm[Any]
+    summary: Summary = field(default_factory=Summary)
+    last_success: float = field(default_factory=time.monotonic)
+
+    async def all(self, rows: Iterable[Row]) -> Summary:
+        began = time.monotonic()
+        running: set[asyncio.Task[None]] = set()
+        try:
+            for row in rows:
+                while len(running) >= self.pace.limit:
+                    running = await self._first_done(running)
+                running.add(asyncio.create_task(self._row(row)))
+                self.summary.most_in_flight = max(self.summary.most_in_flight, len(running))
+            while running:
+                running = await self._first_done(running)
+        finally:
+            for each in running:
+                each.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            self.summary.seconds = time.monotonic() - began
+        return self.summary
+
+    async def _first_done(self, running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
+        """Waits until a task is done, and returns the others. Raises the error of one that failed."""
+        done, left = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        for each in done:
+            if (error := each.exception()) is not None:
+                running -= done
+                raise error
+        state = {"failed": self.summary.failed, "in flight": len(left)}
+        self.bar.set_postfix(state, refresh=False)
+        self.bar.update(len(done))
+        return left
+
+    async def _row(self, row: Row) -> None:
+        line: dict[str, Any] = {"image": row.image}
+        if row.number is not None:
+            line["row"] = row.number
+        summary, pause = self.summary, _PAUSE_S
+        while True:
+            started = time.monotonic()
+            try:
+                result = await self.client.analyze(row.source, self.tasks(row), **self.options)
+                for refused in result.errors.values():
+                    if _is_passing(refused):
+                        raise refused
+            except (UnauthenticatedError, PermissionDeniedError) as error:
+                raise CommandError(f"{error.message} [{error.code.name}]") from None
+            except KestrelError as error:
+                if not _is_passing(error):
+                    line["error"] = _plain(error)
+                    summary.errors[line["error"]["code"]] += 1
+                    break
+                waited = time.monotonic() - self.last_success
+                if waited > self.patience_s:
+                    raise CommandError(
+                        f"no request has succeeded for {waited:.0f} s: {error}. "
+                        "The same command continues with the rows that are left"
+                    ) from None
+                self.pace.refused(started)
+                summary.refused += 1
+                await asyncio.sleep(max(pause, getattr(error, "retry_after_s", None) or 0.0))
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+            else:
+                self.last_success = time.monotonic()
+                self.pace.succeeded()
+                summary.output_tokens += result.usage.output_tokens
+                summary.errors.update(each.code.name for each in result.errors.values())
+                line |= result.to_dict()
+                break
+        self.journal.append(line)
+        summary.rows += 1
+        summary.failed += has_failed(line)
+
+
+def _is_passing(error: KestrelError) -> bool:
+    """Whether the same request may succeed later. The refusal of a call says when to come back, unless the message is
+    too large; that of a task has a reason."""
+    if isinstance(error, OverloadedError):
+        return error.retry_after_s is not None or error.reason in BUSY
+    return isinstance(error, UnavailableError)
+
+
+def _plain(error: KestrelError) -> dict[str, str]:
+    if isinstance(error, RpcError):
+        return dict(plain_value(error))
+    return {"code": "CLIENT", "message": str(error), "reason": type(error).__name__}

@@ -17,10 +17,10 @@ from kestrel_client.connection import is_local
 from ...version import __version__
 from .. import DEMO_IMAGE
 from ..connection import open_async_client, sdk_errors, servers_of
+from ..files import check_writable
 from ..flags import SettingsError
 from ..parser import EXIT_FAILED, EXIT_INTERRUPTED, CommandError
 from ..requests.flags import request_options
-from ..written import check_writable
 from .flags import ESSENTIAL as ESSENTIAL
 from .flags import IN_FLIGHT, limits_of, ramp_of, slo_of
 from .flags import add_arguments as add_arguments

@@ -24,7 +24,7 @@ from .reading import open_records
 from .report import Report, print_report, write_report
 from .scored import score_lines
 from .sets import MODULES, benchmark
-from .totals import totals
+from .statistics import totals
 
 _COMPARE = "compare"
 
@@ -48,7 +48,7 @@ _QUESTIONS = """
     --absent N      sets of boxes: also ask for N objects that each image does not show [=0]
 """
 _OUTPUT = """
-    --output PATH   folder of results and reports [eval-SET]; of compare: a page to write (HTML)
+    --output PATH   folder of results and reports [eval-SET]
     --worst N       images on the page [=24]
     --fresh         delete the results that there are
     --retry-failed  ask again what failed before
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     if not name:
         raise SettingsError(f"no data set is given; the sets are {', '.join(MODULES)}")
     if name == _COMPARE:
-        return compare(places, args.output, as_json=args.json, worst=args.worst)
+        return compare(places, as_json=args.json)
     return _run_set(args, name, places)
 
 
@@ -132,8 +132,8 @@ def _data(
     hub = _hub(args, chosen.hub)
     if place is not None and (args.hub or args.split or args.subset):
         raise SettingsError("--hub, --split and --subset read from the hub; give them or a folder")
-    records = open_records(chosen, place, hub, limit)
-    return records.name, items_of(records.rows, chosen, asking)
+    name, records = open_records(chosen, place, hub, limit)
+    return name, items_of(records, chosen, asking)
 
 
 def _hub(args: argparse.Namespace, usual: Hub | None) -> Hub | None:

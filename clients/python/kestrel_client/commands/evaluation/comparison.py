@@ -8,15 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..files import json_file
 from ..flags import SettingsError
-from ..page import PAGE_END, html_table, page_head
 from ..parser import CommandError
-from ..written import write_whole
-from .paired import Difference, differences
-from .reading import json_file
 from .report import REPORT, SCORES, percent, print_table
 from .scored import Scored, read_scores
 from .sets import benchmark
+from .statistics import Difference, differences
 
 _METHOD = (
     "Interval and p: paired bootstrap over images. McNemar's exact test compares right and wrong answers one by one; "
@@ -24,8 +22,8 @@ _METHOD = (
 )
 
 
-def compare(places: Sequence[str], output: str | None, *, as_json: bool, worst: int) -> int:
-    """Compares the runs in two folders. ``output``: a page to write. ``worst``: the answers that it shows."""
+def compare(places: Sequence[str], *, as_json: bool) -> int:
+    """Compares the runs in two folders."""
     if len(places) != 2:
         raise SettingsError("eval compare takes the two folders of --output")
     folders = [Path(place) for place in places]
@@ -43,13 +41,6 @@ def compare(places: Sequence[str], output: str | None, *, as_json: bool, worst: 
     notes = [*_settings(reports, places), _METHOD]
     if only:
         notes.insert(0, f"{only} questions that only one run has are left out")
-    if output is not None:
-        changed = [(a, b) for a, b in zip(first, second, strict=True) if a.value != b.value]
-        changed.sort(key=lambda pair: -abs(pair[1].value - pair[0].value))
-        page = page_head(title, notes) + html_table(_table(found, places))
-        page += f"<h2>The answers that differ most, of {len(changed)}</h2>\n"
-        page += html_table(_changes(changed[:worst], places)) + PAGE_END
-        write_whole(Path(output), lambda file: file.write_text(page, encoding="utf-8"))
     if as_json:
         shown = {"runs": list(places), "questions": len(first), "left_out": only}
         print(json.dumps({**shown, "metrics": [asdict(each) for each in found]}))
@@ -58,8 +49,6 @@ def compare(places: Sequence[str], output: str | None, *, as_json: bool, worst: 
     print_table(_table(found, places))
     for note in notes:
         print(note)
-    if output is not None:
-        print(f"{output} shows the answers that differ most")
     return 0
 
 
@@ -118,14 +107,6 @@ def _table(found: Sequence[Difference], places: Sequence[str]) -> list[list[str]
                 _probability(each.mcnemar_p),
             ]
         )
-    return rows
-
-
-def _changes(pairs: Sequence[tuple[Scored, Scored]], places: Sequence[str]) -> list[list[str]]:
-    rows = [["image", "question", "expected", *places]]
-    for a, b in pairs:
-        said = [each.error or each.said or "(nothing)" for each in (a, b)]
-        rows.append([f"{a.image}, row {a.row}", a.question, a.expected, *said])
     return rows
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from kestrel_client.images.fetching import is_url
 
+from ..files import json_lines
 from ..parser import CommandError
 from ..requests.inputs import Source
 from .benchmark import Benchmark, Hub
@@ -21,80 +21,43 @@ _IMAGE = "image"
 _DOCS = "docs/use/evaluation.md describes the layouts"
 
 
-@dataclass(frozen=True, slots=True)
-class Records:
-    """The rows of a data set."""
-
-    name: str
-    rows: Iterator[Record]
+Records = tuple[str, Iterator[Record]]
+"""The name of a data set, and its rows."""
 
 
 def open_records(
     benchmark: Benchmark, place: str | None, hub: Hub | None, limit: int | None
 ) -> Records:
     """Returns the rows of ``place``, a file or folder, or of ``hub`` if that is None. Raises CommandError."""
-    if place is None:
-        if hub is None:
-            raise CommandError(f"eval {benchmark.name} needs a folder: no hub has this set")
-        return _hub_records(hub, limit)
-    try:
-        return _local_records(benchmark, Path(place), limit)
-    except OSError as error:
-        raise CommandError(f"cannot read {place!r}: {error.strerror or error}") from None
+    if place is not None:
+        try:
+            return place, _local_rows(benchmark, Path(place), limit)
+        except OSError as error:
+            raise CommandError(f"cannot read {place!r}: {error.strerror or error}") from None
+    if hub is None:
+        raise CommandError(f"eval {benchmark.name} needs a folder: no hub has this set")
+    named = hub.repo if hub.config is None else f"{hub.repo} ({hub.config})"
+    name = f"{named} {hub.split}"
+    return name, _loaded(name, limit, hub.repo, hub.config, split=hub.split)
 
 
-def _local_records(benchmark: Benchmark, path: Path, limit: int | None) -> Records:
+def _local_rows(benchmark: Benchmark, path: Path, limit: int | None) -> Iterator[Record]:
     if not path.exists():
         raise CommandError(
             f"there is no file or folder {str(path)!r}; --hub REPO reads a hub's set"
         )
-    if path.is_dir() and benchmark.layout is not None:
-        rows = benchmark.layout(path)
-        if rows is not None:
-            return _file_records(path, path, _laid_out(path, benchmark, rows, limit))
+    rows = benchmark.layout(path) if benchmark.layout is not None and path.is_dir() else None
+    if rows is not None:
+        try:
+            return _file_records(path, path, list(islice(rows, limit)))
+        except (TypeError, ValueError, AttributeError) as error:  # A list as an id, for example.
+            raise CommandError(
+                f"{str(path)!r} is not in the layout of {benchmark.title}: {error}; {_DOCS}"
+            ) from None
     file = _file_of(path, benchmark)
     if file.suffix == ".parquet":
-        return _parquet_records(file, limit)
+        return _loaded(str(file), limit, "parquet", data_files=str(file), split="train")
     return _file_records(file, file.parent, list(islice(json_lines(file), limit)))
-
-
-def _laid_out(
-    path: Path, benchmark: Benchmark, rows: Iterator[dict[str, Any]], limit: int | None
-) -> list[dict[str, Any]]:
-    try:
-        return list(islice(rows, limit))
-    except (TypeError, ValueError, AttributeError) as error:  # A list as an id, for example.
-        raise CommandError(
-            f"{str(path)!r} is not in the layout of {benchmark.title}: {error}; {_DOCS}"
-        ) from None
-
-
-def json_file(path: Path) -> Any:
-    """The content of a JSON file. Raises CommandError."""
-    try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise CommandError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise CommandError(f"{str(path)!r} is not JSON: {error}") from None
-
-
-def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file. Raises CommandError."""
-    number = 1
-    try:
-        with path.open(encoding="utf-8") as opened:
-            for number, line in enumerate(filter(str.strip, opened), 1):
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise CommandError(f"{path}: row {number} is not an object of JSON")
-                yield row
-    except OSError as error:
-        raise CommandError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise CommandError(f"{str(path)!r} is not UTF-8 text") from None
-    except (ValueError, RecursionError) as error:
-        raise CommandError(f"{path}: row {number} is not JSON: {error}") from None
 
 
 def objects_of(value: Any, path: Path, key: str | None = None) -> list[dict[str, Any]]:
@@ -140,38 +103,23 @@ def _file_of(path: Path, benchmark: Benchmark) -> Path:
     return files[0]
 
 
-def _file_records(place: Path, folder: Path, rows: list[dict[str, Any]]) -> Records:
+def _file_records(place: Path, folder: Path, rows: list[dict[str, Any]]) -> Iterator[Record]:
     """Rows whose column image names a file of ``folder``, or an address. Every file is looked for now."""
     records = []
     for number, row in enumerate(rows, 1):
-        given = row.get(_IMAGE)
+        given = row.pop(_IMAGE, None)
         if not isinstance(given, str) or not given:
-            columns = ", ".join(row)
             raise CommandError(
-                f"{place}: row {number} has no image in the column {_IMAGE!r}; its columns are {columns}"
+                f"{place}: row {number} has no image in the column {_IMAGE!r}; its columns are {', '.join(row)}"
             )
         source = given if is_url(given) else str(folder / given)
         if source is not given and not Path(source).is_file():
             raise CommandError(f"{place}: row {number}: there is no image {source!r}")
-        values = {name: value for name, value in row.items() if name != _IMAGE}
-        records.append(Record(str(place), number, values, given, _constant(source)))
-    return Records(str(place), iter(records))
+        records.append(Record(str(place), number, row, given, partial(str, source)))
+    return iter(records)
 
 
-def _constant(source: Source) -> Callable[[], Source]:
-    return lambda: source
-
-
-def _hub_records(hub: Hub, limit: int | None) -> Records:
-    named = hub.repo if hub.config is None else f"{hub.repo} ({hub.config})"
-    return _loaded(f"{named} {hub.split}", limit, hub.repo, hub.config, split=hub.split)
-
-
-def _parquet_records(file: Path, limit: int | None) -> Records:
-    return _loaded(str(file), limit, "parquet", data_files=str(file), split="train")
-
-
-def _loaded(name: str, limit: int | None, *args: Any, **options: Any) -> Records:
+def _loaded(name: str, limit: int | None, *args: Any, **options: Any) -> Iterator[Record]:
     """Rows of the package datasets."""
     if importlib.util.find_spec("datasets") is None:
         raise CommandError(
@@ -181,37 +129,26 @@ def _loaded(name: str, limit: int | None, *args: Any, **options: Any) -> Records
 
     try:
         data = datasets.load_dataset(*args, **options)
-        if _IMAGE not in data.column_names:
-            raise CommandError(
-                f"{name} has no column {_IMAGE!r}; its columns are {', '.join(data.column_names)}"
-            )
-        data = data.cast_column(_IMAGE, datasets.Image(decode=False))
-    except CommandError:
-        raise
-    except (
-        Exception
-    ) as error:  # The package raises errors of many kinds: of the hub, of files, of its own.
+        columns = data.column_names
+        if _IMAGE in columns:
+            data = data.cast_column(_IMAGE, datasets.Image(decode=False))
+    except Exception as error:  # It raises errors of many kinds: of the hub, of files, of its own.
         why = str(error).strip().partition("\n")[0] or type(error).__name__
         raise CommandError(f"cannot read {name!r}: {why[:300]}") from None
+    if _IMAGE not in columns:
+        raise CommandError(f"{name} has no column {_IMAGE!r}; its columns are {', '.join(columns)}")
     plain = data.remove_columns(_IMAGE)
     count = len(data) if limit is None else min(limit, len(data))
-
-    rows = (
-        Record(name, index + 1, plain[index], f"row {index + 1}", _image_at(data, name, index))
-        for index in range(count)
+    return (
+        Record(name, i + 1, plain[i], f"row {i + 1}", partial(_image_at, data, name, i))
+        for i in range(count)
     )
-    return Records(name, rows)
 
 
-def _image_at(data: Any, name: str, index: int) -> Callable[[], Source]:
-    def load() -> Source:
-        image = data[index][_IMAGE]
-        encoded: bytes | None = image.get("bytes") if isinstance(image, dict) else None
-        if encoded:
-            return encoded
-        path = image.get("path") if isinstance(image, dict) else None
-        if path:
-            return str(path)
+def _image_at(data: Any, name: str, index: int) -> Source:
+    image = data[index][_IMAGE]
+    found = (image.get("bytes") or image.get("path")) if isinstance(image, dict) else None
+    if not found:
         raise CommandError(f"{name}: row {index + 1} has no image")
-
-    return load
+    source: Source = found
+    return source

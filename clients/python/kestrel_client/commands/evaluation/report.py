@@ -10,11 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..written import write_whole
+from ..files import write_whole
 from .benchmark import Benchmark, Whole
 from .page import write_page
 from .scored import Answered, write_scores
-from .totals import Total, plain
+from .statistics import Total, plain
 
 SCORES = "scores.jsonl"
 REPORT = "report.json"

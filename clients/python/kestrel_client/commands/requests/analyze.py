@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -25,16 +24,14 @@ from kestrel_client import (
 )
 from kestrel_client.values.tasks import outcome_dict
 
-from ..connection import add_connection_flags, connected, reported_failures
+from ..connection import add_connection_flags, ask_each
 from ..flag_table import add_flags
 from ..flags import SettingsError
-from ..parser import EXIT_FAILED
 from ..terminal import styled
 from ..values import whole
 from .flags import add_min_score_flag, add_request_flags, add_save_flags, request_options
 from .inputs import IMAGE_HELP, Input, open_inputs
-from .output import event_dict, print_result
-from .painted import Painter
+from .output import Output, event_dict, print_result
 
 _KINDS: dict[str, type[Task]] = {
     "query": QueryTask,
@@ -117,16 +114,26 @@ def run(args: argparse.Namespace) -> int:
     if not args.words:
         raise SettingsError(f"no image is given: {args.program.name} analyze IMAGE TASK ...")
     inputs = open_inputs(list(args.words))
-    painter = None if args.save is None else Painter(args.save, inputs, args.save_on)
-    failed = 0
-    with connected(args) as client:
-        for each in inputs:
-            with reported_failures(each.name, alone=len(inputs) == 1) as attempt:
-                named = {"image": each.name} if len(inputs) > 1 else {}
-                analysis = _analyze(client, args, each, named, tasks, painter)
-                failed += bool(analysis.errors)
-            failed += attempt.failed
-    return EXIT_FAILED if failed else 0
+    output, options = Output(args, inputs), request_options(args)
+    titles = {str(n): f"{kind} {asked!r}" for n, (kind, asked) in enumerate(args.tasks)}
+
+    def ask(client: KestrelClient, index: int) -> bool:
+        given = inputs[index]
+        output.title(given)
+        if output.streams:
+            with client.stream_analyze(given.source, tasks, **options) as events:
+                analysis = _print_stream(events, titles, output, given)
+        else:
+            analysis = client.analyze(given.source, tasks, **options)
+            if args.json and not output.silent:
+                output.line(given, analysis.to_dict())
+            elif not output.silent:
+                for key, outcome in analysis.outcomes.items():
+                    _print_outcome(titles[key], outcome)
+        output.paint(analysis.marks, given)
+        return not analysis.errors
+
+    return ask_each(args, [each.name for each in inputs], ask)
 
 
 def task_of(kind: str, asked: Any, args: argparse.Namespace) -> Task:
@@ -135,61 +142,28 @@ def task_of(kind: str, asked: Any, args: argparse.Namespace) -> Task:
     return _KINDS[kind](asked, max_tokens=args.max_tokens, **scored)
 
 
-def _analyze(
-    client: KestrelClient,
-    args: argparse.Namespace,
-    given: Input,
-    named: dict[str, str],
-    tasks: list[Task],
-    painter: Painter | None,
-) -> AnalyzeResult:
-    """``named``: the first fields of each JSON object."""
-    silent = painter is not None and painter.takes_output
-    titles = {str(n): f"{kind} {asked!r}" for n, (kind, asked) in enumerate(args.tasks)}
-    options = request_options(args)
-    if named and not args.json and not silent:
-        print(styled(f"{given.name}:", "bold", sys.stdout), flush=True)
-    if args.stream and not silent:
-        with client.stream_analyze(given.source, tasks, **options) as events:
-            analysis = _print_stream(args, events, titles, named)
-    else:
-        analysis = client.analyze(given.source, tasks, **options)
-        if args.json and not silent:
-            _print_json({**named, **analysis.to_dict()})
-        elif not silent:
-            for key, outcome in analysis.outcomes.items():
-                _print_outcome(titles[key], outcome)
-    if painter is not None:
-        painter.write(analysis, given)
-    return analysis
-
-
 def _print_stream(
-    args: argparse.Namespace,
     events: Stream[AnalyzeResult, TaskEvent | TaskDone],
     titles: Mapping[str, str],
-    named: dict[str, str],
+    output: Output,
+    given: Input,
 ) -> AnalyzeResult:
     """Prints a stream: with --json every event, otherwise the result of each task as soon as it is complete.
 
     Texts of several tasks, printed piece by piece, could not be read.
     """
     for item in events:
-        if isinstance(item, TaskEvent):
-            if args.json:
-                _print_json({**named, "key": item.key, **event_dict(item.event)})
-        elif args.json:
-            _print_json({**named, "key": item.key, "result": outcome_dict(item.outcome)})
+        if not output.as_json:
+            if isinstance(item, TaskDone):
+                _print_outcome(titles[item.key], item.outcome)
+        elif isinstance(item, TaskEvent):
+            output.line(given, {"key": item.key, **event_dict(item.event)})
         else:
-            _print_outcome(titles[item.key], item.outcome)
+            output.line(given, {"key": item.key, "result": outcome_dict(item.outcome)})
     analysis = events.result()
-    if args.json:
-        _print_json({**named, "final": analysis.to_dict()})
+    if output.as_json:
+        output.line(given, {"final": analysis.to_dict()})
     return analysis
-
-
-def _print_json(line: dict[str, Any]) -> None:
-    print(json.dumps(line, ensure_ascii=False), flush=True)
 
 
 def _print_outcome(title: str, outcome: Outcome) -> None:

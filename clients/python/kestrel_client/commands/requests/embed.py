@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
-from kestrel_client import EmbedResult
+from kestrel_client import EmbedResult, KestrelClient
 
-from ..connection import add_connection_flags, connected, reported_failures
+from ..connection import add_connection_flags, ask_each
 from ..flag_table import add_flags
 from ..flags import SettingsError
-from ..parser import EXIT_FAILED, CommandError
+from ..parser import CommandError
 from .flags import add_request_flags, request_options
 from .inputs import IMAGE_HELP, open_inputs
+from .output import print_json
 
 ESSENTIAL = ("--crops", "--pooling", "--dtype", "--save", "--model", "--server")
 
@@ -43,29 +43,29 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError(f"--save: {args.save!r} must end in .npz")
     inputs = open_inputs(args.images)
     found: dict[str, EmbedResult] = {}
-    failed = 0
-    with connected(args) as client:
-        for each in inputs:
-            # If one of several images fails, the command continues with the others.
-            with reported_failures(each.name, alone=len(inputs) == 1) as attempt:
-                # A stream has no limit on the bytes of all embeddings together.
-                stream = client.stream_embed(
-                    each.source,
-                    crops=args.crops,
-                    pooling=args.pooling,
-                    dtype=args.dtype,
-                    **request_options(args),
-                )
-                with stream:
-                    result = stream.result()
-                if args.save is None:
-                    print(json.dumps({"image": each.name, **result.to_dict()}), flush=True)
-                else:
-                    found[each.name] = result
-            failed += attempt.failed
-    if args.save is not None and found:
+
+    def embed(client: KestrelClient, index: int) -> bool:
+        given = inputs[index]
+        # A stream has no limit on the bytes of all embeddings together.
+        stream = client.stream_embed(
+            given.source,
+            crops=args.crops,
+            pooling=args.pooling,
+            dtype=args.dtype,
+            **request_options(args),
+        )
+        with stream:
+            result = stream.result()
+        if args.save is None:
+            print_json({"image": given.name, **result.to_dict()})
+        else:
+            found[given.name] = result
+        return True
+
+    status = ask_each(args, [each.name for each in inputs], embed)
+    if found:
         _save(Path(args.save), found)
-    return EXIT_FAILED if failed else 0
+    return status
 
 
 def _save(path: Path, found: dict[str, EmbedResult]) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 
 from kestrel_client import KestrelClient
+from kestrel_client.values.plain import plain_value
 
-from ..connection import add_connection_flags, connected, reported_failures
-from ..parser import EXIT_FAILED
-from .inputs import IMAGE_HELP, Input, open_inputs
+from ..connection import add_connection_flags, ask_each, connected
+from .inputs import IMAGE_HELP, open_inputs
+from .output import print_json
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
@@ -35,20 +35,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _put(args: argparse.Namespace) -> int:
-    inputs, failed = open_inputs(args.words), 0
-    with connected(args) as client:
-        for image in inputs:
-            with reported_failures(image.name, alone=len(inputs) == 1) as attempt:
-                _put_one(client, image, args.json)
-            failed += attempt.failed
-    return EXIT_FAILED if failed else 0
+    inputs = open_inputs(args.words)
 
+    def put(client: KestrelClient, index: int) -> bool:
+        handle = client.put_image(inputs[index].source)
+        if args.json:
+            print_json({"image_id": handle.image_id, "image_size": plain_value(handle.size)})
+        else:
+            print(handle.image_id, flush=True)
+        return True
 
-def _put_one(client: KestrelClient, image: Input, as_json: bool) -> None:
-    handle = client.put_image(image.source)
-    if not as_json:
-        print(handle.image_id, flush=True)
-        return
-    assert handle.size is not None, "put_image returns the size"
-    size = {"width": handle.size.width, "height": handle.size.height}
-    print(json.dumps({"image_id": handle.image_id, "image_size": size}), flush=True)
+    return ask_each(args, [each.name for each in inputs], put)

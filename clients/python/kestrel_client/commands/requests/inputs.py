@@ -49,6 +49,18 @@ def open_inputs(names: Sequence[str]) -> list[Input]:
     return [found for name in names for found in _open(name)]
 
 
+def unique_stems(inputs: Sequence[Input]) -> list[str]:
+    """A file name without suffix for each input."""
+    names: dict[str, None] = {}
+    for each in inputs:
+        name, number = each.stem, 1
+        while name in names:
+            number += 1
+            name = f"{each.stem}-{number}"
+        names[name] = None
+    return list(names)
+
+
 def open_input(name: str) -> Input:
     """The image that ``name`` stands for. Raises CommandError if there are several."""
     first, *others = open_inputs([name])

@@ -38,10 +38,6 @@ _FLAGS = """
 """
 
 
-class _ImageRefused(Exception):
-    """The image can't be used. The message is for the agent."""
-
-
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = "Needs the extra mcp."
     add_flags(parser, _FLAGS, PORT=whole(1, 65535))
@@ -81,11 +77,15 @@ def _server(args: argparse.Namespace, root: Path | None) -> MCPServer[Any]:
             opened.append(open_async_client(args))
         return opened[0]
 
-    async def answer(call: Any, *, draws: bool = False) -> list[Any]:
+    async def ask(
+        skill: str, image: str, *asked: Any, draws: bool = False, **options: Any
+    ) -> list[Any]:
         try:
-            result = await call
+            result = await getattr(client(), skill)(_source(image, root), *asked, **options)
         except KestrelError as error:
             raise ToolError(failure_text(error, args.server, args.timeout)) from None
+        except CommandError as error:
+            raise ToolError(str(error)) from None
         texts = [json.dumps(result.to_dict(), ensure_ascii=False)]
         if not draws:
             return texts
@@ -95,12 +95,6 @@ def _server(args: argparse.Namespace, root: Path | None) -> MCPServer[Any]:
         except (ImportError, KestrelError):
             return texts  # No Pillow, or the image is only known by its id.
         return [*texts, Image(data=file.getvalue(), format="png")]
-
-    def source(image: str) -> bytes | ImageHandle:
-        try:
-            return _source(image, root)
-        except _ImageRefused as error:
-            raise ToolError(str(error)) from None
 
     @server.tool(structured_output=False)
     async def query(
@@ -113,64 +107,62 @@ def _server(args: argparse.Namespace, root: Path | None) -> MCPServer[Any]:
         """Answers a question about an image. `image`: a path, a data URL or an image id. `stop`: texts that end the
         answer. `presupposes`: objects that the question is about; if the image does not show one of them, `abstained`
         is true and there is no answer."""
-        call = client().query(
-            source(image),
-            question,
-            reasoning=reasoning,
-            stop=stop or (),
-            presupposes=presupposes or (),
-        )
-        return await answer(call)
+        options: dict[str, Any] = {
+            "reasoning": reasoning,
+            "stop": stop or (),
+            "presupposes": presupposes or (),
+        }
+        return await ask("query", image, question, **options)
 
     @server.tool(structured_output=False)
     async def caption(
         image: str, length: Literal["short", "normal", "long"] = "normal"
     ) -> list[Any]:
         """Describes an image. `image`: a path, a data URL or an image id."""
-        return await answer(client().caption(source(image), length))
+        return await ask("caption", image, length)
 
     @server.tool(structured_output=False)
     async def detect(image: str, objects: list[str]) -> list[Any]:
         """Finds the bounding box of every object of each kind, and draws the boxes on the image. `objects`: the kinds,
         like ["red circle"]."""
-        return await answer(client().detect(source(image), objects), draws=True)
+        return await ask("detect", image, objects, draws=True)
 
     @server.tool(structured_output=False)
     async def point(image: str, objects: list[str]) -> list[Any]:
         """Finds the centre of every object of each kind, and draws the points on the image. `objects`: as for
         detect."""
-        return await answer(client().point(source(image), objects), draws=True)
+        return await ask("point", image, objects, draws=True)
 
     @server.tool(structured_output=False)
     async def segment(image: str, object: str) -> list[Any]:
         """Outlines one object, as an SVG path relative to its box, and draws the outline on the image."""
-        return await answer(client().segment(source(image), object), draws=True)
+        return await ask("segment", image, object, draws=True)
 
     return server
 
 
 def _source(image: str, root: Path | None) -> bytes | ImageHandle:
-    """The image for the client. Raises _ImageRefused."""
+    """The image for the client. Raises CommandError."""
     if image.startswith(_ID_PREFIX):
         return ImageHandle(image)
     if is_data_url(image):
         try:
             return decoded_image(image)
         except ValueError as error:
-            raise _ImageRefused(f"the data URL {error}") from None
+            raise CommandError(f"the data URL {error}") from None
     if image[:8].lower().startswith(("http://", "https://")):
-        raise _ImageRefused("an address is not fetched; give a path, a data URL or an image id")
+        raise CommandError("an address is not fetched; give a path, a data URL or an image id")
     if root is None:
-        raise _ImageRefused("files can't be read: start mcp with --root FOLDER")
+        raise CommandError("files can't be read: start mcp with --root FOLDER")
     path = (root / image).resolve()
     if not path.is_relative_to(root):
-        raise _ImageRefused(f"{image}: is not below {root}")
+        raise CommandError(f"{image}: is not below {root}")
     try:
         size = os.stat(path).st_size
         if not path.is_file():
-            raise _ImageRefused(f"{image}: is not a file")
+            raise CommandError(f"{image}: is not a file")
         if size > _MAX_BYTES:
-            raise _ImageRefused(f"{image}: has {size} bytes, the limit is {_MAX_BYTES}")
+            raise CommandError(f"{image}: has {size} bytes, the limit is {_MAX_BYTES}")
         return path.read_bytes()
     except OSError as error:
-        raise _ImageRefused(f"{image}: {(error.strerror or str(error)).lower()}") from None
+        raise CommandError(f"{image}: {(error.strerror or str(error)).lower()}") from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
 from typing import Any
 
@@ -23,9 +25,40 @@ from kestrel_client import (
     SegmentResult,
     TextDelta,
 )
+from kestrel_client.drawing.marks import Marks
 from kestrel_client.values.plain import plain_value
 
 from ..terminal import styled
+from .inputs import Input
+from .painted import Painter
+
+
+class Output:
+    """Where a command's results go: lines of text or JSON, and with --save images. Raises CommandError if an image
+    could not be written."""
+
+    def __init__(self, args: argparse.Namespace, inputs: list[Input]) -> None:
+        self._painter = None if args.save is None else Painter(args.save, inputs, args.save_on)
+        self._several = len(inputs) > 1
+        self.silent = self._painter is not None and self._painter.takes_output
+        self.as_json, self.streams = args.json, args.stream and not self.silent
+
+    def title(self, given: Input) -> None:
+        """Prints the image's name, if it is one of several."""
+        if self._several and not self.as_json and not self.silent:
+            print(styled(f"{given.name}:", "bold", sys.stdout), flush=True)
+
+    def line(self, given: Input | None, fields: dict[str, Any]) -> None:
+        """Prints JSON, which begins with the image's name if it is one of several."""
+        print_json({**({"image": given.name} if self._several and given else {}), **fields})
+
+    def paint(self, marks: Marks, given: Input | None) -> None:
+        if self._painter is not None and given is not None:
+            self._painter.write(marks, given)
+
+
+def print_json(fields: dict[str, Any]) -> None:
+    print(json.dumps(fields, ensure_ascii=False), flush=True)
 
 
 def event_dict(event: object) -> dict[str, Any]:

@@ -6,27 +6,18 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 
 from kestrel_client import ImageHandle, KestrelError
-from kestrel_client.images.images import ImageInput
+from kestrel_client.drawing.marks import Marks
+from kestrel_client.values.results.showing import draw_marks
 
 from ..parser import CommandError
-from .inputs import Input
-
-if TYPE_CHECKING:
-    import PIL.Image
+from .inputs import Input, unique_stems
 
 SAVE_HELP = (
     "write the image with the answer drawn on it: a file, or a folder for several images; "
     "- writes PNG to standard output (needs Pillow)"
 )
-
-
-class Drawn(Protocol):
-    """A result, or what draws itself like one."""
-
-    def draw(self, image: ImageInput | None = None) -> PIL.Image.Image: ...
 
 
 class Painter:
@@ -55,26 +46,29 @@ class Painter:
             raise CommandError(
                 f"--save={target}: there are {len(inputs)} images; give a folder, like {target}/"
             )
-        self._taken: set[str] = set()
+        self._left = list(zip(inputs, unique_stems(inputs), strict=True))
         if target != "-":
             self._check_target()
-            self._check_originals(inputs)
+            self._check_originals()
 
     @property
     def takes_output(self) -> bool:
         """Whether images are written to standard output, so that the command must not print text there."""
         return self._target == "-"
 
-    def write(self, result: Drawn, given: Input, name: str | None = None) -> None:
-        """Writes an image and prints its file on standard error. ``name``: of the file in the folder, without its
-        suffix; None to choose one that was not written yet. Raises CommandError."""
+    def write(self, marks: Marks, given: Input, name: str | None = None) -> None:
+        """Draws on an image, writes it, and prints its file on standard error. ``name``: of the file in the folder,
+        without its suffix; None for the input's own. Raises CommandError."""
         try:
-            image = result.draw(self._base)
+            image = draw_marks(marks, self._base, given.source)
             if self.takes_output:
                 image.save(sys.stdout.buffer, "PNG")
                 sys.stdout.buffer.flush()
                 return
-            file = self._file(given) if name is None else Path(self._target, f"{name}.png")
+            if name is None:  # That of the input, which may be named several times.
+                at = next(at for at, (each, _) in enumerate(self._left) if each == given)
+                _, name = self._left.pop(at)
+            file = self._file(name)
             image.save(file)
         except (OSError, ValueError, KestrelError) as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else error
@@ -82,27 +76,19 @@ class Painter:
         if self._report:
             print(f"wrote {file}", file=sys.stderr)
 
-    def _file(self, given: Input) -> Path:
-        if not self._folder:
-            return Path(self._target)
-        name, number = given.stem, 1
-        while name in self._taken:
-            number += 1
-            name = f"{given.stem}-{number}"
-        self._taken.add(name)
-        return Path(self._target, f"{name}.png")
+    def _file(self, name: str) -> Path:
+        return Path(self._target, f"{name}.png") if self._folder else Path(self._target)
 
-    def _check_originals(self, inputs: list[Input]) -> None:
+    def _check_originals(self) -> None:
         """Raises CommandError if a written file would replace one of the images."""
-        for given in inputs:
-            file = self._file(given)
+        for given, name in self._left:
+            file = self._file(name)
             # A source may also be an address, bytes or an id.
             is_file = isinstance(given.source, str) and os.path.exists(given.source)
             if is_file and file.exists() and file.samefile(given.name):
                 raise CommandError(
                     f"--save={self._target} would replace the image {given.name!r}; name another file or folder"
                 )
-        self._taken.clear()
 
     def _check_target(self) -> None:
         from PIL import Image

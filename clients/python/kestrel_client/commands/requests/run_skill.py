@@ -11,8 +11,7 @@ from ..flag_table import add_flags
 from ..flags import SettingsError
 from .flags import add_request_flags, add_save_flags, request_options
 from .inputs import IMAGE_HELP, open_input
-from .output import event_dict, print_event
-from .painted import Painter
+from .output import Output, event_dict, print_event, print_json
 
 ESSENTIAL = ("--argument", "--setting", "--stream", "--json", "--save", "--model", "--server")
 
@@ -45,32 +44,27 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     image = None if args.image is None else open_input(args.image)
-    inputs = [] if image is None else [image]
-    painter = None if args.save is None else Painter(args.save, inputs, args.save_on)
-    silent = painter is not None and painter.takes_output
+    output = Output(args, [] if image is None else [image])
     source = None if image is None else image.source
     given = (args.skill, source, _once("argument", args.argument), _once("setting", args.setting))
     with connected(args) as client:
-        if silent or not args.stream:
-            result = client.run_skill(*given, **request_options(args))
-            if not silent:
-                _print(result.to_dict() if args.json else result.output)
-            if painter is not None and image is not None:
-                painter.write(result, image)
-            return 0
-        with client.stream_skill(*given, **request_options(args)) as stream:
-            for event in stream:
-                if args.json:
-                    _print(event_dict(event))
-                else:
-                    print_event(event)
-            result = stream.result()
-        if args.json:
-            _print({"final": result.to_dict()})
+        if output.streams:
+            with client.stream_skill(*given, **request_options(args)) as stream:
+                for event in stream:
+                    if args.json:
+                        print_json(event_dict(event))
+                    else:
+                        print_event(event)
+                result = stream.result()
+            if args.json:
+                print_json({"final": result.to_dict()})
+            else:
+                print()
         else:
-            print()
-        if painter is not None and image is not None:
-            painter.write(result, image)
+            result = client.run_skill(*given, **request_options(args))
+            if not output.silent:
+                print_json(result.to_dict() if args.json else result.output)
+        output.paint(result.marks, image)
     return 0
 
 
@@ -92,7 +86,3 @@ def _once(flag: str, pairs: list[tuple[str, Any]] | None) -> dict[str, Any]:
             raise SettingsError(f"--{flag} {name!r} is given twice")
         values[name] = value
     return values
-
-
-def _print(value: dict[str, Any]) -> None:
-    print(json.dumps(value, ensure_ascii=False), flush=True)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
-from collections.abc import Callable
 from typing import Any
 
 from kestrel_client import (
@@ -15,15 +12,15 @@ from kestrel_client import (
     QueryResult,
     ReasoningDelta,
     Result,
+    Stream,
     TextDelta,
 )
 from kestrel_client.values.results.objects import ObjectsResult
 
-from ..connection import add_connection_flags, connected, reported_failures
+from ..connection import add_connection_flags, ask_each
 from ..flag_table import add_flags
 from ..flags import SettingsError
-from ..parser import EXIT_FAILED, suggestion
-from ..terminal import styled
+from ..parser import suggestion
 from ..values import number, whole
 from .flags import (
     add_abstention_flags,
@@ -40,9 +37,8 @@ from .flags import (
     sampling,
     tile_grid,
 )
-from .inputs import IMAGE_HELP, Input, Source, open_inputs, split_words
-from .output import event_dict, print_event, print_logprobs, print_nothing, print_result
-from .painted import Painter
+from .inputs import IMAGE_HELP, Input, open_inputs, split_words
+from .output import Output, event_dict, print_event, print_logprobs, print_nothing, print_result
 
 _LENGTHS = ("short", "normal", "long")
 _TEXT_COMMANDS = ("query", "caption")
@@ -132,23 +128,32 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError("--samples: a stream has one sample; leave out --stream")
     names, word = _words(args)
     inputs: list[Input | None] = [*open_inputs(names)] or [None]
-    more: list[Input | None] = []
-    if getattr(args, "together", False):
-        inputs, more = inputs[:1], inputs[1:]
-    given = [each for each in inputs if each is not None]
-    painter = None if args.save is None else Painter(args.save, given, args.save_on)
     arguments, options = _arguments(args, word)
-    if more:
-        options["images"] = [each.source for each in more if each is not None]
-    failed = 0
-    with connected(args) as client:
-        for each in inputs:
-            # If one of several images fails, the command continues with the others.
-            with reported_failures(each.name if each else "", alone=len(inputs) == 1) as attempt:
-                result = _ask(client, args, each, len(inputs) > 1, arguments, options, painter)
-                failed += isinstance(result, ObjectsResult) and bool(result.errors)
-            failed += attempt.failed
-    return EXIT_FAILED if failed else 0
+    if getattr(args, "together", False):
+        options["images"] = [each.source for each in inputs[1:] if each is not None]
+        del inputs[1:]
+    output = Output(args, [each for each in inputs if each is not None])
+
+    def ask(client: KestrelClient, index: int) -> bool:
+        given = inputs[index]
+        if given is not None:
+            output.title(given)
+        method = getattr(client, f"stream_{args.command}" if output.streams else args.command)
+        answer = method(None if given is None else given.source, *arguments, **options)
+        result: Result = answer
+        if output.streams:
+            with answer as stream:
+                result = _print_stream(args, stream, output, given)
+        elif output.silent:
+            print_nothing(result)
+        elif args.json:
+            output.line(given, result.to_dict())
+        else:
+            print_result(result)
+        output.paint(result.marks, given)
+        return not (isinstance(result, ObjectsResult) and result.errors)
+
+    return ask_each(args, [each.name if each else "" for each in inputs], ask)
 
 
 def _words(args: argparse.Namespace) -> tuple[list[str], str | list[str]]:
@@ -176,36 +181,6 @@ def _words(args: argparse.Namespace) -> tuple[list[str], str | list[str]]:
     return images, word
 
 
-def _ask(
-    client: KestrelClient,
-    args: argparse.Namespace,
-    given: Input | None,
-    several: bool,
-    arguments: list[Any],
-    options: dict[str, Any],
-    painter: Painter | None,
-) -> Result:
-    silent = painter is not None and painter.takes_output
-    source = None if given is None else given.source
-    if several and not args.json and not silent:
-        assert given is not None
-        print(styled(f"{given.name}:", "bold", sys.stdout), flush=True)
-    named = {"image": given.name} if several and given is not None else {}
-    if args.stream and not silent:
-        result: Result = _stream(client, args, source, arguments, options, named)
-    else:
-        result = getattr(client, args.command)(source, *arguments, **options)
-        if silent:
-            print_nothing(result)
-        elif args.json:
-            print(json.dumps({**named, **result.to_dict()}, ensure_ascii=False), flush=True)
-        else:
-            print_result(result)
-    if painter is not None and given is not None:
-        painter.write(result, given)
-    return result
-
-
 def _arguments(args: argparse.Namespace, word: str | list[str]) -> tuple[list[Any], dict[str, Any]]:
     """The skill's positional arguments and all keywords, for the client's method."""
     options = sampling(args) | request_options(args)
@@ -221,30 +196,21 @@ def _arguments(args: argparse.Namespace, word: str | list[str]) -> tuple[list[An
     return [word], {**options, **object_options(args)}
 
 
-def _stream(
-    client: KestrelClient,
-    args: argparse.Namespace,
-    image: Source | None,
-    arguments: list[Any],
-    options: dict[str, Any],
-    named: dict[str, str],
+def _print_stream(
+    args: argparse.Namespace, stream: Stream[Any, Any], output: Output, given: Input | None
 ) -> Result:
-    """Prints a stream. ``named``: the first fields of each JSON object."""
-    method: Callable[..., Any] = getattr(client, f"stream_{args.command}")
-    with method(image, *arguments, **options) as stream:
-        thinking, labelled = False, len(getattr(args, "objects", None) or ()) > 1
-        for event in stream:
-            if args.json:
-                print(json.dumps({**named, **event_dict(event)}, ensure_ascii=False), flush=True)
-                continue
-            if thinking and isinstance(event, TextDelta):
-                print("\n")
-            thinking = isinstance(event, ReasoningDelta)
-            print_event(event, labelled=labelled)
-        result: Result = stream.result()
+    thinking, labelled = False, len(getattr(args, "objects", None) or ()) > 1
+    for event in stream:
+        if args.json:
+            output.line(given, event_dict(event))
+            continue
+        if thinking and isinstance(event, TextDelta):
+            print("\n")
+        thinking = isinstance(event, ReasoningDelta)
+        print_event(event, labelled=labelled)
+    result: Result = stream.result()
     if args.json:
-        final = {**named, "final": result.to_dict()}
-        print(json.dumps(final, ensure_ascii=False), flush=True)
+        output.line(given, {"final": result.to_dict()})
     elif isinstance(result, (QueryResult, CaptionResult)):
         print()
         print_logprobs(result.logprobs)

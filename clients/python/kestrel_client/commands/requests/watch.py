@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from ..values import whole
 from .analyze import add_task_flags, tasks_of
 from .flags import add_request_flags, request_options
 from .inputs import Source, open_inputs
+from .output import print_json
 
 _BEGIN, _END = b"\xff\xd8", b"\xff\xd9"
 """The first and the last bytes of a JPEG file."""
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         )
         with stream:
             for frame in stream:
-                print(json.dumps(_line(frame), ensure_ascii=False), flush=True)
+                print_json(_line(frame))
                 failed |= frame.error is not None
                 failed |= frame.analysis is not None and bool(frame.analysis.errors)
     return EXIT_FAILED if failed else 0
@@ -93,16 +93,11 @@ def _line(frame: FrameResult) -> dict[str, Any]:
         line |= outcome_dict(frame.error)
     else:
         line["dropped"] = frame.dropped
-    work = {
-        "crops": frame.crops,
-        "encoded_crops": frame.encoded_crops,
-        "reused_crops": frame.reused_crops,
-        "overview_only": frame.overview_only,
-        "repeated": frame.repeated,
-        "waited_ms": frame.waited_ms,
-        "total_ms": frame.total_ms,
-    }
-    return {**line, **work}
+    work = (
+        *("crops", "encoded_crops", "reused_crops", "overview_only", "repeated"),
+        *("waited_ms", "total_ms"),
+    )
+    return {**line, **{name: getattr(frame, name) for name in work}}
 
 
 def _files(name: str) -> Iterator[Source]:

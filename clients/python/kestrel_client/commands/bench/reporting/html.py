@@ -9,8 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ...files import write_whole
 from ...page import PAGE_END, html_table, page_head
-from ...written import write_whole
 from .charts import COLOURS, STYLE, Series, line_chart
 from .results import Plain, best_stage, level_of, level_text
 

@@ -16,8 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ...files import write_whole
 from ...parser import CommandError
-from ...written import write_whole
 from ..histogram import Histogram
 from ..sending.sender import Stage
 from ..tally import TIMES, Tally

@@ -12,20 +12,32 @@ import math
 import random
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from kestrel_client import AsyncKestrelClient, KestrelError
 
 from ..stages import Loop, Slo
 from ..tally import Tally
-from .arrivals import Arrivals, arrival_times
 from .client_health import ClientHealth, HealthWatch
 from .images import Image, ImageSource
 from .mix import Ask, Mix
 
+Arrivals: TypeAlias = Literal["poisson", "steady"]
 _PAUSE_AFTER_ERROR_S = 0.05
 """A caller of a closed loop waits after an error, because a server refuses requests faster than it answers them."""
 UNFINISHED = "unfinished when the stage's time to drain was over"
+
+
+def arrival_times(kind: Arrivals, rate: float, rng: random.Random) -> Iterator[float]:
+    """Seconds from the start, ascending, without end. ``rate``: requests per second on average.
+
+    "poisson": independent callers; the gaps are exponential. The arrivals of several processes with a share of the rate
+    each add up to a Poisson process of the whole rate. "steady": equal gaps after a random first one.
+    """
+    at = 0.0 if kind == "poisson" else rng.random() / rate - 1 / rate
+    while True:
+        at += rng.expovariate(rate) if kind == "poisson" else 1 / rate
+        yield at
 
 
 @dataclass(frozen=True)
@@ -95,19 +107,23 @@ class Sender:
             health.cancel()
             await run.drain(0.0)
 
+    async def draw(self, rng: random.Random) -> Ask:
+        """Chooses what the next request asks."""
+        skill, words = self.plan.mix.draw(rng)
+        return Ask(skill, words, await self.images.next(rng))
+
     async def send(self, ask: Ask, times: _Times) -> Any:
         """Sends one request, notes when its tokens come, and returns its result."""
+        plan = self.plan
         with self.connections.taken() as client:
-            if not self.plan.streaming:
-                return await ask.unary(client, self.plan.options)
-            async with ask.stream(client, self.plan.options) as stream:
+            if not plan.streaming:
+                method = getattr(client, ask.skill)
+                return await method(ask.image, ask.words, **plan.options)
+            method = getattr(client, f"stream_{ask.skill}")
+            async with method(ask.image, ask.words, **plan.options) as stream:
                 async for event in stream:
                     times.note(getattr(event, "output_tokens", 0))
                 return await stream.result()
-
-    async def draw(self, rng: random.Random) -> Ask:
-        skill, words = self.plan.mix.draw(rng)
-        return Ask(skill, words, await self.images.next(rng))
 
 
 class Connections:

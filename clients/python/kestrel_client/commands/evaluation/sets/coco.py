@@ -13,10 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...files import json_file
 from ...parser import CommandError
 from ..benchmark import Asking, Benchmark, Case, Hub, Outcome, Score, Whole
 from ..place_metrics import found_boxes, matched, size_of, to_pixels
-from ..reading import image_file, json_file, objects_of
+from ..reading import image_file, objects_of
 from ..records import Edges, Record, is_number, is_unicode
 from ..scored import Answered
 

@@ -1,0 +1,65 @@
+"""Files that users name: JSON that is read, and files that are written as a whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .parser import CommandError
+
+
+def json_file(path: Path) -> Any:
+    """The content of a JSON file. Raises CommandError."""
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise CommandError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise CommandError(f"{str(path)!r} is not JSON: {error}") from None
+
+
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file. Raises CommandError."""
+    number = 1
+    try:
+        with path.open(encoding="utf-8") as opened:
+            for number, line in enumerate(filter(str.strip, opened), 1):
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise CommandError(f"{path}: row {number} is not an object of JSON")
+                yield row
+    except OSError as error:
+        raise CommandError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise CommandError(f"{str(path)!r} is not UTF-8 text") from None
+    except (ValueError, RecursionError) as error:
+        raise CommandError(f"{path}: row {number} is not JSON: {error}") from None
+
+
+def check_writable(path: str) -> None:
+    """Raises CommandError if a file cannot be written there. Before a run, because a run may take hours."""
+    folder = Path(path).parent
+    if Path(path).is_dir():
+        raise CommandError(f"cannot write {path!r}: it is a folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise CommandError(f"cannot write {path!r}: {error.strerror}") from None
+
+
+def write_whole(file: Path, write: Callable[[Path], object]) -> None:
+    """Replaces ``file`` by what ``write`` writes, once that is complete. Raises CommandError."""
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write(draft)
+        draft.replace(file)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise CommandError(f"cannot write {str(file)!r}: {error.strerror or error}") from None
