@@ -17,11 +17,11 @@ _ARCHITECTURES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
 
 _COLUMN, _ARCHITECTURE = _ARCHITECTURES.get(platform.machine(), (0, 0))
 _CALLS = Path(__file__).with_name("system_calls.txt").read_text().split("\n")[:-1]
-_NUMBERS = {
+NUMBERS = {
     row[0]: int(row[_COLUMN]) for row in map(str.split, _CALLS) if _COLUMN and row[_COLUMN] != "-"
 }
 """Name to number of all calls before _FIRST_NEW that this machine's architecture has."""
-_NAMES = {number: name for name, number in _NUMBERS.items()}
+_NAMES = {number: name for name, number in NUMBERS.items()}
 
 _ALLOWED = (
     # memory
@@ -87,14 +87,14 @@ def program(pid: int, otherwise: int = KILL) -> bytes:
     made.append(_step(_LOAD, _NUMBER))
     for table, action in ((_ALLOWED, _ALLOW), (_REFUSED, _ERRNO | _EPERM)):
         for name in table:
-            if (number := _NUMBERS.get(name)) is not None:
+            if (number := NUMBERS.get(name)) is not None:
                 made += [_step(_EQUAL, number, 0, 1), _step(_RETURN, action)]
     for name, argument, bits, values, action in conditions:
         check = [_step(_LOAD, _ARGUMENTS + 8 * argument), _step(_AND, bits)]
         for value in values:
             check += [_step(_EQUAL, value, 0, 1), _step(_RETURN, _ALLOW)]
         check.append(_step(_RETURN, action))
-        made += [_step(_EQUAL, _NUMBERS[name], 0, len(check)), *check]
+        made += [_step(_EQUAL, NUMBERS[name], 0, len(check)), *check]
     made += [_step(_AT_LEAST, _FIRST_NEW, 0, 1), _step(_RETURN, _ERRNO | _ENOSYS)]
     made.append(_step(_RETURN, otherwise))
     return b"".join(made)

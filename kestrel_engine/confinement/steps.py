@@ -113,8 +113,11 @@ def confine(num_bytes: int, namespaces: bool, *, reports: bool = False) -> tuple
     if sys.platform != "linux":
         return Found(), -1
     if namespaces:
-        os.chroot(_ROOT)
-        os.chdir("/")
+        try:
+            os.chroot(_ROOT)
+            os.chdir("/")
+        except OSError:  # The filter of a container may allow namespaces, and forbid this.
+            namespaces = False
     _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _call("capset", struct.pack("=Ii", _CAPABILITY_VERSION, 0), bytes(24))
     hide_memory()
