@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-import signal
 import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from kestrel_client._pb.inference import grpc_service_pb2 as pb
 from tests.code_blocks import ROOT, code_blocks
 from tests.environments import python_with
+from tests.service.cli.serve_process import Addresses, served_model
 
 pytestmark = pytest.mark.slow
 KEY = "k" * 40
@@ -26,44 +23,16 @@ IMAGE = ROOT / "clients/python/kestrel_client/commands/demo.jpg"
 QUESTION = "How many green crescents are there?"
 
 
-class Addresses(NamedTuple):
-    grpc: str
-    http: str
-
-
 @pytest.fixture(scope="module")
 def addresses() -> Iterator[Addresses]:
     """Of a server that knows one key."""
-    with serving(KESTREL_API_KEY=KEY) as addresses:
+    with served_model(KESTREL_API_KEY=KEY) as addresses:
         yield addresses
 
 
 @pytest.fixture(scope="module")
 def address(addresses: Addresses) -> str:
     return addresses.grpc
-
-
-@contextmanager
-def serving(**environment: str) -> Iterator[Addresses]:
-    """kestrel-tiny, served by a process."""
-    flags = "serve --device cpu --listen 127.0.0.1:0 --http-listen 127.0.0.1:0"
-    server = subprocess.Popen(
-        [sys.executable, "-m", "kestrel_grpc", *flags.split()],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with server:
-        assert server.stdout is not None and server.stderr is not None
-        http = re.search(r"addresses=(\S+) protocol=http", server.stderr.readline())
-        assert http is not None
-        listening = re.search(r"listening on (\S+),", server.stdout.readline())
-        assert listening is not None
-        yield Addresses(listening[1], http[1])
-        server.send_signal(signal.SIGINT)
-        server.communicate(timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +132,7 @@ def test_the_page_runs_as_written(python: Path, tmp_path: Path):
         if block.text.startswith("import json")
     ]
     shutil.copy(IMAGE, tmp_path / "picture.jpg")
-    with serving() as addresses:
+    with served_model() as addresses:
         done = subprocess.run(
             [python, "-c", block.text.replace("127.0.0.1:50051", addresses.grpc)],
             cwd=tmp_path,

@@ -6,7 +6,6 @@ import base64
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,8 +17,7 @@ import yaml
 
 from tests.code_blocks import ROOT
 from tests.environments import python_named
-from tests.forking.process import ForkedProcess
-from tests.service.command_line import environment
+from tests.service.cli.serve_process import served_model
 
 IMAGE = ROOT / "clients/python/kestrel_client/commands/demo.jpg"
 HOME_ASSISTANT = ROOT / "deploy/homeassistant"
@@ -29,23 +27,8 @@ KEY = "k" * 40
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """The HTTP address of a server with the bundled model that knows one key."""
-    flags = ("--device", "cpu", "--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0")
-    process = ForkedProcess(
-        [sys.executable, "-m", "kestrel_grpc", "serve", *flags],
-        cwd=ROOT,
-        env=environment(KESTREL_API_KEY=KEY),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        assert process.stderr is not None and process.stdout is not None
-        listening = re.search(r"addresses=(\S+) protocol=http", process.stderr.readline())
-        assert listening is not None
-        assert "kestrel-grpc ready" in process.stdout.readline()
-        yield f"http://{listening[1]}"
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+    with served_model(KESTREL_API_KEY=KEY) as addresses:
+        yield f"http://{addresses.http}"
 
 
 def test_the_command_of_home_assistant(address: str, tmp_path: Path):

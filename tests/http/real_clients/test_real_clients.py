@@ -5,11 +5,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ import pytest
 
 from tests.code_blocks import ROOT, code_blocks
 from tests.environments import python_with
-from tests.forking.process import ForkedProcess
+from tests.service.cli.serve_process import served_model
 
 pytestmark = pytest.mark.slow
 KEY = "k" * 40
@@ -31,22 +28,8 @@ NODE, NPM = shutil.which("node"), shutil.which("npm")
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
     """kestrel-tiny behind HTTP, served by a process that knows one key."""
-    server = ForkedProcess(
-        [sys.executable, "-m", "kestrel_grpc", "serve", *FLAGS],
-        cwd=ROOT,
-        env={**os.environ, "KESTREL_API_KEY": KEY},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with server:
-        assert server.stderr is not None and server.stdout is not None
-        listening = re.search(r"addresses=(\S+) protocol=http", server.stderr.readline())
-        assert listening is not None
-        assert "kestrel-grpc ready" in server.stdout.readline()
-        yield f"http://{listening[1]}/v1"
-        server.send_signal(signal.SIGINT)
-        server.communicate(timeout=60)
+    with served_model(KESTREL_API_KEY=KEY) as addresses:
+        yield f"http://{addresses.http}/v1"
 
 
 def run(folder: Path, packages: list[str], program: str, endpoint: str) -> dict[str, Any]:

@@ -4,9 +4,7 @@
 """
 
 import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.code_blocks import ROOT
-from tests.forking.process import ForkedProcess
+from tests.service.cli.serve_process import served_model
 
 pytestmark = pytest.mark.slow
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -47,14 +45,8 @@ def require(*programs, files=()):
 @pytest.fixture(scope="module")
 def address():
     """kestrel-tiny, served by a process."""
-    server = ForkedProcess(
-        [sys.executable, "-m", "kestrel_grpc", "serve", "--listen", "127.0.0.1:0"],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-    with server:
-        ready = re.search(r"listening on (\S+),", server.stdout.readline())
-        yield ready[1]
-        server.send_signal(signal.SIGTERM)
+    with served_model() as addresses:
+        yield addresses.grpc
 
 
 @pytest.fixture
