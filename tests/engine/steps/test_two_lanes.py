@@ -89,5 +89,4 @@ async def test_beside_new_work_few_decode_steps_are_out_and_sequences_join_at_on
     runtime = SlowNewWork(replace(limits, decodes_beside=True))
     engine = make_engine(runtime, itl_target_ms=0.0, step_crops=2, steps_out=4)
     assert await ask(engine, 20) == expected
-    # How many run beside new work depends on when requests come: test_lanes_in_virtual_time.py has a clock.
     assert all(number <= BESIDE_DEPTH for number in runtime.beside)
