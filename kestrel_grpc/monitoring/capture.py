@@ -17,9 +17,8 @@ import logging
 import os
 import secrets
 import traceback
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from copy import copy
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -72,21 +71,6 @@ _MOST_WAITING = 4
 """Number of requests that may wait to be written. Each holds its message in memory."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Failed:
-    """The data of a finished call that a file will hold. Nothing else uses the message any more."""
-
-    message: Any
-    """The request, or the ReceivedParts of an upload."""
-    opening: Any
-    """As Call.opening."""
-    facts: dict[str, Any]
-    stored: Mapping[str, bytes | np.ndarray]
-    """The stored images that the request names, by id, as far as they were found."""
-    with_image: bool
-    request_id: str
-
-
 class Capture:
     """Captures failing calls. The server passes every finished call to ``on_call``.
 
@@ -128,31 +112,31 @@ class Capture:
         if len(self._writing) >= _MOST_WAITING:
             self._lost += 1
             return
-        engine = self._served.loaded
+        engine = self._served.default.loaded
         facts = _facts(call, None if engine is None else engine.info)
-        failed = _Failed(
-            *(call.message, call.opening, facts),
-            *(call.stored, self._with_images, call.request_id),
-        )
-        task = asyncio.create_task(self._write(failed))
+        kept = copy(call)  # The call itself releases its request now.
+        task = asyncio.create_task(self._write(kept, facts, self._with_images))
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)
 
-    async def _write(self, failed: _Failed) -> None:
+    async def _write(self, call: Call, facts: dict[str, Any], with_image: bool) -> None:
         async with self._one_by_one:
             try:
-                name = await asyncio.to_thread(self._write_file, failed)
+                name = await asyncio.to_thread(self._write_file, call, facts, with_image)
             except Exception as error:  # No caller awaits this task, so the error is logged here.
                 self._lost += 1
-                logger.error("request %s could not be captured: %s", failed.request_id, error)
+                logger.error("request %s could not be captured: %s", call.request_id, error)
                 return
         self._files.append(name)
-        logger.warning("captured request %s in %s", failed.request_id, name)
+        logger.warning("captured request %s in %s", call.request_id, name)
 
-    def _write_file(self, failed: _Failed) -> str:
+    def _write_file(self, call: Call, facts: dict[str, Any], with_image: bool) -> str:
         """Writes the file and returns its name. Raises OSError, also if the folder's limits are reached."""
         assert self._folder is not None
-        data = json.dumps(described(failed), ensure_ascii=False, indent=1).encode()
+        request, left_out = _described(call, with_image)
+        contents = {"kestrel_capture": FORMAT, **facts}
+        contents |= {"images_left_out": left_out, "request": request}
+        data = json.dumps(contents, ensure_ascii=False, indent=1).encode()
         sizes = [path.stat().st_size for path in self._folder.glob(f"*{SUFFIX}")]
         if len(sizes) >= self._config.capture_max_files:
             raise OSError("the folder has reached its limit on files; delete some")
@@ -171,51 +155,38 @@ class Capture:
         return path.name
 
 
-def described(failed: _Failed) -> dict[str, Any]:
-    """The contents of the file.
-
-    The request is in protobuf's JSON form, with the field names of the .proto files. The messages of an upload and of a
-    stream of frames are a list.
-    """
-    if isinstance(failed.message, ReceivedParts):
-        request, left_out = _describe_upload(failed.message, failed.with_image)
-    else:
-        request, left_out = _describe_request(failed)
-    return {
-        "kestrel_capture": FORMAT,
-        **failed.facts,
-        "images_left_out": left_out,
-        "request": request,
-    }
-
-
-def _describe_request(failed: _Failed) -> tuple[Any, list[dict[str, Any]]]:
-    """The request, and the facts about its images that are left out, whose fields stay, empty."""
-    request = _without_salt(failed.message)
+def _described(call: Call, with_image: bool) -> tuple[Any, list[dict[str, Any]]]:
+    """The request in protobuf's JSON form, with the field names of the .proto files, and the facts about its images
+    that are left out, whose fields stay, empty. The messages of an upload and of a stream of frames are a list."""
+    if isinstance(call.message, ReceivedParts):
+        return _described_upload(call.message, with_image)
+    request = _without_salt(call.message)
     left_out: list[dict[str, Any]] = []
     for image in request_images(request):
         source = image.WhichOneof("source")
-        if source == "image_id" and image.image_id in failed.stored:
-            _inline(image, failed.stored[image.image_id])
-        if not failed.with_image or image.WhichOneof("source") == "image_id":
+        if source == "image_id" and image.image_id in call.stored:
+            _inline(image, call.stored[image.image_id])
+        if not with_image or image.WhichOneof("source") == "image_id":
             left_out.append({**_image_facts(image), "source": source})
             for name in ("encoded", "raw", "image_id"):
                 image.ClearField(name)
-    if failed.opening is None:
+    if call.opening is None:
         return _plain(request), left_out
-    return [_plain(_without_salt(failed.opening)), _plain(request)], left_out
+    return [_plain(_without_salt(call.opening)), _plain(request)], left_out
 
 
 def _without_salt(message: Any) -> Any:
     """A copy of a request without the cache_salt of its options."""
-    copy = type(message)()
-    copy.CopyFrom(message)
-    if (options := request_options(copy)) is not None:
+    copied = type(message)()
+    copied.CopyFrom(message)
+    if (options := request_options(copied)) is not None:
         options.ClearField("cache_salt")
-    return copy
+    return copied
 
 
-def _describe_upload(received: ReceivedParts, with_image: bool) -> tuple[Any, list[dict[str, Any]]]:
+def _described_upload(
+    received: ReceivedParts, with_image: bool
+) -> tuple[Any, list[dict[str, Any]]]:
     """The messages of an upload, with all chunks in one message, and the facts about the image if it is left out."""
     data = b"".join(received.chunks)
     sent = [image_service_pb2.UploadImageRequest(info=received.info)] if received.info else []
@@ -273,12 +244,6 @@ def _inline(image: common_pb2.Image, source: bytes | np.ndarray) -> None:
     if isinstance(source, bytes):
         image.encoded = source
         return
-    height, width, depth = source.shape
-    image.raw.CopyFrom(
-        common_pb2.RawImage(
-            data=np.ascontiguousarray(source).tobytes(),
-            width=width,
-            height=height,
-            format=_FORMATS[depth],
-        )
-    )
+    raw = image.raw
+    raw.height, raw.width, depth = source.shape
+    raw.data, raw.format = np.ascontiguousarray(source).tobytes(), _FORMATS[depth]
