@@ -8,6 +8,7 @@ import logging
 import sys
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from kestrel_engine import ConfigError, InferenceEngine, Observer, RuntimeConfig, clock, maintenance
@@ -84,7 +85,9 @@ class ModelChanges:
 
         Raises InvalidRequest and ModelUnavailable at once or while it loads.
         """
-        config = other_model(self._served.config, source, settings, self._folders, self._named)
+        config = other_model(
+            self._served.default.config, source, settings, self._folders, self._named
+        )
         if self._load is None:
             raise ModelUnavailable("this server loads no models while it runs")
         if self._task is not None and not self._task.done():
@@ -93,7 +96,7 @@ class ModelChanges:
             raise ModelUnavailable(f"the server has {MOST_MODELS} models; unload one first")
         if (name := maintenance.served_name(config)) in self._served.names:
             raise ModelUnavailable(f"{name} is served already")
-        events: asyncio.Queue[Loading] = asyncio.Queue(_MOST_EVENTS)
+        events: _Events = asyncio.Queue(_MOST_EVENTS)
         loop = asyncio.get_running_loop()
 
         def note(event: Loading) -> None:
@@ -103,8 +106,9 @@ class ModelChanges:
         def progress(done: int, total: int, step: str) -> None:
             loop.call_soon_threadsafe(note, Loading(done, total, step))
 
-        self._task = task = asyncio.create_task(self._load_one(config, progress, make_default))
-        return _reported(task, events)
+        self._task = asyncio.create_task(self._load_one(config, progress, make_default))
+        self._task.add_done_callback(partial(_put_end, events))
+        return _reported(events)
 
     async def unload(self, name: str, grace_s: float) -> None:
         """Ends a model: refuses its new requests, gives running ones ``grace_s`` seconds, and frees its memory. Goes
@@ -129,7 +133,7 @@ class ModelChanges:
         model = self._served.model(name)
         if model.state is not State.READY:
             raise ModelUnavailable(f"{name} is not ready")
-        before = self._served.name
+        before = self._served.default.name
         self._served.make_default(model)
         self._changed()
         return before
@@ -157,20 +161,7 @@ class ModelChanges:
     async def _load_one(
         self, config: RuntimeConfig, progress: Progress, make_default: bool
     ) -> Loaded:
-        """Raises ModelUnavailable."""
-        try:
-            loaded = await self._add(config, progress)
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            log_lifecycle("failed", model=config.model, error=str(error))
-            raise ModelUnavailable(f"{config.model} could not be loaded: {error}") from error
-        if make_default:
-            self.make_default(loaded.name)
-        return loaded
-
-    async def _add(self, config: RuntimeConfig, progress: Progress) -> Loaded:
-        """Loads a further model, which is listed meanwhile."""
+        """Loads a further model, which is listed meanwhile. Raises ModelUnavailable."""
         model = ServedModel(config)
         self._served.add(model)
 
@@ -179,10 +170,16 @@ class ModelChanges:
             progress(done, total, step)
 
         try:
-            return await self._fill(model, note)
-        except BaseException:
+            loaded = await self._fill(model, note)
+        except BaseException as error:
             self._served.remove(model)
-            raise
+            if not isinstance(error, Exception):
+                raise
+            log_lifecycle("failed", model=config.model, error=str(error))
+            raise ModelUnavailable(f"{config.model} could not be loaded: {error}") from error
+        if make_default:
+            self.make_default(loaded.name)
+        return loaded
 
     async def _fill(self, model: ServedModel, progress: Progress | None) -> Loaded:
         """Loads the engine of a listed model."""
@@ -215,32 +212,24 @@ class ModelChanges:
             raise ConfigError("model", name, limit)
 
 
-async def _reported(
-    task: asyncio.Task[Loaded], events: asyncio.Queue[Loading]
-) -> AsyncIterator[Loading | Loaded]:
-    """Yields the events until ``task`` ends, then its result. Raises its error."""
-    getting: asyncio.Task[Loading] | None = None
-    try:
-        while True:
-            getting = getting or asyncio.create_task(events.get())
-            await asyncio.wait({task, getting}, return_when=asyncio.FIRST_COMPLETED)
-            if getting.done():
-                yield getting.result()
-                getting = None
-            elif task.done():
-                break
-    finally:
-        if getting is not None:
-            getting.cancel()
-        if not task.done():
-            task.add_done_callback(_note_unread)
-    yield await task
+_Events: TypeAlias = asyncio.Queue[Loading | asyncio.Task[Loaded]]
+"""Reports of a load, and at last its task, which has ended."""
 
 
-def _note_unread(task: asyncio.Task[Loaded]) -> None:
-    """The caller has left. The log reports how the loading ends."""
+async def _reported(events: _Events) -> AsyncIterator[Loading | Loaded]:
+    """Yields the reports, then the task's result. Raises its error."""
+    while isinstance(event := await events.get(), Loading):
+        yield event
+    yield await event
+
+
+def _put_end(events: _Events, task: asyncio.Task[Loaded]) -> None:
+    """Puts the ended task. Its error is logged by itself, if the caller has left."""
     if not task.cancelled():
         task.exception()
+    if events.full():
+        events.get_nowait()
+    events.put_nowait(task)
 
 
 _PAUSES_S = (0.05, 0.2, 0.5)

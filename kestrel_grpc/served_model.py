@@ -127,29 +127,14 @@ class ServedModels:
         self._models.insert(0, model)
 
     @property
-    def name(self) -> str:
-        """The default model's name."""
-        return self.default.name
-
-    @property
     def names(self) -> tuple[str, ...]:
         """The names of all models, the default first."""
         return tuple(model.name for model in self._models)
 
     @property
-    def config(self) -> RuntimeConfig:
-        """The default model's configuration."""
-        return self.default.config
-
-    @property
     def state(self) -> State:
         """The default model's state."""
         return self.default.state
-
-    @property
-    def loaded(self) -> InferenceEngine | None:
-        """The default model's engine, as ``ServedModel.loaded``."""
-        return self.default.loaded
 
     @property
     def engines(self) -> list[InferenceEngine]:

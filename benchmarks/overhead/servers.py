@@ -205,7 +205,7 @@ def _config(load: Load) -> RuntimeConfig:
 
 async def _upload(server: KestrelServer, images_per_s: int) -> None:
     """Decodes new images that no request uses, while there are requests. At most one image for each decoder waits."""
-    engine, image = server.served.loaded, jpeg(2, 850, 600)
+    engine, image = server.served.default.loaded, jpeg(2, 850, 600)
     assert engine is not None
     waiting: set[asyncio.Task[Any]] = set()
     for number in itertools.count():

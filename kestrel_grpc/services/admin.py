@@ -114,7 +114,7 @@ class AdminService(AdminServiceServicer):
         duration_ms = _in_range(request, "duration_ms", MIN_MS, MAX_MS, DEFAULT_MS)
         steps = _in_range(request, "steps", 1, MAX_STEPS, DEFAULT_STEPS)
         file = await self._profiles.start(
-            self._served.loaded,
+            self._served.default.loaded,
             seconds=duration_ms / 1e3,
             steps=steps,
             python_functions=request.python_functions,

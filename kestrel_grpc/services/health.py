@@ -105,7 +105,7 @@ class Health:
         self._served, self._is_crowded = served, is_crowded
         self._following = {"", *following}
         self._others = others
-        self._configured: str | None = served.name
+        self._configured: str | None = served.default.name
         """The default model's name before it was loaded, if that is not a model's name."""
         self._models: set[str] = set()
         """The names of all models that were loaded."""
@@ -138,7 +138,7 @@ class Health:
         self._models |= states.keys()
         for name in self._models:
             state = states.get(name)  # None: unloaded.
-            fine = state is State.READY and (name != self._served.name or ready)
+            fine = state is State.READY and (name != self._served.default.name or ready)
             self._servicer.set(name, _SERVING if fine else _NOT_SERVING)
 
     @property

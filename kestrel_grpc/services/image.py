@@ -31,7 +31,7 @@ class ImageService(ImageServiceServicer):
         """``upload_idle_s``: an upload that receives no data for this many seconds is cancelled."""
         self._served, self._images, self._room = served, images, uploads
         self._upload_idle_s = upload_idle_s
-        self._max_image_bytes = served.config.image_limits.max_bytes
+        self._max_image_bytes = served.default.config.image_limits.max_bytes
 
     async def PutImage(self, request: pb.PutImageRequest, context: Context) -> pb.PutImageResponse:
         image = await self._images.find(current.get().owner, required_image(request))

@@ -97,7 +97,7 @@ class ModelService(ModelServiceServicer):
             server_version=__version__,
             api_version=API_VERSION,
             library_versions=self._versions,
-            default_model=self._served.name,
+            default_model=self._served.default.name,
             limits=self._limits(),
             image_formats=[_FORMATS.get(name, name.lower()) for name in IMAGE_FORMATS],
         )
@@ -124,7 +124,7 @@ class ModelService(ModelServiceServicer):
         )
 
     def _limits(self) -> pb.ServerLimits:
-        config = self._served.config
+        config = self._served.default.config
         images = config.image_limits
         return pb.ServerLimits(
             max_message_bytes=self._max_message_bytes,

@@ -123,7 +123,7 @@ async def _serve(
 
 
 def _ready(server: KestrelServer) -> Ready:
-    engine = server.served.loaded
+    engine = server.served.default.loaded
     assert engine is not None, "loaded"
     info = engine.info
     return Ready(

@@ -82,7 +82,7 @@ class ServedInThread:
 
     def assert_at_rest(self) -> None:
         """Nothing that a call brought is left, and nothing was complained of."""
-        server, engine = self._server, self._server.served.loaded
+        server, engine = self._server, self._server.served.default.loaded
         assert engine is not None
         admission = server.guard.admission
 

@@ -349,8 +349,8 @@ async def test_names_and_versions(serve):
     served = await serve()
     stub = GRPCInferenceServiceStub(served.channel)
     request = infer(SKILL="query", QUESTION="What?", MAX_TOKENS=2)
-    request.model_name, request.model_version = served.server.served.name, "1"
-    assert (await stub.ModelInfer(request)).model_name == served.server.served.name
+    request.model_name, request.model_version = served.server.served.default.name, "1"
+    assert (await stub.ModelInfer(request)).model_name == served.server.served.default.name
     request.model_version = "2"
     told = await failure(stub.ModelInfer(request))
     assert told.code is grpc.StatusCode.NOT_FOUND and told.message.startswith("model_version: '2'")

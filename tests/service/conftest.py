@@ -80,7 +80,7 @@ class Served:
 
     @property
     def engine(self) -> InferenceEngine:
-        engine = self.server.served.loaded
+        engine = self.server.served.default.loaded
         assert engine is not None
         return engine
 

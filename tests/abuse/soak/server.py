@@ -70,7 +70,7 @@ class ProbedServer(KestrelServer):
 
     async def _probe(self) -> Held:
         gc.collect()
-        engine, admission = self.served.loaded, self.guard.admission
+        engine, admission = self.served.default.loaded, self.guard.admission
         assert engine is not None
         stats = engine.stats
         return Held(

@@ -92,7 +92,7 @@ async def test_golden_cases_over_the_wire(model, chosen, golden_folder, golden_i
             recorded = {case["skill"]: case for case in recorded}.values()
         async with AsyncKestrelClient(server.addresses[0]) as client:
             await asyncio.gather(*(both(client, case, golden_images) for case in recorded))
-        assert server.served.loaded.num_requests == 0
+        assert server.served.default.loaded.num_requests == 0
     finally:
         await server.stop(grace_s=0)
 

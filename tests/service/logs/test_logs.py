@@ -200,7 +200,7 @@ async def test_failures_are_events(serve, logs, monkeypatch):
     # In text the command's last line tells the error; a reader of JSON needs it in the record.
     for log_format in ("text", "json"):
         config = ServerConfig(listen=("127.0.0.1:0",), log_format=log_format)
-        server = KestrelServer(config, served.server.served.config, load)
+        server = KestrelServer(config, served.server.served.default.config, load)
         await server.start()
         with pytest.raises(ModelLoadError):
             await server.load()

@@ -53,11 +53,11 @@ async def test_health_turns_serving_when_the_model_is_ready(serve):
     status = check(served)
     assert await status() == await status(VISION_SERVICE) == NOT_SERVING
     assert await status(MODEL_SERVICE) == await status("grpc.health.v1.Health") == SERVING
-    configured = served.server.served.name
+    configured = served.server.served.default.name
     assert await status(configured) == NOT_SERVING
     await served.server.load()
     assert await status() == await status(VISION_SERVICE) == SERVING
-    assert await status(configured) == await status(served.server.served.name) == SERVING
+    assert await status(configured) == await status(served.server.served.default.name) == SERVING
     told = await failure(health_pb2_grpc.HealthStub(served.channel).Check(
         health_pb2.HealthCheckRequest(service="other")))  # fmt: skip
     assert told.code is grpc.StatusCode.NOT_FOUND

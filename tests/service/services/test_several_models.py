@@ -278,7 +278,7 @@ async def test_models_are_loaded_swapped_and_unloaded_while_others_serve() -> No
             await admin.load_model("/tmp").result()
         two.held.set()
         assert two.engines["tmp"] in two.server.served.engines
-        assert two.server.served.config.max_queue == 7
+        assert two.server.served.default.config.max_queue == 7
         assert (
             await two.answer(metadata=METADATA)
             == await two.answer("tmp", metadata=METADATA)

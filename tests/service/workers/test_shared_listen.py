@@ -73,7 +73,7 @@ async def test_it_is_at_the_shared_address_only_while_it_answers(shared):
             )
         )
         running = asyncio.create_task(_answer(stub, asked))
-        await until(lambda: server.served.loaded.num_requests)
+        await until(lambda: server.served.default.loaded.num_requests)
         await server.drain()
         await until(lambda: not listens(shared))
         assert await health(own) == "NOT_SERVING", "there it can still be asked"
