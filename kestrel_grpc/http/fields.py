@@ -6,7 +6,7 @@ here; neither knows fields that are refused with a reason.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -67,6 +67,13 @@ class Fields:
     def items(self, key: str) -> list[Any]:
         """Empty if the field is missing or null. Raises InvalidRequest."""
         return list(self._get(key, list, []))
+
+    def objects(self, key: str, what: str = "an object") -> Iterator[Fields]:
+        """The fields of each object in a list. ``what``: an item must be, for errors. Raises InvalidRequest."""
+        for index, item in enumerate(self.items(key)):
+            if not isinstance(item, dict):
+                raise InvalidRequest(self.at(key, index), f"must be {what}")
+            yield self.within(item, key, index)
 
     def texts(self, key: str) -> list[str]:
         """One string is a list of one. Empty if the field is missing or null. Raises InvalidRequest."""

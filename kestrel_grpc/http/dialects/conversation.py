@@ -12,6 +12,7 @@ IMAGE_ALONE = "Describe this image."
 """The question that an image without text asks. The model needs one."""
 FIELDS = frozenset({"image", "images", "question", "system", "answer_start", "history"})
 """The fields of a Query that messages fill."""
+MESSAGE = "an object with role and content"
 _ROLES = frozenset({"system", "developer", "user", "assistant"})
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from kestrel_client._pb.inference import grpc_service_pb2 as pb
-from kestrel_engine import FieldPath, InvalidRequest
+from kestrel_engine import InvalidRequest
 
 from ...edge.failures.errors import ModelNotReady
 from ...kserve.model import OUTPUT
@@ -66,20 +66,22 @@ _MOST_DEPTH = 8
 def endpoints(service: InferenceService) -> dict[tuple[str, str], Endpoint]:
     """Returns the endpoints by verb and path."""
 
-    def get(
-        method: str, fill: Callable[[dict[str, str]], Any], answer: Callable[[Any], Any]
-    ) -> Endpoint:
-        behaviour = getattr(service, method)
+    def get(method: str, answer: Callable[[Any], Any] = plain) -> Endpoint:
+        kind = getattr(pb, f"{method}Request")
+        is_named = "version" in kind.DESCRIPTOR.fields_by_name
+
+        def read(fields: Fields) -> ServiceCall:
+            path = fields.values
+            named = {"name": path.get("model"), "version": path.get("version")} if is_named else {}
+            return ServiceCall(kind(**named), getattr(service, method), answer)
+
         return Endpoint(
             f"{KSERVE_METHODS}{method}",
-            lambda fields: ServiceCall(fill(fields.values), behaviour, answer),
+            read,
             takes_body=False,
             form=_FORM,
             parse=lambda scope, body: Fields(scope["path_params"]),
         )
-
-    def named(kind: Any) -> Callable[[dict[str, str]], Any]:
-        return lambda path: kind(name=path.get("model", ""), version=path.get("version", ""))
 
     def infer(fields: Fields) -> ServiceCall:
         assert isinstance(fields, _Body), "as parse gives them"
@@ -87,30 +89,20 @@ def endpoints(service: InferenceService) -> dict[tuple[str, str], Endpoint]:
         return ServiceCall(request, service.ModelInfer, _binary if is_binary else _as_json)
 
     made = {
-        ("GET", "/v2"): get("ServerMetadata", lambda path: pb.ServerMetadataRequest(), plain),
-        ("GET", "/v2/health/live"): get("ServerLive", lambda path: pb.ServerLiveRequest(), plain),
-        ("GET", "/v2/health/ready"): get(
-            "ServerReady", lambda path: pb.ServerReadyRequest(), _ready
-        ),
-        ("GET", "/v2/models/stats"): get(
-            "ModelStatistics", named(pb.ModelStatisticsRequest), plain
-        ),
+        ("GET", "/v2"): get("ServerMetadata"),
+        ("GET", "/v2/health/live"): get("ServerLive"),
+        ("GET", "/v2/health/ready"): get("ServerReady", _ready),
+        ("GET", "/v2/models/stats"): get("ModelStatistics"),
         ("POST", "/v2/repository/index"): get(
-            "RepositoryIndex",
-            lambda path: pb.RepositoryIndexRequest(),
-            lambda found: plain(found)["models"],
+            "RepositoryIndex", lambda found: plain(found)["models"]
         ),
     }
     for path in (_MODEL, _VERSION):
         made |= {
-            ("GET", path): get("ModelMetadata", named(pb.ModelMetadataRequest), plain),
-            ("GET", f"{path}/ready"): get("ModelReady", named(pb.ModelReadyRequest), _ready),
-            ("GET", f"{path}/config"): get(
-                "ModelConfig", named(pb.ModelConfigRequest), lambda found: plain(found.config)
-            ),
-            ("GET", f"{path}/stats"): get(
-                "ModelStatistics", named(pb.ModelStatisticsRequest), plain
-            ),
+            ("GET", path): get("ModelMetadata"),
+            ("GET", f"{path}/ready"): get("ModelReady", _ready),
+            ("GET", f"{path}/config"): get("ModelConfig", lambda found: plain(found.config)),
+            ("GET", f"{path}/stats"): get("ModelStatistics"),
             ("POST", f"{path}/infer"): Endpoint(
                 f"{KSERVE_METHODS}ModelInfer",
                 infer,
@@ -120,10 +112,7 @@ def endpoints(service: InferenceService) -> dict[tuple[str, str], Endpoint]:
                 parse=_Body,
             ),
         }
-    for verb, path, method in _UNSERVED:
-        kind = getattr(pb, f"{method}Request")
-        made[verb, path] = get(method, lambda path, kind=kind: kind(), plain)  # type: ignore[misc]
-    return made
+    return made | {(verb, path): get(method) for verb, path, method in _UNSERVED}
 
 
 class _Body(Fields):
@@ -181,8 +170,7 @@ def _request(scope: Scope, body: bytes | bytearray) -> tuple[pb.ModelInferReques
         model_name=path["model"], model_version=path.get("version", ""), id=fields.text("id", "")
     )
     at = 0
-    for index, item in enumerate(fields.items("inputs")):
-        given = _object(item, ("inputs", index))
+    for given in fields.objects("inputs"):
         name = given.text("name")
         tensor = request.inputs.add(
             name=name, datatype=given.text("datatype"), shape=_shape(given, name)
@@ -206,12 +194,6 @@ def _request(scope: Scope, body: bytes | bytearray) -> tuple[pb.ModelInferReques
         raise InvalidRequest("", f"{len(rest) - at} bytes follow the last binary tensor")
     _parameters(request, fields.inner("parameters"))
     return request, _wants_binary(request, fields)
-
-
-def _object(item: Any, path: FieldPath) -> Fields:
-    if not isinstance(item, dict):
-        raise InvalidRequest(path, "must be an object")
-    return Fields(item, path)
 
 
 def _shape(given: Fields, name: str) -> list[int]:
@@ -270,8 +252,7 @@ def _parameters(request: pb.ModelInferRequest, parameters: Fields) -> None:
 
 def _wants_binary(request: pb.ModelInferRequest, fields: Fields) -> bool:
     is_binary = fields.inner("parameters").flag("binary_data_output")
-    for index, item in enumerate(fields.items("outputs")):
-        given = _object(item, ("outputs", index))
+    for given in fields.objects("outputs"):
         output = request.outputs.add(name=given.text("name"))
         parameters = given.inner("parameters")
         for name in ("classification", "shared_memory_region"):

@@ -7,9 +7,15 @@ hub has a slash too, so only the names of the served models tell what such a nam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
+
+from ...service_names import MODEL_METHODS
+from ...services.model import ModelService
+from ..edge import Endpoint, ServiceCall
+from ..forms import SSE, Form
 
 _TAG = ":latest"
 """Clients of Ollama may add it to every name."""
@@ -24,10 +30,6 @@ _ALIASES = frozenset(
 they stand for the default model, unless a served model has such a name."""
 
 
-def _is_alias(name: str) -> bool:
-    return name.lower() in _ALIASES
-
-
 _LONGEST_FIRST = sorted(_ALIASES, key=len, reverse=True)
 
 
@@ -39,7 +41,18 @@ def served_name(name: str, names: Sequence[str]) -> str:
     untagged = name.removesuffix(_TAG)
     if untagged in names:
         return untagged
-    return names[0] if _is_alias(name.partition(":")[0]) else name
+    return names[0] if name.partition(":")[0].lower() in _ALIASES else name
+
+
+def listing(models: ModelService, answer: Callable[[Any], Any], form: Form = SSE) -> Endpoint:
+    """Answers with the list of the served models. ``answer`` converts a ListModelsResponse."""
+    request = model_service_pb2.ListModelsRequest()
+    return Endpoint(
+        f"{MODEL_METHODS}ListModels",
+        lambda fields: ServiceCall(request, models.ListModels, answer),
+        takes_body=False,
+        form=form,
+    )
 
 
 def set_model(options: common_pb2.RequestOptions, name: str, names: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from ..edge import Endpoint, ServiceCall
 from ..fields import ANY_OBJECT, Fields, json_text
 from ..forms import JsonForm
 from ..refusals import Rename, renamed
-from .conversation import FIELDS, Message, conversation
+from .conversation import FIELDS, MESSAGE, Message, conversation
 from .known_fields import (
     GENERATE,
     OLLAMA_CHAT,
@@ -32,10 +32,9 @@ from .known_fields import (
     OLLAMA_OPTIONS,
     OLLAMA_SAMPLING,
 )
-from .models import served_name, set_model
+from .models import listing, served_name, set_model
 
 _QUERY = f"{VISION_METHODS}Query"
-_LIST = f"{MODEL_METHODS}ListModels"
 _VERSION = "0.12.0"
 """The version of Ollama whose interface this is. Clients query it to learn which fields they may send."""
 _NS_PER_MS = 1_000_000
@@ -94,37 +93,23 @@ def endpoints(
             message = {"role": "assistant", "content": text}
             return {"message": {**message, **({"thinking": thinking} if thinking else {})}}
 
-        messages = [
-            _message(fields, item, index) for index, item in enumerate(fields.items("messages"))
-        ]
+        messages = [_message(each) for each in fields.objects("messages", MESSAGE)]
         if not messages:
             return _loaded(models, names(), part(""))
         return _ask(fields, vision, names(), messages, part, _in_messages)
-
-    def tags(fields: Fields) -> ServiceCall:
-        request = model_service_pb2.ListModelsRequest()
-        return ServiceCall(
-            request, models.ListModels, lambda response: {"models": _tags(response.models)}
-        )
-
-    def loaded(fields: Fields) -> ServiceCall:
-        request = model_service_pb2.ListModelsRequest()
-        return ServiceCall(
-            request, models.ListModels, lambda response: {"models": _loaded_tags(response.models)}
-        )
 
     def show(fields: Fields) -> ServiceCall:
         name = fields.values.get("model") or fields.values.get("name") or names()[0]
         if not isinstance(name, str):
             raise InvalidRequest("model", "must be a string")
         request = model_service_pb2.GetModelRequest(model=served_name(name, names()))
-        return ServiceCall(request, models.GetModel, lambda response: _shown(response.model))
+        return ServiceCall(request, models.GetModel, lambda response: _SHOW)
 
     return {
         ("POST", "/api/generate"): Endpoint(_QUERY, generate, form=FORM, caps_max_tokens=True),
         ("POST", "/api/chat"): Endpoint(_QUERY, chat, form=FORM, caps_max_tokens=True),
-        ("GET", "/api/tags"): Endpoint(_LIST, tags, takes_body=False, form=FORM),
-        ("GET", "/api/ps"): Endpoint(_LIST, loaded, takes_body=False, form=FORM),
+        ("GET", "/api/tags"): listing(models, _tags, FORM),
+        ("GET", "/api/ps"): listing(models, _loaded_tags, FORM),
         ("POST", "/api/show"): Endpoint(f"{MODEL_METHODS}GetModel", show, form=FORM),
     }
 
@@ -138,10 +123,7 @@ def _in_messages(path: FieldPath) -> FieldPath:
     return ("messages",) if path[0] in FIELDS else path
 
 
-def _message(fields: Fields, item: Any, index: int) -> Message:
-    if not isinstance(item, dict):
-        raise InvalidRequest(("messages", index), "must be an object with role and content")
-    message = fields.within(item, "messages", index)
+def _message(message: Fields) -> Message:
     OLLAMA_MESSAGE.check(message)
     role, text = message.text("role"), message.text("content", "")
     return Message(role, text, _images(message), message.path)
@@ -244,51 +226,42 @@ def _loaded(models: ModelService, names: Sequence[str], part: dict[str, Any]) ->
 
 
 def _begin(model: str) -> dict[str, Any]:
-    return {"model": model, "created_at": _now()}
+    now = datetime.fromtimestamp(clock.wall(), UTC).isoformat().replace("+00:00", "Z")
+    return {"model": model, "created_at": now}
 
 
-def _now() -> str:
-    return datetime.fromtimestamp(clock.wall(), UTC).isoformat().replace("+00:00", "Z")
-
-
-def _tags(models: Iterable[model_service_pb2.Model]) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": model.name,
-            "model": model.name,
-            "modified_at": "1970-01-01T00:00:00Z",
-            "size": 0,
-            "digest": "",
-            "details": _details(model),
-        }
-        for model in models
-    ]
-
-
-def _loaded_tags(models: Iterable[model_service_pb2.Model]) -> list[dict[str, Any]]:
-    """The model is never unloaded, which Ollama's own programs show as a time far away."""
-    never = {"expires_at": "2318-01-01T00:00:00Z", "size_vram": 0}
-    return [{**tag, **never} for tag in _tags(models)]
-
-
-def _shown(model: model_service_pb2.Model) -> dict[str, Any]:
-    return {
-        "modelfile": "",
-        "parameters": "",
-        "template": "",
-        "details": _details(model),
-        "model_info": {"general.architecture": "moondream"},
-        "capabilities": ["completion", "vision", "thinking"],
-        "modified_at": "1970-01-01T00:00:00Z",
-    }
-
-
-def _details(model: model_service_pb2.Model) -> dict[str, Any]:
-    return {
+_SHOWN = {
+    "modified_at": "1970-01-01T00:00:00Z",
+    "details": {
         "parent_model": "",
         "format": "safetensors",
         "family": "moondream",
         "families": ["moondream"],
         "parameter_size": "",
         "quantization_level": "",
+    },
+}
+_SHOW = {
+    **_SHOWN,
+    "modelfile": "",
+    "parameters": "",
+    "template": "",
+    "model_info": {"general.architecture": "moondream"},
+    "capabilities": ["completion", "vision", "thinking"],
+}
+"""The answer of /api/show, which is the same for all models."""
+
+
+def _tags(response: model_service_pb2.ListModelsResponse) -> dict[str, Any]:
+    return {
+        "models": [
+            {"name": each.name, "model": each.name, "size": 0, "digest": "", **_SHOWN}
+            for each in response.models
+        ]
     }
+
+
+def _loaded_tags(response: model_service_pb2.ListModelsResponse) -> dict[str, Any]:
+    """The model is never unloaded, which Ollama's own programs show as a time far away."""
+    never = {"expires_at": "2318-01-01T00:00:00Z", "size_vram": 0}
+    return {"models": [{**tag, **never} for tag in _tags(response)["models"]]}

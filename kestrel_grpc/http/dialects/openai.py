@@ -23,10 +23,10 @@ from ..edge import Endpoint, ServiceCall
 from ..fields import ANY_OBJECT, Fields, json_text, positive
 from ..forms import sent_event
 from ..refusals import Rename, renamed
-from .conversation import FIELDS, Conversation, Message, conversation
+from .conversation import FIELDS, MESSAGE, Conversation, Message, conversation
 from .grounding import Wanted, wanted_places
 from .known_fields import CHAT, CHAT_MESSAGE, CHAT_PARTS, OPENAI_SAMPLING, RESPONSE_FORMAT
-from .models import served_name, set_model
+from .models import listing, served_name, set_model
 
 _NAMES: dict[FieldPath, FieldPath] = {
     ("num_samples",): ("n",),
@@ -56,9 +56,6 @@ def endpoints(
     def chat(fields: Fields) -> ServiceCall:
         return _chat(fields, vision, names())
 
-    def listed(fields: Fields) -> ServiceCall:
-        return ServiceCall(model_service_pb2.ListModelsRequest(), models.ListModels, _models_json)
-
     def described(fields: Fields) -> ServiceCall:
         name = served_name(fields.text("model"), names())
         request = model_service_pb2.GetModelRequest(model=name)
@@ -68,7 +65,7 @@ def endpoints(
         ("POST", "/v1/chat/completions"): Endpoint(
             f"{VISION_METHODS}Query", chat, caps_max_tokens=True
         ),
-        ("GET", "/v1/models"): Endpoint(f"{MODEL_METHODS}ListModels", listed, takes_body=False),
+        ("GET", "/v1/models"): listing(models, _models_json),
         ("GET", "/v1/models/{model:path}"): Endpoint(
             f"{MODEL_METHODS}GetModel",
             described,
@@ -182,14 +179,10 @@ def _schema(fields: Fields) -> str | None:
 
 def _messages(fields: Fields) -> Iterator[Message]:
     """Raises InvalidRequest, UnsupportedImageError."""
-    for index, item in enumerate(fields.items("messages")):
-        path = ("messages", index)
-        if not isinstance(item, dict):
-            raise InvalidRequest(path, "must be an object with role and content")
-        message = fields.within(item, *path)
+    for message in fields.objects("messages", MESSAGE):
         CHAT_MESSAGE.check(message)
         text, images = _content(message)
-        yield Message(str(item.get("role")), text, images, path)
+        yield Message(str(message.values.get("role")), text, images, message.path)
 
 
 def _content(message: Fields) -> tuple[str, list[bytes]]:
@@ -201,10 +194,7 @@ def _content(message: Fields) -> tuple[str, list[bytes]]:
         raise InvalidRequest(message.at("content"), "must be a string or a list of parts")
     texts: list[str] = []
     images: list[bytes] = []
-    for index, item in enumerate(content):
-        if not isinstance(item, dict):
-            raise InvalidRequest(message.at("content", index), "must be an object with a type")
-        part = message.within(item, "content", index)
+    for part in message.objects("content", "an object with a type"):
         kind = part.text("type")
         if kind not in CHAT_PARTS:
             raise InvalidRequest(part.at("type"), f"must be text or image_url, got {kind[:50]!r}")
@@ -212,7 +202,7 @@ def _content(message: Fields) -> tuple[str, list[bytes]]:
         if kind in ("text", "input_text"):
             texts.append(part.text("text"))
         else:
-            given = item.get("image_url")
+            given = part.values.get("image_url")
             url = given if isinstance(given, str) else part.inner("image_url").text("url")
             images.append(part.image(url, "image_url"))
     return "\n".join(texts), images
