@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..lazy import lazily
-from .settings import LAYERS, TeachingSettings
+from .settings import TeachingSettings
 
 if TYPE_CHECKING:
     from .data.folder import read_folder
@@ -17,4 +17,4 @@ if TYPE_CHECKING:
 else:
     __getattr__ = lazily(__name__, {".data.folder": ("read_folder",), ".teacher": ("teach",)})
 
-__all__ = ["LAYERS", "TeachingSettings", "read_folder", "teach"]
+__all__ = ["TeachingSettings", "read_folder", "teach"]

@@ -2,79 +2,99 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from ..adapters.targets import MAX_RANK
+from ..config.setting import SettingGroup, check_settings, checked, setting
 from ..errors import ConfigError
 
 LAYERS = ("mlp", "attention", "all", "all+projector", "all+vision")
+TRAINING = SettingGroup("training", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeachingSettings:
-    """Raises ConfigError for a value outside its limits.
+    """The training ends with the first of its limits. Raises ConfigError for a value outside its limits."""
 
-    ``rank``, ``alpha``: of the adapter; the change is multiplied by alpha / rank, and None stands for the rank.
-    ``layers``: of the text decoder; "all+projector" adds the projector of images, "all+vision" also the vision
-    tower. ``epochs``, ``minutes``: the training ends with the first of both limits. ``learning_rate``: its
-    peak, after a warm-up. ``rows``: rows of one step, each an image with lessons about it.
-    ``validation``: the share of images that are held out. ``patience``: epochs without a better validation loss after
-    which the training ends. ``replay``: the weight of the base model's own answers; 0 leaves them out.
-    ``vary``: the share by which an epoch enlarges or reduces images, and moves what they show; 0 shows
-    them as they are. ``mirror``: half of these views are mirrored. ``checkpointing``: compute activations again instead
-    of keeping them. ``image_bytes``: the memory for the embeddings of images; those beyond it are computed again.
-    """
-
-    rank: int = 16
-    alpha: float | None = None
-    layers: str = "all+projector"
-    epochs: int = 20
-    minutes: float | None = None
-    learning_rate: float = 1e-3
-    rows: int = 8
-    seed: int = 0
-    validation: float = 0.1
-    patience: int = 4
-    replay: float = 1.0
-    vary: float = 0.0
-    mirror: bool = False
-    checkpointing: bool = False
-    image_bytes: int = 2 << 30
+    rank: int = setting(16, TRAINING, "rank of the adapter", low=1, high=MAX_RANK)
+    alpha: float | None = setting(
+        None,
+        TRAINING,
+        "the change is multiplied by alpha / rank",
+        above=0,
+        high=1e6,
+        shown="the rank",
+    )
+    layers: str = setting(
+        "all+projector",
+        TRAINING,
+        "layers of the text decoder that the adapter changes; all+projector: the projector of images too; all+vision: "
+        "the projector and the vision tower too",
+        choices=LAYERS,
+    )
+    epochs: int = setting(20, TRAINING, "limit on the passes over all images", low=1, high=100_000)
+    minutes: float | None = setting(
+        None,
+        TRAINING,
+        "limit on the minutes of training, without loading and measuring",
+        above=0,
+        high=1e6,
+        shown="no limit",
+    )
+    learning_rate: float = setting(
+        1e-3,
+        TRAINING,
+        "peak of the learning rate, after a warm-up",
+        flag="--lr",
+        above=0,
+        high=1,
+    )
+    rows: int = setting(8, TRAINING, "images of one step", low=1, high=1024)
+    seed: int = checked(0, low=0, high=2**63 - 1)
+    validation: float = setting(
+        0.1, TRAINING, "share of the images that are held out", low=0, high=0.5
+    )
+    patience: int = setting(
+        4,
+        TRAINING,
+        "end after this many epochs without a better validation loss",
+        low=1,
+        high=100_000,
+    )
+    replay: float = setting(
+        1.0,
+        TRAINING,
+        "weight of the base model's own answers, so that the model keeps what it knew; 0: none",
+        low=0,
+        high=100,
+    )
+    vary: float = setting(
+        0.0,
+        TRAINING,
+        "share by which each epoch enlarges or reduces images, and moves what they show, with their labels",
+        low=0,
+        high=0.5,
+    )
+    mirror: bool = setting(
+        False,
+        TRAINING,
+        "mirror half of the images of --vary too: only if no label depends on left and right, or is a text",
+    )
+    checkpointing: bool = setting(
+        False,
+        TRAINING,
+        "compute activations again instead of keeping them: less memory, a third more time",
+    )
+    image_bytes: int = setting(
+        2 << 30,
+        TRAINING,
+        "limit on the memory for embeddings of images; those beyond it are computed again",
+        flag="--image-memory",
+        low=0,
+        high=1 << 50,
+    )
 
     def __post_init__(self) -> None:
-        _whole("rank", self.rank, 1, MAX_RANK)
-        _whole("epochs", self.epochs, 1, 100_000)
-        _whole("rows", self.rows, 1, 1024)
-        _whole("seed", self.seed, 0, 2**63 - 1)
-        _whole("patience", self.patience, 1, 100_000)
-        _whole("image_bytes", self.image_bytes, 0, 1 << 50)
-        if self.alpha is not None:
-            _number("alpha", self.alpha, 0, 1e6)
-        if self.minutes is not None:
-            _number("minutes", self.minutes, 0, 1e6)
-        _number("learning_rate", self.learning_rate, 0, 1)
-        if not (_is_finite(self.validation) and 0 <= self.validation <= 0.5):
-            raise ConfigError("validation", self.validation, "must be a number from 0 to 0.5")
-        if not (_is_finite(self.replay) and 0 <= self.replay <= 100):
-            raise ConfigError("replay", self.replay, "must be a number from 0 to 100")
-        if not (_is_finite(self.vary) and 0 <= self.vary <= 0.5):
-            raise ConfigError("vary", self.vary, "must be a number from 0 to 0.5")
+        check_settings(self)
         if self.mirror and not self.vary:
-            raise ConfigError("mirror", True, "needs views; set --vary above 0")
-        if self.layers not in LAYERS:
-            raise ConfigError("layers", self.layers, f"must be one of {', '.join(LAYERS)}")
-
-
-def _whole(name: str, value: object, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(name, value, f"must be a whole number from {low} to {high}")
-
-
-def _number(name: str, value: float, low: float, high: float) -> None:
-    if not _is_finite(value) or not low < value <= high:
-        raise ConfigError(name, value, f"must be a number above {low:g}, and at most {high:g}")
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            raise ConfigError("mirror", self.mirror, "needs views; set --vary above 0")

@@ -25,7 +25,6 @@ from kestrel_client.commands.requests.flags import (
     sampling,
 )
 from kestrel_engine import (
-    ConfigError,
     EngineResult,
     InferenceEngine,
     KestrelError,
@@ -36,7 +35,8 @@ from kestrel_engine import (
 from ..process.startup_progress import LoadingProgress
 from ..settings.configuration import add_config_flag
 from ..settings.flags import SettingsError
-from ..settings.model import add_model_flags, config_error, runtime_config
+from ..settings.model import add_model_flags, runtime_config
+from .engine_errors import told
 
 ESSENTIAL = (
     *("--image", "--stream", "--json", "--temperature", "--max-tokens", "--config"),
@@ -75,12 +75,8 @@ def run(args: argparse.Namespace) -> int:
     for file in args.image:
         if not os.path.exists(file):  # Known before the model is loaded, which takes time.
             raise CommandError(f"there is no image {file!r}")
-    try:
+    with told(args):
         return asyncio.run(_schedule(args, runtime_config(args)))
-    except ConfigError as error:
-        raise config_error(error, args) from None
-    except KestrelError as error:
-        raise CommandError(str(error)) from None
 
 
 async def _schedule(args: argparse.Namespace, runtime: RuntimeConfig) -> int:

@@ -23,15 +23,13 @@ from ..process.skill_plugins import skill_registry
 from ..settings.addresses import AddressError
 from ..settings.configuration import add_flags, configuration, print_configuration
 from ..settings.flags import Parser
-from ..settings.model import config_error
 from ..settings.server import ServerConfig
 from ..settings.sources import SettingsError, name_of
 from ..workers.front.front import check_installed
 from ..workers.plan import plan_workers, shared_addresses
 from ..workers.restarts import WorkersError
 from ..workers.supervisor import supervise
-
-logger = logging.getLogger(__name__)
+from .engine_errors import told
 
 logger = logging.getLogger(__name__)
 
@@ -76,12 +74,9 @@ def run(args: argparse.Namespace) -> int:
     problem = temporary_folder_problem()
     if problem is not None:
         raise CommandError(problem)
-    try:
-        # A misspelt name is known before the server listens.
+    with told(args):  # A misspelt name is known before the server listens.
         for runtime in runtimes:
             maintenance.check_model_names(runtime)
-    except ConfigError as error:
-        raise config_error(error, args) from None
     # Only processes that serve import plug-ins. The supervisor does not.
     skills = (
         None
@@ -96,13 +91,10 @@ def run(args: argparse.Namespace) -> int:
     if problem is not None:
         logger.warning("%s", problem)
     try:
-        if skills is None:
-            return asyncio.run(supervise(config, settled.runtime))
-        return _serve_alone(config, runtimes, skills)
-    except (AddressError, WorkersError) as error:
-        raise CommandError(str(error)) from None
-    except ConfigError as error:
-        raise config_error(error, args) from None
+        with told(args, AddressError, WorkersError):
+            if skills is None:
+                return asyncio.run(supervise(config, settled.runtime))
+            return _serve_alone(config, runtimes, skills)
     finally:
         flush_log()  # The command prints the error as the last line.
 
@@ -116,7 +108,7 @@ def _check(
     from ..process.serving import FAILURES
     from ..security.start_check import check_files_and_addresses
 
-    try:
+    with told(args, *FAILURES):
         skill_registry(config.skills, name_of(args, "--skill"))
         if config.workers.count > 1:
             plan_workers(config, runtimes[0], shared_addresses(config), os.environ)
@@ -127,10 +119,6 @@ def _check(
         open_shared_images(config.shared_images, lambda event: None)
         for runtime in runtimes:
             maintenance.check_names(runtime)
-    except ConfigError as error:
-        raise config_error(error, args) from None
-    except FAILURES as error:
-        raise CommandError(str(error)) from None
 
 
 def _serve_alone(

@@ -257,7 +257,7 @@ def check_shared_images(config: SharedImagesConfig) -> Finding:
 
 def check_variables(settings: Sequence[Setting], environ: Mapping[str, str]) -> Finding:
     """Finds unknown variables that begin with KESTREL_, because the server ignores a misspelt variable silently."""
-    flags = [flag for setting in settings for flag in setting.flags]
+    flags = [setting.flag for setting in settings]
     known = {variable_of(flag) for flag in (*flags, *_CLIENT_FLAGS)} | set(_OTHER_VARIABLES)
     unknown = []
     for name in sorted(environ):

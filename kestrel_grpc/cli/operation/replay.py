@@ -9,7 +9,6 @@ import tempfile
 import grpc
 
 from kestrel_client.commands.operation import replay
-from kestrel_client.commands.parser import CommandError
 
 from ...edge.messages.fields import request_options
 
@@ -39,12 +38,13 @@ def run(args: argparse.Namespace) -> int:
 
 async def _in_process(args: argparse.Namespace, captured: replay.Captured) -> int:
     """Runs the request with a server in this process, on a private unix socket. Returns the exit status."""
-    from kestrel_engine import ConfigError, InferenceEngine, KestrelError
+    from kestrel_engine import InferenceEngine
 
     from ...process.server import KestrelServer
     from ...process.startup_progress import LoadingProgress
-    from ...settings.model import config_error, runtime_config
+    from ...settings.model import runtime_config
     from ...settings.server import ServerConfig
+    from ..engine_errors import told
 
     runtime = runtime_config(args)
     requests = captured.request if isinstance(captured.request, list) else [captured.request]
@@ -53,19 +53,14 @@ async def _in_process(args: argparse.Namespace, captured: replay.Captured) -> in
             options.ClearField("model")  # This server has only one model.
     with tempfile.TemporaryDirectory(prefix="kestrel-replay-") as folder:
         address = f"unix:{folder}/replay.sock"
-        with LoadingProgress() as progress:
+        with told(args), LoadingProgress() as progress:
             server = KestrelServer(
                 ServerConfig(listen=(address,)),
                 runtime,
                 lambda: InferenceEngine.create(runtime, progress=progress),
             )
             await server.start()
-            try:
-                engine = await server.load()
-            except ConfigError as error:
-                raise config_error(error, args) from None
-            except KestrelError as error:
-                raise CommandError(str(error)) from None
+            engine = await server.load()
         if captured.model not in (None, engine.info.model):
             print(f"captured from {captured.model}, repeated with {engine.info.model}")
         try:

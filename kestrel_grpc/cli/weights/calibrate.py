@@ -10,12 +10,13 @@ from typing import Any
 
 from kestrel_client.commands.parser import CommandError
 from kestrel_client.commands.values import whole
-from kestrel_engine import ConfigError, KestrelError, maintenance
+from kestrel_engine import maintenance
 
 from ...process.startup_progress import LoadingProgress
 from ...settings.configuration import add_config_flag
-from ...settings.model import DEVICE_FLAGS, add_model_flags, config_error
-from .download import computing_config
+from ...settings.model import DEVICE_FLAGS, add_model_flags
+from ..engine_errors import told
+from .model_argument import add_model_argument, computing_config
 
 ESSENTIAL = (
     *("--annotations", "--images", "--out", "--json", "--config", "--model"),
@@ -31,9 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "score_calibration.json beside the weights, or the file that --calibration names (docs/use/scores.md):\n"
         "  kestrel-grpc calibrate --annotations instances.json --images photos/ --out score_calibration.json"
     )
-    parser.add_argument(
-        "name", nargs="?", metavar="MODEL", help="like --model [the configured model]"
-    )
+    add_model_argument(parser)
     parser.add_argument(
         "--annotations", required=True, metavar="FILE", help="labels in COCO's form, with boxes"
     )
@@ -56,18 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = computing_config(args)
-    try:
-        images = maintenance.read_labelled_images(
-            Path(args.annotations), Path(args.images), absent=args.absent
-        )[: args.limit]
-    except ConfigError as error:
-        raise config_error(error, args) from None
-    try:
+    config, places = computing_config(args), (Path(args.annotations), Path(args.images))
+    with told(args):
+        images = maintenance.read_labelled_images(*places, absent=args.absent)[: args.limit]
         with LoadingProgress() as progress:
             report = asyncio.run(maintenance.calibrate(config, images, progress=progress))
-    except KestrelError as error:
-        raise CommandError(str(error)) from None
     _write(args.out, report.text)
     _write(args.plot, report.svg)
     _print(report, as_json=args.json)
@@ -87,16 +79,21 @@ def _write(path: str | None, text: str) -> None:
 def _print(report: Any, *, as_json: bool) -> None:
     """``report``: from maintenance.calibrate."""
     if as_json:
-        curves = {
-            name: {
-                "results": fitted.count,
-                "correct": fitted.correct,
-                "raw_error": fitted.raw_error,
-                "error": fitted.error,
-            }
-            for name, fitted in report.curves.items()
+        names = {
+            "results": "count",
+            "correct": "correct",
+            "raw_error": "raw_error",
+            "error": "error",
         }
-        print(json.dumps({"model": report.model, "images": report.num_images, "curves": curves}))
+        shown = {
+            "model": report.model,
+            "images": report.num_images,
+            "curves": {
+                skill: {key: getattr(fitted, name) for key, name in names.items()}
+                for skill, fitted in report.curves.items()
+            },
+        }
+        print(json.dumps(shown))
         return
     print(f"{report.model}: {report.num_images} images")
     print(f"{'':10}{'results':>9}{'correct':>9}{'error raw':>11}{'calibrated':>12}")

@@ -6,15 +6,12 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from kestrel_client.commands.parser import CommandError
-from kestrel_engine import ConfigError, KestrelError, RuntimeConfig, maintenance
+from kestrel_engine import RuntimeConfig, maintenance
 
 from ...process.startup_progress import LoadingProgress
 from ...settings.configuration import add_config_flag
-from ...settings.flags import SettingsError
-from ...settings.model import add_model_flags, config_error, runtime_configs
-
-_OWN_FLAGS = {"arch": "--arch", "multiprocessors": "--multiprocessors", "out": "--out"}
+from ...settings.model import add_model_flags, runtime_configs
+from ..engine_errors import told
 
 ESSENTIAL = (
     *("--arch", "--out", "--config", "--model", "--weights", "--precision"),
@@ -51,21 +48,14 @@ def run(args: argparse.Namespace) -> int:
     if args.adapters:
         configs = [dataclasses.replace(config, adapters_dir=".") for config in configs]
     folder, num_sms = Path(args.out).expanduser(), args.multiprocessors
-    try:
-        with LoadingProgress() as progress:
-            compiling = maintenance.compile_kernels(
-                configs, args.arch, folder, num_sms=num_sms, progress=progress
+    with told(args), LoadingProgress() as progress:
+        compiling = maintenance.compile_kernels(
+            configs, args.arch, folder, num_sms=num_sms, progress=progress
+        )
+        for config, done in zip(configs, compiling, strict=True):
+            print(
+                f"{config.model}: {done.compiled} kernels compiled for {args.arch}, {done.found} found in {folder},"
+                f" in {done.seconds:.0f} s",
+                flush=True,
             )
-            for config, done in zip(configs, compiling, strict=True):
-                print(
-                    f"{config.model}: {done.compiled} kernels compiled for {args.arch}, {done.found} found in {folder},"
-                    f" in {done.seconds:.0f} s",
-                    flush=True,
-                )
-    except ConfigError as error:
-        if error.field in _OWN_FLAGS:
-            raise SettingsError(f"{_OWN_FLAGS[error.field]}={error.value}: {error.limit}") from None
-        raise config_error(error, args) from None
-    except KestrelError as error:
-        raise CommandError(str(error)) from None
     return 0

@@ -4,14 +4,14 @@ the hub."""
 from __future__ import annotations
 
 import argparse
-import dataclasses
 
-from kestrel_client.commands.parser import CommandError
-from kestrel_engine import ConfigError, KestrelError, RuntimeConfig, maintenance
+from kestrel_engine import maintenance
 
 from ...process.startup_progress import LoadingProgress
 from ...settings.configuration import add_config_flag
-from ...settings.model import SOURCE_FLAGS, add_model_flags, config_error
+from ...settings.model import SOURCE_FLAGS, add_model_flags
+from ..engine_errors import told
+from .model_argument import add_model_argument, source_config
 
 ESSENTIAL = ("--to", "--config", "--cache-dir")
 
@@ -29,9 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "  kestrel-grpc serve --model s3://my-bucket/models/moondream2\n"
         "A gated model needs access, granted on the hub's page, and HF_TOKEN."
     )
-    parser.add_argument(
-        "name", nargs="?", metavar="MODEL", help="like --model [the configured model]"
-    )
+    add_model_argument(parser)
     parser.add_argument(
         "--to",
         metavar="FOLDER",
@@ -43,42 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = source_config(args)
-    try:
-        with LoadingProgress() as progress:
-            done = maintenance.download(config, args.to, progress=progress)
-    except ConfigError as error:
-        raise config_error(error, args) from None
-    except KestrelError as error:
-        raise CommandError(str(error)) from None
+    with told(args), LoadingProgress() as progress:
+        done = maintenance.download(config, args.to, progress=progress)
     for file in done.files:
         print(file)
     print(f"{done.name}: {len(done.files)} files, {done.size_bytes / 1e6:,.1f} MB")
     return 0
-
-
-def computing_config(args: argparse.Namespace) -> RuntimeConfig:
-    """``source_config`` with the device, its precision and its threads. Raises SettingsError."""
-    config = source_config(args)
-    try:
-        return dataclasses.replace(
-            config, device=args.device, precision=args.precision, cpu_threads=args.threads
-        )
-    except ConfigError as error:
-        raise config_error(error, args) from None
-
-
-def source_config(args: argparse.Namespace) -> RuntimeConfig:
-    """The configuration of the model and its files. MODEL overrides all other settings. Raises SettingsError."""
-    try:
-        config = RuntimeConfig(
-            model=args.model,
-            model_path=args.weights,
-            tokenizer_path=args.tokenizer,
-            cache_dir=args.cache_dir,
-            offline=args.offline,
-        )
-        if args.name is None:
-            return config
-        return dataclasses.replace(config, model=args.name, model_path=None)
-    except ConfigError as error:
-        raise config_error(error, args) from None

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kestrel_client.commands.parser import CommandError
-from kestrel_client.commands.values import number, whole
-from kestrel_engine import ConfigError, KestrelError, RuntimeConfig, teaching
+from kestrel_engine import teaching
 
 from ...process.startup_progress import LoadingProgress
 from ...settings.configuration import add_config_flag
-from ...settings.model import DEVICE_FLAGS, add_model_flags, config_error
+from ...settings.flags import add_settings, configured
+from ...settings.model import DEVICE_FLAGS, add_model_flags
+from ..engine_errors import told
+from .model_argument import computing_config
 
 if TYPE_CHECKING:
     from tqdm import tqdm
-
-_DEFAULTS = teaching.TeachingSettings()
-_FIELDS = {
-    "lr": "learning_rate",
-    "image_memory": "image_bytes",
-}
-"""Flags whose setting has another name."""
 
 ESSENTIAL = (
     *("--adapter", "--data", "--overwrite", "--rank", "--epochs", "--minutes"),
@@ -54,88 +47,17 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     given.add_argument(
         "--overwrite", action="store_true", help="replace NAME.safetensors if it is there"
     )
-    fit = parser.add_argument_group("training")
-    _add_numbers(fit)
-    fit.add_argument(
-        "--layers",
-        choices=teaching.LAYERS,
-        default=_DEFAULTS.layers,
-        help="layers of the text decoder that the adapter changes; all+projector: the projector of images too; "
-        "all+vision: the projector and the vision tower too "
-        f"[{_DEFAULTS.layers}]",
-    )
-    fit.add_argument(
-        "--mirror",
-        action="store_true",
-        help="mirror half of the images of --vary too: only if no label depends on left and right, or is a text",
-    )
-    fit.add_argument(
-        "--checkpointing",
-        action="store_true",
-        help="compute activations again instead of keeping them: less memory, a third more time",
-    )
+    add_settings(parser, teaching.TeachingSettings)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     add_config_flag(parser)
     add_model_flags(parser, only=DEVICE_FLAGS)
 
 
-def _add_numbers(fit: argparse._ArgumentGroup) -> None:
-    shown: dict[str, tuple[Any, str, str]] = {
-        "--rank": (whole(), "N", "rank of the adapter"),
-        "--alpha": (number, "X", "the change is multiplied by alpha / rank"),
-        "--epochs": (whole(), "N", "limit on the passes over all images"),
-        "--minutes": (
-            number,
-            "X",
-            "limit on the minutes of training, without loading and measuring",
-        ),
-        "--lr": (number, "X", "peak of the learning rate"),
-        "--rows": (whole(), "N", "images of one step"),
-        "--validation": (number, "X", "share of the images that are held out"),
-        "--patience": (whole(), "N", "end after this many epochs without a better validation loss"),
-        "--replay": (
-            number,
-            "X",
-            "weight of the base model's own answers, so that the model keeps what it knew; 0: none",
-        ),
-        "--vary": (
-            number,
-            "X",
-            "share by which each epoch enlarges or reduces images, and moves what they show, with their labels",
-        ),
-        "--image-memory": (
-            whole(0, 1 << 50),
-            "BYTES",
-            "limit on the memory for embeddings of images",
-        ),
-    }
-    unset = {"alpha": "the rank", "minutes": "no limit", "image_memory": "2147483648, 2 GiB"}
-    for flag, (kind, metavar, text) in shown.items():
-        name = flag[2:].replace("-", "_")
-        default = getattr(_DEFAULTS, _FIELDS.get(name, name))
-        says = unset.get(name, default)
-        fit.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{text} [{says}]")
-
-
 def run(args: argparse.Namespace) -> int:
-    fields = {field.name for field in dataclasses.fields(teaching.TeachingSettings)}
-    values = {_FIELDS.get(name, name): value for name, value in vars(args).items()}
-    values["seed"] = args.seed or 0
-    try:
-        settings = teaching.TeachingSettings(
-            **{name: value for name, value in values.items() if name in fields}
-        )
-        config = RuntimeConfig(
-            model=args.model,
-            model_path=args.weights,
-            tokenizer_path=args.tokenizer,
-            offline=args.offline,
-            random_weights=args.random_weights,
-            device=args.device,
-            precision=args.precision,
-            cpu_threads=args.threads,
-            adapters_dir=args.adapters_dir,
-        )
+    settings = configured(teaching.TeachingSettings, args, seed=args.seed or 0)
+    others = {"random_weights": args.random_weights == "on", "adapters_dir": args.adapters_dir}
+    config = computing_config(args, **others)
+    with told(args):
         images = teaching.read_folder(Path(args.data).expanduser())
         with LoadingProgress() as progress, _Bar() as bar:
             report = asyncio.run(
@@ -149,12 +71,6 @@ def run(args: argparse.Namespace) -> int:
                     on_step=bar,
                 )
             )
-    except ConfigError as error:
-        names = {setting: flag for flag, setting in _FIELDS.items()}
-        error.field = names.get(error.field, error.field)
-        raise config_error(error, args) from None
-    except KestrelError as error:
-        raise CommandError(str(error)) from None
     if args.json:
         print(json.dumps(report.as_dict()))
     else:

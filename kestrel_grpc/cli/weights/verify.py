@@ -16,7 +16,7 @@ from ...settings.configuration import add_config_flag
 from ...settings.flags import SettingsError
 from ...settings.model import DEVICE_FLAGS, add_model_flags
 from ..findings import print_findings
-from .download import computing_config
+from .model_argument import add_model_argument, computing_config
 
 ESSENTIAL = ("--image", "--json", "--config", "--model", "--weights", "--device")
 
@@ -33,9 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "  kestrel-grpc verify --model moondream3-preview --weights /models/md3 --image stop_sign.jpg\n"
         "Exits with 1 if a check fails."
     )
-    parser.add_argument(
-        "name", nargs="?", metavar="MODEL", help="like --model [the configured model]"
-    )
+    add_model_argument(parser)
     parser.add_argument(
         "--image", metavar="FILE", action="append", default=[], help="a picture of a known answer"
     )

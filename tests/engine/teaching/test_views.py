@@ -140,7 +140,7 @@ def test_a_view_is_encoded_as_an_image_of_its_pixels(tmp_path: Path) -> None:
 
 
 def test_wrong_settings_of_views_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"vary=0\.6: must be a number from 0 to 0\.5"):
+    with pytest.raises(ConfigError, match=r"vary=0\.6: must be a finite number from 0 to 0\.5"):
         TeachingSettings(vary=0.6)
     with pytest.raises(ConfigError, match="mirror=True: needs views; set --vary above 0"):
         TeachingSettings(mirror=True)
