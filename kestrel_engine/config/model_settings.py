@@ -36,7 +36,6 @@ class ModelSettings:
         "folder of a checkpoint, one .safetensors or .pt file, or s3://BUCKET/PREFIX, to use instead of the model's "
         "own weights",
         flag="--weights",
-        aliases=("--model-path",),
         metavar="PATH",
         shown="the model's own",
     )
@@ -94,13 +93,12 @@ class ModelSettings:
     )
     adapter_sources: AdapterSources = field(default_factory=AdapterSources)
     offline: bool = setting(
-        False, MODEL, "never contact the hub; use its cache and local files only", switch=True
+        False, MODEL, "never contact the hub; use its cache and local files only"
     )
     random_weights: bool = setting(
         False,
         MODEL,
         "generate random weights for the named model or a config.json instead of reading weights, to measure speed",
-        switch=True,
     )
     seed: int | None = setting(
         None,

@@ -22,13 +22,14 @@ Kind = Literal["text", "whole", "number", "bytes", "seconds", "bool"]
 
 _METADATA_KEY = "setting"
 _KINDS = {"int": "whole", "float": "number", "bool": "bool"}
+_MOST_SECONDS = 1_000_000
 _METAVARS = {"whole": "N", "number": "N", "bytes": "SIZE", "seconds": "SECONDS"}
 
 
 @dataclass(frozen=True, slots=True)
 class SettingGroup:
     """Settings that belong together. ``title``: their heading in a help text. ``section``: the table that holds them in
-    a configuration file."""
+    a configuration file; "": no file holds them."""
 
     title: str
     section: str
@@ -49,8 +50,6 @@ class Setting:
     """Without one: of the field's type, ``bytes`` if its name ends with _bytes, ``seconds`` if it ends with _s."""
     flag: str
     """The flag on a command line, such as "--max-queue"; without one, of the field's name."""
-    aliases: tuple[str, ...] = ()
-    """Other names of the flag."""
     metavar: str | None = None
     """Placeholder of the value in a help text; without one, of the kind."""
     choices: tuple[str, ...] = ()
@@ -64,13 +63,12 @@ class Setting:
     shown: str | None = None
     """The default in words, if the value alone does not explain it."""
     negated: bool = False
-    """Whether the flag sets a bool to False. Without it, a bool flag takes "on" or "off"."""
-    switch: bool = False
-    """Whether the flag of a bool takes no value."""
+    """Whether the flag of a bool sets it to False."""
     bare: str | None = None
-    """The value of a flag that is given without one."""
-    zero_is_none: bool = False
-    """Whether an operator writes 0 to set the field to None."""
+    """The value of a flag that is given without one; "on" for a bool."""
+    zero_is_none: bool
+    """Whether an operator writes 0 to set the field to None: without it, of a field that may be None and is a number by
+    default."""
     parse: Callable[[str], Any] | None = None
     """Converts a text to the value, or to one of several, if ``kind`` is not enough. Raises ValueError."""
     repeated: bool
@@ -113,13 +111,18 @@ def _made(field: dataclasses.Field[Any]) -> Setting:
     for suffix, of in (("_bytes", "bytes"), ("_s", "seconds")):
         if field.name.endswith(suffix) and kind != "text":
             kind = of
+    given = field.metadata[_METADATA_KEY]
     options: dict[str, Any] = {
         "kind": kind,
         "flag": _flag(field),
+        "metavar": _METAVARS.get(given.get("kind", kind)),
         "repeated": name.startswith("tuple"),
+        "bare": "on" if kind == "bool" else None,
+        "zero_is_none": kind != "text" and name != str(field.type) and field.default is not None,
     }
-    options |= field.metadata[_METADATA_KEY]
-    return Setting(**{"metavar": _METAVARS.get(options["kind"]), **options})
+    if kind == "seconds":
+        options |= {"high": _MOST_SECONDS} | ({} if "above" in given else {"low": 0})
+    return Setting(**options | given)
 
 
 def default_of(config: Any, field: str) -> Any:

@@ -84,11 +84,7 @@ def cluster_plan(
     if drain_s is None:
         drain_s = min(_DRAIN_DELAY_S, server.grace_s)
     toml = given_settings(
-        [
-            each
-            for each in settings
-            if each.section != CLUSTER.section and each.flags[0] not in _PLACES
-        ],
+        [each for each in settings if each.section != CLUSTER.section and each.flag not in _PLACES],
         args,
     )
     secrets = tuple(name for name in SECRETS if environ.get(name))

@@ -102,7 +102,7 @@ class ClusterConfig:
     """Servers are added above this mean wait of requests in the queue."""
     target_kv_use: float = checked(0.9, above=0, high=1)
     """Servers are added above this mean share of KV pages that requests use."""
-    scale_up_delay_s: float = checked(10.0, low=0)
+    scale_up_delay_s: float = checked(10.0)
     """How long the load must be too high before servers are added."""
     scale_down_delay_s: float = setting(
         300.0, CLUSTER, "how long fewer servers must be enough before some end", low=0

@@ -46,9 +46,7 @@ class DebugConfig:
         parse=writable_folder,
         shown="refused",
     )
-    capture_images: bool = setting(
-        False, DEBUG, "allow captures to hold images of the requests", bare="on"
-    )
+    capture_images: bool = setting(False, DEBUG, "allow captures to hold images of the requests")
     capture_max_files: int = checked(100, low=0)
     """Limit on captured requests in that folder."""
     capture_max_bytes: int = checked(256 * _MIB, low=0)

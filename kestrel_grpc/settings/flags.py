@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kestrel_client.commands.flags import Flags
 from kestrel_client.commands.flags import Parser as Parser
+from kestrel_client.commands.sources import OFF, ON, in_list, name_of
 from kestrel_client.commands.sources import SettingsError as SettingsError
-from kestrel_client.commands.sources import in_list, name_of
 
 from .removed import successor
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 ON_OFF = ("on", "off")
 _SIZE = re.compile(r"(\d+)\s*(?:([KMG])(i?)B?|B)?", re.IGNORECASE)
-_MOST_SECONDS = 86_400
 
 C = TypeVar("C")
 
@@ -50,7 +49,7 @@ def add_settings(
                 continue
             flags = parser.groups.get(group.title)
             if flags is None:
-                flags = Flags(parser, group.title, section=group.section, environ=environ)
+                flags = Flags(parser, group.title, section=group.section or None, environ=environ)
                 parser.groups[group.title] = flags
             _add(flags, setting, default_of(config, field), several=field in several)
 
@@ -94,9 +93,6 @@ def dest_of(flag: str) -> str:
 
 
 def _add(flags: Flags, setting: Setting, default: Any, *, several: bool) -> None:
-    if setting.kind == "bool" and (setting.switch or setting.negated):
-        flags.switch(setting.flag, help=setting.help)
-        return
     options: dict[str, Any] = {}
     choices = ON_OFF if setting.kind == "bool" else setting.choices
     if choices:
@@ -106,7 +102,7 @@ def _add(flags: Flags, setting: Setting, default: Any, *, several: bool) -> None
     if setting.metavar is not None:
         options["metavar"] = setting.metavar
     if setting.kind == "bool":
-        default = "on" if default else "off"
+        default = "on" if default is not setting.negated else "off"
     elif setting.repeated:
         default = None
     several_ways = setting.repeated and setting.distinct
@@ -115,7 +111,6 @@ def _add(flags: Flags, setting: Setting, default: Any, *, several: bool) -> None
         assert setting.kind == "text" and setting.parse is None, setting
         flags.add(
             setting.flag,
-            *setting.aliases,
             help=f"{help}; may be given several times, each with settings of its own: NAME,SETTING=VALUE",
             type=in_list,
             default=[default],
@@ -126,7 +121,6 @@ def _add(flags: Flags, setting: Setting, default: Any, *, several: bool) -> None
         return
     flags.add(
         setting.flag,
-        *setting.aliases,
         help=help,
         type=parser_of(setting),
         default=0 if default is None and setting.zero_is_none else default,
@@ -161,12 +155,19 @@ def matching(pattern: str, limit: str) -> Callable[[str], str]:
 def field_value(setting: Setting, given: Any) -> Any:
     """The field's value for the flag's value ``given``."""
     if setting.kind == "bool":
-        on = given if isinstance(given, bool) else given == "on"
-        return not on if setting.negated else on
+        return (given == "on") is not setting.negated
     if setting.repeated:
         values = tuple(given or ())
         return tuple(dict.fromkeys(values)) if setting.distinct else values
     return None if setting.zero_is_none and not given else given
+
+
+def on_or_off(text: str) -> str:
+    """ "on" or "off". Raises ValueError."""
+    for word, words in zip(ON_OFF, (ON, OFF), strict=True):
+        if text.strip().lower() in words:
+            return word
+    raise ValueError("must be on or off")
 
 
 def size(text: str) -> int:
@@ -195,14 +196,6 @@ def whole(text: str) -> int:
         raise ValueError("must be a whole number") from None
 
 
-def seconds(text: str) -> float:
-    """A duration in seconds, at most one day. Raises ValueError."""
-    value = float(text) if re.fullmatch(r"\d+(\.\d*)?", text.strip()) else -1.0
-    if not 0 <= value <= _MOST_SECONDS:
-        raise ValueError(f"must be a number of seconds from 0 to {_MOST_SECONDS}")
-    return value
-
-
 def number(text: str) -> float:
     """A finite number without exponent. Raises ValueError. The settings check its limits."""
     if not re.fullmatch(r"-?(\d+(\.\d*)?|\.\d+)", text.strip()):
@@ -212,9 +205,9 @@ def number(text: str) -> float:
 
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "text": str,
-    "bool": str,
+    "bool": on_or_off,
     "whole": whole,
     "bytes": size,
     "number": number,
-    "seconds": seconds,
+    "seconds": number,
 }

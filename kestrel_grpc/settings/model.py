@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from kestrel_client.commands.parser import suggestion
-from kestrel_client.commands.sources import OFF, ON
 from kestrel_engine import (
     AdapterSources,
     ConfigError,
@@ -233,10 +232,6 @@ def _override(key: str, value: str) -> tuple[str, Any]:
         raise SettingsError(f"is not a setting of a model{hint}")
     field = fields[key]
     setting = settings_of(RuntimeConfig)[field]
-    if setting.kind == "bool":
-        if value.lower() not in (*ON, *OFF):
-            raise SettingsError("must be on or off")
-        return field, field_value(setting, "on" if value.lower() in ON else "off")
     try:
         parsed = parser_of(setting)(value)
     except ValueError as error:

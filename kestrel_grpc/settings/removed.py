@@ -10,6 +10,7 @@ _FIXED = "its default is right for every server"
 _REMOVED = {
     **dict.fromkeys(("dtype", "fp8-gemms", "kv-cache-dtype"), "use precision"),
     **dict.fromkeys(("weights-cache", "adapter-downloads"), "use cache-dir"),
+    "model-path": "use weights",
     "kv-cache-pages": "use kv-cache-gib",
     "http-max-connections": "max-connections limits HTTP connections too",
     "no-cuda-graphs": "no-compile is for debugging",

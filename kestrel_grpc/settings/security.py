@@ -67,13 +67,7 @@ class CallLimits:
     """Limits of one principal, and of all principals together. None means no limit. Raises ConfigError."""
 
     calls: int | None = setting(
-        1024,
-        CALLS,
-        "limit on a caller's calls in progress",
-        flag="--max-calls",
-        low=0,
-        high=_MOST,
-        zero_is_none=True,
+        1024, CALLS, "limit on a caller's calls in progress", flag="--max-calls", low=0, high=_MOST
     )
     held_bytes: int | None = setting(
         GIB,
@@ -81,7 +75,6 @@ class CallLimits:
         "limit on the bytes of all callers' request messages in memory; a message counts twice, and its bytes are "
         "reserved before it is read",
         flag="--max-held-bytes",
-        zero_is_none=True,
     )
     rate: float | None = setting(
         None,
@@ -99,25 +92,15 @@ class CallLimits:
         120.0,
         CALLS,
         "limit on the duration of a call; a shorter deadline of the caller takes precedence",
-        kind="number",
         flag="--max-deadline",
-        metavar="SECONDS",
-        low=0,
-        high=_MOST,
-        zero_is_none=True,
     )
-    read_s: float | None = checked(30.0, kind="number", low=0, high=_MOST, zero_is_none=True)
+    read_s: float | None = checked(30.0)
     """Limit on the time in which a request message must arrive."""
     write_s: float | None = setting(
         60.0,
         CALLS,
         "how long a stream waits for a client that does not read",
-        kind="number",
         flag="--write-timeout",
-        metavar="SECONDS",
-        low=0,
-        high=_MOST,
-        zero_is_none=True,
     )
 
     def __post_init__(self) -> None:
@@ -136,7 +119,6 @@ class ConnectionLimits:
         flag="--max-connections",
         low=0,
         high=_MOST,
-        zero_is_none=True,
     )
     address_connections: int | None = setting(
         None,
@@ -156,18 +138,13 @@ class ConnectionLimits:
         1800.0,
         CALLS,
         "age at which the server asks a client to connect again, varied by a tenth (0: never)",
-        kind="number",
         flag="--max-connection-age",
-        metavar="SECONDS",
-        low=0,
-        high=_MOST,
-        zero_is_none=True,
     )
-    age_grace_s: float | None = checked(None, kind="number", low=0, high=_MOST)
+    age_grace_s: float | None = checked(None)
     """How long the calls of a connection may continue after --max-connection-age."""
-    keepalive_s: float | None = checked(60.0, kind="number", low=0, high=_MOST, zero_is_none=True)
+    keepalive_s: float | None = checked(60.0)
     """Interval without data after which the server sends a ping to a client; None: never."""
-    keepalive_timeout_s: float = checked(20.0, kind="number", above=0, high=_MOST)
+    keepalive_timeout_s: float = checked(20.0, above=0)
     """How long the server waits for the answer to a ping before it closes the connection."""
 
     def __post_init__(self) -> None:
@@ -221,7 +198,6 @@ class SecurityConfig:
         False,
         SECURITY,
         "allow addresses beyond loopback without TLS or without credentials",
-        bare="on",
     )
     calls: CallLimits = field(default_factory=CallLimits)
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)

@@ -112,7 +112,6 @@ class ServerConfig:
         30.0,
         SERVER,
         "how long running requests may continue after SIGTERM or Ctrl-C; a second signal ends them",
-        low=0,
     )
     """The default is the same as Kubernetes' terminationGracePeriodSeconds."""
     drain_delay_s: float | None = setting(
@@ -120,7 +119,6 @@ class ServerConfig:
         SERVER,
         "how long the server still accepts requests after SIGTERM, before --grace, while health checks report "
         "NOT_SERVING, so that load balancers can react",
-        low=0,
         shown="5, or --grace if that is less; 0 in Kubernetes",
     )
     orca: bool = setting(

@@ -44,9 +44,7 @@ class SharedImagesConfig:
         3600.0,
         SHARED_IMAGES,
         "how long an image stays in the shared store after it was put last",
-        kind="number",
         flag="--shared-images-ttl",
-        metavar="SECONDS",
         low=1,
         high=_MONTH_S,
     )

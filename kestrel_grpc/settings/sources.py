@@ -53,21 +53,13 @@ class ConfigFile:
         if setting.section is None:
             return None
         table = self.tables.get(setting.section, {})
-        keys = [key for flag in setting.flags if (key := flag.removeprefix("--")) in table]
-        if len(keys) > 1:
-            raise SettingsError(
-                f"{self.name}:{setting.section}: {' and '.join(keys)} name the same setting; give only one"
-            )
-        if not keys:
+        if setting.key not in table:
             return None
-        return setting.from_file(table[keys[0]], f"{self.name}:{setting.section}.{keys[0]}")
+        return setting.from_file(table[setting.key], f"{self.name}:{setting.section}.{setting.key}")
 
     def check(self, known: Sequence[Setting]) -> None:
         """Raises SettingsError for an unknown section or key. The message suggests the closest known name."""
-        places: dict[str, str] = {}
-        for setting in known:
-            if setting.section is not None:
-                places |= {flag.removeprefix("--"): setting.section for flag in setting.flags}
+        places = {each.key: each.section for each in known if each.section is not None}
         sections = tuple(dict.fromkeys(places.values()))
         for section, table in self.tables.items():
             if section in sections and isinstance(table, Mapping):

@@ -13,6 +13,7 @@ import pytest
 
 from kestrel_grpc.settings.configuration import add_flags, configuration
 from kestrel_grpc.settings.flags import Parser
+from kestrel_grpc.settings.sources import variable_of
 from tests.deploy.dependencies import dependencies_of, extras_in
 
 ROOT = Path(__file__).parents[2]
@@ -80,11 +81,7 @@ def test_its_variables_are_settings(path):
     environ = {k: v for k, v in environment(path).items() if k.startswith("KESTREL_")}
     parser = Parser(prog="serve")
     add_flags(parser, environ)
-    known = {
-        f"KESTREL_{flag[2:].upper().replace('-', '_')}"
-        for s in parser.sources.settings
-        for flag in s.flags
-    }
+    known = {variable_of(each.flag) for each in parser.sources.settings}
     assert environ and set(environ) <= known
     config = configuration(parser.parse_args([]))
     assert len(config.server.listen) == 2

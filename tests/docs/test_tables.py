@@ -26,7 +26,7 @@ def test_operations_begin_with_what_to_do():
 
 
 def test_every_flag_that_is_named_exists():
-    known = {flag for setting in known_settings() for flag in setting.flags}
+    known = {setting.flag for setting in known_settings()}
     ours = {
         *("--config", "--print-config", "--append", "--scopes", "--wait", "--seconds"),
         *("--python-functions", "--requests", "--images", "--in-process", "--image", "--model"),

@@ -141,7 +141,7 @@ def test_packages_that_telemetry_lacks(monkeypatch):
 
 
 def test_variables_that_are_none_of_ours():
-    ours = {"KESTREL_MODEL_PATH": "/a", "KESTREL_API_KEY": "k", "KESTREL_SERVER": "a:1", "PATH": ""}
+    ours = {"KESTREL_WEIGHTS": "/a", "KESTREL_API_KEY": "k", "KESTREL_SERVER": "a:1", "PATH": ""}
     kubernetes = {
         "KESTREL_SERVICE_HOST": "10.0.0.1",
         "KESTREL_PORT": "tcp://10.0.0.1:50051",

@@ -21,7 +21,7 @@ def test_a_model_goes_into_a_folder_and_is_verified_there(tmp_path):
     ]
     assert [Path(file).name for file in files] == names
     assert last == "kestrel-tiny: 5 files, 22.4 MB"
-    weights = {"KESTREL_MODEL_PATH": str(tmp_path / "model"), "KESTREL_OFFLINE": "on"}
+    weights = {"KESTREL_WEIGHTS": str(tmp_path / "model"), "KESTREL_OFFLINE": "on"}
     done = here("verify", "--json", "--no-answer", **weights)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)

@@ -101,7 +101,7 @@ class Flags:
     def add(
         self,
         flag: str,
-        *aliases: str,
+        *,
         help: str,
         default: Any = None,
         type: Callable[[str], Any] = str,
@@ -112,7 +112,6 @@ class Flags:
         """Adds one flag.
 
         Args:
-            aliases: Other names of the flag; variable and key have corresponding other names.
             shown: The default as the help shows it; None shows ``default`` itself.
             repeated: ``type`` returns lists, and the flag may be given several times.
         """
@@ -121,7 +120,6 @@ class Flags:
             options["action"] = _Collect
         action = self._group.add_argument(
             flag,
-            *aliases,
             default=self._absent,
             type=reported(type),
             help=f"{help} [{shown}; {variable_of(flag)}]".replace("%", "%%"),
@@ -129,7 +127,7 @@ class Flags:
         )
         self._settings.append(
             Setting(
-                flags=(flag, *aliases),
+                flag=flag,
                 dest=action.dest,
                 section=self._section,
                 parse=type,
@@ -138,27 +136,6 @@ class Flags:
                 environ=self._environ,
                 choices=options.get("choices"),
                 repeated=repeated,
-            )
-        )
-
-    def switch(self, flag: str, *, help: str) -> None:
-        """Adds a flag without a value. Its variable accepts on or off, its key true or false."""
-        action = self._group.add_argument(
-            flag,
-            action="store_true",
-            default=self._absent,
-            help=f"{help} [off; {variable_of(flag)}]",
-        )
-        self._settings.append(
-            Setting(
-                flags=(flag,),
-                dest=action.dest,
-                section=self._section,
-                parse=str,
-                default=False,
-                shown="off",
-                environ=self._environ,
-                switch=True,
             )
         )
 

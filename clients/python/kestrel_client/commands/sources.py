@@ -42,8 +42,7 @@ class Setting:
     """One flag with its variable and key. ``section`` is None for a flag of a client, which no file can set.
     ``repeated``: ``parse`` returns lists, which are joined."""
 
-    flags: tuple[str, ...]
-    """The flag, then its other names."""
+    flag: str
     dest: str
     section: str | None
     parse: Callable[[str], Any]
@@ -53,21 +52,16 @@ class Setting:
     environ: Mapping[str, str]
     choices: Sequence[str] | None = None
     repeated: bool = False
-    switch: bool = False
 
     @property
     def key(self) -> str:
-        return self.flags[0].removeprefix("--")
+        return self.flag.removeprefix("--")
 
     def from_variables(self) -> tuple[Any, Source] | None:
         """The variable's value; None if the variable is empty or not set. Raises SettingsError."""
-        given = [name for flag in self.flags if self.environ.get(name := variable_of(flag))]
-        values = {self.environ[name] for name in given}
-        if not given:
+        name = variable_of(self.flag)
+        if not (text := self.environ.get(name)):
             return None
-        if len(values) > 1:
-            raise SettingsError(f"{' and '.join(given)} differ, but both name the same setting")
-        name, text = given[0], self.environ[given[0]]
         return self._read(text, f"{name}={text!r}"), Source("variable", name)
 
     def from_file(self, raw: object, name: str) -> tuple[Any, Source]:
@@ -85,18 +79,13 @@ class Setting:
         if isinstance(raw, str):
             return raw
         if isinstance(raw, bool):
-            words = self.switch or (self.choices is not None and "off" in self.choices)
-            if words:
+            if self.choices is not None and "off" in self.choices:
                 return "on" if raw else "off"
-        elif isinstance(raw, (int, float)) and self.parse not in (str, in_list) and not self.switch:
+        elif isinstance(raw, (int, float)) and self.parse not in (str, in_list):
             return repr(raw)
         raise SettingsError(f"{where}: must be {_kind(self)}")
 
     def _read(self, text: str, where: str) -> Any:
-        if self.switch:
-            if text.strip().lower() not in (*ON, *OFF):
-                raise SettingsError(f"{where}: must be on or off")
-            return text.strip().lower() in ON
         try:
             value = self.parse(text)
         except (ValueError, argparse.ArgumentTypeError) as error:
@@ -143,21 +132,19 @@ class Sources:
         args.sources = sources = {}
         for setting in self.settings:
             given = getattr(args, setting.dest)
-            value, source = setting.default, Source("default", setting.flags[0])
+            value, source = setting.default, Source("default", setting.flag)
             # File and variable are checked even if a flag overrides them, so that a mistake shows at once.
             if file is not None and (found := file.value(setting)) is not None:
                 value, source = found
             if (found := setting.from_variables()) is not None:
                 value, source = found
             if given is not UNSET:
-                value, source = given, Source("flag", setting.flags[0])
+                value, source = given, Source("flag", setting.flag)
             setattr(args, setting.dest, value)
             sources[setting.dest] = source
 
 
 def _kind(setting: Setting) -> str:
-    if setting.switch:
-        return "true or false"
     if setting.choices is not None:
         return f"one of {', '.join(setting.choices)}"
     return "a string" if setting.parse in (str, in_list) else "a string or a number"
