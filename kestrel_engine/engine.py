@@ -204,7 +204,7 @@ class InferenceEngine(SkillCalls):
     @property
     def num_requests(self) -> int:
         """Requests accepted and unfinished."""
-        return len(self._open) + len(self._submitter.preparing)
+        return len(self._open) + len(self._submitter.unsubmitted)
 
     @property
     def stats(self) -> SchedulerStats:

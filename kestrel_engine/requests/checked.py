@@ -12,7 +12,7 @@ from typing import Any
 from ..adapters.references import checked_adapter_name
 from ..building.factory import Built
 from ..config.runtime import RuntimeConfig
-from ..errors import InvalidRequest
+from ..errors import ContextLengthError, InvalidRequest, RequestError
 from ..preprocess.looks import Tiled
 from ..preprocess.tokenizer import LONG_TEXT
 from ..skills.base import SkillContext, SkillDefaults, SkillRequest, SkillSpec
@@ -23,7 +23,6 @@ from ..skills.rule_check import check_prompt
 from ..types.requests import Coord, PreparedTiles
 from .request import Request
 from .seeds import Seeds
-from .token_limit import token_limit
 
 
 def has_long_text(request: Request) -> bool:
@@ -84,22 +83,22 @@ class RequestCheck:
         spec = self.skill(request)
         if request.adapter is not None:
             checked_adapter_name(request.adapter)
-        work: SkillRequest = spec.build(request.arguments, request.settings, self.context)
-        check_prompt(work.prompt_suffix, self._model)
+        checked: SkillRequest = spec.build(request.arguments, request.settings, self.context)
+        check_prompt(checked.prompt_suffix, self._model)
         images = request.images
-        _check_tiled(images, work)
-        check_images(work, len(images), self._config.max_images)
+        _check_tiled(images, checked)
+        check_images(checked, len(images), self._config.max_images)
         positions = 0
-        if work.reads is None:
-            positions = check_context(work, len(images), self._model, self._max_positions)
+        if checked.reads is None:
+            positions = check_context(checked, len(images), self._model, self._max_positions)
         limit = token_limit(
-            work,
+            checked,
             positions,
             context=self._max_positions,
             most=self._config.max_new_tokens,
             default=self.context.defaults.max_tokens,
         )
-        return replace(work, token_limit=limit)
+        return replace(checked, token_limit=limit)
 
 
 def num_looks(request: Request) -> int:
@@ -114,18 +113,49 @@ def num_looks(request: Request) -> int:
     )
 
 
-def _check_tiled(images: Sequence[Any], work: SkillRequest) -> None:
+def _check_tiled(images: Sequence[Any], checked: SkillRequest) -> None:
     """Raises InvalidRequest."""
     for image in images:
         if not isinstance(image, (Tiled, PreparedTiles)):
             continue
         if len(images) > 1:
             raise InvalidRequest("tiles", f"are for one image; the request has {len(images)}")
-        if not isinstance(work, ObjectsRequest):
+        if not isinstance(checked, ObjectsRequest):
             raise InvalidRequest(
-                "tiles", f"are for skills that find objects; {work.skill} looks at an image once"
+                "tiles", f"are for skills that find objects; {checked.skill} looks at an image once"
             )
-        if any(isinstance(token, Coord) for token in work.prompt_suffix):
+        if any(isinstance(token, Coord) for token in checked.prompt_suffix):
             raise InvalidRequest(
                 "spatial_refs", "must be empty for a tiled image: a tile may not show the places"
             )
+
+
+def token_limit(
+    request: SkillRequest, positions: int, *, context: int, most: int | None, default: int
+) -> int:
+    """Returns the most tokens to sample. A limit of the request that exceeds the room is an error; a default shrinks.
+
+    ``positions``: of the prompt. ``context``: positions of a sequence. ``most``: the engine's limit on the tokens of a
+    request. ``default``: the default of max_tokens. Raises ContextLengthError, InvalidRequest.
+    """
+    room = context - positions
+    fitting = min(room, most or room) - request.tokens_ahead
+    for field, needed, shown in request.token_limits:
+        error: RequestError
+        if needed > room:
+            error = ContextLengthError(
+                field,
+                f"{shown} exceeds the {room} positions left after a prompt of {positions} in a context of {context}",
+                value=needed,
+                limit=room,
+            )
+        elif most is not None and needed > most:
+            error = InvalidRequest(
+                field, f"{shown} exceeds this engine's limit of {most}", value=needed, limit=most
+            )
+        else:
+            continue
+        if request.max_tokens is not None and fitting >= 1:
+            error.most_tokens = fitting
+        raise error
+    return min(request.token_budget or request.max_tokens or default, room, most or room)

@@ -15,8 +15,8 @@ from ..fair_queue import FairQueue
 from ..skills.constraints.grammars import Grammar, Grammars
 from ..types.constraint import Constraint
 from ..types.info import MaskCounts
-from .preparing import Preparing
 from .queue_places import Place
+from .unsubmitted import Unsubmitted
 
 MAX_CACHED = 32
 """Compiled constraints that are kept."""
@@ -35,9 +35,9 @@ class _Job:
 class ConstraintCompiler:
     """Requests with the same constraint share its compilation. For one event loop."""
 
-    def __init__(self, grammars: Grammars, preparing: Preparing) -> None:
+    def __init__(self, grammars: Grammars, unsubmitted: Unsubmitted) -> None:
         self._grammars = grammars
-        self._preparing = preparing
+        self._unsubmitted = unsubmitted
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kestrel-grammars")
         self._jobs: dict[Constraint, _Job] = {}
         self._queue: FairQueue[_Job] = FairQueue()
@@ -73,7 +73,7 @@ class ConstraintCompiler:
         job.waiting[place.principal] += 1
         self._compile_next()
         try:
-            grammar = await self._preparing.run(
+            grammar = await self._unsubmitted.run(
                 asyncio.shield(job.compiled),  # Other requests may wait for the same constraint.
                 place,
                 deadline_at,

@@ -19,9 +19,9 @@ from ..preprocess.pool import PreprocessPool
 from ..types.observer import ImageEvent, Observer
 from ..types.requests import PreparedImage, PreparedTiles
 from ..types.timings import FrontTimings
-from .preparing import Preparing
 from .queue_places import Place
 from .request import Request
+from .unsubmitted import Unsubmitted
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +30,10 @@ class ImagePreparation:
     """``prepare`` for the images of a request, ``prepare_ahead`` for those that later requests are about."""
 
     def __init__(
-        self, pool: PreprocessPool, preparing: Preparing, observer: Observer | None
+        self, pool: PreprocessPool, unsubmitted: Unsubmitted, observer: Observer | None
     ) -> None:
         self._pool = pool
-        self._preparing = preparing
+        self._unsubmitted = unsubmitted
         self._observer = observer
 
     async def prepare(
@@ -45,7 +45,7 @@ class ImagePreparation:
         ready = [image for image in images if isinstance(image, (PreparedImage, PreparedTiles))]
         if len(ready) == len(images):
             return tuple(ready), FrontTimings(accepted_at=accepted_at)
-        prepared = await self._preparing.run(
+        prepared = await self._unsubmitted.run(
             self._prepare_each(images, request.cache_salt, place),
             place,
             request.deadline_at,

@@ -219,15 +219,15 @@ class _Prepared:
             self._task.cancel()
 
 
-async def until_displaced(place: Place, work: Awaitable[_Result]) -> _Result:
-    """The result of ``work``. If the request loses its place before, cancels ``work`` and raises Displaced."""
+async def until_displaced(place: Place, awaited: Awaitable[_Result]) -> _Result:
+    """The result of ``awaited``. If the request loses its place before, cancels ``awaited`` and raises Displaced."""
     task = asyncio.current_task()
     assert task is not None, "requests are submitted from tasks"
     cancelling = task.cancelling()
     prepared = _Prepared(task)
     place.pass_to(prepared)
     try:
-        return await work
+        return await awaited
     except asyncio.CancelledError:
         if prepared.error is None or task.uncancel() > cancelling:
             raise

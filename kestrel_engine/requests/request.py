@@ -42,7 +42,7 @@ class Request:
     cache_salt: str = ""
     principal: str = ""
     weight: float = 1.0
-    work: SkillRequest | None = None
+    checked: SkillRequest | None = None
     """What the skill makes of arguments and settings; None until the request has all that it needs, as ``timings``."""
     timings: FrontTimings | None = None
 

@@ -53,8 +53,8 @@ class SequenceStart:
 
     def start(self, request: Request, place: Place, on_end: Callable[[], None]) -> EngineStream:
         """``on_end``: is called when the request has ended. Raises RequestError, SkillFault."""
-        work, timings = request.work, request.timings
-        assert work is not None and timings is not None, "the request has all that it needs"
+        checked, timings = request.checked, request.timings
+        assert checked is not None and timings is not None, "the request has all that it needs"
         looks = _sequences(request)
         sequences = [self._sequence(next(self._ids), images, request, place) for images in looks]
         submissions = {each.submission.sequence_id: each.submission for each in sequences}
@@ -62,18 +62,18 @@ class SequenceStart:
         stream = EngineStream(
             request.request_id,
             abort,
-            work.added_to,
+            checked.added_to,
             images=tuple(
                 SeenImage(size=image.image_size, digest=(image.source_digest or b"").hex())
                 for image in looks[0]
             ),
-            seed=work.sampling.seed,
+            seed=checked.sampling.seed,
         )
-        merging = work.merging if isinstance(work, ObjectsRequest) else None
+        merging = checked.merging if isinstance(checked, ObjectsRequest) else None
         if merging is not None and merging.max_overlap is None and len(looks) == 1:
             merging = None
         opened = OpenRequest(request.skill, stream, timings, submissions, merging, abort, on_end)
-        if (reason := work.ends_at_once) is not None:
+        if (reason := checked.ends_at_once) is not None:
             self._open.end_at_once(opened, _abstained(reason, sequences[0].output))
             return stream
         self._open.add(opened)
@@ -94,7 +94,7 @@ class SequenceStart:
         place: Place,
     ) -> SkillSubmission:
         """One sequence of a request. ``images``: those of its prompt."""
-        assert request.work is not None and request.timings is not None
+        assert request.checked is not None and request.timings is not None
         adapter, arrived_at = request.adapter, request.timings.accepted_at
         assert not isinstance(adapter, str), "adapters are loaded first"
         namespace: Hashable = request.cache_salt
@@ -106,18 +106,23 @@ class SequenceStart:
         )
         if longest_s is not None and queue_limited:
             deadline_at = arrived_at + longest_s
-        work, images = request.work.about(images, self._model)
-        work = _in_region(work, images)
-        spec, context, limit = self._check.skill(request), self._check.context, work.token_limit
+        checked, images = request.checked.about(images, self._model)
+        checked = _in_region(checked, images)
+        spec, context, limit = self._check.skill(request), self._check.context, checked.token_limit
         assert limit is not None
-        control, output = spec.new_control(work, limit, context), spec.new_output(work, context)
+        control, output = (
+            spec.new_control(checked, limit, context),
+            spec.new_output(checked, context),
+        )
         if not isinstance(output, SkillOutput):
-            raise SkillFault(f"the output of {work.skill} is no kestrel_engine.skills.SkillOutput")
+            raise SkillFault(
+                f"the output of {checked.skill} is no kestrel_engine.skills.SkillOutput"
+            )
         submission = Submission(
             sequence_id=sequence_id,
-            prompt=() if work.reads is not None else build_prompt(work, images, self._model),
+            prompt=() if checked.reads is not None else build_prompt(checked, images, self._model),
             images=images,
-            sampling=work.sampling,
+            sampling=checked.sampling,
             # The loop checks it: a skill may be a plug-in.
             rule=cast("TokenRule | None", control.rule(0)),
             max_tokens=limit,
@@ -127,7 +132,7 @@ class SequenceStart:
             priority=place.priority,
             arrived_at=arrived_at,
             deadline_at=deadline_at,
-            reads=work.reads,
+            reads=checked.reads,
             adapter=adapter,
         )
         return SkillSubmission(request.request_id, submission, control, output, queue_limited)
@@ -167,10 +172,12 @@ def _abstained(reason: FinishReason, output: SkillOutput) -> Finished:
     return Finished(output.output(), reason, (), output.logprobs, abstained=reason == "stop")
 
 
-def _in_region(work: SkillRequest, images: Sequence[PreparedImage]) -> SkillRequest:
+def _in_region(checked: SkillRequest, images: Sequence[PreparedImage]) -> SkillRequest:
     """The request with its spatial references in the coordinates of its only image, if that is a region. Raises
     InvalidRequest."""
     region = images[0].region if len(images) == 1 else None
     if region is None:
-        return work
-    return dataclasses.replace(work, prompt_suffix=prompt_in_region(work.prompt_suffix, region))
+        return checked
+    return dataclasses.replace(
+        checked, prompt_suffix=prompt_in_region(checked.prompt_suffix, region)
+    )

@@ -31,11 +31,11 @@ from .checked import RequestCheck, has_long_text, num_looks
 from .constraints import ConstraintCompiler
 from .images import ImagePreparation, new_pool
 from .open_requests import OpenRequests
-from .preparing import Preparing
 from .queue_places import Place, QueuePlaces
 from .request import Request, check_request_id, check_weight, checked_priority
 from .seeds import Seeds
 from .sequence_start import SequenceStart
+from .unsubmitted import Unsubmitted
 
 _Result = TypeVar("_Result")
 
@@ -57,16 +57,16 @@ class Submitter:
         """``on_end`` is called whenever a request is no longer being prepared."""
         self._lora = built.lora
         self._lifetime = lifetime
-        self.preparing = Preparing(on_end)
+        self.unsubmitted = Unsubmitted(on_end)
         sizes = config.sizes(cuda=built.info.device.startswith("cuda"))
         self.places = QueuePlaces(config.max_queue, sizes.max_batch_size)
         self.seeds = Seeds(config.seed)
         self._check = RequestCheck(config, built, skills, self.seeds)
         self._sequences = SequenceStart(config, built, loop, opened, self._check)
-        self.images = ImagePreparation(new_pool(config, sizes, built), self.preparing, observer)
+        self.images = ImagePreparation(new_pool(config, sizes, built), self.unsubmitted, observer)
         vocab_size, eos_id = built.model.text.vocab_size, built.model.ids.eos_id
         grammars = Grammars(built.codec, vocab_size, eos_id, confine=config.confine)
-        self.constraints = ConstraintCompiler(grammars, self.preparing)
+        self.constraints = ConstraintCompiler(grammars, self.unsubmitted)
         self.adapters = built.adapters
 
     def check_admission(self, principal: str, weight: float, priority: str) -> None:
@@ -111,44 +111,42 @@ class Submitter:
         held = ExitStack()
         held.callback(self.places.give_back, place)
         try:
-            ready = await self._prepared(request, place, held)
+            ready = await self._completed(request, place, held)
             self._lifetime.check_alive()
             return self._sequences.start(ready, place, held.close)
         except BaseException:
             held.close()
             raise
 
-    async def _prepared(self, request: Request, place: Place, held: ExitStack) -> Request:
+    async def _completed(self, request: Request, place: Place, held: ExitStack) -> Request:
         """The request with all that it needs. ``held``: what the request gives back at its end."""
         accepted_at = clock.now()
-        work = await self._checked(request, place)
+        checked = await self._checked(request, place)
         if (count := num_looks(request)) > 1:
             self.places.take_more(place, count - 1)
-        engine = _Preparation(self, request, place)
-        work = await work.prepared(engine)
+        engine = _Services(self, request, place)
+        checked = await checked.before_images(engine)
         adapter = await self._loaded(request, engine, held)
         images, timings = await self.images.prepare(request, accepted_at, place)
-        began, unlooked = clock.now(), work
-        work = await work.looked(engine, images)
-        if work is not unlooked:
+        began, before = clock.now(), checked
+        checked = await checked.after_images(engine, images)
+        if checked is not before:
             timings = dataclasses.replace(timings, looking_s=clock.now() - began)
         return dataclasses.replace(
-            request, work=work, adapter=adapter, images=images, timings=timings
+            request, checked=checked, adapter=adapter, images=images, timings=timings
         )
 
     async def _checked(self, request: Request, place: Place) -> SkillRequest:
         if not has_long_text(request):
             return self._check.check(request)
-        return await self.preparing.run(
+        return await self.unsubmitted.run(
             asyncio.to_thread(self._check.check, request),
             place,
             request.deadline_at,
             "before its text was encoded",
         )
 
-    async def _loaded(
-        self, request: Request, engine: _Preparation, held: ExitStack
-    ) -> Adapter | None:
+    async def _loaded(self, request: Request, engine: _Services, held: ExitStack) -> Adapter | None:
         """The adapter of a request. Raises the errors of ``AdapterLibrary.acquire``."""
         name = request.adapter
         if name is None:
@@ -168,8 +166,8 @@ class Submitter:
         return self.adapters
 
 
-class _Preparation:
-    """What a kind of work may ask of the engine for one request (skills.base.Preparation)."""
+class _Services:
+    """What a kind of work may ask of the engine for one request (skills.base.EngineServices)."""
 
     def __init__(self, submitter: Submitter, request: Request, place: Place) -> None:
         self._submitter, self._request, self._place = submitter, request, place
@@ -196,7 +194,7 @@ class _Preparation:
         )
         return await self._submitter._submit(request, own)
 
-    async def wait(self, work: Awaitable[_Result], what: str) -> _Result:
-        return await self._submitter.preparing.run(
-            work, self._place, self._request.deadline_at, what
+    async def wait(self, awaited: Awaitable[_Result], what: str) -> _Result:
+        return await self._submitter.unsubmitted.run(
+            awaited, self._place, self._request.deadline_at, what
         )

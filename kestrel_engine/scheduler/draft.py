@@ -1,6 +1,8 @@
-"""Draft: a step in the making. Owns its rows, and the crops and readings that it computes."""
+"""Draft: a step in the making. Owns its rows, and the crops and readings that it computes. Scheduled: a row of it."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from ..types.step import (
     PREVIOUS,
@@ -15,8 +17,21 @@ from ..types.step import (
 from .budget import Allowance
 from .memory.images import Images
 from .memory.prompt_images import ImagePiece
-from .scheduled import Scheduled
 from .sequence import Sequence
+
+
+@dataclass(slots=True)
+class Scheduled:
+    """One sequence's row in a step that is out: where it ends, and in which epoch it was made. Never changed; not
+    frozen because one is made for every token, and that would double its cost."""
+
+    sequence: Sequence
+    epoch: int
+    end_positions: int
+    samples: bool
+    is_prefill: bool
+    images: tuple[str, ...]
+    """Keys of the images that the row computes."""
 
 
 class Draft:

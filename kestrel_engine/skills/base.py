@@ -79,7 +79,7 @@ _Result = TypeVar("_Result")
 _Request = TypeVar("_Request", bound="SkillRequest")
 
 
-class Preparation(Protocol):
+class EngineServices(Protocol):
     """What the engine does for a request before its submission, if its kind of work asks for it. All of it ends by the
     request's deadline, or when the request loses its place in the queue."""
 
@@ -95,8 +95,8 @@ class Preparation(Protocol):
         """Starts a request of its own, with a place in the queue, and what else the caller chose."""
         ...
 
-    async def wait(self, work: Awaitable[_Result], what: str) -> _Result:
-        """The result of ``work``. Raises DeadlineExceeded, if the deadline passes ``what``, and Displaced."""
+    async def wait(self, awaited: Awaitable[_Result], what: str) -> _Result:
+        """The result of ``awaited``. Raises DeadlineExceeded, if the deadline passes ``what``, and Displaced."""
         ...
 
 
@@ -145,12 +145,12 @@ class SkillRequest:
         """The caller's limits: the field, the tokens that it needs, and how an error shows them."""
         return (("max_tokens", self.max_tokens or 0, f"{self.max_tokens}"),)
 
-    async def prepared(self, engine: Preparation) -> SkillRequest:
+    async def before_images(self, engine: EngineServices) -> SkillRequest:
         """The request with what it needs beside images. Comes before the images are prepared."""
         return self
 
-    async def looked(
-        self, engine: Preparation, images: Sequence[PreparedImage | PreparedTiles]
+    async def after_images(
+        self, engine: EngineServices, images: Sequence[PreparedImage | PreparedTiles]
     ) -> SkillRequest:
         """The request with what it needs to know of its prepared images."""
         return self

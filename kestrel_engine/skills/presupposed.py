@@ -15,7 +15,7 @@ from ..errors import RequestError
 from ..types.events import EngineResult, FinishReason, ObjectAbsence
 from ..types.requests import PreparedImage
 from ..types.stream import EngineStream
-from .base import Preparation
+from .base import EngineServices
 
 _LOOK = "point"
 """The skill of a look."""
@@ -65,7 +65,7 @@ class Presupposed:
     objects: tuple[str, ...]
     max_absence: float
 
-    async def found(self, engine: Preparation, images: Sequence[PreparedImage]) -> Presence:
+    async def found(self, engine: EngineServices, images: Sequence[PreparedImage]) -> Presence:
         """Looks for all objects in all images at the same time. An object is absent if no image shows it.
 
         Raises the first error; one of an object's name names its place in ``objects``.
@@ -77,7 +77,7 @@ class Presupposed:
 
 
 async def _find(
-    objects: Sequence[str], images: Sequence[PreparedImage], engine: Preparation
+    objects: Sequence[str], images: Sequence[PreparedImage], engine: EngineServices
 ) -> Presence:
     streams: list[EngineStream] = []
     try:

@@ -50,7 +50,7 @@ class SkillSubmission:
 class _Active:
     """A request that has not ended, on the step thread."""
 
-    work: SkillSubmission
+    submitted: SkillSubmission
     sequence: Sequence | None = None
     """None until the scheduler has it."""
     first_token_at: float | None = None
@@ -114,9 +114,9 @@ class ActiveRequests:
         reports, self._reports = self._reports, []
         return reports
 
-    def add(self, work: SkillSubmission) -> None:
-        submission = work.submission
-        active = self._active[submission.sequence_id] = _Active(work)
+    def add(self, submitted: SkillSubmission) -> None:
+        submission = submitted.submission
+        active = self._active[submission.sequence_id] = _Active(submitted)
         try:
             if self._check_rule is not None:
                 self._check_rule(submission.rule)
@@ -137,16 +137,16 @@ class ActiveRequests:
 
     def expire(self, sequence_id: int) -> None:
         """Ends a request whose deadline passed while it waited."""
-        work = self._active[sequence_id].work
-        waited = clock.now() - work.submission.arrived_at
+        submitted = self._active[sequence_id].submitted
+        waited = clock.now() - submitted.submission.arrived_at
         error: KestrelError
-        if work.queue_limited:
+        if submitted.queue_limited:
             error = QueueTimeout(
                 f"the request waited {waited:.1f} s, the limit is max_queue_wait_s"
             )
         else:
             error = DeadlineExceeded(f"the deadline passed after {waited:.1f} s in the queue")
-        self._end(work.submission.sequence_id, error)
+        self._end(submitted.submission.sequence_id, error)
 
     def refine(self, sequence_id: int, row: RefineRow | None) -> None:
         """Queues the mask of a request whose tokens have all come; None: ends the request."""
@@ -163,7 +163,7 @@ class ActiveRequests:
     def admitted(self, sequences: Iterable[Sequence]) -> None:
         """Reports that sequences were admitted for the first time."""
         for sequence in sequences:
-            output = self._active[sequence.sequence_id].work.output
+            output = self._active[sequence.sequence_id].submitted.output
             admitted_at = sequence.admitted_at
             self._reports.append(
                 StepReport(sequence.sequence_id, output, 0, admitted_at=admitted_at)
@@ -213,15 +213,17 @@ class ActiveRequests:
 
     def request_ids(self, sequence_ids: Iterable[int]) -> tuple[str, ...]:
         """The ids of those of the requests that have not ended."""
-        return tuple(self._active[i].work.request_id for i in sequence_ids if i in self._active)
+        return tuple(
+            self._active[i].submitted.request_id for i in sequence_ids if i in self._active
+        )
 
     def about(self, keys: Collection[str]) -> tuple[str, ...]:
         """The ids of the requests about one of the images."""
-        works = [active.work for active in self._active.values()]
+        every = [active.submitted for active in self._active.values()]
         return tuple(
-            work.request_id
-            for work in works
-            if any(image.key in keys for image in work.submission.images)
+            submitted.request_id
+            for submitted in every
+            if any(image.key in keys for image in submitted.submission.images)
         )
 
     def gaps(self, result: StepResult, now: float) -> tuple[int, tuple[tuple[float, int], ...]]:
@@ -237,9 +239,9 @@ class ActiveRequests:
 
     def _resume(self, active: _Active, sequence: Sequence) -> None:
         """Gives the scheduler the next rule as soon as it is known."""
-        work = active.work
-        if sequence.rule is None and sequence.num_planned < work.submission.max_tokens:
-            rule = work.control.rule(sequence.num_planned)
+        submitted = active.submitted
+        if sequence.rule is None and sequence.num_planned < submitted.submission.max_tokens:
+            rule = submitted.control.rule(sequence.num_planned)
             if isinstance(rule, RuleWait):
                 self._rule_waits[sequence.sequence_id] = rule
                 rule.begin(partial(self._post, partial(self._rule_is_there, sequence.sequence_id)))
@@ -262,13 +264,13 @@ class ActiveRequests:
             self._skill_failed(sequence_id, error)
 
     def _consume(self, active: _Active, sequence: Sequence, token: StepToken, now: float) -> None:
-        work = active.work
-        max_tokens = work.submission.max_tokens
+        submitted = active.submitted
+        max_tokens = submitted.submission.max_tokens
         active.last_token_at = now
         if active.first_token_at is None:
             active.first_token_at = now
         try:
-            finish = work.control.accept(token)
+            finish = submitted.control.accept(token)
             if finish is None and sequence.num_sampled == max_tokens:
                 finish = "length"
             if finish is None:
@@ -284,13 +286,13 @@ class ActiveRequests:
             return
         if finish is None:
             self._reports.append(
-                StepReport(sequence.sequence_id, work.output, sequence.num_sampled, token)
+                StepReport(sequence.sequence_id, submitted.output, sequence.num_sampled, token)
             )
         else:
             # The stop token is no part of the output.
             stopped = finish == "stop"
             last, stop = (None, token) if stopped else (token, None)
-            if isinstance(work.output, OutlineOutput) and work.output.refines:
+            if isinstance(submitted.output, OutlineOutput) and submitted.output.refines:
                 self._draft(active, sequence, finish, last)
             else:
                 self._end(sequence.sequence_id, finish, last, stop=stop)
@@ -300,9 +302,9 @@ class ActiveRequests:
     ) -> None:
         """Ends a sequence, but not its request, whose outline the delivery thread may want refined."""
         active.finish = finish
-        sequence_id, (image,) = sequence.sequence_id, active.work.submission.images
+        sequence_id, (image,) = sequence.sequence_id, active.submitted.submission.images
         self._scheduler.abort(sequence_id)
-        report = StepReport(sequence_id, active.work.output, sequence.num_sampled, token)
+        report = StepReport(sequence_id, active.submitted.output, sequence.num_sampled, token)
         report.to_refine = image
         self._reports.append(report)
 
@@ -323,7 +325,7 @@ class ActiveRequests:
         active = self._active[sequence_id]
         logger.error(
             "request %s: the model gave numbers that are not finite, after %d tokens",
-            active.work.request_id,
+            active.submitted.request_id,
             active.num_sampled,
         )
         self._scheduler.discard(sequence_id)
@@ -341,7 +343,7 @@ class ActiveRequests:
                 assert active.finish is not None
                 mask = result.refined.get(row.sequence_id)
                 if mask is None:
-                    logger.error("request %s: the refiner failed", active.work.request_id)
+                    logger.error("request %s: the refiner failed", active.submitted.request_id)
                 self._end(row.sequence_id, active.finish, reading=mask)
 
     def _end(
@@ -362,7 +364,7 @@ class ActiveRequests:
         self._reports.append(
             StepReport(
                 sequence_id,
-                active.work.output,
+                active.submitted.output,
                 active.num_sampled,
                 token,
                 SequenceEnd(reason, active.timings(clock.now()), reading, stop),

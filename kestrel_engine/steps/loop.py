@@ -120,9 +120,9 @@ class EngineLoop:
         has_work = has_step or stats.running or stats.waiting or self._requests.is_refining
         return clock.now() - self._beat_at if has_work else 0.0
 
-    def submit(self, work: SkillSubmission) -> None:
+    def submit(self, submitted: SkillSubmission) -> None:
         """Any thread. The delivery thread reports the request's outcome."""
-        self._commands.put(lambda: self._requests.add(work))
+        self._commands.put(lambda: self._requests.add(submitted))
 
     def abort(self, sequence_id: int) -> None:
         """Any thread. Ends a request as "cancelled" before the next step; without effect if it has ended."""

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from kestrel_engine.requests import preparing
+from kestrel_engine.requests import unsubmitted
 from kestrel_engine.requests.queue_places import Place, QueuePlaces
 from kestrel_engine.scheduler.batch import Batch
 from kestrel_engine.scheduler.sequence import Phase
@@ -102,7 +102,7 @@ def a_request_that_loses_two_places_is_cancelled(monkeypatch):
                 raise
             raise displaced[0] from None
 
-    monkeypatch.setattr(preparing, "until_displaced", until_displaced)
+    monkeypatch.setattr(unsubmitted, "until_displaced", until_displaced)
 
 
 def other_samples_go_on_when_one_has_ended(monkeypatch):

@@ -10,9 +10,8 @@ from typing import ClassVar
 
 from ...types.step import Lane, StepPlan
 from ..batch import Batch, preemption_rank
-from ..draft import Draft
+from ..draft import Draft, Scheduled
 from ..order.turns import Turns
-from ..scheduled import Scheduled
 from ..sequence import Phase, Sequence
 from ..shares import Shares
 

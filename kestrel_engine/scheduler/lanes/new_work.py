@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ...types.step import Lane, StepPlan
 from ..batch import Batch
-from ..draft import Draft
-from ..scheduled import Scheduled
+from ..draft import Draft, Scheduled
 from ..sequence import Sequence
 from ..shares import Shares
 from .beside import Beside, Load

@@ -13,26 +13,18 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from ...errors import FieldPath, KestrelError, RequestError, RuntimeFailure
+from ...errors import KestrelError, RequestError, RuntimeFailure
 from ...fair_queue import FairQueue
 from ...types.info import MaskCounts
-from .matcher_budget import MatcherBudget
+from .matcher_budget import MatcherBudget, Spender
 
 logger = logging.getLogger(__name__)
 
 _MOST_THREADS = 4
 
 
-class Work(Protocol):
-    """A matcher that wants its next mask. ``seconds``: processor time that it has used. ``is_quick``: its masks take an
-    ordinary time."""
-
-    principal: str
-    field: FieldPath
-    seconds: float
-
-    @property
-    def is_quick(self) -> bool: ...
+class MaskJob(Spender, Protocol):
+    """A matcher that wants its next mask."""
 
     def compute(self) -> None:
         """Raises RequestError."""
@@ -42,7 +34,7 @@ class Work(Protocol):
 
 
 class MaskThreads:
-    """The methods may be called from any thread. The threads start with the first work."""
+    """The methods may be called from any thread. The threads start with the first one."""
 
     def __init__(
         self,
@@ -55,29 +47,29 @@ class MaskThreads:
         self._budget = budget or MatcherBudget()
         self._cpu_clock = cpu_clock
         self._changed = threading.Condition()
-        self._quick: FairQueue[Work] = FairQueue()
-        self._slow: FairQueue[Work] = FairQueue()
+        self._quick: FairQueue[MaskJob] = FairQueue()
+        self._slow: FairQueue[MaskJob] = FairQueue()
         self._is_slow_running = False
         self._threads: list[threading.Thread] = []
         self._is_closed = False
 
-    def put(self, work: Work) -> None:
-        """Has ``work`` computed. Of a principal's work, that of the matcher that has used least time comes first."""
+    def put(self, job: MaskJob) -> None:
+        """Has ``job`` computed. Of a principal's jobs, the matcher that has used least time comes first."""
         with self._changed:
             if not self._threads and not self._is_closed:
                 self._start()
-            queue = self._quick if work.is_quick else self._slow
-            queue.push(work, work.principal, work.seconds)
+            queue = self._quick if job.is_quick else self._slow
+            queue.push(job, job.principal, job.seconds)
             self._changed.notify()
 
-    def drop(self, work: Work) -> None:
-        """Removes ``work`` if no thread has taken it."""
+    def drop(self, job: MaskJob) -> None:
+        """Removes ``job`` if no thread has taken it."""
         with self._changed:
             for queue in (self._quick, self._slow):
-                queue.remove(work, work.principal)
+                queue.remove(job, job.principal)
 
     def close(self) -> None:
-        """Ends the threads. Work that waits is dropped."""
+        """Ends the threads. Jobs that wait are dropped."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -91,23 +83,23 @@ class MaskThreads:
             self._threads.append(thread)
 
     def _run(self) -> None:
-        while (work := self._next()) is not None:
-            was_quick = work.is_quick
+        while (job := self._next()) is not None:
+            was_quick = job.is_quick
             began = self._cpu_clock()
-            error = _computed(work)
+            error = _computed(job)
             seconds = self._cpu_clock() - began
             with self._changed:
-                work.seconds += seconds
+                job.seconds += seconds
                 self.counts.masks += 1
                 self.counts.seconds += seconds
-                error = error or self._budget.spend(work, seconds)
+                error = error or self._budget.spend(job, seconds)
                 if not was_quick:
                     self._is_slow_running = False
                     self._changed.notify()
-            work.done(error)
+            job.done(error)
 
-    def _next(self) -> Work | None:
-        """Waits for work. None: the threads end."""
+    def _next(self) -> MaskJob | None:
+        """Waits for a job. None: the threads end."""
         with self._changed:
             while not self._is_closed:
                 if not self._is_slow_running and self._slow.peek() is not None:
@@ -119,9 +111,9 @@ class MaskThreads:
         return None
 
 
-def _computed(work: Work) -> KestrelError | None:
+def _computed(job: MaskJob) -> KestrelError | None:
     try:
-        work.compute()
+        job.compute()
     except RequestError as error:
         return error
     except BaseException:  # The thread's edge. The library's panics are no Exceptions.

@@ -22,7 +22,8 @@ _MOST_REMEMBERED = 1024
 
 
 class Spender(Protocol):
-    """A matcher. ``field``: the setting that its errors name."""
+    """A matcher. ``field``: the setting that its errors name. ``seconds``: processor time that it has used.
+    ``is_quick``: its masks take an ordinary time."""
 
     principal: str
     field: FieldPath

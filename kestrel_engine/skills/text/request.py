@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ...types.constraint import Constraint
 from ...types.events import EngineResult, FinishReason
 from ...types.requests import PreparedImage, PreparedTiles
-from ..base import Preparation, SkillRequest
+from ..base import EngineServices, SkillRequest
 from ..constraints.grammars import Grammar
 from ..presupposed import Presence, Presupposed
 from .penalties import Penalties
@@ -30,13 +30,13 @@ class TextRequest(SkillRequest):
     presence: Presence | None = None
     """What the engine found of them."""
 
-    async def prepared(self, engine: Preparation) -> TextRequest:
+    async def before_images(self, engine: EngineServices) -> TextRequest:
         if not isinstance(self.constraint, Constraint):
             return self
         return replace(self, constraint=await engine.compiled(self.constraint))
 
-    async def looked(
-        self, engine: Preparation, images: Sequence[PreparedImage | PreparedTiles]
+    async def after_images(
+        self, engine: EngineServices, images: Sequence[PreparedImage | PreparedTiles]
     ) -> TextRequest:
         if self.presupposed is None:
             return self

@@ -1,4 +1,4 @@
-"""Preparing: the requests that are accepted and not submitted yet. Owns their number."""
+"""Unsubmitted: the requests that are accepted and not submitted yet. Owns their number."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .queue_places import Place, until_displaced
 _Result = TypeVar("_Result")
 
 
-class Preparing:
-    """``on_end`` is called after each piece of work. Between two pieces, and before its submission, a request does not
-    count; no other task runs in between."""
+class Unsubmitted:
+    """``on_end`` is called after each wait. Between two waits, and before its submission, a request does not count; no
+    other task runs in between."""
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         self._on_end = on_end
@@ -25,15 +25,15 @@ class Preparing:
         return self._count
 
     async def run(
-        self, work: Awaitable[_Result], place: Place, deadline_at: float | None, what: str
+        self, awaited: Awaitable[_Result], place: Place, deadline_at: float | None, what: str
     ) -> _Result:
-        """The result of ``work`` for a request. Raises Displaced if the request loses its place meanwhile, and
+        """The result of ``awaited`` for a request. Raises Displaced if the request loses its place meanwhile, and
         DeadlineExceeded: the deadline passed ``what``."""
         left_s = None if deadline_at is None else deadline_at - clock.now()
         self._count += 1
         try:
             async with asyncio.timeout(left_s):
-                return await until_displaced(place, work)
+                return await until_displaced(place, awaited)
         except TimeoutError:
             raise DeadlineExceeded(f"the deadline passed {what}") from None
         finally:
