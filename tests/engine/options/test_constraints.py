@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from kestrel_engine import ConstraintsCostly, EngineClosed, InvalidRequest, RuntimeFailure
-from kestrel_engine import engine as engine_module
 from kestrel_engine.requests import constraints
+from kestrel_engine.requests import submitter as submitter_module
 from kestrel_engine.runtime.fake import FakeRuntime, hashed
 from kestrel_engine.skills.constraints import matcher_budget
 from kestrel_engine.skills.constraints.grammars import Grammars, Matcher
@@ -55,7 +55,7 @@ def shared_grammars():
 
 @pytest.fixture(autouse=True)
 def one_compiler(monkeypatch, shared_grammars):
-    monkeypatch.setattr(engine_module, "Grammars", lambda *arguments, **options: shared_grammars)
+    monkeypatch.setattr(submitter_module, "Grammars", lambda *arguments, **options: shared_grammars)
 
 
 def matches(constraint, text):
@@ -280,7 +280,7 @@ def costly_masks(monkeypatch):
     threads = MaskThreads(cpu_clock=lambda: 0.05 * next(ticks))
     model = parse_model_config(SMALL, family="moondream3")
     grammars = Grammars(ByteCodec(), model.text.vocab_size, model.ids.eos_id, threads)
-    monkeypatch.setattr(engine_module, "Grammars", lambda *arguments, **options: grammars)
+    monkeypatch.setattr(submitter_module, "Grammars", lambda *arguments, **options: grammars)
 
 
 async def test_a_request_that_takes_too_long_to_follow_fails_alone(make_engine, costly_masks):
