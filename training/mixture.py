@@ -6,22 +6,22 @@ import math
 import random
 
 from training.domains.charts.draw import draw as charts
+from training.domains.charts.draw import draw_archived as webcharts
 from training.domains.icons.draw import draw as icons
 from training.domains.picture import Domain, Picture
 from training.domains.screens.draw import draw as screens
 from training.domains.shapes.draw import draw as shapes
 from training.domains.text.draw import draw as text
-from training.domains.webcharts.draw import draw as webcharts
 from training.kestrel_small import num_crops
 
 # Share of the pictures at the start and at the end of the plan.
 DOMAINS: dict[str, tuple[Domain, float, float]] = {
     "shapes": (shapes, 0.15, 0.20),
     "text": (text, 0.33, 0.24),
-    "charts": (charts, 0.15, 0.16),
+    "charts": (charts, 0.22, 0.24),
     "icons": (icons, 0.15, 0.12),
     "screens": (screens, 0.12, 0.16),
-    "webcharts": (webcharts, 0.10, 0.12),
+    "webcharts": (webcharts, 0.03, 0.04),
 }
 TURNED = 0.1  # share of the pictures that are turned by a few degrees
 TILED = (0.05, 0.3)  # share of the steps whose pictures need more than one crop

@@ -1,1 +1,1 @@
-"""Charts: renderer, questions and truth."""
+"""Charts by plotting libraries, with the table that each shows as truth."""

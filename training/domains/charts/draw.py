@@ -1,60 +1,52 @@
-"""Charts by a small renderer of our own: bars, lines, pies and scatter plots with known values."""
+"""Charts: drawn now by matplotlib, or by a library in Chromium, of charts.zip or held/charts.zip (shoot.py)."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
-import numpy as np
-from PIL import Image
-
-from training.domains.charts.chart import Chart, draw_data
-from training.domains.charts.questions import asks_of
-from training.domains.charts.render import RENDER, Pen
-from training.domains.ground import draw_ground, ink_for, luma
-from training.domains.picture import Mark, Picture, view_scale
-from training.domains.text.fonts import draw_font
-from training.domains.text.page import Page, fit, width_of
+from training.domains.charts.plotted import Plotted, plot
+from training.domains.charts.questions import ask_about
+from training.domains.charts.tables import make_table
+from training.domains.drawn import open_drawings
+from training.domains.phrasing import absent_object, off_topic, read
+from training.domains.picture import Ask, Box, Mark, Picture, centre, find, in_order
 
 
 def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
-    for _ in range(20):
-        c = draw_data(rng, rng.choices(list(RENDER), (34, 16, 22, 16, 12))[0])
-        try:
-            return _picture(rng, c, width, height, held)
-        except ValueError:
-            continue
-    raise RuntimeError(f"no chart fits into {width}x{height}")
+    """By matplotlib: no chart is seen twice, and every font of the texts occurs."""
+    table = {"library": "matplotlib", **make_table(rng)}
+    shown = plot(rng, table, width, height, held)
+    asks = ask_about(rng, table, "charts", exact=held)
+    asks += _places(rng, table, shown, width)
+    label = "grouped bar" if table["kind"] == "bar" and len(shown.boxes) > 1 else table["kind"]
+    marks = [Mark(box, label) for row in shown.boxes for box in row]
+    return Picture(shown.pixels, _some(rng, asks), marks, shown.characters, complete=False)
 
 
-def _picture(rng: random.Random, c: Chart, width: int, height: int, held: bool) -> Picture:
-    image, ground = draw_ground(rng, width, height, plain=0.97)
-    if rng.random() < 0.7:
-        image, ground = Image.new("RGB", (width, height), (255, 255, 255)), (255, 255, 255)
-    page, ink = Page(image), ink_for(rng, ground, 120)
-    c.colours = [(n, rgb) for n, rgb in c.colours if abs(luma(rgb) - luma(ground)) > 25]
-    if len(c.colours) < (len(c.categories) if c.kind == "pie" else len(c.series)):
-        raise ValueError("colours too near the ground")
-    font = draw_font(rng, held)
-    scale = view_scale(width, height)
-    size = round(rng.uniform(12, rng.choice((20, 32))) / scale)
-    size = max(8, min(size, width // 22, height // 16))
-    top, pen = 1.0 * size, Pen(page, font, size, ink)
-    titled = rng.random() < 0.75
-    if titled:
-        large = fit(c.title, font, round(size * rng.uniform(1, 1.5)), 0.96 * width)
-        left = (width - width_of(c.title, font, large)) / 2
-        page.put(left, 1.3 * large, c.title, font, large, ink)
-        top += 1.9 * large
-    plot = (5.0 * size, top + 0.8 * size, width - 1.2 * size, height - 2.4 * size)
-    if plot[2] - plot[0] < 8 * size or plot[3] - plot[1] < 6 * size:
-        raise ValueError("too small")
-    if len(c.series) > 1:
-        wide = max(width_of(t, font, size) for t in c.series) + 2 * size
-        pen.legend(c.series, c.colours, plot[2] - wide, plot[1])
-        plot = (plot[0], plot[1], plot[2] - wide - 0.5 * size, plot[3])
-        c.legend = True
-    RENDER[c.kind](pen, rng, c, plot)
-    asks = asks_of(rng, c, width, titled)
-    marks = [Mark(box, c.kind, c.colours[s][0] if c.kind != "pie" else c.colours[k][0])
-             for s, row in enumerate(c.boxes) for k, box in enumerate(row)]  # fmt: skip
-    return Picture(np.asarray(page.image), asks, marks, page.characters)
+def draw_archived(rng: random.Random, width: int, height: int, held: bool) -> Picture:
+    archive = open_drawings("held/charts.zip" if held else "charts.zip", "charts.json")
+    pixels, table, _ = archive.place(rng, width, height)
+    asks = ask_about(rng, table, "webcharts", exact=held)
+    return Picture(pixels, _some(rng, asks), complete=False)
+
+
+def _some(rng: random.Random, asks: list[Ask]) -> list[Ask]:
+    return [*asks, off_topic(rng) if rng.random() < 0.2 else absent_object(rng)]
+
+
+def _places(rng: random.Random, table: dict[str, Any], shown: Plotted, width: int) -> list[Ask]:
+    """Where is the bar, the point or the slice of a label? Where does the axis end?"""
+    asks, kind = [], table["kind"]
+    if len(shown.boxes) == 1:
+        label, box = rng.choice(list(zip(table["labels"], shown.boxes[0], strict=True)))
+        noun = {"bar": "bar", "pie": "slice"}.get(kind, "point")
+        said = rng.choice((f"the {noun} of {label}", f"{label} {noun}", f"{noun} for {label}"))
+        asks.append(find("detect" if kind == "bar" else "point", f"charts {noun}", said, [box]))
+        every = rng.choice((noun, f"{noun}s", f"all {noun}s"))
+        boxes: list[Box] = in_order(shown.boxes[0], width, centre)
+        asks.append(find("detect" if kind == "bar" else "point", "charts detect", every, boxes))
+    if shown.end:
+        ways = "What is the largest number on the axis?|Where does the axis end?|Up to what value does the axis go?"
+        asks.append(read(rng, "charts axis", ways, shown.end))
+    return asks

@@ -1,137 +1,134 @@
-"""What may be asked about a chart."""
+"""What may be asked about a chart, from the table that it shows."""
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
-from training.domains.charts.chart import Chart
-from training.domains.phrasing import absent_object, off_topic, read, tell
-from training.domains.picture import Ask, centre, find, in_order
-from training.domains.text import words as w
+from training.domains.phrasing import read, tell
+from training.domains.picture import Ask
 
-_NAMES = {"pie": "pie chart", "scatter": "scatter plot", "line": "line chart"}  # or bar chart
-_MARKS = {"line": "lines", "pie": "slices", "scatter": "points"}  # or bars
-
-
-def asks_of(rng: random.Random, c: Chart, width: int, titled: bool) -> list[Ask]:
-    asks = [] if c.kind == "scatter" else _value_asks(rng, c) + _comparisons(rng, c)
-    asks += _count_asks(rng, c) + _place_asks(rng, c, width)
-    if titled:
-        asks.append(_caption(c))
-        ways = "What is the title?|What is the chart about?|Read the title.|What is the title of the chart?"
-        asks.append(read(rng, "charts title", ways, c.title))
-    if c.legend and len(c.series) > 1:
-        k = rng.randrange(len(c.series))
-        colour = c.colours[k][0]
-        ways = "Which series is {c}?|What does {c} stand for?|What is shown in {c}?"
-        asks.append(read(rng, "charts legend", ways, c.series[k], c=colour))
-        ways = "What colour is {s}?|Which color is {s}?"
-        asks.append(tell(rng, "charts colour", ways, colour, s=c.series[k]))
-    if c.end:
-        ways = (
-            "What is the largest number on the axis?|Where does the axis end?|"
-            "Up to what value does the axis go?"
-        )
-        asks.append(read(rng, "charts axis", ways, c.end))
-    if c.kind == "scatter" and len(c.boxes[0]) >= 6:
-        words = {"1": "It rises.", "-1": "It falls.", "0": "There is no trend."}
-        ways = "What is the trend?|Is there a trend?"
-        asks.append(tell(rng, "charts trend", ways, words[c.categories[0]]))
-    asks.append(off_topic(rng) if rng.random() < 0.2 else absent_object(rng))
-    if c.kind != "scatter" and rng.random() < 0.4:
-        missing = rng.choice([word for word in w.GOODS if word not in c.categories])
-        ways = "What is the value of {k}?|How much is {k}?"
-        asks.append(tell(rng, "absent", ways, f"There is no {missing}.", k=missing))
-    return asks
+SPOKEN = {"bar": "bar chart", "line": "line chart", "pie": "pie chart", "scatter": "scatter plot"}
+PARTS = {"bar": "bars", "pie": "slices", "line": "lines", "scatter": "points"}
+SHOWN_PIE_VALUES = ("echarts", "billboard", "plotly", "matplotlib")
+"""Libraries that write a pie's numbers beside its parts where the table says so."""
 
 
-def _value_asks(rng: random.Random, c: Chart) -> list[Ask]:
-    asks = []
-    percent = "%" if c.kind == "pie" else ""
-    for _ in range(4):
-        s, k = rng.randrange(len(c.series)), rng.randrange(len(c.categories))
-        if len(c.series) > 1:
-            ways = "What is the value of {s} for {k}?|What is {s} in {k}?|How much is {s} at {k}?"
-        else:
+def ask_about(
+    rng: random.Random, table: dict[str, Any], domain: str, exact: bool = False
+) -> list[Ask]:
+    """All questions of a chart, in a random order. exact: values that aren't written are not rounded."""
+    asks = [*_about_frame(rng, table), *_about_values(rng, table, exact), *_absent(rng, table)]
+    rng.shuffle(asks)
+    return [
+        ask if ask.kind == "absent" else replace(ask, kind=f"{domain} {ask.kind}") for ask in asks
+    ]
+
+
+def number(value: float) -> str:
+    return f"{value:g}" if value < 1e5 else str(int(value))
+
+
+def readable(value: float) -> float:
+    """As exact as a person reads it from an axis: the error is at most 5 %."""
+    if value <= 0:
+        return value
+    power = 10.0 ** math.floor(math.log10(value))
+    unit = power / (20 if value < 2 * power else 10)
+    return round(round(value / unit) * unit, 6)
+
+
+def labels_are_shown(table: dict[str, Any]) -> bool:
+    """False where the axis may have no room for each label: libraries then leave out some, matplotlib doesn't."""
+    if table["kind"] == "pie" or table["lying"] or "turn" in table:
+        return True
+    longest = max(map(len, table["labels"]))
+    return bool(longest * len(table["labels"]) * 10 < 0.75 * table["width"])
+
+
+def _about_frame(rng: random.Random, t: dict[str, Any]) -> Iterator[Ask]:
+    ways = "What kind of chart is this?|What type of chart is it?|Which chart type is shown?"
+    yield tell(rng, "kind", ways, "a " + SPOKEN[t["kind"]])
+    if t["title"]:
+        ways = "What is the title of the chart?|What does the title say?|Read the title.|Title?"
+        yield read(rng, "title", ways, t["title"])
+        about = f"A {SPOKEN[t['kind']]} of {t['title']}."
+        yield Ask("caption", "caption", "short", about, spelled=True)
+    names = [s["name"] for s in t["series"]]
+    if len(names) > 1:
+        ways = "Which series are shown?|What does the legend say?|Read the legend."
+        yield read(rng, "legend", ways, ", ".join(names))
+        ways = "How many series are there?|How many colours?"
+        yield tell(rng, "count", ways, str(len(names)))
+    if t["kind"] in ("bar", "pie"):
+        ways = "How many {p} are there?|How many {p} does the chart have?|Count the {p}."
+        count = len(t["labels"]) * len(names)
+        yield tell(rng, "count", ways, str(count), p=PARTS[t["kind"]])
+    if labels_are_shown(t):
+        ways = "Which labels does the chart have?|Read the labels.|What are the categories?"
+        yield read(rng, "labels", ways, ", ".join(t["labels"]))
+
+
+def _about_values(rng: random.Random, t: dict[str, Any], exact: bool) -> Iterator[Ask]:
+    several, pie = len(t["series"]) > 1, t["kind"] == "pie"
+    if not labels_are_shown(t):
+        return
+    can_be_read = not pie or (t["numbers"] and t["library"] in SHOWN_PIE_VALUES)
+    for s in t["series"]:
+        pairs = list(zip(t["labels"], s["values"], strict=True))
+        for label, value in rng.sample(pairs, min(3, len(pairs))) if can_be_read else ():
             ways = (
-                "What is the value of {k}?|What is the value for {k}?|How much is {k}?|{k}?|"
-                "What value does {k} have?|Value of {k}?"
+                "What is the value of {s} for {l}?|{s} in {l}?|What is {s} at {l}?|How much is {s}, {l}?"
+                if several
+                else "What is the value of {l}?|What value has {l}?|How much is {l}?|{l}?|What is {l}?"
             )
-        kind = "charts value shown" if c.shown else "charts value"
-        said = c.say(c.values[s][k]) + percent
-        asks.append(read(rng, kind, ways, said, k=c.categories[k], s=c.series[s]))
-    row = c.values[0]
-    k = rng.randrange(len(row))
-    others = row[:k] + row[k + 1 :]
-    if len(c.series) == 1 and all(abs(v - row[k]) > 0.08 * max(row) for v in others):
+            said = number(value if exact or t["numbers"] else readable(value))
+            kind = "value shown" if t["numbers"] else "value"
+            yield read(rng, kind, ways, said, s=s["name"], l=label)
+        yield from _about_series(rng, t, s, pairs)
+
+
+def _about_series(
+    rng: random.Random, t: dict[str, Any], s: dict[str, Any], pairs: list[tuple[str, float]]
+) -> Iterator[Ask]:
+    """The extremes of a series, its trend, and two of its values."""
+    several = len(t["series"]) > 1
+    of = f" of {s['name']}" if several else ""
+    (lowest, least), (_, second), *_ = ranked = sorted(pairs, key=lambda pair: pair[1])
+    highest, most = ranked[-1]
+    if most >= 1.06 * ranked[-2][1]:
+        ways = (
+            "Which one has the highest value{o}?|What is the largest{o}?|Where is the maximum{o}?"
+        )
+        yield read(rng, "label", ways, highest, o=of)
+    if second >= 1.06 * least + 0.02 * most:
+        ways = (
+            "Which one has the lowest value{o}?|What is the smallest{o}?|Where is the minimum{o}?"
+        )
+        yield read(rng, "label", ways, lowest, o=of)
+    label, value = rng.choice(pairs)
+    if t["numbers"] and not several and [v for _, v in pairs].count(value) == 1:
         ways = "Which category has the value {v}?|What has the value {v}?|Which one is {v}?"
-        asks.append(read(rng, "charts category", ways, c.categories[k], v=c.say(row[k]) + percent))
-    return asks
+        yield read(rng, "category", ways, label, v=number(value))
+    (start, first), (end, last) = pairs[0], pairs[-1]
+    if t["kind"] == "line" and not 0.75 < last / max(first, 1e-9) < 1.33:
+        ways = "Does {s} rise or fall from {a} to {b}?|From {a} to {b}, does {s} go up or down?"
+        said = "It rises." if last > first else "It falls."
+        name = s["name"] if several else "it"
+        yield tell(rng, "trend", ways, said, s=name, a=start, b=end)
+    (a, one), (b, other) = rng.sample(pairs, 2)
+    if abs(one - other) > 0.06 * most:
+        ways = "Is {a} more than {b}{o}?|Is {a} larger than {b}{o}?|Is {a} higher than {b}{o}?"
+        said = "yes" if one > other else "no"
+        yield tell(rng, "compare", ways, said, a=a, b=b, o=of)
 
 
-def _comparisons(rng: random.Random, c: Chart) -> list[Ask]:
-    """About the one series of a chart: its extremes, two of its values, its trend."""
-    asks, row, single = [], c.values[0], len(c.series) == 1
-    order = sorted(range(len(row)), key=lambda i: row[i])
-    if single and row[order[-1]] > 1.04 * row[order[-2]]:
-        ways = (
-            "Which {n} is the highest?|What has the highest value?|Which category is the largest?|"
-            "Where is the maximum?|Which one is the biggest?"
-        )
-        asks.append(read(rng, "charts label", ways, c.categories[order[-1]], n="category"))
-    if single and row[order[1]] > 1.04 * row[order[0]]:
-        ways = "Which category is the lowest?|What has the lowest value?|Which one is the smallest?"
-        asks.append(read(rng, "charts label", ways, c.categories[order[0]]))
-    if c.kind != "pie":
-        i, j = rng.sample(range(len(row)), 2)
-        if single and abs(row[i] - row[j]) > 0.05 * max(row):
-            ways = "Is {a} higher than {b}?|Is {a} larger than {b}?|Is the value of {a} above {b}?"
-            said = "yes" if row[i] > row[j] else "no"
-            asks.append(
-                tell(rng, "charts compare", ways, said, a=c.categories[i], b=c.categories[j])
-            )
-    fall = (row[-1] - row[0]) / max(row)
-    if single and c.kind == "line" and abs(fall) > 0.15:
-        ways = (
-            "What is the trend?|Does the line rise or fall?|Is it going up or down?|"
-            "Describe the trend."
-        )
-        asks.append(tell(rng, "charts trend", ways, "It rises." if fall > 0 else "It falls."))
-    return asks
-
-
-def _count_asks(rng: random.Random, c: Chart) -> list[Ask]:
-    count = {"grouped bar": len(c.series) * len(c.categories), "line": len(c.series)}
-    number = count.get(c.kind, len(c.boxes[0]))
-    ways = "How many {n} are there?|How many {n} does the chart have?|Count the {n}."
-    asks = [tell(rng, "charts count", ways, str(number), n=_MARKS.get(c.kind, "bars"))]
-    ways = "What kind of chart is this?|Which type of chart is it?|What is this?"
-    return [*asks, tell(rng, "charts kind", ways, f"a {_NAMES.get(c.kind, 'bar chart')}")]
-
-
-def _place_asks(rng: random.Random, c: Chart, width: int) -> list[Ask]:
-    s, k = rng.randrange(len(c.boxes)), rng.randrange(len(c.boxes[0]))
-    if c.kind == "bar":
-        name = c.categories[k]
-        said = rng.choice((f"the bar of {name}", f"{name} bar", f"bar for {name}"))
-        every = rng.choice(("bar", "bars", "all bars"))
-        return [
-            find("detect", "charts detect", said, [c.boxes[0][k]]),
-            find("detect", "charts detect", every, in_order(c.boxes[0], width, centre)),
-        ]
-    if c.kind == "scatter":
-        said = rng.choice(("point", "points", "dots"))
-        return [find("point", "charts point", said, in_order(c.boxes[0], width, centre))]
-    if c.kind != "pie" and len(c.series) > 1:
-        return []
-    name, noun = c.categories[k], "slice" if c.kind == "pie" else "point"
-    said = rng.choice(
-        (f"the {noun} of {name}", name if c.kind == "pie" else f"the point of {name}")
-    )
-    return [find("point", "charts point", said, [c.boxes[s][k]])]
-
-
-def _caption(c: Chart) -> Ask:
-    name = f"A {_NAMES.get(c.kind, 'bar chart')}"
-    about = f"with {len(c.boxes[0])} points" if c.kind == "scatter" else f"of {c.title}"
-    return Ask("caption", "charts caption", "short", f"{name} {about}.", spelled=True)
+def _absent(rng: random.Random, t: dict[str, Any]) -> Iterator[Ask]:
+    there = {*t["labels"], *(s["name"] for s in t["series"])}
+    names = ("Atlantis", "2031", "Robots", "Kiwis", "Zurich", "Dec", "Sun", "H")
+    other = rng.choice([name for name in names if name not in there])
+    ways = "What is the value of {l}?|How much is {l}?|What value has {l}?"
+    yield tell(rng, "absent", ways, f"There is no {other}.", l=other)

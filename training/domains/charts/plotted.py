@@ -3,41 +3,50 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from training.domains.charts.questions import number
 from training.domains.picture import Box, Pixels, view_scale
-from training.domains.webcharts.questions import number
+from training.domains.text.fonts import advance, draw_font, file_of
+from training.domains.text.page import width_of
 
 STYLES = "default default ggplot bmh seaborn-v0_8 seaborn-v0_8-whitegrid classic".split()
-FAMILIES = ("DejaVu Sans", "DejaVu Serif", "DejaVu Sans Mono", "STIXGeneral")
+
+
+@dataclass(frozen=True)
+class Plotted:
+    """boxes: of bars, points or slices by series and label; characters: of texts that lie; end: of the value axis."""
+
+    pixels: Pixels
+    boxes: list[list[Box]]
+    characters: list[tuple[float, float, str]]
+    end: str
 
 
 def plot(
-    rng: random.Random, table: dict[str, Any], width: int, height: int
-) -> tuple[Pixels, list[list[Box]]]:
-    """The table as a chart of this size in pixels, and the boxes of its bars or points by series and label.
-
-    Sets table["turn"], the turn of its labels in degrees.
-    """
+    rng: random.Random, table: dict[str, Any], width: int, height: int, held: bool = False
+) -> Plotted:
+    """The table as a chart of this size in pixels. Sets table["turn"], the turn of its labels in degrees."""
     # Only the machine that trains has matplotlib.
     from matplotlib import rc_context, style
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.font_manager import FontProperties, fontManager
 
-    size = rng.uniform(11, rng.choice((16, 24))) / view_scale(
-        width, height
-    )  # of the letters, in pixels
-    longest = max(map(len, table["labels"]))
-    upright = longest * len(table["labels"]) * size * 0.62 > 0.7 * width
+    # Of the letters, in pixels; a point is a pixel.
+    size = rng.uniform(11, rng.choice((16, 24))) / view_scale(width, height)
+    font = draw_font(rng, held)
+    widest = max(width_of(label, font, round(size)) for label in table["labels"])
+    upright = widest * len(table["labels"]) > 0.7 * width
     table["turn"] = (45 if rng.random() < 0.5 else 90) if upright else 0
     chosen = "dark_background" if table["dark"] else rng.choice(STYLES)
-    with (
-        style.context(chosen),
-        rc_context({"font.family": rng.choice(FAMILIES), "font.size": size}),
-    ):
-        figure = Figure((width / 72, height / 72), dpi=72, layout="tight")  # a point is a pixel
+    fontManager.addfont(file_of(font))
+    family = FontProperties(fname=file_of(font)).get_name()
+    with style.context(chosen), rc_context({"font.family": family, "font.size": size}):
+        figure = Figure((width / 72, height / 72), dpi=72, layout="tight")
         axes = figure.add_subplot()
         axes.set_prop_cycle(color=table["colours"])
         axes.tick_params(labelsize=size)
@@ -50,17 +59,58 @@ def plot(
                         **({"bbox_to_anchor": (1, 1)} if rng.random() < 0.7 else {}))  # fmt: skip
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
-        pixels = np.asarray(canvas.buffer_rgba())[..., :3]
-        boxes = [
+        pixels = np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[:height, :width, :3])
+        characters = [c for text in _texts(axes) for c in _characters(text, font, height)]
+    ticks = [] if table["kind"] == "pie" else _ticks(axes.xaxis if table["lying"] else axes.yaxis)
+    end = ticks[-1].label1.get_text() if ticks else ""
+    return Plotted(pixels, _boxes(axes, table, height), characters, end)
+
+
+def _ticks(axis: Any) -> list[Any]:
+    """Those that are drawn."""
+    low, high = sorted(axis.get_view_interval())
+    return [tick for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+
+
+def _texts(axes: Any) -> list[Any]:
+    from matplotlib.text import Text
+
+    hidden = {tick.label1 for axis in (axes.xaxis, axes.yaxis) for tick in axis.get_major_ticks()}
+    hidden -= {tick.label1 for axis in (axes.xaxis, axes.yaxis) for tick in _ticks(axis)}
+    texts = [text for text in axes.figure.findobj(Text) if text not in hidden]
+    return [t for t in texts if t.get_visible() and t.get_text() and not t.get_rotation()]
+
+
+def _characters(text: Any, font: str, height: int) -> list[tuple[float, float, str]]:
+    """A text's characters with their centres."""
+    extent = text.get_window_extent()
+    said = text.get_text()
+    widths = [advance(font, 20, c) for c in said]
+    scale, at = extent.width / max(sum(widths), 1), extent.x0
+    found = []
+    for c, wide in zip(said, widths, strict=True):
+        if c != " ":
+            found.append((at + wide * scale / 2, height - (extent.y0 + extent.y1) / 2, c))
+        at += wide * scale
+    return found
+
+
+def _boxes(axes: Any, table: dict[str, Any], height: int) -> list[list[Box]]:
+    if table["kind"] == "bar":
+        return [
             [_flipped(bar.get_window_extent(), height) for bar in row] for row in axes.containers
         ]
-        for line in axes.lines if not boxes else ():
-            r = max(line.get_markersize() / 2, 3)
-            spots = axes.transData.transform(line.get_xydata())
-            boxes.append(
-                [(x - r, height - y - r, x + r, height - y + r) for x, y in spots.tolist()]
-            )
-    return np.ascontiguousarray(pixels[:height, :width]), boxes
+    spots, r = [], 4.0
+    if table["kind"] == "pie":
+        middles = np.radians([(w.theta1 + w.theta2) / 2 for w in axes.patches])
+        at = 0.72 * np.stack((np.cos(middles), np.sin(middles)), 1)
+        spots = [axes.transData.transform(at)]
+    for line in axes.lines:
+        r = max(line.get_markersize() / 2, 3)
+        spots.append(axes.transData.transform(line.get_xydata()))
+    return [
+        [(x - r, height - y - r, x + r, height - y + r) for x, y in row.tolist()] for row in spots
+    ]
 
 
 def _flipped(extent: Any, height: int) -> Box:

@@ -1,6 +1,6 @@
 """Draw random charts with plotting libraries for browsers and keep each with its table.
 
-    python -m training.domains.webcharts.shoot --modules out/kits/node_modules --count 1000 --out out/charts
+    python -m training.domains.charts.shoot --modules out/kits/node_modules --count 1000 --out out/charts
 
 The folder of node_modules must hold the packages of LIBRARIES. The result is ``charts.zip`` with ``N.webp`` and one
 ``charts.json``: for each chart its library and its table (see tables.py). Charts of the libraries HELD_OUT are for
@@ -17,7 +17,7 @@ from PIL import Image
 from playwright.sync_api import Browser, Page
 
 from training.domains.browser import drawing, parse_arguments, screenshot
-from training.domains.webcharts.tables import make_table
+from training.domains.charts.tables import make_table
 
 LIBRARIES = {
     "echarts": ("echarts/dist/echarts.min.js",),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from training.domains.text.words import dictionary
+
 MEASURES = (
     "Sales|Revenue|Profit|Visitors|Orders|Users|Output|Rainfall|Temperature|Population|Exports|Imports|Budget|Cost|Score|"
     "Downloads|Votes|Members|Energy use|Speed|Weight|Distance|Price|Production|Attendance|Stock|Calls|Errors|Latency"
@@ -52,6 +54,9 @@ def make_table(r: random.Random) -> dict[str, Any]:
     if r.random() < 0.25:
         first = r.randint(1980, 2018)
         group, ordered = [str(first + k) for k in range(8)], True
+    elif r.random() < 0.5:  # any words, so that no label is known by heart
+        group, ordered = [word.capitalize()[:9] for word in r.sample(dictionary(), 8)], True
+        group = list(dict.fromkeys(group))
     count = min(len(group), r.randint(3, 6 if kind == "pie" else 8))
     start = r.randint(0, len(group) - count)
     labels = group[start : start + count] if ordered else r.sample(group, count)

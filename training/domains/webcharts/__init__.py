@@ -1,1 +1,0 @@
-"""Charts drawn by plotting libraries in Chromium, with the table that each shows as truth."""
