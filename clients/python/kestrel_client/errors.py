@@ -190,7 +190,8 @@ def _from_details(code: grpc.StatusCode, message: str, details: Iterable[any_pb2
     """Unreadable details are ignored."""
     bad_request, info = error_details_pb2.BadRequest(), error_details_pb2.ErrorInfo()
     retry, quota = error_details_pb2.RetryInfo(), error_details_pb2.QuotaFailure()
-    read = {each.DESCRIPTOR.full_name: each for each in (bad_request, info, retry, quota)}
+    parts: tuple[Any, ...] = (bad_request, info, retry, quota)
+    read = {each.DESCRIPTOR.full_name: each for each in parts}
     for detail in details:
         if (known := read.get(detail.type_url.rpartition("/")[2])) is not None:
             with suppress(DecodeError):

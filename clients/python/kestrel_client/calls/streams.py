@@ -207,7 +207,7 @@ class AsyncStream(_Stream[R, E]):
             await self._send()
         while not self._ended:
             try:
-                message = await self._call.read()
+                message = await cast(Any, self._call).read()
             except grpc.RpcError as error:
                 await self._take_error(from_rpc_error(error))
                 continue

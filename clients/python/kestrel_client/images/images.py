@@ -65,16 +65,13 @@ class ImageHandle:
     """The image itself, if the client has it: ``draw()`` draws on it, and the client can put it again."""
 
 
-_ARRAY_FORMATS = {
+_FORMATS = {
     1: common_pb2.PIXEL_FORMAT_GRAY8,
     3: common_pb2.PIXEL_FORMAT_RGB8,
     4: common_pb2.PIXEL_FORMAT_RGBA8,
 }
-_PILLOW_FORMATS = {
-    "L": common_pb2.PIXEL_FORMAT_GRAY8,
-    "RGB": common_pb2.PIXEL_FORMAT_RGB8,
-    "RGBA": common_pb2.PIXEL_FORMAT_RGBA8,
-}
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+"""Formats and Pillow's modes, by the number of channels."""
 _ENVELOPE_BYTES = 64 * 1024
 """Space reserved for the rest of a message."""
 NO_LIMIT = 2**63
@@ -157,8 +154,7 @@ def to_pillow(image: ImageInput) -> PIL.Image.Image:
             upright = ops.exif_transpose(image)
         elif isinstance(image, PixelArray):
             height, width, channels = _array_shape(image)
-            mode = {1: "L", 3: "RGB", 4: "RGBA"}[channels]
-            upright = pillow.frombytes(mode, (width, height), image.tobytes())
+            upright = pillow.frombytes(_MODES[channels], (width, height), image.tobytes())
         else:
             raise InvalidImageError(f"{type(image).__name__} is not an image")
     except OSError as error:
@@ -206,17 +202,14 @@ def _from_array(array: PixelArray, limit: int) -> common_pb2.Image:
             return _png(to_pillow(array), size, limit)
         except MissingDependencyError as error:
             raise RequestTooLargeError(size, limit) from error
-    raw = common_pb2.RawImage(
-        data=array.tobytes(), width=width, height=height, format=_ARRAY_FORMATS[channels]
-    )
-    return common_pb2.Image(raw=raw)
+    return _raw(array, width, height, channels)
 
 
 def _array_shape(array: PixelArray) -> tuple[int, int, int]:
     shape = tuple(int(n) for n in array.shape)
     if len(shape) == 2:
         shape = (*shape, 1)
-    if str(array.dtype) != "uint8" or len(shape) != 3 or shape[2] not in _ARRAY_FORMATS:
+    if str(array.dtype) != "uint8" or len(shape) != 3 or shape[2] not in _FORMATS:
         raise InvalidImageError(
             "an array must be uint8 of shape [height, width] or [height, width, 1, 3 or 4], "
             f"not {array.dtype} of shape {list(array.shape)}"
@@ -232,17 +225,19 @@ def _from_pillow(image: Any, limit: int) -> common_pb2.Image:
     if upright.mode.startswith("I;16"):
         # The server reduces 16 bits to 8 as it does for files. Pillow's conversion would clip the values.
         return _png(upright, 2 * upright.width * upright.height, limit)
-    if upright.mode not in _PILLOW_FORMATS:
+    if upright.mode not in _MODES.values():
         has_alpha = upright.mode in ("LA", "PA", "La", "RGBa") or "transparency" in upright.info
         upright = upright.convert("RGBA" if has_alpha else "RGB")
-    size = upright.width * upright.height * len(upright.getbands())
+    channels = len(upright.getbands())
+    size = upright.width * upright.height * channels
     if size + _ENVELOPE_BYTES > limit:
         return _png(upright, size, limit)
+    return _raw(upright, upright.width, upright.height, channels)
+
+
+def _raw(pixels: Any, width: int, height: int, channels: int) -> common_pb2.Image:
     raw = common_pb2.RawImage(
-        data=upright.tobytes(),
-        width=upright.width,
-        height=upright.height,
-        format=_PILLOW_FORMATS[upright.mode],
+        data=pixels.tobytes(), width=width, height=height, format=_FORMATS[channels]
     )
     return common_pb2.Image(raw=raw)
 

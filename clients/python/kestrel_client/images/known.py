@@ -38,6 +38,10 @@ def digest_of(image: common_pb2.Image) -> str:
     return digest.hexdigest()[:_DIGEST_CHARACTERS]
 
 
+def _num_bytes(image: common_pb2.Image) -> int:
+    return len(image.raw.data) or len(image.encoded)
+
+
 class KnownImages:
     """Ids, digests and contents of images. Safe to share between threads.
 
@@ -48,15 +52,14 @@ class KnownImages:
     def __init__(self, max_bytes: int, source: ImageSource | None = None) -> None:
         self._max_bytes, self._source = max_bytes, source
         self._lock = threading.Lock()
-        self._digests: _Recent[str] = _Recent()
+        self._digests: _Recent[str] = _Recent(_MAX_IDS)
         """The digest of the image that was stored under an id."""
-        self._moved: _Recent[str] = _Recent()
+        self._moved: _Recent[str] = _Recent(_MAX_IDS)
         """The id that replaces one that its server did not know."""
-        self._deleted: _Recent[bool] = _Recent()
+        self._deleted: _Recent[bool] = _Recent(_MAX_IDS)
         """Ids of images that the caller deleted. They are not put again."""
-        self._contents: OrderedDict[str, common_pb2.Image] = OrderedDict()
+        self._contents: _Recent[common_pb2.Image] = _Recent(max_bytes, _num_bytes)
         """By digest."""
-        self._num_bytes = 0
 
     def current_id(self, image_id: str) -> str:
         """The id to send in place of ``image_id``."""
@@ -75,24 +78,14 @@ class KnownImages:
         if not image_id or image.image_id:
             return
         digest = digest or digest_of(image)
-        size = len(image.raw.data) if image.HasField("raw") else len(image.encoded)
         with self._lock:
             self._digests.put(image_id, digest)
-            if digest in self._contents:
-                self._contents.move_to_end(digest)
-            if size > self._max_bytes or digest in self._contents:
-                return
-            # Without the fields that belong to one request.
-            kept = common_pb2.Image()
-            if image.HasField("raw"):
-                kept.raw.CopyFrom(image.raw)
-            else:
-                kept.encoded = image.encoded
-            self._contents[digest] = kept
-            self._num_bytes += size
-            while self._num_bytes > self._max_bytes:
-                _, dropped = self._contents.popitem(last=False)
-                self._num_bytes -= len(dropped.raw.data) or len(dropped.encoded)
+            if self._contents.get(digest) is None and _num_bytes(image) <= self._max_bytes:
+                # Without the fields that belong to one request.
+                kept = common_pb2.Image(encoded=image.encoded)
+                if image.HasField("raw"):
+                    kept.raw.CopyFrom(image.raw)
+                self._contents.put(digest, kept)
 
     def replace(self, image_id: str, new_id: str) -> None:
         """Remembers that an image was put again and has another id now."""
@@ -105,10 +98,9 @@ class KnownImages:
         """The caller deletes the image."""
         with self._lock:
             self._deleted.put(image_id, True)
-            digest = self._digests.pop(image_id)
             self._moved.pop(image_id)
-            if digest is not None and (dropped := self._contents.pop(digest, None)) is not None:
-                self._num_bytes -= len(dropped.raw.data) or len(dropped.encoded)
+            if (digest := self._digests.pop(image_id)) is not None:
+                self._contents.pop(digest)
 
     def contents(self, image_id: str, source: ImageInput | None) -> common_pb2.Image | None:
         """The image that was stored under ``image_id``, or None if the client cannot get it.
@@ -121,7 +113,6 @@ class KnownImages:
             if self._deleted.get(image_id):
                 return None
             if digest is not None and (kept := self._contents.get(digest)) is not None:
-                self._contents.move_to_end(digest)
                 return kept
         if source is None and self._source is not None:
             source = self._source(image_id)
@@ -134,21 +125,26 @@ class KnownImages:
 
 
 class _Recent(Generic[V]):
-    """A mapping of the ids that were used last, at most _MAX_IDS."""
+    """A mapping of what was used last. ``most``: limit of the sum of the values' sizes."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int, size_of: Callable[[V], int] = lambda value: 1) -> None:
+        self._most, self._size_of, self._total = most, size_of, 0
         self._values: OrderedDict[str, V] = OrderedDict()
 
-    def get(self, image_id: str) -> V | None:
-        if image_id in self._values:
-            self._values.move_to_end(image_id)
-        return self._values.get(image_id)
+    def get(self, key: str) -> V | None:
+        if key in self._values:
+            self._values.move_to_end(key)
+        return self._values.get(key)
 
-    def put(self, image_id: str, value: V) -> None:
-        self._values[image_id] = value
-        self._values.move_to_end(image_id)
-        while len(self._values) > _MAX_IDS:
-            self._values.popitem(last=False)
+    def put(self, key: str, value: V) -> None:
+        self.pop(key)
+        self._values[key] = value
+        self._total += self._size_of(value)
+        while self._total > self._most:
+            self.pop(next(iter(self._values)))
 
-    def pop(self, image_id: str) -> V | None:
-        return self._values.pop(image_id, None)
+    def pop(self, key: str) -> V | None:
+        value = self._values.pop(key, None)
+        if value is not None:
+            self._total -= self._size_of(value)
+        return value

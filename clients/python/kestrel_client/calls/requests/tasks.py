@@ -94,10 +94,11 @@ def to_message(task: TaskOf[Any], options: Mapping[str, Any]) -> Message:
     """
     own = {f.name: getattr(task, f.name) for f in fields(task)}
     kind = _SKILLS[type(task)].task
+    names = kind.DESCRIPTOR.fields_by_name
     parts = {
         name: _CONVERTED[name](value) if name in _CONVERTED else value
         for name, value in own.items()
-        if name in kind.DESCRIPTOR.fields_by_name
+        if name in names
     }
     if isinstance(task, QueryTask):
         parts["abstention"] = _abstention(task)

@@ -114,7 +114,9 @@ def read_finish_reason(reason: int) -> FinishReason:
 def read_finish_reasons(reasons: Iterable[int]) -> FinishReason:
     """The reason of several generations: "length" if one of them has it, otherwise that of the first that has one."""
     known = [reason for reason in map(read_finish_reason, reasons) if reason != "unknown"]
-    return "length" if "length" in known else next(iter(known), "unknown")
+    if "length" in known:
+        return "length"
+    return known[0] if known else "unknown"
 
 
 def common_fields(response: Any, source: ImageInput | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from ...drawing.marks import Marks, labelled
 from ...errors import RpcError
 from ...geometry import DetectedBox, DetectedPoint, to_detected_box, to_detected_point
 from ...images.images import ImageInput
+from . import exports
 from .base import ImageResult, common_fields, read_finish_reasons, shortened, shown_scores
 from .searches import ObjectSearch, read_search
 
@@ -88,8 +89,6 @@ class PointResult(ObjectsResult[DetectedPoint]):
 
         Raises MissingDependencyError without supervision.
         """
-        from . import exports
-
         return exports.points_to_supervision(self.points, self.searches, self.image_size)
 
     def to_frame(self) -> pandas.DataFrame:
@@ -97,8 +96,6 @@ class PointResult(ObjectsResult[DetectedPoint]):
 
         Raises MissingDependencyError without pandas.
         """
-        from . import exports
-
         return exports.points_frame(self.points, self.image_size)
 
 
@@ -124,16 +121,12 @@ class DetectResult(ObjectsResult[DetectedBox]):
 
         Raises MissingDependencyError without supervision.
         """
-        from . import exports
-
         return exports.to_supervision(self.objects, self.searches, self.image_size)
 
     def to_coco(self, image_id: int = 1, category_id: int = 1) -> list[dict[str, Any]]:
         """Returns a COCO annotation for each box, with ids from 1, ``bbox`` [x, y, width, height] in pixels, and
         ``score``, as COCO's tools read it in results. ``category_id``: of the first name; the next name has the next
         number."""
-        from . import exports
-
         names = exports.numbers(self.searches, category_id)
         return exports.to_coco(self.objects, names, self.image_size, image_id)
 
@@ -142,8 +135,6 @@ class DetectResult(ObjectsResult[DetectedBox]):
 
         Raises MissingDependencyError without pandas.
         """
-        from . import exports
-
         return exports.boxes_frame(self.objects, self.image_size)
 
 

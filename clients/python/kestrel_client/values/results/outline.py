@@ -9,6 +9,7 @@ from ..._pb.kestrel.v1 import vision_service_pb2
 from ...drawing.marks import Marks, Mask, Outline, labelled
 from ...geometry import Box, DetectedBox, edges, from_box
 from ...images.images import ImageInput
+from . import exports
 from .objects import ObjectsResult, searched_fields
 
 if TYPE_CHECKING:
@@ -95,8 +96,6 @@ class SegmentResult(ObjectsResult[Segment]):
 
         Raises MissingDependencyError without supervision or Pillow.
         """
-        from . import exports
-
         size = self.image_size
         boxes = [each.labelled_box for each in self.segments]
         masks = [each.to_mask(size) for each in self.segments]
@@ -107,8 +106,6 @@ class SegmentResult(ObjectsResult[Segment]):
 
         Raises MissingDependencyError without Pillow.
         """
-        from . import exports
-
         names = exports.numbers(self.searches, category_id)
         outlines = [(each.labelled_box, each.outline) for each in self.segments]
         return exports.outlines_to_coco(outlines, names, self.image_size, image_id)
