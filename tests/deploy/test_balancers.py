@@ -16,6 +16,7 @@ import yaml
 
 from tests.abuse.processes.three_servers import FILES, GREEDY, Servers, places
 from tests.ports import free_port
+from tests.threaded import streamed
 from tests.waiting import until, wait_until
 
 pytestmark = pytest.mark.slow
@@ -145,7 +146,7 @@ async def test_a_balancer_keeps_images_at_their_servers(front, servers):
         assert await one_by_one(client) == before
         handle = await client.put_image(FILES[0])
         assert (await client.query(handle, "?", **GREEDY)).model == before[0]
-        assert (await client.stream(handle, "?", **GREEDY)).model == before[0]
+        assert (await streamed(client, handle, "?", **GREEDY)).model == before[0]
         without = [await client.query(None, "?", **GREEDY) for _ in range(24)]
         assert len({result.model for result in without}) == 3
         if name != "nginx":  # The bound of calls in progress moves some, and no server is flooded.

@@ -13,6 +13,7 @@ from PIL import Image
 
 from kestrel_client import AsyncKestrelClient, KestrelClient
 from tests.abuse.process import ServerProcess
+from tests.threaded import Threaded
 
 HOST = "127.0.0.1"
 if sys.platform == "linux":
@@ -28,36 +29,6 @@ def file(seed):
 
 
 FILES = [file(seed) for seed in range(24)]
-
-
-class Threaded:
-    """The synchronous client, with every call in a thread."""
-
-    def __init__(self, client):
-        self._client = client
-
-    def __getattr__(self, name):
-        method = getattr(self._client, name)
-        return lambda *args, **options: asyncio.to_thread(method, *args, **options)
-
-    async def stream(self, *args, **options):
-        def drain():
-            with self._client.stream_query(*args, **options) as stream:
-                return stream.result()
-
-        return await asyncio.to_thread(drain)
-
-
-class Asynchronous:
-    def __init__(self, client):
-        self._client = client
-
-    def __getattr__(self, name):
-        return getattr(self._client, name)
-
-    async def stream(self, *args, **options):
-        async with self._client.stream_query(*args, **options) as stream:
-            return await stream.result()
 
 
 class Servers:
@@ -95,12 +66,13 @@ class Servers:
     async def client(self, kind="async", target=None, **options):
         """A client of all servers, or of ``target``."""
         options = {"timeout": 60, **options}
+        target = target or self.addresses
         if kind == "sync":
-            with KestrelClient(target or self.addresses, **options) as client:
-                yield Threaded(client)
+            made = Threaded(KestrelClient(target, **options))
         else:
-            async with AsyncKestrelClient(target or self.addresses, **options) as client:
-                yield Asynchronous(client)
+            made = AsyncKestrelClient(target, **options)
+        async with made as client:
+            yield client
 
 
 async def places(client, **options):

@@ -10,6 +10,7 @@ import pytest
 
 from kestrel_client import ImageHandle, directory
 from tests.abuse.processes.three_servers import FILES, GREEDY, Servers, places
+from tests.threaded import streamed
 from tests.waiting import until
 
 
@@ -45,7 +46,7 @@ async def test_servers_appear_and_vanish_under_load(servers, kind, tmp_path, mon
         while not stopping.is_set():
             image = FILES[number] if number % 3 else handles[number]
             if number % 2:
-                result = await client.stream(image, "?", temperature=0.0, max_tokens=12)
+                result = await streamed(client, image, "?", temperature=0.0, max_tokens=12)
             else:
                 result = await client.query(image, "?", **GREEDY)
             answered.append(result.model)
@@ -58,7 +59,7 @@ async def test_servers_appear_and_vanish_under_load(servers, kind, tmp_path, mon
             # A stream that has begun goes on, also if its server is listed no longer.
             before = await places(client)
             image = FILES[before.index("a")]
-            long = asyncio.create_task(client.stream(image, "?", temperature=0, max_tokens=200))
+            long = asyncio.create_task(streamed(client, image, "?", temperature=0, max_tokens=200))
             lists("a", "b", "c")
             await until_at("a", "b", "c")
             # A server that joins takes over some images, and moves no others.

@@ -29,27 +29,15 @@ from tests.service.certificates import make_authority
 from tests.service.conftest import NO_END, EndlessRuntime, raw_image
 from tests.service.security.test_admin import CONFIG, KEY, METADATA, query
 from tests.service.statuses import failure
+from tests.threaded import Threaded
 from tests.waiting import until
 
 
-class InThreads:
-    """KestrelAdmin with its methods called in threads, so that one test serves both kinds."""
-
-    def __init__(self, *arguments, **options):
-        self._admin = KestrelAdmin(*arguments, **options)
-
-    def __getattr__(self, name):
-        method = getattr(self._admin, name)
-        return lambda *arguments, **options: asyncio.to_thread(method, *arguments, **options)
-
-    async def __aenter__(self):
-        return self
-
-    async def __aexit__(self, *exc_info):
-        self._admin.close()
+def threaded(*args, **options):
+    return Threaded(KestrelAdmin(*args, **options))
 
 
-@pytest.fixture(params=[InThreads, AsyncKestrelAdmin], ids=["sync", "async"])
+@pytest.fixture(params=[threaded, AsyncKestrelAdmin], ids=["sync", "async"])
 def kind(request):
     return request.param
 

@@ -36,6 +36,7 @@ from kestrel_client import (
 from kestrel_client.calls.prepared import Prepared
 from kestrel_client.calls.requests import images
 from tests.service.conftest import LIMITS
+from tests.threaded import Threaded
 from tests.waiting import until
 
 GREEDY = {"temperature": 0.0, "max_tokens": 4}
@@ -57,42 +58,10 @@ def both(check):
         target = served.server.addresses[0]
         async with AsyncKestrelClient(target, timeout=60) as client:
             await check(client, picture, served)
-        with KestrelClient(target, timeout=60) as client:
-            await check(Threaded(client), picture, served)
+        async with Threaded(KestrelClient(target, timeout=60)) as client:
+            await check(client, picture, served)
 
     return test
-
-
-class Threaded:
-    """The sync client, with every call in a thread: the server has this one."""
-
-    def __init__(self, client):
-        self._client = client
-
-    def __getattr__(self, name):
-        method = getattr(self._client, name)
-        if name.startswith("stream_"):
-            return lambda *args, **options: ThreadedStream(method, args, options)
-        return lambda *args, **options: asyncio.to_thread(method, *args, **options)
-
-
-class ThreadedStream:
-    def __init__(self, method, args, options):
-        self._start = lambda: method(*args, **options)
-
-    async def __aenter__(self):
-        self._stream = await asyncio.to_thread(self._start)
-        return self
-
-    async def __aexit__(self, *exc_info):
-        self._stream.close()
-
-    async def __aiter__(self):
-        while (event := await asyncio.to_thread(next, self._stream, None)) is not None:
-            yield event
-
-    async def result(self):
-        return await asyncio.to_thread(self._stream.result)
 
 
 def comparable(result):

@@ -12,6 +12,7 @@ import pytest
 from kestrel_client import ImageHandle, NotFoundError, QueryTask
 from kestrel_grpc.cli.program import main
 from tests.abuse.processes.three_servers import FILES, GREEDY, Servers, places
+from tests.threaded import streamed
 from tests.waiting import until
 
 BOTH = pytest.mark.parametrize("kind", ["sync", "async"])
@@ -35,7 +36,7 @@ async def test_calls_about_an_image_stay_on_one_server(servers, kind):
             handle = await client.put_image(image)
             by_id = ImageHandle(handle.image_id)
             assert (await client.caption(handle, "short", **GREEDY)).model == name
-            assert (await client.stream(by_id, "?", **GREEDY)).model == name
+            assert (await streamed(client, by_id, "?", **GREEDY)).model == name
             result = await client.analyze(by_id, [QueryTask("?", **GREEDY)])
             assert result.model == name and result.image_id == handle.image_id
     # Of another client too: the digest of the image decides.
@@ -62,8 +63,8 @@ async def test_a_server_that_is_killed_costs_no_call(servers, kind):
                 n for n, (old, new) in enumerate(zip(before, after, strict=True)) if old != new
             ]
             assert moved == [n for n, name in enumerate(before) if name == "a"]
-            streamed = [(await client.stream(each, "?", **GREEDY)).model for each in ids]
-            assert streamed == after
+            by_streams = [(await streamed(client, each, "?", **GREEDY)).model for each in ids]
+            assert by_streams == after
             assert await places(client) == after
         finally:
             servers.restart("a")
@@ -141,7 +142,7 @@ async def test_an_image_that_no_server_knows(servers, kind, tmp_path):
         with pytest.raises(NotFoundError, match="send the image again"):
             await client.query(unknown, "?")
         with pytest.raises(NotFoundError):
-            await client.stream(unknown, "?")
+            await streamed(client, unknown, "?")
         # The handle's own source.
         held = ImageHandle(unknown.image_id, source=path)
         assert (await client.query(held, "?", **GREEDY)).image_size == (32, 24)

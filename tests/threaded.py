@@ -1,0 +1,49 @@
+"""A synchronous client with the methods of an asynchronous one, so that one test serves both."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Threaded:
+    """Every call is in a thread: the event loop may be that of the server."""
+
+    def __init__(self, client):
+        self._client = client
+
+    def __getattr__(self, name):
+        method = getattr(self._client, name)
+        if name.startswith("stream_"):
+            return lambda *args, **options: ThreadedStream(method, args, options)
+        return lambda *args, **options: asyncio.to_thread(method, *args, **options)
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        self._client.close()
+
+
+class ThreadedStream:
+    def __init__(self, method, args, options):
+        self._start = lambda: method(*args, **options)
+
+    async def __aenter__(self):
+        self._stream = await asyncio.to_thread(self._start)
+        return self
+
+    async def __aexit__(self, *_):
+        self._stream.close()
+
+    async def __aiter__(self):
+        while (event := await asyncio.to_thread(next, self._stream, None)) is not None:
+            yield event
+
+    async def result(self):
+        return await asyncio.to_thread(self._stream.result)
+
+
+async def streamed(client, *args, **options):
+    """The result of a streamed query of either client."""
+    async with client.stream_query(*args, **options) as stream:
+        return await stream.result()
