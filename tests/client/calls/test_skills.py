@@ -174,8 +174,10 @@ def test_everything_given_is_sent(client: KestrelClient, peer: Any) -> None:
         model="other",
         request_id="mine-1",
         priority="high",
+        answer_start="It",
     )
     (request,) = peer.vision.requests
+    assert request.query.answer_start == "It"
     assert [image.encoded for image in request.images] == [IMAGE]
     sampling = request.query.sampling
     assert sampling.HasField("temperature") and sampling.temperature == 0

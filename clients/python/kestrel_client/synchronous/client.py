@@ -135,7 +135,6 @@ class KestrelClient(Closing):
         system: str = "",
         presupposes: Sequence[str] = (),
         max_absence: float | None = None,
-        answer_start: str = "",
         num_samples: int | None = None,
         **options: Unpack[QueryOptions],
     ) -> QueryResult:
@@ -147,7 +146,6 @@ class KestrelClient(Closing):
         ``image`` belongs to the first turn, and these to the question. ``system``: instructions that precede the first
         question. ``presupposes``: objects without which the question has no answer, at most 8; if one of them is absent
         with a probability above ``max_absence`` (default: the server's), there is no answer: ``result.abstained``.
-        ``answer_start``: the beginning of the answer; the result has only what follows. Not with reasoning.
         ``num_samples``: how many answers to generate, at most 16: ``result.answers``. Answer i, counted from 0, has the
         seed ``seed + i``.
         """
@@ -160,7 +158,6 @@ class KestrelClient(Closing):
             system,
             presupposes,
             max_absence,
-            answer_start,
             num_samples=num_samples,
         )
         return self._channel.call(self._requests.task, image, task, options)
@@ -255,20 +252,11 @@ class KestrelClient(Closing):
         system: str = "",
         presupposes: Sequence[str] = (),
         max_absence: float | None = None,
-        answer_start: str = "",
         **options: Unpack[QueryOptions],
     ) -> Stream[QueryResult, TextDelta | ReasoningDelta]:
         """As ``query``; the stream gives the text as it is generated."""
         task = QueryTask(
-            question,
-            reasoning,
-            spatial_refs,
-            history,
-            images,
-            system,
-            presupposes,
-            max_absence,
-            answer_start,
+            question, reasoning, spatial_refs, history, images, system, presupposes, max_absence
         )
         return self._channel.stream(self._requests.task, image, task, options)
 

@@ -93,6 +93,8 @@ class QueryOptions(TextOptions, total=False):
     max_reasoning_tokens: int | None
     """With reasoning: largest number of tokens of the reasoning, at least 1; ``max_tokens`` then limits the answer
     alone. ``result.reasoning.finish_reason`` says whether the reasoning was cut."""
+    answer_start: str | None
+    """The beginning of the answer; the result has only what follows. Not with reasoning."""
 
 
 _PRIORITIES = words(common_pb2.Priority)

@@ -42,7 +42,7 @@ from ..restoring import Restoring
 from ..streams import Reading
 from .building import build, choice
 from .images import ImageRequests
-from .options import HandlingOptions, LateFrames, checked_session, to_handling
+from .options import HandlingOptions, LateFrames, QueryOptions, checked_session, to_handling
 from .tasks import skill_of, to_message, to_task, vision_method
 
 _LATE_FRAMES = words(pb.LateFrames)
@@ -93,7 +93,10 @@ class Requests:
             if isinstance(task.images, (str, bytes)):
                 raise InvalidRequestError("images: is one image, needs a sequence of images")
             sources = tuple(map(self._loaded, task.images))
-            task = replace(task, images=sources, history=tuple(task.history))  # type: ignore[assignment]
+            start = task.answer_start or cast(QueryOptions, options).get("answer_start") or ""
+            task = replace(  # type: ignore[assignment]
+                task, images=sources, history=tuple(task.history), answer_start=start
+            )
         message = to_message(task, options)
         if image is not None or not isinstance(task, (QueryTask, SkillTask)):
             image = self._loaded(cast(ImageInput, image))

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         return True
 
     status = ask_each(args, [each.name for each in inputs], embed)
-    if found:
+    if args.save is not None and found:
         _save(Path(args.save), found)
     return status
 

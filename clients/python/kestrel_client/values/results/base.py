@@ -113,8 +113,9 @@ def read_finish_reason(reason: int) -> FinishReason:
 
 def read_finish_reasons(reasons: Iterable[int]) -> FinishReason:
     """The reason of several generations: "length" if one of them has it, otherwise that of the first that has one."""
-    every: list[FinishReason] = [read_finish_reason(reason) for reason in reasons]
-    known = [reason for reason in every if reason != "unknown"]
+    known: list[FinishReason] = [
+        reason for reason in map(read_finish_reason, reasons) if reason != "unknown"
+    ]
     if "length" in known:
         return "length"
     return known[0] if known else "unknown"
