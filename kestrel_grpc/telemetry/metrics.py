@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -21,12 +20,11 @@ from ..images.shared.shared_images import SharedImageEvent
 from ..logs.records import lost_records
 from . import names
 from .attributes import SERVER_ERRORS, operation_of
-from .dense import DenseHistogram
 from .edge_counts import EdgeCounts
 from .model_gauges import ModelGauges
 from .names import Metric
 from .open_files import file_limit, open_files
-from .shared_image_metrics import SharedImageMetrics
+from .readers import DenseHistogram
 
 Read = Callable[[], Iterable[Observation]]
 
@@ -35,12 +33,6 @@ OTHERS = "other"
 """The label of all principals after the first MOST_PRINCIPALS. It bounds the number of series."""
 MOST_ADAPTERS = 50
 """Adapters that have a label of their own; all others are OTHERS."""
-
-
-@dataclass(slots=True)
-class _Usage:
-    calls: int = 0
-    tokens: dict[str, int] = field(default_factory=lambda: {"input": 0, "output": 0})
 
 
 class ServiceMetrics:
@@ -61,20 +53,28 @@ class ServiceMetrics:
         self._default = ""
         self._adapters: set[str] = set()
         """Those that have a label of their own."""
-        self._steps = {False: 0, True: 0}
-        self._crops = self._reused_crops = self._prefill_positions = self._step_tokens = 0
         self.token_gap = DenseHistogram(names.TOKEN_GAP)
         """The readers add this histogram to their data."""
-        self._tokens: Counter[tuple[str, str, str]] = Counter()
-        self._reasoning = self._shared_rows = self._shared_groups = 0
-        self._requests: Counter[tuple[str, str, str, str, str]] = Counter()
-        self._principals: dict[str, _Usage] = {}
-        self._unauthorized: Counter[str] = Counter()
-        self._frames = dict.fromkeys(FRAME_OUTCOMES, 0)
         self._models = ModelGauges(self._observe)
         self.lora_info = self._models.lora_info
         """The readers add this gauge to their data."""
-        self._shared_images = SharedImageMetrics(self._observe, self._histogram)
+        self._steps = self._counts(names.STEPS, False, True)
+        self._crops = self._counts(names.CROPS)
+        self._reused_crops = self._counts(names.REUSED_CROPS)
+        self._prefill_positions = self._counts(names.PREFILL_POSITIONS)
+        self._step_tokens = self._counts(names.STEP_TOKENS)
+        self._shared_rows = self._counts(names.SHARED_ROWS)
+        self._shared_groups = self._counts(names.SHARED_GROUPS)
+        self._requests = self._counts(names.REQUESTS)
+        self._tokens = self._counts(names.TOKENS)
+        self._reasoning = self._counts(names.REASONING)
+        self._principal_calls = self._counts(names.PRINCIPAL_CALLS)
+        self._principal_tokens = self._counts(names.PRINCIPAL_TOKENS)
+        self._unauthorized = self._counts(names.UNAUTHORIZED_CALLS)
+        self._frames = self._counts(names.FRAMES, *FRAME_OUTCOMES)
+        self._shared_images = self._counts(names.SHARED_IMAGES)
+        self._shared_image_bytes = self._counts(names.SHARED_IMAGE_BYTES)
+        self._shared_image_duration = self._histogram(names.SHARED_IMAGE_DURATION)
         self._call_duration = self._histogram(names.CALL_DURATION)
         self._request_duration = self._histogram(names.REQUEST_DURATION)
         self._first_token = self._histogram(names.FIRST_TOKEN)
@@ -84,44 +84,19 @@ class ServiceMetrics:
         self._prefill = self._histogram(names.PREFILL_DURATION)
         self._decode = self._histogram(names.DECODE_DURATION)
         self._step_phase = self._histogram(names.STEP_DURATION)
-        self._observe(names.CALLS, lambda: [Observation(num_calls())])
-        self._observe(names.READY, lambda: [Observation(int(is_ready()))])
-        self._observe(names.LOST_RECORDS, lambda: [Observation(lost_records())])
-        self._observe(names.CONNECTIONS, lambda: _known(edge.connections()))
-        self._observe(names.CONNECTIONS_LIMIT, lambda: _known(edge.max_connections))
+        self._read(names.CALLS, num_calls)
+        self._read(names.READY, lambda: int(is_ready()))
+        self._read(names.LOST_RECORDS, lost_records)
+        self._read(names.CONNECTIONS, edge.connections)
+        self._read(names.CONNECTIONS_LIMIT, lambda: edge.max_connections)
         self._observe(
             names.ENDED_CONNECTIONS,
             lambda: [Observation(n, {names.REASON: k}) for k, n in edge.ended().items()],
         )
-        self._observe(names.STREAMS, lambda: [Observation(num_calls() + edge.visits())])
-        self._observe(names.STREAMS_LIMIT, lambda: _known(edge.max_streams))
-        self._observe(names.FILES, lambda: _known(open_files()))
-        self._observe(names.FILES_LIMIT, lambda: _known(file_limit()))
-        self._observe(names.REQUESTS, self._read_requests)
-        self._observe(names.TOKENS, self._read_tokens)
-        self._observe(
-            names.UNAUTHORIZED_CALLS,
-            lambda: [
-                Observation(n, {names.REASON: k}) for k, n in self._unauthorized.copy().items()
-            ],
-        )
-        self._observe(
-            names.FRAMES,
-            lambda: [Observation(n, {names.OUTCOME: k}) for k, n in self._frames.items()],
-        )
-        self._observe(names.PRINCIPAL_CALLS, self._read_principals)
-        self._observe(names.PRINCIPAL_TOKENS, self._read_principal_tokens)
-        self._observe(
-            names.STEPS,
-            lambda: [Observation(n, {names.FAILED: k}) for k, n in self._steps.items()],
-        )
-        self._observe(names.REASONING, lambda: [Observation(self._reasoning)])
-        self._observe(names.SHARED_ROWS, lambda: [Observation(self._shared_rows)])
-        self._observe(names.SHARED_GROUPS, lambda: [Observation(self._shared_groups)])
-        self._observe(names.STEP_TOKENS, lambda: [Observation(self._step_tokens)])
-        self._observe(names.CROPS, lambda: [Observation(self._crops)])
-        self._observe(names.REUSED_CROPS, lambda: [Observation(self._reused_crops)])
-        self._observe(names.PREFILL_POSITIONS, lambda: [Observation(self._prefill_positions)])
+        self._read(names.STREAMS, lambda: num_calls() + edge.visits())
+        self._read(names.STREAMS_LIMIT, lambda: edge.max_streams)
+        self._read(names.FILES, open_files)
+        self._read(names.FILES_LIMIT, file_limit)
 
     def ready(self, engine: InferenceEngine, load_s: float) -> None:
         """Shows the engine of the model that is the default at the start. ``load_s``: seconds that loading took."""
@@ -137,15 +112,15 @@ class ServiceMetrics:
 
     def on_step(self, event: StepEvent) -> None:
         """Records a step. Runs on the step thread."""
-        self._steps[event.failed] += 1
+        self._steps[event.failed,] += 1
         if event.failed:
             return
-        self._crops += event.num_crops
-        self._reused_crops += event.num_reused_crops
-        self._prefill_positions += event.num_prefill_positions
-        self._step_tokens += event.num_tokens
-        self._shared_rows += sum(event.shared_groups)
-        self._shared_groups += len(event.shared_groups)
+        self._crops[()] += event.num_crops
+        self._reused_crops[()] += event.num_reused_crops
+        self._prefill_positions[()] += event.num_prefill_positions
+        self._step_tokens[()] += event.num_tokens
+        self._shared_rows[()] += sum(event.shared_groups)
+        self._shared_groups[()] += len(event.shared_groups)
         for gap_s, count in event.token_gaps:
             self.token_gap.record(gap_s, count)
         if event.num_crops:
@@ -162,7 +137,7 @@ class ServiceMetrics:
         self._requests[(*which, event.skill, event.finish_reason or "error", event.error)] += 1
         self._tokens[(*which, "input")] += metrics.input_tokens
         self._tokens[(*which, "output")] += metrics.output_tokens
-        self._reasoning += metrics.reasoning_tokens
+        self._reasoning[()] += metrics.reasoning_tokens
         served = {
             names.OPERATION: operation_of(event.skill),
             names.PROVIDER: names.PROVIDER_VALUE,
@@ -191,10 +166,15 @@ class ServiceMetrics:
             self._preprocess.record(event.seconds, _NO_SKILL)
 
     def on_shared_image(self, event: SharedImageEvent) -> None:
-        self._shared_images.on_event(event)
+        self._shared_images[event.operation, event.outcome] += 1
+        if event.num_bytes:
+            self._shared_image_bytes[event.operation,] += event.num_bytes
+        if event.outcome not in _NOT_TRIED:
+            operation = {names.OPERATION_OF_STORE: event.operation}
+            self._shared_image_duration.record(event.seconds, operation)
 
     def show_shared_images(self, is_used: Callable[[], bool]) -> None:
-        self._shared_images.show(is_used)
+        self._read(names.SHARED_IMAGES_USED, lambda: int(is_used()))
 
     def on_call(self, call: Call) -> None:
         """Records a finished call."""
@@ -207,26 +187,21 @@ class ServiceMetrics:
             attributes[names.ERROR_TYPE] = call.code.name
         self._call_duration.record(call.duration_ms / 1e3, attributes)
         if call.code in _UNAUTHORIZED:
-            self._unauthorized[call.reason] += 1
+            self._unauthorized[call.reason,] += 1
         if call.frame:
-            self._frames[call.frame] += 1
-        usage = self._usage(call.principal.name)
-        usage.calls += 1
-        if call.result is not None:
-            usage.tokens["input"] += call.result.metrics.input_tokens
-            usage.tokens["output"] += call.result.metrics.output_tokens
+            self._frames[call.frame,] += 1
+        who = call.principal.name
+        if (who,) not in self._principal_calls and len(self._principal_calls) >= MOST_PRINCIPALS:
+            who = OTHERS
+        self._principal_calls[who,] += 1
+        used = None if call.result is None else call.result.metrics
+        self._principal_tokens[who, "input"] += 0 if used is None else used.input_tokens
+        self._principal_tokens[who, "output"] += 0 if used is None else used.output_tokens
 
     def _adapter_label(self, adapter: str) -> str:
         if adapter and adapter not in self._adapters and len(self._adapters) < MOST_ADAPTERS:
             self._adapters.add(adapter)
         return adapter if not adapter or adapter in self._adapters else OTHERS
-
-    def _usage(self, principal: str) -> _Usage:
-        usage = self._principals.get(principal)
-        if usage is None:
-            name = principal if len(self._principals) < MOST_PRINCIPALS else OTHERS
-            usage = self._principals.setdefault(name, _Usage())
-        return usage
 
     def _histogram(self, metric: Metric) -> Histogram:
         return self._meter.create_histogram(
@@ -247,46 +222,42 @@ class ServiceMetrics:
         )
         create(metric.name, [called], metric.unit, metric.description)
 
-    def _read_principals(self) -> list[Observation]:
-        principals = self._principals.copy().items()
-        return [Observation(usage.calls, {names.PRINCIPAL: name}) for name, usage in principals]
+    def _read(self, metric: Metric, read: Callable[[], float | None]) -> None:
+        """An instrument with one value, or with none while ``read`` returns None."""
 
-    def _read_principal_tokens(self) -> list[Observation]:
-        return [
-            Observation(count, {names.PRINCIPAL: name, names.TOKEN_TYPE: kind})
-            for name, usage in self._principals.copy().items()
-            for kind, count in usage.tokens.items()
-        ]
+        def observed() -> list[Observation]:
+            value = read()
+            return [] if value is None else [Observation(value)]
 
-    def _read_tokens(self) -> list[Observation]:
-        return [
-            Observation(
-                count,
-                {names.REQUEST_MODEL: model, names.ADAPTER: adapter, names.TOKEN_TYPE: kind},
-            )
-            for (model, adapter, kind), count in self._tokens.copy().items()
-        ]
+        self._observe(metric, observed)
 
-    def _read_requests(self) -> list[Observation]:
-        observations = []
-        for (model, adapter, skill, reason, error), count in self._requests.copy().items():
-            attributes = {
-                names.REQUEST_MODEL: model,
-                names.ADAPTER: adapter,
-                names.SKILL: skill,
-                names.FINISH_REASON: reason,
-            }
-            if error:
-                attributes[names.ERROR_TYPE] = error
-            observations.append(Observation(count, attributes))
-        return observations
+    def _counts(self, metric: Metric, *known: str | bool) -> Counter[tuple[str | bool, ...]]:
+        """Numbers by the values of the metric's attributes. ``known``: the values of an only attribute that are shown
+        before they occur. An only number is shown from the start; its key is ()."""
+        counts: Counter[tuple[str | bool, ...]] = Counter()
+        for value in known:
+            counts[value,] = 0
+        if not metric.attributes:
+            counts[()] = 0
+
+        def observed() -> list[Observation]:
+            return [
+                Observation(count, _attributes(metric, values))
+                for values, count in counts.copy().items()
+            ]
+
+        self._observe(metric, observed)
+        return counts
+
+
+def _attributes(metric: Metric, values: tuple[str | bool, ...]) -> dict[str, str | bool]:
+    """What did not fail has no type of an error."""
+    pairs = zip(metric.attributes, values, strict=True)
+    return {name: value for name, value in pairs if value or name != names.ERROR_TYPE}
 
 
 _UNAUTHORIZED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 _NO_SKILL = {names.SKILL: ""}
 _VISION, _PREFILL, _DECODE = ({names.PHASE: phase} for phase in ("vision", "prefill", "decode"))
 
-
-def _known(number: int | None) -> list[Observation]:
-    """One observation; none for None."""
-    return [] if number is None else [Observation(number)]
+_NOT_TRIED = ("paused", "full")

@@ -19,6 +19,7 @@ from kestrel_engine import clock
 
 from ..security.identity.certificates import shown_by
 from ..security.metrics_door import UNAUTHORIZED, MetricsDoor
+from ..settings.addresses import AddressError
 
 TIMEOUT_S = 10.0
 """Timeout of the handshake and of each read of a request."""
@@ -32,12 +33,20 @@ App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class MetricsPort:
-    """Serves ``app`` at PATH to the callers that ``door`` admits. Raises OSError if it cannot listen."""
+    """Serves ``app`` at PATH to the scrapers that ``door`` admits. ``address``: HOST:PORT or [IPV6]:PORT. Raises
+    AddressError if it cannot listen."""
 
-    def __init__(self, host: str, port: int, app: App, door: MetricsDoor) -> None:
-        self._server = _Server(host, port, door)
+    def __init__(self, address: str, app: App, door: MetricsDoor) -> None:
+        host, _, port = address.rpartition(":")
+        try:
+            self._server = _Server(host.strip("[]"), int(port), door)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise AddressError(f"cannot serve metrics on {address}: {reason}") from None
         self._server.set_app(_behind(door, app))
-        self.port = self._server.server_port
+        self.address = f"{host}:{self._server.server_port}"
+        """The address, with the assigned port in place of port 0."""
+        self.scheme = "https" if door.talks_tls else "http"
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="kestrel-metrics", daemon=True
         )

@@ -127,392 +127,314 @@ _PHASE = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0
 
 _GEN_AI = (OPERATION, PROVIDER, REQUEST_MODEL, SKILL, ADAPTER)
 
-CALL_DURATION = Metric(
+
+def _histogram(
+    name: str, description: str, buckets: tuple[float, ...], attributes: tuple[str, ...] = ()
+) -> Metric:
+    """Of durations, in seconds."""
+    return Metric(name, "histogram", "s", description, attributes, buckets)
+
+
+def _counter(name: str, unit: str, description: str, attributes: tuple[str, ...] = ()) -> Metric:
+    return Metric(name, "counter", unit, description, attributes)
+
+
+def _gauge(name: str, unit: str, description: str, attributes: tuple[str, ...] = ()) -> Metric:
+    return Metric(name, "gauge", unit, description, attributes)
+
+
+CALL_DURATION = _histogram(
     "rpc.server.call.duration",
-    "histogram",
-    "s",
     "Duration of calls from first byte to status: of kestrel.v1, and refused calls of other services; _OTHER: unknown "
     "method",
+    _LONG,
     (RPC_SYSTEM, RPC_METHOD, RPC_STATUS, ERROR_TYPE),
-    _LONG,
 )
-REQUEST_DURATION = Metric(
+REQUEST_DURATION = _histogram(
     "gen_ai.server.request.duration",
-    "histogram",
-    "s",
     "Duration of the engine's requests, from acceptance to end",
+    _LONG,
     (*_GEN_AI, ERROR_TYPE),
-    _LONG,
 )
-FIRST_TOKEN = Metric(
-    "gen_ai.server.time_to_first_token",
-    "histogram",
-    "s",
-    "Time from acceptance to first token",
-    _GEN_AI,
-    _FIRST,
+FIRST_TOKEN = _histogram(
+    "gen_ai.server.time_to_first_token", "Time from acceptance to first token", _FIRST, _GEN_AI
 )
-PER_TOKEN = Metric(
+PER_TOKEN = _histogram(
     "gen_ai.server.time_per_output_token",
-    "histogram",
-    "s",
     "Mean time between the tokens of a request, after its first token",
+    _TOKEN,
     _GEN_AI,
-    _TOKEN,
 )
-TOKEN_GAP = Metric(
+TOKEN_GAP = _histogram(
     "kestrel.token.gap.duration",
-    "histogram",
-    "s",
     "Time between two tokens of a request, measured on the step thread",
-    (),
     _TOKEN,
 )
-QUEUE_DURATION = Metric(
+QUEUE_DURATION = _histogram(
     "kestrel.request.queue.duration",
-    "histogram",
-    "s",
     "Time that a request waits for a place in the batch, without preprocessing",
-    (SKILL,),
     _PHASE,
+    (SKILL,),
 )
-PREPROCESS_DURATION = Metric(
+PREPROCESS_DURATION = _histogram(
     "kestrel.request.preprocess.duration",
-    "histogram",
-    "s",
     "Time to decode and tile an image; without a skill for Analyze, PutImage and UploadImage, which prepare it first",
-    (SKILL,),
     _PHASE,
+    (SKILL,),
 )
-PREFILL_DURATION = Metric(
+PREFILL_DURATION = _histogram(
     "kestrel.request.prefill.duration",
-    "histogram",
-    "s",
     "Time from the first schedule to the first token, including vision",
-    (SKILL,),
     _PHASE,
-)
-DECODE_DURATION = Metric(
-    "kestrel.request.decode.duration",
-    "histogram",
-    "s",
-    "Time from the first token to the last",
     (SKILL,),
-    _LONG,
 )
-STEP_DURATION = Metric(
+DECODE_DURATION = _histogram(
+    "kestrel.request.decode.duration", "Time from the first token to the last", _LONG, (SKILL,)
+)
+STEP_DURATION = _histogram(
     "kestrel.step.phase.duration",
-    "histogram",
-    "s",
     "Time of the device for one phase of a step: vision, prefill or decode",
-    (PHASE,),
     _PHASE,
+    (PHASE,),
 )
-REQUESTS = Metric(
+REQUESTS = _counter(
     "kestrel.requests",
-    "counter",
     "{request}",
     "Finished requests of the engine, by finish reason: stop, length, cancelled or error",
     (REQUEST_MODEL, ADAPTER, SKILL, FINISH_REASON, ERROR_TYPE),
 )
-TOKENS = Metric(
+TOKENS = _counter(
     "kestrel.tokens",
-    "counter",
     "{token}",
     "Tokens of finished requests: input (positions, including images) and output",
     (REQUEST_MODEL, ADAPTER, TOKEN_TYPE),
 )
-REASONING = Metric(
-    "kestrel.tokens.reasoning",
-    "counter",
-    "{token}",
-    "Output tokens of finished requests that were reasoning",
+REASONING = _counter(
+    "kestrel.tokens.reasoning", "{token}", "Output tokens of finished requests that were reasoning"
 )
-PRINCIPAL_CALLS = Metric(
+PRINCIPAL_CALLS = _counter(
     "kestrel.principal.calls",
-    "counter",
     "{call}",
     "Calls by principal: the first 100 by name, all others as 'other', callers without credentials as ''",
     (PRINCIPAL,),
 )
-PRINCIPAL_TOKENS = Metric(
+PRINCIPAL_TOKENS = _counter(
     "kestrel.principal.tokens",
-    "counter",
     "{token}",
     "Tokens of the calls that ended with OK, by principal",
     (PRINCIPAL, TOKEN_TYPE),
 )
-UNAUTHORIZED_CALLS = Metric(
+UNAUTHORIZED_CALLS = _counter(
     "kestrel.calls.unauthorized",
-    "counter",
     "{call}",
     "Calls that ended with UNAUTHENTICATED or PERMISSION_DENIED, by the reason in their error",
     (REASON,),
 )
-FRAMES = Metric(
+FRAMES = _counter(
     "kestrel.frames",
-    "counter",
     "{frame}",
     "Frames of StreamFrames, by outcome: answered, repeated (with the results of an equal frame), overview (answered "
     "with the overview only), dropped or failed",
     (OUTCOME,),
 )
-SHARED_IMAGES = Metric(
+SHARED_IMAGES = _counter(
     "kestrel.shared_images.operations",
-    "counter",
     "{operation}",
     "Operations on the shared image store, by operation (get, put, delete, check) and outcome: hit, miss, gone "
     "(deleted at another server), damaged, stored, deleted, too_large, full (too many bytes on the way), failed or "
     "paused (not tried after failures)",
     (OPERATION_OF_STORE, OUTCOME),
 )
-SHARED_IMAGE_BYTES = Metric(
+SHARED_IMAGE_BYTES = _counter(
     "kestrel.shared_images.transferred",
-    "counter",
     "By",
     "Bytes of values that were read from (get) and written to (put) the shared image store",
     (OPERATION_OF_STORE,),
 )
-SHARED_IMAGE_DURATION = Metric(
+SHARED_IMAGE_DURATION = _histogram(
     "kestrel.shared_images.duration",
-    "histogram",
-    "s",
     "Time of an operation on the shared image store, if it was tried",
-    (OPERATION_OF_STORE,),
     _PHASE,
+    (OPERATION_OF_STORE,),
 )
-SHARED_IMAGES_USED = Metric(
+SHARED_IMAGES_USED = _gauge(
     "kestrel.shared_images.used",
-    "gauge",
     "1",
     "1 while the shared image store is used, 0 while it is left alone after failures; absent without --shared-images",
 )
-STEP_TOKENS = Metric(
+STEP_TOKENS = _counter(
     "kestrel.step.tokens",
-    "counter",
     "{token}",
     "Tokens that steps have sampled, for finished and unfinished requests",
 )
-SHARED_ROWS = Metric(
+SHARED_ROWS = _counter(
     "kestrel.step.shared.rows",
-    "counter",
     "{row}",
     "Rows of steps whose positions in common with other rows, such as those of an image, were read once for all",
 )
-SHARED_GROUPS = Metric(
+SHARED_GROUPS = _counter(
     "kestrel.step.shared.groups",
-    "counter",
     "{group}",
     "Groups of such rows: their rows over their number is the mean size of a group",
 )
-MASKS = Metric(
+MASKS = _counter(
     "kestrel.masks",
-    "counter",
     "{mask}",
     "Masks of the tokens that constraints permit, one for each token of a constrained answer but the first",
     (REQUEST_MODEL,),
 )
-MASK_TIME = Metric(
+MASK_TIME = _counter(
     "kestrel.masks.time",
-    "counter",
     "s",
     "Processor time to follow constraints and to compute their masks",
     (REQUEST_MODEL,),
 )
-STEPS = Metric(
-    "kestrel.steps", "counter", "{step}", "Steps that the device has finished", (FAILED,)
+STEPS = _counter("kestrel.steps", "{step}", "Steps that the device has finished", (FAILED,))
+CROPS = _counter("kestrel.crops", "{crop}", "Crops of images that were encoded")
+REUSED_CROPS = _counter(
+    "kestrel.crops.reused", "{crop}", "Crops of images that were equal to earlier crops"
 )
-CROPS = Metric("kestrel.crops", "counter", "{crop}", "Crops of images that were encoded")
-REUSED_CROPS = Metric(
-    "kestrel.crops.reused", "counter", "{crop}", "Crops of images that were equal to earlier crops"
-)
-PREFILL_POSITIONS = Metric(
-    "kestrel.prefill.positions", "counter", "{position}", "Prompt positions computed"
-)
-PROMPT_POSITIONS = Metric(
+PREFILL_POSITIONS = _counter("kestrel.prefill.positions", "{position}", "Prompt positions computed")
+PROMPT_POSITIONS = _counter(
     "kestrel.prompt.positions",
-    "counter",
     "{position}",
     "Prompt positions of admitted requests",
     (REQUEST_MODEL,),
 )
-CACHED_POSITIONS = Metric(
+CACHED_POSITIONS = _counter(
     "kestrel.prefix_cache.hit.positions",
-    "counter",
     "{position}",
     "Prompt positions that the prefix cache supplied",
     (REQUEST_MODEL,),
 )
-PREEMPTIONS = Metric(
+PREEMPTIONS = _counter(
     "kestrel.preemptions",
-    "counter",
     "{preemption}",
     "Requests preempted because no page was free",
     (REQUEST_MODEL,),
 )
-RUNNING = Metric(
-    "kestrel.requests.running",
-    "gauge",
-    "{request}",
-    "Requests in the batch",
-    (REQUEST_MODEL,),
-)
-WAITING = Metric(
+RUNNING = _gauge("kestrel.requests.running", "{request}", "Requests in the batch", (REQUEST_MODEL,))
+WAITING = _gauge(
     "kestrel.requests.waiting",
-    "gauge",
     "{request}",
     "Accepted requests that are not in the batch",
     (REQUEST_MODEL,),
 )
-PRINCIPALS = Metric(
+PRINCIPALS = _gauge(
     "kestrel.principals.active",
-    "gauge",
     "{principal}",
     "Principals with accepted requests",
     (REQUEST_MODEL,),
 )
-LARGEST_SHARE = Metric(
+LARGEST_SHARE = _gauge(
     "kestrel.places.largest",
-    "gauge",
     "1",
     "Largest share of all places for requests that one principal holds",
     (REQUEST_MODEL,),
 )
-DISPLACED = Metric(
+DISPLACED = _counter(
     "kestrel.requests.displaced",
-    "counter",
     "{request}",
     "Waiting requests that lost their place to another principal's request",
     (REQUEST_MODEL,),
 )
-CALLS = Metric("kestrel.calls.active", "gauge", "{call}", "Calls in progress")
-CONNECTIONS = Metric(
+CALLS = _gauge("kestrel.calls.active", "{call}", "Calls in progress")
+CONNECTIONS = _gauge(
     "kestrel.connections.open",
-    "gauge",
     "{connection}",
     "TCP connections to the addresses of --listen; Linux only",
 )
-CONNECTIONS_LIMIT = Metric(
+CONNECTIONS_LIMIT = _gauge(
     "kestrel.connections.limit",
-    "gauge",
     "{connection}",
     "Limit on connections (--max-connections); absent without a limit",
 )
-ENDED_CONNECTIONS = Metric(
+ENDED_CONNECTIONS = _counter(
     "kestrel.connections.ended",
-    "counter",
     "{connection}",
     "Connections that the server ended: address_limit, unexplained_bytes, large_headers or idle (docs/run/security.md)",
     (REASON,),
 )
-STREAMS = Metric(
+STREAMS = _gauge(
     "kestrel.streams.open",
-    "gauge",
     "{call}",
     "Calls in progress of all services, including health and reflection",
 )
-STREAMS_LIMIT = Metric(
-    "kestrel.streams.limit",
-    "gauge",
-    "{call}",
-    "Limit on calls in progress on one connection",
+STREAMS_LIMIT = _gauge(
+    "kestrel.streams.limit", "{call}", "Limit on calls in progress on one connection"
 )
-FILES = Metric(
-    "kestrel.files.open",
-    "gauge",
-    "{file}",
-    "Open files of this process: connections and a few dozen others",
+FILES = _gauge(
+    "kestrel.files.open", "{file}", "Open files of this process: connections and a few dozen others"
 )
-FILES_LIMIT = Metric(
+FILES_LIMIT = _gauge(
     "kestrel.files.limit",
-    "gauge",
     "{file}",
     "Limit on open files of this process (RLIMIT_NOFILE); absent without a limit",
 )
-KV_PAGES = Metric(
+KV_PAGES = _gauge(
     "kestrel.kv.pages",
-    "gauge",
     "{page}",
     "Pages of the KV cache: free, cached (in the prefix cache, in use or not), private (of one running request)",
     (REQUEST_MODEL, PAGE_STATE),
 )
-KV_USAGE = Metric(
+KV_USAGE = _gauge(
     "kestrel.kv.usage",
-    "gauge",
     "1",
     "Share of the pages of the KV cache that requests use, from 0 to 1; requests may take the others",
     (REQUEST_MODEL,),
 )
-LORA_INFO = Metric(
+LORA_INFO = _gauge(
     "kestrel.lora_requests_info",
-    "gauge",
     "1",
     "Adapters for routers, with the time of the scrape as its value: how many fit, and the names of up to 64 that are "
     "loaded and of up to 64 that are being loaded",
     (REQUEST_MODEL, MAX_LORA, RUNNING_LORA, WAITING_LORA),
 )
-ADAPTERS = Metric(
-    "kestrel.adapters.loaded",
-    "gauge",
-    "{adapter}",
-    "Adapters in the memory of the device",
-    (REQUEST_MODEL,),
+ADAPTERS = _gauge(
+    "kestrel.adapters.loaded", "{adapter}", "Adapters in the memory of the device", (REQUEST_MODEL,)
 )
-ADAPTERS_USED = Metric(
-    "kestrel.adapters.used",
-    "gauge",
-    "{adapter}",
-    "Loaded adapters that requests use",
-    (REQUEST_MODEL,),
+ADAPTERS_USED = _gauge(
+    "kestrel.adapters.used", "{adapter}", "Loaded adapters that requests use", (REQUEST_MODEL,)
 )
-ADAPTER_MEMORY = Metric(
+ADAPTER_MEMORY = _gauge(
     "kestrel.adapters.memory",
-    "gauge",
     "By",
     "Memory of adapters: of the device, or of the host, ready to be copied to the device",
     (REQUEST_MODEL, MEMORY_KIND),
 )
-ADAPTER_LOADS = Metric(
+ADAPTER_LOADS = _counter(
     "kestrel.adapters.loads",
-    "counter",
     "{adapter}",
     "Adapters that were loaded, or could not be",
     (REQUEST_MODEL, FAILED),
 )
-LOAD_DURATION = Metric(
+LOAD_DURATION = _gauge(
     "kestrel.model.load.duration",
-    "gauge",
     "s",
     "Time to load the model; of the first one, to start the server",
     (REQUEST_MODEL,),
 )
-LOAD_PHASE = Metric(
+LOAD_PHASE = _gauge(
     "kestrel.model.load.phase.duration",
-    "gauge",
     "s",
     "Parts of the time to load: weights, build (packing, KV pool), capture (CUDA graphs and kernels), warm_up (rest)",
     (REQUEST_MODEL, PHASE),
 )
-KERNELS = Metric(
+KERNELS = _counter(
     "kestrel.kernels",
-    "counter",
     "{kernel}",
     "Kernels that Triton has compiled or loaded from its disk cache since the process began",
     (CACHED,),
 )
-COMPILE_TIME = Metric(
-    "kestrel.kernels.compile.time",
-    "counter",
-    "s",
-    "Time to compile or load kernels; steps wait for it",
+COMPILE_TIME = _counter(
+    "kestrel.kernels.compile.time", "s", "Time to compile or load kernels; steps wait for it"
 )
-LOST_RECORDS = Metric(
+LOST_RECORDS = _counter(
     "kestrel.log.lost",
-    "counter",
     "{record}",
     "Log records that were dropped because the reader was too slow, or that could not be written",
 )
-READY = Metric("kestrel.ready", "gauge", "1", "1 while the server accepts requests, else 0")
+READY = _gauge("kestrel.ready", "1", "1 while the server accepts requests, else 0")
 
 METRICS = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 """All metrics, in the order above."""

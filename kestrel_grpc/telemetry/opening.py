@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..images.shared.shared_images import SharedImageEvent
     from ..settings.security import SecurityConfig
     from .metrics import ServiceMetrics
-    from .prometheus import PrometheusEndpoint
+    from .metrics_port import MetricsPort
     from .tracing import CallTracing
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Telemetry:
         self,
         tracing: CallTracing | None,
         metrics: ServiceMetrics | None,
-        endpoint: PrometheusEndpoint | None,
+        endpoint: MetricsPort | None,
         shutdowns: list[Callable[[], object]],
         registry: CollectorRegistry | None = None,
     ) -> None:
@@ -249,12 +249,14 @@ def open_telemetry(
         registry = registry_of(reader, config.worker)
     if config.prometheus is not None:
         # This comes before tracing and metrics because it may fail, and they start threads.
+        from prometheus_client import make_wsgi_app
+
         from ..security.metrics_door import MetricsDoor
-        from .prometheus import PrometheusEndpoint
+        from .metrics_port import MetricsPort
 
         assert registry is not None, "is_scraped says so"
         door = MetricsDoor(config.prometheus, security)
-        endpoint = PrometheusEndpoint(config.prometheus, registry, door)
+        endpoint = MetricsPort(config.prometheus, make_wsgi_app(registry), door)
         logger.info("metrics at %s://%s/metrics", endpoint.scheme, endpoint.address)
     if config.traces:
         with _named_variables():

@@ -1,4 +1,4 @@
-"""The meter's metrics in Prometheus' form: at http(s)://HOST:PORT/metrics (PrometheusEndpoint), or as text."""
+"""The meter's metrics in Prometheus' form. metrics_port.py serves them at http(s)://HOST:PORT/metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from opentelemetry.sdk.metrics.export import (
     Sum,
 )
 from opentelemetry.sdk.metrics.export import Metric as Collected
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -25,9 +25,6 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from ..security.metrics_door import MetricsDoor
-from ..settings.addresses import AddressError
-from .metrics_port import MetricsPort
 from .names import METRICS, Metric
 
 _BY_NAME = {metric.name: metric for metric in METRICS}
@@ -49,31 +46,6 @@ def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
     """The metrics as text, and its content type. ``accept``: the scraper's header of this name. Takes milliseconds."""
     encode, content_type = choose_encoder(accept)
     return encode(registry), content_type
-
-
-class PrometheusEndpoint:
-    """Serves the metrics of ``registry``. Raises AddressError if it cannot listen.
-
-    Args:
-        address: HOST:PORT or [IPV6]:PORT.
-        registry: The metrics.
-        door: Decides which scrapers may read.
-    """
-
-    def __init__(self, address: str, registry: CollectorRegistry, door: MetricsDoor) -> None:
-        host, _, port = address.rpartition(":")
-        try:
-            self._port = MetricsPort(host.strip("[]"), int(port), make_wsgi_app(registry), door)
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise AddressError(f"cannot serve metrics on {address}: {reason}") from None
-        self.address = f"{host}:{self._port.port}"
-        """The address, with the assigned port in place of port 0."""
-        self.scheme = "https" if door.talks_tls else "http"
-
-    def close(self) -> None:
-        """Closes the port. Blocks until it is free again."""
-        self._port.close()
 
 
 class _Scrape(Collector):

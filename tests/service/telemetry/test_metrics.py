@@ -24,10 +24,9 @@ from kestrel_grpc.images.shared.shared_images import SharedImageEvent
 from kestrel_grpc.security.identity.principal import Principal
 from kestrel_grpc.settings.addresses import AddressError
 from kestrel_grpc.settings.telemetry import TelemetryConfig
-from kestrel_grpc.telemetry.dense import DenseHistogram
 from kestrel_grpc.telemetry.metrics import MOST_PRINCIPALS, ServiceMetrics
 from kestrel_grpc.telemetry.names import METRICS, PRINCIPAL_CALLS, SCOPE, Metric
-from kestrel_grpc.telemetry.readers import PushReader
+from kestrel_grpc.telemetry.readers import DenseHistogram, PushReader
 from tests.service.conftest import ENDLESS, NO_END, raw_image
 from tests.service.statuses import failure
 from tests.waiting import until
@@ -221,7 +220,7 @@ def test_groups_are_counted_as_one_by_one():
     dense = DenseHistogram(metric)
     for value, times in ((0.05, 3), (0.1, 2), (0.15, 1), (0.2, 1), (7.0, 4)):
         dense.record(value, times)
-    [point] = dense.collected().data.data_points
+    [point] = dense.collected(dense.point()).data.data_points
     assert (point.bucket_counts, point.count) == ((5, 2, 4), 11)
     assert point.sum == pytest.approx(0.15 + 0.2 + 0.15 + 0.2 + 28)
 
