@@ -17,8 +17,8 @@ from kestrel_engine import ConfigError, RuntimeConfig, SkillRegistry, maintenanc
 
 from .. import __version__
 from ..logs.records import flush_log, set_up_logging
-from ..process.file_limit import complaint, raise_limit
 from ..process.interpreter import set_up_interpreter
+from ..process.open_files import complaint, raise_limit
 from ..process.skill_plugins import skill_registry
 from ..settings.addresses import AddressError
 from ..settings.configuration import add_flags, configuration, print_configuration

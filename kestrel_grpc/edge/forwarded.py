@@ -16,7 +16,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from ..security.identity.callers import AuthContext
-from ..security.identity.forwarded import certificate_of, peer_of
+from ..security.identity.certificates import certificate_of, peer_of
 from ..security.identity.front_headers import PEER_HEADER, is_of_front
 
 _CHECK, _WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"

@@ -1,4 +1,4 @@
-"""GrpcPorts: the gRPC servers of this process, their addresses and their options.
+"""GrpcPorts: the gRPC servers of this process, their services, addresses and options.
 
 The server listens on an address that it shares with other processes only while it accepts requests. Otherwise the
 kernel would pass it a share of the connections all the same.
@@ -10,11 +10,35 @@ import asyncio
 from collections.abc import Callable
 
 import grpc
+from grpc_health.v1 import health_pb2_grpc
+
+from kestrel_client._pb.inference.grpc_service_pb2_grpc import (
+    add_GRPCInferenceServiceServicer_to_server,
+)
+from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import (
+    add_AdminServiceServicer_to_server,
+)
+from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import (
+    add_ImageServiceServicer_to_server,
+)
+from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import (
+    add_ModelServiceServicer_to_server,
+)
+from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import (
+    add_VisionServiceServicer_to_server,
+)
 
 from ..edge.forwarded import FrontCalls
 from ..edge.methods import Methods
+from ..http.services import HttpServices
 from ..logs.records import log_lifecycle
+from ..monitoring.orca import LoadReports
 from ..security.listening import add_port
+from ..service_names import SERVICES
+from ..services import health
+from ..services.admin import AdminService
+from ..services.load_reports import add_load_reports
+from ..services.reflection import add_reflection
 from ..settings.addresses import check_free, close_address, with_port
 from ..settings.security import SecurityConfig
 from ..settings.server import COMPRESSIONS, ServerConfig
@@ -105,6 +129,26 @@ class GrpcPorts:
             await self._leaving
         for address in self.addresses:
             close_address(address)
+
+
+def add_services(
+    methods: Methods,
+    both: HttpServices,
+    admin: AdminService,
+    own_health: health.Health,
+    load_reports: LoadReports | None,
+) -> None:
+    """``both``: the services that the HTTP port has too. ``load_reports``: None if the server sends none."""
+    server = methods.as_server
+    add_VisionServiceServicer_to_server(both.vision, server)
+    add_GRPCInferenceServiceServicer_to_server(both.inference, server)
+    add_ImageServiceServicer_to_server(both.images, server)
+    add_ModelServiceServicer_to_server(both.models, server)
+    add_AdminServiceServicer_to_server(admin, server)
+    health_pb2_grpc.add_HealthServicer_to_server(own_health, server)
+    if load_reports is not None:
+        add_load_reports(methods, load_reports.current)
+    add_reflection(methods, (*SERVICES, health.SERVICE_NAME))
 
 
 def _channel_options(

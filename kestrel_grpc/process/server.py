@@ -16,6 +16,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kestrel_engine import InferenceEngine, RuntimeConfig, clock
@@ -26,7 +27,6 @@ from ..edge.request_streams import StreamKind
 from ..http.opening import open_http
 from ..http.services import HttpServices
 from ..images.request_images import RequestImages
-from ..images.shared.opening import open_shared_images
 from ..images.shared.shared_images import SharedImages
 from ..images.store import ImageStore
 from ..images.upload import UploadRoom
@@ -35,7 +35,7 @@ from ..logs.records import log_lifecycle
 from ..model_changes import LoadModel, ModelChanges
 from ..monitoring.call_records import CallRecords
 from ..security.admission.guard import Guard
-from ..security.files.file_modes import exposures
+from ..security.files import exposures
 from ..security.identity.tls import server_credentials
 from ..security.listening import check_exposure
 from ..served_model import ServedModel, ServedModels, State
@@ -59,10 +59,9 @@ from ..settings.server import ServerConfig
 from ..settings.telemetry import with_http
 from ..telemetry.edge_counts import EdgeCounts
 from ..telemetry.opening import Telemetry, open_telemetry
-from .file_watch import FileWatch
-from .grpc_ports import GrpcPorts
-from .grpc_services import add_services
+from .grpc_ports import GrpcPorts, add_services
 from .heap import follow_heap
+from .open_files import FileWatch
 
 if TYPE_CHECKING:
     from ..http.listener import HttpListener
@@ -74,6 +73,21 @@ LAST_WORDS_S = 2.0
 """Seconds that a draining server waits for calls to send their status after their requests have ended."""
 
 LoadEngine = Callable[[], Awaitable[InferenceEngine]]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Opened:
+    """What ``start`` opens and ``stop`` closes."""
+
+    ports: GrpcPorts
+    http: HttpListener | None
+    shared_images: SharedImages | None
+    beside: list[asyncio.Task[None]] = field(default_factory=list)
+    """The tasks that run beside the calls."""
+    following: asyncio.Task[None] | None = None
+    """Ends early if the default model's engine fails."""
+    started_at: float | None = None
+    """None before all is open, and after the end."""
 
 
 class KestrelServer:
@@ -94,11 +108,8 @@ class KestrelServer:
         self._load_engine = load_engine
         self.served = ServedModels(ServedModel(runtime), *map(ServedModel, others))
         self.load_seconds = 0.0
-        self._started_at: float | None = None
         self.images = ImageStore(config.image_store_bytes)
         """The images stored for later requests."""
-        self._shared_images: SharedImages | None = None
-        """Set by ``start``."""
         self.uploads = UploadRoom(max(config.image_store_bytes, runtime.image_limits.max_bytes))
         self.guard = Guard(
             config.security, config.max_message_bytes, self.served.check_room, self._tcp_ports
@@ -106,7 +117,7 @@ class KestrelServer:
         self.records = CallRecords(config, self.served)
         self.telemetry: Telemetry | None = None
         """Set by ``start``: receives events of calls, and must be the engine's observer. None without telemetry."""
-        self._in_flight = InFlight()
+        self.in_flight = InFlight()
         self._files = files = FileWatch()
         self._health = health.Health(
             self.served,
@@ -122,32 +133,29 @@ class KestrelServer:
             lambda: self.telemetry,
         )
         """Loads and unloads models while the server runs."""
-        self._ports: GrpcPorts | None = None
-        """Set by ``start``, as the next."""
-        self._http: HttpListener | None = None
-        self._beside: list[asyncio.Task[None]] = []
-        """The tasks that run beside the calls."""
-        self._following: asyncio.Task[None] | None = None
+        self._opened: _Opened | None = None
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """The addresses that the server listens on, with the assigned ports in place of port 0."""
-        return () if self._ports is None else self._ports.addresses
+        return () if self._opened is None else self._opened.ports.addresses
 
     @property
     def own_addresses(self) -> tuple[str, ...]:
         """Those of ``addresses`` that no other process shares."""
-        return () if self._ports is None else self._ports.own_addresses
+        return () if self._opened is None else self._opened.ports.own_addresses
 
     @property
     def http_addresses(self) -> tuple[str, ...]:
         """What the server listens on for HTTP, with the ports that it was given for port 0."""
-        return () if self._http is None else self._http.addresses
+        http = None if self._opened is None else self._opened.http
+        return () if http is None else http.addresses
 
     @property
     def shares_images(self) -> bool:
         """Whether the store of shared images is used: one is set, and it has not failed lately."""
-        return self._shared_images is not None and self._shared_images.breaker.is_closed
+        shared = None if self._opened is None else self._opened.shared_images
+        return shared is not None and shared.breaker.is_closed
 
     async def start(self) -> None:
         """Starts to listen. Requests get UNAVAILABLE until ``load`` has finished. Raises AddressError, TlsError."""
@@ -157,19 +165,19 @@ class KestrelServer:
         check_exposure((*config.listen, *config.shared_listen), security)
         credentials = None if security.tls is None else server_credentials(security.tls)
         self.telemetry = telemetry = self._open_telemetry()
-        self._shared_images = shared = open_shared_images(
+        shared = SharedImages.open(
             config.shared_images,
             (lambda event: None) if telemetry is None else telemetry.on_shared_image,
         )
         if shared is not None:
             shared.start()
             if telemetry is not None:
-                telemetry.show_shared_images(lambda: self.shares_images)
+                telemetry.show_shared_images(lambda: shared.breaker.is_closed)
         watchers = self.records.watchers(telemetry)
         services = self._services(RequestImages(self.images, shared))
         reports = self.records.load_reports if config.orca else None
         methods = Methods(
-            CallLife(self.guard, self.guard.connections, self._in_flight, watchers),
+            CallLife(self.guard, self.guard.connections, self.in_flight, watchers),
             None if reports is None else reports.trailer,
             {
                 f"{KSERVE_METHODS}ModelStreamInfer": StreamKind(kserve.refuse),
@@ -177,32 +185,35 @@ class KestrelServer:
             },
         )
         add_services(methods, services, self._admin_service(), self._health, reports)
-        self._health.start()
+        self._health.update()
+        http = None
         if config.http.http_listen:
-            self._http = open_http(
-                *(config.http, security, services, self._in_flight, self.guard),
+            http = open_http(
+                *(config.http, security, services, self.in_flight, self.guard),
                 *(watchers, telemetry),
             )
-            await self._http.start()
-            log_lifecycle("listening", addresses=self._http.addresses, protocol="http")
-        self._ports = GrpcPorts(
+        ports = GrpcPorts(
             config,
             self.guard.messages.received,
             methods,
             lambda: self._health.is_serving,
             credentials,
         )
+        self._opened = _Opened(ports=ports, http=http, shared_images=shared)
+        if http is not None:
+            await http.start()
+            log_lifecycle("listening", addresses=http.addresses, protocol="http")
         if config.listen:
-            await self._ports.open(config.listen)
+            await ports.open(config.listen)
         if config.front_listen is not None:
-            await self._ports.open((config.front_listen,), front=True)
+            await ports.open((config.front_listen,), front=True)
         beside = (
             self._files.follow(self._health.update),
             follow_heap(self.guard.take_freed_bytes),
             self.guard.connections.run(),
         )
-        self._beside = [asyncio.create_task(each) for each in beside]
-        self._started_at = clock.now()
+        self._opened.beside += [asyncio.create_task(each) for each in beside]
+        self._opened.started_at = clock.now()
 
     def _open_telemetry(self) -> Telemetry | None:
         config, security, guard = self._config, self._config.security, self.guard
@@ -210,7 +221,7 @@ class KestrelServer:
         return open_telemetry(
             with_http(config.telemetry) if has_http_metrics else config.telemetry,
             security,
-            num_calls=lambda: self._in_flight.count,
+            num_calls=lambda: self.in_flight.count,
             is_ready=lambda: self.served.state is State.READY,
             edge=EdgeCounts(
                 connections=lambda: guard.connections.num_connections,
@@ -248,8 +259,8 @@ class KestrelServer:
     def _ended_connections(self) -> Counter[str]:
         """By reason, of both ports."""
         ended = Counter(self.guard.connections.ended)
-        if self._http is not None:
-            ended.update(self._http.ended)
+        if self._opened is not None and self._opened.http is not None:
+            ended.update(self._opened.http.ended)
         return ended
 
     def _tcp_ports(self) -> frozenset[int]:
@@ -261,6 +272,7 @@ class KestrelServer:
 
         Raises ConfigError, ModelLoadError, AddressError.
         """
+        assert self._opened is not None, "start() comes first"
         started = clock.now()
         try:
             engine = await self._load_engine()
@@ -280,9 +292,8 @@ class KestrelServer:
         self.served.default.ready(engine)
         self._health.update()
         if self._config.shared_listen and self.served.state is State.READY:
-            assert self._ports is not None, "start() comes first"
-            await self._ports.open(self._config.shared_listen, shared=True)
-        self._following = asyncio.create_task(self._health.follow())
+            await self._opened.ports.open(self._config.shared_listen, shared=True)
+        self._opened.following = asyncio.create_task(self._health.follow())
         if self.served.state is State.READY:
             info, seconds = engine.info, round(self.load_seconds, 3)
             log_lifecycle(
@@ -296,8 +307,8 @@ class KestrelServer:
             log_lifecycle("draining", requests=self.served.num_requests)
         self.served.drain()
         self._health.update()
-        if self._ports is not None:
-            self._ports.leave()
+        if self._opened is not None:
+            self._opened.ports.leave()
 
     async def stop(self, grace_s: float, delay_s: float = 0.0) -> None:
         """Stops the server. Idempotent.
@@ -305,13 +316,14 @@ class KestrelServer:
         The server accepts requests for ``delay_s`` more seconds while health reports NOT_SERVING. Running requests then
         have ``grace_s`` seconds to end. The remaining requests fail, and the server closes.
         """
-        if delay_s and self.served.state is State.READY and self._following is not None:
+        opened = self._opened
+        following = None if opened is None else opened.following
+        if delay_s and self.served.state is State.READY and following is not None:
             log_lifecycle("leaving", delay_s=delay_s)
             self._health.leave()
-            # The task ends early if the engine fails.
-            await asyncio.wait({self._following}, timeout=delay_s)
+            await asyncio.wait({following}, timeout=delay_s)
         await self.drain()
-        for task in (*self._beside, self._following):
+        for task in () if opened is None else (*opened.beside, following):
             if task is not None:
                 task.cancel()
         await self.models.close()
@@ -321,17 +333,17 @@ class KestrelServer:
             if self.served.num_requests:
                 logger.info("waiting up to %g s for %d requests", grace_s, self.served.num_requests)
             await asyncio.gather(*(engine.shutdown(grace_s=grace_s) for engine in engines))
-        if not await self._in_flight.wait_idle(LAST_WORDS_S):
-            logger.warning("%d calls were aborted", self._in_flight.count)
-        if self._http is not None:
-            await self._http.stop()
-        if self._ports is not None:
-            await self._ports.close()
+        if not await self.in_flight.wait_idle(LAST_WORDS_S):
+            logger.warning("%d calls were aborted", self.in_flight.count)
+        if opened is not None and opened.http is not None:
+            await opened.http.stop()
+        if opened is not None:
+            await opened.ports.close()
         await self.records.capture.stop()
-        if self._shared_images is not None:
-            await self._shared_images.close()
+        if opened is not None and opened.shared_images is not None:
+            await opened.shared_images.close()
         if self.telemetry is not None:
             await self.telemetry.close()
-        if self._started_at is not None:
-            log_lifecycle("stopped", served_s=round(clock.now() - self._started_at, 3))
-            self._started_at = None
+        if opened is not None and opened.started_at is not None:
+            log_lifecycle("stopped", served_s=round(clock.now() - opened.started_at, 3))
+            opened.started_at = None

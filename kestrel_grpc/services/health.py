@@ -23,26 +23,69 @@ POLL_INTERVAL_S = 1.0
 """Seconds between checks of the engine, so the longest delay before health reports a dead step thread."""
 
 
-class _Servicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Replaces the servicer of grpcio-health-checking (1.85), which holds a lock while it writes to a watcher. There, a
-    watcher that does not read prevents changes of status and the server's stop."""
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """The server's health. The service name ``""`` stands for the whole server, which follows the default model,
+    and a model's name for the model. Some services, such as ModelService, are healthy while the model still loads.
 
-    def __init__(self) -> None:
-        self._statuses: dict[str, int] = {"": _SERVING}
+    Replaces the servicer of grpcio-health-checking (1.85), which holds a lock while it writes to a watcher. There, a
+    watcher that does not read prevents changes of status and the server's stop.
+    """
+
+    def __init__(
+        self,
+        served: ServedModels,
+        is_crowded: Callable[[], bool],
+        *,
+        following: tuple[str, ...],
+        others: tuple[str, ...],
+    ) -> None:
+        """Creates the statuses.
+
+        Args:
+            is_crowded: Whether the server is about to refuse connections; then ``following`` are not serving.
+            following: Services that are serving while the model is ready.
+            others: Services that are serving from the start until the server drains.
+        """
+        self._served, self._is_crowded = served, is_crowded
+        self._following = {"", *following}
+        self._configured: str | None = served.default.name
+        """The default model's name before it was loaded, if that is not a model's name."""
+        self._models: set[str] = set()
+        """The names of all models that were loaded."""
+        self._statuses: dict[str, int] = dict.fromkeys(("", *others), _SERVING)
         self._changed = asyncio.Event()
         """Set when a status changes, then replaced by a new event."""
         self._left = False
 
-    def set(self, service: str, status: int) -> None:
-        if not self._left:
-            self._statuses[service] = status
-            self._wake_watchers()
+    def update(self) -> None:
+        """Sets the statuses according to the model's state. Call this before the server starts."""
+        if self._served.state is State.DRAINING:
+            self.leave()
+        if self._left:
+            return
+        ready = self._served.state is State.READY and not self._is_crowded()
+        status = _SERVING if ready else _NOT_SERVING
+        self._statuses |= dict.fromkeys(self._following, status)
+        states = {model.name: model.state for model in self._served if model.loaded is not None}
+        # A default model that was named by its path has another name once it is loaded. Watchers may use either name.
+        if self._configured in states:
+            self._configured = None
+        elif self._configured is not None:
+            self._statuses[self._configured] = status
+        self._models |= states.keys()
+        for name in self._models:
+            state = states.get(name)  # None: unloaded.
+            fine = state is State.READY and (name != self._served.default.name or ready)
+            self._statuses[name] = _SERVING if fine else _NOT_SERVING
+        self._wake_watchers()
 
-    def status(self, service: str) -> int | None:
-        return self._statuses.get(service)
+    @property
+    def is_serving(self) -> bool:
+        """Whether the server as a whole is healthy."""
+        return bool(self._statuses[""] == _SERVING)
 
     def leave(self) -> None:
-        """Sets all statuses to NOT_SERVING. Later changes have no effect."""
+        """Sets all statuses to NOT_SERVING for good. Later states of the model change nothing."""
         if not self._left:
             self._left = True
             self._statuses = dict.fromkeys(self._statuses, _NOT_SERVING)
@@ -78,77 +121,6 @@ class _Servicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             for name, status in self._statuses.items()
         }
         return health_pb2.HealthListResponse(statuses=statuses)
-
-
-class Health:
-    """The server's health. The service name ``""`` stands for the whole server, which follows the default model,
-    and a model's name for the model.
-
-    Some services, such as ModelService, are healthy while the model still loads.
-    """
-
-    def __init__(
-        self,
-        served: ServedModels,
-        is_crowded: Callable[[], bool],
-        *,
-        following: tuple[str, ...],
-        others: tuple[str, ...],
-    ) -> None:
-        """Creates the statuses.
-
-        Args:
-            is_crowded: Whether the server is about to refuse connections; then ``following`` are not serving.
-            following: Services that are serving while the model is ready.
-            others: Services that are serving from the start until the server drains.
-        """
-        self._served, self._is_crowded = served, is_crowded
-        self._following = {"", *following}
-        self._others = others
-        self._configured: str | None = served.default.name
-        """The default model's name before it was loaded, if that is not a model's name."""
-        self._models: set[str] = set()
-        """The names of all models that were loaded."""
-        self._servicer = _Servicer()
-
-    def add_to(self, server: grpc.aio.Server) -> None:
-        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
-
-    def start(self) -> None:
-        """Sets the first statuses. Call this before the server starts."""
-        for name in self._others:
-            self._servicer.set(name, _SERVING)
-        self.update()
-
-    def update(self) -> None:
-        """Sets the statuses according to the model's state."""
-        if self._served.state is State.DRAINING:
-            self.leave()
-            return
-        ready = self._served.state is State.READY and not self._is_crowded()
-        status = _SERVING if ready else _NOT_SERVING
-        for name in self._following:
-            self._servicer.set(name, status)
-        states = {model.name: model.state for model in self._served if model.loaded is not None}
-        # A default model that was named by its path has another name once it is loaded. Watchers may use either name.
-        if self._configured in states:
-            self._configured = None
-        elif self._configured is not None:
-            self._servicer.set(self._configured, status)
-        self._models |= states.keys()
-        for name in self._models:
-            state = states.get(name)  # None: unloaded.
-            fine = state is State.READY and (name != self._served.default.name or ready)
-            self._servicer.set(name, _SERVING if fine else _NOT_SERVING)
-
-    @property
-    def is_serving(self) -> bool:
-        """Whether the server as a whole is healthy."""
-        return bool(self._servicer.status("") == _SERVING)
-
-    def leave(self) -> None:
-        """Sets all statuses to NOT_SERVING for good. Later states of the model change nothing."""
-        self._servicer.leave()
 
     async def follow(self) -> None:
         """Waits until the default model's engine fails, then updates and logs that. Runs until then or until it is

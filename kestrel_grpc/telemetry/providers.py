@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import (
@@ -103,26 +105,18 @@ async def within(timeout_s: float, *steps: Callable[[], object]) -> bool:
 def _span_exporter(exporter: Exporter, protocol: Protocol) -> SpanExporter:
     if exporter == "console":
         return ConsoleSpanExporter()
-    if protocol == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-
-        return OTLPSpanExporter()
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
-        OTLPSpanExporter as HttpSpanExporter,
-    )
-
-    return HttpSpanExporter()
+    made: SpanExporter = _otlp(protocol, "trace_exporter").OTLPSpanExporter()
+    return made
 
 
 def _metric_exporter(exporter: Exporter, protocol: Protocol) -> MetricExporter:
     if exporter == "console":
         return ConsoleMetricExporter()
-    if protocol == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+    made: MetricExporter = _otlp(protocol, "metric_exporter").OTLPMetricExporter()
+    return made
 
-        return OTLPMetricExporter()
-    from opentelemetry.exporter.otlp.proto.http.metric_exporter import (
-        OTLPMetricExporter as HttpMetricExporter,
-    )
 
-    return HttpMetricExporter()
+def _otlp(protocol: Protocol, module: str) -> Any:
+    """A module of the package of the protocol, grpc or http."""
+    name = "grpc" if protocol == "grpc" else "http"
+    return importlib.import_module(f"opentelemetry.exporter.otlp.proto.{name}.{module}")

@@ -13,7 +13,7 @@ from kestrel_engine import processes
 from ..logs.records import log_lifecycle
 from .plan import WorkerTask
 
-COMMAND: tuple[str, ...] = (sys.executable, "-m", "kestrel_grpc.workers")
+COMMAND: tuple[str, ...] = (sys.executable, "-m", "kestrel_grpc.workers.template")
 """Starts the template in a new interpreter, because this process may have loaded CUDA's driver. The arguments are the
 number of the template's socket and the kind of device."""
 START = subprocess.Popen

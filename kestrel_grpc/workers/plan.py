@@ -1,7 +1,9 @@
-"""WorkerTask: the configuration and environment of one worker, made from the settings of the whole server."""
+"""WorkerTask: the configuration, device and environment of one worker, made from the settings of the whole server. This
+module does not use torch, which the supervisor does not import."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 import socket
@@ -16,9 +18,9 @@ from ..settings.addresses import unix_path
 from ..settings.http import HttpConfig
 from ..settings.server import ServerConfig
 from ..settings.sources import SettingsError
-from ..settings.workers import address_of
-from .devices import environment_for, worker_devices
+from ..settings.workers import WorkersConfig, address_of
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 _SUPERVISOR_ONLY = ("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC")
 """Variables with which systemd addresses the supervisor. Workers do not get them."""
 _RESOURCE = "OTEL_RESOURCE_ATTRIBUTES"
@@ -147,3 +149,55 @@ def processors() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def worker_devices(config: WorkersConfig, device: str) -> tuple[str, ...]:
+    """The device of each worker, as this process numbers devices. ``device``: the value of --device. Raises
+    SettingsError."""
+    if config.devices:
+        return config.devices
+    kind, _, number = device.partition(":")
+    if number:
+        raise SettingsError(
+            f"--device={device}: {config.count} workers need one device each; set --device {kind}, or name the devices "
+            "with --devices"
+        )
+    if kind == "cpu":
+        return ("cpu",) * config.count
+    found = count_cuda_devices()
+    if kind == "auto" and not found:
+        return ("cpu",) * config.count
+    if found < config.count:
+        raise SettingsError(
+            f"--workers={config.count}: each worker needs its own CUDA device; this machine has {found}"
+        )
+    return tuple(f"cuda:{index}" for index in range(config.count))
+
+
+def count_cuda_devices() -> int:
+    """The number of devices that the driver reports, limited by CUDA_VISIBLE_DEVICES; 0 without a driver."""
+    count = ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+            return 0
+    except (OSError, AttributeError):
+        return 0
+    return count.value
+
+
+def environment_for(device: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that make ``device`` the only visible device of a process. Raises SettingsError.
+
+    Libraries that use the first device then use the right one, and create no contexts on other devices.
+    """
+    kind, _, number = device.partition(":")
+    if kind != "cuda":
+        return {}
+    visible = environ.get(VISIBLE)
+    if visible is None:
+        return {VISIBLE: number}
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    if int(number) >= len(names):
+        raise SettingsError(f"{device}: {VISIBLE}={visible!r} allows only {len(names)} devices")
+    return {VISIBLE: names[int(number)]}

@@ -97,3 +97,7 @@ def _become_worker(fork: processes.Fork) -> int:
         os.set_inheritable(line, True)
         os.execv(sys.executable, [sys.executable, "-m", ALONE, str(line)])
     return line
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

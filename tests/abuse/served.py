@@ -89,7 +89,7 @@ class ServedInThread:
         def left() -> dict[str, int]:
             stats = engine.stats
             return {
-                "calls": server._in_flight.count,
+                "calls": server.in_flight.count,
                 "admitted": admission.calls,
                 "held bytes": server.guard.held_bytes,
                 "requests": engine.num_requests,

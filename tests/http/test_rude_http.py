@@ -237,8 +237,8 @@ async def test_a_reader_who_reads_nothing_is_cut_off(http):
     writer.transport.set_write_buffer_limits(high=2**30)
     reader._transport.pause_reading()  # type: ignore[attr-defined]
     writer.write(request * 400)
-    await until(lambda: served.server._in_flight.count)
-    await until(lambda: served.engine.num_requests == 0 and (not served.server._in_flight.count))
+    await until(lambda: served.server.in_flight.count)
+    await until(lambda: served.engine.num_requests == 0 and (not served.server.in_flight.count))
     assert served.engine.num_requests == 0
     writer.transport.abort()
 

@@ -212,7 +212,7 @@ async def test_a_slow_reader_loses_the_stream(serve, caplog):
         )
         await until(lambda: "reason=SLOW_READER" in caplog.text)
         await until(lambda: served.server.guard.held_bytes == 0)
-        await until(lambda: served.server._in_flight.count == 0)
+        await until(lambda: served.server.in_flight.count == 0)
     call.cancel()
     assert served.server.guard.admission.calls == 0
     assert len(caplog.records) < 600

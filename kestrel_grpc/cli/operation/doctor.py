@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 def _runtimes(settled: Configuration) -> list[RuntimeConfig]:
     """One configuration for each device that the server would use."""
     from ...settings.sources import SettingsError
-    from ...workers.devices import worker_devices
+    from ...workers.plan import worker_devices
 
     workers = settled.server.workers
     if workers.count == 1 and not workers.devices:

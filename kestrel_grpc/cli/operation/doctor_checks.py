@@ -24,7 +24,7 @@ from kestrel_engine import ConfigError, RuntimeConfig, maintenance
 from ... import __version__
 from ...images.shared.trial import TrialError, try_store
 from ...process.skill_plugins import skill_registry
-from ...security.files.file_modes import exposures
+from ...security.files import exposures
 from ...security.identity.callers import Callers
 from ...security.identity.tls import server_credentials
 from ...security.identity.tls_files import TlsError

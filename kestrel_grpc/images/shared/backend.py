@@ -6,6 +6,8 @@ import hashlib
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+from ...settings.shared_images import SharedImagesConfig
+
 
 class Backend(Protocol):
     """A store. Its methods raise any exception if it fails; the caller limits their time."""
@@ -37,6 +39,17 @@ class OpenedValue(Protocol):
 
 class DamagedValue(Exception):
     """Something else than a value stands in its place. The store itself works."""
+
+
+def open_backend(config: SharedImagesConfig) -> Backend:
+    """The store that the configuration names. Connects to nothing yet. Raises ConfigError."""
+    if config.is_redis:
+        from .redis_backend import RedisBackend
+
+        return RedisBackend(config)
+    from .object_backend import ObjectBackend
+
+    return ObjectBackend.open(config)
 
 
 def owner_key(owner: str) -> str:

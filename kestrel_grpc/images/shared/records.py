@@ -20,6 +20,7 @@ import numpy as np
 
 from kestrel_engine import ConfigError, clock
 
+from ...settings.shared_images import SharedImagesConfig
 from ..store import StoredImage
 
 _MAGIC = b"KSI1"
@@ -109,6 +110,12 @@ class Records:
 
     def __init__(self, ttl_s: float, keys: Keys | None = None) -> None:
         self._ttl_s, self._keys = ttl_s, keys
+
+    @classmethod
+    def open(cls, config: SharedImagesConfig) -> Records:
+        """Reads the keys. Raises ConfigError."""
+        keys = None if config.key_file is None else Keys.read(config.key_file)
+        return cls(config.ttl_s, keys)
 
     def pack(self, owner: str, image: StoredImage) -> bytes:
         source = image.source

@@ -18,7 +18,7 @@ from kestrel_engine import clock
 
 from ...settings.shared_images import SharedImagesConfig
 from ..store import StoredImage
-from .backend import Backend, DamagedValue, OpenedValue
+from .backend import Backend, DamagedValue, OpenedValue, open_backend
 from .breaker import Breaker
 from .flight_room import FlightRoom, RoomFull
 from .object_backend import answer_of
@@ -87,6 +87,15 @@ class SharedImages:
         self._logged_at: float | None = None
         self._checked_at: OrderedDict[tuple[str, str], float] = OrderedDict()
         """When each image that is known to be in the store was last seen there, the oldest first."""
+
+    @classmethod
+    def open(
+        cls, config: SharedImagesConfig, on_event: Callable[[SharedImageEvent], None]
+    ) -> SharedImages | None:
+        """None if the configuration names no store. Connects to nothing yet. Raises ConfigError."""
+        if config.url is None:
+            return None
+        return cls(config, open_backend(config), Records.open(config), on_event)
 
     def start(self) -> None:
         """Starts a read of an image that does not exist, so that a store that does not answer is logged at once."""

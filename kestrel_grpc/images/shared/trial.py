@@ -10,9 +10,9 @@ from kestrel_engine import clock
 
 from ...settings.shared_images import SharedImagesConfig
 from ..store import StoredImage
+from .backend import open_backend
 from .object_backend import answer_of
-from .opening import open_backend, open_records
-from .records import OVERHEAD_BYTES
+from .records import OVERHEAD_BYTES, Records
 from .shared_images import reason_of
 
 _SOURCE = b"kestrel-grpc doctor"
@@ -31,7 +31,7 @@ async def try_store(config: SharedImagesConfig) -> float:
 
     Raises ConfigError and TrialError.
     """
-    backend, records = open_backend(config), open_records(config)
+    backend, records = open_backend(config), Records.open(config)
     image = StoredImage(f"img_{secrets.token_hex(16)}", _SOURCE, 1, 1)
     owner = f"doctor\0{secrets.token_hex(16)}"
     began, doing = clock.now(), "write"

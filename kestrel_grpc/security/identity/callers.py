@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from ...settings.security import SecurityConfig
-from ..files.watched_files import WatchedFiles
+from ..files import WatchedFiles
 from .principal import (
     ALL_SCOPES,
     ANONYMOUS,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from kestrel_engine import clock, read_small_file
 
-from ..files.watched_files import WatchedFiles
+from ..files import WatchedFiles
 from .principal import CertificateRevoked
 from .tls_files import TlsError
 

@@ -15,7 +15,7 @@ import grpc
 from kestrel_engine import read_small_file
 
 from ...settings.security import TlsFiles
-from ..files.watched_files import WatchedFiles
+from ..files import WatchedFiles
 from .tls_files import TlsError, server_context, watched_paths
 
 logger = logging.getLogger(__name__)

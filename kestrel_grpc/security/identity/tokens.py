@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from kestrel_engine import read_small_file
 
-from ..files.file_modes import writable_by_all
+from ..files import writable_by_all
 from .principal import Principal, Scope
 
 TOKEN_PREFIX = "kst_"

@@ -12,7 +12,7 @@ import logging
 import os
 from pathlib import Path
 
-from ...security.files.watched_files import WatchedFiles
+from ...security.files import WatchedFiles
 from ...security.identity.tls_files import TlsError, server_context, watched_paths
 from ...settings.security import TlsFiles
 from .bootstrap import secrets

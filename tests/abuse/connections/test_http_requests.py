@@ -54,7 +54,7 @@ async def test_bodies_that_wait_for_memory_are_not_read(http, monkeypatch):
     writers = [(await connect(served))[1] for _ in range(16)]
     for writer in writers:
         writer.write(CHUNKED + b"\r\n" + (b"8000\r\n" + b" " * 0x8000 + b"\r\n") * 30)
-    opened = served.server._http._connections._open
+    opened = served.server._opened.http._connections._open
 
     def all_paused():
         connections = [transport.get_protocol() for _, transport in opened.values()]
@@ -89,7 +89,7 @@ async def test_pipelined_requests_are_answered_in_order_one_at_a_time(http):
         assert b"200 OK" in head and b"x-request-id: id-%d\r\n" % number in head
         length = int(head.partition(b"content-length: ")[2].split(b"\r\n")[0])
         await reader.readexactly(length)
-        assert served.server._in_flight.count <= 1
+        assert served.server.in_flight.count <= 1
         assert b"200 OK" in await reader.readuntil(b'"}')
     writer.close()
 

@@ -29,7 +29,7 @@ async def test_no_call_beyond_the_limit_of_a_connection_is_refused(serve, stream
         ended = await ending_of(
             served.vision.Query(pb.QueryRequest(query={"question": "?", "max_tokens": 2}))
         )
-        most = max(most, served.server._in_flight.count)
+        most = max(most, served.server.in_flight.count)
         return ended
 
     # In the second round the streams of ended calls are still in the memory of gRPC's core.

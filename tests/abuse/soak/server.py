@@ -81,7 +81,7 @@ class ProbedServer(KestrelServer):
             tasks=len(asyncio.all_tasks()) - 1,
             threads=threading.active_count(),
             descriptors=len(list(Path("/proc/self/fd").iterdir())) - 1,
-            calls=self._in_flight.count,
+            calls=self.in_flight.count,
             admitted=admission.calls,
             held_bytes=self.guard.held_bytes,
             stored_kib=self.images.size_bytes // 1024,

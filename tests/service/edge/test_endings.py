@@ -190,7 +190,7 @@ async def test_the_access_log_has_a_line_for_every_call(serve, caplog):
 
     async def logged():
         """Of the call that ended last. It is logged after its caller has its status."""
-        await until(lambda: not served.server._in_flight.count)
+        await until(lambda: not served.server.in_flight.count)
         lines.append(dict(part.split("=", 1) for part in access_log()[-1].split()))
 
     def access_log():

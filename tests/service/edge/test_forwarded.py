@@ -5,7 +5,7 @@ from urllib.parse import quote
 import pytest
 
 from kestrel_grpc.security.identity.callers import CERTIFICATE, CHAIN, identity_of
-from kestrel_grpc.security.identity.forwarded import certificate_of, peer_of
+from kestrel_grpc.security.identity.certificates import certificate_of, peer_of
 from kestrel_grpc.security.identity.front_headers import CERTIFICATE_HEADER, is_of_front
 from kestrel_grpc.security.identity.principal import address_of
 

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from kestrel_client._pb.kestrel.v1 import image_service_pb2
-from kestrel_grpc.images.shared.opening import open_shared_images
+from kestrel_grpc.images.shared.shared_images import SharedImages
 from kestrel_grpc.images.store import StoredImage
 from kestrel_grpc.settings.shared_images import SharedImagesConfig
 from tests.s3_server import BUCKET, start_s3
@@ -77,7 +77,7 @@ async def test_a_callers_images_stay_in_its_bytes(s3):
     events = []
     url = f"s3://{BUCKET}/bounded"
     config = SharedImagesConfig(url=url, timeout_s=60, caller_bytes=2500, value_bytes=2000)
-    images = open_shared_images(config, events.append)
+    images = SharedImages.open(config, events.append)
     for number in range(4):
         image = StoredImage(f"img_{number:032x}", bytes([number]) * 1000, 60, 40)
         await images.put("tenant", image)
@@ -85,7 +85,7 @@ async def test_a_callers_images_stay_in_its_bytes(s3):
     found = [(await images.fetch("tenant", f"img_{n:032x}")).image for n in range(4)]
     assert [n for n, image in enumerate(found) if image is not None] == [2, 3]
     larger = SharedImagesConfig(url=url, timeout_s=60, caller_bytes=50_000, value_bytes=40_000)
-    other = open_shared_images(larger, events.append)
+    other = SharedImages.open(larger, events.append)
     await other.put("tenant", StoredImage("img_" + "a" * 32, bytes(9000), 60, 40))
     assert (await images.fetch("tenant", "img_" + "a" * 32)).image is None
     assert events[-1].outcome == "too_large"
@@ -97,7 +97,7 @@ async def test_no_server_and_wrong_keys_are_failures(s3, monkeypatch, caplog):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     events = []
     config = SharedImagesConfig(url=f"s3://{BUCKET}/images", timeout_s=2)
-    images = open_shared_images(config, events.append)
+    images = SharedImages.open(config, events.append)
     await images.put("tenant", StoredImage("img_" + "a" * 32, b"x", 60, 40))
     assert not (await images.fetch("tenant", "img_" + "a" * 32)).answered
     assert {event.outcome for event in events} == {"failed"}

@@ -191,7 +191,7 @@ async def test_failures_are_events(serve, logs, monkeypatch):
     stream = logs("info", "text")
     served = await serve()
     await served.engine.shutdown(grace_s=0)
-    await served.server._following
+    await served.server._opened.following
     assert " E kestrel_grpc.lifecycle: failed error=the engine has died" in stream.getvalue()
 
     async def load():

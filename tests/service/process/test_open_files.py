@@ -15,8 +15,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kestrel_grpc.process.file_limit import complaint, raise_limit
-from kestrel_grpc.process.file_watch import FileWatch
+from kestrel_grpc.process.open_files import FileWatch, complaint, raise_limit
 from kestrel_grpc.settings.http import HttpConfig
 from kestrel_grpc.settings.security import ConnectionLimits, SecurityConfig
 from kestrel_grpc.settings.server import ServerConfig

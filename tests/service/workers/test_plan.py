@@ -21,7 +21,7 @@ from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
 from kestrel_grpc.settings.server import ServerConfig, server_config
 from kestrel_grpc.settings.telemetry import TelemetryConfig
 from kestrel_grpc.settings.workers import WorkersConfig
-from kestrel_grpc.workers import devices, plan
+from kestrel_grpc.workers import plan
 from kestrel_grpc.workers.line import Alive, Failed, Ready, WorkerEnd, decode, send_task
 from kestrel_grpc.workers.plan import plan_workers, shared_addresses
 from kestrel_grpc.workers.port import HeldPorts
@@ -44,7 +44,7 @@ def workers(*flags, **environ):
 def machine(monkeypatch):
     """16 processors, two GPUs."""
     monkeypatch.setattr(plan, "processors", lambda: 16)
-    monkeypatch.setattr(devices, "count_cuda_devices", lambda: 2)
+    monkeypatch.setattr(plan, "count_cuda_devices", lambda: 2)
 
 
 def planned(*flags, environ=None, shared=("127.0.0.1:7000",)):
@@ -139,7 +139,7 @@ def test_gpus_that_there_are_not_are_named():
 
 
 def test_without_a_gpu_all_compute_on_the_processors(monkeypatch):
-    monkeypatch.setattr(devices, "count_cuda_devices", lambda: 0)
+    monkeypatch.setattr(plan, "count_cuda_devices", lambda: 0)
     tasks = planned("--workers", "4")
     assert {(task.device, task.runtime.device) for task in tasks} == {("cpu", "cpu")}
     assert "CUDA_VISIBLE_DEVICES" not in tasks[0].environ

@@ -11,7 +11,7 @@ import pytest
 from kestrel_grpc.images.shared.backend import owner_key
 from kestrel_grpc.images.shared.breaker import FAILURES, Breaker
 from kestrel_grpc.images.shared.flight_room import FlightRoom, RoomFull
-from kestrel_grpc.images.shared.opening import open_shared_images
+from kestrel_grpc.images.shared.shared_images import SharedImages
 from kestrel_grpc.images.store import StoredImage
 from kestrel_grpc.settings.shared_images import PASSWORD_VARIABLE, SharedImagesConfig
 from tests.service.certificates import make_authority
@@ -31,7 +31,7 @@ class Shared:
         password.write_text(f"{PASSWORD}\n")
         config = SharedImagesConfig(url=server.url, password_file=str(password), **fields)
         self.events = []
-        self.images = open_shared_images(config, self.events.append)
+        self.images = SharedImages.open(config, self.events.append)
 
     async def got(self, owner, number):
         found = await self.images.fetch(owner, image(number).image_id)
@@ -167,7 +167,7 @@ async def test_a_wrong_password_is_a_failure_that_shows_no_password(redis_server
     password.write_text("wrong-secret")
     config = SharedImagesConfig(url=redis_server.url, password_file=str(password))
     events = []
-    images = open_shared_images(config, events.append)
+    images = SharedImages.open(config, events.append)
     await images.put("tenant", image(1))
     assert not (await images.fetch("tenant", image(1).image_id)).answered
     await images.close()
@@ -184,7 +184,7 @@ async def test_a_user_of_redis_needs_the_documented_rights_only(
     monkeypatch.setenv(PASSWORD_VARIABLE, "word")
     address = redis_server.url.replace("://", "://images@")
     events = []
-    images = open_shared_images(SharedImagesConfig(url=address, caller_bytes=2500), events.append)
+    images = SharedImages.open(SharedImagesConfig(url=address, caller_bytes=2500), events.append)
     for number in range(4):
         await images.put("tenant", image(number))
     assert (await images.fetch("tenant", image(3).image_id)).image is not None
@@ -202,7 +202,7 @@ async def test_tls(redis_server, tmp_path, monkeypatch, caplog):
     events = []
     trusting = SharedImagesConfig(url=address, ca_file=str(authority.ca.cert))
     for config in (trusting, SharedImagesConfig(url=address)):
-        images = open_shared_images(config, events.append)
+        images = SharedImages.open(config, events.append)
         await images.put("tenant", image(1))
         await images.close()
     assert [event.outcome for event in events] == ["stored", "failed"]
@@ -263,7 +263,7 @@ async def test_the_room_bounds_bytes_and_no_owner_takes_all():
 async def test_a_store_that_does_not_answer_is_logged_at_the_start(caplog):
     events = []
     config = SharedImagesConfig(url="redis://127.0.0.1:1")
-    images = open_shared_images(config, events.append)
+    images = SharedImages.open(config, events.append)
     images.start()
     await images.close()  # Waits for what has begun.
     assert [(event.operation, event.outcome) for event in events] == [("get", "failed")]

@@ -159,7 +159,7 @@ async def test_a_reader_who_does_not_read_is_cut_off(serve, large_events):
     await anext(aiter(stream))
     await until(lambda: not served.server.guard.admission.calls)
     await until(lambda: not served.engine.num_requests)  # What it held is free.
-    await until(lambda: not served.server._in_flight.count)
+    await until(lambda: not served.server.in_flight.count)
     told = await failure(stream)
     assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER")
     assert told.trailers["grpc-retry-pushback-ms"] == "-1"
@@ -208,7 +208,7 @@ async def test_a_storm_of_cancellations_leaves_nothing_behind(serve):
         lambda: (
             not admission.calls
             and (not served.engine.num_requests)
-            and (not served.server._in_flight.count)
+            and (not served.server.in_flight.count)
         )
     )
     assert (served.server.guard.held_bytes, admission.limited) == (0, 0)

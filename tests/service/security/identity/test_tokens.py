@@ -10,7 +10,7 @@ from kestrel_client import AsyncKestrelClient, PermissionDeniedError, Tls, Unaut
 from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_grpc.cli.program import main
-from kestrel_grpc.security.files.file_modes import exposures
+from kestrel_grpc.security.files import exposures
 from kestrel_grpc.security.identity import callers
 from kestrel_grpc.security.identity.principal import ALL_SCOPES, Principal, Scope, needed_scopes
 from kestrel_grpc.security.identity.tokens import (

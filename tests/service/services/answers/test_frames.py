@@ -232,7 +232,7 @@ async def test_the_next_frame_arrives_while_one_is_computed(serve: Serve, monkey
         await call.write(frame(number))
     await until(lambda: 2 in taken)
     assert taken == [0, 1, 2]
-    assert served.server._in_flight.count == 1 and served.engine.num_requests <= 2
+    assert served.server.in_flight.count == 1 and served.engine.num_requests <= 2
     served.runtime.gate.set()
     assert [(await call.read()).frame_id for _ in range(3)] == [1, 2, 3]
     call.cancel()
@@ -398,7 +398,7 @@ async def test_a_slow_reader_loses_the_stream(serve: Serve, caplog):
             call = VisionServiceStub(channel).StreamFrames(sent)
             await until(lambda: "reason=SLOW_READER" in caplog.text)
             await until(lambda: served.server.guard.held_bytes == 0)
-            await until(lambda: served.server._in_flight.count == 0)
+            await until(lambda: served.server.in_flight.count == 0)
             call.cancel()
 
 

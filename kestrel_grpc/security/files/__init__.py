@@ -1,1 +1,0 @@
-"""The files that protect the server: checks of their permissions, and detection of changes."""
