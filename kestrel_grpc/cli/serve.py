@@ -104,7 +104,7 @@ def _check(
 ) -> None:
     """Checks everything that serving checks before it reads the model's files or opens a port. Raises SettingsError,
     CommandError."""
-    from ..images.shared.opening import open_shared_images
+    from ..images.shared.shared_images import SharedImages
     from ..process.serving import FAILURES
     from ..security.start_check import check_files_and_addresses
 
@@ -116,7 +116,7 @@ def _check(
                 check_installed()
         addresses = (*config.listen, *config.workers.own_addresses)
         check_files_and_addresses(config.security, addresses, config.telemetry.prometheus)
-        open_shared_images(config.shared_images, lambda event: None)
+        SharedImages.open(config.shared_images, lambda event: None)
         for runtime in runtimes:
             maintenance.check_names(runtime)
 

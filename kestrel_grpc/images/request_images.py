@@ -144,72 +144,64 @@ def _raw_pixels(raw: common_pb2.RawImage) -> np.ndarray:
 
 
 class RequestImages:
-    """Finds and stores images by owner. An owner is a principal's name, or "" if callers need no credentials."""
+    """Finds and stores the images of the current call's owner: the principal's name, or "" if callers need no
+    credentials."""
 
     def __init__(self, store: ImageStore, shared: SharedImages | None = None) -> None:
         self.store, self._shared = store, shared
 
-    async def find(self, owner: str, image: RequestImage) -> RequestImage:
+    async def find(self, image: RequestImage) -> RequestImage:
         """The image with its source, also if the request names its id. Raises ImageNotFound."""
         if not image.image_id:
             return image
         with at_image(image.path):
-            kept = await self._stored(owner, image.image_id)
-        call = current.get(None)
-        if call is not None:
-            call.stored[image.image_id] = kept.source
+            kept = await self._stored(image.image_id)
+        current.get().stored[image.image_id] = kept.source
         return replace(image, source=kept.source, kept=kept)
 
-    def keep(
-        self,
-        owner: str,
-        image: RequestImage,
-        size: tuple[int, int],
-        digest: bytes,
-        *,
-        weight: float = 1.0,
-    ) -> str:
+    def keep(self, image: RequestImage, size: tuple[int, int], digest: bytes) -> str:
         """Stores an image that the engine has decoded. Returns its id, or "" if the store has no room for it.
 
-        ``size`` is (width, height) in pixels; ``digest`` is the engine's; ``weight`` is the owner's.
+        ``size`` is (width, height) in pixels; ``digest`` is the engine's.
         """
         if image.kept is not None:
             # The image may have been deleted since. It must not return to the store.
             return image.kept.image_id
         if size_of(image.source) > self.store.max_bytes:
             return ""
+        call = current.get()
         try:
-            kept = self.store.put(owner, digest, image.source, size, weight=weight)
+            kept = self.store.put(
+                call.owner, digest, image.source, size, weight=call.principal.weight
+            )
         except ImagesFull:
             return ""
         return "" if kept is None else kept.image_id
 
     async def put(
-        self,
-        owner: str,
-        source: bytes | np.ndarray,
-        size: tuple[int, int],
-        digest: bytes,
-        *,
-        weight: float = 1.0,
+        self, source: bytes | np.ndarray, size: tuple[int, int], digest: bytes
     ) -> StoredImage:
         """Like ``keep``, but raises ImagesNotKept, ImageTooLargeError or ImagesFull if the image cannot be stored."""
         self.check_size(size_of(source))
-        kept = self.store.put(owner, digest, source, size, weight=weight)
+        call = current.get()
+        kept = self.store.put(call.owner, digest, source, size, weight=call.principal.weight)
         assert kept is not None, "check_size would have raised"
         if self._shared is not None:
-            await self._shared.put(owner, kept, current.get().timeout_s)
+            await self._shared.put(call.owner, kept, call.timeout_s)
         return kept
 
-    async def delete(self, owner: str, image_id: str) -> bool:
+    async def delete(self, image_id: str) -> bool:
         """Deletes an image, in the shared store too. Returns whether the owner had an image with this id."""
-        existed = self.store.delete(owner, image_id)
+        call = current.get()
+        existed = self.store.delete(call.owner, image_id)
         if self._shared is None:
             return existed
-        return await self._shared.delete(owner, image_id, current.get().timeout_s) or existed
+        return await self._shared.delete(call.owner, image_id, call.timeout_s) or existed
 
-    async def _stored(self, owner: str, image_id: str) -> StoredImage:
+    async def _stored(self, image_id: str) -> StoredImage:
         """Raises ImageNotFound."""
+        call = current.get()
+        owner = call.owner
         if self._shared is None:
             return self.store.get(owner, image_id)
         if self.store.has(owner, image_id):
@@ -224,10 +216,8 @@ class RequestImages:
                 f"image {shown(image_id)!r} is not stored on this server, and the shared image store does not answer; "
                 "send the image again",
             )
-        call = current.get(None)
-        weight = 1.0 if call is None else call.principal.weight
         with suppress(ImagesFull):  # This call has the image all the same.
-            self.store.adopt(owner, found.image, weight=weight)
+            self.store.adopt(owner, found.image, weight=call.principal.weight)
         return found.image
 
     def check_size(self, num_bytes: int) -> None:

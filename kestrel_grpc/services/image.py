@@ -34,7 +34,7 @@ class ImageService(ImageServiceServicer):
         self._max_image_bytes = served.default.config.image_limits.max_bytes
 
     async def PutImage(self, request: pb.PutImageRequest, context: Context) -> pb.PutImageResponse:
-        image = await self._images.find(current.get().owner, required_image(request))
+        image = await self._images.find(required_image(request))
         kept = image.kept or await self._put(image.source)
         return pb.PutImageResponse(image=_stored(kept))
 
@@ -61,7 +61,7 @@ class ImageService(ImageServiceServicer):
         self, request: pb.DeleteImageRequest, context: Context
     ) -> pb.DeleteImageResponse:
         image_id = checked_image_id("image_id", request.image_id)
-        existed = await self._images.delete(current.get().owner, image_id)
+        existed = await self._images.delete(image_id)
         return pb.DeleteImageResponse(existed=existed)
 
     async def _put(self, source: bytes | np.ndarray) -> StoredImage:
@@ -77,9 +77,7 @@ class ImageService(ImageServiceServicer):
         )
         assert image.source_digest is not None, "bytes and pixels have a digest"
         size = (image.width, image.height)
-        return await self._images.put(
-            call.owner, source, size, image.source_digest, weight=call.principal.weight
-        )
+        return await self._images.put(source, size, image.source_digest)
 
 
 async def _finished(upload: Upload) -> bytes:

@@ -6,11 +6,10 @@ This module imports OpenTelemetry only if the configuration exports something.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Concatenate, ParamSpec
+from typing import TYPE_CHECKING
 
 from kestrel_engine import EngineInfo, ImageEvent, InferenceEngine, RequestEvent, StepEvent
 
@@ -33,23 +32,6 @@ logger = logging.getLogger(__name__)
 
 FLUSH_S = 5.0
 """How long a stopping server waits for its last spans and metrics to be exported."""
-
-_Args = ParamSpec("_Args")
-
-
-def _harmless(
-    method: Callable[Concatenate[Telemetry, _Args], None],
-) -> Callable[Concatenate[Telemetry, _Args], None]:
-    """Logs the exceptions of ``method`` instead of raising them."""
-
-    @functools.wraps(method)
-    def guarded(self: Telemetry, /, *args: _Args.args, **kwargs: _Args.kwargs) -> None:
-        try:
-            method(self, *args, **kwargs)
-        except Exception:  # An error in telemetry must not fail a call.
-            self.log_failure(method.__name__)
-
-    return guarded
 
 
 class Telemetry:
@@ -116,60 +98,38 @@ class Telemetry:
         """Counts steps and requests from now on."""
         self._counts = True
 
-    @_harmless
     def begin(self, call: Call) -> None:
-        if self._tracing is not None:
-            self._tracing.begin(call)
+        self._tell("begin", self._tracing, call)
 
-    @_harmless
     def on_message(self, call: Call) -> None:
-        if self._tracing is not None:
-            self._tracing.on_message(call)
+        self._tell("on_message", self._tracing, call)
 
-    @_harmless
     def end(self, call: Call) -> None:
-        if self._metrics is not None:
-            self._metrics.on_call(call)
-        if self._tracing is not None:
-            self._tracing.end(call)
+        self._tell("on_call", self._metrics, call)
+        self._tell("end", self._tracing, call)
 
-    @_harmless
     def on_step(self, event: StepEvent) -> None:
-        if not self._counts:
-            return
-        if self._metrics is not None:
-            self._metrics.on_step(event)
-        if self._tracing is not None:
-            self._tracing.on_step(event)
+        if self._counts:
+            self._tell("on_step", self._metrics, event)
+            self._tell("on_step", self._tracing, event)
 
-    @_harmless
     def on_request(self, event: RequestEvent, info: EngineInfo | None = None) -> None:
         """``info``: of the engine of a model that is not the default."""
-        if not self._counts:
-            return
-        if self._metrics is not None:
-            self._metrics.on_request(event, None if info is None else info.model)
-        if self._tracing is not None:
-            self._tracing.on_request(event, info)
+        if self._counts:
+            self._tell("on_request", self._metrics, event, info and info.model)
+            self._tell("on_request", self._tracing, event, info)
 
-    @_harmless
     def on_image(self, event: ImageEvent) -> None:
-        if not self._counts:
-            return
-        if self._metrics is not None:
-            self._metrics.on_image(event)
-        if self._tracing is not None:
-            self._tracing.on_image(event)
+        if self._counts:
+            self._tell("on_image", self._metrics, event)
+            self._tell("on_image", self._tracing, event)
 
     def show_shared_images(self, is_used: Callable[[], bool]) -> None:
         """Shows whether the store of shared images is used."""
-        if self._metrics is not None:
-            self._metrics.show_shared_images(is_used)
+        self._tell("show_shared_images", self._metrics, is_used)
 
-    @_harmless
     def on_shared_image(self, event: SharedImageEvent) -> None:
-        if self._metrics is not None:
-            self._metrics.on_shared_image(event)
+        self._tell("on_shared_image", self._metrics, event)
 
     async def close(self, timeout_s: float = FLUSH_S) -> None:
         """Exports the remaining spans and metrics within ``timeout_s`` seconds, and closes. Idempotent."""
@@ -179,11 +139,17 @@ class Telemetry:
         if shutdowns and not await within(timeout_s, *shutdowns):
             logger.warning("the last spans and metrics were not exported in %g s", timeout_s)
 
-    def log_failure(self, what: str) -> None:
-        """Logs the current exception, but only once for each ``what``."""
-        if what not in self._complained:
-            self._complained.add(what)
-            logger.exception("telemetry failed in %s; further failures there are not logged", what)
+    def _tell(self, what: str, part: ServiceMetrics | CallTracing | None, *args: object) -> None:
+        """Calls a method of one part. Its error must not fail a call; it is logged once."""
+        try:
+            if part is not None:
+                getattr(part, what)(*args)
+        except Exception:
+            if what not in self._complained:
+                self._complained.add(what)
+                logger.exception(
+                    "telemetry failed in %s; further failures there are not logged", what
+                )
 
 
 class ModelObserver:

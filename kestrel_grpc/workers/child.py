@@ -23,17 +23,15 @@ _ATTEMPTS = 2
 
 
 class Child:
-    """A worker process. Create it with ``start``, call ``heed``, then await ``wait``."""
+    """A worker process. Create it with ``start``, then await ``wait``. ``on_ready``: called with the child."""
 
-    def __init__(self, task: WorkerTask) -> None:
-        self.task, self.pid = task, 0
+    def __init__(self, task: WorkerTask, on_ready: Callable[[Child, Ready], None]) -> None:
+        self.task, self.pid, self._on_ready = task, 0, on_ready
         self.ready: Ready | None = None
         self.failure: Failed | None = None
         self.started_at = clock.now()
         self.silent_for = 0
         """Beats of the supervisor since the worker's last message. Counted only after the worker is ready."""
-        self._on_ready: Callable[[Child, Ready], None] | None = None
-        self._unheeded: list[Message] = []
         ours, self._theirs = socket.socketpair()
         ours.setblocking(False)
         self._line = processes.Line(ours, trusts=True)
@@ -44,10 +42,12 @@ class Child:
         asyncio.get_running_loop().add_reader(self._line.fileno(), self._read)
 
     @classmethod
-    async def start(cls, task: WorkerTask, template: WorkerTemplate) -> Child:
+    async def start(
+        cls, task: WorkerTask, template: WorkerTemplate, on_ready: Callable[[Child, Ready], None]
+    ) -> Child:
         """Starts a worker for ``task``. Raises OSError if the process cannot be started."""
         for _ in range(_ATTEMPTS):
-            child = cls(task)
+            child = cls(task, on_ready)
             try:
                 with child._theirs as theirs:
                     send_task(child._line, task)
@@ -60,12 +60,6 @@ class Child:
                 return child
         how = ending(await asyncio.to_thread(template.wait))
         raise OSError(f"the template of workers: {how}")
-
-    def heed(self, on_ready: Callable[[Child, Ready], None]) -> None:
-        """Heeds the worker's messages from now on, and those that have arrived."""
-        self._on_ready = on_ready
-        while self._unheeded:
-            self._heed(self._unheeded.pop(0))
 
     @property
     def name(self) -> str:
@@ -121,9 +115,6 @@ class Child:
             self._heed(decode(message))
 
     def _heed(self, message: Message) -> None:
-        if self._on_ready is None:
-            self._unheeded.append(message)
-            return
         self.silent_for = 0
         match message:
             case Ready():

@@ -197,7 +197,7 @@ class Supervisor:
 
     async def _start(self, task: WorkerTask) -> Child | None:
         """Returns None if the server stops meanwhile. Raises WorkersError."""
-        starting = asyncio.create_task(self._fork(task))
+        starting = asyncio.create_task(Child.start(task, self._template, self._on_ready))
         stopping = asyncio.create_task(self._stopping.wait())
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -210,15 +210,9 @@ class Supervisor:
             raise WorkersError(
                 f"worker {task.index} cannot be started: {error.strerror or error}"
             ) from None
+        self._children[task.index] = child
         if self._stopping.is_set():  # The signal arrived during the start.
             child.drain()
-        return child
-
-    async def _fork(self, task: WorkerTask) -> Child:
-        """Raises OSError."""
-        child = await Child.start(task, self._template)
-        self._children[task.index] = child
-        child.heed(self._on_ready)
         return child
 
     async def _keep_template(self) -> None:
@@ -234,6 +228,7 @@ class Supervisor:
             await asyncio.sleep(delay_s)
 
     def _on_ready(self, child: Child, ready: Ready) -> None:
+        self._children[child.task.index] = child  # Its start may not have been noticed yet.
         log_lifecycle(
             "worker_ready",
             worker=child.task.index,

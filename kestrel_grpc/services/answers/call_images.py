@@ -32,8 +32,7 @@ class CallImages:
 
     async def find(self, images: Sequence[RequestImage]) -> None:
         """Raises ImageNotFound."""
-        owner = current.get().owner
-        self._found = [await self._images.find(owner, each) for each in images]
+        self._found = [await self._images.find(each) for each in images]
 
     async def prepare(self, tiles: Tiles | None = None) -> None:
         """Prepares the images for several requests. Raises the errors of the engine's ``prepare_image``, which name
@@ -92,13 +91,11 @@ class CallImages:
     ) -> None:
         """Stores the images, which the engine has decoded, and adds them to ``info``. ``sizes``: size and digest of
         each."""
-        call = current.get()
         for found, (size, digest) in zip(self._found, sizes, strict=True):
             seen = info.images.add()
             seen.size.width, seen.size.height = size
             if self._keeps:
-                weight = call.principal.weight
-                seen.image_id = self._images.keep(call.owner, found, size, digest, weight=weight)
+                seen.image_id = self._images.keep(found, size, digest)
 
     @property
     def only(self) -> PreparedImage:

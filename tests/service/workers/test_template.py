@@ -71,8 +71,7 @@ def task(index, environ=SHARED):
 
 async def forked(template, index):
     environ = {**SHARED, "OWN": f"o{index}"}
-    child = await Child.start(task(index, environ), template)
-    child.heed(lambda *_: None)
+    child = await Child.start(task(index, environ), template, lambda *_: None)
     return child
 
 
