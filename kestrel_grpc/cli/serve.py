@@ -106,7 +106,7 @@ def _check(
     CommandError."""
     from ..images.shared.shared_images import SharedImages
     from ..process.serving import FAILURES
-    from ..security.start_check import check_files_and_addresses
+    from ..security.listening import check_files_and_addresses
 
     with told(args, *FAILURES):
         skill_registry(config.skills, name_of(args, "--skill"))

@@ -1,29 +1,34 @@
 """Methods: what a gRPC port has for each of its methods, made once when generated code adds a servicer.
 
 A method of kestrel.v1 or of KServe's protocol is a GrpcMethod, or a StreamMethod if its stream carries many requests.
-visitors.py has the others. All of them lead their calls by call_life.py.
+A Visit is a method of health, reflection or load reports. All of them lead their calls by call_life.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, cast
 
 import grpc
 
-from ..security.admission.message_room import ADAPTED_COPIES, COPIES
+from ..security.admission.message_room import ADAPTED_COPIES, COPIES, Hold
 from ..service_names import KSERVE_METHODS
 from .call_life import CallLife
-from .calls.call import CallLimit
-from .failures.errors import SlowSender
+from .calls.call import UNKNOWN_METHOD, Call, CallLimit, Context
+from .failures.errors import MethodNotFound, SlowSender
 from .grpc_method import GrpcMethod, Trailers, write_limit
+from .messages.incoming import Incoming
 from .request_streams import StreamKind, StreamMethod
-from .visitors import UnknownMethod, Visit
 
 _OF_THE_MODEL = ("/kestrel.v1.", KSERVE_METHODS)
 _GRPC_LOGGER = "grpc._cython.cygrpc"
+_READ_S = 5.0
+"""Seconds in which a message must arrive. The messages are small, and the memory for them is limited."""
+_LOGGED_CHARS = 100
 
 
 class Methods:
@@ -91,6 +96,57 @@ class _Others(grpc.GenericRpcHandler):  # type: ignore[type-arg]
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         return UnknownMethod(self._life, handler_call_details.method).handler
+
+
+class Visit(GrpcMethod):
+    """A method of health, reflection or load reports. Most may be called without credentials.
+
+    A call has a line in the access log only if it is refused. It does not count among the calls in flight, because a
+    stream that watches health or load never ends by itself.
+    """
+
+    is_visit = True
+
+    def __init__(self, life: CallLife, method: str, handler: Any) -> None:
+        pulls = CallLimit(
+            _READ_S, lambda limit_s: SlowSender(f"no message arrived within {limit_s:g} s")
+        )
+        super().__init__(life, method, handler, pulls=pulls, writes=write_limit(_READ_S))
+
+    def _enter(self, call: Call) -> AbstractContextManager[Hold]:
+        guard = self.life.guard
+        call.principal = guard.visitor(self.method, call.metadata, call.context)
+        return guard.admit_visit(call.principal, call.peer, stream=self._streams)
+
+    async def read(self, call: Call, hold: Hold) -> Any:
+        if self._takes_stream:
+            return _until_idle(self.incoming(call, hold))
+        return await self.incoming(call, hold).only()
+
+    async def answer(self, call: Call, request: Any) -> Any:
+        return await self._respond(call.context, request)
+
+
+async def _until_idle(incoming: Incoming) -> AsyncIterator[Any]:
+    """The messages of a stream. Ends when none arrives for some time, because a stream that waits reserves memory."""
+    with contextlib.suppress(SlowSender):
+        async for message in incoming.all():
+            yield message
+
+
+class UnknownMethod(Visit):
+    """A method that no service has. It raises MethodNotFound for callers with valid credentials."""
+
+    def __init__(self, life: CallLife, method: str) -> None:
+        no_service: Any = None
+        super().__init__(life, method, grpc.stream_unary_rpc_method_handler(no_service))
+
+    def _begin(self, context: Context) -> Call:
+        shown = self.method[:_LOGGED_CHARS]
+        return self.life.begin(UNKNOWN_METHOD, context, is_visit=True, asked=shown)
+
+    async def read(self, call: Call, hold: Hold) -> Any:
+        raise MethodNotFound(f"there is no method {call.asked!r}; reflection lists all services")
 
 
 def _too_slow(limit_s: float) -> Exception:

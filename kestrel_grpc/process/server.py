@@ -57,7 +57,6 @@ from ..services.vision import VisionService
 from ..settings.addresses import unix_path
 from ..settings.server import ServerConfig
 from ..settings.telemetry import with_http
-from ..telemetry.edge_counts import EdgeCounts
 from ..telemetry.opening import Telemetry, open_telemetry
 from .grpc_ports import GrpcPorts, add_services
 from .heap import follow_heap
@@ -172,7 +171,7 @@ class KestrelServer:
         if shared is not None:
             shared.start()
             if telemetry is not None:
-                telemetry.show_shared_images(lambda: shared.breaker.is_closed)
+                telemetry.show_shared_images(lambda: self.shares_images)
         watchers = self.records.watchers(telemetry)
         services = self._services(RequestImages(self.images, shared))
         reports = self.records.load_reports if config.orca else None
@@ -216,20 +215,14 @@ class KestrelServer:
         self._opened.started_at = clock.now()
 
     def _open_telemetry(self) -> Telemetry | None:
-        config, security, guard = self._config, self._config.security, self.guard
+        config = self._config
         has_http_metrics = bool(config.http.http_listen) and config.http.http_metrics
         return open_telemetry(
             with_http(config.telemetry) if has_http_metrics else config.telemetry,
-            security,
+            self.guard,
             num_calls=lambda: self.in_flight.count,
             is_ready=lambda: self.served.state is State.READY,
-            edge=EdgeCounts(
-                connections=lambda: guard.connections.num_connections,
-                ended=self._ended_connections,
-                visits=lambda: guard.visits.num_calls,
-                max_connections=security.connections.connections,
-                max_streams=security.connections.streams,
-            ),
+            ended=self._ended_connections,
         )
 
     def _services(self, images: RequestImages) -> HttpServices:

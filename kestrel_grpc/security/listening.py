@@ -32,6 +32,23 @@ def check_exposure(addresses: tuple[str, ...], security: SecurityConfig) -> None
             )
 
 
+def check_files_and_addresses(
+    security: SecurityConfig, addresses: tuple[str, ...], metrics: str | None
+) -> None:
+    """Reads the files of tokens, certificates and revocation lists as a starting server does. ``metrics`` is the
+    address for scrapers. Opens no port. Raises TokenFileError, AddressError, TlsError."""
+    from .identity.callers import Callers
+    from .identity.tls import server_credentials
+    from .metrics_door import MetricsDoor
+
+    Callers(security, security.client_ca)
+    check_exposure(addresses, security)
+    if security.tls is not None:
+        server_credentials(security.tls)
+    if metrics is not None:
+        MetricsDoor(metrics, security)
+
+
 def is_loopback(address: str) -> bool:
     """Whether only this machine can connect. False for names other than localhost, which may resolve to any address."""
     if unix_path(address) is not None:

@@ -7,7 +7,7 @@ and are read when a reader collects them. Events that occur once per token are r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import grpc
@@ -18,9 +18,9 @@ from kestrel_engine import ImageEvent, InferenceEngine, RequestEvent, StepEvent
 from ..edge.calls.call import FRAME_OUTCOMES, Call
 from ..images.shared.shared_images import SharedImageEvent
 from ..logs.records import lost_records
+from ..security.admission.guard import Guard
 from . import names
 from .attributes import SERVER_ERRORS, operation_of
-from .edge_counts import EdgeCounts
 from .model_gauges import ModelGauges
 from .names import Metric
 from .open_files import file_limit, open_files
@@ -38,7 +38,8 @@ MOST_ADAPTERS = 50
 class ServiceMetrics:
     """The service's instruments. ``num_calls``: calls in progress. ``is_ready``: whether the server accepts requests.
 
-    These functions and ``edge`` are called from any thread.
+    ``guard`` counts connections and calls; ``ended`` returns the connections that the server ended, by reason. These
+    functions are called from any thread.
     """
 
     def __init__(
@@ -46,10 +47,10 @@ class ServiceMetrics:
         meter: Meter,
         num_calls: Callable[[], int],
         is_ready: Callable[[], bool],
-        edge: EdgeCounts | None = None,
+        guard: Guard | None = None,
+        ended: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self._meter = meter
-        edge = edge or EdgeCounts()
         self._default = ""
         self._adapters: set[str] = set()
         """Those that have a label of their own."""
@@ -87,14 +88,16 @@ class ServiceMetrics:
         self._read(names.CALLS, num_calls)
         self._read(names.READY, lambda: int(is_ready()))
         self._read(names.LOST_RECORDS, lost_records)
-        self._read(names.CONNECTIONS, edge.connections)
-        self._read(names.CONNECTIONS_LIMIT, lambda: edge.max_connections)
         self._observe(
             names.ENDED_CONNECTIONS,
-            lambda: [Observation(n, {names.REASON: k}) for k, n in edge.ended().items()],
+            lambda: [Observation(n, {names.REASON: k}) for k, n in ended().items()],
         )
-        self._read(names.STREAMS, lambda: num_calls() + edge.visits())
-        self._read(names.STREAMS_LIMIT, lambda: edge.max_streams)
+        if guard is not None:
+            limits = guard.security.connections
+            self._read(names.CONNECTIONS, lambda: guard.connections.num_connections)
+            self._read(names.CONNECTIONS_LIMIT, lambda: limits.connections)
+            self._read(names.STREAMS, lambda: num_calls() + guard.visits.num_calls)
+            self._read(names.STREAMS_LIMIT, lambda: limits.streams)
         self._read(names.FILES, open_files)
         self._read(names.FILES_LIMIT, file_limit)
 

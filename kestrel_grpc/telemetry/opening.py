@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from kestrel_engine import EngineInfo, ImageEvent, InferenceEngine, RequestEvent, StepEvent
@@ -17,13 +17,12 @@ from ..edge.calls.call import Call
 from ..settings.sources import SettingsError
 from ..settings.telemetry import TelemetryConfig, missing_packages
 from . import names
-from .edge_counts import EdgeCounts
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from ..images.shared.shared_images import SharedImageEvent
-    from ..settings.security import SecurityConfig
+    from ..security.admission.guard import Guard
     from .metrics import ServiceMetrics
     from .metrics_port import MetricsPort
     from .tracing import CallTracing
@@ -180,12 +179,12 @@ class ModelObserver:
 
 def open_telemetry(
     config: TelemetryConfig,
-    security: SecurityConfig,
+    guard: Guard,
     num_calls: Callable[[], int],
     is_ready: Callable[[], bool],
-    edge: EdgeCounts | None = None,
+    ended: Callable[[], Mapping[str, int]],
 ) -> Telemetry | None:
-    """Creates tracing, metrics and exporters.
+    """Creates tracing, metrics and exporters. ``guard``, ``num_calls``, ``is_ready``, ``ended``: as for ServiceMetrics.
 
     Returns None if the configuration exports nothing or a package is missing; the latter is logged. Call this in the
     process that serves, because exporters start threads.
@@ -221,7 +220,7 @@ def open_telemetry(
         from .metrics_port import MetricsPort
 
         assert registry is not None, "is_scraped says so"
-        door = MetricsDoor(config.prometheus, security)
+        door = MetricsDoor(config.prometheus, guard.security)
         endpoint = MetricsPort(config.prometheus, make_wsgi_app(registry), door)
         logger.info("metrics at %s://%s/metrics", endpoint.scheme, endpoint.address)
     if config.traces:
@@ -241,7 +240,9 @@ def open_telemetry(
 
         with _named_variables():
             meter_provider, readers = providers.meters(config, reader)
-        metrics = ServiceMetrics(meter_provider.get_meter(names.SCOPE), num_calls, is_ready, edge)
+        metrics = ServiceMetrics(
+            meter_provider.get_meter(names.SCOPE), num_calls, is_ready, guard, ended
+        )
         for each in readers:
             each.dense, each.changing = metrics.token_gap, metrics.lora_info
         shutdowns.append(meter_provider.shutdown)

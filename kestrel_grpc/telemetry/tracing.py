@@ -13,6 +13,10 @@ computed. ``on_step`` runs on the step thread, all other methods on the event lo
     │  └─ decode                                   links to one step in a hundred
     ├─ image.preprocess                            for Analyze and ImageService, which prepare an image separately
     └─ postprocess                                 from the last token to the last message
+
+A step serves many requests, so its span is not a child of theirs. The span has its own trace, and the spans of the
+requests link to it. It is made when the first request that links to it ends. Only some steps get a span: the first
+KEPT_STEPS of a sampled call, and then one step in DECODE_SAMPLING.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from dataclasses import dataclass, field
 import grpc
 from opentelemetry import propagate
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanContext, SpanKind, Tracer, format_trace_id
+from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Tracer, format_trace_id
 from opentelemetry.trace.propagation import set_span_in_context
 from opentelemetry.trace.status import Status, StatusCode
 
@@ -32,8 +36,13 @@ from kestrel_engine import EngineInfo, ImageEvent, RequestEvent, StepEvent, cloc
 
 from ..edge.calls.call import Call
 from . import attributes, names
-from .steps import KEPT_STEPS, MOST_STEPS, StepRecord, StepSpans
 
+DECODE_SAMPLING = 100
+"""After KEPT_STEPS steps of a call, one step in this many is recorded."""
+KEPT_STEPS = 16
+LINKED_STEPS = 8
+MOST_STEPS = 64
+"""Limit on the recorded steps of one call."""
 _NO_PARENT = Context()
 _HEADER = "traceparent"
 _UNSAMPLED = re.compile(
@@ -47,6 +56,51 @@ _EVENTS = {
     grpc.StatusCode.CANCELLED: names.CANCELLED,
     grpc.StatusCode.DEADLINE_EXCEEDED: names.DEADLINE_EXCEEDED,
 }
+
+
+@dataclass(slots=True, eq=False)
+class StepRecord:
+    """A recorded step. ``began_at``: when the device began the step. The device runs steps in the order of launch."""
+
+    event: StepEvent
+    began_at: float
+    requests: list[SpanContext] = field(default_factory=list)
+    """The spans of the sampled calls that the step worked for."""
+    context: SpanContext | None = None
+    """The step's span; None until it is made."""
+
+    @property
+    def vision_end(self) -> float:
+        return min(self.began_at + self.event.vision_s, self.event.collected_at)
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.event.step_id % DECODE_SAMPLING == 0
+
+
+class StepSpans:
+    """Makes the spans of steps. They are not sampled again, because their requests are sampled."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def links(self, records: list[StepRecord], clock_ns: int) -> list[Link]:
+        """Links to the first LINKED_STEPS of ``records``. ``clock_ns``: nanoseconds since the epoch minus nanoseconds
+        of the monotonic clock."""
+        return [Link(self._context(record, clock_ns)) for record in records[:LINKED_STEPS]]
+
+    def _context(self, record: StepRecord, clock_ns: int) -> SpanContext:
+        if record.context is None:
+            span = self._tracer.start_span(
+                names.STEP,
+                context=Context(),
+                attributes=attributes.of_step(record.event),
+                links=[Link(context) for context in record.requests],
+                start_time=clock_ns + round(1e9 * record.began_at),
+            )
+            span.end(clock_ns + round(1e9 * record.event.collected_at))
+            record.context = span.get_span_context()
+        return record.context
 
 
 @dataclass(slots=True, eq=False)

@@ -62,7 +62,7 @@ class Guard:
             self.messages.received,
             AcceptedSockets(ports) if AcceptedSockets.can_look() else None,
         )
-        self._security = security
+        self.security = security
         self._callers = Callers(security, security.client_ca)
         copy_s_per_byte()  # Measured now, not during a call.
         callers, strangers = _divided(self.messages)
@@ -97,7 +97,7 @@ class Guard:
 
     def check_scraper(self, metadata: Metadata, context: Any) -> None:
         """Checks that a caller of the model's port may read the metrics. Raises NotAuthenticated, ScopeMissing."""
-        if not self._security.open_metrics:
+        if not self.security.open_metrics:
             self.principal(metadata, context).check(Scope.METRICS, Scope.ADMIN)
         elif self._callers.asks_certificate:
             self._callers.check_revoked(context.auth_context())
@@ -132,8 +132,8 @@ class Guard:
             principal = self.principal(metadata, context)
             principal.check(*needed_scopes(method))
             return principal
-        is_open = (method.startswith(HEALTH_METHODS) and self._security.open_health) or (
-            method.startswith(REFLECTION_METHODS) and self._security.open_reflection
+        is_open = (method.startswith(HEALTH_METHODS) and self.security.open_health) or (
+            method.startswith(REFLECTION_METHODS) and self.security.open_reflection
         )
         if self._callers.asks_certificate:
             connection = context.auth_context()

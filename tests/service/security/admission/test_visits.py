@@ -110,7 +110,7 @@ async def test_watched_streams_are_bounded(serve):
 
 
 async def test_a_reflection_stream_that_is_idle_ends_and_holds_nothing(serve, monkeypatch):
-    monkeypatch.setattr("kestrel_grpc.edge.visitors._READ_S", 0.3)
+    monkeypatch.setattr("kestrel_grpc.edge.methods._READ_S", 0.3)
     served = await serve()
     stub = reflection_pb2_grpc.ServerReflectionStub(served.channel)
     stream = stub.ServerReflectionInfo()
