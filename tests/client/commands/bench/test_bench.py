@@ -15,17 +15,27 @@ from tests.client.commands.test_stored_images import IMAGE
 from tests.client.commands.test_stored_images import kestrel as kestrel
 from tests.forking.spawned import fork_what_is_spawned
 from tests.service.command_line import here
+from tests.waiting import outlived
+
+
+async def measured(kestrel, *flags):
+    """A busy machine may end no request within a short stage. Then the stage is longer."""
+    return await outlived(
+        lambda seconds: kestrel("bench", *flags, "--seconds", seconds),
+        lambda ended: "no request ended in time" not in ended[2],
+        0.2,
+    )
 
 
 async def test_one_stage(kestrel):
-    flags = ["--seconds", 0.2, "--concurrency", 2, "--max-tokens", 4]
-    status, told, _ = await kestrel("bench", *flags, "--json")
-    measured = json.loads(told)
-    assert status == 0 and measured["requests"] > 0 and measured["errors"] == {}
-    assert 0 < measured["ttft_ms"]["p50"] <= measured["total_ms"]["p99"]
-    status, told, _ = await kestrel("bench", IMAGE, *flags)
+    flags = ["--concurrency", 2, "--max-tokens", 4]
+    status, told, _ = await measured(kestrel, *flags, "--json")
+    found = json.loads(told)
+    assert status == 0 and found["requests"] > 0 and found["errors"] == {}
+    assert 0 < found["ttft_ms"]["p50"] <= found["total_ms"]["p99"]
+    status, told, _ = await measured(kestrel, IMAGE, *flags)
     assert "requests/s" in told and "first token (TTFT)" in told
-    status, told, _ = await kestrel("bench", *flags, "--unary")
+    status, told, _ = await measured(kestrel, *flags, "--unary")
     assert "whole answer" in told and "TTFT" not in told
 
 
@@ -40,21 +50,23 @@ async def test_a_program_makes_load(serve):
         options={"max_tokens": 4},
     )
 
-    def load():
+    def load(seconds):
         with open_fleet(plan, processes=1) as fleet:
-            return fleet.run(Stage("closed", level=4, window_s=0.2))
+            return fleet.run(Stage("closed", level=4, window_s=seconds))
 
-    tally, health = await asyncio.to_thread(load)
+    tally, health = await outlived(
+        lambda seconds: asyncio.to_thread(load, seconds), lambda ended: ended[0].total, 0.2
+    )
     assert tally.succeeded == tally.total > 0 and not tally.errors
     assert tally.ttft.percentile(50) > 0 and health.lag.count
 
 
 async def test_a_ramp_of_all_skills_is_stored_and_reported(kestrel, tmp_path):
     result, page = tmp_path / "r.json", tmp_path / "r.html"
-    status, told, errors = await kestrel(
-        "bench", "--made-up", 2, "--size", "64x48", "--unique-images", 0.5, "--max-tokens", 8,
+    status, told, errors = await measured(
+        kestrel, "--made-up", 2, "--size", "64x48", "--unique-images", 0.5, "--max-tokens", 8,
         "--mix", "query=2,caption,point,detect,segment", "--question", "a?", "--question", "b?",
-        "--seconds", 0.3, "--start-concurrency", 1, "--concurrency-step", 2, "--max-concurrency", 4,
+        "--start-concurrency", 1, "--concurrency-step", 2, "--max-concurrency", 4,
         "--output", result, "--report", page, "--label", "ramp", "--latency-threshold-ms", 60000,
         "--ttft-threshold-ms", 60000,
     )  # fmt: skip
@@ -82,14 +94,14 @@ async def test_an_open_loop_of_two_processes_ends_when_a_limit_is_passed(
 ):
     fork_what_is_spawned(monkeypatch)
     result = tmp_path / "r.json"
-    status, told, errors = await kestrel(
-        "bench", "--rate", 20, "--max-rate", 1000, "--seconds", 0.5, "--processes", 2,
+    status, told, errors = await measured(
+        kestrel, "--rate", 40, "--max-rate", 1000, "--processes", 2,
         "--max-tokens", 2, "--latency-threshold-ms", 0.001, "--output", result,
     )  # fmt: skip
     assert (status, errors) == (0, "")
     assert "overloaded: latency p95" in told and "no stage kept within the limits" in told
     (stage,) = read_results(str(result))["results"]
-    assert stage["target_rps"] == 20 and stage["requests_success"] > 1
+    assert stage["target_rps"] == 40 and stage["requests_success"] > 1
     assert stage["goodput_rps"] == 0 and stage["client"]["processes"] == 2
 
 
