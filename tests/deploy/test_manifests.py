@@ -184,7 +184,7 @@ def test_only_a_variant_that_fetches_its_model_may_leave_the_cluster(folder):
     assert hub["ports"] == [{"protocol": "TCP", "port": 443}]
 
 
-@pytest.mark.slow_with("1.31", "1.34")
+@pytest.mark.slow_with("1.29", "1.31", "1.34")
 @pytest.mark.parametrize("version", ["1.29", "1.31", "1.34", "1.37"])
 @pytest.mark.parametrize("folder", FOLDERS + AROUND)
 def test_kubernetes_own_schemas_know_every_field(folder, version):

@@ -53,7 +53,7 @@ def test_chunks_equal_the_whole(golden: Golden, case_id: str, size: int) -> None
     assert_same(hidden, whole(golden, case_id))
 
 
-@pytest.mark.slow_with("md2")
+@pytest.mark.slow_with("md2", 1, 73)
 @pytest.mark.parametrize("page_size", [1, 5, 73])
 def test_page_size_changes_nothing(
     golden: Golden, pictures: dict[str, PreparedImage], page_size: int
@@ -70,6 +70,7 @@ def test_page_size_changes_nothing(
         assert_same(logits[0], golden.arrays["query.0.decode_logits"][0])
 
 
+@pytest.mark.slow_with("md2")
 def test_rows_of_one_pass_equal_rows_alone(golden: Golden) -> None:
     """Prefills with and without an image, a chunk, and decode-like rows in one flat batch."""
     runtime = golden.runtime

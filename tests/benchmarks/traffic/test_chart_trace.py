@@ -105,6 +105,7 @@ def test_questions_have_12_to_30_tokens_whatever_a_token_is(encode, traces):
     assert sum(q.is_repeat for q in trace.questions) == NUM_QUESTIONS - NUM_IMAGES
 
 
+@pytest.mark.slow
 def test_a_short_trace_is_the_beginning_of_the_long_one(traces, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(chart_trace, "draw_images", lambda count, **_: [b"x"] * count)
     whole, short = traces(words), make_trace(words, num_prompts=40)

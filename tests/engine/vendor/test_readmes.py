@@ -120,6 +120,7 @@ def test_the_quick_start(
     assert capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 async def test_the_other_examples(
     downloads: Stand,

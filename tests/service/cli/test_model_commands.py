@@ -38,6 +38,7 @@ def test_a_model_goes_into_a_folder_and_is_verified_there(tmp_path):
     assert "1 of 6 checks failed" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_bundled_model_verifies():
     done = here("verify")
     assert done.returncode == 0, done.stderr

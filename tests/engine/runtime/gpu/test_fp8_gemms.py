@@ -209,7 +209,12 @@ def step(
 
 @pytest.mark.parametrize(
     ("family", "inline_tau"),
-    [("moondream2", 64), ("moondream3", 64), ("moondream3.1", 64), ("moondream3.1", 0)],
+    [
+        pytest.param("moondream2", 64, marks=pytest.mark.slow),
+        pytest.param("moondream3", 64, marks=pytest.mark.slow),
+        ("moondream3.1", 64),
+        pytest.param("moondream3.1", 0, marks=pytest.mark.slow),
+    ],
 )
 def test_a_decode_step_multiplies_the_rounded_weights(family, inline_tau, monkeypatch):
     """Experts, the router and tau's weights stay as they are. The GEMM of qkv computes what tau needs, or a launch."""

@@ -38,6 +38,7 @@ def num_held():
     return sum(isinstance(each, HELD) for each in gc.get_objects())
 
 
+@pytest.mark.slow_with("a lone name", "a name that fails")
 @pytest.mark.parametrize("streamed", [False, True], ids=["unary", "stream"])
 @pytest.mark.parametrize("kind", REQUESTS)
 async def test_what_has_ended_holds_no_image(serve, kind, streamed):
