@@ -18,6 +18,7 @@ from training.domains.phrasing import off_topic, vary
 from training.domains.picture import NOT_SHOWN, Ask, Mark, Picture, in_order
 from training.domains.screens import questions as screens
 from training.domains.shapes.draw import _grid_scene, draw_with_pillow
+from training.domains.text.fonts import file_of
 from training.domains.text.page import Page
 from training.domains.turning import turn
 from training.mixture import draw_picture
@@ -173,6 +174,10 @@ def test_what_a_plotted_chart_shows_is_known(kind: str, sources: Path) -> None:
     table["series"] = table["series"][:1]
     shown = plot(random.Random(3), table, 900, 500)
     assert len(shown.boxes[0]) == len(table["labels"]) and bool(shown.end) == (kind != "pie")
+    font_manager = pytest.importorskip("matplotlib.font_manager")
+    name = "train/plain-400-normal.ttf"
+    family = font_manager.FontProperties(family=[name])
+    assert font_manager.findfont(family) == file_of(name)
     told = "".join(c for _, _, c in shown.characters)
     assert table["title"].replace(" ", "") in told and (kind == "pie" or shown.end in told)
     for x, y, _ in shown.characters:

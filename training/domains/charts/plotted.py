@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,6 @@ def plot(
     from matplotlib import rc_context, style
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.font_manager import FontProperties, fontManager
 
     # Of the letters, in pixels; a point is a pixel.
     size = rng.uniform(11, rng.choice((16, 24))) / view_scale(width, height)
@@ -43,9 +43,7 @@ def plot(
     upright = widest * len(table["labels"]) > 0.7 * width
     table["turn"] = (45 if rng.random() < 0.5 else 90) if upright else 0
     chosen = "dark_background" if table["dark"] else rng.choice(STYLES)
-    fontManager.addfont(file_of(font))
-    family = FontProperties(fname=file_of(font)).get_name()
-    with style.context(chosen), rc_context({"font.family": family, "font.size": size}):
+    with style.context(chosen), rc_context({"font.family": _family(font), "font.size": size}):
         figure = Figure((width / 72, height / 72), dpi=72, layout="tight")
         axes = figure.add_subplot()
         axes.set_prop_cycle(color=table["colours"])
@@ -64,6 +62,17 @@ def plot(
     ticks = [] if table["kind"] == "pie" else _ticks(axes.xaxis if table["lying"] else axes.yaxis)
     end = ticks[-1].label1.get_text() if ticks else ""
     return Plotted(pixels, _boxes(axes, table, height), characters, end)
+
+
+@cache
+def _family(font: str) -> str:
+    """Makes a font known to matplotlib. The files bear no names."""
+    from matplotlib.font_manager import FontEntry, fontManager
+
+    fontManager.ttflist.append(
+        FontEntry(fname=file_of(font), name=font, weight=400, size="scalable")
+    )
+    return font
 
 
 def _ticks(axis: Any) -> list[Any]:
