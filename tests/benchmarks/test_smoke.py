@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 from benchmarks import boxes, engine_host, serving_cpu
 from benchmarks.service import workers_trace
-
-
-@pytest.fixture(autouse=True)
-def process_settings() -> Iterator[None]:
-    """Benchmarks set the process's threads and garbage collector: both are put back."""
-    threads, thresholds = torch.get_num_threads(), gc.get_threshold()
-    yield
-    torch.set_num_threads(threads)
-    gc.set_threshold(*thresholds)
 
 
 def run(benchmark: ModuleType, folder: Path, *arguments: str) -> dict:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -19,15 +17,6 @@ from benchmarks.reports.report import Report
 from benchmarks.traffic import chart_trace
 
 MODEL = ("--threads", "1", "--max-batch-size", "16")
-
-
-@pytest.fixture(autouse=True)
-def process_settings() -> Iterator[None]:
-    """Benchmarks set the process's threads and garbage collector: both are put back."""
-    threads, thresholds = torch.get_num_threads(), gc.get_threshold()
-    yield
-    torch.set_num_threads(threads)
-    gc.set_threshold(*thresholds)
 
 
 def run(benchmark: ModuleType, folder: Path, *arguments: str) -> dict:

@@ -21,7 +21,7 @@ from kestrel_engine.skills.constraints.setting import read_constraint
 from kestrel_engine.steps.loop import EngineLoop
 from kestrel_engine.types.model_config import parse_model_config
 from tests.engine.fakes import IMAGE, SMALL, ByteCodec
-from tests.engine.options.test_stop_strings import GREEDY, says, streamed
+from tests.engine.options.test_stop_strings import GREEDY, says, streamed, thinks
 from tests.waiting import until
 
 SCHEMA = {
@@ -168,13 +168,7 @@ async def test_a_stop_string_ends_it(make_engine):
 
 
 async def test_reasoning_is_free(make_engine, fake_limits):
-    def script(fed):
-        if 4 in fed and 3 not in fed[fed.index(4) :]:
-            said = len(fed) - 1 - fed.index(4)
-            return 3 if said == 6 else 100 + b"so it "[said]
-        return says("yes ")(fed)
-
-    engine = make_engine(FakeRuntime(fake_limits, script))
+    engine = make_engine(FakeRuntime(fake_limits, thinks("so it ", says("yes "))))
     settings = {**GREEDY, "constraint": {"choices": ["no", "yes ye"]}}
     result = await engine.query(question="a", reasoning=True, settings=settings)
     assert result.output["reasoning"]["text"] == "so it "

@@ -5,7 +5,7 @@ import pytest
 from kestrel_engine import InvalidRequest
 from kestrel_engine.runtime.fake import FakeRuntime
 from tests.engine.fakes import IMAGE
-from tests.engine.options.test_stop_strings import GREEDY, says, streamed
+from tests.engine.options.test_stop_strings import GREEDY, says, streamed, thinks
 
 
 def listening(runtime):
@@ -100,13 +100,7 @@ async def test_a_last_token_without_text_is_in_the_last_update(make_engine, fake
 
 
 async def test_reasoning_is_left_out(make_engine, fake_limits):
-    def script(fed):
-        if 4 in fed and 3 not in fed[fed.index(4) :]:
-            said = len(fed) - 1 - fed.index(4)
-            return 3 if said == 6 else 100 + b"so it "[said]
-        return says("yes ")(fed)
-
-    engine = make_engine(FakeRuntime(fake_limits, script))
+    engine = make_engine(FakeRuntime(fake_limits, thinks("so it ", says("yes "))))
     settings = {**GREEDY, "max_tokens": 8, "logprobs": True}
     stream = await engine.query(question="a", reasoning=True, stream=True, settings=settings)
     updates, result = await streamed(stream)

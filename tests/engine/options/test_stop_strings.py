@@ -87,14 +87,20 @@ async def test_stop_strings_are_of_their_request_only(make_engine, fake_limits):
     assert reasons == ["length", "stop", "stop", "length", "stop", "stop"]
 
 
-async def test_reasoning_is_not_searched(make_engine, fake_limits):
+def thinks(thought, answer):
+    """A script that reasons with the six letters of ``thought`` if it may, and then goes on as ``answer`` does."""
+
     def script(fed):
         if 4 in fed and 3 not in fed[fed.index(4) :]:
             said = len(fed) - 1 - fed.index(4)
-            return 3 if said == 6 else 100 + b"so END"[said]
-        return says("yes END no")(fed)
+            return 3 if said == 6 else 100 + thought.encode()[said]
+        return answer(fed)
 
-    engine = make_engine(FakeRuntime(fake_limits, script))
+    return script
+
+
+async def test_reasoning_is_not_searched(make_engine, fake_limits):
+    engine = make_engine(FakeRuntime(fake_limits, thinks("so END", says("yes END no"))))
     settings = {**GREEDY, "max_tokens": 30, "stop": ["END"]}
     updates, result = await streamed(
         await engine.query(question="a", reasoning=True, stream=True, settings=settings)

@@ -224,7 +224,8 @@ async def test_a_step_that_fails_leaves_the_coarse_outline(make, caplog):
     assert (await engine.segment(IMAGE, "dog")).finish_reason == "stop"
 
 
-async def test_a_request_is_cancelled_while_its_mask_is_refined(make):
+def held_refinement():
+    """A cost whose refinements wait: (cost, set by the first one, lets them go on)."""
     entered, go_on = threading.Event(), threading.Event()
 
     def cost(plan):
@@ -233,6 +234,11 @@ async def test_a_request_is_cancelled_while_its_mask_is_refined(make):
             assert go_on.wait(60)
         return 0.0
 
+    return cost, entered, go_on
+
+
+async def test_a_request_is_cancelled_while_its_mask_is_refined(make):
+    cost, entered, go_on = held_refinement()
     engine, _ = make(cost=cost)
     first = await engine.segment(IMAGE, "cat", stream=True)
     assert await asyncio.to_thread(entered.wait, 60)
@@ -247,14 +253,7 @@ async def test_a_request_is_cancelled_while_its_mask_is_refined(make):
 
 
 async def test_shutdown_ends_requests_that_are_being_refined(make):
-    entered, go_on = threading.Event(), threading.Event()
-
-    def cost(plan):
-        if plan.refine:
-            entered.set()
-            assert go_on.wait(60)
-        return 0.0
-
+    cost, entered, go_on = held_refinement()
     engine, runtime = make(cost=cost)
     stream = await engine.segment(IMAGE, "cat", stream=True)
     assert await asyncio.to_thread(entered.wait, 60)
