@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     ramp, slo = ramp_of(args), slo_of(args)
     plan = _plan(args, slo)
     with sdk_errors(args), open_fleet(plan, args.processes) as fleet:
-        described = fleet.describe()  # Connects, and fails if there is no server.
+        described = fleet.client.describe()  # Connects, and fails if there is no server.
         content = _content(args, ramp, slo, described)
         status = _run_stages(args, fleet, ramp, content)
     if args.report:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from .results import Plain, figures
 
@@ -13,8 +12,7 @@ Figures: TypeAlias = Mapping[str, tuple[float, bool]]
 """The value of each figure and whether more is better, by name."""
 
 
-@dataclass(frozen=True)
-class Compared:
+class Compared(NamedTuple):
     """``worse``: the share by which the new figure is worse; negative if it is better."""
 
     name: str
@@ -27,8 +25,7 @@ def compare(old: Figures, new: Figures) -> list[Compared]:
     """Returns the figures that both runs have, the worst first."""
     found = []
     for name in old.keys() & new.keys():
-        before, at_least = old[name]
-        after, _ = new[name]
+        (before, at_least), (after, _) = old[name], new[name]
         # As time for the same work: half the rate and twice the time are both 100 % worse.
         more, less = (before, after) if at_least else (after, before)
         worse = more / less - 1 if less else (math.inf if more else 0.0)
@@ -45,7 +42,13 @@ def compare_files(runs: Sequence[Plain], tolerance: float) -> int:
     for run in others:
         print(f"{run['label']} compared with {first['label']}")
         for what in ("server", "machine"):
-            if (difference := _differences(first[what], run[what])) != "":
+            old_facts, facts = first[what], run[what]
+            changed = (
+                f"{name} {old_facts.get(name)} -> {facts.get(name)}"
+                for name in _COMPARED
+                if old_facts.get(name) != facts.get(name)
+            )
+            if difference := ", ".join(changed):
                 print(f"  the {what} differs: {difference}")
         found = compare(old, _figures(run))
         if not found:
@@ -69,12 +72,3 @@ _COMPARED = (
     "server_version", "device", "device_name", "dtype", "default_model", "weights_fingerprint", "cores", "memory_gib",
     "python", "system"
 )  # fmt: skip
-
-
-def _differences(old: Plain, new: Plain) -> str:
-    """What of two environments differs, of what explains figures."""
-    return ", ".join(
-        f"{name} {old.get(name)} -> {new.get(name)}"
-        for name in _COMPARED
-        if old.get(name) != new.get(name)
-    )

@@ -61,35 +61,19 @@ class ClientHealth:
         return reasons
 
 
-class HealthWatch:
-    """Measures the health of this process while it runs: ``begin``, then ``end``."""
-
-    def __init__(self) -> None:
-        self._health = ClientHealth()
-        self._task: asyncio.Task[None] | None = None
-
-    def begin(self) -> None:
-        self._began = time.monotonic(), time.process_time(), _machine_times()
-        self._task = asyncio.create_task(self._sample())
-
-    def end(self) -> ClientHealth:
-        """Returns what was measured since ``begin``."""
-        assert self._task is not None
-        self._task.cancel()
-        began_at, began_cpu, began_machine = self._began
-        wall_s = max(time.monotonic() - began_at, 1e-9)
-        self._health.cpu_shares.append((time.process_time() - began_cpu) / wall_s)
-        now = _machine_times()
-        if began_machine is not None and now is not None and now[1] > began_machine[1]:
-            self._health.machine_busy = (now[0] - began_machine[0]) / (now[1] - began_machine[1])
-        return self._health
-
-    async def _sample(self) -> None:
-        while True:
-            now = asyncio.get_running_loop().time
-            due = now() + _SAMPLE_S
-            await asyncio.sleep(_SAMPLE_S)
-            self._health.lag.record(now() - due)
+async def watch_health(until: float) -> ClientHealth:
+    """Measures this process from now until an instant of the event loop's clock."""
+    health, now = ClientHealth(), asyncio.get_running_loop().time
+    began_at, began_cpu, began_machine = time.monotonic(), time.process_time(), _machine_times()
+    while (due := min(now() + _SAMPLE_S, until)) > now():
+        await asyncio.sleep(due - now())
+        health.lag.record(now() - due)
+    wall_s = max(time.monotonic() - began_at, 1e-9)
+    health.cpu_shares.append((time.process_time() - began_cpu) / wall_s)
+    machine = _machine_times()
+    if began_machine is not None and machine is not None and machine[1] > began_machine[1]:
+        health.machine_busy = (machine[0] - began_machine[0]) / (machine[1] - began_machine[1])
+    return health
 
 
 def _machine_times() -> tuple[int, int] | None:

@@ -75,10 +75,6 @@ class Fleet:
     client: Client
     pipes: Sequence[Connection] = ()
 
-    def describe(self) -> dict[str, Any]:
-        """Connects, and describes the server and its model. Raises the SDK's KestrelError."""
-        return self.client.describe()
-
     def run(self, stage: Stage) -> tuple[Tally, ClientHealth]:
         """Runs a stage of the whole load, from now on: its ``begins_at`` is replaced. Raises CommandError."""
         now = time.monotonic()

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 import random
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -18,7 +18,7 @@ from kestrel_client import AsyncKestrelClient, KestrelError
 
 from ..stages import Loop, Slo
 from ..tally import Tally
-from .client_health import ClientHealth, HealthWatch
+from .client_health import ClientHealth, watch_health
 from .images import Image, ImageSource
 from .mix import Ask, Mix
 
@@ -100,12 +100,10 @@ class Sender:
         self.images.make_ahead()
         health = asyncio.create_task(_watch(stage))
         try:
-            await (run.closed() if stage.loop == "closed" else run.open())
-            await run.drain(stage.drain_s)
+            await run.send()
             return run.tally, await health
         finally:
             health.cancel()
-            await run.drain(0.0)
 
     async def draw(self, rng: random.Random) -> Ask:
         """Chooses what the next request asks."""
@@ -184,16 +182,26 @@ class _StageRun:
         self._sender, self._stage = sender, stage
         self._opens, self._closes = stage.window
         self._rng = random.Random(stage.seed)
-        self._running: set[asyncio.Task[None]] = set()
-        self._failure: BaseException | None = None
-        self._failed = asyncio.Event()
+        self._in_flight = 0
 
-    async def closed(self) -> None:
+    async def send(self) -> None:
+        """Sends the requests and waits for them, until the time to drain is over. Raises an error that is not the
+        failure of a request."""
+        send = self._closed_loop if self._stage.loop == "closed" else self._open_loop
+        try:
+            async with asyncio.timeout_at(self._closes + self._stage.drain_s):
+                async with asyncio.TaskGroup() as tasks:
+                    await send(tasks)
+        except TimeoutError:
+            pass  # The requests that were in flight have counted themselves.
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _closed_loop(self, tasks: asyncio.TaskGroup) -> None:
         """Keeps requests in flight until the window closes."""
         await _until(self._stage.begins_at)
         for _ in range(round(self._stage.level)):
-            self._start(self._caller(random.Random(self._rng.random())))
-        await self._closed()
+            tasks.create_task(self._caller(random.Random(self._rng.random())))
 
     async def _caller(self, rng: random.Random) -> None:
         while (wanted := _now()) < self._closes:
@@ -203,26 +211,18 @@ class _StageRun:
             if not await self._one(ask, sent, lateness_s=sent - wanted):
                 await asyncio.sleep(_PAUSE_AFTER_ERROR_S)
 
-    async def open(self) -> None:
+    async def _open_loop(self, tasks: asyncio.TaskGroup) -> None:
         """Sends a request at each arrival until the window closes."""
         for after_s in arrival_times(self._stage.arrivals, self._stage.level, self._rng):
             intended = self._stage.begins_at + after_s
             if intended >= self._closes:
                 break
             await _until(intended)  # Also if it has passed, the tasks of sent requests run now.
-            if self._failed.is_set():
-                return
-            if len(self._running) >= self._stage.most_in_flight:
-                if intended >= self._opens:
-                    self.tally.fail(f"not sent: {self._stage.most_in_flight} were in flight")
-                continue
-            self._start(self._arrival(random.Random(self._rng.random()), intended))
-        await self._closed()
-
-    async def _closed(self) -> None:
-        """Waits until the window closes or a task fails."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._failed.wait(), max(0.0, self._closes - _now()))
+            if self._in_flight < self._stage.most_in_flight:
+                self._in_flight += 1
+                tasks.create_task(self._arrival(random.Random(self._rng.random()), intended))
+            elif intended >= self._opens:
+                self.tally.fail(f"not sent: {self._stage.most_in_flight} were in flight")
 
     async def _arrival(self, rng: random.Random, intended: float) -> None:
         try:
@@ -232,6 +232,7 @@ class _StageRun:
                 self.tally.fail(UNFINISHED)
             raise
         await self._one(ask, intended, lateness_s=_now() - intended)
+        self._in_flight -= 1
 
     async def _one(self, ask: Ask, began: float, lateness_s: float) -> bool:
         """Sends a request whose times count from ``began``. Returns whether it succeeded."""
@@ -297,28 +298,6 @@ class _StageRun:
         tally.processing_latency.record(timings.processing_ms / 1e3)
         tally.queue_latency.record(timings.queue_ms / 1e3)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._running.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._failure = self._failure or error
-            self._failed.set()
-
-    async def drain(self, patience_s: float) -> None:
-        """Waits for the requests that are in flight, and cancels those that take too long. Raises an
-        error that is not the failure of a request."""
-        if running := list(self._running):
-            _, late = await asyncio.wait(running, timeout=patience_s)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
-        if self._failure is not None:
-            raise self._failure
-
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
@@ -332,7 +311,4 @@ async def _watch(stage: Stage) -> ClientHealth:
     """Measures this process in the stage's window."""
     opens, closes = stage.window
     await _until(opens)
-    watch = HealthWatch()
-    watch.begin()
-    await _until(closes)
-    return watch.end()
+    return await watch_health(closes)
