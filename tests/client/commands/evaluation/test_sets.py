@@ -11,7 +11,7 @@ from kestrel_client import DetectTask, PointTask, QueryTask
 from kestrel_client.commands.evaluation.benchmark import Asking, Hub, items_of
 from kestrel_client.commands.evaluation.reading import open_records
 from kestrel_client.commands.evaluation.scored import score_lines
-from kestrel_client.commands.evaluation.sets import MODULES, benchmark
+from kestrel_client.commands.evaluation.sets import NAMES, benchmark
 from kestrel_client.commands.parser import CommandError
 from kestrel_grpc.settings.flags import SettingsError
 
@@ -31,7 +31,7 @@ def write(path, value):
 
 def items(name, folder, limit=None, **asking):
     chosen = benchmark(name)
-    _, records = open_records(chosen, str(folder), None, limit)
+    _, records = open_records(chosen, str(folder), chosen.hub, limit)
     return list(items_of(records, chosen, Asking(**asking)))
 
 
@@ -348,4 +348,4 @@ def test_errors_of_places(tmp_path):
         items("coco", tmp_path)
     with pytest.raises(SettingsError, match="did you mean screenspot"):
         benchmark("screnspot")
-    assert all(benchmark(name).name == name for name in MODULES)
+    assert all(benchmark(name).name == name for name in NAMES)

@@ -33,11 +33,11 @@ class Overlays:
         for line in journal.lines() if missing else ():
             row = missing.get((line["image"], line.get("row")))
             if row is not None and "error" not in line:
-                marks = sum((_marks(task) for task in line["tasks"].values()), Marks())
+                marks = sum((marks_of(task) for task in line["tasks"].values()), Marks())
                 self._painter.write(marks, row.input, self._names[row.identity])
 
 
-def _marks(task: Mapping[str, Any]) -> Marks:
+def marks_of(task: Mapping[str, Any]) -> Marks:
     """What the result of a task draws, from its plain values (``Result.to_dict``)."""
     match task:
         case {"points": points}:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 Outcome = Mapping[str, Any]
 """A task's result as plain values, as `Result.to_dict` gives it."""
-Polygon = Sequence[tuple[float, float]]
 MAX_CASES = 32
 """Tasks of one call, as the server limits them."""
 
@@ -35,16 +34,13 @@ class Asking:
     absent: int = 0
     """Names of absent objects to ask for in each image, in sets of boxes."""
 
-    def query(self, question: str, prompt: str, **options: Any) -> QueryTask:
+    def query(self, question: str, prompt: str) -> QueryTask:
         """``prompt``: that of the data set."""
-        text = (self.prompt or prompt).replace("{question}", question)
-        reasoning = options.pop("reasoning", self.reasoning)
         return QueryTask(
-            text,
-            reasoning=reasoning,
+            (self.prompt or prompt).replace("{question}", question),
+            reasoning=self.reasoning,
             temperature=self.temperature,
             max_tokens=self.max_tokens,
-            **options,
         )
 
     def point(self, name: str) -> PointTask:
@@ -75,10 +71,8 @@ class Case:
     """The part of the data set that it belongs to."""
     boxes: Sequence[Edges] = ()
     """The true boxes, to draw."""
-    polygons: Sequence[Polygon] = ()
-    """The true outlines, to draw."""
     frame: tuple[float, float] | None = (1.0, 1.0)
-    """Width and height of the image in the coordinates of these: 1 for fractions of it; None for its pixels."""
+    """Width and height of the image in the coordinates of the boxes: 1 for fractions of it; None for its pixels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,16 +133,13 @@ class Benchmark:
     source: str
     """Where the data set and its metric are defined."""
     skills: tuple[str, ...]
-    cases: Callable[[Record, Asking], Sequence[Case]] | None = None
+    cases: Callable[[Record, Asking], Sequence[Case]]
     """The cases of a row."""
     score: Callable[[Case, Outcome | None], Score]
     """Scores an answer; None for a request that failed, which has the lowest score."""
-    hub: Hub | None = None
+    hub: Hub
     layout: Callable[[Path], Iterator[dict[str, Any]] | None] | None = None
     """Reads a folder in the set's own layout as rows; ``image`` is the path of a file. None for another layout."""
-    items: Callable[[Asking, int | None], Iterator[Item]] | None = None
-    """The items of a set that needs no data. The number limits the images."""
-    default_limit: int | None = None
     whole: Callable[[Sequence[Answered]], Whole | None] | None = None
     """Metrics of all answers together."""
     groups: Sequence[str] = field(default=())
@@ -157,7 +148,6 @@ class Benchmark:
 
 def items_of(records: Iterator[Record], benchmark: Benchmark, asking: Asking) -> Iterator[Item]:
     """The items of rows. A row with more cases than a call may have becomes several items."""
-    assert benchmark.cases is not None
     number = 0
     for record in records:
         cases = list(benchmark.cases(record, asking))

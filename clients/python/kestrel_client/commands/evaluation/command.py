@@ -23,7 +23,7 @@ from .comparison import compare
 from .reading import open_records
 from .report import Report, print_report, write_report
 from .scored import score_lines
-from .sets import MODULES, benchmark
+from .sets import NAMES, benchmark
 from .statistics import totals
 
 _COMPARE = "compare"
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "Asks about every row of a data set, and scores the answers with the set's own metric. Writes results,\n"
         "scores, a report and a page with the worst images into the folder --output. The same command continues\n"
         "where an interrupted one ended. Without FOLDER, a set is read from the hub. The sets:\n"
-        f"{', '.join(MODULES)}.\n"
+        f"{', '.join(NAMES)}.\n"
         "  %(prog)s chartqa rows.jsonl --weights model.safetensors --limit 200\n"
         "  %(prog)s coco coco/ --server one:50051 --output eval-a\n"
         f"  %(prog)s {_COMPARE} eval-a eval-b\n"
@@ -90,59 +90,32 @@ def _limit(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     name, *places = args.words or [""]
     if not name:
-        raise SettingsError(f"no data set is given; the sets are {', '.join(MODULES)}")
+        raise SettingsError(f"no data set is given; the sets are {', '.join(NAMES)}")
     if name == _COMPARE:
         return compare(places, as_json=args.json)
-    return _run_set(args, name, places)
-
-
-def _run_set(args: argparse.Namespace, name: str, places: list[str]) -> int:
     chosen = benchmark(name)
     if len(places) > 1:
         raise SettingsError(f"eval {name} takes one folder, not {len(places)}")
     check_running_flags(args)
-    asking = Asking(
-        prompt=_prompt(args.prompt),
-        reasoning=args.reasoning,
-        temperature=args.temperature,
-        max_tokens=args.max_tokens,
-        min_score=args.min_score,
-        absent=args.absent,
-    )
+    if args.prompt is not None and "{question}" not in args.prompt:
+        raise SettingsError("--prompt: must have {question}, which stands for the row's question")
+    asking = Asking(**{name: getattr(args, name) for name in Asking.__slots__})
     data, items = _data(args, chosen, places[0] if places else None, asking)
     return _evaluate(args, chosen, data, items, asking)
-
-
-def _prompt(text: str | None) -> str | None:
-    if text is not None and "{question}" not in text:
-        raise SettingsError("--prompt: must have {question}, which stands for the row's question")
-    return text
 
 
 def _data(
     args: argparse.Namespace, chosen: Benchmark, place: str | None, asking: Asking
 ) -> tuple[str, Iterator[Item]]:
     """The name of the data, and its items."""
-    limit = chosen.default_limit if args.limit is None else args.limit
-    limit = None if limit == -1 else limit
-    if chosen.items is not None:
-        if place is not None or args.hub or args.split or args.subset:
-            raise SettingsError(f"eval {chosen.name} draws its images; it takes no folder")
-        return chosen.title, chosen.items(asking, limit)
-    hub = _hub(args, chosen.hub)
+    limit = None if args.limit == -1 else args.limit
     if place is not None and (args.hub or args.split or args.subset):
         raise SettingsError("--hub, --split and --subset read from the hub; give them or a folder")
+    usual = chosen.hub
+    config = args.subset or (None if args.hub else usual.config)
+    hub = Hub(args.hub or usual.repo, args.split or usual.split, config)
     name, records = open_records(chosen, place, hub, limit)
     return name, items_of(records, chosen, asking)
-
-
-def _hub(args: argparse.Namespace, usual: Hub | None) -> Hub | None:
-    if args.hub is not None:
-        split = args.split or (usual.split if usual is not None else "test")
-        return Hub(args.hub, split, args.subset)
-    if usual is None:
-        return None
-    return Hub(usual.repo, args.split or usual.split, args.subset or usual.config)
 
 
 def _evaluate(

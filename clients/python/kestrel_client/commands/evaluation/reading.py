@@ -25,17 +25,13 @@ Records = tuple[str, Iterator[Record]]
 """The name of a data set, and its rows."""
 
 
-def open_records(
-    benchmark: Benchmark, place: str | None, hub: Hub | None, limit: int | None
-) -> Records:
-    """Returns the rows of ``place``, a file or folder, or of ``hub`` if that is None. Raises CommandError."""
+def open_records(benchmark: Benchmark, place: str | None, hub: Hub, limit: int | None) -> Records:
+    """Returns the rows of ``place``, a file or folder, or of ``hub`` if ``place`` is None. Raises CommandError."""
     if place is not None:
         try:
             return place, _local_rows(benchmark, Path(place), limit)
         except OSError as error:
             raise CommandError(f"cannot read {place!r}: {error.strerror or error}") from None
-    if hub is None:
-        raise CommandError(f"eval {benchmark.name} needs a folder: no hub has this set")
     named = hub.repo if hub.config is None else f"{hub.repo} ({hub.config})"
     name = f"{named} {hub.split}"
     return name, _loaded(name, limit, hub.repo, hub.config, split=hub.split)

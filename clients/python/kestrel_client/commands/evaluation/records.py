@@ -55,9 +55,8 @@ class Record:
         value = self.value(*names)
         if isinstance(value, str):
             value = [value]
-        if not isinstance(value, (list, tuple)) or not value:
-            self.refuse(names[0], value, "a list of texts")
-        if not all(isinstance(each, (str, int, float)) for each in value):
+        is_list = isinstance(value, (list, tuple)) and len(value) > 0
+        if not is_list or not all(isinstance(each, (str, int, float)) for each in value):
             self.refuse(names[0], value, "a list of texts")
         texts = [str(each) for each in value]
         if not all(map(is_unicode, texts)):
@@ -74,9 +73,8 @@ class Record:
 
     def numbers(self, name: str, count: int) -> list[float]:
         value = self.value(name)
-        if not isinstance(value, (list, tuple)) or len(value) != count:
-            self.refuse(name, value, f"{count} numbers")
-        if not all(map(is_number, value)):
+        is_list = isinstance(value, (list, tuple)) and len(value) == count
+        if not is_list or not all(map(is_number, value)):
             self.refuse(name, value, f"{count} numbers")
         return [float(number) for number in value]
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..files import json_lines
 from ..parser import CommandError
 from .benchmark import Benchmark, Case, Item, Outcome
 
@@ -88,16 +89,13 @@ def write_scores(scored: Iterable[Scored], file: Path) -> None:
 
 def read_scores(file: Path) -> list[Scored]:
     """Raises CommandError."""
-    try:
-        with file.open(encoding="utf-8") as opened:
-            return [Scored(**json.loads(line)) for line in opened]
-    except FileNotFoundError:
+    if not file.exists():
         raise CommandError(
             f"{str(file.parent)!r} has no scores; 'eval SET --output {file.parent}' makes them"
-        ) from None
-    except OSError as error:
-        raise CommandError(f"cannot read {str(file)!r}: {error.strerror or error}") from None
-    except (ValueError, TypeError):
+        )
+    try:
+        return [Scored(**line) for line in json_lines(file)]
+    except TypeError:
         raise CommandError(f"{str(file)!r} is not a file of scores") from None
 
 

@@ -194,7 +194,7 @@ def differences(
         totals = [(p[:, column].sum(), w[:, column].sum()) for p, w, _ in sides]
         if any(whole <= 0 for _, whole in totals):
             continue
-        values = [float(part / whole) for part, whole in totals]
+        one, two = (float(part / whole) for part, whole in totals)
         low, high, p = None, None, None
         if drawn is not None:
             gaps, lows, highs = drawn
@@ -209,19 +209,7 @@ def differences(
         test = None if right is None else mcnemar(only_first, only_second)
         cases = sides[0][2][group, metric]
         found.append(
-            Difference(
-                group=group,
-                metric=metric,
-                cases=cases,
-                first=values[0],
-                second=values[1],
-                low=low,
-                high=high,
-                bootstrap_p=p,
-                only_first=only_first,
-                only_second=only_second,
-                mcnemar_p=test,
-            )
+            Difference(group, metric, cases, one, two, low, high, p, only_first, only_second, test)
         )
     return found
 

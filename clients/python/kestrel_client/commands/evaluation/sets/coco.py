@@ -49,9 +49,9 @@ class _Truth(NamedTuple):
     """The boxes of one name in an image, in pixels. ``crowds``: boxes of groups, which count neither way."""
 
     name: str
-    boxes: tuple[Edges, ...]
-    areas: tuple[float, ...]
-    crowds: tuple[Edges, ...]
+    boxes: list[Edges]
+    areas: list[float]
+    crowds: list[Edges]
 
 
 def _cases(record: Record, asking: Asking) -> list[Case]:
@@ -64,7 +64,7 @@ def _cases(record: Record, asking: Asking) -> list[Case]:
     frame = (record.integer("width"), record.integer("height")) if record.has("width") else None
     if frame is not None and min(frame) < 1:
         record.refuse("width and height", frame, "at least 1")
-    asked += [_Truth(name, (), (), ()) for name in absent]
+    asked += [_Truth(name, [], [], []) for name in absent]
     return [_case(each, frame, asking) for each in asked]
 
 
@@ -94,7 +94,7 @@ def _truths(record: Record) -> list[_Truth]:
         record.refuse("objects", objects, "lists bbox and label of the same length")
     crowds = _beside(record, objects, "iscrowd", len(boxes))
     areas = _beside(record, objects, "area", len(boxes))
-    found: dict[str, list[tuple[Edges, float, bool]]] = {}
+    found: dict[str, _Truth] = {}
     for box, label, crowd, area in zip(boxes, labels, crowds, areas, strict=True):
         own = Record(record.place, record.number, {"bbox": box}, record.image, record.load)
         edges = own.box("bbox")
@@ -103,17 +103,13 @@ def _truths(record: Record) -> list[_Truth]:
             record.refuse("label", label, "a name or the id of a category of COCO")
         if area is not None and (not is_number(area) or area < 0):
             record.refuse("area", area, "a number of at least 0")
-        size = _area(edges) if area is None else float(area)
-        found.setdefault(name, []).append((edges, size, bool(crowd)))
-    return [
-        _Truth(
-            name,
-            tuple(box for box, _, crowd in own if not crowd),
-            tuple(area for _, area, crowd in own if not crowd),
-            tuple(box for box, _, crowd in own if crowd),
-        )
-        for name, own in found.items()
-    ]
+        truth = found.setdefault(name, _Truth(name, [], [], []))
+        if crowd:
+            truth.crowds.append(edges)
+        else:
+            truth.boxes.append(edges)
+            truth.areas.append(_area(edges) if area is None else float(area))
+    return list(found.values())
 
 
 def _beside(record: Record, objects: Mapping[str, Any], name: str, count: int) -> list[Any]:
