@@ -17,11 +17,9 @@ from typing import Any
 
 from kestrel_client.commands.parser import EXIT_FAILED, CommandError
 from kestrel_client.commands.requests.flags import (
-    add_abstention_flags,
     add_logprobs_flags,
-    add_reasoning_flags,
+    add_question_flags,
     add_sampling_flags,
-    add_system_flag,
     sampling,
 )
 from kestrel_engine import (
@@ -54,9 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         metavar="FILE",
         help="image that the prompts are about: given once for all prompts, or once for each, in order",
     )
-    add_reasoning_flags(parser)
-    add_system_flag(parser)
-    add_abstention_flags(parser, has_limit=True)
+    add_question_flags(parser, has_limit=True)
     add_sampling_flags(parser, text=True, has_seed=True)
     output = parser.add_argument_group("output")
     add_logprobs_flags(output)

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -34,10 +34,12 @@ from kestrel_client.errors import from_rpc_error
 
 from .flags import DEFAULT_ADDRESS, Flags, SettingsError
 from .parser import EXIT_FAILED, CommandError, suggestion
+from .requests.inputs import Input
 from .terminal import styled
 from .values import timeout
 
 DEFAULT_TIMEOUT_S = 300.0
+_Image = TypeVar("_Image", bound=Input | None)
 CallMetadata = tuple[tuple[str, str | bytes], ...]
 
 
@@ -246,30 +248,30 @@ def _near_name(message: str) -> str:
 
 
 def ask_each(
-    args: argparse.Namespace, names: Sequence[str], ask: Callable[[KestrelClient, int], bool]
+    args: argparse.Namespace, inputs: Sequence[_Image], ask: Callable[[KestrelClient, _Image], bool]
 ) -> int:
-    """Calls ``ask`` with a client and the index of each of the named images. Returns the exit status.
+    """Calls ``ask`` with a client and each of the images. Returns the exit status.
 
     ``ask`` returns whether all has succeeded. The error of one of several images is printed, and the others follow. An
     error that would affect all images, such as an unavailable server, ends the command.
     """
     status = 0
     with connected(args) as client:
-        for index, name in enumerate(names):
+        for each in inputs:
             try:
-                if not ask(client, index):
+                if not ask(client, each):
                     status = EXIT_FAILED
             except (UnavailableError, UnauthenticatedError, PermissionDeniedError):
                 raise
             except (KestrelError, CommandError) as error:
-                if len(names) == 1:
+                if each is None or len(inputs) == 1:
                     raise
                 status = EXIT_FAILED
                 why = str(error)
                 if isinstance(error, KestrelError):
                     why = failure_text(error, "", None)
                 label = styled("failed", "red", sys.stderr)
-                print(f"{label}: {name}: {why}", file=sys.stderr, flush=True)
+                print(f"{label}: {each.name}: {why}", file=sys.stderr, flush=True)
     return status
 
 

@@ -48,12 +48,11 @@ def parse_export(text: str) -> Export:
 
 def write_csv(lines: Iterable[Line], path: Path) -> None:
     """A row for each image. Texts are columns as they are; results with coordinates are JSON."""
-    flat = [_flat(line) for line in lines]
-    columns = list(dict.fromkeys(name for row in flat for name in row))
+    rows, columns = _table(lines)
     with path.open("w", encoding="utf-8", newline="") as opened:
         writer = csv.DictWriter(opened, columns)
         writer.writeheader()
-        writer.writerows(flat)
+        writer.writerows(rows)
 
 
 def write_parquet(lines: Iterable[Line], path: Path) -> None:
@@ -61,11 +60,16 @@ def write_parquet(lines: Iterable[Line], path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    flat = [_flat(line) for line in lines]
-    columns = list(dict.fromkeys(name for row in flat for name in row))
+    rows, columns = _table(lines)
     kinds = {"row": pyarrow.int64()}
     schema = pyarrow.schema([(name, kinds.get(name, pyarrow.string())) for name in columns])
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(flat, schema), path)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema), path)
+
+
+def _table(lines: Iterable[Line]) -> tuple[list[Line], list[str]]:
+    """Rows and the names of their columns."""
+    rows = [_flat(line) for line in lines]
+    return rows, list(dict.fromkeys(name for row in rows for name in row))
 
 
 def write_coco(lines: Iterable[Line], path: Path) -> None:
@@ -174,24 +178,18 @@ def _box(found: Line) -> DetectedBox | None:
 def _annotation(found: Line, size: ImageSize, image_id: int, categories: dict[str, int]) -> Line:
     box = _box(found)
     if box is None:
-        return _keypoint(found, size, image_id, categories[found["label"]])
+        x, y = found["x"] * size.width, found["y"] * size.height
+        return {
+            "image_id": image_id,
+            "category_id": categories[found["label"]],
+            "keypoints": [x, y, 2],
+            "num_keypoints": 1,
+            "bbox": [x, y, 0.0, 0.0],  # Many programs read the box of every annotation.
+            "area": 0.0,
+            "iscrowd": 0,
+            "score": found["score"],
+        }
     if "svg_path" in found:
-        outline = Outline(found["svg_path"], box)
-        (annotation,) = outlines_to_coco([(box, outline)], categories, size, image_id)
-    else:
-        (annotation,) = to_coco([box], categories, size, image_id)
-    return annotation
-
-
-def _keypoint(point: Line, size: ImageSize, image_id: int, category: int) -> Line:
-    x, y = point["x"] * size.width, point["y"] * size.height
-    return {
-        "image_id": image_id,
-        "category_id": category,
-        "keypoints": [x, y, 2],
-        "num_keypoints": 1,
-        "bbox": [x, y, 0.0, 0.0],  # Many programs read the box of every annotation.
-        "area": 0.0,
-        "iscrowd": 0,
-        "score": point["score"],
-    }
+        outlined = [(box, Outline(found["svg_path"], box))]
+        return outlines_to_coco(outlined, categories, size, image_id)[0]
+    return to_coco([box], categories, size, image_id)[0]

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf import json_format, message_factory
-from google.protobuf.message import Message
 
 from ..._pb.kestrel.v1 import image_service_pb2, vision_service_pb2
 from ...errors import from_rpc_error
@@ -22,6 +21,7 @@ from ...images.request_images import request_images
 from ..connection import CallMetadata, add_connection_flags, open_channel
 from ..flag_table import add_flags
 from ..parser import EXIT_FAILED, CommandError
+from ..requests.output import print_json
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import MethodDescriptor
@@ -130,31 +130,19 @@ def _set_images(captured: Captured, paths: Sequence[str]) -> None:
         )
         what = "the image" if len(left_out) == 1 else f"image {len(paths) + 1} of {len(left_out)}"
         raise CommandError(f"the capture does not hold {what}{about}: give it with --image")
-    if len(paths) > max(1, len(left_out)):
+    if len(paths) > len(left_out):
         raise CommandError(f"--image is given {len(paths)} times for {len(left_out)} images")
-    if not paths:
-        return
     data = [_read(path) for path in paths]
     if captured.method.input_type is image_service_pb2.UploadImageRequest.DESCRIPTOR:
-        _set_upload(captured.request, data[0])
+        if data:
+            _set_upload(captured.request, data[0])
         return
     request = captured.request[-1] if isinstance(captured.request, list) else captured.request
-    images = list(request_images(request))
-    empty = [image for image in images if image.WhichOneof("source") is None] or images[:1]
-    if not empty:
-        empty = [_new_image(request, captured.path.removeprefix("/"))]
-    for image, each in zip(empty, data, strict=True):
+    empty = [each for each in request_images(request) if each.WhichOneof("source") is None]
+    if len(empty) < len(data):
+        raise CommandError(f"the capture has no place for {len(data)} images")
+    for image, each in zip(empty, data, strict=False):
         image.encoded = each
-
-
-def _new_image(request: Any, method: str) -> Any:
-    """The image of a request that has none. Raises CommandError."""
-    names = request.DESCRIPTOR.fields_by_name
-    if "images" in names:
-        return request.images.add()
-    if "image" not in names:
-        raise CommandError(f"{method} takes no image")
-    return request.image
 
 
 def _set_upload(messages: list[Any], data: bytes) -> None:
@@ -175,35 +163,20 @@ def _read(path: str) -> bytes:
 
 def call(channel: grpc.Channel, metadata: CallMetadata, captured: Captured, timeout: float) -> int:
     """Makes the call and prints what it gives. Returns the exit status."""
-    response = message_factory.GetMessageClass(captured.method.output_type)
-    takes, gives = captured.method.client_streaming, captured.method.server_streaming
-    make: Callable[..., Any] = {
-        (False, False): channel.unary_unary,
-        (False, True): channel.unary_stream,
-        (True, False): channel.stream_unary,
-        (True, True): channel.stream_stream,
-    }[takes, gives]
-    call = make(
+    method, message_class = captured.method, message_factory.GetMessageClass
+    kinds = ("stream" if s else "unary" for s in (method.client_streaming, method.server_streaming))
+    call = getattr(channel, "_".join(kinds))(
         captured.path,
-        request_serializer=message_factory.GetMessageClass(
-            captured.method.input_type
-        ).SerializeToString,
-        response_deserializer=response.FromString,
+        request_serializer=message_class(method.input_type).SerializeToString,
+        response_deserializer=message_class(method.output_type).FromString,
     )
-    sent = captured.request
-    if takes:
-        sent = iter(sent)
+    sent = iter(captured.request) if method.client_streaming else captured.request
     try:
         answered: Any = call(sent, metadata=metadata, timeout=timeout)
-        for message in answered if captured.method.server_streaming else (answered,):
-            _print(message)
+        for message in answered if method.server_streaming else (answered,):
+            print_json(json_format.MessageToDict(message, preserving_proto_field_name=True))
     except grpc.RpcError as error:
         print(f"failed again: {from_rpc_error(error)} [{error.code().name}]", flush=True)
         return EXIT_FAILED
     print("OK", flush=True)
     return 0
-
-
-def _print(message: Message) -> None:
-    fields = json_format.MessageToDict(message, preserving_proto_field_name=True)
-    print(json.dumps(fields, ensure_ascii=False), flush=True)

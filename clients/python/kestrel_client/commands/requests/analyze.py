@@ -117,8 +117,7 @@ def run(args: argparse.Namespace) -> int:
     output, options = Output(args, inputs), request_options(args)
     titles = {str(n): f"{kind} {asked!r}" for n, (kind, asked) in enumerate(args.tasks)}
 
-    def ask(client: KestrelClient, index: int) -> bool:
-        given = inputs[index]
+    def ask(client: KestrelClient, given: Input) -> bool:
         output.title(given)
         if output.streams:
             with client.stream_analyze(given.source, tasks, **options) as events:
@@ -133,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
         output.paint(analysis.marks, given)
         return not analysis.errors
 
-    return ask_each(args, [each.name for each in inputs], ask)
+    return ask_each(args, inputs, ask)
 
 
 def task_of(kind: str, asked: Any, args: argparse.Namespace) -> Task:

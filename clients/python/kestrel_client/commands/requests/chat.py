@@ -22,11 +22,9 @@ from ..connection import add_connection_flags, connected, failure_text
 from ..flag_table import add_flags
 from ..terminal import styled
 from .flags import (
-    add_abstention_flags,
-    add_reasoning_flags,
+    add_question_flags,
     add_request_flags,
     add_sampling_flags,
-    add_system_flag,
     question_options,
     request_options,
     sampling,
@@ -47,9 +45,7 @@ ESSENTIAL = (
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = "An empty line, 'exit' or Ctrl-D ends the chat."
     parser.add_argument("image", metavar="IMAGE", help=IMAGE_HELP)
-    add_reasoning_flags(parser)
-    add_system_flag(parser)
-    add_abstention_flags(parser)
+    add_question_flags(parser)
     add_flags(parser, "--independent  send each question without the earlier questions and answers")
     add_sampling_flags(parser, text=True)
     add_request_flags(parser)

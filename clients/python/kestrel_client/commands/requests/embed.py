@@ -13,7 +13,7 @@ from ..flag_table import add_flags
 from ..flags import SettingsError
 from ..parser import CommandError
 from .flags import add_request_flags, request_options
-from .inputs import IMAGE_HELP, open_inputs
+from .inputs import IMAGE_HELP, Input, open_inputs
 from .output import print_json
 
 ESSENTIAL = ("--crops", "--pooling", "--dtype", "--save", "--model", "--server")
@@ -41,11 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.save is not None and not args.save.endswith(".npz"):
         raise SettingsError(f"--save: {args.save!r} must end in .npz")
-    inputs = open_inputs(args.images)
     found: dict[str, EmbedResult] = {}
 
-    def embed(client: KestrelClient, index: int) -> bool:
-        given = inputs[index]
+    def embed(client: KestrelClient, given: Input) -> bool:
         # A stream has no limit on the bytes of all embeddings together.
         stream = client.stream_embed(
             given.source,
@@ -62,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
             found[given.name] = result
         return True
 
-    status = ask_each(args, [each.name for each in inputs], embed)
+    status = ask_each(args, open_inputs(args.images), embed)
     if args.save is not None and found:
         _save(Path(args.save), found)
     return status

@@ -44,11 +44,12 @@ _CONSTRAINT_FLAGS = """
     --grammar FILE      answer with a text of the Lark grammar in this file
     --json-schema FILE  answer with JSON that is valid under the JSON Schema in this file
 """
-_REASONING = """
+_QUESTION = """
     --reasoning      let the model reason before it answers
     --max-reasoning-tokens N  with --reasoning: limit on the tokens of the reasoning [that of --max-tokens]
+    --system TEXT    instructions that precede the first question [none]
+    --presupposes OBJECT...  answer only if the image shows this object; may be given several times
 """
-_PRESUPPOSES = "--presupposes OBJECT...  answer only if the image shows this object; may be given several times"
 _MAX_ABSENCE = """
     --max-absence P  with --presupposes: largest probability that the object is absent, in [0, 1] [the server's default]
 """
@@ -87,21 +88,12 @@ def add_sampling_flags(
         add_flags(parser.add_argument_group(form).add_mutually_exclusive_group(), _CONSTRAINT_FLAGS)
 
 
-def add_reasoning_flags(parser: argparse.ArgumentParser) -> None:
-    add_flags(parser, _REASONING, N=whole())
-
-
-def add_system_flag(parser: argparse.ArgumentParser) -> None:
-    add_flags(parser, "--system TEXT  instructions that precede the first question [none]")
-    parser.set_defaults(system="")
-
-
-def add_abstention_flags(parser: argparse.ArgumentParser, *, has_limit: bool = False) -> None:
+def add_question_flags(parser: argparse.ArgumentParser, *, has_limit: bool = False) -> None:
     """``has_limit``: the command has a flag --max-absence of its own."""
-    add_flags(parser, _PRESUPPOSES)
-    parser.set_defaults(presupposes=[])
+    add_flags(parser, _QUESTION, N=whole())
     if not has_limit:
         add_flags(parser, _MAX_ABSENCE, P=number)
+    parser.set_defaults(system="", presupposes=[])
 
 
 def question_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from kestrel_client import KestrelClient
 from kestrel_client.values.plain import plain_value
 
 from ..connection import add_connection_flags, ask_each, connected
-from .inputs import IMAGE_HELP, open_inputs
+from .inputs import IMAGE_HELP, Input, open_inputs
 from .output import print_json
 
 
@@ -35,14 +35,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _put(args: argparse.Namespace) -> int:
-    inputs = open_inputs(args.words)
-
-    def put(client: KestrelClient, index: int) -> bool:
-        handle = client.put_image(inputs[index].source)
+    def put(client: KestrelClient, given: Input) -> bool:
+        handle = client.put_image(given.source)
         if args.json:
             print_json({"image_id": handle.image_id, "image_size": plain_value(handle.size)})
         else:
             print(handle.image_id, flush=True)
         return True
 
-    return ask_each(args, [each.name for each in inputs], put)
+    return ask_each(args, open_inputs(args.words), put)

@@ -23,14 +23,12 @@ from ..flags import SettingsError
 from ..parser import suggestion
 from ..values import number, whole
 from .flags import (
-    add_abstention_flags,
     add_logprobs_flags,
     add_min_score_flag,
-    add_reasoning_flags,
+    add_question_flags,
     add_request_flags,
     add_sampling_flags,
     add_save_flags,
-    add_system_flag,
     object_options,
     question_options,
     request_options,
@@ -100,9 +98,7 @@ _EPILOGS = {
 
 def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
     if command == "query":
-        add_reasoning_flags(parser)
-        add_system_flag(parser)
-        add_abstention_flags(parser)
+        add_question_flags(parser)
         add_flags(parser, _TOGETHER)
     elif command == "caption":
         add_flags(parser, _LENGTH)
@@ -134,8 +130,7 @@ def run(args: argparse.Namespace) -> int:
         del inputs[1:]
     output = Output(args, [each for each in inputs if each is not None])
 
-    def ask(client: KestrelClient, index: int) -> bool:
-        given = inputs[index]
+    def ask(client: KestrelClient, given: Input | None) -> bool:
         if given is not None:
             output.title(given)
         method = getattr(client, f"stream_{args.command}" if output.streams else args.command)
@@ -153,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
         output.paint(result.marks, given)
         return not (isinstance(result, ObjectsResult) and result.errors)
 
-    return ask_each(args, [each.name if each else "" for each in inputs], ask)
+    return ask_each(args, inputs, ask)
 
 
 def _words(args: argparse.Namespace) -> tuple[list[str], str | list[str]]:
