@@ -54,15 +54,15 @@ class Endpoint:
 
     method: str
     """The corresponding method of kestrel.v1, for logs, metrics and scopes."""
-    read: Callable[[Fields], ServiceCall]
+    read: Callable[..., ServiceCall]
+    """Reads the fields of a JSON object; with ``is_raw``, the request's scope and body."""
+    is_raw: bool = False
     takes_body: bool = True
     types: Collection[bytes] = (JSON,)
     """Content types of the body. b"": the type may be missing, except in requests of web pages."""
     form: Form = SSE
     copies: int = COPIES
     """Number of copies of the message in memory during the request."""
-    parse: Callable[[Scope, bytes | bytearray], Fields] | None = None
-    """Makes the fields from the request's scope and body, if the body is not a JSON object alone."""
     caps_max_tokens: bool = False
     """Whether the imitated service lowers a limit on the tokens that exceeds the room."""
     timeout_s: Callable[[Scope], float | None] = lambda scope: None
@@ -121,9 +121,8 @@ class _Exchange:
         """Converts a request, after the images that it names by address are fetched. Raises InvalidRequest,
         UnsupportedImageError, MessagesFull."""
         endpoint, fetcher = self._endpoint, self._edge.fetcher
-        if endpoint.parse is not None:
-            parse = endpoint.parse
-            return await _parsed(body, lambda: endpoint.read(parse(self._scope, body)))
+        if endpoint.is_raw:
+            return await _parsed(body, lambda: endpoint.read(self._scope, body))
         if not endpoint.takes_body:
             return endpoint.read(Fields({}))
         addresses = None if fetcher is None else Addresses()

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kestrel_engine import RuntimeConfig
@@ -91,37 +91,39 @@ def print_configuration(
     Settings that the device or the model decides, and variables that a file cannot set, are printed as comments.
     Secrets are hidden.
     """
-    sections: dict[str, list[str]] = {}
-    for setting in settings:
-        if setting.section is None:
-            continue
+
+    def line(setting: Setting) -> str:
         value, source = getattr(args, setting.dest), args.sources[setting.dest]
         origin = "default" if source.kind == "default" else f"{source.kind} {source.name}"
-        line = f"# {setting.key}: {setting.shown}" if value is None else _line(setting, value)
-        sections.setdefault(setting.section, []).append(f"{line}  # {origin}")
-    lines = [
-        f"# kestrel-grpc: flags, then variables, then {args.config or 'no file'}, then defaults"
-    ]
-    for section, entries in sections.items():
-        lines += ["", f"[{section}]", *entries]
-    variables = _variables(environ)
-    if variables:
-        lines += ["", "# Variables that no file can set:", *variables]
-    return "\n".join(lines)
+        shown = f"# {setting.key}: {setting.shown}" if value is None else _line(setting, value)
+        return f"{shown}  # {origin}"
+
+    used = args.config or "no file"
+    parts = [f"# kestrel-grpc: flags, then variables, then {used}, then defaults\n"]
+    parts += _sections(settings, line)
+    if variables := _variables(environ):
+        parts.append("\n".join(["# Variables that no file can set:", *variables]))
+    return "\n".join(parts).rstrip("\n")
 
 
 def given_settings(settings: Sequence[Setting], args: argparse.Namespace) -> str:
     """TOML of those ``settings`` that are not defaults. It gives the same configuration on another machine."""
-    sections: dict[str, list[str]] = {}
-    for setting in settings:
-        value = getattr(args, setting.dest)
-        is_default = args.sources[setting.dest].kind == "default"
-        if setting.section is not None and value is not None and not is_default:
-            sections.setdefault(setting.section, []).append(_line(setting, value))
-    return "".join(
-        f"[{section}]\n" + "".join(f"{line}\n" for line in lines)
-        for section, lines in sections.items()
-    )
+    given = [
+        each
+        for each in settings
+        if getattr(args, each.dest) is not None and args.sources[each.dest].kind != "default"
+    ]
+    return "".join(_sections(given, lambda each: _line(each, getattr(args, each.dest))))
+
+
+def _sections(settings: Sequence[Setting], line: Callable[[Setting], str]) -> list[str]:
+    """The tables of a file, with a ``line`` for each of ``settings``."""
+    tables: dict[str, str] = {}
+    for each in settings:
+        if each.section is not None:
+            begun = tables.get(each.section, f"[{each.section}]\n")
+            tables[each.section] = f"{begun}{line(each)}\n"
+    return list(tables.values())
 
 
 def _line(setting: Setting, value: Any) -> str:

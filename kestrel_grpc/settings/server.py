@@ -15,7 +15,7 @@ from kestrel_engine import ConfigError, SettingGroup, check_settings, checked, s
 
 from .addresses import parse_address
 from .debug import DebugConfig
-from .flags import SettingsError, configured, matching, size
+from .flags import SettingsError, configured, matching
 from .http import HttpConfig
 from .logs import DEFAULT_BUFFER_BYTES, LEAST_BUFFER_BYTES, checked_levels
 from .security import SecurityConfig
@@ -38,14 +38,6 @@ _LARGEST_MESSAGE = 2**31 - 1
 
 SERVER = SettingGroup("server", "server")
 LOG = SettingGroup("log", "log")
-
-
-def _buffer_bytes(text: str) -> int:
-    """Raises ValueError."""
-    num_bytes = size(text)
-    if num_bytes < LEAST_BUFFER_BYTES:
-        raise ValueError(f"must be at least {LEAST_BUFFER_BYTES}")
-    return num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +143,6 @@ class ServerConfig:
         DEFAULT_BUFFER_BYTES,
         LOG,
         "limit on the bytes of log lines that wait to be written; the server drops and counts further lines",
-        parse=_buffer_bytes,
         low=LEAST_BUFFER_BYTES,
     )
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)

@@ -31,21 +31,9 @@ from ...settings.server import ServerConfig
 from ...workers.restarts import WorkersError
 
 ESSENTIAL = (
-    "--model",
-    "--weights",
-    "--device",
-    "--config",
-    "--replicas",
-    "--max-replicas",
-    "--replica-gpus",
-    "--ray-address",
-    "--insecure-listen",
-    "--auth-tokens",
-    "--tls-cert",
-    "--tls-key",
-    "--addresses-file",
-    "--endpoints-file",
-    "--front",
+    *("--model", "--weights", "--device", "--config", "--replicas", "--max-replicas"),
+    *("--replica-gpus", "--ray-address", "--insecure-listen", "--auth-tokens", "--tls-cert"),
+    *("--tls-key", "--addresses-file", "--endpoints-file", "--front"),
 )
 _ACTIONS = {
     "up": "start the servers, or upgrade them to these settings, and wait until they serve",

@@ -10,9 +10,8 @@ A browser sends one message in a call, so the methods that take a stream of mess
 from __future__ import annotations
 
 import base64
-import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 from urllib.parse import quote
 
@@ -33,7 +32,6 @@ from ...services.model import ModelService
 from ...services.vision import VisionService
 from ..context import Scope
 from ..edge import Endpoint, ServiceCall
-from ..fields import Fields
 from ..forms import Told, Whole
 from ..refusals import Rename
 
@@ -71,49 +69,43 @@ def _endpoint(path: str, method: Any, behaviour: Any, largest: int) -> Endpoint:
     kind = message_factory.GetMessageClass(method.input_type)
     events = _frames if method.server_streaming else None
 
-    def read(fields: Fields) -> ServiceCall:
-        assert isinstance(fields, _Message), "as parse gives them"
-        return ServiceCall(fields.message, behaviour, _whole, events)
+    def read(scope: Scope, body: bytes | bytearray) -> ServiceCall:
+        return ServiceCall(_message(kind(), largest, scope, body), behaviour, _whole, events)
 
     return Endpoint(
         path,
         read,
         types=_TYPES,
         form=_Form(),
-        parse=functools.partial(_Message, kind, largest),
+        is_raw=True,
         timeout_s=_timeout_s,
     )
 
 
-class _Message(Fields):
-    """The message in the body of a request. Raises InvalidRequest, MessageTooLarge."""
-
-    def __init__(
-        self, kind: Callable[[], Any], largest: int, scope: Scope, body: bytes | bytearray
-    ) -> None:
-        super().__init__({})
-        headers = dict(scope["headers"])
-        if b"grpc-timeout" in headers and _timeout_s(scope) is None:
-            raise InvalidRequest("", "the header grpc-timeout must be 1 to 8 digits and a unit")
-        if len(body) < _HEAD_BYTES:
-            raise InvalidRequest("", "the body holds no whole frame")
-        flags, length = body[0], int.from_bytes(body[1:_HEAD_BYTES])
-        if flags != _MESSAGE:
-            raise InvalidRequest("", "the message is compressed; this port takes plain messages")
-        if length > largest:
-            raise MessageTooLarge("", f"the message has {length} bytes; the limit is {largest}")
-        if length != len(body) - _HEAD_BYTES:
-            raise InvalidRequest(
-                "",
-                f"the frame announces {length} bytes, but {len(body) - _HEAD_BYTES} follow; a call has one message",
-            )
-        self.message = kind()
-        try:
-            with memoryview(body) as view:
-                check_fields(view[_HEAD_BYTES:], self.message.DESCRIPTOR)
-                self.message.ParseFromString(view[_HEAD_BYTES:])
-        except DecodeError:
-            raise InvalidRequest("", "the request is not a valid message of its type") from None
+def _message(message: Any, largest: int, scope: Scope, body: bytes | bytearray) -> Any:
+    """``message``, with what the body of a request holds. Raises InvalidRequest, MessageTooLarge."""
+    headers = dict(scope["headers"])
+    if b"grpc-timeout" in headers and _timeout_s(scope) is None:
+        raise InvalidRequest("", "the header grpc-timeout must be 1 to 8 digits and a unit")
+    if len(body) < _HEAD_BYTES:
+        raise InvalidRequest("", "the body holds no whole frame")
+    flags, length = body[0], int.from_bytes(body[1:_HEAD_BYTES])
+    if flags != _MESSAGE:
+        raise InvalidRequest("", "the message is compressed; this port takes plain messages")
+    if length > largest:
+        raise MessageTooLarge("", f"the message has {length} bytes; the limit is {largest}")
+    if length != len(body) - _HEAD_BYTES:
+        raise InvalidRequest(
+            "",
+            f"the frame announces {length} bytes, but {len(body) - _HEAD_BYTES} follow; a call has one message",
+        )
+    try:
+        with memoryview(body) as view:
+            check_fields(view[_HEAD_BYTES:], message.DESCRIPTOR)
+            message.ParseFromString(view[_HEAD_BYTES:])
+    except DecodeError:
+        raise InvalidRequest("", "the request is not a valid message of its type") from None
+    return message
 
 
 class _Form:

@@ -70,8 +70,8 @@ def endpoints(service: InferenceService) -> dict[tuple[str, str], Endpoint]:
         kind = getattr(pb, f"{method}Request")
         is_named = "version" in kind.DESCRIPTOR.fields_by_name
 
-        def read(fields: Fields) -> ServiceCall:
-            path = fields.values
+        def read(scope: Scope, body: bytes | bytearray) -> ServiceCall:
+            path = scope["path_params"]
             named = {"name": path.get("model"), "version": path.get("version")} if is_named else {}
             return ServiceCall(kind(**named), getattr(service, method), answer)
 
@@ -80,12 +80,11 @@ def endpoints(service: InferenceService) -> dict[tuple[str, str], Endpoint]:
             read,
             takes_body=False,
             form=_FORM,
-            parse=lambda scope, body: Fields(scope["path_params"]),
+            is_raw=True,
         )
 
-    def infer(fields: Fields) -> ServiceCall:
-        assert isinstance(fields, _Body), "as parse gives them"
-        request, is_binary = _request(fields.scope, fields.body)
+    def infer(scope: Scope, body: bytes | bytearray) -> ServiceCall:
+        request, is_binary = _request(scope, body)
         return ServiceCall(request, service.ModelInfer, _binary if is_binary else _as_json)
 
     made = {
@@ -109,18 +108,10 @@ def endpoints(service: InferenceService) -> dict[tuple[str, str], Endpoint]:
                 form=_FORM,
                 copies=ADAPTED_COPIES,
                 types=_TYPES,
-                parse=_Body,
+                is_raw=True,
             ),
         }
     return made | {(verb, path): get(method) for verb, path, method in _UNSERVED}
-
-
-class _Body(Fields):
-    """Parses a request whose body may hold binary tensors after its JSON."""
-
-    def __init__(self, scope: Scope, body: bytes | bytearray) -> None:
-        super().__init__({})
-        self.scope, self.body = scope, body
 
 
 def plain(message: Any) -> dict[str, Any]:
@@ -151,7 +142,8 @@ def _ready(response: Any) -> dict[str, Any]:
 
 
 def _request(scope: Scope, body: bytes | bytearray) -> tuple[pb.ModelInferRequest, bool]:
-    """Returns the request, and whether the client requests its output in binary form. Raises InvalidRequest."""
+    """Returns the request, whose binary tensors follow the JSON in its body, and whether the client requests its output
+    in binary form. Raises InvalidRequest."""
     headers = dict(scope["headers"])
     length = len(body)
     if _HEADER_LENGTH in headers:

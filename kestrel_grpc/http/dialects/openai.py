@@ -19,6 +19,7 @@ from ...services.messages.json_values import finish_reason
 from ...services.messages.task_fields import holder, short_path
 from ...services.model import ModelService
 from ...services.vision import VisionService
+from ..context import Scope
 from ..edge import Endpoint, ServiceCall
 from ..fields import ANY_OBJECT, Fields, json_text, positive
 from ..forms import sent_event
@@ -56,8 +57,8 @@ def endpoints(
     def chat(fields: Fields) -> ServiceCall:
         return _chat(fields, vision, names())
 
-    def described(fields: Fields) -> ServiceCall:
-        name = served_name(fields.text("model"), names())
+    def described(scope: Scope, body: bytes | bytearray) -> ServiceCall:
+        name = served_name(scope["path_params"]["model"], names())
         request = model_service_pb2.GetModelRequest(model=name)
         return ServiceCall(request, models.GetModel, lambda response: _model_json(response.model))
 
@@ -70,7 +71,7 @@ def endpoints(
             f"{MODEL_METHODS}GetModel",
             described,
             takes_body=False,
-            parse=lambda scope, body: Fields(scope["path_params"]),
+            is_raw=True,
         ),
     }
 
