@@ -216,9 +216,8 @@ class KestrelServer:
 
     def _open_telemetry(self) -> Telemetry | None:
         config = self._config
-        has_http_metrics = bool(config.http.http_listen) and config.http.http_metrics
         return open_telemetry(
-            with_http(config.telemetry) if has_http_metrics else config.telemetry,
+            with_http(config.telemetry) if config.http.http_listen else config.telemetry,
             self.guard,
             num_calls=lambda: self.in_flight.count,
             is_ready=lambda: self.served.state is State.READY,

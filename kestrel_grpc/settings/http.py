@@ -65,8 +65,6 @@ class HttpConfig:
         metavar="NAME",
         shown="names of this machine; all beyond loopback with TLS or credentials",
     )
-    http_metrics: bool = checked(True)
-    """Serve the metrics of --metrics-listen at /metrics too, if the extra telemetry is installed."""
     is_shared: bool = False
     """Whether other processes listen on the same TCP addresses, each on its own socket (SO_REUSEPORT). Not a setting: a
     supervisor sets it for its workers."""

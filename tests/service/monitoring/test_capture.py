@@ -98,7 +98,7 @@ async def test_what_a_file_holds_and_what_not(serve, tmp_path):
 
 
 async def test_requests_by_kserve_and_http_are_captured_as_what_they_became(serve, tmp_path):
-    http = HttpConfig(http_listen=("127.0.0.1:0",), http_metrics=False)
+    http = HttpConfig(http_listen=("127.0.0.1:0",))
     served = await serve(server_config={**config(tmp_path), "http": http})
     admin = Admin(served)
     await admin.StartCapture()
@@ -349,7 +349,7 @@ async def test_a_replay_does_it_again(serve, tmp_path, replay):
 
 async def test_a_request_that_was_capped_is_done_again_as_it_was_run(serve, tmp_path, replay):
     """By HTTP, max_tokens above the room is the room; by gRPC it is an error."""
-    http = HttpConfig(http_listen=("127.0.0.1:0",), http_metrics=False)
+    http = HttpConfig(http_listen=("127.0.0.1:0",))
     served = await serve(server_config={**config(tmp_path), "http": http})
     admin = Admin(served)
     await admin.StartCapture()

@@ -207,7 +207,7 @@ async def test_a_cancelled_stream(serve_traced, collector):
 
 
 async def test_a_stream_by_http_is_a_stream(serve, collector):
-    http = HttpConfig(http_listen=("127.0.0.1:0",), http_metrics=False)
+    http = HttpConfig(http_listen=("127.0.0.1:0",))
     config = {"telemetry": telemetry_config(os.environ), "http": http}
     served = await serve(runtime(), server_config=config)
     asked = {"question": "what?", "stream": True, "settings": {"max_tokens": 2}}
