@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2
 from ..security.identity.callers import AuthContext
 from ..security.identity.certificates import certificate_of, peer_of
 from ..security.identity.front_headers import PEER_HEADER, is_of_front
+from .grpc_method import WrappedContext, reading_handler
 
 _CHECK, _WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -46,7 +47,7 @@ class FrontCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         handler = await continuation(details(method, given))
         streams = handler.response_streaming
         behaviour: Any = handler.stream_stream if streams else handler.stream_unary
-        assert behaviour is not None, "the interceptor behind registers all methods like this"
+        assert behaviour is not None, "all methods are registered like this"
 
         async def handle(messages: Any, context: Any) -> Any:
             forwarded = ForwardedContext(context, given)
@@ -58,25 +59,18 @@ class FrontCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             await late.greet()
             return response
 
-        wrap = (
-            grpc.stream_stream_rpc_method_handler
-            if streams
-            else grpc.stream_unary_rpc_method_handler
-        )
-        return wrap(handle, response_serializer=handler.response_serializer)
+        return reading_handler(handle, streams=streams, serializer=handler.response_serializer)
 
 
-class ForwardedContext:
-    """Wraps a forwarded call's ``context``. ``metadata``: what the caller sent."""
+class ForwardedContext(WrappedContext):
+    """Of a forwarded call. ``metadata``: what the caller sent."""
 
     def __init__(self, context: Any, metadata: tuple[tuple[str, str | bytes], ...]) -> None:
-        self._context, self._metadata = context, metadata
+        super().__init__(context)
+        self._metadata = metadata
         self._front = {
             key: str(value) for key, value in context.invocation_metadata() if is_of_front(key)
         }
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
 
     def peer(self) -> str:
         return peer_of(self._front[PEER_HEADER])
@@ -88,15 +82,9 @@ class ForwardedContext:
         return self._metadata
 
 
-class _WatchContext:
-    """Wraps the context of a call that watches health. Another worker may serve while this one does not, so the call
-    ends and the client asks again."""
-
-    def __init__(self, context: ForwardedContext) -> None:
-        self._context = context
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
+class _WatchContext(WrappedContext):
+    """Of a call that watches health. Another worker may serve while this one does not, so the call ends and the client
+    asks again."""
 
     async def write(self, message: Any) -> None:
         if message.status == _NOT_SERVING:
@@ -106,15 +94,10 @@ class _WatchContext:
         await self._context.write(message)
 
 
-class _LateContext:
-    """Wraps the context of a unary call and keeps its initial metadata until ``greet``."""
+class _LateContext(WrappedContext):
+    """Of a unary call. Keeps its initial metadata until ``greet``."""
 
-    def __init__(self, context: ForwardedContext) -> None:
-        self._context = context
-        self._initial: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
+    _initial: Any = None
 
     async def send_initial_metadata(self, metadata: Any) -> None:
         self._initial = metadata

@@ -70,13 +70,9 @@ class GrpcMethod:
         self._streams = handler.response_streaming
         self._decode = handler.request_deserializer
         self._empty = _empty(self._decode)
-        wrap = (
-            grpc.stream_stream_rpc_method_handler
-            if self._streams
-            else grpc.stream_unary_rpc_method_handler
+        self.handler = reading_handler(
+            self._handle, streams=self._streams, serializer=handler.response_serializer
         )
-        self.handler = wrap(self._handle, response_serializer=handler.response_serializer)
-        """Is registered as a method with a stream of requests, so that the call's life decides when to read them."""
 
     async def _handle(self, _messages: Any, context: Context) -> Any:
         call = self._begin(context)
@@ -153,15 +149,32 @@ class GrpcMethod:
         call.release()
 
 
-class Writer:
-    """Wraps the context of a stream, and limits the time of each write. gRPC accepts a message at once unless the
-    reader is behind by a window. One task writes at a time."""
+def reading_handler(handle: Callable[..., Any], *, streams: bool, serializer: Any) -> Any:
+    """A handler of a method with a stream of requests, so that ``handle`` decides when to read them. ``streams``:
+    whether the responses are a stream, too."""
+    wrap = (
+        grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
+    )
+    return wrap(handle, response_serializer=serializer)
 
-    def __init__(self, context: Context, writes: CallLimit) -> None:
-        self._context, self._writes = context, writes
+
+class WrappedContext:
+    """A call's context, some of whose methods are others."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
+
+
+class Writer(WrappedContext):
+    """Limits the time of each write. gRPC accepts a message at once unless the reader is behind by a window. One task
+    writes at a time."""
+
+    def __init__(self, context: Context, writes: CallLimit) -> None:
+        super().__init__(context)
+        self._writes = writes
 
     async def write(self, message: Any) -> None:
         """Raises SlowReader."""

@@ -59,7 +59,7 @@ from ..settings.server import ServerConfig
 from ..settings.telemetry import with_http
 from ..telemetry.opening import Telemetry, open_telemetry
 from .grpc_ports import GrpcPorts, add_services
-from .heap import follow_heap
+from .interpreter import follow_heap
 from .open_files import FileWatch
 
 if TYPE_CHECKING:
