@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .region import Box, Region
+from ..types.requests import Edges
+from .region import Region
 
 SAMPLES = 2
 """Samples of a pixel along each axis, as in the reference, which draws at twice the size."""
@@ -22,7 +23,7 @@ _PAIRS = {"M": 1, "L": 1, "T": 1, "S": 2, "Q": 2, "C": 3}
 _NUM_ARGUMENTS = {**{command: 2 * pairs for command, pairs in _PAIRS.items()}, "H": 1, "V": 1}
 
 
-def draw(path: str, box: Box, region: Region, side: int) -> np.ndarray:
+def draw(path: str, box: Edges, region: Region, side: int) -> np.ndarray:
     """Returns [side, side] uint8, 1 where at least half of a pixel's samples lie inside the path (nonzero rule).
 
     As in SVG, a path with an error counts up to the error. An arc is an error, because the model's numbers come in

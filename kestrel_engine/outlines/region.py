@@ -12,13 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..types.model_config import VisionConfig
-from ..types.requests import PreparedImage
+from ..types.requests import Edges, PreparedImage
 
 GROWTH = 0.25
 """A region exceeds its box by this share of the box's width and height on each side (moondream.md section 9.5)."""
-
-Box = tuple[float, float, float, float]
-"""x_min, y_min, x_max, y_max as fractions of the upright image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +28,7 @@ class Region:
     y_max: float
 
     @classmethod
-    def around(cls, box: Box) -> Region | None:
+    def around(cls, box: Edges) -> Region | None:
         """Returns the region around ``box``; None for a box without area."""
         x_min, y_min, x_max, y_max = box
         width, height = x_max - x_min, y_max - y_min

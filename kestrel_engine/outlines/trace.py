@@ -6,11 +6,10 @@ pixels. The reference traces the thresholded mask of the whole image with potrac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from .region import Box, Region
+from ..types.requests import Outline
+from .region import Region
 
 SMALLEST_ISLAND = 0.0015
 """Islands below this share of the image's area are removed, unless all are smaller (moondream.md section 9.5)."""
@@ -22,16 +21,9 @@ DIGITS = 4
 """Decimals of the path's numbers: a tenth of a pixel for a box of 1000 pixels."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outline:
-    """``path``: absolute commands M, L and z, relative to ``box``."""
-
-    path: str
-    box: Box
-
-
 def trace(mask: np.ndarray, region: Region) -> Outline | None:
     """Returns the outline of ``mask`` [side, side] in 0..1, which covers ``region``; None if nothing is inside.
+    The path has the absolute commands M, L and z.
 
     The mask is closed by 3 x 3 pixels first. Then holes are filled, and small islands removed.
     """

@@ -35,7 +35,8 @@ class OpenRequest:
 
     ``submissions``: by sequence id, one for each look at a tiled image, else a single one. They have one outcome. The
     objects of all looks become one list as ``merging`` says; None: those of the only look stay as they are.
-    ``abort``: ends its sequences as "cancelled". ``on_end``: is called when the request has ended.
+    ``abort``: ends its sequences as "cancelled". ``refuse``: ends one of them with an error. ``on_end``: is called when
+    the request has ended. As the occupant of its place in the queue it may be displaced.
     """
 
     skill: str
@@ -44,12 +45,21 @@ class OpenRequest:
     submissions: Mapping[int, Submission]
     merging: Merging | None
     abort: Callable[[], None]
+    refuse: Callable[[int, KestrelError], None]
     on_end: Callable[[], None]
     admitted_at: float | None = None
     """When the scheduler first took the request into the batch, as far as reported."""
     ends: dict[int, RequestEnd] = dataclasses.field(default_factory=dict)
     num_sampled: dict[int, int] = dataclasses.field(default_factory=dict)
     """Tokens of each sequence so far."""
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.admitted_at is None
+
+    def displace(self, error: KestrelError) -> None:
+        for sequence_id in self.submissions:
+            self.refuse(sequence_id, error)
 
     @property
     def ended(self) -> list[tuple[Submission, RequestEnd]]:

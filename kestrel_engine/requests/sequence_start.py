@@ -13,7 +13,7 @@ from typing import cast
 
 from ..building.factory import Built
 from ..config.runtime import RuntimeConfig
-from ..errors import Displaced, SkillFault
+from ..errors import SkillFault
 from ..skills.base import SkillOutput, SkillRequest
 from ..skills.objects.request import ObjectsRequest
 from ..skills.prompts import build_prompt
@@ -72,12 +72,15 @@ class SequenceStart:
         merging = checked.merging if isinstance(checked, ObjectsRequest) else None
         if merging is not None and merging.max_overlap is None and len(looks) == 1:
             merging = None
-        opened = OpenRequest(request.skill, stream, timings, submissions, merging, abort, on_end)
+        refuse = self._loop.refuse
+        opened = OpenRequest(
+            request.skill, stream, timings, submissions, merging, abort, refuse, on_end
+        )
         if (reason := checked.ends_at_once) is not None:
             self._open.end_at_once(opened, _abstained(reason, sequences[0].output))
             return stream
         self._open.add(opened)
-        place.pass_to(_Submitted(self._loop, opened))
+        place.pass_to(opened)
         for sequence in sequences:
             self._loop.submit(sequence)
         return stream
@@ -136,21 +139,6 @@ class SequenceStart:
             adapter=adapter,
         )
         return SkillSubmission(request.request_id, submission, control, output, queue_limited)
-
-
-class _Submitted:
-    """The sequences of a request, as the occupant of its place."""
-
-    def __init__(self, loop: EngineLoop, opened: OpenRequest) -> None:
-        self._loop, self._opened = loop, opened
-
-    @property
-    def is_waiting(self) -> bool:
-        return self._opened.admitted_at is None
-
-    def displace(self, error: Displaced) -> None:
-        for sequence_id in self._opened.submissions:
-            self._loop.refuse(sequence_id, error)
 
 
 def _sequences(request: Request) -> list[tuple[PreparedImage, ...]]:

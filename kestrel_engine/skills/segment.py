@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import InvalidRequest, SkillUnavailable
 from ..types.events import FinishReason, StreamUpdate
 from ..types.model_config import ModelConfig
-from ..types.requests import Coord, Size, check_spatial_refs, spatial_tokens
+from ..types.requests import Coord, Outline, Size, check_spatial_refs, spatial_tokens
 from ..types.step import StepToken, TokenRule
 from .base import SkillContext, SkillControl, SkillOutput, SkillRequest, checked_text
 from .declaration import (
@@ -22,7 +22,7 @@ from .declaration import (
     object_schema,
     settings_schema,
 )
-from .objects.outline import Outline, OutlineOutput
+from .objects.outline import OutlineOutput
 from .objects.scores import raw_score, rounded
 from .objects.svg_path import PathError, SvgPathDecoder
 from .settings import read_settings, reject_unknown
@@ -185,10 +185,11 @@ class SegmentOutput(OutlineOutput):
         if self._error is not None or self._box is None or not self._decoder.path:
             return None
         box = self._box
-        return self._decoder.path, (box["x_min"], box["y_min"], box["x_max"], box["y_max"])
+        edges = box["x_min"], box["y_min"], box["x_max"], box["y_max"]
+        return Outline(self._decoder.path, edges)
 
-    def set_outline(self, path: str, box: tuple[float, float, float, float]) -> None:
-        self._refined = path, box
+    def set_outline(self, outline: Outline) -> None:
+        self._refined = outline
 
     def output(self) -> dict[str, Any]:
         if self._is_dropped:

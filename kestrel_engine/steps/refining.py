@@ -68,6 +68,6 @@ class Refining:
         try:
             outline = trace(mask, region)
             if outline is not None:
-                output.set_outline(outline.path, outline.box)
+                output.set_outline(outline)
         except Exception:
             logger.exception("the refined mask of sequence %d can't be traced", sequence_id)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard, cast
 
 from ..errors import FieldPath, InvalidRequest
 
@@ -166,6 +166,13 @@ def check_bytes(field: str | FieldPath, text: str, limit: int) -> None:
 
 Edges: TypeAlias = tuple[float, float, float, float]
 """x_min, y_min, x_max, y_max as fractions of an image."""
+
+
+class Outline(NamedTuple):
+    """An SVG path relative to a box of the upright image."""
+
+    path: str
+    box: Edges
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from ...errors import FieldPath, InvalidRequest, KestrelError, SkillUnavailable
@@ -100,32 +101,25 @@ class Matcher(RuleWait):
         self._on_end()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Grammar:
-    """A compiled constraint. ``principal``: for whom its matchers work. For one event loop."""
+    """A compiled constraint. ``first``: the mask at the beginning of a text. ``field``: the setting that errors name.
+    ``principal``: for whom its matchers work. For one event loop."""
 
-    def __init__(
-        self,
-        template: llguidance.LLMatcher,
-        first: bytes,
-        field: FieldPath,
-        threads: MaskThreads,
-        unlocked: Unlocked,
-        principal: str = "",
-    ) -> None:
-        """``first``: the mask at the beginning of a text. ``field``: the setting that errors name."""
-        self._template = template
-        self.first, self.field, self.principal = first, field, principal
-        self.threads, self.unlocked = threads, unlocked
+    template: llguidance.LLMatcher
+    first: bytes
+    field: FieldPath
+    threads: MaskThreads
+    unlocked: Unlocked
+    principal: str = ""
 
     def of(self, principal: str) -> Grammar:
         """The same for ``principal``."""
-        return Grammar(
-            self._template, self.first, self.field, self.threads, self.unlocked, principal
-        )
+        return replace(self, principal=principal)
 
     def start(self) -> Matcher:
         """A matcher at the beginning of a text."""
-        return Matcher(self._template.deep_copy(), self)
+        return Matcher(self.template.deep_copy(), self)
 
 
 class Grammars:

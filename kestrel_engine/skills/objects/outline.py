@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import abc
-from typing import TypeAlias
 
+from ...types.requests import Outline
 from ..base import SkillOutput
-
-Outline: TypeAlias = tuple[str, tuple[float, float, float, float]]
-"""An SVG path relative to a box, and the box: x_min, y_min, x_max, y_max as fractions of the image."""
 
 
 class OutlineOutput(SkillOutput):
@@ -23,5 +20,5 @@ class OutlineOutput(SkillOutput):
         """The coarse outline of the finished output; None without a path or a box."""
 
     @abc.abstractmethod
-    def set_outline(self, path: str, box: tuple[float, float, float, float]) -> None:
-        """Sets the refined outline of the result. ``path`` is relative to ``box``."""
+    def set_outline(self, outline: Outline) -> None:
+        """Sets the refined outline of the result."""

@@ -233,7 +233,8 @@ async def test_others_go_on_while_a_mask_is_computed(make_engine, fake_limits, s
     engine = make_engine(runtime)
     constraint = read_constraint({"regex": "[ab]{3}held"})
     grammar = shared_grammars.compile(constraint)
-    held = grammar._template = Held(grammar._template)
+    held = Held(grammar.template)
+    grammar = replace(grammar, template=held)
     engine._submitter.constraints._keep(constraint, "", grammar)
     settings = {**GREEDY, "max_tokens": 20}
     slow = asyncio.create_task(
@@ -256,7 +257,8 @@ async def test_a_request_ends_while_its_mask_is_computed(make_engine, shared_gra
     engine = make_engine()
     constraint = read_constraint({"regex": "[ab]{4}held"})
     grammar = shared_grammars.compile(constraint)
-    held = grammar._template = Held(grammar._template)
+    held = Held(grammar.template)
+    grammar = replace(grammar, template=held)
     engine._submitter.constraints._keep(constraint, "", grammar)
     settings = {**GREEDY, "constraint": {"regex": "[ab]{4}held"}}
     stream = await engine.query(question="a", settings=settings, stream=True)
