@@ -14,6 +14,7 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..checkpoint.files import PICKLE_SUFFIXES, StoredTensor, find_files
+from ..checkpoint.safetensors_header import Header
 from ..checkpoint.weights.expected import Shapes
 from ..errors import AdapterNotFound, AdapterUnfit, CheckpointError
 from ..types.adapter import Adapter
@@ -21,7 +22,7 @@ from ..types.model_config import TextConfig
 from .names import Target, target_of
 from .peft import CONFIG_NAME, Sides, scales
 from .references import is_adapter_name, shortened
-from .stored import ITEM_BYTES, Description, describe, opened_tensors
+from .stored import describe, opened_tensors
 from .targets import MAX_RANK
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ def _place(
         raise CheckpointError(
             f"{stored.name} changes {target.module}, which adapters of this model can't change"
         )
-    if stored.dtype not in ITEM_BYTES:
+    if stored.dtype not in ("F64", "F32", "BF16", "F16"):
         raise CheckpointError(f"{stored.name} is {stored.dtype}; expected F32, BF16 or F16")
     shape = stored.shape
     wanted: list[int | str] = list(weight)
@@ -266,7 +267,7 @@ def _check_rank(a: StoredTensor, b: StoredTensor) -> None:
         )
 
 
-def _settings(found: Found, described: Mapping[Path, Description]) -> Mapping[str, Any]:
+def _settings(found: Found, described: Mapping[Path, Header]) -> Mapping[str, Any]:
     """What the adapter says about itself: PEFT's file beside it, else the metadata of its last file."""
     config = found.files[-1]
     if config.name != CONFIG_NAME:

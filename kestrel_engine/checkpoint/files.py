@@ -10,13 +10,17 @@ import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError
 from ..small_files import MIB, read_small_json
+
+if TYPE_CHECKING:
+    import torch
 
 INDEX_SUFFIX = ".safetensors.index.json"
 PICKLE_SUFFIXES = (".pt", ".pth")
@@ -33,6 +37,18 @@ _NESTED_KEYS = (
 )
 
 
+DTYPES = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "U8": ("uint8", 1),
+}
+"""Of weights and adapters, by their names in safetensors: the name in torch, and the bytes of a number."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor in a file. ``dtype``: its name in safetensors, such as F32, BF16, F8_E4M3 or I64."""
@@ -41,6 +57,18 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     file: Path
+
+    @property
+    def num_bytes(self) -> int:
+        """Raises KeyError for a dtype that is not in DTYPES, as ``torch_dtype``."""
+        return prod(self.shape) * DTYPES[self.dtype][1]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        import torch
+
+        dtype: torch.dtype = getattr(torch, DTYPES[self.dtype][0])
+        return dtype
 
     @property
     def is_float8(self) -> bool:
@@ -168,23 +196,9 @@ def _safetensors_header(file: Path) -> list[StoredTensor]:
 
 
 def _pickle_header(file: Path) -> list[StoredTensor]:
-    import torch
-
-    names = {
-        torch.float64: "F64",
-        torch.float32: "F32",
-        torch.bfloat16: "BF16",
-        torch.float16: "F16",
-        torch.float8_e4m3fn: "F8_E4M3",
-        torch.float8_e5m2: "F8_E5M2",
-        torch.uint8: "U8",
-    }
-    return [
-        StoredTensor(
-            name,
-            tuple(tensor.shape),
-            names.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")),
-            file,
-        )
-        for name, tensor in load_pickle(file).items()
-    ]
+    names = {name: stored for stored, (name, _) in DTYPES.items()}
+    found = []
+    for name, tensor in load_pickle(file).items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        found.append(StoredTensor(name, tuple(tensor.shape), names.get(dtype, dtype), file))
+    return found

@@ -7,36 +7,27 @@ open reader owns its files, threads and buffers.
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
 from ...errors import CheckpointError
-from ..files import StoredTensor, is_pickle, load_pickle
+from ..files import DTYPES, StoredTensor, is_pickle, load_pickle
+from ..safetensors_header import Header, read_header
 
 READERS = 8
 """Number of reader threads. A disk needs several requests in its queue; more threads than these gain nothing."""
 PIECE_BYTES = 16 * 1024 * 1024
 AHEAD_BYTES = 256 * 1024 * 1024
 """Bytes of tensors on the device that may be read ahead, beside the tensor that is requested next."""
-
-TORCH_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "U8": torch.uint8,
-}
 
 _Fill = Callable[[torch.Tensor, int], None]
 """Fills a CPU buffer of uint8 with a tensor's bytes, starting at an offset."""
@@ -65,8 +56,8 @@ class DeviceReader:
         self._ahead_bytes = 0
         self._thread_state = threading.local()
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="kestrel-weights")
-        self._descriptors: dict[Path, int] = {}
-        self._data_ranges: dict[Path, dict[str, tuple[int, int]]] = {}
+        self._stack = ExitStack()
+        self._files: dict[Path, tuple[BinaryIO, Header]] = {}
         self._pickles: dict[Path, dict[str, torch.Tensor]] = {}
 
     def __enter__(self) -> Callable[[StoredTensor], torch.Tensor]:
@@ -76,8 +67,7 @@ class DeviceReader:
         self._readers.shutdown(wait=True, cancel_futures=True)
         self._arriving.clear()
         self._pickles.clear()
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
+        self._stack.close()
 
     def _read(self, stored: StoredTensor) -> torch.Tensor:
         self._read_ahead()
@@ -87,7 +77,7 @@ class DeviceReader:
             piece.result()
         self._ahead_bytes -= arriving.data.nbytes
         self._read_ahead()
-        return arriving.data.view(TORCH_DTYPES[stored.dtype]).view(stored.shape)
+        return arriving.data.view(stored.torch_dtype).view(stored.shape)
 
     def _read_ahead(self) -> None:
         while self._wanted and (not self._arriving or self._ahead_bytes < AHEAD_BYTES):
@@ -96,13 +86,13 @@ class DeviceReader:
             self._arriving.append(arriving)
 
     def _start_read(self, stored: StoredTensor) -> _Arriving:
-        if stored.dtype not in TORCH_DTYPES:
+        if stored.dtype not in DTYPES:
             raise CheckpointError(
                 f"{stored.file}: {stored.name} has the unsupported type {stored.dtype}"
             )
-        size = prod(stored.shape) * TORCH_DTYPES[stored.dtype].itemsize
+        size = stored.num_bytes
         from_pickle = is_pickle(stored.file)
-        fill = self._fill_pickled(stored) if from_pickle else self._fill_plain(stored, size)
+        fill = self._fill_pickled(stored) if from_pickle else self._fill_plain(stored)
         data = torch.empty(size, dtype=torch.uint8, device=self._device)
         allocated = None
         if data.is_cuda:
@@ -136,16 +126,14 @@ class DeviceReader:
         # The next piece reuses the buffer. Other threads read while this one waits.
         stream.synchronize()
 
-    def _fill_plain(self, stored: StoredTensor, size: int) -> _Fill:
+    def _fill_plain(self, stored: StoredTensor) -> _Fill:
         """Returns a function that reads a tensor from a .safetensors file. Raises CheckpointError."""
         file = stored.file
-        if file not in self._descriptors:
-            self._descriptors[file] = os.open(file, os.O_RDONLY)
-            self._data_ranges[file] = data_ranges(file)
-        descriptor = self._descriptors[file]
-        begin, end = self._data_ranges[file][stored.name]
-        if end - begin != size:
-            raise CheckpointError(f"{file}: {stored.name} holds {end - begin} bytes, not {size}")
+        if file not in self._files:
+            opened = self._stack.enter_context(file.open("rb"))
+            self._files[file] = opened, read_header(file, opened)
+        descriptor, header = self._files[file][0].fileno(), self._files[file][1]
+        begin = header.begin(stored)
 
         def fill(buffer: torch.Tensor, start: int) -> None:
             view = buffer.numpy().data
@@ -174,21 +162,3 @@ class DeviceReader:
             buffer.copy_(flat[start : start + len(buffer)])
 
         return fill
-
-
-def data_ranges(file: Path) -> dict[str, tuple[int, int]]:
-    """Returns the byte range [begin, end) of each tensor's data in a .safetensors file, by name.
-
-    Raises CheckpointError for a damaged header.
-    """
-    try:
-        with open(file, "rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(length))
-        return {
-            name: (8 + length + entry["data_offsets"][0], 8 + length + entry["data_offsets"][1])
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, MemoryError) as error:
-        raise CheckpointError(f"{file}: damaged or truncated ({error})") from error

@@ -8,7 +8,7 @@ devices, ``device_reader`` reads ahead by one tensor and at most 256 MiB.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
@@ -124,7 +124,7 @@ def load_planned(
     report = progress or log_progress("loading weights")
     if plan.faults:
         # Also check the values of tensors that fit, so that one error reports everything.
-        bad = [name for name, ok in _scan(plan.tensors, files, report) if not ok]
+        bad, _, _ = check_values(plan, files, report)
         raise checkpoint_error(where, _with_nonfinite(plan, bad), hint=hint)
     total = sum(loaded_bytes(item, dtype, keep_fp8) for item in plan.tensors)
     kind = str(dtype).removeprefix("torch.") + (" and FP8 experts" if keep_fp8 else "")
@@ -144,25 +144,17 @@ def load_planned(
         read_ahead = device.type != "cpu"
     with DeviceReader(wanted, device) if read_ahead else _Reader(files) as read:
         for item in plan.tensors:
-            source = _part(read(item.stored), item)
-            fingerprint.add(item.name, source)
-            if item.scale is None:
+            source, *rest = _parts(item, read, fingerprint)
+            if not rest:
                 made = {item.name: source.to(device=device, dtype=dtype)}
-            elif item.zero_point is not None:
-                assert order is not None
-                scale, zero = read(item.scale), read(item.zero_point)
-                fingerprint.add(f"{item.name}.scale", scale)
-                fingerprint.add(f"{item.name}.zero_point", zero)
-                packed = (source, scale, zero)
+            elif order is not None and item.zero_point is not None:
+                packed = source, rest[0], rest[1]
                 made = {item.name: int4.dequantise(packed, item.shape, order, dtype, device)}
+            elif _stays_fp8(item, keep_fp8):
+                row_scales = rest[0].to(device=device, dtype=torch.float32).contiguous()
+                made = {item.name: source.to(device), scale_of(item.name): row_scales}
             else:
-                scale = read(item.scale)
-                fingerprint.add(f"{item.name}.scale", scale)
-                if _stays_fp8(item, keep_fp8):
-                    row_scales = scale.to(device=device, dtype=torch.float32).contiguous()
-                    made = {item.name: source.to(device), scale_of(item.name): row_scales}
-                else:
-                    made = {item.name: dequantise(source, scale, dtype, device)}
+                made = {item.name: dequantise(source, rest[0], dtype, device)}
             finite.add(item.name, *made.values())
             tensors |= made
             done += sum(tensor.nbytes for tensor in made.values())
@@ -187,16 +179,10 @@ def check_values(
     total, done = plan.num_elements, 0
     with _Reader(files) as read:
         for item in plan.tensors:
-            parts = [(item.name, _part(read(item.stored), item))]
-            if item.scale is not None:
-                parts.append((f"{item.name}.scale", read(item.scale)))
-            if item.zero_point is not None:
-                parts.append((f"{item.name}.zero_point", read(item.zero_point)))
-            for name, part in parts:
-                fingerprint.add(name, part)
-            if not all(is_finite(part) for _, part in parts):
+            parts = _parts(item, read, fingerprint)
+            if not all(map(is_finite, parts)):
                 nonfinite.append(item.name)
-            elif len(item.shape) > 1 and is_constant(parts[0][1]):
+            elif len(item.shape) > 1 and is_constant(parts[0]):
                 constant.append(item.name)
             done += item.num_elements
             report(done, total, f"reading {item.name}")
@@ -245,6 +231,14 @@ def loaded_bytes(item: TensorPlan, dtype: torch.dtype, keep_fp8: bool) -> int:
     return item.num_elements + 4 * prod(item.shape[:-1])
 
 
+def _parts(item: TensorPlan, read: Read, fingerprint: Fingerprint) -> list[torch.Tensor]:
+    """The values of ``item``, and its scales and zero points if it has them, which count in ``fingerprint``."""
+    parts = [_part(read(item.stored), item), *map(read, item.sources[1:])]
+    for suffix, part in zip(("", ".scale", ".zero_point"), parts, strict=False):
+        fingerprint.add(f"{item.name}{suffix}", part)
+    return parts
+
+
 def _part(tensor: torch.Tensor, item: TensorPlan) -> torch.Tensor:
     if item.part is Part.TRANSPOSED:
         return tensor.t().contiguous()
@@ -254,18 +248,6 @@ def _part(tensor: torch.Tensor, item: TensorPlan) -> torch.Tensor:
         # On a device, a view would keep the other half allocated. On the CPU, the file is mapped.
         return rows.contiguous() if rows.device.type == "cpu" else rows.clone()
     return tensor.contiguous()
-
-
-def _scan(
-    tensors: Sequence[TensorPlan], files: tuple[Path, ...], report: Progress
-) -> Iterator[tuple[str, bool]]:
-    total = sum(item.num_elements for item in tensors)
-    done = 0
-    with _Reader(files) as read:
-        for item in tensors:
-            yield item.name, all(is_finite(read(source)) for source in item.sources)
-            done += item.num_elements
-            report(done, total, item.name)
 
 
 def _with_nonfinite(plan: CheckpointPlan, names: list[str]) -> Faults:
