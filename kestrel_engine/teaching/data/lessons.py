@@ -33,36 +33,22 @@ class EndTarget:
     is_pair: bool
 
 
-@dataclass(frozen=True, slots=True)
-class CoordTarget:
-    """The coordinate ``value`` is read after the token at ``at``."""
-
-    at: int
-    value: float
-
-
-@dataclass(frozen=True, slots=True)
-class SizeTarget:
-    """The size is read after the token at ``at``."""
-
-    at: int
-    width: float
-    height: float
-
-
 @dataclass(slots=True)
 class Lesson:
-    """``tokens`` follow BOS and the image. ``weight``: multiplies the lesson's losses."""
+    """``tokens`` follow BOS and the image. Each coordinate and size among them is read after the token before it.
+    ``weight``: multiplies the lesson's losses."""
 
     tokens: list[Token]
     weight: float = 1.0
     words: list[WordTarget] = field(default_factory=list)
     ends: list[EndTarget] = field(default_factory=list)
-    coords: list[CoordTarget] = field(default_factory=list)
-    sizes: list[SizeTarget] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def add_end(self, *, is_end: bool, is_pair: bool) -> None:
+        """Appends the decision between the end and one more object."""
+        self.ends.append(EndTarget(len(self.tokens) - 1, is_end, is_pair))
 
 
 def write(example: Example, context: SkillContext, weight: float = 1.0) -> Lesson:
@@ -77,12 +63,15 @@ def write(example: Example, context: SkillContext, weight: float = 1.0) -> Lesso
         case Pointed(name, points):
             lesson = _prompt("point", {"object": name}, context, weight)
             for x, y in points:
-                _object(lesson, x, y, None, context)
+                _end(lesson, context, is_end=False)
+                lesson.tokens += (Coord(x), Coord(y))
             _end(lesson, context, is_end=True)
         case Boxed(name, boxes):
             lesson = _prompt("detect", {"object": name}, context, weight)
             for x0, y0, x1, y1 in boxes:
-                _object(lesson, (x0 + x1) / 2, (y0 + y1) / 2, Size(x1 - x0, y1 - y0), context)
+                _end(lesson, context, is_end=False)
+                centre = Coord((x0 + x1) / 2), Coord((y0 + y1) / 2)
+                lesson.tokens += (*centre, Size(x1 - x0, y1 - y0))
             _end(lesson, context, is_end=True)
     return lesson
 
@@ -104,17 +93,6 @@ def _say(lesson: Lesson, ids: list[int] | tuple[int, ...], context: SkillContext
     lesson.words.append(WordTarget(len(lesson.tokens) - 1, context.model.ids.eos_id))
 
 
-def _object(lesson: Lesson, x: float, y: float, size: Size | None, context: SkillContext) -> None:
-    _end(lesson, context, is_end=False)
-    for value in (x, y):
-        lesson.coords.append(CoordTarget(len(lesson.tokens) - 1, value))
-        lesson.tokens.append(Coord(value))
-    if size is not None:
-        lesson.sizes.append(SizeTarget(len(lesson.tokens) - 1, size.width, size.height))
-        lesson.tokens.append(size)
-
-
 def _end(lesson: Lesson, context: SkillContext, *, is_end: bool) -> None:
     is_first = not lesson.ends
-    is_pair = not is_first and context.model.family != "moondream2"
-    lesson.ends.append(EndTarget(len(lesson.tokens) - 1, is_end, is_pair))
+    lesson.add_end(is_end=is_end, is_pair=not is_first and context.model.family != "moondream2")

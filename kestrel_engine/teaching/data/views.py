@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...types.requests import Coord, Size
-from .lessons import CoordTarget, EndTarget, Lesson, SizeTarget
+from .lessons import Lesson
 
 UNCHANGED = 1 / 3
 """The share of images that an epoch shows as they are, as a server does."""
@@ -59,10 +59,10 @@ class View:
 
     def of_lesson(self, lesson: Lesson) -> Lesson | None:
         """The lesson about the view; None if one of its objects is not wholly in the view."""
-        if not lesson.coords:
+        places = [token.value for token in lesson.tokens if isinstance(token, Coord)]
+        sizes = [(token.width, token.height) for token in lesson.tokens if isinstance(token, Size)]
+        if not places:
             return lesson
-        places = [target.value for target in lesson.coords]
-        sizes = [(target.width, target.height) for target in lesson.sizes]
         found = []
         for index, (x, y) in enumerate(zip(places[::2], places[1::2], strict=True)):
             width, height = sizes[index] if sizes else (0.0, 0.0)
@@ -72,7 +72,12 @@ class View:
             found.append(seen)
         # The order from left to right changes in a mirror.
         found.sort()
-        return _rebuilt(lesson, found)
+        new = Lesson(lesson.tokens[: lesson.ends[0].at + 1], lesson.weight)
+        for decision, (x, y, width, height) in zip(lesson.ends, found, strict=False):
+            new.add_end(is_end=False, is_pair=decision.is_pair)
+            new.tokens += (Coord(x), Coord(y), *([Size(width, height)] if sizes else []))
+        new.add_end(is_end=True, is_pair=lesson.ends[-1].is_pair)
+        return new
 
     def _of_object(
         self, x: float, y: float, width: float, height: float
@@ -105,19 +110,3 @@ class Views:
             self.rng.uniform(min(0.0, 1 - side), max(0.0, 1 - side)) for side in (width, height)
         )
         return View(left, top, width, height, self.mirror and self.rng.random() < 0.5)
-
-
-def _rebuilt(lesson: Lesson, found: list[tuple[float, float, float, float]]) -> Lesson:
-    """``lesson`` with the objects ``found`` in place of its own, as many."""
-    first = lesson.ends[0].at
-    new = Lesson(list(lesson.tokens[: first + 1]), lesson.weight)
-    for decision, (x, y, width, height) in zip(lesson.ends, found, strict=False):
-        new.ends.append(EndTarget(len(new.tokens) - 1, False, decision.is_pair))
-        for value in (x, y):
-            new.coords.append(CoordTarget(len(new.tokens) - 1, value))
-            new.tokens.append(Coord(value))
-        if lesson.sizes:
-            new.sizes.append(SizeTarget(len(new.tokens) - 1, width, height))
-            new.tokens.append(Size(width, height))
-    new.ends.append(EndTarget(len(new.tokens) - 1, True, lesson.ends[-1].is_pair))
-    return new

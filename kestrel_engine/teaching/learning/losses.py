@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +49,7 @@ def loss_of(model: Moondream, hidden: Tensor, batch: Batch) -> Loss:
 
     return Loss(
         mean(_words, batch.words),
-        mean(_ends, batch.ends),
+        mean(partial(_ends, pairs=batch.pairs), batch.ends),
         mean(_coords, batch.coords),
         mean(_sizes, batch.sizes),
     )
@@ -59,15 +60,14 @@ def _words(model: Moondream, hidden: Tensor, targets: Targets) -> Tensor:
     return F.cross_entropy(logits, targets.values, reduction="none")
 
 
-def _ends(model: Moondream, hidden: Tensor, targets: Targets) -> Tensor:
+def _ends(model: Moondream, hidden: Tensor, targets: Targets, *, pairs: Tensor) -> Tensor:
     """The cross-entropy [n] of the decisions. Each is between the end token and what else its rule allows."""
     ids = model.config.ids
     logits = model.text.logits(hidden)
-    assert targets.pairs is not None, "decisions say what they allow"
     end, coord = logits[:, ids.eos_id], logits[:, ids.coord_id]
     is_end = torch.arange(logits.shape[-1], device=logits.device) == ids.eos_id
     any_other = logits.masked_fill(is_end, -torch.inf).logsumexp(dim=-1)
-    other = torch.where(targets.pairs, coord, any_other)
+    other = torch.where(pairs, coord, any_other)
     return F.cross_entropy(torch.stack([other, end], dim=-1), targets.values, reduction="none")
 
 

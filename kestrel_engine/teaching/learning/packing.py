@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,25 +52,26 @@ class Targets:
     """What is to follow the hidden states at ``at`` [n], which index the flat text positions [rows * length].
 
     ``values``: ids [n] int64; 1 for the end and 0 for one more object [n] int64; or bins [n] or [n, 2] float32.
-    ``weights``: [n] float32. ``pairs``: of decisions, [n] bool.
+    ``weights``: [n] float32.
     """
 
     at: Tensor
     values: Tensor
     weights: Tensor
-    pairs: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The rows of a pass. ``text``: embeddings [rows, length, dim] of the lessons. ``positions``: [rows, length] int64.
-    ``lessons``: [rows, length] int64, the number of the lesson in its row; -1 for padding."""
+    ``lessons``: [rows, length] int64, the number of the lesson in its row; -1 for padding. ``pairs``: of ``ends``, [n]
+    bool (`EndTarget.is_pair`)."""
 
     text: Tensor
     positions: Tensor
     lessons: Tensor
     words: Targets
     ends: Targets
+    pairs: Tensor
     coords: Targets
     sizes: Targets
 
@@ -80,46 +82,66 @@ def pack(rows: Sequence[RowPlan], model: Moondream) -> Batch:
     ids = torch.zeros(len(rows), length, dtype=torch.int64)
     positions = torch.full((len(rows), length), model.config.image_prefix)
     numbers = torch.full((len(rows), length), -1)
-    coords: list[tuple[int, float]] = []
-    sizes: list[tuple[int, tuple[float, float]]] = []
-    found = _Found()
-    bins = model.config.region.coord_out_dim, model.config.region.size_out_dim // 2
+    coord_bins, size_bins = model.config.region.coord_out_dim, model.config.region.size_out_dim // 2
+    words: list[tuple[int, int, float]] = []
+    ends: list[tuple[int, int, float]] = []
+    pairs: list[bool] = []
+    coords: list[tuple[int, float, float]] = []
+    sizes: list[tuple[int, tuple[float, float], float]] = []
     for index, row in enumerate(rows):
         begin = 0
         for number, lesson in enumerate(row.lessons):
-            end, flat = begin + len(lesson), index * length + begin
+            end, flat, weight = begin + len(lesson), index * length + begin, lesson.weight
             numbers[index, begin:end] = number
             positions[index, begin:end] += torch.arange(len(lesson))
             for place, token in enumerate(lesson.tokens):
+                before = flat + place - 1
                 if isinstance(token, Coord):
-                    value = coord_of_bin(round(coord_bin(token.value, bins[0])), bins[0])
-                    coords.append((flat + place, value.value))
+                    coords.append((before, coord_bin(token.value, coord_bins), weight))
                 elif isinstance(token, Size):
-                    width, height = (
-                        round(size_bin(side, bins[1])) for side in (token.width, token.height)
-                    )
-                    size = size_of_bins(width, height, bins[1])
-                    sizes.append((flat + place, (size.width, size.height)))
+                    size = size_bin(token.width, size_bins), size_bin(token.height, size_bins)
+                    sizes.append((before, size, weight))
                 else:
                     assert isinstance(token, int), token
                     ids[index, begin + place] = token
-            found.add(lesson, flat, bins)
+            # All words of a lesson together weigh as one.
+            words += [(flat + w.at, w.id, weight / len(lesson.words)) for w in lesson.words]
+            ends += [(flat + e.at, int(e.is_end), weight) for e in lesson.ends]
+            pairs += [e.is_pair for e in lesson.ends]
             begin = end
     device = model.device
     text = model.text.embed(ids.to(device)).flatten(0, 1)
+    coord_targets = _targets(coords, torch.float32, device)
+    size_targets = _targets(sizes, torch.float32, device)
     if coords:
-        at, values = zip(*coords, strict=True)
+        values = [coord_of_bin(round(each), coord_bins).value for _, each, _ in coords]
         embedded = model.region.embed_coords(torch.tensor(values, device=device))
-        text[torch.tensor(at, device=device)] = embedded
+        text[coord_targets.at + 1] = embedded
     if sizes:
-        at, pairs = zip(*sizes, strict=True)
-        embedded = model.region.embed_sizes(torch.tensor(pairs, device=device))
-        text[torch.tensor(at, device=device)] = embedded
+        seen = [size_of_bins(round(w), round(h), size_bins) for _, (w, h), _ in sizes]
+        sides = [(size.width, size.height) for size in seen]
+        text[size_targets.at + 1] = model.region.embed_sizes(torch.tensor(sides, device=device))
     return Batch(
         text.view(len(rows), length, -1),
         positions.to(device),
         numbers.to(device),
-        *found.targets(device),
+        _targets(words, torch.int64, device),
+        _targets(ends, torch.int64, device),
+        torch.tensor(pairs, dtype=torch.bool, device=device),
+        coord_targets,
+        size_targets,
+    )
+
+
+def _targets(
+    found: Sequence[tuple[int, Any, float]], dtype: torch.dtype, device: torch.device
+) -> Targets:
+    """Places, values and weights as tensors."""
+    at, values, weights = zip(*found, strict=True) if found else ((), (), ())
+    return Targets(
+        torch.tensor(at, dtype=torch.int64, device=device),
+        torch.tensor(values, dtype=dtype, device=device),
+        torch.tensor(weights, dtype=torch.float32, device=device),
     )
 
 
@@ -131,46 +153,3 @@ def coord_bin(value: float, bins: int) -> float:
 def size_bin(value: float, bins: int) -> float:
     """The fractional bin of a width or height; the inverse of ``size_of_bins``."""
     return (math.log2(min(max(value, 2.0**-10), 1.0)) + 10) / 10 * (bins - 1)
-
-
-class _Found:
-    """The targets of a batch, as they are found."""
-
-    def __init__(self) -> None:
-        self._words: list[tuple[int, int, float]] = []
-        self._ends: list[tuple[int, int, float, bool]] = []
-        self._coords: list[tuple[int, float, float]] = []
-        self._sizes: list[tuple[int, tuple[float, float], float]] = []
-
-    def add(self, lesson: Lesson, flat: int, bins: tuple[int, int]) -> None:
-        """Adds a lesson whose first token is at ``flat``. All words of a lesson together weigh as one."""
-        weight = lesson.weight
-        self._words += [(flat + w.at, w.id, weight / len(lesson.words)) for w in lesson.words]
-        self._ends += [(flat + e.at, int(e.is_end), weight, e.is_pair) for e in lesson.ends]
-        self._coords += [(flat + c.at, coord_bin(c.value, bins[0]), weight) for c in lesson.coords]
-        self._sizes += [
-            (flat + s.at, (size_bin(s.width, bins[1]), size_bin(s.height, bins[1])), weight)
-            for s in lesson.sizes
-        ]
-
-    def targets(self, device: torch.device) -> tuple[Targets, Targets, Targets, Targets]:
-        """Words, ends, coordinates and sizes."""
-
-        def column(rows: Sequence[tuple[object, ...]], index: int, dtype: torch.dtype) -> Tensor:
-            return torch.tensor([row[index] for row in rows], dtype=dtype, device=device)
-
-        whole, real = torch.int64, torch.float32
-        made = [
-            Targets(column(rows, 0, whole), column(rows, 1, dtype), column(rows, 2, real))
-            for rows, dtype in (
-                (self._words, whole),
-                (self._ends, whole),
-                (self._coords, real),
-                (self._sizes, real),
-            )
-        ]
-        words, ends, coords, sizes = made
-        pairs = column(self._ends, 3, torch.bool)
-        ends = Targets(ends.at, ends.values, ends.weights, pairs)
-        sizes = Targets(sizes.at, sizes.values.view(-1, 2), sizes.weights)
-        return words, ends, coords, sizes

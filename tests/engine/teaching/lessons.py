@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from kestrel_engine.teaching.data.lessons import (
-    CoordTarget,
     EndTarget,
     Lesson,
-    SizeTarget,
     WordTarget,
 )
 from kestrel_engine.types.requests import Coord, Size
@@ -25,6 +23,4 @@ def boxed(prompt: list[int]) -> Lesson:
     at = len(prompt) - 1
     lesson = Lesson([*prompt, Coord(0.25), Coord(0.5), Size(0.125, 0.25)])
     lesson.ends = [EndTarget(at, False, False), EndTarget(at + 3, True, True)]
-    lesson.coords = [CoordTarget(at, 0.25), CoordTarget(at + 1, 0.5)]
-    lesson.sizes = [SizeTarget(at + 2, 0.125, 0.25)]
     return lesson

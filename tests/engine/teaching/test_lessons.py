@@ -8,7 +8,7 @@ from kestrel_engine import InvalidRequest
 from kestrel_engine.skills.base import SkillContext
 from kestrel_engine.skills.registry import SkillRegistry
 from kestrel_engine.teaching.data.examples import Answered, Boxed, Captioned, Pointed
-from kestrel_engine.teaching.data.lessons import CoordTarget, EndTarget, SizeTarget, write
+from kestrel_engine.teaching.data.lessons import EndTarget, write
 from kestrel_engine.types.model_config import parse_model_config
 from kestrel_engine.types.requests import Coord, Size
 from tests.engine.skills.conftest import context_of
@@ -30,7 +30,8 @@ def test_an_answer_follows_the_prompt_of_query_and_ends(context: SkillContext) -
     followed = [(target.at, target.id) for target in lesson.words]
     places = range(len(prompt) - 1, len(lesson.tokens))
     assert followed == list(zip(places, [*answer, end], strict=True))
-    assert not (lesson.ends or lesson.coords or lesson.sizes)
+    assert not lesson.ends
+    assert all(isinstance(token, int) for token in lesson.tokens)
 
 
 def test_known_ids_of_an_answer_are_taken_as_they_are(context: SkillContext) -> None:
@@ -52,10 +53,6 @@ def test_points_and_boxes_follow_the_cycle_of_locate(context: SkillContext) -> N
         EndTarget(at + 3, False, pair),
         EndTarget(at + 6, True, pair),
     ]
-    assert lesson.coords == [
-        CoordTarget(at + i, v) for i, v in ((0, 0.25), (1, 0.5), (3, 0.75), (4, 0.5))
-    ]
-    assert lesson.sizes == [SizeTarget(at + 2, 0.5, 0.5), SizeTarget(at + 5, 0.5, 1.0)]
     pointed = write(Pointed("nut", ((0.1, 0.2),)), context)
     assert pointed.tokens[-2:] == [Coord(0.1), Coord(0.2)]
     assert [each.is_end for each in pointed.ends] == [False, True]

@@ -12,7 +12,7 @@ import torch
 
 from kestrel_engine import ConfigError, ImageLimits
 from kestrel_engine.teaching import TeachingSettings
-from kestrel_engine.teaching.data.lessons import CoordTarget, EndTarget, Lesson, SizeTarget
+from kestrel_engine.teaching.data.lessons import Lesson
 from kestrel_engine.teaching.data.views import View, Views
 from kestrel_engine.teaching.learning.fitting import Fitting, ImageLessons
 from kestrel_engine.teaching.learning.images import ImageEmbeddings
@@ -28,15 +28,14 @@ def located(*objects: tuple[float, ...]) -> Lesson:
     """A lesson of points (x, y), or of boxes (x, y, width, height)."""
     lesson = Lesson([1, 30, 3], weight=2.0)
     for x, y, *size in objects:
-        lesson.ends.append(EndTarget(len(lesson.tokens) - 1, False, bool(lesson.ends)))
-        for value in (x, y):
-            lesson.coords.append(CoordTarget(len(lesson.tokens) - 1, value))
-            lesson.tokens.append(Coord(value))
-        if size:
-            lesson.sizes.append(SizeTarget(len(lesson.tokens) - 1, *size))
-            lesson.tokens.append(Size(*size))
-    lesson.ends.append(EndTarget(len(lesson.tokens) - 1, True, bool(lesson.ends)))
+        lesson.add_end(is_end=False, is_pair=bool(lesson.ends))
+        lesson.tokens += (Coord(x), Coord(y), *([Size(*size)] if size else []))
+    lesson.add_end(is_end=True, is_pair=bool(lesson.ends))
     return lesson
+
+
+def coords(lesson: Lesson) -> list[float]:
+    return [token.value for token in lesson.tokens if isinstance(token, Coord)]
 
 
 @pytest.mark.parametrize(
@@ -54,8 +53,9 @@ def test_a_box_is_where_its_pixels_are(view: View) -> None:
     pixels[40:60, 100:140] = 255
     seen = view.of_lesson(located((0.6, 0.5, 0.2, 0.2)))
     assert seen is not None
-    x, y = (target.value for target in seen.coords)
-    width, height = seen.sizes[0].width, seen.sizes[0].height
+    x, y = coords(seen)
+    (size,) = (token for token in seen.tokens if isinstance(token, Size))
+    width, height = size.width, size.height
     moved = view.of_pixels(pixels)
     assert moved.shape == pixels.shape and moved.dtype == np.uint8
     rows, columns = np.nonzero(moved[..., 0] > 127)
@@ -77,9 +77,9 @@ def test_objects_stay_in_order_from_left_to_right() -> None:
     lesson = located((0.2, 0.3), (0.4, 0.1))
     mirrored = View(0, 0, 1, 1, is_mirrored=True).of_lesson(lesson)
     assert mirrored is not None
-    assert [target.value for target in mirrored.coords] == pytest.approx([0.6, 0.1, 0.8, 0.3])
+    assert coords(mirrored) == pytest.approx([0.6, 0.1, 0.8, 0.3])
     assert mirrored.ends == lesson.ends and mirrored.weight == lesson.weight
-    assert [target.at for target in mirrored.coords] == [target.at for target in lesson.coords]
+    assert [type(token) for token in mirrored.tokens] == [type(token) for token in lesson.tokens]
 
 
 def test_a_lesson_about_an_object_outside_the_view_is_left_out() -> None:
@@ -117,7 +117,7 @@ def test_an_epoch_shows_views_with_lessons_that_are_true_of_them() -> None:
         is_mirrored = row.view is not None and row.view.is_mirrored
         assert (replayed in row.lessons) == (not is_mirrored)
         assert (taught in row.lessons) == (row.view is None)
-        assert sum(bool(lesson.coords) for lesson in row.lessons) == 1
+        assert sum(bool(coords(lesson)) for lesson in row.lessons) == 1
         kinds.add("none" if row.view is None else "mirrored" if is_mirrored else "plain")
     assert kinds == {"none", "plain", "mirrored"}
     plain = Fitting(
