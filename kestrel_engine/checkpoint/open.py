@@ -112,7 +112,7 @@ def load_weights(
 ) -> LoadedCheckpoint:
     """Reads and checks the weights of an opened model, or generates them, as ``dtype`` on ``device``.
 
-    ``keep_fp8``: keep experts that are stored in FP8 as they are. Raises as `loader.load_checkpoint` does.
+    ``keep_fp8``: keep experts that are stored in FP8 as they are. Raises as `loader.load_planned` does.
     """
     if opened.random_seed is not None:
         from .weights.random_weights import random_checkpoint

@@ -20,13 +20,13 @@ from typing import Any
 
 from kestrel_engine import InferenceEngine, ModelLoadError, RuntimeConfig, clock, engine
 from kestrel_engine.processes.template import confined
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.step import RuntimeLimits, StepPlan
 from kestrel_grpc.cli import program
 from kestrel_grpc.workers import forks, worker
 from kestrel_grpc.workers import template as worker_template
 from tests.clock import MovedClock
 from tests.engine.fakes import fake_build, never_ends
+from tests.fake_runtime import FakeRuntime
 from tests.forking.process import ForkedProcess
 
 STEP_S = 0.005

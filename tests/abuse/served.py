@@ -11,13 +11,13 @@ import threading
 from types import TracebackType
 
 from kestrel_engine import InferenceEngine, RuntimeConfig
-from kestrel_engine.runtime.fake import FakeRuntime, hashed
 from kestrel_engine.types.requests import Token
 from kestrel_engine.types.step import RuntimeLimits
 from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.settings.security import SecurityConfig
 from kestrel_grpc.settings.server import ServerConfig
 from tests.engine.fakes import fake_build
+from tests.fake_runtime import FakeRuntime, hashed
 from tests.waiting import wait_until
 
 KEY = "the-key-of-an-administrator"

@@ -3,9 +3,9 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from kestrel_engine import InferenceEngine, Observer, RuntimeConfig
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.step import RuntimeLimits
 from tests.engine.fakes import fake_build
+from tests.fake_runtime import FakeRuntime
 
 
 @pytest.fixture

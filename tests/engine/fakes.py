@@ -14,9 +14,9 @@ from PIL import Image
 
 from kestrel_engine import EngineInfo, ImageEvent, RequestEvent, RuntimeConfig, StepEvent
 from kestrel_engine.building.factory import Built
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.model_config import ModelConfig, parse_model_config
 from kestrel_engine.types.requests import Token
+from tests.fake_runtime import FakeRuntime
 
 IMAGE = np.full((40, 60, 3), 200, np.uint8)
 GREEDY = {"temperature": 0.0, "max_tokens": 6}

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import h11
 
 from kestrel_engine import InferenceEngine, RuntimeConfig
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.requests import Token
 from kestrel_engine.types.step import RuntimeLimits
 from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.settings.http import HttpConfig
 from kestrel_grpc.settings.server import ServerConfig
 from tests.engine.fakes import fake_build
+from tests.fake_runtime import FakeRuntime
 
 T = TypeVar("T")
 

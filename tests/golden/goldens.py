@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kestrel_engine.checkpoint.weights.loader import load_checkpoint
 from kestrel_engine.config.images import ImageLimits
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.preprocess.crops import prepare
@@ -22,6 +21,7 @@ from kestrel_engine.skills.base import SkillContext
 from kestrel_engine.types.model_config import ModelConfig
 from kestrel_engine.types.requests import Coord, ImageBlock, PreparedImage, Prompt, Size, Token
 from kestrel_engine.types.step import EncodeSlice, StepPlan
+from tests.checkpoint_loading import load_checkpoint
 from tests.golden.checkpoint import DATA
 
 COMPLETE = Path(__file__).parents[3] / "shared" / "goldens"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kestrel_engine.checkpoint.weights.loader import load_checkpoint
 from kestrel_engine.runtime.gpu.parts import Options
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.types.requests import Coord, Size
 from kestrel_engine.types.step import StepToken, TokenRule
+from tests.checkpoint_loading import load_checkpoint
 from tests.golden.checkpoint import DATA
 from tests.golden.checks import check_job, new_job
 from tests.golden.driver import Feed, Job, pages_for, run_jobs

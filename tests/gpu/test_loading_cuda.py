@@ -44,7 +44,7 @@ def test_many_pieces_arrive_while_memory_is_used_again(tmp_path, name):
 
 def test_kept_experts_and_fingerprint(tmp_path):
     from benchmarks.gpu.startup import write_checkpoint
-    from kestrel_engine.checkpoint.weights.loader import load_checkpoint
+    from tests.checkpoint_loading import load_checkpoint
 
     write_checkpoint("kestrel-tiny", tmp_path, device="cpu", keep_fp8=True)
     on_cpu, on_cuda = (

@@ -11,7 +11,6 @@ import json
 import pytest
 
 from kestrel_engine import EngineOverloaded
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.http import listener
 from kestrel_grpc.http.edge import ServiceCall
 from kestrel_grpc.security.connections import connection_guard
@@ -19,6 +18,7 @@ from kestrel_grpc.services.vision import VisionService
 from kestrel_grpc.settings.http import HttpConfig
 from kestrel_grpc.settings.security import CallLimits, ConnectionLimits, SecurityConfig
 from tests.engine.fakes import never_ends
+from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import LIMITS, NO_END, EndlessRuntime
 from tests.waiting import until
 

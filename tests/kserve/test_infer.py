@@ -10,8 +10,8 @@ import pytest
 from kestrel_client._pb.inference import grpc_service_pb2 as pb
 from kestrel_client._pb.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
 from kestrel_client._pb.kestrel.v1 import common_pb2, vision_service_pb2
-from kestrel_engine.runtime.fake import FakeRuntime
 from tests.engine.requests.test_presuppositions import shows
+from tests.fake_runtime import FakeRuntime
 from tests.kserve.conftest import infer, jpeg, output, raw_form
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure

@@ -17,12 +17,12 @@ from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import ImageServiceStu
 from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_engine import InferenceEngine, RuntimeConfig, SkillRegistry
-from kestrel_engine.runtime.fake import FakeRuntime, Script
 from kestrel_engine.types.requests import Token
 from kestrel_engine.types.step import RuntimeLimits, StepPlan
 from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.settings.server import ServerConfig
 from tests.engine.fakes import fake_build, never_ends
+from tests.fake_runtime import FakeRuntime, Script
 from tests.service.certificates import authority, server_pair  # noqa: F401  # Fixtures of all rooms.
 from tests.service.statuses import Failure, failure
 from tests.waiting import WITHIN_S, outlived

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kestrel_engine import clock
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.requests import num_positions
 from kestrel_engine.types.step import PREVIOUS, RuntimeLimits, StepPlan, StepResult
+from tests.fake_runtime import FakeRuntime
 
 _DECODE_S, _ROW_S, _CROP_S, _POSITION_S = 0.03, 0.005, 0.02, 0.0005
 

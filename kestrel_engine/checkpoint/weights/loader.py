@@ -20,8 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from ...errors import CheckpointError
 from ...types.model_config import ModelConfig
-from ..config_file import config_beside
-from ..files import StoredTensor, find_files, is_pickle, load_pickle, read_headers
+from ..files import StoredTensor, is_pickle, load_pickle
 from ..progress import log_progress
 from . import int4
 from .device_reader import DeviceReader
@@ -35,9 +34,6 @@ from .plan import (
     Faults,
     TensorPlan,
     checkpoint_error,
-    model_config_for,
-    no_config_hint,
-    plan_checkpoint,
 )
 
 if TYPE_CHECKING:
@@ -70,39 +66,6 @@ class LoadedCheckpoint:
     ignored: tuple[str, ...]
 
 
-def load_checkpoint(
-    path: str | Path,
-    *,
-    config: ModelConfig | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    keep_fp8: bool = False,
-    progress: Progress | None = None,
-) -> LoadedCheckpoint:
-    """Loads the checkpoint at ``path``, a folder or a file.
-
-    ``config`` defaults to the config.json beside the weights, or to the released shapes without one. Raises
-    CheckpointError (with all wrong names, or the damaged file), ConfigError and InsufficientMemoryError.
-    """
-    files = find_files(Path(path))
-    stored = read_headers(files)
-    hint = ""
-    if config is None:
-        raw = config_beside(files[0])
-        config = model_config_for(raw, stored)
-        hint = no_config_hint(raw, config)
-    return load_planned(
-        plan_checkpoint(stored, config),
-        config,
-        files,
-        dtype,
-        device,
-        progress,
-        keep_fp8=keep_fp8,
-        hint=hint,
-    )
-
-
 def load_planned(
     plan: CheckpointPlan,
     config: ModelConfig,
@@ -115,9 +78,11 @@ def load_planned(
     hint: str = "",
     read_ahead: bool | None = None,
 ) -> LoadedCheckpoint:
-    """The second stage of `load_checkpoint`: reads the values of ``plan``. Raises the same errors.
+    """Reads the values of ``plan``. Raises CheckpointError (with all wrong names, or the damaged file) and
+    InsufficientMemoryError.
 
-    ``read_ahead``: read with DeviceReader instead of mapped files. The default is True for every device but the CPU.
+    ``hint``: the end of an error. ``read_ahead``: read with DeviceReader instead of mapped files. The default is True
+    for every device but the CPU.
     """
     device = torch.device(device)
     where = str(files[0] if len(files) == 1 else files[0].parent)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import startup
-from kestrel_engine.checkpoint.weights.loader import load_checkpoint
+from tests.checkpoint_loading import load_checkpoint
 
 
 def test_a_written_checkpoint_is_complete_and_keeps_its_eight_bits(tmp_path):

@@ -3,8 +3,8 @@
 import pytest
 
 from kestrel_engine import InferenceEngine, InsufficientMemoryError, RuntimeConfig, RuntimeFailure
-from kestrel_engine.runtime.fake import FakeRuntime
 from tests.engine.fakes import fake_build
+from tests.fake_runtime import FakeRuntime
 
 
 class FullDevice(FakeRuntime):

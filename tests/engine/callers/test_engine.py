@@ -19,8 +19,8 @@ from kestrel_engine import (
 )
 from kestrel_engine.preprocess.tokenizer import LONG_TEXT
 from kestrel_engine.requests.checked import RequestCheck
-from kestrel_engine.runtime.fake import FakeRuntime
 from tests.engine.fakes import GREEDY, IMAGE, Listener, fake_build
+from tests.fake_runtime import FakeRuntime
 
 
 async def test_query_gives_the_whole_result(make_engine):

@@ -20,9 +20,9 @@ from kestrel_engine import (
     RuntimeConfig,
 )
 from kestrel_engine.adapters.library import Lease
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.adapter import Adapter
 from tests.engine.fakes import GREEDY, Gate, SlowImage, fake_build, never_ends
+from tests.fake_runtime import FakeRuntime
 from tests.waiting import until
 
 
@@ -221,7 +221,7 @@ def test_a_program_that_ends_without_shutdown_leaves_no_step_running():
     program = """
 import asyncio, logging
 from kestrel_engine import InferenceEngine, RuntimeConfig
-from kestrel_engine.runtime.fake import FakeRuntime
+from tests.fake_runtime import FakeRuntime
 from kestrel_engine.types.step import RuntimeLimits
 from tests.engine.fakes import fake_build
 

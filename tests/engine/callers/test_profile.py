@@ -8,10 +8,10 @@ import stat
 import pytest
 
 from kestrel_engine import InferenceEngine, ProfileError, ProfileRequest, RuntimeConfig
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.runtime.profile import StepProfile
 from kestrel_engine.types.step import RuntimeLimits
 from tests.engine.fakes import fake_build, never_ends
+from tests.fake_runtime import FakeRuntime
 
 LIMITS = RuntimeLimits(
     num_pages=200, page_size=2, max_batch_size=3, max_seq_length=300, vocab_size=400

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import save_file
 
 from kestrel_engine.checkpoint.weights.fp8 import LARGEST, dequantise, quantise_rows
-from kestrel_engine.checkpoint.weights.loader import load_checkpoint
 from kestrel_engine.errors import CheckpointError
 from kestrel_engine.models.text import Moe
+from tests.checkpoint_loading import load_checkpoint
 
 FP8 = torch.float8_e4m3fn
 

@@ -8,11 +8,11 @@ from safetensors.torch import save_file
 
 from kestrel_engine.checkpoint.open import open_model
 from kestrel_engine.checkpoint.weights import kv_scales
-from kestrel_engine.checkpoint.weights.loader import load_checkpoint
 from kestrel_engine.config.runtime import RuntimeConfig
 from kestrel_engine.errors import CheckpointError
 from kestrel_engine.maintenance.model_verification import verify
 from kestrel_engine.types.model_config import parse_model_config
+from tests.checkpoint_loading import load_checkpoint
 from tests.engine.checkpoint.conftest import random_tensors, raw_config
 
 LAYERS = 3

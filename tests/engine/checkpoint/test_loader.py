@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kestrel_engine.checkpoint.weights.expected import expected_tensors
-from kestrel_engine.checkpoint.weights.loader import load_checkpoint
 from kestrel_engine.checkpoint.weights.memory import host_available
 from kestrel_engine.errors import CheckpointError, ConfigError, InsufficientMemoryError
 from kestrel_engine.types.model_config import Family, parse_model_config
+from tests.checkpoint_loading import load_checkpoint
 
 BF16 = torch.bfloat16
 

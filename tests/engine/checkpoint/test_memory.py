@@ -57,7 +57,7 @@ import json, re, sys, threading, time
 import torch
 from safetensors.torch import save_file
 from kestrel_engine.checkpoint.weights.expected import expected_tensors
-from kestrel_engine.checkpoint.weights.loader import load_checkpoint
+from tests.checkpoint_loading import load_checkpoint
 from kestrel_engine.types.model_config import parse_model_config
 
 torch.set_num_threads(1)

@@ -12,11 +12,11 @@ from safetensors.torch import save
 from kestrel_engine import RuntimeConfig, maintenance
 from kestrel_engine.checkpoint.checksums import checksum, read_sums, recorded_by_hub
 from kestrel_engine.checkpoint.hub import Hub
-from kestrel_engine.checkpoint.weights.loader import load_checkpoint
 from kestrel_engine.errors import CheckpointError, DownloadError
 from kestrel_engine.maintenance.model_download import download
 from kestrel_engine.maintenance.model_verification import verify
 from kestrel_engine.types.model_config import parse_model_config
+from tests.checkpoint_loading import load_checkpoint
 from tests.engine.checkpoint.conftest import random_tensors, raw_config
 from tests.hub_stand import COMMIT, REPO, Stand, stand
 

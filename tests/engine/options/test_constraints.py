@@ -13,7 +13,6 @@ import pytest
 from kestrel_engine import ConstraintsCostly, EngineClosed, InvalidRequest, RuntimeFailure
 from kestrel_engine.requests import constraints
 from kestrel_engine.requests import submitter as submitter_module
-from kestrel_engine.runtime.fake import FakeRuntime, hashed
 from kestrel_engine.skills.constraints import matcher_budget
 from kestrel_engine.skills.constraints.grammars import Grammars, Matcher
 from kestrel_engine.skills.constraints.mask_threads import MaskThreads
@@ -22,6 +21,7 @@ from kestrel_engine.steps.loop import EngineLoop
 from kestrel_engine.types.model_config import parse_model_config
 from tests.engine.fakes import IMAGE, SMALL, ByteCodec
 from tests.engine.options.test_stop_strings import GREEDY, says, streamed, thinks
+from tests.fake_runtime import FakeRuntime, hashed
 from tests.waiting import until
 
 SCHEMA = {

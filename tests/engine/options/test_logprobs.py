@@ -3,9 +3,9 @@
 import pytest
 
 from kestrel_engine import InvalidRequest
-from kestrel_engine.runtime.fake import FakeRuntime
 from tests.engine.fakes import IMAGE
 from tests.engine.options.test_stop_strings import GREEDY, says, streamed, thinks
+from tests.fake_runtime import FakeRuntime
 
 
 def listening(runtime):

@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 
 from kestrel_engine import InvalidRequest
-from kestrel_engine.runtime.fake import FakeRuntime
 from tests.engine.fakes import IMAGE
 from tests.engine.options.test_stop_strings import GREEDY, says
+from tests.fake_runtime import FakeRuntime
 
 
 def plain_logit(x, token, settings, prompt, said):

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from kestrel_engine import InferenceEngine, InvalidRequest, RuntimeConfig
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.skills.objects.scores import raw_score
 from kestrel_engine.types.calibration import Calibration, Curve
 from kestrel_engine.types.requests import Coord
 from kestrel_engine.types.step import StepToken
 from tests.engine.fakes import GREEDY, IMAGE, fake_build
+from tests.fake_runtime import FakeRuntime
 
 SEVERAL = {"max_objects": 6}
 

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from kestrel_engine import RuntimeFailure
-from kestrel_engine.runtime.fake import FakeRuntime
 from tests.engine.fakes import IMAGE, never_ends
+from tests.fake_runtime import FakeRuntime
 
 GREEDY = {"temperature": 0.0}
 

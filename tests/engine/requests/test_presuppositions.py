@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from kestrel_engine import EngineOverloaded, InferenceEngine, RequestError, RuntimeConfig
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.calibration import Calibration, Curve
 from tests.engine.fakes import GREEDY, IMAGE, Gate, Listener, fake_build, never_ends
+from tests.fake_runtime import FakeRuntime
 
 POINT = 2581
 """An id of the template of point (moondream.md section 3)."""

@@ -9,8 +9,8 @@ import pytest
 from kestrel_engine import Displaced, EngineOverloaded, InvalidRequest
 from kestrel_engine.preprocess.pool import PreprocessPool
 from kestrel_engine.requests.queue_places import QueuePlaces, until_displaced
-from kestrel_engine.runtime.fake import FakeRuntime
 from tests.engine.fakes import GREEDY, IMAGE, Gate
+from tests.fake_runtime import FakeRuntime
 from tests.waiting import until
 
 HIGH, NORMAL, LOW = 0, 1, 2

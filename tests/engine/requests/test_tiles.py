@@ -16,9 +16,9 @@ from kestrel_engine import (
     Tiles,
 )
 from kestrel_engine.requests.whole_image import output_in_image
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.requests import Coord, ImageRegion, Size
 from tests.engine.fakes import GREEDY, Listener
+from tests.fake_runtime import FakeRuntime
 
 PIXELS = np.random.default_rng(5).integers(0, 256, (60, 100, 3), np.uint8)
 HALF = InRegion(PIXELS, (0.5, 0.0, 1.0, 1.0))

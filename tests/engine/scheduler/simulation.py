@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.scheduler.policy import SchedulerPolicy
 from kestrel_engine.scheduler.scheduler import Scheduler
 from kestrel_engine.scheduler.sequence import Sequence
@@ -18,6 +17,7 @@ from kestrel_engine.types.embedding import EmbeddingSpec
 from kestrel_engine.types.requests import ImageBlock, PreparedImage, SamplingParams, Token
 from kestrel_engine.types.step import Lane, RuntimeLimits, StepPlan, TokenRule
 from kestrel_engine.types.submission import Submission
+from tests.fake_runtime import FakeRuntime
 
 LIMITS = RuntimeLimits(
     num_pages=40, page_size=5, max_batch_size=3, max_seq_length=60, vocab_size=1000

@@ -24,11 +24,11 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.scheduler.policy import SchedulerPolicy
 from kestrel_engine.types.requests import ImageBlock, num_positions
 from kestrel_engine.types.step import PREVIOUS, Lane, RuntimeLimits, StepPlan
 from tests.engine.scheduler.simulation import Simulation, Spec
+from tests.fake_runtime import FakeRuntime
 
 DECODE_S, CROP_S, POSITION_S = 3e-3, 12e-3 / 9, 4e-3 / 730
 ALONE_S = 16e-3

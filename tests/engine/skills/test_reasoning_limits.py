@@ -4,11 +4,11 @@ import pytest
 
 from kestrel_engine import ContextLengthError, InvalidRequest
 from kestrel_engine.requests.checked import token_limit
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.skills import CaptionSkill, QuerySkill
 from kestrel_engine.types.requests import Coord
 from kestrel_engine.types.step import StepToken, TokenRule
 from tests.engine.skills.test_skills import feed, start, text
+from tests.fake_runtime import FakeRuntime
 
 END, ANSWER = StepToken(0), StepToken(3)
 LIMITS = {"max_reasoning_tokens": 3, "max_tokens": 5}

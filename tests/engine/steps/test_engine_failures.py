@@ -15,7 +15,6 @@ from kestrel_engine import (
     SkillFault,
     SkillRegistry,
 )
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.skills import QuerySkill
 from kestrel_engine.types.step import TokenRule
 from tests.engine.fakes import (
@@ -27,6 +26,7 @@ from tests.engine.fakes import (
     fake_build,
     never_ends,
 )
+from tests.fake_runtime import FakeRuntime
 
 
 async def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(make_engine, fake_limits):

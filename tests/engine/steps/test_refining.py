@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from kestrel_engine import InferenceEngine, InvalidRequest, RuntimeConfig, SkillUnavailable
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.scheduler.budget import StepBudget
 from kestrel_engine.scheduler.policy import SchedulerPolicy
 from kestrel_engine.scheduler.scheduler import Scheduler
@@ -29,6 +28,7 @@ from kestrel_engine.types.step import (
 )
 from kestrel_engine.types.submission import Submission
 from tests.engine.fakes import IMAGE, SMALL, ByteCodec, Listener, fake_build
+from tests.fake_runtime import FakeRuntime
 
 PATH = "M 0 0 L 960 0 L 960 960 L 0 960 z".split()
 """The whole box."""

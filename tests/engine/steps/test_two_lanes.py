@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.steps.loop import BESIDE_DEPTH
 from kestrel_engine.types.step import Lane
 from tests.engine.fakes import GREEDY
+from tests.fake_runtime import FakeRuntime
 
 
 def image(number):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from kestrel_engine.runtime.fake import FakeRuntime
 from tests.engine.fakes import never_ends
 from tests.engine.options.test_stop_strings import says
+from tests.fake_runtime import FakeRuntime
 from tests.http.dialects.test_openai import chunks
 from tests.service.conftest import LIMITS, NO_END, EndlessRuntime
 from tests.waiting import until

@@ -11,8 +11,8 @@ import pytest
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.settings.security import CallLimits, SecurityConfig
+from tests.fake_runtime import FakeRuntime
 from tests.http.conftest import data_url, question_with_stop
 from tests.service.conftest import LIMITS, NO_END, EndlessRuntime
 from tests.service.services.test_skills import segment_script

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.step import Row, SampleSpec, StepToken
 from tests.engine.fakes import never_ends
+from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import LIMITS
 
 PATHS = ("/v1/query", "/v1/chat/completions", "/v1/completions", "/api/generate", "/api/chat")

@@ -24,8 +24,8 @@ from kestrel_client import (
 )
 from kestrel_client.commands.parser import CommandError
 from kestrel_client.commands.requests.watch import jpegs
-from kestrel_engine.runtime.fake import FakeRuntime
 from tests.engine.fakes import never_ends
+from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import LIMITS, HeldRuntime
 from tests.service.services.answers.test_frames import until
 

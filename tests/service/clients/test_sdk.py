@@ -14,9 +14,9 @@ from kestrel_client import (
     UnavailableError,
 )
 from kestrel_engine import InferenceEngine, RuntimeConfig
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.settings.server import ServerConfig
+from tests.fake_runtime import FakeRuntime
 from tests.golden.checkpoint import DATA
 from tests.service.conftest import LIMITS
 from tests.waiting import until

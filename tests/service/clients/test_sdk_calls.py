@@ -305,7 +305,7 @@ async def test_a_server_without_a_store(serve, picture):
 
 
 async def test_leaving_a_stream_of_tasks_frees_the_engine(serve, picture):
-    from kestrel_engine.runtime.fake import FakeRuntime
+    from tests.fake_runtime import FakeRuntime
 
     served = await serve(FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.005))
     async with AsyncKestrelClient(served.server.addresses[0], timeout=60) as client:

@@ -8,7 +8,7 @@ import pytest
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine.runtime.fake import FakeRuntime
+from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import LIMITS, NO_END, EndlessRuntime, HeldRuntime, raw_image
 from tests.service.statuses import failure
 from tests.waiting import until

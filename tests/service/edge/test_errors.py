@@ -12,11 +12,11 @@ from google.rpc import error_details_pb2, status_pb2
 import kestrel_engine.errors
 from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.edge.failures import statuses as errors
 from kestrel_grpc.edge.failures.statuses import status_of
 from kestrel_grpc.security.admission.admission import RateExceeded, TooManyCalls
 from kestrel_grpc.security.admission.message_room import MessagesFull
+from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure
 from tests.waiting import until

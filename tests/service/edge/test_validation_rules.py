@@ -28,9 +28,9 @@ from kestrel_client._pb.kestrel.v1 import (
     vision_service_pb2,
 )
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.step import RuntimeLimits
 from kestrel_grpc.settings.security import SecurityConfig
+from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import Serve, Served
 from tests.service.edge.validation_rules import Rules
 from tests.service.statuses import fields_of, read

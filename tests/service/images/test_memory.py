@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine.runtime.fake import FakeRuntime
+from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import LIMITS
 
 KIB = 1024

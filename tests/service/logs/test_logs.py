@@ -19,13 +19,13 @@ from kestrel_client import CaptionTask, KestrelClient, UnauthenticatedError
 from kestrel_client._pb.kestrel.v1 import admin_service_pb2, admin_service_pb2_grpc
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import ModelLoadError
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.edge.calls.call import Call
 from kestrel_grpc.edge.calls.current import current
 from kestrel_grpc.logs.records import JsonFormatter, TextFormatter, set_up_logging, structured
 from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.settings.logs import log_levels
 from kestrel_grpc.settings.server import ServerConfig
+from tests.fake_runtime import FakeRuntime
 from tests.forking.process import ForkedProcess
 from tests.service.conftest import LIMITS
 from tests.service.statuses import failure

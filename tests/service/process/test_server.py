@@ -20,9 +20,9 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 
 from kestrel_client._pb.kestrel.v1 import model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.service_names import ADMIN_SERVICE, IMAGE_SERVICE, MODEL_SERVICE, VISION_SERVICE
 from kestrel_grpc.settings.addresses import AddressError
+from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import LIMITS, NO_END, EndlessRuntime, HeldRuntime, raw_image
 from tests.service.statuses import failure
 from tests.service.wire import Wire

@@ -37,7 +37,6 @@ from kestrel_engine import (
     ModelLoadError,
     RuntimeConfig,
 )
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc import model_changes
 from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.served_model import State
@@ -54,6 +53,7 @@ from kestrel_grpc.settings.server import ServerConfig
 from kestrel_grpc.settings.sources import SettingsError
 from kestrel_grpc.settings.telemetry import TelemetryConfig
 from tests.engine.fakes import fake_build
+from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.security.test_admin import CONFIG, KEY, METADATA
 from tests.waiting import until

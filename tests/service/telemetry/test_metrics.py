@@ -17,7 +17,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import image_service_pb2 as image_pb
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.step import StepResult
 from kestrel_grpc.edge.calls.call import Call
 from kestrel_grpc.images.shared.shared_images import SharedImageEvent
@@ -27,6 +26,7 @@ from kestrel_grpc.settings.telemetry import TelemetryConfig
 from kestrel_grpc.telemetry.metrics import MOST_PRINCIPALS, ServiceMetrics
 from kestrel_grpc.telemetry.names import METRICS, PRINCIPAL_CALLS, SCOPE, Metric
 from kestrel_grpc.telemetry.readers import DenseHistogram, PushReader
+from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import ENDLESS, NO_END, raw_image
 from tests.service.statuses import failure
 from tests.waiting import until

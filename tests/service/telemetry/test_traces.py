@@ -16,10 +16,10 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import image_service_pb2 as image_pb
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.step import StepResult
 from kestrel_grpc.settings.http import HttpConfig
 from kestrel_grpc.settings.telemetry import telemetry_config
+from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import ENDLESS, NO_END, raw_image
 from tests.service.statuses import failure
 from tests.waiting import outlived, until

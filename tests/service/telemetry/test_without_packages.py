@@ -21,7 +21,7 @@ SERVE_ONCE = textwrap.dedent("""
     from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
     from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
     from kestrel_engine import InferenceEngine, RuntimeConfig
-    from kestrel_engine.runtime.fake import FakeRuntime
+    from tests.fake_runtime import FakeRuntime
     from kestrel_engine.types.step import RuntimeLimits
     from kestrel_grpc.process.server import KestrelServer
     from kestrel_grpc.settings.server import ServerConfig

@@ -12,12 +12,12 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_engine import InferenceEngine, RuntimeConfig
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.settings.addresses import AddressError
 from kestrel_grpc.settings.server import ServerConfig
 from kestrel_grpc.workers.port import HeldPorts
 from tests.engine.fakes import fake_build
+from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import LIMITS
 from tests.waiting import until
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kestrel_engine.checkpoint.weights.loader import load_checkpoint
 from kestrel_engine.errors import ConfigError
 from kestrel_engine.kernels.linear.fp8_rows import quantise_rows
 from kestrel_engine.models.vision import VisionModel
@@ -25,6 +24,7 @@ from kestrel_engine.runtime.gpu.text.decoder import FusedText
 from kestrel_engine.runtime.gpu.vision.tower import FusedVision
 from kestrel_engine.runtime.gpu.weights import pack_weights
 from kestrel_engine.types.model_config import ModelConfig
+from tests.checkpoint_loading import load_checkpoint
 from tests.engine.models.small import random_tensors, small_config, with_fp8_experts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -13,12 +13,12 @@ from kestrel_client import AsyncKestrelClient
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.process import grpc_ports
 from kestrel_grpc.services.answers import running
 from kestrel_grpc.services.vision import VisionService
 from kestrel_grpc.settings.security import CallLimits, ConnectionLimits, SecurityConfig
 from tests.engine.fakes import never_ends
+from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import LIMITS, NO_END, EndlessRuntime, raw_image
 from tests.service.statuses import failure
 from tests.service.wire import Wire

@@ -14,11 +14,11 @@ import pytest
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.security.identity.principal import ANONYMOUS
 from kestrel_grpc.services.answers import frames
 from kestrel_grpc.settings.security import CallLimits, SecurityConfig
 from tests.engine.fakes import never_ends
+from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import LIMITS, HeldRuntime, Serve, raw_image
 from tests.service.statuses import failure, of_message, read
 from tests.waiting import until

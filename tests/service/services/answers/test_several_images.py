@@ -8,9 +8,9 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import RuntimeConfig
 from kestrel_engine.errors import ConfigError
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_engine.types.requests import ImageBlock
 from kestrel_grpc.images.request_images import MAX_IMAGES
+from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure, of_message
 

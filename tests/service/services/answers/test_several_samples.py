@@ -6,9 +6,9 @@ import pytest
 from kestrel_client import AsyncKestrelClient, InvalidArgumentError
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine.runtime.fake import FakeRuntime
 from kestrel_grpc.services.messages.tasks import MAX_SAMPLES
 from tests.engine.fakes import IMAGE, never_ends
+from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import LIMITS, NO_END, EndlessRuntime, raw_image
 from tests.service.statuses import failure, of_message
 from tests.waiting import until

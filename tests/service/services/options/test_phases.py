@@ -8,9 +8,9 @@ import pytest
 from kestrel_client import AsyncKestrelClient, QueryTask
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine.runtime.fake import FakeRuntime
 from tests.client.commands.test_stored_images import kestrel as kestrel
 from tests.engine.fakes import IMAGE
+from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import LIMITS
 from tests.service.statuses import failure
 

@@ -5,9 +5,9 @@ import pytest
 
 from kestrel_client import AsyncKestrelClient, DetectTask, PointTask, SegmentTask
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine.runtime.fake import FakeRuntime
 from tests.engine.fakes import IMAGE
 from tests.engine.options.test_scores import outlining
+from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import LIMITS, raw_image
 from tests.service.statuses import failure
 

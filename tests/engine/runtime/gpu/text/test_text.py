@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kestrel_engine.checkpoint.weights.loader import load_checkpoint
 from kestrel_engine.models.attention import PagedAttention, Span
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.runtime.gpu.text import decode_step as text_decode
 from kestrel_engine.runtime.gpu.text.decoder import FusedText
 from kestrel_engine.runtime.gpu.weights import pack_weights
 from kestrel_engine.types.model_config import ModelConfig
+from tests.checkpoint_loading import load_checkpoint
 from tests.engine.models.small import random_tensors, small_config, with_fp8_experts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kestrel_engine.checkpoint.weights.loader import load_checkpoint
 from kestrel_engine.kernels.images.patchify import patchify
 from kestrel_engine.kernels.images.pool_tiles import pool_tiles
 from kestrel_engine.models.moondream import Moondream
@@ -16,6 +15,7 @@ from kestrel_engine.runtime.gpu.attention.patches import BATCHES
 from kestrel_engine.runtime.gpu.vision import tower as fused_vision
 from kestrel_engine.runtime.gpu.vision.tower import FusedVision
 from kestrel_engine.runtime.gpu.weights import pack_weights
+from tests.checkpoint_loading import load_checkpoint
 from tests.engine.models.small import random_tensors, small_config
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -17,10 +17,11 @@ from typing import cast
 
 import numpy as np
 
-from .. import clock
-from ..types.embedding import Embedding, EmbeddingSpec
-from ..types.requests import Coord, ImageBlock, Size, Token, num_positions
-from ..types.step import (
+from kestrel_engine import clock
+from kestrel_engine.runtime.lost_work import LostWork
+from kestrel_engine.types.embedding import Embedding, EmbeddingSpec
+from kestrel_engine.types.requests import Coord, ImageBlock, Size, Token, num_positions
+from kestrel_engine.types.step import (
     PREVIOUS,
     ImageRead,
     Lane,
@@ -31,7 +32,6 @@ from ..types.step import (
     StepToken,
     TokenRule,
 )
-from .lost_work import LostWork
 
 NOT_FINITE = ImageBlock("not finite", 1)
 """Marks a slot whose keys and values are not finite."""
