@@ -53,15 +53,17 @@ def main() -> int:
             moved.advance(100)
 
     def cost(plan: StepPlan) -> float:
-        if for_ever.exists() or hang.exists():
-            hang.with_suffix(".hung").touch()
-            engine.STOP_PATIENCE_S = 0.1  # Nothing comes of patience now.
-        if for_ever.exists():
+        # A file that comes between two looks must not hang the step before .hung says so.
+        while (hangs := for_ever.exists() or hang.exists()) or Path(
+            f"{hang}.{os.getpid()}"
+        ).exists():
+            if hangs:
+                hang.with_suffix(".hung").touch()
+                engine.STOP_PATIENCE_S = 0.1  # Nothing comes of patience now.
             pass_time()
-            # In a system call that never returns, in a thread for which the interpreter waits at its end, as torch's.
-            device_thread.submit(os.read, never, 1).result()
-        while hang.exists() or Path(f"{hang}.{os.getpid()}").exists():
-            pass_time()
+            if for_ever.exists():
+                # A system call without end, in a thread for which the interpreter waits at its end, as torch's.
+                device_thread.submit(os.read, never, 1).result()
             time.sleep(0.02)
         return STEP_S
 
