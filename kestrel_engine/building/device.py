@@ -44,6 +44,12 @@ def uses_kernels(config: RuntimeConfig, device: torch.device) -> bool:
     if device.type == "cuda" and not kernels:
         why = "Triton isn't there" if wanted else "--no-compile"
         logger.warning("%s: plain torch computes on %s, at a fraction of the speed", why, device)
+    if config.attention in ("flashinfer", "triton") and not kernels:
+        raise ConfigError(
+            "attention", config.attention, "needs CUDA and Triton, without --no-compile; else torch"
+        )
+    if config.attention == "flashinfer" and library_version("flashinfer") is None:
+        raise ConfigError("attention", config.attention, "needs the package flashinfer-python")
     return kernels
 
 
@@ -76,7 +82,7 @@ def kv_scales_of(
     asked, layers = config.kv_cache_dtype, opened.config.text.n_layers
     if asked == "auto":
         # A caller who sets float32 wants exact numbers.
-        fits = kernels and dtype != torch.float32
+        fits = kernels and dtype != torch.float32 and config.attention != "flashinfer"
         if not fits or (device.type == "cuda" and not capabilities(device).fp8):
             return None
         if not kv_scales.is_complete(opened.plan, layers):

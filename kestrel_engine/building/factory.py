@@ -20,6 +20,7 @@ from .. import clock
 from ..adapters.library import AdapterLibrary
 from ..adapters.lora import LoRA
 from ..config.runtime import RuntimeConfig
+from ..errors import ConfigError
 from ..runtime.protocol import Runtime
 from ..skills.base import TextCodec
 from ..types.adapter import Adapter
@@ -109,7 +110,7 @@ def _early_kernels(
     device = device_of(config)
     if device.type != "cuda" or config.kernel_cache_dir is not None:
         return None
-    if not uses_kernels(config, device):
+    if not uses_kernels(config, device) or config.attention == "flashinfer":
         return None
     from triton import knobs
 
@@ -154,6 +155,8 @@ def _build(
     origins = adapter_origins(config)
     carried = kernel_cache_folder(config)
     compiling = compile_meter(carried) if kernels else None
+    if config.attention == "flashinfer" and dtype == torch.float32:
+        raise ConfigError("attention", "flashinfer", "needs dtype bfloat16 or float16")
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
     early = None

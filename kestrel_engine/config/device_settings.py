@@ -51,6 +51,13 @@ class DeviceSettings:
     """The type of keys and values. FP8 takes half the bytes and is less accurate. It uses the checkpoint's scales, and
     1 for a scale that the checkpoint lacks. "auto" requires such scales, compute capability 8.9 or newer and a
     computation in bfloat16 or float16; otherwise it is the model's type."""
+    attention: str = setting(
+        "auto",
+        DEVICE,
+        "on CUDA, the library for the attention of prompts: flashinfer (which then also decodes), triton (our kernels) "
+        "or torch; auto: our kernels with cuDNN, the fastest combination that needs no nvcc",
+        choices=("auto", "flashinfer", "triton", "torch"),
+    )
     compile: bool = setting(
         True,
         DEVICE,
@@ -70,6 +77,6 @@ class DeviceSettings:
     """On CUDA, launch a decode step as a graph. False launches each of its kernels separately, for debugging."""
     decode_beside: str = checked("auto", choices=("auto", "on", "off"))
     """On CUDA, decode beside images and prompts that take longer than --itl-target-ms; auto: on for models without
-    experts. Needs CUDA graphs; without them, it has no effect. One H100, 64 requests of 30 tokens in flight: Moondream
-    3 answers 57 requests a second with it and 67 without, Moondream 2 82 and 84, with a p95 gap between tokens of 18
-    instead of 59 ms."""
+    experts. Needs CUDA graphs and our own attention kernels; without them, it has no effect. One H100, 64 requests of
+    30 tokens in flight: Moondream 3 answers 57 requests a second with it and 67 without, Moondream 2 82 and 84, with a
+    p95 gap between tokens of 18 instead of 59 ms."""

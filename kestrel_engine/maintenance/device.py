@@ -164,7 +164,11 @@ def _cards(config: RuntimeConfig, driver: str | None) -> Iterator[Finding]:
         remedy = "install a torch build for this GPU"
         yield Finding("gpu", "fail", f"{message}; this torch has no kernels for it", remedy)
         return
-    yield Finding("gpu", "ok", f"{message}; {'FP8' if found.fp8 else 'no FP8'}")
+    fast = [
+        "FP8" if found.fp8 else "no FP8",
+        "attention kernels fa3" if found.fa3 else "attention kernels fa2",
+    ]
+    yield Finding("gpu", "ok", f"{message}; {', '.join(fast)}")
     yield from _libraries(config, device)
 
 
@@ -208,6 +212,12 @@ def _libraries(config: RuntimeConfig, device: torch.device) -> Iterator[Finding]
         yield Finding("triton", "fail", message, remedy)
         return
     yield Finding("triton", "ok", f"{triton}, compiles")
+    flashinfer = library_version("flashinfer")
+    if flashinfer is not None:
+        yield Finding("flashinfer", "ok", flashinfer)
+    elif config.attention == "flashinfer":
+        message = "can't be imported, but --attention flashinfer needs it"
+        yield Finding("flashinfer", "fail", message, "pip install flashinfer-python")
 
 
 def _compile_something(device: torch.device) -> None:

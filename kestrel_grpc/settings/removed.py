@@ -16,7 +16,7 @@ _REMOVED = {
     "no-cuda-graphs": "no-compile is for debugging",
     "http-metrics": "with the extra telemetry, the HTTP port serves metrics",
     **dict.fromkeys(("decode-bytes", "embedding-cache-bytes", "embedding-host-bytes"), _FIXED),
-    **dict.fromkeys(("attention", "burst", "keepalive", "replica-cpus", "scale-up-delay"), _FIXED),
+    **dict.fromkeys(("burst", "keepalive", "replica-cpus", "scale-up-delay"), _FIXED),
 }
 
 

@@ -1,4 +1,4 @@
-"""Paths of cards that aren't here, forced on the one that is: without FP8, Hopper's kernels, graphs or Triton."""
+"""Paths of cards that aren't here, forced on the one that is: without FP8, fa3, FlashInfer, graphs or Triton."""
 
 import asyncio
 import dataclasses
@@ -21,7 +21,11 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("model", ["md2", "md3"])
-@pytest.mark.parametrize("settings", [{}, {"cuda_graphs": False}, {"compile": False}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{"attention": "torch"}, {"attention": "triton"}, {"cuda_graphs": False}, {"compile": False}],
+    ids=str,
+)
 async def test_every_path_gives_the_references_tokens(
     model, settings, golden_folder, golden_images
 ):
@@ -43,7 +47,7 @@ async def test_every_path_gives_the_references_tokens(
 async def test_an_ampere_card_answers_in_bfloat16(monkeypatch):
     real = gpu_device.capabilities(torch.device("cuda"))
     ampere = dataclasses.replace(real, compute_capability=(8, 6))
-    for module in ("device", "parts"):
+    for module in ("device", "parts", "attention.flashinfer_paged"):
         monkeypatch.setattr(
             f"kestrel_engine.runtime.gpu.{module}.capabilities", lambda device: ampere
         )

@@ -29,7 +29,7 @@ SHRUNK_INPUTS, SHRUNK_BYTES = 1024, 512
 kernels.adapters.rows, which needs Triton."""
 
 FIXED_BYTES = 768 << 20
-"""Bytes for the workspaces of cuBLAS and cuDNN, captured graphs, compiled kernels and staging buffers."""
+"""Bytes for the workspaces of cuBLAS, cuDNN and FlashInfer, captured graphs, compiled kernels and staging buffers."""
 
 
 def reserve_bytes(

@@ -66,7 +66,7 @@ class GpuRuntime:
     ) -> None:
         """Captures the graphs on a CUDA device, unless the options say otherwise, and calls ``progress`` for each.
 
-        Raises ConfigError for an FP8 setting that is not available, and torch's own errors.
+        Raises ConfigError for an attention library or an FP8 setting that is not available, and torch's own errors.
         """
         most = config.text.max_context
         assert options.max_seq_length <= most, (options.max_seq_length, most)

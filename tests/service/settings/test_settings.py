@@ -1,11 +1,12 @@
 """Flags and variables become configurations; what is invalid is named in one line."""
 
+import re
+
 import pytest
 
-from kestrel_engine import ConfigError, RuntimeConfig
 from kestrel_grpc.settings.addresses import parse_address, unix_path, with_port
 from kestrel_grpc.settings.configuration import add_server_flags
-from kestrel_grpc.settings.flags import Parser, SettingsError, settings_error, size
+from kestrel_grpc.settings.flags import Parser, SettingsError, size
 from kestrel_grpc.settings.model import add_model_flags, runtime_config
 from kestrel_grpc.settings.server import MIB, ServerConfig, server_config
 
@@ -63,11 +64,11 @@ def test_the_sources_of_adapters():
 
 def test_flags_of_the_gpu_reach_their_fields():
     _, runtime = configs(
-        *("--no-compile", "--kv-cache-gib", "1.5"),
+        *("--attention", "triton", "--no-compile", "--kv-cache-gib", "1.5"),
         *("--random-weights", "--preprocess-threads", "3"),
         *("--precision", "fp8-vision"),
     )
-    assert not runtime.compile
+    assert (runtime.attention, runtime.compile) == ("triton", False)
     assert (runtime.kv_cache_gib, runtime.random_weights) == (1.5, True)
     assert runtime.preprocess_threads == 3
     assert (runtime.dtype, runtime.fp8_gemms, runtime.kv_cache_dtype) == (
@@ -142,7 +143,7 @@ def test_access_log_without_a_format_is_text():
             "--max-batch-size=0: must be a whole number from 1 to 4096",
         ),
         (["--device", "tpu"], {}, "--device=tpu"),
-        ([], {"KESTREL_PRECISION": "none"}, "KESTREL_PRECISION='none': must be one of auto, fl"),
+        ([], {"KESTREL_ATTENTION": "none"}, "KESTREL_ATTENTION='none': must be one of auto, fl"),
         (["--max-queue", "0"], {}, "--max-queue=0: must be a whole number of at least 1"),
         (["--kv-cache-gib", "0"], {}, "--kv-cache-gib=0.0: must be a finite number above 0"),
         ([], {"KESTREL_NO_COMPILE": "maybe"}, "KESTREL_NO_COMPILE='maybe': must be on or off"),
@@ -181,7 +182,7 @@ def test_what_is_invalid_is_named(flags, environ, words):
         ["--listen", "x"],
         ["--max-message-bytes", "64 apples"],
         ["--nonsense"],
-        ["--precision", "none"],
+        ["--attention", "none"],
         ["--log-level", "loud"],
     ],
 )
@@ -197,16 +198,22 @@ def test_a_flag_that_cannot_be_read_ends_with_one_line_and_status_2(flags, capsy
 @pytest.mark.parametrize(
     ("flags", "variables", "words"),
     [
-        (["--precision", "fp8"], {}, "--precision=fp8: sets fp8_gemms to all: needs CUDA"),
-        ([], {"KESTREL_PRECISION": "fp8"}, "KESTREL_PRECISION=fp8: sets fp8_gemms to all"),
+        (
+            ["--precision", "fp8"],
+            {},
+            "--precision=fp8: sets kv_cache_dtype to fp8: flashinfer can't",
+        ),
+        ([], {"KESTREL_PRECISION": "fp8"}, "KESTREL_PRECISION=fp8: sets kv_cache_dtype to fp8"),
+        (
+            ["--model", "kestrel-tiny,precision=fp8-kv"],
+            {},
+            "--precision=fp8-kv: sets kv_cache_dtype",
+        ),
     ],
 )
 def test_an_error_names_the_setting_that_was_given(flags, variables, words):
-    parser = Parser(prog="test")
-    add_model_flags(parser, variables)
-    args = parser.parse_args(flags)
-    error = ConfigError("fp8_gemms", runtime_config(args).fp8_gemms, "needs CUDA")
-    assert words in str(settings_error(error, args, RuntimeConfig))
+    with pytest.raises(SettingsError, match=re.escape(words)):
+        configs("--attention", "flashinfer", *flags, **variables)
 
 
 @pytest.mark.parametrize(

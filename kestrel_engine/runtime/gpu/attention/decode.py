@@ -1,55 +1,58 @@
-"""Attention in the launches of a decode step, for rows of sequences and for a few tokens of prompts.
+"""Attention of a decode step, with one interface for our own kernel and for FlashInfer.
 
 An implementation does all work between the qkv GEMM and the output projection: it applies tau factors and RoPE, stores
-the new keys and values in the KV cache, and attends to positions 0..p.
+the new keys and values in the KV cache, and attends to positions 0..p. Our kernel reads the page tables on the device.
+FlashInfer computes the attention only, so `rope_store` runs before it, and the host plans FlashInfer's work before each
+step (`FlashInferRows.plan`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ....kernels.attention.paged_decode import DecodeWorkspace, choose_splits, paged_decode
-from ....kernels.attention.paged_text import paged_text
 from ....kernels.attention.rope_store import rope_store
 from ....kernels.attention.shared_prefix import SharedPrefixes
 from ....kernels.e4m3 import has_units
 from ....models.kv_format import EIGHT_BITS, UNSCALED, Scales
 from ....types.model_config import TextConfig
+from ....types.step import Row, RuntimeLimits
+from ..state.staging import Field, RowBuffers
+from .flashinfer_paged import FlashInfer, FlashInferDecode
 
 EARLY_ROWS = 2
 """The most rows for which attention is launched before the preceding GEMM has ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionStep:
-    """What attention of one layer reads and writes, for M rows of one token.
-
-    ``qkv``: [M, >= 3*H*D], before RoPE and tau factors; it may be overwritten. ``keys``, ``values``: [num_slots, H, D],
-    in FP8 divided by ``scales``. ``rows``: positions and row_seq, both [M] int32, and page_table [num_seqs, max_pages]
-    int32; or what `PagedPrompts` reads. ``angles``: cos and sin, both [max_positions, rotary_dim / 2] float32. ``tau``:
-    raw content [M, 2*H] and alpha [H], both float32. ``out``: [M, H*D], for the output, which may be the columns of v.
-    ``shared``: as for `paged_decode`.
-    """
-
-    qkv: Tensor
-    keys: Tensor
-    values: Tensor
-    rows: tuple[Tensor, Tensor, Tensor]
-    angles: tuple[Tensor, Tensor]
-    tau: tuple[Tensor, Tensor] | None
-    out: Tensor
-    scales: Scales = UNSCALED
-    shared: SharedPrefixes | None = None
-
-
 class DecodeAttention(Protocol):
-    """Attention of one layer."""
+    """Attention of one layer, for M rows of one token."""
 
-    def __call__(self, step: AttentionStep) -> None: ...
+    def __call__(
+        self,
+        qkv: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rows: tuple[Tensor, Tensor, Tensor],
+        angles: tuple[Tensor, Tensor],
+        tau: tuple[Tensor, Tensor] | None,
+        out: Tensor,
+        scales: Scales = UNSCALED,
+        *,
+        shared: SharedPrefixes | None = None,
+    ) -> object:
+        """Computes the attention output into ``out`` [M, H*D], which may be the columns of v.
+
+        ``qkv``: [M, >= 3*H*D], before RoPE and tau factors; it may be overwritten. ``keys``, ``values``: [num_slots, H,
+        D], in FP8 divided by ``scales``. ``rows``: positions and row_seq, both [M] int32, and page_table [num_seqs,
+        max_pages] int32. ``angles``: cos and sin, both [max_positions, rotary_dim / 2] float32. ``tau``: raw content
+        [M, 2*H] and alpha [H], both float32. ``shared``: as for `paged_decode`.
+        """
+        ...
 
 
 class PagedDecode:
@@ -73,27 +76,38 @@ class PagedDecode:
         ]
         self._workspace = DecodeWorkspace.allocate(shapes, config.n_heads, config.head_dim, device)
 
-    def __call__(self, step: AttentionStep) -> None:
-        positions, row_seq, page_table = step.rows
-        count = len(step.qkv)
+    def __call__(
+        self,
+        qkv: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rows: tuple[Tensor, Tensor, Tensor],
+        angles: tuple[Tensor, Tensor],
+        tau: tuple[Tensor, Tensor] | None,
+        out: Tensor,
+        scales: Scales = UNSCALED,
+        *,
+        shared: SharedPrefixes | None = None,
+    ) -> None:
+        positions, row_seq, page_table = rows
         paged_decode(
-            step.qkv,
-            step.keys,
-            step.values,
+            qkv,
+            keys,
+            values,
             page_table,
             row_seq,
             positions,
-            *step.angles,
+            *angles,
             page_size=self._page_size,
-            tau=step.tau,
-            scales=step.scales,
-            splits=self._splits(count, step.keys.dtype),
+            tau=tau,
+            scales=scales,
+            splits=self._splits(len(qkv), keys.dtype),
             workspace=self._workspace,
-            out=step.out,
+            out=out,
             # More rows fill the GPU without overlap, and waiting programs take resources from the GEMM: with 16 rows, a
             # layer took 84 us on an H200 with an early launch and takes 65 us without.
-            pdl=self._early and count <= EARLY_ROWS,
-            shared=step.shared,
+            pdl=self._early and len(qkv) <= EARLY_ROWS,
+            shared=shared,
         )
 
     def _splits(self, rows: int, pool: torch.dtype) -> int:
@@ -101,25 +115,80 @@ class PagedDecode:
         return choose_splits(rows, config.n_heads, config.head_dim, pool, units=self._units)
 
 
-class PagedPrompts:
-    """For rows that may be tokens of one sequence.
+class FlashInferRows:
+    """FlashInfer's attention, for steps of as many rows as the last plan.
 
-    Such rows attend to each other, so all keys and values are stored before the first row attends. ``page_table``:
-    [num_seqs, max_pages] int32.
+    There is a wrapper for each number of rows, created at its first use, because a captured graph needs fixed buffers.
+    ``max_pages``: the most pages of one row. Rows of padding read and write the first position of ``spare_page``.
     """
 
-    def __init__(self, page_table: Tensor, page_size: int) -> None:
-        self._page_table, self._page_size = page_table, page_size
+    def __init__(
+        self,
+        flashinfer: FlashInfer,
+        config: TextConfig,
+        limits: RuntimeLimits,
+        max_pages: int,
+        *,
+        spare_page: int,
+    ) -> None:
+        self._flashinfer, self._config = flashinfer, config
+        self._max_pages, self._page_size = max_pages, limits.page_size
+        self._spare_page = spare_page
+        fields = {"positions": Field(np.int64), "slots": Field(np.int64)}
+        self._places = RowBuffers(fields, limits.max_batch_size, flashinfer.device)
+        self._by_rows: dict[int, FlashInferDecode] = {}
 
-    def __call__(self, step: AttentionStep) -> None:
-        """``step.rows``: positions and slots, both [M] int64, and the tiles of `paged_text`."""
-        assert step.shared is None, "tiles of one sequence share their reads already"
-        positions, slots, tiles = step.rows
-        qkv, keys, values, scales = step.qkv, step.keys, step.values, step.scales
-        rope_store(qkv, positions, slots, keys, values, *step.angles, tau=step.tau, scales=scales)
-        _, heads, head_dim = keys.shape
-        q = qkv[:, : heads * head_dim].unflatten(1, (heads, head_dim))
-        size = self._page_size
-        paged_text(
-            q, keys, values, self._page_table, tiles, page_size=size, scales=scales, out=step.out
-        )
+    def plan(self, padded: int, rows: Sequence[Row]) -> None:
+        """Plans a step of ``padded`` rows: ``rows``, then padding. Call it before each step, on the step's stream."""
+        count, size = len(rows), self._page_size
+        assert count <= padded, f"{count} rows in a step of {padded}"
+        positions = [row.start for row in rows]
+        host = self._places.host()
+        host["positions"][:count] = positions
+        host["positions"][count:] = 0
+        host["slots"][:count] = [
+            row.page_table[p // size] * size + p % size
+            for row, p in zip(rows, positions, strict=True)
+        ]
+        host["slots"][count:] = self._spare_page * size
+        self._places.send()
+        spare = padded - count
+        tables = [*(row.page_table for row in rows), *[(self._spare_page,)] * spare]
+        self._decoder(padded).plan(tables, [*(p + 1 for p in positions), *[1] * spare])
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rows: tuple[Tensor, Tensor, Tensor],
+        angles: tuple[Tensor, Tensor],
+        tau: tuple[Tensor, Tensor] | None,
+        out: Tensor,
+        scales: Scales = UNSCALED,
+        *,
+        shared: SharedPrefixes | None = None,
+    ) -> None:
+        """As `DecodeAttention`, but with the positions and pages of the plan instead of ``rows``."""
+        assert shared is None, "the host plans for each row"
+        assert scales == UNSCALED, "FlashInfer reads the model's dtype only"
+        count = len(qkv)
+        on_device = self._places.device
+        positions, slots = on_device["positions"][:count], on_device["slots"][:count]
+        rope_store(qkv, positions, slots, keys, values, *angles, tau=tau)
+        heads = self._config.n_heads, self._config.head_dim
+        q = qkv[:, : self._config.dim].unflatten(1, heads)
+        self._by_rows[count](q, keys, values, out)
+
+    def _decoder(self, rows: int) -> FlashInferDecode:
+        found = self._by_rows.get(rows)
+        if found is None:
+            found = self._by_rows[rows] = FlashInferDecode(
+                self._flashinfer,
+                rows=rows,
+                max_pages=rows * self._max_pages,
+                num_heads=self._config.n_heads,
+                head_dim=self._config.head_dim,
+                page_size=self._page_size,
+            )
+        return found

@@ -3,13 +3,13 @@
 The flat batch starts with n blocks of BOS and image. The positions of a block attend to each other in both directions
 and to nothing else. The text of all rows follows; it attends causally to all stored positions. Among it are images
 later in a prompt, whose positions attend to all stored positions up to the last one of the image. Blocks read the
-output of the qkv GEMM, and text reads the KV cache.
+output of the qkv GEMM, and text reads the KV cache. `choose_attention` chooses the library once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -17,8 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....models.kv_format import UNSCALED, Scales, gather
+from ....errors import ConfigError
+from ....models.kv_format import EIGHT_BITS, UNSCALED, Scales, gather
 from .blocks import BlockAttention
+from .flashinfer_paged import FlashInfer, FlashInferBlocks, FlashInferText, PlannedBlocks
 
 if TYPE_CHECKING:
     from ..prefill.batch import TextPart
@@ -38,13 +40,76 @@ class Batch(Protocol):
     def text(self) -> tuple[TextPart, ...]: ...
 
 
+class PlannedText(Protocol):
+    """Attention of a pass's text, in one layer."""
+
+    def __call__(
+        self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scales: Scales = UNSCALED
+    ) -> None:
+        """Writes the attention output to ``out`` [n, H*D].
+
+        ``q``: [n, H, D], the text's queries. ``keys``, ``values``: the layer's pools [num_slots, H, D], with
+        ``scales``.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """The library of each kind of attention.
+
+    ``text`` and ``blocks``: FlashInfer's, for passes that are not captured; None for ``own_blocks`` and torch.
+    ``own_blocks``: for blocks without FlashInfer, in captured passes too. ``captures``: passes that fit may run
+    captured, with our own kernel for the text. ``decode``: FlashInfer for decode steps; None for our own kernel.
+    """
+
+    text: FlashInferText | None = None
+    blocks: FlashInferBlocks | None = None
+    own_blocks: BlockAttention = field(default_factory=BlockAttention)
+    captures: bool = True
+    decode: FlashInfer | None = None
+
+    @property
+    def name(self) -> str:
+        return "torch" if self.text is None else "flashinfer"
+
+
+def choose_attention(
+    name: str, device: torch.device, dtype: torch.dtype, pool: torch.dtype | None = None
+) -> AttentionChoice:
+    """Chooses the library of each kind of attention.
+
+    With a ``name`` of "auto" or "triton", our kernels compute decode and the text of captured passes, and torch the
+    rest; nothing needs nvcc. With "flashinfer", FlashInfer computes everything, and compiles its kernels for a minute
+    or two at their first use. With "torch", torch computes prompts, and our kernel computes decode. ``pool``: the dtype
+    of the KV cache, if it isn't ``dtype``. FlashInfer does not read an FP8 KV cache.
+
+    Raises ConfigError for an unknown name, and if FlashInfer is named and not available.
+    """
+    if name not in ("auto", "flashinfer", "triton", "torch"):
+        raise ConfigError("attention", name, "must be auto, flashinfer, triton or torch")
+    if name == "flashinfer" and pool == EIGHT_BITS:
+        raise ConfigError(
+            "attention", name, "can't read a KV cache in FP8; use auto, triton or torch"
+        )
+    if name == "flashinfer":
+        library = FlashInfer(device, dtype)
+        # fa2 is slower than torch.
+        blocks = FlashInferBlocks(library) if library.backend == "fa3" else None
+        return AttentionChoice(FlashInferText(library), blocks, captures=False, decode=library)
+    return AttentionChoice(
+        own_blocks=BlockAttention.choose(device, dtype, own=name != "torch"),
+        captures=name != "torch",
+    )
+
+
 class PrefillAttention:
-    """Attention of one pass, called once for each layer. ``attend_blocks``: within its image blocks. ``key_pool``,
-    ``value_pool``: [layers, num_slots, H, D]. ``scales``: the scales of each layer for an FP8 KV cache."""
+    """Attention of one pass, called once for each layer. ``key_pool``, ``value_pool``: [layers, num_slots, H, D].
+    ``scales``: the scales of each layer for an FP8 KV cache."""
 
     def __init__(
         self,
-        attend_blocks: BlockAttention,
+        choice: AttentionChoice,
         batch: Batch,
         key_pool: Tensor,
         value_pool: Tensor,
@@ -52,14 +117,24 @@ class PrefillAttention:
         scales: Sequence[Scales] | None = None,
     ) -> None:
         self._keys, self._values, self._scales = key_pool, value_pool, scales
-        self._attend_blocks, self._blocks = attend_blocks, (len(batch.blocks), batch.block_length)
-        self._block_tokens = begin = len(batch.blocks) * batch.block_length
-        for part in batch.text:
-            assert part.begin == begin, f"text at {part.begin} instead of {begin}"
-            begin += part.count
-        self._text: GatheredText | None = None
+        self._num_blocks, self._length = len(batch.blocks), batch.block_length
+        self._block_tokens = self._num_blocks * self._length
+        self._own_blocks = choice.own_blocks
+        self._text: PlannedText | None = None
+        self._blocks: PlannedBlocks | None = None
+        num_heads, head_dim = key_pool.shape[-2:]
+        if choice.blocks is not None and self._num_blocks:
+            self._blocks = choice.blocks.plan(self._num_blocks, self._length, num_heads, head_dim)
         if batch.text:
-            self._text = GatheredText(batch.text, page_size, key_pool.device)
+            begin = self._block_tokens
+            for part in batch.text:
+                assert part.begin == begin, f"text at {part.begin} instead of {begin}"
+                begin += part.count
+            # FlashInfer's plan is for causal attention only.
+            if choice.text is not None and all(part.image is None for part in batch.text):
+                self._text = choice.text.plan(batch.text, num_heads, head_dim, page_size)
+            else:
+                self._text = GatheredText(batch.text, page_size, key_pool.device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
         """Writes the attention output to ``out`` [T, H*D] and returns it.
@@ -67,8 +142,11 @@ class PrefillAttention:
         ``q``, ``k``, ``v``: [T, H, D], rotated. The KV cache holds k and v already. All may have any row stride.
         """
         split = self._block_tokens
-        if split:
-            self._attend_blocks(self._blocks, q[:split], k[:split], v[:split], out[:split])
+        if split and self._blocks is not None:
+            self._blocks(q[:split], k[:split], v[:split], out[:split])
+        elif split:
+            blocks = self._num_blocks, self._length
+            self._own_blocks(blocks, q[:split], k[:split], v[:split], out[:split])
         if self._text is not None:
             scales = self._scales[layer] if self._scales is not None else UNSCALED
             self._text(q[split:], self._keys[layer], self._values[layer], out[split:], scales)
@@ -97,11 +175,7 @@ class GatheredText:
     def __call__(
         self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scales: Scales = UNSCALED
     ) -> None:
-        """Writes the attention output of one layer to ``out`` [n, H*D].
-
-        ``q``: [n, H, D], the text's queries. ``keys``, ``values``: the layer's pools [num_slots, H, D], with
-        ``scales``.
-        """
+        """As `PlannedText`."""
         for group in self._groups:
             group.attend(q, keys, values, out, scales)
 

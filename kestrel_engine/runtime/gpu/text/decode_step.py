@@ -37,7 +37,7 @@ from ....types.model_config import TextConfig
 from ..adapters.decode_changes import DecodeChanges
 from ..adapters.layout import SlabLayout
 from ..adapters.pass_slabs import PassAdapters
-from ..attention.decode import AttentionStep, DecodeAttention, PagedDecode
+from ..attention.decode import DecodeAttention, PagedDecode
 from ..capture import rehearsed
 from ..gemm import Fp8Linear, linear
 from ..streams import own_stream
@@ -116,7 +116,7 @@ class DecodePass:
             floats(chosen, ahead, dim),
         )
         self._stream = weight.new_empty(ahead * dim)
-        # PagedPrompts does not add up partial tau content.
+        # FlashInfer's attention does not add up partial tau content.
         self._inline_tau = INLINE_TAU_ROWS if attention is None else 0
         inputs = [
             *(linear.weight for each in layers for linear in (each.reads, each.qkv)),
@@ -274,10 +274,9 @@ class DecodePass:
         def attend(reads: Linear | Fp8Linear, *, gelu_from: int | None = None) -> None:
             out = read[:, : reads.weight.shape[0]]
             factors = self._linear_and_tau(layer, u, reads, out, adapters, gelu_from=gelu_from)
+            scales = layer.kv_scales
             self._attention(
-                AttentionStep(
-                    read, *pool, rows, self._angles, factors, attended, layer.kv_scales, shared
-                )
+                read, *pool, rows, self._angles, factors, attended, scales, shared=shared
             )
 
         if moe is None:

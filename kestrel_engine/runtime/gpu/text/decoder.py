@@ -53,10 +53,11 @@ class FusedText:
 
     ``tensors``: a packed checkpoint (`weights.pack_weights`), in the dtype and on the device of the computation;
     experts may be in FP8. ``max_rows``: the most rows of a decode step. ``pdl``: launch decode kernels before the
-    preceding kernels have ended (sm_90). ``fp8``: prefill computes qkv and the dense layers' fc1, proj and fc2 in FP8,
-    with FP8 copies of their weights. ``fp8_decode``: decode steps read these copies too, and those of proj in MoE
-    layers. ``kv_scales``: the scales of each layer for an FP8 KV cache. ``decode_priority``: of the streams of a decode
-    step, as in torch. ``adapters``: the layout of adapters' slabs; None if rows have none.
+    preceding kernels have ended (sm_90). ``attention``: for decode steps; None for our own kernel. ``fp8``: prefill
+    computes qkv and the dense layers' fc1, proj and fc2 in FP8, with FP8 copies of their weights. ``fp8_decode``:
+    decode steps read these copies too, and those of proj in MoE layers. ``kv_scales``: the scales of each layer for an
+    FP8 KV cache. ``decode_priority``: of the streams of a decode step, as in torch.
+    ``adapters``: the layout of adapters' slabs; None if rows have none.
 
     Raises ConfigError for shapes that do not support FP8.
     """
@@ -69,6 +70,7 @@ class FusedText:
         max_rows: int,
         page_size: int,
         pdl: bool = False,
+        attention: DecodeAttention | None = None,
         fp8: bool = False,
         fp8_decode: bool = False,
         kv_scales: Sequence[Scales] | None = None,
@@ -98,8 +100,10 @@ class FusedText:
             max_rows=max_rows,
             page_size=page_size,
             pdl=pdl,
+            attention=attention,
             adapters=adapters,
-            fp8=self._fp8_decode,
+            # FlashInfer's attention reads keys and queries of one dtype.
+            fp8=self._fp8_decode if attention is None else (),
         )
 
     @property

@@ -213,12 +213,17 @@ def test_pages_that_hold_nan_go_from_hand_to_hand(runtime):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("attention", ["triton", "torch", "flashinfer"])
 @pytest.mark.parametrize("family", ["moondream2", "moondream3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_captured_graphs(family, dtype):
+def test_captured_graphs_of_every_kind_of_attention(family, attention, dtype):
+    if attention == "flashinfer":
+        pytest.importorskip("flashinfer")
+        if dtype == torch.float32:
+            pytest.skip("FlashInfer computes in half types")
     config, tensors = small_model(family)
     tensors = {name: t.to(DEVICE, dtype) for name, t in tensors.items()}
-    made = GpuRuntime(config, tensors, Options(**SIZES))
+    made = GpuRuntime(config, tensors, Options(attention=attention, **SIZES))
     made.model.text.wte[BAD] = torch.nan
     assert made._decode._graphs._graphs, "captured"
     rules = [TEXT, TokenRule(forced=BAD), TEXT, TEXT]

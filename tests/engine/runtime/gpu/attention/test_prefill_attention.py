@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
-from torch.nn.attention import SDPBackend
 
+from kestrel_engine.errors import ConfigError
 from kestrel_engine.models.kv_format import EIGHT_BITS, gather, store
-from kestrel_engine.runtime.gpu.attention import blocks
 from kestrel_engine.runtime.gpu.attention import prefill as prefill_attention
-from kestrel_engine.runtime.gpu.attention.blocks import BlockAttention
-from kestrel_engine.runtime.gpu.attention.prefill import PrefillAttention
+from kestrel_engine.runtime.gpu.attention.flashinfer_paged import FlashInfer, page_indices
+from kestrel_engine.runtime.gpu.attention.prefill import PrefillAttention, choose_attention
 from kestrel_engine.runtime.gpu.prefill.batch import TextPart
 
 LAYERS, HEADS, SIZE = 2, 3, 8
@@ -81,7 +81,8 @@ class Pass:
         return out.flatten(1)
 
     def attention(self):
-        return PrefillAttention(BlockAttention(), self, self.keys, self.values, self.page_size)
+        choice = choose_attention("torch", CPU, torch.float32)
+        return PrefillAttention(choice, self, self.keys, self.values, self.page_size)
 
 
 def attend(q, k, v):
@@ -134,7 +135,8 @@ def test_text_reads_a_pool_in_eight_bits_and_images_what_was_computed():
             store(eight_bits[layer], torch.arange(pool.shape[1]), pool[layer], scale)
             # From here on they hold what is stored: text is expected to see that.
             pool[layer] = gather(eight_bits[layer], slice(None), scale, torch.float32)
-    attention = PrefillAttention(BlockAttention(), made, *stored, made.page_size, scales)
+    choice = choose_attention("torch", CPU, torch.float32, EIGHT_BITS)
+    attention = PrefillAttention(choice, made, *stored, made.page_size, scales)
     for layer in range(LAYERS):
         out = torch.full((made.qkv.shape[1], DIM), torch.nan)
         attention(layer, *made.heads(layer), out)
@@ -146,10 +148,29 @@ def test_many_positions_come_in_several_calls(monkeypatch):
     check(Pass([(0, 4), (5, 1), (30, 3), (11, 7), (0, 1), (9, 2)], 5))
 
 
-def test_torchs_backend_of_blocks_is_cudnn_where_it_works(monkeypatch):
-    cuda = torch.device("cuda")
-    monkeypatch.setattr(blocks, "works", lambda backend, probe: True)
-    monkeypatch.setattr(blocks.torch, "zeros", lambda *_, **__: None)
-    assert BlockAttention.choose(cuda, torch.bfloat16).backend is SDPBackend.CUDNN_ATTENTION
-    assert BlockAttention.choose(cuda, torch.float32).backend is None
-    assert BlockAttention.choose(CPU, torch.bfloat16).backend is None
+def test_auto_is_torch_where_there_is_no_gpu():
+    for name in ("auto", "torch", "triton"):
+        assert choose_attention(name, CPU, torch.float32).name == "torch"
+
+
+def test_flashinfer_by_name_says_what_it_needs():
+    with pytest.raises(ConfigError, match="needs CUDA and bfloat16 or float16"):
+        choose_attention("flashinfer", CPU, torch.bfloat16)
+    with pytest.raises(ConfigError, match="must be auto"):
+        choose_attention("fastest", CPU, torch.bfloat16)
+    with pytest.raises(ConfigError, match="can't read a KV cache in FP8"):
+        choose_attention("flashinfer", CPU, torch.bfloat16, torch.float8_e4m3fn)
+
+
+def test_flashinfer_missing_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "flashinfer", None)
+    with pytest.raises(ConfigError, match="install flashinfer-python"):
+        FlashInfer(torch.device("cuda", 0), torch.bfloat16)
+
+
+def test_page_indices():
+    made = page_indices([(7, 3, 9), (4,), (8, 2)], [11, 10, 20], 10)
+    assert made.pages.tolist() == [7, 3, 4, 8, 2]  # The first needs no third page yet.
+    assert made.bounds.tolist() == [0, 2, 3, 5]
+    assert made.last.tolist() == [1, 10, 10]
+    assert {x.dtype for x in (made.pages, made.bounds, made.last)} == {np.dtype(np.int32)}
