@@ -5,9 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.diagnostics import one_request
-from tests.benchmarks.test_smoke import process_settings, run
-
-__all__ = ["process_settings"]
+from tests.benchmarks.test_smoke import run
 
 
 @pytest.mark.slow

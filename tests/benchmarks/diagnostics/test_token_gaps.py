@@ -7,9 +7,7 @@ import pytest
 from benchmarks.diagnostics import token_gaps
 from kestrel_engine.scheduler.lanes import beside
 from kestrel_engine.scheduler.lanes.beside import Beside, Load
-from tests.benchmarks.test_smoke import process_settings, run
-
-__all__ = ["process_settings"]
+from tests.benchmarks.test_smoke import run
 
 
 @pytest.mark.slow
