@@ -82,7 +82,7 @@ async def test_use_of_the_kv_cache_is_from_0_to_1(serve) -> None:
     served = await serve(EndlessRuntime(), server_config={"telemetry": PROMETHEUS})
     calls = [served.vision.StreamQuery(LONG) for _ in range(3)]
     await until(lambda: served.engine.stats.running == LIMITS.max_batch_size)
-    found = await scrape(served)
+    found = await scrape(served, while_running=True)
     assert 0 < found.value("kestrel_kv_usage") <= 1
     for call in calls:
         call.cancel()
