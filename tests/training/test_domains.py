@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib import font_manager
 from PIL import Image
 
 from training.domains.charts import questions as charts
@@ -29,8 +30,6 @@ OWN = ("shapes", "text", "charts", "icons")  # drawn without a browser's archive
 
 @pytest.fixture(params=OWN)
 def domain(request: pytest.FixtureRequest, sources: Path) -> str:
-    if request.param == "charts":
-        pytest.importorskip("matplotlib")
     return str(request.param)
 
 
@@ -148,7 +147,6 @@ def test_phrasing_keeps_quoted_words() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_bars_of_a_plotted_chart_are_as_long_as_their_values(seed: int, sources: Path) -> None:
-    pytest.importorskip("matplotlib")
     table = {**make_table(random.Random(seed)), "kind": "bar", "numbers": False}
     shown = plot(random.Random(seed), table, 500, 380)
     pixels, boxes = shown.pixels, shown.boxes
@@ -169,12 +167,10 @@ def test_bars_of_a_plotted_chart_are_as_long_as_their_values(seed: int, sources:
 
 @pytest.mark.parametrize("kind", ["pie", "line", "bar"])
 def test_what_a_plotted_chart_shows_is_known(kind: str, sources: Path) -> None:
-    pytest.importorskip("matplotlib")
     table = {**make_table(random.Random(2)), "kind": kind, "hole": False, "lying": False}
     table["series"] = table["series"][:1]
     shown = plot(random.Random(3), table, 900, 500)
     assert len(shown.boxes[0]) == len(table["labels"]) and bool(shown.end) == (kind != "pie")
-    font_manager = pytest.importorskip("matplotlib.font_manager")
     name = "train/plain-400-normal.ttf"
     family = font_manager.FontProperties(family=[name])
     assert font_manager.findfont(family) == file_of(name)

@@ -51,7 +51,7 @@ def plot(
         {"pie": _pie, "bar": _bars}.get(table["kind"], _points)(rng, axes, table, size)
         if table["title"]:
             large, loc = size * rng.uniform(1, 1.5), rng.choice(("center", "center", "left"))
-            axes.set_title(table["title"], fontsize=large, loc=loc)
+            axes.set_title(table["title"], fontsize=large, loc=loc)  # type: ignore[arg-type]
         if len(table["series"]) > 1:
             axes.legend(fontsize=size, loc="best" if rng.random() < 0.5 else "upper left",
                         **({"bbox_to_anchor": (1, 1)} if rng.random() < 0.7 else {}))  # fmt: skip
