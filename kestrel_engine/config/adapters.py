@@ -23,8 +23,8 @@ class AdapterSources:
     hub: tuple[str, ...] = setting(
         (),
         MODEL,
-        "repository of the hub from which requests may name adapters, as ORG/REPO or ORG/REPO@REVISION: ORG/REPO, "
-        "ORG/PREFIX* or ORG/*",
+        "repository of the hub, or a pattern, from which requests may name adapters: ORG/REPO, ORG/PREFIX* or ORG/*; a "
+        "request names ORG/REPO or ORG/REPO@REVISION",
         flag="--adapter-hub",
         metavar="REPOSITORY",
         shown="none",

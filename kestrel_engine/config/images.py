@@ -23,7 +23,8 @@ class ImageLimits:
     max_pixels: int = setting(
         100_000_000,
         REQUESTS,
-        "limit on pixels of an image; progressive JPEG and interlaced PNG have 0.64 of it, WebP 0.4, AVIF and HEIC .24",
+        "limit on pixels of an image; the limit of progressive JPEG and interlaced PNG is 0.64 times this, of WebP 0.4 "
+        "times, of AVIF and HEIC 0.24 times",
         flag="--max-image-pixels",
         low=1,
     )

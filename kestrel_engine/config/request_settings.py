@@ -95,8 +95,8 @@ class RequestSettings:
     max_absence: float = setting(
         0.5,
         REQUESTS,
-        "a question is not answered if an object that it presupposes is absent with a higher probability, unless the "
-        "request sets its own; 1 answers all",
+        "the server does not answer a question if an object that it presupposes is absent with a probability above "
+        "this; a request may set its own limit; 1 answers all",
         metavar="P",
         low=0,
         high=1,

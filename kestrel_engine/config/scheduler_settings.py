@@ -35,8 +35,8 @@ class SchedulerSettings:
     image_cache_bytes: int = setting(
         256 * 1024 * 1024,
         SCHEDULER,
-        "bytes of decoded images to keep in memory for repeated images, a tenth of them for encoded bytes; 0 keeps "
-        "none",
+        "bytes of memory that keep images for repeated use: nine tenths for decoded images, a tenth for encoded ones; "
+        "0 keeps none",
         low=0,
     )
     """One image takes 1 to 6 MB."""
@@ -64,8 +64,8 @@ class SchedulerSettings:
     itl_target_ms: float = setting(
         15.0,
         SCHEDULER,
-        "on CUDA: ms that new images and prompts may delay a token. Longer steps run beside decoding for "
-        "models without experts. Under load on Hopper, decode steps beside them begin at intervals of half of this. "
+        "on CUDA: ms that new images and prompts may delay a token. For models without experts, longer steps "
+        "run at the same time as decode steps, which under load on Hopper begin about half this time apart. "
         "Below 15, steps hold less new work (--step-crops): smoother tokens, fewer requests a second",
         metavar="MS",
         low=0,

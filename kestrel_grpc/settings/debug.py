@@ -34,7 +34,7 @@ class DebugConfig:
         "folder for the profiles that 'kestrel-grpc admin profile' records of the step thread and the device",
         metavar="FOLDER",
         parse=writable_folder,
-        shown="refused",
+        shown="none: profiles are refused",
     )
     profile_max_bytes: int = checked(1024 * _MIB, low=0)
     """Limit on the bytes of all profiles in that folder."""
@@ -44,7 +44,7 @@ class DebugConfig:
         "folder to which 'kestrel-grpc admin capture' may write failing requests, with their texts",
         metavar="FOLDER",
         parse=writable_folder,
-        shown="refused",
+        shown="none: captures are refused",
     )
     capture_images: bool = setting(False, DEBUG, "allow captures to hold images of the requests")
     capture_max_files: int = checked(100, low=0)

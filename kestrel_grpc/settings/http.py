@@ -63,7 +63,7 @@ class HttpConfig:
         "all",
         parse=lambda text: _name(text.lower()),
         metavar="NAME",
-        shown="names of this machine; all beyond loopback with TLS or credentials",
+        shown="names of this machine; beyond loopback with TLS or credentials: every name",
     )
     is_shared: bool = False
     """Whether other processes listen on the same TCP addresses, each on its own socket (SO_REUSEPORT). Not a setting: a

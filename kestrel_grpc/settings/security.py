@@ -114,8 +114,8 @@ class ConnectionLimits:
     connections: int | None = setting(
         1000,
         CALLS,
-        "limit on connections to the addresses of --listen, and on those to --http-listen; the server closes further "
-        "ones at once",
+        "limit on connections to the addresses of --listen, and the same limit again for --http-listen; the server "
+        "closes further connections at once",
         flag="--max-connections",
         low=0,
         high=_MOST,

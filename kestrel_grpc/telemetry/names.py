@@ -275,12 +275,12 @@ SHARED_ROWS = _counter(
 SHARED_GROUPS = _counter(
     "kestrel.step.shared.groups",
     "{group}",
-    "Groups of such rows: their rows over their number is the mean size of a group",
+    "Groups of such rows; the mean size of a group is kestrel.step.shared.rows divided by this",
 )
 MASKS = _counter(
     "kestrel.masks",
     "{mask}",
-    "Masks of the tokens that constraints permit, one for each token of a constrained answer but the first",
+    "Masks of the tokens that constraints permit, one for each token of a constrained answer except the first",
     (REQUEST_MODEL,),
 )
 MASK_TIME = _counter(
@@ -380,14 +380,14 @@ KV_PAGES = _gauge(
 KV_USAGE = _gauge(
     "kestrel.kv.usage",
     "1",
-    "Share of the pages of the KV cache that requests use, from 0 to 1; requests may take the others",
+    "Share of the pages of the KV cache that requests use, from 0 to 1; new requests may take the other pages",
     (REQUEST_MODEL,),
 )
 LORA_INFO = _gauge(
     "kestrel.lora_requests_info",
     "1",
-    "Adapters for routers, with the time of the scrape as its value: how many fit, and the names of up to 64 that are "
-    "loaded and of up to 64 that are being loaded",
+    "Adapters, for routers. The value is the time of the scrape. The attributes say how many adapters fit, and name up "
+    "to 64 that are loaded and up to 64 that are being loaded",
     (REQUEST_MODEL, MAX_LORA, RUNNING_LORA, WAITING_LORA),
 )
 ADAPTERS = _gauge(
