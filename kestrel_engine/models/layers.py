@@ -77,5 +77,5 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def gelu_erf(x: Tensor) -> Tensor:
-    """The exact GELU, used by tau attention and by experts (moondream.md section 15)."""
+    """The exact GELU, used by tau attention and by experts (moondream.md section 14)."""
     return F.gelu(x)

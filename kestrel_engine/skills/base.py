@@ -210,7 +210,7 @@ class SkillOutput(abc.ABC):
 
     @abc.abstractmethod
     def output(self) -> dict[str, Any]:
-        """The final dict (moondream.md section 13). Called once, after ``finish``."""
+        """The final dict (moondream.md section 12). Called once, after ``finish``."""
 
     @property
     @abc.abstractmethod

@@ -77,10 +77,10 @@ class QuerySkill:
     (TextRequest.presupposed).
 
     ``system``: instructions for the whole conversation. They precede the first question, with a blank line between
-    (moondream.md section 14).
+    (moondream.md section 13).
 
     ``history``: earlier turns as pairs of question and answer, oldest first. Each is rendered as it was asked and
-    answered directly (moondream.md section 14).
+    answered directly (moondream.md section 13).
 
     ``image_turns``: for each image of the request, in order, the turn that shows it: 0 is the first turn, and
     ``len(history)`` the question. The images of a turn precede its text. Without it, the first turn shows all images.

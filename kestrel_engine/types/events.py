@@ -113,7 +113,7 @@ class SeenImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineResult:
-    """The whole result of one request. ``output``: the skill's dict (moondream.md section 13)."""
+    """The whole result of one request. ``output``: the skill's dict (moondream.md section 12)."""
 
     request_id: str
     output: dict[str, Any]

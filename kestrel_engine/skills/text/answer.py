@@ -17,7 +17,7 @@ from .stop_strings import StopStrings
 
 class AnswerControl:
     """The answer id is suppressed from the second token on; the first is unmasked, as in the reference
-    (moondream.md section 15). Coordinate ids are ordinary tokens here."""
+    (moondream.md section 14). Coordinate ids are ordinary tokens here."""
 
     def __init__(self, context: SkillContext, top: int = 0) -> None:
         """``top``: how many alternatives each token has (TokenRule.top)."""

@@ -1,4 +1,4 @@
-"""System text: where it stands in a prompt (moondream.md section 14)."""
+"""System text: where it stands in a prompt (moondream.md section 13)."""
 
 import pytest
 
