@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib import font_manager
 from PIL import Image
 
 from training.domains.charts import questions as charts
@@ -171,6 +170,8 @@ def test_what_a_plotted_chart_shows_is_known(kind: str, sources: Path) -> None:
     table["series"] = table["series"][:1]
     shown = plot(random.Random(3), table, 900, 500)
     assert len(shown.boxes[0]) == len(table["labels"]) and bool(shown.end) == (kind != "pie")
+    from matplotlib import font_manager  # Only the process that runs this test pays for it.
+
     name = "train/plain-400-normal.ttf"
     family = font_manager.FontProperties(family=[name])
     assert font_manager.findfont(family) == file_of(name)
