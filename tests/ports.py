@@ -1,4 +1,4 @@
-"""Ports for programs that must be told where to listen: nobody takes one between its choice and its use."""
+"""Free ports for programs that need a number at their start. No other program takes such a port before its use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NUMBERS = itertools.count()
 
 
 def free_port() -> int:
-    """Is below the ports that systems choose (from 32768), and processes whose numbers are near have others."""
+    """Returns a port below 32768, where systems begin to choose. Processes with near numbers get other ports."""
     while True:
         port = 10_000 + (os.getpid() * 16 + next(_NUMBERS)) % 20_000
         with socket.socket() as probe:

@@ -7,7 +7,6 @@ import resource
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,7 +66,7 @@ async def accept(
         message = f"not checked: no answer is known for {model}, only for {', '.join(RELEASES)}"
         yield Finding("answers", "warn", message, _NAME_IT)
         return
-    pictures = {hashlib.sha256(Path(path).read_bytes()).hexdigest(): path for path in images}
+    pictures = {_sha256(path): path for path in images}
     named = {known.picture.sha256 for known in release.answers if known.picture is not None}
     unnamed = [path for digest, path in pictures.items() if digest not in named]
     at_hand = []
@@ -105,6 +104,11 @@ async def accept(
     ]
     message = f"{len(at_hand) - len(differ)} of {len(at_hand)} answers are those of {info.dtype}"
     yield Finding("precision", "warn" if differ else "ok", "; ".join((message, *differ)))
+
+
+def _sha256(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _source(

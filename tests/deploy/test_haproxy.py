@@ -317,7 +317,7 @@ async def test_health_decides_whether_calls_are_sent(front):
 
 
 async def test_calls_of_one_address_are_bounded_in_time(front):
-    """HAProxy is told how many calls there were, because a busy machine may not make so many in ten seconds."""
+    """The test tells HAProxy the number of calls: a busy machine may not make that many in ten seconds."""
     async with front.channel() as channel:
         health = health_pb2_grpc.HealthStub(channel)
 

@@ -34,7 +34,7 @@ FOREIGN = (
 
 
 def vary(rng: random.Random, ways: str, **words: str) -> str:
-    """As ``fill()``, in the way in which somebody may type it. Words in quotation marks stay as they are."""
+    """As ``fill()``, with the case and the marks that a person may type. Words in quotation marks stay as they are."""
     text = fill(rng, ways, **words)
     quoted = '"' in text
     u = rng.random()

@@ -7,6 +7,7 @@ import asyncio
 import platform
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 
 from kestrel_engine import KestrelError, RuntimeConfig, maintenance
 
@@ -54,6 +55,9 @@ def run(args: argparse.Namespace) -> int:
     config = computing_config(args)
     if args.no_answer and args.image:
         raise SettingsError("--image is for known answers, which --no-answer skips")
+    for path in args.image:
+        if not Path(path).is_file():
+            raise SettingsError(f"--image={path}: no such file")
     with LoadingProgress() as progress:
         return print_findings(_findings(config, args, progress), as_json=args.json)
 

@@ -67,6 +67,7 @@ def test_the_file_says_which_model(command, tmp_path):
         (["download", "--weights", "/nowhere"], "--weights=/nowhere: no such file or folder"),
         (["verify", "--precision", "int3"], "--precision: invalid choice: 'int3'"),
         (["verify", "--no-answer", "--image", "x.jpg"], "--image is for known answers"),
+        (["verify", "--image", "/nowhere.jpg"], "--image=/nowhere.jpg: no such file"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(arguments, words):
