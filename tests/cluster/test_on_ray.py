@@ -130,8 +130,7 @@ async def test_the_load_decides_how_many_there_are(ray, up):
     while len(ray.ray.worker_nodes) < 4:
         ray.add_node()
     url = up(
-        "[cluster]\nreplicas = 1\nmax-replicas = 4\ntarget-utilization = 0.1\nscale-up-delay = 1\n"
-        "scale-down-delay = 5\n"
+        "[cluster]\nreplicas = 1\nmax-replicas = 4\ntarget-utilization = 0.1\nscale-down-delay = 5\n"
     )
     until(url, lambda found: len(found) == 1)
     with front(ray, url) as address:
