@@ -23,7 +23,7 @@ def turn(picture: Picture, degrees: float) -> Picture:
     height, width = picture.pixels.shape[:2]
     image = Image.fromarray(np.array(picture.pixels))
     ground = image.getpixel((0, 0))
-    turned = image.rotate(degrees, Image.Resampling.BICUBIC, fillcolor=ground)
+    turned = image.rotate(degrees, Image.Resampling.BILINEAR, fillcolor=ground)
     sin, cos = math.sin(math.radians(degrees)), math.cos(math.radians(degrees))
 
     def move(x: float, y: float) -> Point:
