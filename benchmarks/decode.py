@@ -16,18 +16,13 @@ import argparse
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from kestrel_engine.runtime.gpu.footprint import FP8_DECODE
 from kestrel_engine.runtime.protocol import StepHandle
-from kestrel_engine.types.adapter import Adapter
 from kestrel_engine.types.model_config import ModelConfig
 from kestrel_engine.types.requests import SamplingParams
 from kestrel_engine.types.step import StepPlan, TokenRule
@@ -35,14 +30,12 @@ from kestrel_engine.types.step import StepPlan, TokenRule
 from .device.model_work import chosen_experts, decoder_bytes, touched
 from .device.rates import copy_rate, synchronize
 from .models.hand_made_steps import HandMadeSteps, Held
-from .models.opening import Opened, model_arguments, open_model, parse, server_gc
-from .models.random_adapters import random_adapters
+from .models.opening import Opened, model_arguments, opened_model, parse, server_gc
 from .reports import bars
 from .reports.gpu_report import GpuReport, command_line
 from .reports.report import benchmark_parser, median, quantile
 
 ROWS_A_PREFILL = 8
-ROUNDS = 9
 FIRST_TEXT_ID = 10
 """Smaller ids are special in every family."""
 
@@ -145,22 +138,14 @@ def measure(
     context: int,
     num_steps: int,
     warm_up: int,
-    rate: float | None = None,
     sampled: bool = False,
     shared: int = 0,
-    top: int = 0,
-    masked: int = 0,
-    adapters: Sequence[Adapter] = (),
-    adapter_rank: int = 0,
 ) -> None:
-    """Measures all batch sizes. ``rate``: copied bytes a second; None to measure it. ``sampled``: sample with the
-    defaults of query. ``shared``: the first positions that all sequences have in common. ``top``: also measure steps
-    whose rows ask for that many of the likeliest tokens. ``masked``: also measure steps of which that many rows have a
-    mask. ``adapters``: also measure steps whose rows have these, in turn, which are
-    of ``adapter_rank``."""
+    """Measures all batch sizes. ``sampled``: sample with the defaults of query. ``shared``: the first positions that
+    all sequences have in common."""
     config, device = opened.built.model, opened.device
     model = opened.runtime.model
-    rate = rate or copy_rate(device)
+    rate = copy_rate(device)
     ids = config.ids
     rule = TokenRule(stop=ids.eos_id, suppressed=(ids.eos_id, ids.answer_id))
     sampling = SamplingParams(temperature=0.2, top_p=0.9) if sampled else SamplingParams()
@@ -211,79 +196,13 @@ def measure(
             ", FP8 KV cache" if opened.kv_in_fp8 else ""
         )
         name = f"{opened.name}{narrow}: decode step, {'drawn, ' if sampled else ''}batch {batch}"
+        limits = bars.DECODE_SHARE.get((opened.name, batch), bars.NONE).below(1e3 * floor)
         if shared:
+            name += ", one image"
             limits = bars.DECODE_SHARED_MS.get((opened.name, batch), bars.NONE)
-            limits = limits if judged else bars.NONE
-            name, bar, goal = f"{name}, one image", limits.bar, limits.goal
-        else:
-            limits = bars.DECODE_SHARE.get((opened.name, batch), bars.NONE)
-            limits = limits if judged else bars.NONE
-            bar = 1e3 * floor / limits.bar if limits.bar else None
-            goal = 1e3 * floor / limits.goal if limits.goal else None
-        report.figure(
-            name, 1e3 * step_s, "ms", at_least=False, floor=1e3 * floor, bar=bar, goal=goal
-        )
-        clock = time.perf_counter if opened.on_cuda else time.process_time
-
-        plans = partial(
-            steps.decode_plans,
-            held,
-            prefilled.start,
-            total + 1,
-            vocab_size=config.text.vocab_size,
-        )
-        if top:
-            cost = _cost(steps, plans, partial(plans, top=top), clock)
-            what = f"Decode steps whose rows all ask for the {top} likeliest tokens"
-            report.add(f"{what}, {ROUNDS} rounds", {"batch": batch, **cost})
-        if 0 < masked <= batch:
-            cost = _cost(steps, plans, partial(plans, masked=masked), clock)
-            what = f"Decode steps with a mask for {masked} rows"
-            report.add(f"{what}, {ROUNDS} rounds", {"batch": batch, **cost})
-        if adapters:
-            cost = _cost(steps, plans, partial(plans, adapters=adapters), clock)
-            what = f"{len(adapters)} adapters of rank {adapter_rank}"
-            report.add(f"Decode steps with {what}, {ROUNDS} rounds", {"batch": batch, **cost})
-            limits = bars.DECODE_ADAPTERS_COST.get((opened.name, batch), bars.NONE)
-            judged = opened.on_cuda and context >= 800 and what == "8 adapters of rank 16"
-            limits = limits if judged else bars.NONE
-            report.figure(
-                f"{opened.name}: cost of {what} in a decode step, batch {batch}",
-                100 * cost["cost"],
-                "%",
-                at_least=False,
-                bar=limits.bar and 100 * limits.bar,
-                goal=limits.goal and 100 * limits.goal,
-            )
+        limits = limits if judged else bars.NONE
+        report.figure(name, 1e3 * step_s, "ms", limits, at_least=False, floor=1e3 * floor)
     steps.end(prefilled.held)
-
-
-def _cost(
-    steps: HandMadeSteps,
-    without: Callable[[], list[StepPlan]],
-    with_it: Callable[[], list[StepPlan]],
-    clock: Callable[[], float],
-) -> dict[str, float]:
-    """Measures steps without and with a feature, in turn. Returns the columns of a table.
-
-    ``clock``: wall time; on a CPU the processor's time, which other programs change little.
-    """
-    off, on = list[float](), list[float]()
-    with server_gc():
-        for _ in range(ROUNDS):
-            for means, make in ((off, without), (on, with_it)):
-                plans = make()
-                began = clock()
-                run_pipelined(steps, plans, 0)
-                means.append((clock() - began) / len(plans))
-    cost = [b / a - 1 for a, b in zip(off, on, strict=True)]
-    return {
-        "off ms": 1e3 * median(off),
-        "on ms": 1e3 * median(on),
-        "cost": median(cost),
-        "least cost": min(cost),
-        "most cost": max(cost),
-    }
 
 
 def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
@@ -311,29 +230,6 @@ def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="draw with temperature 0.2 and top_p 0.9, the query's defaults, instead of greedily",
     )
-    parser.add_argument(
-        "--top-logprobs",
-        type=int,
-        default=0,
-        help="also measure the cost of this many likeliest tokens of every row, at most 20 [0]",
-    )
-    parser.add_argument(
-        "--masked",
-        type=int,
-        default=0,
-        metavar="N",
-        help="also measure the cost of masks for N rows, as of rows that follow a JSON Schema [0]",
-    )
-    parser.add_argument(
-        "--adapters",
-        type=int,
-        default=0,
-        metavar="N",
-        help="also measure the cost of N adapters of the text MLPs, which the rows have in turn [0]",
-    )
-    parser.add_argument(
-        "--adapter-rank", type=int, default=16, help="the rank of these adapters [16]"
-    )
 
 
 def main(arguments: Sequence[str] | None = None) -> GpuReport:
@@ -344,15 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
         args.batches, args.context, args.steps, args.warm_up = [1, 4], 48, 6, 2
     report = GpuReport("decode", vars(args), command=command_line("benchmarks.decode", arguments))
     config = model_arguments(of_model, quick=args.quick)
-    with ExitStack() as held:
-        loaded: list[Adapter] = []
-        if args.adapters:
-            folder = Path(held.enter_context(TemporaryDirectory()))
-            opened = open_model(replace(config, adapters_dir=folder))
-            loaded = random_adapters(opened, folder, args.adapters, args.adapter_rank)
-        else:
-            opened = open_model(config)
-        held.callback(opened.runtime.close)
+    with opened_model(config) as opened:
         measure(
             opened,
             report,
@@ -362,10 +250,6 @@ def main(arguments: Sequence[str] | None = None) -> GpuReport:
             warm_up=args.warm_up,
             sampled=args.sampled,
             shared=args.shared,
-            top=args.top_logprobs,
-            masked=args.masked,
-            adapters=loaded,
-            adapter_rank=args.adapter_rank,
         )
     report.finish(args.json)
     return report

@@ -3,8 +3,7 @@
 python -m benchmarks.preprocess [--quick] [--json FILE]
 
 The images are the first ones of the chart trace, of 850x600 pixels, which give 9 crops at Moondream's shapes. Eight
-bytes after the end of an image make repeats differ, so that no cache finds them. Images of three sizes compare decoder
-processes with threads.
+bytes after the end of an image make repeats differ, so that no cache finds them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -31,7 +30,6 @@ from kestrel_grpc.process.interpreter import SWITCH_INTERVAL_S
 
 from .reports.report import Report, benchmark_parser, median, quantile
 from .traffic.chart_trace import draw, shape_of
-from .traffic.images import jpeg
 
 VISION, LIMITS = VisionConfig(), ImageLimits()
 SHARES = (1, 2, 4, 8, 14)
@@ -40,11 +38,6 @@ RATE_LIMIT = 70.0
 
 ONE_LIMIT_MS = 18.0
 """A request of 38 ms has about 20 ms of GPU work; this is the rest, in milliseconds."""
-
-SIZES = ((640, 480), (850, 600), (4000, 3000))
-"""Width and height of the images that processes and threads are compared with."""
-
-PROCESSES_LIMIT = 1.05
 
 DEVICE_PIXELS = 2**24
 """The largest image whose crops the GPU makes."""
@@ -113,48 +106,6 @@ def measure_one(report: Report, count: int) -> None:
     report.add(title, {"ms": median(fresh), "cpu ms": "-", "of": "new, through the pool"})
     report.add(title, {"ms": median(again), "cpu ms": "-", "of": "repeat, through the pool"})
     report.bar("ms of one new image, on an idle machine", median(fresh), ONE_LIMIT_MS)
-
-
-def measure_processes(report: Report, pairs: int, sizes: Sequence[tuple[int, int]]) -> None:
-    """Prepares one new image at a time on an idle machine, with threads of this process and with the pool's processes.
-    The ratio is the median of the pairs' ratios."""
-    threads = _num_threads()[-1]
-    work = Work(LIMITS, VISION)
-
-    def in_threads(source: bytes) -> None:
-        source_digest(source)
-        run = partial(work.split, threads=threads)
-        crops.prepare(begin_image(source, LIMITS), VISION, run=run)
-
-    async def compare(size: tuple[int, int]) -> None:
-        encoded = jpeg(1, *size)
-        sources = (encoded + count.to_bytes(8, "big") for count in itertools.count())
-        pool = PreprocessPool(threads, LIMITS, VISION, cache_bytes=2**28)
-        by_threads, by_processes, own_cpu = [], [], []
-        for number in range(pairs + 1):
-            began = time.perf_counter()
-            await asyncio.to_thread(in_threads, next(sources))
-            between, spent = time.perf_counter(), time.process_time()
-            await pool.prepare(next(sources))
-            if number:  # The first pair starts threads and processes.
-                by_threads.append(1e3 * (between - began))
-                by_processes.append(1e3 * (time.perf_counter() - between))
-                own_cpu.append(1e3 * (time.process_time() - spent))
-        pool.close()
-        ratio = median([own / other for own, other in zip(by_processes, by_threads, strict=True)])
-        row: dict[str, float | int | str] = {
-            "JPEG": f"{size[0]}x{size[1]}",
-            "threads ms": median(by_threads),
-            "processes ms": median(by_processes),
-            "ratio": ratio,
-            "server's own cpu ms": median(own_cpu),
-        }
-        report.add("One new image: decoder processes over threads of the server", row)
-        name = f"{size[0]}x{size[1]} by processes over threads"
-        report.bar(name, ratio, PROCESSES_LIMIT)
-
-    for size in sizes:
-        asyncio.run(compare(size))
 
 
 def _tiling(image: Callable[[], DecodedImage], threads: int) -> Callable[[], Any]:
@@ -240,7 +191,6 @@ def main(arguments: list[str] | None = None) -> Report:
     measure_one(report, 1 if args.quick else 30)
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    measure_processes(report, 1 if args.quick else 30, SIZES[:2] if args.quick else SIZES)
     measure_many(report, 0.1 if args.quick else 3.0)
     sys.setswitchinterval(before)
     report.finish(args.json)

@@ -169,22 +169,10 @@ def measure_saturated(
     judged = on_cuda and plan.in_flight == 64
     if alone:
         limits = bars.GRPC_SHARE if judged else bars.NONE
-        report.figure(
-            f"{name} over the engine alone",
-            found.tokens_s / alone,
-            "of it",
-            bar=limits.bar,
-            goal=limits.goal,
-        )
+        report.figure(f"{name} over the engine alone", found.tokens_s / alone, "of it", limits)
     if "GPU busy" in row:
         limits = bars.GPU_BUSY if judged and inside else bars.NONE
-        report.figure(
-            f"{name}: GPU busy, kernel time over wall",
-            busy,
-            "of the wall",
-            bar=limits.bar,
-            goal=limits.goal,
-        )
+        report.figure(f"{name}: GPU busy, kernel time over wall", busy, "of the wall", limits)
 
 
 def watched(

@@ -67,14 +67,8 @@ def measure_prefixes(
         )
         limits = bars.PREFILL_TFLOPS.get((opened.name, count), bars.NONE)
         limits = limits if opened.on_cuda else bars.NONE
-        report.figure(
-            f"{opened.name}: prefix prefill, {count} images",
-            tflops,
-            "TFLOP/s",
-            floor=ceiling / 1e12,
-            bar=limits.bar,
-            goal=limits.goal,
-        )
+        name = f"{opened.name}: prefix prefill, {count} images"
+        report.figure(name, tflops, "TFLOP/s", limits, floor=ceiling / 1e12)
     for count in image_counts:
         words = range(FIRST_TEXT_ID, text.vocab_size)
         rows = [
@@ -118,14 +112,8 @@ def measure_moe(opened: Opened, report: GpuReport, *, images: int, repeats: int)
         },
     )
     judged = opened.on_cuda and opened.name.startswith("moondream3") and images == 16
-    limits = bars.MOE_TFLOPS if judged else bars.NONE
-    report.figure(
-        f"{opened.name}: MoE layer, {images} images, {stored}",
-        tflops,
-        "TFLOP/s",
-        bar=limits.bar,
-        goal=limits.goal,
-    )
+    name = f"{opened.name}: MoE layer, {images} images, {stored}"
+    report.figure(name, tflops, "TFLOP/s", bars.MOE_TFLOPS if judged else bars.NONE)
 
 
 def moe_call(*, kernels: bool) -> Callable[[Moe, Tensor], Tensor]:

@@ -110,14 +110,7 @@ def measure(
             if "kestrel_engine.building" in line or "load_s" in line:
                 print(f"    {line}")
     limits = bars.READY_S.get(model, bars.NONE) if "cuda" in flags else bars.NONE
-    report.figure(
-        f"{model}: start to ready",
-        start.ready_s,
-        "s",
-        at_least=False,
-        bar=limits.bar,
-        goal=limits.goal,
-    )
+    report.figure(f"{model}: start to ready", start.ready_s, "s", limits, at_least=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> GpuReport:

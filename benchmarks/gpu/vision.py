@@ -72,14 +72,8 @@ def measure(opened: Opened, report: GpuReport, *, crop_counts: Sequence[int], re
             },
         )
         limits = bars.VISION_TFLOPS.get(count, bars.NONE) if opened.on_cuda else bars.NONE
-        report.figure(
-            f"{opened.name}: vision tower, {count} crops",
-            tflops,
-            "TFLOP/s",
-            floor=ceiling / 1e12,
-            bar=limits.bar,
-            goal=limits.goal,
-        )
+        name = f"{opened.name}: vision tower, {count} crops"
+        report.figure(name, tflops, "TFLOP/s", limits, floor=ceiling / 1e12)
     _whole_step(opened, report, images, repeats)
 
 

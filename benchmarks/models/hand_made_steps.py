@@ -8,10 +8,9 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kestrel_engine.runtime.protocol import Runtime
-from kestrel_engine.types.adapter import Adapter
 from kestrel_engine.types.requests import PreparedImage, SamplingParams, Token, num_positions
 from kestrel_engine.types.step import (
     PREVIOUS,
@@ -89,41 +88,15 @@ class HandMadeSteps:
     def decode(self, rows: Sequence[Row]) -> StepResult:
         return self.run(StepPlan(next(_ids), decode=tuple(rows)))
 
-    def decode_plans(
-        self,
-        held: Sequence[Held],
-        start: int,
-        count: int,
-        *,
-        top: int = 0,
-        masked: int = 0,
-        vocab_size: int = 0,
-        adapters: Sequence[Adapter] = (),
-    ) -> list[StepPlan]:
+    def decode_plans(self, held: Sequence[Held], start: int, count: int) -> list[StepPlan]:
         """Returns ``count`` steps from position ``start`` on. Each sequence's input is the token that it sampled last.
-        ``top``: how many of the likeliest ids each row asks for. ``masked``: the number of rows with a mask of
-        ``vocab_size`` ids, another one in each step, as rows that follow a JSON Schema have. ``adapters``: those of the
-        rows, in turn.
 
         Page tables are whole from the beginning, so that a sequence may start over from an earlier position.
         """
         plans = []
-        rule = replace(self._rule, top=top)
-        rng = random.Random(0)
-        size = TokenRule.mask_bytes(vocab_size)
-        given = list(itertools.islice(itertools.cycle(adapters or [None]), len(held)))
         for step in range(count):
-            spec = SampleSpec(rule, self._sampling, 1 + step)
-            specs = [
-                replace(spec, rule=replace(rule, mask=rng.randbytes(size)))
-                if index < masked
-                else spec
-                for index in range(len(held))
-            ]
-            rows = [
-                Row(h.sequence_id, (PREVIOUS,), start + step, h.pages, spec, adapter)
-                for h, spec, adapter in zip(held, specs, given, strict=False)
-            ]
+            spec = self._sample(1 + step)
+            rows = [Row(h.sequence_id, (PREVIOUS,), start + step, h.pages, spec) for h in held]
             plans.append(StepPlan(next(_ids), decode=tuple(rows)))
         return plans
 

@@ -5,7 +5,6 @@ It includes the service, the engine, the tokenizer and the step thread, on a dev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
@@ -15,23 +14,14 @@ from ..traffic.processes import ChildProcess
 from .callers import Callers, Heard, gaps_ms, tokens_of
 from .cpu_window import Window
 from .echo_server import STREAM, UNARY, run_echo
-from .servers import QUESTION, Load, Pace, Setting, run_alone, run_asked, run_server
-
-SETTINGS = (
-    Setting("as it is"),
-    Setting("70 images/s", images_per_s=70),
-    Setting("GIL 5 ms", switch_interval_s=0.005),
-    Setting("GIL 0.1 ms", switch_interval_s=0.0001),
-    Setting("every step", longest_pause_s=0.0),
-)
-"""The measured settings. The first is the server's default. GIL: the switch interval of the interpreter."""
+from .servers import QUESTION, Load, Pace, run_alone, run_asked, run_server
 
 STREAM_LIMIT_US, UNARY_LIMIT_US, RATE_LIMIT = 15.0, 150.0, 0.90
 
 
-def streamed(load: Load, setting: Setting) -> tuple[Window, list[Heard]]:
+def streamed(load: Load) -> tuple[Window, list[Heard]]:
     """Measures streams through the server."""
-    with ChildProcess(run_server, load, setting) as server, Callers(load.streams) as callers:
+    with ChildProcess(run_server, load) as server, Callers(load.streams) as callers:
         heard = callers.read_streams(server.recv(), load.tokens)
         server.send("window")
         return server.recv(), heard
@@ -46,15 +36,15 @@ def echoed(load: Load, messages: list[bytes], pause_s: float) -> float:
         return float(server.recv())
 
 
-def measure_streams(report: Report, load: Load, others: Sequence[Setting]) -> None:
+def measure_streams(report: Report, load: Load) -> None:
     title = f"{load.streams} streams, {1e3 * load.step_s:g} ms a step"
     with ChildProcess(run_alone, load) as engine:
         engine.send("window")
         alone: Window = engine.recv()
     rate = alone.steps / alone.wall_s
     report.add(title, _row("engine alone", load, alone, rate, []))
-    window, heard = streamed(load, SETTINGS[0])
-    report.add(title, _row(SETTINGS[0].name, load, window, rate, heard))
+    window, heard = streamed(load)
+    report.add(title, _row("as it is", load, window, rate, heard))
     messages = heard[0].messages
     num_tokens = max(map(tokens_of, messages))
     pause_s = window.wall_s / window.steps * num_tokens / len(messages)
@@ -69,9 +59,6 @@ def measure_streams(report: Report, load: Load, others: Sequence[Setting]) -> No
     report.bar("us of CPU that a streamed token adds to engine and echo", added, STREAM_LIMIT_US)
     ratio = window.steps / window.wall_s / rate
     report.bar("tokens/s through gRPC over the engine alone", ratio, RATE_LIMIT, at_least=True)
-    for setting in others:
-        window, heard = streamed(load, setting)
-        report.add(title, _row(setting.name, load, window, rate, heard))
 
 
 def _row(
@@ -110,7 +97,7 @@ def measure_unary(report: Report, load: Load, pace: Pace) -> None:
     num_calls, rate = pace.calls * pace.callers, pace.callers / pace.pause_s
     with ChildProcess(run_asked, load, pace) as engine:
         costs = {"engine alone": 1e6 * engine.recv() / num_calls}
-    with ChildProcess(run_server, load, Setting("")) as server:
+    with ChildProcess(run_server, load) as server:
         costs["server"], answer, times = _asked(server, request, pace)
     with ChildProcess(run_echo, UNARY, [answer], load.streams, 0.0) as server:
         costs["echo"], _, echo_times = _asked(server, request, pace)

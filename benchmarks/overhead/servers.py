@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import os
 import sys
 import tempfile
@@ -20,7 +19,6 @@ from multiprocessing.connection import Connection
 from typing import Any, TextIO, cast
 
 from kestrel_engine import InferenceEngine, RuntimeConfig
-from kestrel_engine.steps import delivery
 from kestrel_grpc.logs.records import set_up_logging
 from kestrel_grpc.process.interpreter import GC_THRESHOLDS, SWITCH_INTERVAL_S
 from kestrel_grpc.process.server import KestrelServer
@@ -46,20 +44,7 @@ class Load:
     staging_s: float
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The settings of a server. None: the server's default."""
-
-    name: str
-    switch_interval_s: float | None = None
-    longest_pause_s: float | None = None
-    images_per_s: int = 0
-    """New images a second that the server decodes in addition, as for uploads."""
-    watched: bool = False
-    """Whether all optional monitoring is on: the access log in JSON, metrics, unsampled traces, load in trailers."""
-
-
-def run_server(pipe: Connection, load: Load, setting: Setting) -> None:
+def run_server(pipe: Connection, load: Load) -> None:
     async def main() -> None:
         config = _config(load)
         built = paced_build(config, step_s=load.step_s, staging_s=load.staging_s)
@@ -72,18 +57,16 @@ def run_server(pipe: Connection, load: Load, setting: Setting) -> None:
         await server.load()
         gc.freeze()
         pipe.send(server.addresses[0])
-        uploading = asyncio.create_task(_upload(server, setting.images_per_s))
         await _answer(pipe, built.runtime)
-        uploading.cancel()
-        await asyncio.sleep(0.1)  # Lets the last images be done.
         await server.stop(grace_s=0)
 
-    _apply(setting)
+    _set_up_interpreter()
     asyncio.run(main())
 
 
-def run_canned(pipe: Connection, load: Load, setting: Setting) -> None:
-    """Runs the server with a CannedEngine."""
+def run_canned(pipe: Connection, load: Load, watched: bool) -> None:
+    """Runs the server with a CannedEngine. ``watched``: whether all optional monitoring is on: the access log in JSON,
+    metrics, unsampled traces, load in trailers."""
 
     async def main() -> None:
         config = _config(load)
@@ -97,7 +80,7 @@ def run_canned(pipe: Connection, load: Load, setting: Setting) -> None:
             )
             return cast(InferenceEngine, engine)
 
-        server = KestrelServer(_server_config(setting), config, load_engine)
+        server = KestrelServer(_server_config(watched), config, load_engine)
         await server.start()
         await server.load()
         gc.freeze()
@@ -105,16 +88,16 @@ def run_canned(pipe: Connection, load: Load, setting: Setting) -> None:
         await _answer(pipe, engine)
         await server.stop(grace_s=0)
 
-    _apply(setting)
+    _set_up_interpreter()
     with tempfile.TemporaryFile("w") as log:
-        if setting.watched:
+        if watched:
             _watch(log)
         asyncio.run(main())
 
 
-def _server_config(setting: Setting) -> ServerConfig:
+def _server_config(watched: bool) -> ServerConfig:
     listen = ("127.0.0.1:0",)
-    if not setting.watched:
+    if not watched:
         return ServerConfig(listen=listen)
     telemetry = TelemetryConfig(traces=("otlp",), prometheus="127.0.0.1:0")
     return ServerConfig(listen=listen, access_log="json", orca=True, telemetry=telemetry)
@@ -168,7 +151,7 @@ def run_asked(pipe: Connection, load: Load, pace: Pace) -> None:
             await pace.run(call)
             pipe.send(time.process_time() - before)
 
-    _apply(Setting(""))
+    _set_up_interpreter()
     asyncio.run(main())
     pipe.recv()
 
@@ -191,7 +174,7 @@ def run_alone(pipe: Connection, load: Load) -> None:
             await asyncio.gather(*(read(engine, image) for _ in range(load.streams)))
             await _answer(pipe, built.runtime)
 
-    _apply(Setting(""))
+    _set_up_interpreter()
     asyncio.run(main())
 
 
@@ -203,27 +186,9 @@ def _config(load: Load) -> RuntimeConfig:
     )
 
 
-async def _upload(server: KestrelServer, images_per_s: int) -> None:
-    """Decodes new images that no request uses, while there are requests. At most one image for each decoder waits."""
-    engine, image = server.served.default.loaded, jpeg(2, 850, 600)
-    assert engine is not None
-    waiting: set[asyncio.Task[Any]] = set()
-    for number in itertools.count():
-        await asyncio.sleep(1 / images_per_s if images_per_s else 3600)
-        if len(waiting) < _NUM_DECODERS and engine.num_requests > len(waiting):
-            data = image + number.to_bytes(8, "big")
-            task = asyncio.create_task(engine.prepare_image(data))
-            waiting.add(task)
-            task.add_done_callback(waiting.discard)
-
-
-def _apply(setting: Setting) -> None:
+def _set_up_interpreter() -> None:
     gc.set_threshold(*GC_THRESHOLDS)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    if setting.longest_pause_s is not None:
-        delivery.LONGEST_PAUSE_S = setting.longest_pause_s
-    if setting.switch_interval_s is not None:
-        sys.setswitchinterval(setting.switch_interval_s)
 
 
 async def _answer(pipe: Connection, source: Any) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -25,10 +25,11 @@ from ..traffic.processes import ChildProcess
 from .callers import Callers, tokens_of
 from .cpu_window import NAMES, Snapshot
 from .echo_server import STREAM, UNARY, run_echo
-from .servers import QUESTION, Load, Pace, Setting, run_canned
+from .servers import QUESTION, Load, Pace, run_canned
 
 STREAM_LIMIT_US, UNARY_LIMIT_US = 15.0, 150.0
-SETTINGS = (Setting("as it is"), Setting("watched", watched=True))
+SERVERS = {"as it is": False, "watched": True}
+"""Whether each server's optional monitoring is on."""
 ECHO, HEADERS_ECHO = "echo", "echo, headers too"
 _ENGINE = NAMES["kestrel-canned"]
 
@@ -75,7 +76,7 @@ class _Processes:
 
 
 def measure_streams(
-    report: Report, load: Load, rounds: int, settings: Sequence[Setting] = SETTINGS
+    report: Report, load: Load, rounds: int, servers: Mapping[str, bool] = SERVERS
 ) -> None:
     """Measures the streams of ``load``, which start at the same time, from the first full step to the last."""
 
@@ -88,7 +89,7 @@ def measure_streams(
         return per_token * window.cpu_s, per_token * window.by_thread[_ENGINE]
 
     with Callers(load.streams) as callers, _Processes() as processes:
-        sides = [processes.add(each.name, run_canned, load, each) for each in settings]
+        sides = [processes.add(name, run_canned, load, on) for name, on in servers.items()]
         first = sides[0]
         messages = callers.read_streams(first.address, load.tokens)[0].messages
         assert max(map(tokens_of, messages)) == load.tokens, "a stream ended early"
@@ -105,20 +106,20 @@ def measure_unary(
     load: Load,
     paces: Sequence[Pace],
     rounds: int,
-    settings: Sequence[Setting] = SETTINGS,
+    servers: Mapping[str, bool] = SERVERS,
 ) -> None:
     """Measures questions of one token each, without an image and with a small cached image. Without a pause, each
     caller calls again after each answer."""
     num = load.streams
     few = Pace(num, 2, 0.01)
     with Callers(num) as callers, _Processes() as processes:
-        servers = [processes.add(each.name, run_canned, load, each) for each in settings]
+        served = [processes.add(name, run_canned, load, on) for name, on in servers.items()]
         for name, image in (("a unary call", None), ("a call with an image", jpeg(1, 64, 64))):
             request = pb.QueryRequest(query={"question": QUESTION, "max_tokens": 1})
             if image is not None:
                 request.images.add(encoded=image)
             data = request.SerializeToString()
-            answers = [callers.call(side.address, data, few)[0] for side in servers]
+            answers = [callers.call(side.address, data, few)[0] for side in served]
             echo = (run_echo, UNARY, answers[:1], num)
             echoes = [
                 processes.add(ECHO, *echo, load.step_s),
@@ -128,7 +129,7 @@ def measure_unary(
             for side in echoes:
                 callers.call(side.address, data, few)
             for pace in paces:
-                sides = [replace(side, seen=[]) for side in (*servers, *echoes)]
+                sides = [replace(side, seen=[]) for side in (*served, *echoes)]
                 _take_turns(sides, rounds, lambda side: _asked(side, callers, data, pace))  # noqa: B023
                 when = f"{num / pace.pause_s:g} a second" if pace.pause_s else "without a pause"
                 label = f"{name}, {num} callers, {when}"

@@ -54,13 +54,12 @@ def main(arguments: list[str] | None = None) -> Report:
     report = Report("overhead.through_grpc", vars(args))
     if args.of != "engine":
         rounds = 1 if args.quick else args.rounds
-        settings = overhead_service.SETTINGS[: 1 if args.quick else None]
-        overhead_service.measure_streams(report, load, rounds, settings)
+        servers = {"as it is": False} if args.quick else overhead_service.SERVERS
+        overhead_service.measure_streams(report, load, rounds, servers)
         paces = (pace, Pace(load.streams, calls, 0.0))
-        overhead_service.measure_unary(report, load, paces, rounds, settings)
+        overhead_service.measure_unary(report, load, paces, rounds, servers)
     if args.of != "service":
-        others = () if args.quick else overhead_engine.SETTINGS[1:]
-        overhead_engine.measure_streams(report, load, others)
+        overhead_engine.measure_streams(report, load)
         overhead_engine.measure_unary(report, load, pace)
     report.finish(args.json)
     return report

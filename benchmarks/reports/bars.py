@@ -9,6 +9,10 @@ class Limits(NamedTuple):
     bar: float | None = None
     goal: float | None = None
 
+    def below(self, floor: float) -> Limits:
+        """Limits as shares of a floor, in the floor's unit."""
+        return Limits(*(None if share is None else floor / share for share in self))
+
 
 NONE = Limits()
 
@@ -68,9 +72,6 @@ DECODE_SHARE = {
     ("moondream3-preview", 64): Limits(0.60, 0.75),
 }
 """Of the decode step's memory floor, by model and batch. Those of one row are for an H200."""
-
-DECODE_ADAPTERS_COST = {("moondream2", 16): Limits(0.15, 0.08)}
-"""Of 8 adapters of rank 16 on all MLPs, by model and batch."""
 
 DECODE_SHARED_MS = {("moondream2", 64): Limits(1.5, 1.1)}
 """Of a decode step whose rows are about one image, by model and batch."""

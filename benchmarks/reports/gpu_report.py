@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .bars import NONE, Limits
 from .report import Report, shown
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Figure:
     """One number that may be compared with another run's by ``name``; ``floor``, ``bar`` and ``goal`` have its unit.
 
@@ -57,27 +58,15 @@ class GpuReport(Report):
         name: str,
         value: float,
         unit: str,
+        limits: Limits = NONE,
         *,
         at_least: bool = True,
         floor: float | None = None,
-        bar: float | None = None,
-        goal: float | None = None,
-    ) -> Figure:
+    ) -> None:
         """Records a figure and prints it. ``name`` must be new."""
         assert all(f.name != name for f in self.figures), f"two figures named {name!r}"
-        figure = Figure(
-            name=name, value=value, unit=unit, at_least=at_least, floor=floor, bar=bar, goal=goal
-        )
-        self.figures.append(figure)
-        print(f"  {line(figure)}", flush=True)
-        return figure
-
-    def take(self, other: GpuReport) -> None:
-        """Adds the contents of ``other``."""
-        for title, rows in other.tables.items():
-            self.tables.setdefault(title, []).extend(rows)
-        self.bars += other.bars
-        self.figures += other.figures
+        self.figures.append(Figure(name, value, unit, at_least, floor, *limits))
+        print(f"  {line(self.figures[-1])}", flush=True)
 
     def finish(self, path: str | None) -> None:
         if self.figures:

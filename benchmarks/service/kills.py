@@ -214,7 +214,7 @@ async def run(args: argparse.Namespace, address: str, pid: int, report: Report) 
 
 
 def _server(args: argparse.Namespace, of_model: Sequence[str], log: Path) -> ServerProcess:
-    flags = ["--workers", str(args.workers), "--spread", args.spread, "--log-format", "json"]
+    flags = ["--workers", str(args.workers), "--log-format", "json"]
     flags += ["--worker-restarts", "1000000"]  # Each worker ends many times, and on purpose.
     flags += server_flags(of_model, model_arguments(of_model))
     if not any(flag.startswith("--device") for flag in flags):
@@ -225,7 +225,6 @@ def _server(args: argparse.Namespace, of_model: Sequence[str], log: Path) -> Ser
 def main(arguments: Sequence[str] | None = None) -> Report:
     parser = benchmark_parser("service.kills", __doc__)
     parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--spread", choices=("calls", "connections"), default="calls")
     parser.add_argument("--rate", type=float, default=8.0, help="calls a second [8]")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--minutes", type=float, help="instead of --seconds")

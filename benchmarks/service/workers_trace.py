@@ -2,11 +2,11 @@
 
 python -m benchmarks.service.workers_trace --model moondream2 --random-weights --device cuda --workers 2 --json F
 
-The ways: the front (--spread calls), the kernel (--spread connections), the workers' own addresses with a worker for
-each client process, and the SDK's ring of all workers. Each worker has --in-flight calls. Clients are processes of the
+The ways: the front, the workers' own addresses with a worker for each client process, and the SDK's ring of all
+workers. Each worker has --in-flight calls. Clients are processes of the
 same host. One worker is measured before and after the others, and the ratio is to the mean of both. It is of the
 requests/s while all callers wait ("busy"), and of those of the whole run if it is short. --ways names some of the ways:
-front, own, ring, kernel.
+front, own, ring.
 
 --at measures servers that run already, such as those of a cluster, instead of workers. Then --front is the address of
 the front before them. They need the skills of SKILLS in trace_grpc.py, and a max-deadline of 600 s.
@@ -30,7 +30,7 @@ from ..traffic.grpc_clients import ClientProcesses, Target
 from ..traffic.processes import START_PATIENCE_S, ServerProcess, serve
 from ..traffic.trace_run import RunPlan, busy_rate, summary
 
-WAYS = ("front", "own", "ring", "kernel")
+WAYS = ("front", "own", "ring")
 
 
 class Ways:
@@ -75,9 +75,9 @@ class Ways:
         return ClientProcesses(targets, self._trace, count=count, folder=self._folder)
 
 
-def start(flags: Sequence[str], way: str, port: int, log: Path) -> ServerProcess:
+def start(flags: Sequence[str], port: int, log: Path) -> ServerProcess:
     own = ("--worker-listen", f"127.0.0.1:{port}")
-    command = ["--spread", way, *own, "--max-deadline", "600", "--log-level", "warning", *flags]
+    command = [*own, "--max-deadline", "600", "--log-level", "warning", *flags]
     return serve(command, log=log, end_patience_s=START_PATIENCE_S)
 
 
@@ -150,12 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> Report:
         else:
             port = free_ports(many)
             own = [f"127.0.0.1:{port + n}" for n in range(many)]
-            with start(flags, "calls", port, Path(name) / "calls") as server:
+            with start(flags, port, Path(name) / "log") as server:
                 alone = measure(ways, own, server.address)
-        if "kernel" in args.ways:
-            with start(flags, "connections", port, Path(name) / "connections") as server:
-                ways.warm_up(own)
-                ways.run("shared port (SO_REUSEPORT)", server.address, many)
     for way, rate, row in ways.rows:
         key: Row = {"calls by": way, "x one": rate / alone}
         title = f"Trace through {many} workers, {args.in_flight[0]} in flight for each"

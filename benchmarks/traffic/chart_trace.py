@@ -1,7 +1,5 @@
 """The trace of the serving benchmarks: random images and questions with the statistics of ChartQA's test split.
 
-python -m benchmarks.traffic.chart_trace [--cache FOLDER]      says what the images weigh
-
 1,509 images (60 % 850x600, 20 % 800x557, 20 % 420x520: a smooth background, drawn bars, discs and lines, a little
 noise, about 150 kB each as JPEG) and 2,500 questions of 12 to 30 tokens in image order: each image has one
 question, 991 of them a second. The user's images and questions can replace them. A tokenizer determines the tokens.
@@ -14,7 +12,6 @@ import multiprocessing
 import os
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -280,33 +277,3 @@ def trace_from(args: argparse.Namespace, encode: Callable[[str], list[int]]) -> 
         seed=args.trace_seed,
         cache=args.cache,
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.traffic.chart_trace",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--num-images", type=int, default=NUM_IMAGES, help="number of images [1509]"
-    )
-    parser.add_argument(
-        "--trace-seed", type=int, default=0, help="seed of images and questions [0]"
-    )
-    parser.add_argument("--cache", type=Path, metavar="FOLDER", help="folder that keeps the images")
-    args = parser.parse_args(arguments)
-    images = draw_images(args.num_images, seed=args.trace_seed, cache=args.cache)
-    kinds = [shape_of(number) for number in range(len(images))]
-    for shape, count in Counter(kinds).most_common():
-        sizes = [len(p) for p, kind in zip(images, kinds, strict=True) if kind is shape]
-        print(
-            f"{shape.width}x{shape.height}: {count} images ({count / len(images):.1%}), "
-            f"{min(sizes) / 1e3:.0f} to {max(sizes) / 1e3:.0f} kB, mean {np.mean(sizes) / 1e3:.0f} kB"
-        )
-    total = sum(map(len, images))
-    print(f"{len(images)} images, {total / 1e6:.1f} MB, mean {total / len(images) / 1e3:.0f} kB")
-
-
-if __name__ == "__main__":
-    main()

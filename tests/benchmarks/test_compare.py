@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.compare import compare, main, read_run
+from benchmarks.reports.bars import Limits
 from benchmarks.reports.gpu_report import Figure, GpuReport, line
 
 
 def write(path: Path, name: str, rate: float, time_ms: float) -> None:
     report = GpuReport(name, {}, command=f"python -m benchmarks.{name}")
     report.figure("rate", rate, "1/s")
-    report.figure("time", time_ms, "ms", at_least=False, floor=time_ms / 2, bar=1.0)
+    report.figure("time", time_ms, "ms", Limits(1.0), at_least=False, floor=time_ms / 2)
     report.finish(str(path))
 
 

@@ -91,7 +91,7 @@ def test_help(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None
 def test_the_trace_through_workers(tmp_path: Path) -> None:
     pytest.importorskip("envoy")
     (rows,) = run(workers_trace, tmp_path)["tables"].values()
-    assert len(rows) == 6 and all(row["x one"] > 0 for row in rows)
+    assert len(rows) == 5 and all(row["x one"] > 0 for row in rows)
 
 
 @pytest.mark.slow

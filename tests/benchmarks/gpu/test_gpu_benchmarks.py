@@ -14,7 +14,6 @@ from benchmarks import compare, decode, gpu_suite, trace, trace_grpc
 from benchmarks.diagnostics import figures_table
 from benchmarks.gpu import floors, prefill, quality, vision
 from benchmarks.reports.report import Report
-from benchmarks.traffic import chart_trace
 
 MODEL = ("--threads", "1", "--max-batch-size", "16")
 
@@ -152,7 +151,7 @@ def test_suite_goes_on_after_a_part_that_fails(tmp_path: Path, capfd) -> None:
     assert "y exceeded its time limit" in capfd.readouterr().out
 
 
-BENCHMARKS = [chart_trace, compare, decode, figures_table, floors, gpu_suite]
+BENCHMARKS = [compare, decode, figures_table, floors, gpu_suite]
 BENCHMARKS += [prefill, quality, trace, trace_grpc, vision]
 
 
