@@ -81,7 +81,7 @@ def text_of(output: Output) -> str:
 def score(ask: Ask, output: Output, width: int, height: int) -> tuple[float, float]:
     """(won, possible): their sums over a kind give its figure. Detect and point count 2 hits over found plus wanted."""
     said = text_of(output)
-    if ask.skill == "query" and ask.kind.removeprefix("web").startswith("charts value"):
+    if ask.answer and ask.kind.removeprefix("web").startswith("charts value"):
         try:
             right, found = (float(t.strip("%")) for t in (ask.answer, said))
         except ValueError:

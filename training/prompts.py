@@ -1,11 +1,13 @@
 """Requests as token sequences: the input and the expected output of the model for every skill.
 
-A coordinate is id 5 with a value, and a size is id 6 with two values. All other tokens are text ids.
+A coordinate is id 5 with a value, and a size is id 6 with two values. All other tokens are text ids. A reasoning is the
+steps, each between ids 7 and 9 with its points, then id 3 and the answer.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
@@ -13,10 +15,10 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from kestrel_engine.types.model_config import Templates, parse_model_config
-from training.domains.picture import Ask
+from training.domains.picture import Ask, Point
 from training.kestrel_small import FOLDER
 
-EOS, COORD, SIZE = 0, 5, 6
+EOS, ANSWER, COORD, SIZE, GROUND_START, GROUND_END = 0, 3, 5, 6, 7, 9
 
 
 def path_token_text(token: str) -> str:
@@ -79,12 +81,16 @@ class PromptWriter:
         if skill == "caption":
             prompt.text(list(self._templates.caption[words]))
         else:
-            prompt.text(list(getattr(self._templates, f"{skill}_prefix")))
+            asks = "query" if skill == "reasoning" else skill
+            prompt.text(list(getattr(self._templates, f"{asks}_prefix")))
             for ref in refs:
                 prompt.reference(ref)
             # As the engine's grammar has them.
             words = f" {words}" if skill in ("point", "detect") else words.strip()
-            prompt.text([*self.encode(words), *self._templates.query_suffix])
+            prompt.text(self.encode(words))
+            thinks = skill == "reasoning"
+            t = self._templates
+            prompt.text(list(t.query_reasoning_suffix if thinks else t.query_suffix))
         prompt.start = len(prompt.ids)
         return prompt
 
@@ -100,15 +106,25 @@ def opening(ask: Ask, width: int, height: int) -> Prompt:
     return writer().open(ask.skill, ask.text, refs)
 
 
+def _points(prompt: Prompt, points: Sequence[Point], width: int, height: int) -> None:
+    for x, y in points:
+        prompt.coord(min(max(x / width, 0.0), 1.0))
+        prompt.coord(min(max(y / height, 0.0), 1.0))
+
+
 def write(ask: Ask, width: int, height: int) -> Prompt:
     """The request and its result."""
     prompt = opening(ask, width, height)
-    if ask.skill in ("query", "caption"):
-        words = ask.answer if ask.spelled else (ask.answer,)
-        prompt.text([i for each in words for i in writer().encode(each)])
-    for x, y in ask.points:
-        prompt.coord(min(max(x / width, 0.0), 1.0))
-        prompt.coord(min(max(y / height, 0.0), 1.0))
+    for words, points in ask.steps:
+        prompt.text([GROUND_START, *writer().encode(words)])
+        _points(prompt, points, width, height)
+        prompt.text([GROUND_END])
+    if ask.skill == "reasoning":
+        prompt.text([ANSWER])
+    if ask.skill in ("query", "reasoning", "caption"):
+        parts = ask.answer if ask.spelled else (ask.answer,)
+        prompt.text([i for each in parts for i in writer().encode(each)])
+    _points(prompt, ask.points, width, height)
     if ask.skill in ("detect", "segment"):
         for x0, y0, x1, y1 in ask.boxes:
             left, right = max(x0, 0) / width, min(x1, width) / width

@@ -23,7 +23,7 @@ from training.learning.batches import CHARACTERS, LABELS, LENGTH, PLACES, helper
 from training.learning.losses import PageHelper
 from training.learning.model import Learner
 from training.mixture import draw_picture
-from training.prompts import COORD, SIZE, opening, write
+from training.prompts import COORD, SIZE, opening, write, writer
 from training.spoiling import spoil
 
 GRID = CONFIG.vision.grid
@@ -80,6 +80,7 @@ def _asks() -> list[Ask]:
         Ask("detect", "absent", "dog"),
         Ask("point", "icons point", "home icon", boxes=(box,), points=((70.0, 60.0),)),
         Ask("segment", "shapes segment", "square", boxes=(box,), path=tuple("M 0 0 L 960 0 960 960 0 960 z".split())),
+        Ask("reasoning", "charts value reasoned", "A?", "12", steps=(("bar", ((70.0, 60.0),)),), spelled=True),
         Ask("query", "text here", "What is this?", "x", refs=((70.0, 60.0), box), spelled=True),
     ]  # fmt: skip
 
@@ -92,6 +93,14 @@ def test_a_prompt_begins_with_its_opening() -> None:
         assert whole.ids[whole.start :].count(SIZE) == len(ask.boxes) * (ask.skill != "point")
 
 
+def test_a_reasoning_is_written_as_the_engine_reads_it() -> None:
+    ask = Ask("reasoning", "", "A?", "7", steps=(("bar", ((100.0, 50.0),)), ("5", ((4.0, 50.0),))))
+    whole = write(ask, 200, 100)
+    bar, five, seven = (writer().encode(word) for word in ("bar", "5", "7"))
+    said = [7, *bar, 5, 5, 9, 7, *five, 5, 5, 9, 3, *seven, 0]
+    assert whole.ids[whole.start - 1 :] == [4, *said] and (0.5, 0.0) in whole.values
+
+
 def _output(ask: Ask) -> dict[str, Any]:
     """What the engine says if it is right, about a picture of 200 x 100."""
     boxes = [
@@ -100,6 +109,7 @@ def _output(ask: Ask) -> dict[str, Any]:
     path = " ".join(str(int(t) / 960) if t.isdigit() else t for t in ask.path)
     return {
         "query": {"answer": ask.answer},
+        "reasoning": {"answer": ask.answer},
         "caption": {"caption": ask.answer},
         "detect": {"objects": boxes},
         "point": {"points": [{"x": x / 200, "y": y / 100} for x, y in ask.points]},

@@ -26,10 +26,11 @@ SAME_COLUMN = 0.012  # of the width; less than any two centres of kestrel-tiny's
 class Ask:
     """One request and the right result.
 
-    skill: query, detect, point, segment or caption; kind: the row of the figures; text: question, object or length;
-    answer: of query and caption; boxes: of detect and point, in the order of the answer; points: of point; path: of
-    segment, tokens in the 960-unit box of boxes[0]; refs: spatial references; spelled: the answer is learnt character
-    by character; outlines: polygons [n, 2] by which points and segments are judged, else the boxes and the path.
+    skill: query, reasoning, detect, point, segment or caption; kind: the row of the figures; text: question, object or
+    length; answer: of query, reasoning and caption; steps: of reasoning, words with points; boxes: of detect and point,
+    in the order of the answer; points: of point; path: of segment, tokens in the 960-unit box of boxes[0]; refs:
+    spatial references; spelled: the answer is learnt character by character; outlines: polygons [n, 2] by which points
+    and segments are judged, else the boxes and the path.
     """
 
     skill: str
@@ -38,6 +39,7 @@ class Ask:
     answer: str = ""
     boxes: tuple[Box, ...] = ()
     points: tuple[Point, ...] = ()
+    steps: tuple[tuple[str, tuple[Point, ...]], ...] = ()
     path: tuple[str, ...] = ()
     refs: tuple[tuple[float, ...], ...] = ()
     spelled: bool = False

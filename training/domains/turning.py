@@ -55,6 +55,7 @@ def _moved(
         ask,
         boxes=tuple(around(box) for box in ask.boxes),
         points=tuple(move(*point) for point in ask.points),
+        steps=tuple((words, tuple(move(*p) for p in points)) for words, points in ask.steps),
         refs=tuple(move(*ref) if len(ref) == 2 else around(ref) for ref in ask.refs),
     )
 

@@ -24,7 +24,7 @@ from training.scenes.vocabulary import COLOURS, SHAPES
 from training.sources import icon_names
 from training.spoiling import spoil
 
-SKILLS: tuple[str, ...] = ("query", "point", "detect", "segment", "caption")
+SKILLS: tuple[str, ...] = ("query", "reasoning", "point", "detect", "segment", "caption")
 LENGTH = 319  # packed prompt positions a picture; with the prefix a multiple of 16
 PLACES = (2, 4)  # rows and columns of a cell, in each of which the helper head reads one character
 SLOTS = PLACES[0] * PLACES[1]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from training.domains.charts.plotted import Plotted, plot
-from training.domains.charts.questions import ask_about
+from training.domains.charts.questions import ask_about, readable
+from training.domains.charts.questions import number as number_text
 from training.domains.charts.tables import make_table
 from training.domains.drawn import open_drawings
 from training.domains.phrasing import absent_object, off_topic, read
-from training.domains.picture import Ask, Box, Mark, Picture, centre, find, in_order
+from training.domains.picture import Ask, Box, Mark, Picture, Point, centre, find, in_order
 
 
 def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
@@ -36,17 +39,55 @@ def _some(rng: random.Random, asks: list[Ask]) -> list[Ask]:
 
 
 def _places(rng: random.Random, table: dict[str, Any], shown: Plotted, width: int) -> list[Ask]:
-    """Where is the bar, the point or the slice of a label? Where does the axis end?"""
-    asks, kind = [], table["kind"]
+    """Where is the bar, the point or the slice of a label? Which value is there, and how is it read?"""
+    asks, kind, series = [], table["kind"], rng.randrange(len(shown.boxes))
+    noun, skill = (
+        {"bar": "bar", "pie": "slice"}.get(kind, "point"),
+        "detect" if kind == "bar" else "point",
+    )
+    boxes, name = shown.boxes[series], table["series"][series]["name"]
+    number = rng.randrange(len(boxes))
+    box, label = boxes[number], table["labels"][number]
+    value = readable(table["series"][series]["values"][number])
+    of = f"{label}, {name}" if len(shown.boxes) > 1 else label
+    said = rng.choice((f"the {noun} of {of}", f"{of} {noun}", f"{noun} for {of}"))
+    asks.append(find(skill, f"charts {noun}", said, [box]))
     if len(shown.boxes) == 1:
-        label, box = rng.choice(list(zip(table["labels"], shown.boxes[0], strict=True)))
-        noun = {"bar": "bar", "pie": "slice"}.get(kind, "point")
-        said = rng.choice((f"the {noun} of {label}", f"{label} {noun}", f"{noun} for {label}"))
-        asks.append(find("detect" if kind == "bar" else "point", f"charts {noun}", said, [box]))
         every = rng.choice((noun, f"{noun}s", f"all {noun}s"))
-        boxes: list[Box] = in_order(shown.boxes[0], width, centre)
-        asks.append(find("detect" if kind == "bar" else "point", "charts detect", every, boxes))
-    if shown.end:
-        ways = "What is the largest number on the axis?|Where does the axis end?|Up to what value does the axis go?"
-        asks.append(read(rng, "charts axis", ways, shown.end))
+        in_turn: list[Box] = in_order(boxes, width, centre)
+        asks.append(find(skill, "charts detect", every, in_turn))
+    if len(shown.scale) < 2:
+        return asks
+    ways = "What is the largest number on the axis?|Where does the axis end?|Up to what value does the axis go?"
+    asks.append(read(rng, "charts axis", ways, shown.scale[-1][0]))
+    tick, place = rng.choice(shown.scale)
+    asks.append(
+        find(
+            "point",
+            "charts tick",
+            f"{tick} on the axis",
+            [(place[0] - 5, place[1] - 5, place[0] + 5, place[1] + 5)],
+        )
+    )
+    x, y = centre(box)
+    top = (x, y) if kind != "bar" else (box[2], y) if table["lying"] else (x, box[1])
+    ways = (
+        "What is this value?|What value is here?|Which value does this {n} have?|How much is this?"
+    )
+    at = read(rng, "charts value here", ways, number_text(value), n=noun)
+    asks.append(replace(at, refs=((box if kind == "bar" and rng.random() < 0.5 else top),)))
+    low, high = _beside(shown.scale, top, table["lying"])
+    ways = "What is the value of {o}?|What value has {o}?|How much is {o}?|{o}?|What is {o}?"
+    why = read(rng, "charts value reasoned", ways, number_text(value), o=of)
+    steps = ((noun, (top,)), *((text, (place,)) for text, place in (low, high)))
+    asks.append(replace(why, skill="reasoning", steps=steps))
     return asks
+
+
+def _beside(
+    scale: list[tuple[str, Point]], top: Point, across: bool
+) -> tuple[tuple[str, Point], tuple[str, Point]]:
+    """The numbers of the axis below and above a place: the two nearest that follow each other."""
+    axis = 0 if across else 1
+    pairs = list(pairwise(scale))
+    return min(pairs, key=lambda pair: sum(abs(place[axis] - top[axis]) for _, place in pair))

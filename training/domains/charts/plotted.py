@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from training.domains.charts.questions import number
-from training.domains.picture import Box, Pixels, view_scale
+from training.domains.ground import hsv
+from training.domains.picture import Box, Pixels, Point, view_scale
 from training.domains.text.fonts import advance, draw_font, file_of
 from training.domains.text.page import width_of
 
@@ -21,12 +22,12 @@ STYLES = "default default ggplot bmh seaborn-v0_8 seaborn-v0_8-whitegrid classic
 
 @dataclass(frozen=True)
 class Plotted:
-    """boxes: of bars, points or slices by series and label; characters: of texts that lie; end: of the value axis."""
+    """boxes: of bars, points or slices by series and label; characters: of texts that lie; scale: of the value axis."""
 
     pixels: Pixels
     boxes: list[list[Box]]
     characters: list[tuple[float, float, str]]
-    end: str
+    scale: list[tuple[str, Point]]
 
 
 def plot(
@@ -43,19 +44,27 @@ def plot(
     large = size * rng.uniform(1, 1.5)
     font = draw_font(rng, held)
     widest = max(width_of(label, font, round(size)) for label in table["labels"])
-    upright = widest * len(table["labels"]) > 0.7 * width
+    beside = len(table["series"]) > 1 and rng.random() < 0.7
+    upright = widest * len(table["labels"]) > (0.45 if beside else 0.7) * width
     table["turn"] = (45 if rng.random() < 0.5 else 90) if upright else 0
     chosen = "dark_background" if table["dark"] else rng.choice(STYLES)
-    with style.context(chosen), rc_context({"font.family": _family(font), "font.size": size}):
+    with (
+        style.context(chosen),
+        rc_context({"font.family": _family(font), "font.size": size, "axes.unicode_minus": False}),
+    ):
         figure = Figure((width / 72, height / 72), dpi=72)
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set_prop_cycle(color=table["colours"])
         axes.tick_params(labelsize=size)
+        if rng.random() < 0.4:
+            axes.tick_params(length=0)
+        if not table["dark"] and rng.random() < 0.5:
+            figure.set_facecolor(_tint(rng))
+            axes.set_facecolor(_tint(rng))
         {"pie": _pie, "bar": _bars}.get(table["kind"], _points)(rng, axes, table, size)
         if table["title"]:
             loc = rng.choice(("center", "center", "left"))
             axes.set_title(table["title"], fontsize=large, loc=loc, y=1)  # type: ignore[arg-type]
-        beside = len(table["series"]) > 1 and rng.random() < 0.7
         if len(table["series"]) > 1:
             axes.legend(fontsize=size, loc="upper left" if beside else "best",
                         **({"bbox_to_anchor": (1, 1)} if beside else {}))  # fmt: skip
@@ -74,9 +83,8 @@ def plot(
             edges = edges + over + 1
         pixels = np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[:height, :width, :3])
         characters = [c for text in _texts(axes) for c in _characters(text, font, height)]
-    ticks = [] if table["kind"] == "pie" else _ticks(axes.xaxis if table["lying"] else axes.yaxis)
-    end = ticks[-1].label1.get_text() if ticks else ""
-    return Plotted(pixels, _boxes(axes, table, height), characters, end)
+    scale = [] if table["kind"] == "pie" else _scale(axes, table["lying"], height)
+    return Plotted(pixels, _boxes(axes, table, height), characters, scale)
 
 
 def _edges(
@@ -131,6 +139,17 @@ def _ticks(axis: Any) -> list[Any]:
     """Those that are drawn."""
     low, high = sorted(axis.get_view_interval())
     return [tick for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+
+
+def _scale(axes: Any, across: bool, height: int) -> list[tuple[str, Point]]:
+    """Each number beside the value axis with its middle, at the tick's own place along the axis."""
+    found = []
+    for tick in _ticks(axes.xaxis if across else axes.yaxis):
+        extent, at = tick.label1.get_window_extent(), tick.get_loc()
+        x, y = axes.transData.transform((at, at))
+        x, y = (x, (extent.y0 + extent.y1) / 2) if across else ((extent.x0 + extent.x1) / 2, y)
+        found.append((tick.label1.get_text(), (float(x), float(height - y))))
+    return found
 
 
 def _texts(axes: Any) -> list[Any]:
@@ -192,10 +211,25 @@ def _frame(rng: random.Random, axes: Any, t: dict[str, Any], size: float, across
         axes.set_xticks(places, t["labels"], rotation=t["turn"], ha=align)
         axes.set_ylabel(t["value_axis"], fontsize=size)
         axes.set_xlabel(t["label_axis"], fontsize=size)
-    axes.grid(rng.random() < 0.6, axis="x" if across else "y")
+    colour = {"color": rng.choice(("white", "0.9", "0.8", "0.5"))} if rng.random() < 0.5 else {}
+    lines = rng.choice(("both", "values", "values", "none"))
+    axes.grid(False)
+    if lines != "none":
+        axis = "both" if lines == "both" else "x" if across else "y"
+        axes.grid(True, axis=axis, **colour)
     axes.set_axisbelow(True)
+    gone = rng.choice(
+        ((), (), ("top", "right"), ("top", "right", "left"), ("top", "right", "left", "bottom"))
+    )
+    for side in gone:
+        axes.spines[side].set_visible(False)
+
+
+def _tint(rng: random.Random) -> tuple[float, ...]:
+    """White or nearly."""
     if rng.random() < 0.4:
-        axes.spines[["top", "right"]].set_visible(False)
+        return 1.0, 1.0, 1.0
+    return tuple(v / 255 for v in hsv(rng, (0, 0.12), (0.88, 1)))
 
 
 def _bars(rng: random.Random, axes: Any, t: dict[str, Any], size: float) -> None:
@@ -236,6 +270,7 @@ def _pie(rng: random.Random, axes: Any, t: dict[str, Any], size: float) -> None:
         autopct=(lambda _: next(texts)) if t["numbers"] else None,
         textprops={"fontsize": size},
         pctdistance=0.75,
+        counterclock=rng.random() < 0.5,
         wedgeprops={"width": rng.uniform(0.45, 0.6)} if t["hole"] else None,
     )
     if t["hole"]:
