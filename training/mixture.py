@@ -16,12 +16,12 @@ from training.kestrel_small import num_crops
 
 # Share of the pictures at the start and at the end of the plan.
 DOMAINS: dict[str, tuple[Domain, float, float]] = {
-    "shapes": (shapes, 0.15, 0.20),
-    "text": (text, 0.33, 0.24),
-    "charts": (charts, 0.22, 0.24),
-    "icons": (icons, 0.15, 0.12),
-    "screens": (screens, 0.12, 0.16),
-    "webcharts": (webcharts, 0.03, 0.04),
+    "shapes": (shapes, 0.15, 0.19),
+    "text": (text, 0.33, 0.28),
+    "charts": (charts, 0.22, 0.26),
+    "icons": (icons, 0.15, 0.08),
+    "screens": (screens, 0.12, 0.15),
+    "webcharts": (webcharts, 0.03, 0.05),
 }
 TURNED = 0.1  # share of the pictures that are turned by a few degrees
 TILED = (0.05, 0.3)  # share of the steps whose pictures need more than one crop

@@ -77,8 +77,12 @@ def centre(box: Box) -> Point:
 
 
 def view_scale(width: int, height: int) -> float:
-    """Pixels of the model's view for a pixel of the picture: a crop has 640 a side, and large pictures are tiled."""
-    return 640 / max(width, height) if min(width, height) <= 640 else 0.8
+    """Pixels of the model's view for a pixel of the picture: a crop has 640 a side, and large pictures are tiled.
+
+    Tiles show more, but all of a picture has as many positions as one crop.
+    """
+    long = max(width, height)
+    return 640 / long if min(width, height) <= 640 else min(0.8, 900 / long)
 
 
 def find(skill: str, kind: str, text: str, boxes: Iterable[Box]) -> Ask:

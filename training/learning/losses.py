@@ -26,8 +26,8 @@ SKILL_WEIGHTS = {
     "reasoning": 1.0,
     "point": 0.5,
     "detect": 0.5,
-    "segment": 0.35,
-    "caption": 0.35,
+    "segment": 0.7,
+    "caption": 0.6,
 }
 COORD_WEIGHT, SIZE_WEIGHT = 0.3, 0.2
 JITTER = 0.004  # on coordinates fed back during training

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -130,15 +131,21 @@ def _missing(rng: random.Random, scene: Scene) -> Ask | None:
     return tell(rng, "absent", ways, said, p=phrase.words(rng))
 
 
-def _count(rng: random.Random, scene: Scene) -> Ask:
+def _count(rng: random.Random, scene: Scene, reasoned: bool = False) -> Ask:
+    """How many there are; reasoned: the answer points at each first."""
     s = rng.choice(scene.shapes) if scene.shapes else None
     phrase = rng.choice((Phrase(), Phrase(s.kind), Phrase(s.kind, s.colour))) if s else Phrase()
     ways = (
         "How many {p} are there?|How many {p} do you see?|Count the {p}.|Number of {p}?|"
         "How many {p} are in the {picture}?|how many {p}"
     )
-    words = phrase.words(rng, plural=True)
-    return tell(rng, "shapes count", ways, str(len(phrase.find(scene))), p=words)
+    found = [scene.shapes[i] for i in phrase.find(scene)]
+    ask = tell(rng, "shapes count", ways, str(len(found)), p=phrase.words(rng, plural=True))
+    if not reasoned:
+        return ask
+    points = tuple(s.anchor for s in in_order(found, scene.width, lambda s: s.centre))
+    steps = ((phrase.plain(plural=True), points),)
+    return replace(ask, skill="reasoning", kind="shapes count reasoned", steps=steps)
 
 
 def _target(rng: random.Random, scene: Scene) -> tuple[str, list[int]]:
@@ -152,7 +159,7 @@ def _target(rng: random.Random, scene: Scene) -> tuple[str, list[int]]:
     return object_words(rng, phrase), phrase.find(scene)
 
 
-def _segment(rng: random.Random, scene: Scene) -> Ask | None:
+def _segment(rng: random.Random, scene: Scene) -> Ask:
     """One shape's outline, or nothing of what is not there."""
     u = rng.random()
     if not scene.shapes or u < 0.15:
@@ -160,11 +167,9 @@ def _segment(rng: random.Random, scene: Scene) -> Ask | None:
         if phrase is None or u < 0.03:
             return Ask("segment", "absent", rng.choice(FOREIGN_NOUNS))
         return Ask("segment", "absent", object_words(rng, phrase))
-    index = rng.randrange(len(scene.shapes))
+    turned = [i for i, shape in enumerate(scene.shapes) if shape.angle]
+    index = rng.choice(turned if turned and u < 0.7 else range(len(scene.shapes)))
     shape = scene.shapes[index]
-    if u < 0.22:  # one that only a reference would tell from others
-        Phrase(kind=shape.kind).words(rng)
-        return None
     phrase = refer(rng, scene, index)
     if phrase is None:
         phrase = Phrase(shape.kind, shape.colour)
@@ -192,14 +197,11 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     else:
         pixels = draw_with_pillow(rng, scene)
     asks = [_find(rng, scene, skill) for skill in ("detect", "point")]
-    asks += [_count(rng, scene) for _ in range(2)]
-    if few:
-        length = rng.choices(LENGTHS, (5, 3, 2))[0]
+    asks += [_count(rng, scene, reasoned) for reasoned in (False, False, False, True)]
+    for length in ("short", rng.choice(LENGTHS)) if few else ():
         asks.append(Ask("caption", f"shapes caption {length}", length, caption(scene, length)))
     asks += [_as_ask(rng, scene) for _ in range(4)] if few else [_count(rng, scene)]
-    segment = _segment(rng, scene)
-    if segment is not None:
-        asks.append(segment)
+    asks += [_segment(rng, scene) for _ in range(2)]
     missing = _missing(rng, scene) if rng.random() < 0.5 else None
     asks.append(missing or (off_topic(rng) if rng.random() < 0.5 else absent_object(rng)))
     marks = [Mark(s.box, SHAPES[s.kind], COLOURS[s.colour]) for s in scene.shapes]

@@ -15,6 +15,8 @@ from training.domains.text.documents import KINDS
 from training.domains.text.page import Line, Page, Word
 
 LONGEST = 110  # characters of an answer
+READABLE = 16  # pixels of the font from which on issue 40 wants that lines are read
+_SIZED = ("text read", "text line", "text here")
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
 
@@ -135,5 +137,7 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     else:
         raise RuntimeError(f"no text fits into {width}x{height}")
     asks = special + asks_of(rng, page)
+    if min(line.size for line in page.lines) < READABLE:
+        asks = [replace(a, kind=f"{a.kind} small") if a.kind in _SIZED else a for a in asks]
     marks = [Mark(word.box, "text") for line in page.lines for word in line.words]
     return Picture(np.asarray(page.image), asks, marks, page.characters)

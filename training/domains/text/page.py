@@ -22,6 +22,7 @@ class Line:
     text: str
     box: Box
     words: tuple[Word, ...]
+    size: int  # of the font in pixels
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Page:
                 at += advance(font, size, c) + spacing
         else:
             self.pen.text((x, y), text, ink, face, anchor="ls")
-        line = Line(text, _around([w.box for w in words]), tuple(words))
+        line = Line(text, _around([w.box for w in words]), tuple(words), size)
         self.lines.append(line)
         return line
 
