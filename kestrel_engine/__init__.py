@@ -63,7 +63,7 @@ from .errors import (
 from .fair_shares import FairShares, Member
 from .preprocess.decoding.images import FORMATS as IMAGE_FORMATS
 from .preprocess.decoding.images import OnBackground
-from .preprocess.looks import InRegion, Tiled, Tiles
+from .preprocess.looks import InCrops, InRegion, Tiled, Tiles
 from .processes import end_with_parent
 from .requests.merging import best_boxes
 from .requests.request import Request
@@ -114,6 +114,7 @@ __all__ = [
     "ImageLimits",
     "ImageTooLargeError",
     "ImageTooSlowError",
+    "InCrops",
     "InRegion",
     "InferenceEngine",
     "InsufficientMemoryError",

@@ -264,10 +264,10 @@ class InferenceEngine(SkillCalls):
         """Starts a registered skill, or "embed". Returns its stream once the images are prepared and the request
         queued.
 
-        ``image``: an image, an InRegion of one, a Tiled image for point and detect, a list of images in the order of
-        the prompt, or None. A Tiled image takes a place in the queue for each look. ``settings`` may hold the adapter's
-        name in place of ``options``. Raises RequestError, EngineOverloaded, DeadlineExceeded, EngineClosed; the stream
-        raises later failures.
+        ``image``: an image, an InRegion or InCrops of one, a Tiled image for point and detect, a list of images in the
+        order of the prompt, or None. A Tiled image takes a place in the queue for each look. ``settings`` may hold the
+        adapter's name in place of ``options``. Raises RequestError, EngineOverloaded, DeadlineExceeded, EngineClosed;
+        the stream raises later failures.
         """
         return await self.start(request_of(skill, image, arguments, settings, options))
 
@@ -288,8 +288,8 @@ class InferenceEngine(SkillCalls):
     async def prepare_image(
         self, image: Any, **options: Unpack[CallerOptions]
     ) -> PreparedImage | PreparedTiles:
-        """Checks, decodes and tiles an image, an InRegion or a Tiled image ahead of the requests that will be about it,
-        which take the result as their ``image``. Its ``request_id`` is for the observer. Raises ImageError,
+        """Checks, decodes and tiles an image, an InRegion, InCrops or Tiled image ahead of the requests that will be
+        about it, which take the result as their ``image``. Its ``request_id`` is for the observer. Raises ImageError,
         InvalidRequest, EngineOverloaded, DeadlineExceeded, EngineClosed."""
         request = request_of("", None, None, None, {"request_id": "", **options})
         return await self._submitter.prepare_image(dataclasses.replace(request, images=(image,)))

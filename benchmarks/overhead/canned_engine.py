@@ -93,7 +93,11 @@ class CannedEngine:
         wanted = min(MOST_TOKENS, request.settings.get("max_tokens", 64))
         image = next(iter(request.images), None)
         digest = source_digest(image)
-        seen = () if digest is None else (SeenImage(size=IMAGE_SIZE, digest=digest.hex()),)
+        seen = (
+            ()
+            if digest is None
+            else (SeenImage(size=IMAGE_SIZE, digest=digest.hex(), num_crops=1),)
+        )
         stream = EngineStream(
             request.request_id,
             lambda: setattr(canned, "aborted", True),

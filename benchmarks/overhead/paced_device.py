@@ -130,6 +130,7 @@ def paced_build(
         skills=model.skills,
         max_context=positions,
         image_positions=model.image_positions,
+        max_crops=model.vision.max_crops,
         vocab_size=limits.vocab_size,
         num_parameters=0,
         weights_bytes=0,

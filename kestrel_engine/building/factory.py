@@ -246,6 +246,7 @@ def _info(
         skills=model.skills,
         max_context=limits.max_seq_length,
         image_positions=model.image_positions,
+        max_crops=model.vision.max_crops,
         vocab_size=model.text.vocab_size,
         num_parameters=weights.num_parameters,
         weights_bytes=weights.num_bytes,

@@ -52,8 +52,8 @@ class _StreamedAbout(_Streamed, total=False):
 class SkillCalls:
     """query, caption, point, detect, segment and embed.
 
-    Common arguments. ``image``: encoded bytes, a path, a pyvips.Image or a uint8 [H, W, C] array, or an InRegion of
-    one; for query, also a list of these; for point and detect, also a Tiled image. ``settings``: the fields
+    Common arguments. ``image``: encoded bytes, a path, a pyvips.Image or a uint8 [H, W, C] array, or an InRegion or
+    InCrops of one; for query, also a list of these; for point and detect, also a Tiled image. ``settings``: the fields
     of SamplingParams and max_tokens; stop, logprobs, top_logprobs, constraint, repetition_penalty, presence_penalty,
     frequency_penalty and logit_bias for query and caption; max_reasoning_tokens and max_absence for query; max_objects
     for point and detect; min_score for point, detect and segment; max_overlap for detect; absent or None means the

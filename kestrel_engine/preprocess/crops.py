@@ -44,7 +44,7 @@ def select_tiling(width: int, height: int, vision: VisionConfig) -> tuple[int, i
     step 2).
 
     Usually there are at most ``vision.max_crops`` crops. For extreme shapes, a single row or column may exceed this, as
-    in the reference.
+    in the reference; the budget of a request cuts it.
     """
     window = vision.crop_window
     margins = vision.crop_size - window
@@ -55,7 +55,9 @@ def select_tiling(width: int, height: int, vision: VisionConfig) -> tuple[int, i
     most = vision.max_crops
     if least_rows * least_columns > most:
         ratio = math.sqrt(most / (least_rows * least_columns))
-        return max(1, math.floor(least_rows * ratio)), max(1, math.floor(least_columns * ratio))
+        longest = most if vision.is_budget else least_rows * least_columns
+        rows, columns = math.floor(least_rows * ratio), math.floor(least_columns * ratio)
+        return max(1, min(rows, longest)), max(1, min(columns, longest))
     rows = max(math.floor(math.sqrt(most * inner_height / inner_width)), least_rows)
     columns = max(math.floor(math.sqrt(most * inner_width / inner_height)), least_columns)
     if rows * columns > most:
@@ -244,7 +246,10 @@ class _Resized:
 
 def content_key(image: DecodedImage, vision: VisionConfig) -> str:
     """Returns 32 hexadecimal digits: 128 bits of SHA-256, the fastest hash on processors with instructions for it."""
+    geometry: tuple[object, ...]
     geometry = (vision.crop_size, vision.enc_patch_size, vision.overlap_margin, vision.max_crops)
+    if vision.is_budget:
+        geometry = (*geometry, "budget")
     pixels = image.pixels
     lengths = None if image.identity is None else tuple(map(len, image.identity))
     header = (PREPROCESS_VERSION, geometry, pixels.shape, lengths)

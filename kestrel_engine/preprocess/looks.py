@@ -1,4 +1,4 @@
-"""Regions and tiles: the parts of an image that a request looks at. Owns their limits and their geometry.
+"""Regions, tiles and budgets: what a request looks at in an image. Owns their limits, and how regions and tiles lie.
 
 This module knows no pixels and no model.
 """
@@ -14,6 +14,9 @@ from ..types.requests import Edges, ImageRegion, is_number
 
 REGION = ("image", "region")
 """The request's field that errors of a region name."""
+
+MAX_CROPS = ("image", "max_crops")
+"""The request's field that errors of an image's budget name."""
 
 MIN_SIDE = 8
 """Least width and height of a look, in pixels of the image."""
@@ -77,45 +80,76 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tiled:
-    """An image that a request looks at tile by tile. ``source``: the image, in any form, or an InRegion of it."""
+    """An image that a request looks at tile by tile. ``source``: the image, in any form, an InRegion or InCrops."""
 
     source: Any
     tiles: Tiles
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class InCrops:
+    """An image that the model sees in at most ``max_crops`` tiles beside the overview, in place of the image.
+
+    ``source``: the image, in any form, or an InRegion of it. The model's own tiling chooses the tiles with this limit
+    in place of its own, which it may not exceed. 1: the overview alone. 0: the model's own limit.
+    """
+
+    source: Any
+    max_crops: int
+
+
 class Selection(NamedTuple):
-    """The parts of an image to prepare: ``tiles`` of ``box``; None stands for one part, or for the whole image."""
+    """The parts of an image to prepare: ``tiles`` of ``box``; None stands for one part, or for the whole image.
+    ``max_crops``: as in InCrops, for each part."""
 
     box: Edges | None
     tiles: Tiles | None
+    max_crops: int = 0
+
+    @property
+    def is_one_whole(self) -> bool:
+        """Whether the only part is the whole image."""
+        return self.box is None and self.tiles is None
 
 
 WHOLE = Selection(None, None)
 
 
-def selection_of(source: Any) -> tuple[Any, Selection]:
-    """Returns the image without region and tiles, and these. Raises InvalidRequest."""
-    tiles = box = None
+def selection_of(source: Any, most_crops: int) -> tuple[Any, Selection]:
+    """Returns the image without region, tiles and budget, and these. ``most_crops``: the model's own limit. Raises
+    InvalidRequest."""
+    tiles: Tiles | None = None
+    box: Edges | None = None
+    max_crops: int | None = None
     if isinstance(source, Tiled):
         source, tiles = source.source, source.tiles
-    if isinstance(source, InRegion):
-        source, box = source.source, checked_box(source.box)
-    if isinstance(source, (Tiled, InRegion)):
-        raise InvalidRequest(REGION, "is set twice, or beside tiles of its own; set it once")
-    return source, Selection(box, tiles)
+    while isinstance(source, (InRegion, InCrops)):
+        if isinstance(source, InRegion) and box is None:
+            box = checked_box(source.box)
+        elif isinstance(source, InCrops) and max_crops is None:
+            max_crops = checked_max_crops(source.max_crops, most_crops)
+        else:
+            break
+        source = source.source
+    if isinstance(source, (Tiled, InRegion, InCrops)):
+        field = MAX_CROPS if isinstance(source, InCrops) else REGION
+        raise InvalidRequest(field, "is set twice, or beside tiles of its own; set it once")
+    return source, Selection(box, tiles, max_crops or 0)
 
 
 def selection_values(selection: Selection) -> Any:
     """The selection as JSON values, for ``read_selection``."""
-    box, tiles = selection
-    return [box, None if tiles is None else asdict(tiles)]
+    box, tiles, max_crops = selection
+    return [box, None if tiles is None else asdict(tiles), max_crops]
 
 
 def read_selection(values: Any) -> Selection:
     """The selection of ``selection_values``."""
-    box, tiles = values
+    box, tiles, max_crops = values
     return Selection(
-        None if box is None else checked_box(box), None if tiles is None else Tiles(**tiles)
+        None if box is None else checked_box(box),
+        None if tiles is None else Tiles(**tiles),
+        max_crops,
     )
 
 
@@ -137,10 +171,22 @@ def checked_box(box: Any) -> Edges:
     return float(box[0]), float(box[1]), float(box[2]), float(box[3])
 
 
+def checked_max_crops(value: Any, most: int) -> int:
+    """Raises InvalidRequest unless ``value`` is a whole number from 0 to ``most``, the model's own limit."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+        raise InvalidRequest(
+            MAX_CROPS,
+            f"is {value!r}; must be from 1 to {most}, or 0 for the model's own limit, which is {most}",
+            value=value if is_number(value) else None,
+            limit=most,
+        )
+    return value
+
+
 def regions(width: int, height: int, selection: Selection) -> list[ImageRegion | None]:
     """Returns the looks at an image of ``width`` x ``height`` pixels: the whole ``selection.box`` first, if it is among
     them, then its tiles row by row. None is the whole image. Raises InvalidRequest for looks that are too small."""
-    box, tiles = selection
+    box, tiles, _ = selection
     x0, x1 = _snapped(box[0], box[2], width) if box is not None else (0, width)
     y0, y1 = _snapped(box[1], box[3], height) if box is not None else (0, height)
     if box is not None and (x1 - x0 < MIN_SIDE or y1 - y0 < MIN_SIDE):

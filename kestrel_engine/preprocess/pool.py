@@ -165,8 +165,8 @@ class PreprocessPool:
         principal: str = "",
         is_high: bool = False,
     ) -> Preprocessed:
-        """Decodes and tiles one image, which may be an InRegion or Tiled. Requests of one namespace share repeated
-        images. ``is_high``: the request has the best priority.
+        """Decodes and tiles one image, which may be an InRegion, InCrops or Tiled. Requests of one namespace share
+        repeated images. ``is_high``: the request has the best priority.
 
         If all callers of an image are cancelled, a waiting image is dropped, and the process of an expensive image is
         killed. Raises the errors of ``begin_image``, ImageTooSlowError, PixelsWaiting, EngineOverloaded (no process can
@@ -174,7 +174,7 @@ class PreprocessPool:
         """
         self._check_open()
         began = clock.now()
-        source, selection = selection_of(source)
+        source, selection = selection_of(source, self._vision.max_crops)
         background = source.colour if isinstance(source, OnBackground) else None
         if self._raw.takes(source):
             if selection == WHOLE:

@@ -64,8 +64,12 @@ class SequenceStart:
             abort,
             checked.added_to,
             images=tuple(
-                SeenImage(size=image.image_size, digest=(image.source_digest or b"").hex())
-                for image in looks[0]
+                SeenImage(
+                    size=same[0].image_size,
+                    digest=(same[0].source_digest or b"").hex(),
+                    num_crops=sum(look.num_distinct for look in same),
+                )
+                for same in zip(*looks, strict=True)
             ),
             seed=checked.sampling.seed,
         )

@@ -105,10 +105,12 @@ class ObjectAbsence(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenImage:
     """An image of a request. ``size``: width and height in pixels of the whole upright image. ``digest``: SHA-256 of
-    the image as it was given, without its background and region, in hexadecimal."""
+    the image as it was given, without its background, region and budget, in hexadecimal. ``num_crops``: those that the
+    model sees, in all looks together: the overview, and the tiles if there are several."""
 
     size: tuple[int, int]
     digest: str
+    num_crops: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

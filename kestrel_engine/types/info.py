@@ -111,6 +111,8 @@ class EngineInfo:
     max_context: int
     """Most positions of one sequence as served: the model's context, or less if configured or short of pages."""
     image_positions: int
+    max_crops: int
+    """Limit on the tiles that the model cuts an image into."""
     vocab_size: int
     num_parameters: int
     weights_bytes: int

@@ -15,7 +15,14 @@ import numpy as np
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import FieldPath, ImageTooLargeError, InRegion, InvalidRequest, OnBackground
+from kestrel_engine import (
+    FieldPath,
+    ImageTooLargeError,
+    InCrops,
+    InRegion,
+    InvalidRequest,
+    OnBackground,
+)
 
 from ..edge.calls.current import current
 from ..edge.failures.errors import ImageNotFound, ImagesFull, ImagesNotKept
@@ -55,15 +62,19 @@ class RequestImage:
     """The background colour of this request. The store holds the image without it."""
     region: tuple[float, float, float, float] | None = None
     """The part of the image that this request sees. The store holds the whole image."""
+    max_crops: int = 0
+    """The budget of this request: the most tiles in which the model sees the image; 0: as many as it has."""
     kept: StoredImage | None = None
     """The store's entry for ``image_id``, once it is found; ``source`` is the entry's then."""
 
     @property
-    def given(self) -> bytes | np.ndarray | OnBackground | InRegion:
+    def given(self) -> bytes | np.ndarray | OnBackground | InCrops | InRegion:
         """The image in the form that the engine takes."""
-        image = (
-            self.source if self.background is None else OnBackground(self.source, self.background)
-        )
+        image: Any = self.source
+        if self.background is not None:
+            image = OnBackground(image, self.background)
+        if self.max_crops:
+            image = InCrops(image, self.max_crops)
         return image if self.region is None else InRegion(image, self.region)
 
 
@@ -110,12 +121,17 @@ def _read(image: common_pb2.Image, path: FieldPath) -> RequestImage:
             case _:
                 raise InvalidRequest("image", "holds no image: set encoded, raw or image_id")
         background = _colour(image.background) if image.HasField("background") else None
+        if image.max_crops < 0:
+            raise InvalidRequest(
+                ("image", "max_crops"),
+                f"is {image.max_crops}; must be at least 1, or 0 for the model's own limit",
+            )
     region = None
     if image.HasField("region"):
         edges = image.region
         x_min, y_min = meant_float(edges.x_min), meant_float(edges.y_min)
         region = (x_min, y_min, meant_float(edges.x_max), meant_float(edges.y_max))
-    return RequestImage(path, source, image_id, background, region)
+    return RequestImage(path, source, image_id, background, region, image.max_crops)
 
 
 def _colour(text: str) -> tuple[int, int, int]:

@@ -188,6 +188,7 @@ def _model(served: ServedModel) -> pb.Model:
             family=info.family,
             context_positions=info.max_context,
             image_positions=info.image_positions,
+            max_crops=info.max_crops,
             skills=[
                 pb.Skill(name=each.name, description=each.description, arguments_schema=each.schema)
                 for each in engine.skills

@@ -55,6 +55,7 @@ def fake_build(config: RuntimeConfig, runtime: FakeRuntime, family: str = "moond
         skills=model.skills,
         max_context=limits.max_seq_length,
         image_positions=model.image_positions,
+        max_crops=model.vision.max_crops,
         vocab_size=limits.vocab_size,
         num_parameters=0,
         weights_bytes=0,

@@ -48,6 +48,11 @@ export interface HandlingOptions extends CallOptions {
    * Further images of a query are seen whole.
    */
   region?: BoxInput | undefined;
+  /**
+   * Limit on the tiles in which the model sees each image, beside the overview: fewer take less time, and small text and
+   * objects may be missed. 1: the overview alone; 0: the model's own limit, which is the highest value.
+   */
+  maxCrops?: number | undefined;
 }
 
 /** What a text must match: exactly one of these. */

@@ -60,8 +60,8 @@ ImageSource: TypeAlias = (
     "| np.ndarray | OnBackground"
 )
 """Encoded bytes, a path, a file that is open for reading in binary mode, a pyvips.Image, a Pillow image, uint8 pixels
-([height, width, 3 or 4 or 1] or [height, width]), or any of these on a background. A request also takes an InRegion or
-a Tiled image (looks.py)."""
+([height, width, 3 or 4 or 1] or [height, width]), or any of these on a background. A request also takes an InRegion,
+InCrops or a Tiled image (looks.py)."""
 
 _LOADERS = {
     "JPEG": "VipsForeignLoadJpeg",

@@ -90,8 +90,9 @@ class Answers:
         crop_keys = [None] * len(found) if done["crop_keys"] is None else done["crop_keys"]
         if len(keys) != len(found) or len(crop_keys) != len(found):
             raise ValueError(f"{len(keys)} and {len(crop_keys)} keys for {len(found)} looks")
+        vision = self._vision.within(job.selection.max_crops)
         sizes = [look_size(region, width, height) for region in found]
-        shapes = [stored_shape(*size, self._vision, self._device_pixels) for size in sizes]
+        shapes = [stored_shape(*size, vision, self._device_pixels) for size in sizes]
         memory = map_segment(segment, (sum(map(math.prod, shapes)),))
         looks = []
         for key, region, size, shape, of_crops in zip(
@@ -101,7 +102,7 @@ class Answers:
             part = memory[: math.prod(shape)].reshape(shape)
             memory = memory[math.prod(shape) :]
             crops, pixels = (None, part) if len(shape) == 3 else (part, None)
-            tiling = select_tiling(*size, self._vision)
+            tiling = select_tiling(*size, vision)
             look = PreparedImage(
                 key, crops, tiling, *size, pixels, job.source_digest, region=region
             )

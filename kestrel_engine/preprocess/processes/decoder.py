@@ -38,7 +38,7 @@ from ..decoding.bmp import load_reader
 from ..decoding.costs import PIXELS, Cost, check_size, cost_of
 from ..decoding.decoded_image import DecodedImage, new_bytes
 from ..decoding.images import Undecoded, read_header
-from ..looks import WHOLE, Selection, look_size, read_selection, regions
+from ..looks import Selection, look_size, read_selection, regions
 
 _SLACK_BYTES = 64 * 2**20
 """Memory that an image may take beyond its cost before it fails. The table holds measured peaks, and allocators round
@@ -150,7 +150,8 @@ class Work:
             # Memory for the pixels that are kept for the device.
             kept = 3 * min(cost.pixels, job["device_pixels"])
             selection = read_selection(job["selection"])
-            if selection != WHOLE:
+            vision = self._vision.within(selection.max_crops)
+            if not selection.is_one_whole:
                 num_looks = 1 if selection.tiles is None else selection.tiles.num_looks
                 # The crops or pixels of all looks, and the pixels of one look at a time.
                 kept = _MOST_COVERED * kept + num_looks * self._bytes_per_look + 3 * cost.pixels
@@ -161,16 +162,15 @@ class Work:
                 or cost.seconds > job["granted"]["seconds"]
             ):
                 return {"cost": cost._asdict()}
-            if selection == WHOLE:
-                looks = self._prepare(image, cost, job["threads"], job["device_pixels"])
+            how = (vision, cost, job["threads"], job["device_pixels"])
+            if selection.is_one_whole:
+                looks = self._prepare(image, *how)
             else:
-                looks = self._prepare_looks(
-                    image, selection, cost, job["threads"], job["device_pixels"]
-                )
+                looks = self._prepare_looks(image, selection, *how)
             done: dict[str, Any] = {"keys": [look.key for look in looks], "crop_keys": None}
             if job["crop_keys"] and sum(look.num_distinct for look in looks) <= _MOST_KEYED_CROPS:
                 run = self._run(min(job["threads"], _MOST_KEY_THREADS))
-                done["crop_keys"] = [crop_keys(look, self._vision, run) for look in looks]
+                done["crop_keys"] = [crop_keys(look, vision, run) for look in looks]
             width, height = looks[0].image_size
             seconds = time.perf_counter() - began
             return {"done": {**done, "width": width, "height": height, "seconds": seconds}}
@@ -185,11 +185,11 @@ class Work:
     def _prepare(
         self,
         image: DecodedImage | Undecoded,
+        vision: VisionConfig,
         cost: Cost,
         threads: int,
         device_pixels: int,
     ) -> list[PreparedImage]:
-        vision = self._vision
         in_place = False
 
         def allocate_pixels(shape: tuple[int, ...]) -> np.ndarray:
@@ -217,12 +217,12 @@ class Work:
         self,
         image: DecodedImage | Undecoded,
         selection: Selection,
+        vision: VisionConfig,
         cost: Cost,
         threads: int,
         device_pixels: int,
     ) -> list[PreparedImage]:
         """Decodes the image once, and writes the crops of all looks one after the other."""
-        vision = self._vision
         found: list[PreparedImage] = []
         with memory_bound(self._memory, cost.num_bytes + _SLACK_BYTES):
             decoded = image if isinstance(image, DecodedImage) else image.begin(new_bytes)

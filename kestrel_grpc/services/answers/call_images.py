@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_engine import FieldPath, InferenceEngine, PreparedImage, PreparedTiles, Tiled, Tiles
 
 from ...edge.calls.current import current
 from ...images.request_images import RequestImage, RequestImages, at_image
+
+
+class Seen(NamedTuple):
+    """What the engine knows of an image: width and height, its digest, and the crops that the model sees."""
+
+    size: tuple[int, int]
+    digest: bytes
+    num_crops: int
 
 
 class CallImages:
@@ -81,21 +89,20 @@ class CallImages:
         return path
 
     @property
-    def sizes(self) -> list[tuple[tuple[int, int], bytes]]:
-        """Size and digest of each image, if they are prepared."""
-        looks = [image.looks[0] for image in next(iter(self._prepared.values()))]
-        return [(look.image_size, look.source_digest or b"") for look in looks]
+    def seen(self) -> list[Seen]:
+        """What is known of each image, if they are prepared."""
+        return [
+            Seen(image.looks[0].image_size, image.looks[0].source_digest or b"", _num_crops(image))
+            for image in next(iter(self._prepared.values()))
+        ]
 
-    def keep(
-        self, sizes: Sequence[tuple[tuple[int, int], bytes]], info: common_pb2.RequestInfo
-    ) -> None:
-        """Stores the images, which the engine has decoded, and adds them to ``info``. ``sizes``: size and digest of
-        each."""
-        for found, (size, digest) in zip(self._found, sizes, strict=True):
-            seen = info.images.add()
-            seen.size.width, seen.size.height = size
+    def keep(self, seen: Sequence[Seen], info: common_pb2.RequestInfo) -> None:
+        """Stores the images, which the engine has decoded, and adds them to ``info``. ``seen``: each of them."""
+        for found, (size, digest, num_crops) in zip(self._found, seen, strict=True):
+            added = info.images.add(num_crops=num_crops)
+            added.size.width, added.size.height = size
             if self._keeps:
-                seen.image_id = self._images.keep(found, size, digest)
+                added.image_id = self._images.keep(found, size, digest)
 
     @property
     def only(self) -> PreparedImage:
@@ -107,9 +114,13 @@ class CallImages:
     @property
     def num_crops(self) -> int:
         """The crops that requests see, if the images are prepared."""
-        every = [image for images in self._prepared.values() for image in images]
-        return sum(look.num_distinct for image in every for look in image.looks)
+        return sum(_num_crops(image) for images in self._prepared.values() for image in images)
 
     def take_overview(self) -> None:
         """Tasks then see the overview of the only image as its only crop, and no tiles."""
         self._prepared[None], self._is_overview = [self.only.overview()], True
+
+
+def _num_crops(image: PreparedImage | PreparedTiles) -> int:
+    """The crops that the model sees, in all looks."""
+    return sum(look.num_distinct for look in image.looks)

@@ -183,6 +183,7 @@ async def answer_frame(
         if config.overview_if_late and stream.is_late(call.duration_ms / 1e3):
             is_whole = images.only.num_distinct == 1 and not config.has_tiles
             images.take_overview()
+            run.info().images[0].num_crops = images.num_crops
         async with stream.last_frames.repeating(images.only) as repeat:
             results = repeat.results(run.info())
             is_repeated = results is not None

@@ -45,7 +45,7 @@ from ..messages.responses import (
 )
 from ..messages.task_fields import task_path
 from ..messages.tasks import label_of
-from .call_images import CallImages
+from .call_images import CallImages, Seen
 from .kinds import CallTask, Event, Part, Response
 from .several import Ended, Turns, of_names, of_samples, seeded, total_result
 
@@ -124,7 +124,7 @@ class Run:
         self._turns = Turns(MAX_SEQUENCES)
         if self._sender is not None:
             self._sender.is_shared = True
-        await self._begin(self.images.sizes, seed)
+        await self._begin(self.images.seen, seed)
 
     async def answer(self, task: CallTask[Part, Response]) -> tuple[Response, list[EngineResult]]:
         """The response of a task, and the results of its requests. Raises the error that the task fails with."""
@@ -249,8 +249,11 @@ class Run:
             if note is not None:
                 await note(stream)
             if self._info is None:
-                sizes = [(each.size, bytes.fromhex(each.digest)) for each in stream.images]
-                await self._begin(sizes, stream.seed if task.kind.generates else 0)
+                seen = [
+                    Seen(each.size, bytes.fromhex(each.digest), each.num_crops)
+                    for each in stream.images
+                ]
+                await self._begin(seen, stream.seed if task.kind.generates else 0)
             if self._sender is not None:
                 async for update in stream:
                     await self._sender.send(event_fields(update, label), task.key)
@@ -294,11 +297,11 @@ class Run:
                 return await self._submit(task, capped, given)
             raise
 
-    async def _begin(self, sizes: Sequence[tuple[tuple[int, int], bytes]], seed: int) -> None:
-        """Accepts the call. ``sizes``: as for CallImages."""
+    async def _begin(self, seen: Sequence[Seen], seed: int) -> None:
+        """Accepts the call. ``seen``: its images."""
         model, request_id = self.engine.info.model, self._call.request_id
         self._info = common_pb2.RequestInfo(request_id=request_id, model=model)
-        self.images.keep(sizes, self._info)
+        self.images.keep(seen, self._info)
         await self._call.accept()
         if self._sender is not None:
             await self._sender.send({"started": self.info(seed)})

@@ -60,6 +60,8 @@ STRICTER = [
         # The number and the size of tiles, and the size of a region.
         r"tiles: .* (tiles; must be|the least is)",
         r"(image|images\[\d+\])\.region: (needs|covers)",
+        # The model's own limit.
+        r"(image|images\[\d+\])\.max_crops: is \d+; must be from 1 to",
         # One field needs another.
         r"top_logprobs: is \d+ without logprobs",
         r"max_reasoning_tokens: is set without reasoning",

@@ -56,6 +56,8 @@ class Model(Plain):
     """Whether it has a segmentation refiner; False until the model is ready."""
     calibrated_scores: tuple[str, ...] = ()
     """The skills whose scores are calibrated, and "absence"."""
+    max_crops: int = 0
+    """Limit on the tiles of an image, beside the overview; 0 until the model is ready."""
 
     @property
     def skill_names(self) -> tuple[str, ...]:

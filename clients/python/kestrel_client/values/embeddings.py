@@ -74,6 +74,8 @@ class EmbedResult:
     """Width and height of the upright image in pixels."""
     image_id: str = ""
     """The id of the stored image, for ImageHandle; empty if the server does not store it."""
+    num_crops: int = 0
+    """Crops in which the model saw the image (``max_crops``)."""
 
     @property
     def whole_image(self) -> Embedding:

@@ -172,6 +172,8 @@ class AnalyzeResult(Drawn):
     """Width and height of the upright image in pixels; coordinates refer to it."""
     image_id: str
     """The id of the stored image, for ImageHandle; empty if the server does not store it."""
+    num_crops: int = 0
+    """Crops in which the model saw the image (``max_crops``)."""
     source: ImageInput | None = field(default=None, repr=False, compare=False)
     tasks: Mapping[str, Task] = field(default_factory=dict, repr=False, compare=False)
     """The tasks of the call, by key."""

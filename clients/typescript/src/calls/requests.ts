@@ -56,8 +56,9 @@ export class RequestImages {
   readonly more = async (input: ImageInput): Promise<Image> => {
     const { maxMessageBytes } = this.connection;
     const image = await toImage(input, maxMessageBytes, this.readFile, this.options.signal);
-    const { background } = this.options;
+    const { background, maxCrops } = this.options;
     if (background !== undefined) image.background = background;
+    if (maxCrops !== undefined) image.maxCrops = maxCrops;
     this.#size += bytesOf(image);
     if (this.#size + ROOM_BYTES > maxMessageBytes)
       throw new RequestTooLargeError(this.#size + ROOM_BYTES, maxMessageBytes);

@@ -85,7 +85,7 @@ async def test_every_frame_has_one_response(serve: Serve, caplog):
     )
     assert first.results.results[0].query.answers[0].text == alone.answers[0].text
     (seen,) = first.results.info.images
-    assert seen == common_pb2.SeenImage(size=common_pb2.ImageSize(width=40, height=40))
+    assert seen == common_pb2.SeenImage(size=common_pb2.ImageSize(width=40, height=40), num_crops=1)
     assert first.capture_time.seconds == 5 and not failed.HasField("capture_time")
     assert (first.work.crops, first.work.encoded_crops, first.work.reused_crops) == (1, 1, 0)
     assert large.work.crops == large.work.encoded_crops > 4 and not large.work.overview_only

@@ -69,7 +69,8 @@ async def test_tiles_are_merged_and_streamed(serve):
     )
     assert merged.usage.input_tokens == 3 * alone.usage.input_tokens
     assert merged.usage.image_tokens == 3 * alone.usage.image_tokens
-    assert merged.info.images == alone.info.images
+    assert (merged.info.images[0].num_crops, alone.info.images[0].num_crops) == (3, 1)
+    assert merged.info.images[0].image_id == alone.info.images[0].image_id
     events = [event async for event in served.vision.StreamDetect(request)]
     kinds = [event.WhichOneof("event") for event in events]
     assert kinds == ["started", *["detection"] * 6, "search", "final"]

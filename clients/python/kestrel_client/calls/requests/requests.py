@@ -265,6 +265,8 @@ class Requests:
             if not isinstance(background, str):
                 raise InvalidRequestError(f"background={background!r}: must be like '#ffffff'")
             message.background = background
+        if (max_crops := options.get("max_crops")) is not None:
+            message.MergeFrom(build(common_pb2.Image, max_crops=max_crops))
         return message
 
     def _seen(self, image: ImageInput, options: HandlingOptions) -> common_pb2.Image:

@@ -48,7 +48,7 @@ from .tally import Tally
 _SETTINGS = (
     "server", "concurrency", "max_concurrency", "concurrency_step", "rate", "max_rate", "rate_step", "arrivals",
     "processes", "warm_up", "drain", "max_in_flight", "seed", "mix", "question", "object", "max_tokens", "temperature",
-    "unary", "model", "adapter", "made_up", "size", "unique_images", "timeout"
+    "unary", "model", "adapter", "max_crops", "made_up", "size", "unique_images", "timeout"
 )  # fmt: skip
 _LIMITS = (
     *("latency_threshold_ms", "ttft_threshold_ms", "itl_threshold_ms"),

@@ -19,7 +19,10 @@ _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "max_tokens", "max_reasoning_tokens", "seed", "stop",
     "logprobs", "top_logprobs", *_PENALTIES
 )  # fmt: skip
-_OPTIONS = ("model", "adapter", "request_id", "priority", "cache_salt", "background", "region")
+_OPTIONS = (
+    *("model", "adapter", "request_id", "priority", "cache_salt"),
+    *("background", "region", "max_crops"),
+)
 
 
 _SAMPLING_FLAGS = """
@@ -70,6 +73,8 @@ _REQUEST = """
     --background COLOUR  background for a transparent image: white, black or RRGGBB [alpha is dropped]
     --region X0,Y0,X1,Y1  part of the image that the model sees: left, upper, right and lower edge as fractions
         [the whole image]
+    --max-crops N      limit on the tiles of each image, beside the overview: fewer take less time; 1: the overview
+        alone [0, the model's own limit]
 """
 _MIN_SCORE = "--min-score SCORE  omit what has a lower score, in [0, 1] [the server's default]"
 
@@ -158,7 +163,9 @@ def add_save_flags(output: Any) -> None:
 
 
 def add_request_flags(parser: argparse.ArgumentParser) -> None:
-    add_flags(parser.add_argument_group("request"), _REQUEST, COLOUR=_colour, region=_region)
+    add_flags(
+        parser.add_argument_group("request"), _REQUEST, COLOUR=_colour, region=_region, N=whole()
+    )
 
 
 def _region(text: str) -> tuple[float, ...]:

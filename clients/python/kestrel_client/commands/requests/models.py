@@ -29,7 +29,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"  {model.family}, {model.num_parameters / 1e6:,.1f} M parameters")
             print(f"  skills: {', '.join(model.skill_names)}")
             print(
-                f"  context: {model.context_positions} positions, an image takes {model.image_positions}"
+                f"  context: {model.context_positions} positions, an image takes {model.image_positions} "
+                f"and has up to {model.max_crops} tiles"
             )
             print(f"  {model.device} {model.dtype}, {model.max_batch_size} requests at once")
             print(f"  weights: {model.weights_fingerprint}")

@@ -69,6 +69,8 @@ class Result(Drawn, Plain):
     """The seed of the sampling. The same seed and request give the same result."""
     image_id: str = ""
     """The id of the stored image, for ImageHandle; empty without an image, or if the server does not store it."""
+    num_crops: int = 0
+    """Crops in which the model saw the image (``max_crops``); 0 without an image."""
     source: ImageInput | None = field(default=None, repr=False, compare=False)
     """The image that was given to the call: ``draw()`` draws on it."""
 
@@ -140,4 +142,5 @@ def info_fields(info: common_pb2.RequestInfo) -> dict[str, Any]:
         "request_id": info.request_id,
         "image_size": None if first is None else read_size(first.size),
         "image_id": "" if first is None else first.image_id,
+        "num_crops": 0 if first is None else first.num_crops,
     }

@@ -157,10 +157,11 @@ class QueryResult(Result):
 @dataclass(frozen=True, slots=True)
 class SeenImage:
     """An image of a request. ``size``: of the upright image, in pixels. ``image_id``: of the stored image, for
-    ImageHandle; empty if the server does not store it."""
+    ImageHandle; empty if the server does not store it. ``num_crops``: those in which the model sees it."""
 
     size: ImageSize
     image_id: str
+    num_crops: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -225,7 +226,7 @@ def caption_result(
 
 
 def read_seen_image(message: common_pb2.SeenImage) -> SeenImage:
-    return SeenImage(read_size(message.size), message.image_id)
+    return SeenImage(read_size(message.size), message.image_id, message.num_crops)
 
 
 def _answer(message: vision_service_pb2.Answer) -> Answer:

@@ -140,6 +140,7 @@ class Image(_message.Message):
     IMAGE_ID_FIELD_NUMBER: _builtins.int
     BACKGROUND_FIELD_NUMBER: _builtins.int
     REGION_FIELD_NUMBER: _builtins.int
+    MAX_CROPS_FIELD_NUMBER: _builtins.int
     encoded: _builtins.bytes
     """A whole encoded file: JPEG, PNG, WebP, TIFF, GIF (the first frame), and AVIF or HEIC if the server supports them
     (GetServerInfoResponse.image_formats). The server detects the format from the bytes, applies the EXIF
@@ -155,6 +156,14 @@ class Image(_message.Message):
     blue, like "#ffffff". Default: none. Alpha is then dropped, as the reference does, and transparent pixels have the
     colour that the file holds for them, often black. Ignored for an image without alpha. PutImage and UploadImage
     store the image without the background.
+    """
+    max_crops: _builtins.int
+    """Limit on the tiles in which this request sees the image, beside the overview. Fewer take less time, and small text
+    and objects may be missed. The model's own tiling chooses the tiles with this limit in place of its own, and a very
+    long image does not exceed it. 1 is the overview alone. 0 is the model's own limit. From 0 to Model.max_crops;
+    SeenImage.num_crops says how many crops were used. The places of results and the positions of the context do not depend
+    on it. With tiles of a task (Tiles), it applies to each look. PutImage and UploadImage store the image without it.
+    Default: 0.
     """
     @_builtins.property
     def raw(self) -> Global___RawImage:
@@ -176,17 +185,22 @@ class Image(_message.Message):
         image_id: _builtins.str = ...,
         background: _builtins.str | None = ...,
         region: Global___Box | None = ...,
+        max_crops: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_background", b"_background", "background", b"background", "encoded", b"encoded", "image_id", b"image_id", "raw", b"raw", "region", b"region", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_background", b"_background", "_max_crops", b"_max_crops", "background", b"background", "encoded", b"encoded", "image_id", b"image_id", "max_crops", b"max_crops", "raw", b"raw", "region", b"region", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_background", b"_background", "background", b"background", "encoded", b"encoded", "image_id", b"image_id", "raw", b"raw", "region", b"region", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_background", b"_background", "_max_crops", b"_max_crops", "background", b"background", "encoded", b"encoded", "image_id", b"image_id", "max_crops", b"max_crops", "raw", b"raw", "region", b"region", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__background: _TypeAlias = _typing.Literal["background"]  # noqa: Y015
     _WhichOneofArgType__background: _TypeAlias = _typing.Literal["_background", b"_background"]  # noqa: Y015
+    _WhichOneofReturnType__max_crops: _TypeAlias = _typing.Literal["max_crops"]  # noqa: Y015
+    _WhichOneofArgType__max_crops: _TypeAlias = _typing.Literal["_max_crops", b"_max_crops"]  # noqa: Y015
     _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["encoded", "raw", "image_id"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__background) -> _WhichOneofReturnType__background | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_crops) -> _WhichOneofReturnType__max_crops | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
 
@@ -888,8 +902,13 @@ class SeenImage(_message.Message):
 
     SIZE_FIELD_NUMBER: _builtins.int
     IMAGE_ID_FIELD_NUMBER: _builtins.int
+    NUM_CROPS_FIELD_NUMBER: _builtins.int
     image_id: _builtins.str
     """Id of the stored image, for later requests; empty if the server does not store it (see ImageService)."""
+    num_crops: _builtins.int
+    """Crops that the model sees: the overview, and the tiles if there are several (Image.max_crops). If a task looks at
+    the image in Tiles, those of all looks. At least 1; 0 while the image is not decoded yet.
+    """
     @_builtins.property
     def size(self) -> Global___ImageSize:
         """Size of the upright image, which coordinates refer to."""
@@ -899,10 +918,11 @@ class SeenImage(_message.Message):
         *,
         size: Global___ImageSize | None = ...,
         image_id: _builtins.str = ...,
+        num_crops: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["size", b"size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["image_id", b"image_id", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image_id", b"image_id", "num_crops", b"num_crops", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -177,6 +177,7 @@ class Model(_message.Message):
     LICENSE_FIELD_NUMBER: _builtins.int
     REFINES_FIELD_NUMBER: _builtins.int
     CALIBRATED_SCORES_FIELD_NUMBER: _builtins.int
+    MAX_CROPS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the model in requests."""
     family: _builtins.str
@@ -203,6 +204,10 @@ class Model(_message.Message):
     """Licence of the weights, as its SPDX identifier or name; empty if the server does not know it."""
     refines: _builtins.bool
     """Whether the model has a segmentation refiner (SegmentTask.refinement); false until the model is ready."""
+    max_crops: _builtins.int
+    """Limit on the tiles that the model cuts an image into, beside the overview. Image.max_crops may lower it for a
+    request. At least 1.
+    """
     @_builtins.property
     def skills(self) -> _containers.RepeatedCompositeFieldContainer[Global___Skill]:
         """Skills of the model: "query", "caption", "point", "detect" and "segment" as far as it has them, in this order. Then
@@ -233,10 +238,11 @@ class Model(_message.Message):
         license: _builtins.str = ...,
         refines: _builtins.bool = ...,
         calibrated_scores: _abc.Iterable[_builtins.str] | None = ...,
+        max_crops: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibrated_scores", b"calibrated_scores", "context_positions", b"context_positions", "device", b"device", "device_name", b"device_name", "dtype", b"dtype", "family", b"family", "image_positions", b"image_positions", "license", b"license", "max_batch_size", b"max_batch_size", "name", b"name", "num_parameters", b"num_parameters", "refines", b"refines", "skills", b"skills", "state", b"state", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibrated_scores", b"calibrated_scores", "context_positions", b"context_positions", "device", b"device", "device_name", b"device_name", "dtype", b"dtype", "family", b"family", "image_positions", b"image_positions", "license", b"license", "max_batch_size", b"max_batch_size", "max_crops", b"max_crops", "name", b"name", "num_parameters", b"num_parameters", "refines", b"refines", "skills", b"skills", "state", b"state", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
