@@ -31,7 +31,7 @@ sys.dont_write_bytecode = False
 LONG = (
     *("http/real_clients/test_real_clients", "abuse/test_attacks", "golden", "equality", "abuse"),
     *("service/cli/test_commands", "docs", "tools", "deploy", "cluster"),
-    *("engine/preprocess/test_pool", "engine/runtime", "gpu", "training"),
+    *("engine/preprocess/pool", "engine/runtime", "gpu", "training"),
     *("engine/scheduler", "engine/preprocess/test_exact_resize", "service", "benchmarks"),
     *("simulation", "engine/adapters", "engine/confinement"),
 )
@@ -63,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
         with suppress(ImportError):
             from triton.runtime import interpreter
 
-            from tests.interpreter import quicken
+            from tests.interpreter.quicken import quicken
 
             quicken(interpreter)
 
