@@ -101,16 +101,16 @@ class GrpcMethod:
         )
 
     async def answer(self, call: Call, request: Any) -> Any:
-        response = await self._respond(call.context, request)
+        response = await self._respond(call, request)
         await call.accept()
         if self._trailers is not None:
             call.context.set_trailing_metadata(self._trailers(self.method))
         return response
 
-    async def _respond(self, context: Context, request: Any) -> Any:
+    async def _respond(self, call: Call, request: Any) -> Any:
         if not self._streams:
-            return await self.behaviour(request, context)
-        writer = Writer(context, self._writes)
+            return await self.behaviour(request, call.context)
+        writer = Writer(call, self._writes)
         answered = self.behaviour(request, cast(Context, writer))
         if not isinstance(answered, AsyncIterator):
             return await answered
@@ -130,6 +130,7 @@ class GrpcMethod:
         trailers = (*trailers, *call.ids, *extra)
         try:
             async with asyncio.timeout(_LAST_WORD_S):
+                await call.greeted()
                 await call.context.abort(call.code, message, trailers)
         except (TimeoutError, grpc.aio.InternalError):
             # The client does not read, or its connection is closed. gRPC has the status and sends it after the unread
@@ -172,13 +173,17 @@ class Writer(WrappedContext):
     """Limits the time of each write. gRPC accepts a message at once unless the reader is behind by a window. One task
     writes at a time."""
 
-    def __init__(self, context: Context, writes: CallLimit) -> None:
-        super().__init__(context)
-        self._writes = writes
+    def __init__(self, call: Call, writes: CallLimit) -> None:
+        super().__init__(call.context)
+        self._call, self._writes = call, writes
 
     async def write(self, message: Any) -> None:
         """Raises SlowReader."""
-        await self._writes.within(self._context.write(message))
+        await self._writes.within(self._write(message))
+
+    async def _write(self, message: Any) -> None:
+        await self._call.greet(())  # gRPC would send it with the first message, whose time may end.
+        await self._context.write(message)
 
 
 def _empty(decode: Callable[[bytes], Any] | None) -> Callable[[], Any] | None:

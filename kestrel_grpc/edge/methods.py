@@ -124,7 +124,7 @@ class Visit(GrpcMethod):
         return await self.incoming(call, hold).only()
 
     async def answer(self, call: Call, request: Any) -> Any:
-        return await self._respond(call.context, request)
+        return await self._respond(call, request)
 
 
 async def _until_idle(incoming: Incoming) -> AsyncIterator[Any]:

@@ -126,7 +126,7 @@ class StreamMethod(GrpcMethod):
         """Reads nothing: the stream reads its requests."""
 
     async def answer(self, call: Call, request: Any) -> None:
-        await _RequestStream(self, call, Writer(call.context, self._writes)).run()
+        await _RequestStream(self, call, Writer(call, self._writes)).run()
 
 
 class _RequestStream:

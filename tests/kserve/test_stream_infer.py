@@ -15,7 +15,7 @@ from kestrel_client._pb.inference.grpc_service_pb2_grpc import GRPCInferenceServ
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2
 from kestrel_grpc.settings.security import CallLimits, SecurityConfig
 from tests.kserve.conftest import infer, jpeg, output
-from tests.service.conftest import NO_END, EndlessRuntime, HeldRuntime
+from tests.service.conftest import LOCAL, NO_END, EndlessRuntime, HeldRuntime
 from tests.service.statuses import read
 from tests.waiting import until
 
@@ -158,12 +158,28 @@ async def test_a_silent_stream_ends_but_not_while_its_requests_run(moved_clock, 
     moved_clock.advance(100)
     served.runtime.gate.set()
     assert "answer" in output((await call.read()).infer_response)
+    await until(lambda: served.server.in_flight.count == 0)
     reading = asyncio.ensure_future(call.read())
     await until(lambda: moved_clock.advance(100) or reading.done())
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await reading
     told = read(error.value)
     assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_SENDER")
+
+
+async def test_a_reader_too_slow_for_the_first_response_gets_a_status(moved_clock, serve, caplog):
+    """The response is larger than what the client takes unread, and initial metadata goes with it."""
+    served = await serve(server_config={"access_log": "text"})
+    window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16), *LOCAL]
+    async with grpc.aio.insecure_channel(served.server.addresses[0], options=window) as channel:
+        call = GRPCInferenceServiceStub(channel).ModelStreamInfer()
+        with caplog.at_level(logging.INFO, ACCESS_LOG):
+            await call.write(infer(id="long" * 500_000, SKILL="smell"))
+            await until(lambda: moved_clock.advance(10) or "reason=SLOW_READER" in caplog.text)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            async with asyncio.timeout(100_000):
+                await all_of(call)
+    assert read(error.value).reason == "SLOW_READER"
 
 
 async def test_timeout_limits_the_time_in_the_queue(serve):

@@ -95,20 +95,30 @@ class Call:
     trace_id: str = ""
     trace: object = None
     """For the CallWatcher only."""
-    _greeted: bool = False
+    _greeting: asyncio.Future[None] | None = None
 
     def release(self) -> None:
         """Drops large objects at the end of the call. A cancelled timer keeps its task's context, and so this object,
         until its time."""
         self.context, self.metadata = cast(Context, None), ()
         self.message = self.opening = self.result = self.error = self.trace = None
-        self.stored = {}
+        self.stored, self._greeting = {}, None
 
     async def accept(self) -> None:
         """Sends the request's id to the caller. From then on, clients do not retry the call transparently."""
-        if not self._greeted:
-            self._greeted = True
-            await self.context.send_initial_metadata(self.ids)
+        await self.greet(self.ids)
+
+    async def greet(self, metadata: Metadata) -> None:
+        """Sends initial metadata, unless it was sent before. The end of the caller's time does not interrupt it: gRPC
+        takes no status of a call whose initial metadata is half sent, and the call would never end."""
+        if self._greeting is None:
+            self._greeting = asyncio.ensure_future(self.context.send_initial_metadata(metadata))
+        await self.greeted()
+
+    async def greeted(self) -> None:
+        """Waits until initial metadata is sent, if that has begun."""
+        if self._greeting is not None:
+            await asyncio.shield(self._greeting)
 
     @property
     def owner(self) -> str:

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from kestrel_grpc.edge.calls.call import Call
 from kestrel_grpc.edge.failures.errors import SlowReader
 from kestrel_grpc.edge.grpc_method import Writer, write_limit
 
@@ -15,6 +16,10 @@ class Reader:
 
     def __init__(self):
         self.written = 0
+        self.metadata = []
+
+    async def send_initial_metadata(self, metadata):
+        self.metadata.append(metadata)
 
     async def write(self, seconds):
         await asyncio.sleep(seconds)
@@ -28,7 +33,7 @@ def reader():
 
 @pytest.fixture
 async def writer(still_clock, reader):
-    return Writer(reader, write_limit(0.1))
+    return Writer(Call("Stream", "ipv4:127.0.0.1:1", reader), write_limit(0.1))
 
 
 async def test_writes_that_take_long_only_together_are_left_alone(reader, writer):
@@ -36,7 +41,7 @@ async def test_writes_that_take_long_only_together_are_left_alone(reader, writer
         await writer.write(0.03)
     await asyncio.sleep(0.15)
     await writer.write(0.05)
-    assert reader.written == 9
+    assert reader.written == 9 and reader.metadata == [()]
     assert writer.code == reader.code
 
 
