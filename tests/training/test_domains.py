@@ -160,7 +160,8 @@ def test_bars_of_a_plotted_chart_are_as_long_as_their_values(seed: int, sources:
     assert np.allclose(scales, scales[0], rtol=1e-3)
     axis = long - 2
     (low, here), (high, there) = (
-        (float(t), point[axis]) for t, point in (shown.scale[0], shown.scale[-1])
+        (float(text.replace(",", "").replace("k", "e3")), point[axis])
+        for text, point in (shown.scale[0], shown.scale[-1])
     )
     at = boxes[0][0][long if table["lying"] else 1]
     found = low + (at - here) / (there - here) * (high - low)

@@ -18,7 +18,7 @@ def hsv(rng: random.Random, saturation: tuple[float, float], value: tuple[float,
     return round(255 * r), round(255 * g), round(255 * b)
 
 
-def luma(rgb: Rgb) -> float:
+def luma(rgb: tuple[float, float, float]) -> float:
     return 0.299 * rgb[0] + 0.587 * rgb[1] + 0.114 * rgb[2]
 
 

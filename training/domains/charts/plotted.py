@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from training.domains.charts.questions import number
-from training.domains.ground import hsv
+from training.domains.ground import hsv, luma
 from training.domains.picture import Box, Pixels, Point, view_scale
 from training.domains.text.fonts import advance, draw_font, file_of
 from training.domains.text.page import width_of
@@ -37,11 +37,12 @@ def plot(
     # Only the machine that trains has matplotlib.
     from matplotlib import rc_context, style
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import to_rgb
     from matplotlib.figure import Figure
 
     # Of the letters, in pixels; a point is a pixel.
-    size = rng.uniform(11, rng.choice((16, 24))) / view_scale(width, height)
-    large = size * rng.uniform(1, 1.5)
+    size = rng.uniform(10, rng.choice((14, 16, 24))) / view_scale(width, height)
+    large, gap = size * rng.uniform(1, 1.5), size * rng.choice((0.5, 0.5, rng.uniform(0.5, 2)))
     font = draw_font(rng, held)
     widest = max(width_of(label, font, round(size)) for label in table["labels"])
     beside = len(table["series"]) > 1 and rng.random() < 0.7
@@ -54,7 +55,8 @@ def plot(
     ):
         figure = Figure((width / 72, height / 72), dpi=72)
         axes = figure.add_axes((0, 0, 1, 1))
-        axes.set_prop_cycle(color=table["colours"])
+        seen = [c for c in table["colours"] if not table["dark"] or luma(to_rgb(c)) > 0.25]
+        axes.set_prop_cycle(color=seen or table["colours"])
         axes.tick_params(labelsize=size)
         if rng.random() < 0.4:
             axes.tick_params(length=0)
@@ -64,14 +66,12 @@ def plot(
         {"pie": _pie, "bar": _bars}.get(table["kind"], _points)(rng, axes, table, size)
         if table["title"]:
             loc = rng.choice(("center", "center", "left"))
-            axes.set_title(table["title"], fontsize=large, loc=loc, y=1)  # type: ignore[arg-type]
+            axes.set_title(table["title"], fontsize=large, loc=loc, y=1, pad=gap)  # type: ignore[arg-type]
         if len(table["series"]) > 1:
-            axes.legend(fontsize=size, loc="upper left" if beside else "best",
+            axes.legend(fontsize=size, loc="upper left" if beside else "best", frameon=rng.random() < 0.5,
                         **({"bbox_to_anchor": (1, 1)} if beside else {}))  # fmt: skip
-        large = large if table["title"] else 0
-        edges = _edges(
-            table, lambda text: width_of(text, font, 20) * size / 20, size, large, beside
-        )
+        top = 1.3 * large + gap if table["title"] else 0
+        edges = _edges(table, lambda text: width_of(text, font, 20) * size / 20, size, top, beside)
         pad, canvas = rng.uniform(0.4, 1.2) * size, FigureCanvasAgg(figure)
         for _ in range(2):
             _lay_out(axes, table, edges + pad)
@@ -88,16 +88,16 @@ def plot(
 
 
 def _edges(
-    t: dict[str, Any], wide: Callable[[str], float], size: float, large: float, beside: bool
+    t: dict[str, Any], wide: Callable[[str], float], size: float, top: float, beside: bool
 ) -> NDArray[np.float64]:
     """Pixels [4] that the texts outside of the axes need: left, bottom, right, top.
 
     matplotlib's own layout measures each text twice, which takes a third of a chart's time.
     """
-    labels, top = max(map(wide, t["labels"])), 1.7 * large
+    labels = max(map(wide, t["labels"]))
     if t["kind"] == "pie":
         legend = (0, 0, labels + 4 * size, top)
-        return np.array(legend if t["hole"] else (labels, size, labels, top + size))
+        return np.array(legend if t["keyed"] else (labels, size, labels, top + size))
     most = max(v for s in t["series"] for v in s["values"])
     numbers = wide("0" * len(str(int(1.3 * most))) + (".0" if most < 40 else "")) + 0.5 * size
     high = labels if t["turn"] == 90 else 0.71 * (labels + size) if t["turn"] else size
@@ -218,6 +218,10 @@ def _frame(rng: random.Random, axes: Any, t: dict[str, Any], size: float, across
         axis = "both" if lines == "both" else "x" if across else "y"
         axes.grid(True, axis=axis, **colour)
     axes.set_axisbelow(True)
+    if max(v for s in t["series"] for v in s["values"]) >= 1000 and rng.random() < 0.5:
+        brief = rng.random() < 0.4
+        axis = axes.xaxis if across else axes.yaxis
+        axis.set_major_formatter(lambda v, _: f"{v / 1000:g}k" if brief and v else f"{v:,.0f}")
     gone = rng.choice(
         ((), (), ("top", "right"), ("top", "right", "left"), ("top", "right", "left", "bottom"))
     )
@@ -248,7 +252,7 @@ def _bars(rng: random.Random, axes: Any, t: dict[str, Any], size: float) -> None
 def _points(rng: random.Random, axes: Any, t: dict[str, Any], size: float) -> None:
     marker = rng.choice("oos^D") if t["kind"] == "scatter" or rng.random() < 0.6 else ""
     for series in t["series"]:
-        axes.plot(series["values"], marker=marker, label=series["name"], markersize=size * rng.uniform(0.3, 0.6),
+        axes.plot(series["values"], marker=marker, label=series["name"], markersize=size * rng.uniform(0.4, 0.8),
                   linewidth=size / rng.uniform(5, 14), linestyle="" if t["kind"] == "scatter" else "-")  # fmt: skip
         if t["numbers"] and len(t["series"]) == 1:
             for i, v in enumerate(series["values"]):
@@ -263,9 +267,10 @@ def _points(rng: random.Random, axes: Any, t: dict[str, Any], size: float) -> No
 def _pie(rng: random.Random, axes: Any, t: dict[str, Any], size: float) -> None:
     values = t["series"][0]["values"]
     texts = iter([number(v) for v in values])
+    t["keyed"] = t["hole"] or rng.random() < 0.3  # a legend in place of labels
     wedges, *_ = axes.pie(
         values,
-        labels=None if t["hole"] else t["labels"],
+        labels=None if t["keyed"] else t["labels"],
         startangle=rng.uniform(0, 360),
         autopct=(lambda _: next(texts)) if t["numbers"] else None,
         textprops={"fontsize": size},
@@ -273,5 +278,5 @@ def _pie(rng: random.Random, axes: Any, t: dict[str, Any], size: float) -> None:
         counterclock=rng.random() < 0.5,
         wedgeprops={"width": rng.uniform(0.45, 0.6)} if t["hole"] else None,
     )
-    if t["hole"]:
+    if t["keyed"]:
         axes.legend(wedges, t["labels"], fontsize=size, loc="center left", bbox_to_anchor=(1, 0.5))
