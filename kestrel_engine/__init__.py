@@ -64,6 +64,7 @@ from .fair_shares import FairShares, Member
 from .preprocess.decoding.images import FORMATS as IMAGE_FORMATS
 from .preprocess.decoding.images import OnBackground
 from .preprocess.looks import InCrops, InRegion, Tiled, Tiles
+from .preprocess.measuring import MeasuredImage
 from .processes import end_with_parent
 from .requests.merging import best_boxes
 from .requests.request import Request
@@ -122,6 +123,7 @@ __all__ = [
     "KestrelError",
     "LoRA",
     "LoadTimes",
+    "MeasuredImage",
     "Member",
     "ModelLoadError",
     "ModelNotFoundError",

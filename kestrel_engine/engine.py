@@ -30,6 +30,7 @@ from .config.sizes import Sizes
 from .confinement import trial
 from .errors import DeadlineExceeded, EngineClosed, ProfileError, RuntimeFailure
 from .preprocess.looks import Tiled
+from .preprocess.measuring import MeasuredImage
 from .requests.open_requests import OpenRequests
 from .requests.request import (
     CallerOptions,
@@ -293,6 +294,17 @@ class InferenceEngine(SkillCalls):
         InvalidRequest, EngineOverloaded, DeadlineExceeded, EngineClosed."""
         request = request_of("", None, None, None, {"request_id": "", **options})
         return await self._submitter.prepare_image(dataclasses.replace(request, images=(image,)))
+
+    async def measure_image(self, image: Any, **options: Unpack[CallerOptions]) -> MeasuredImage:
+        """Size and crops of an image, an InRegion, InCrops or Tiled image, of which only the header is read. Raises
+        as ``prepare_image``, but not what only decoding finds."""
+        request = request_of("", None, None, None, {"request_id": "", **options})
+        return await self._submitter.measure_image(dataclasses.replace(request, images=(image,)))
+
+    async def count_positions(self, request: Request) -> int:
+        """How many positions of the context the prompt of ``request`` takes for one look at its images, without its
+        answer. No image is read and nothing computed. A prompt may exceed the context. Raises as ``start``."""
+        return await self._submitter.count_positions(request)
 
     def cancel(self, request_id: str) -> int:
         """Ends the requests of this id as "cancelled", as soon as a step ends; returns how many. One whose image is

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,6 +39,13 @@ class Preprocessed:
         return look
 
 
+class HeaderSize(NamedTuple):
+    """Width and height in pixels of an upright image, from its header."""
+
+    width: int
+    height: int
+
+
 @dataclass(slots=True, eq=False)
 class Job:
     """An image that waits or is being decoded. ``waiters``: the number of its callers. ``cost``: None until a decoder
@@ -47,7 +55,8 @@ class Job:
     """None once no request needs it."""
     principal: str
     key: bytes | None
-    result: asyncio.Future[Preprocessed]
+    result: asyncio.Future[Any]
+    """Gets Preprocessed, or HeaderSize."""
     namespace: str
     background: Colour | None = None
     selection: Selection = WHOLE
@@ -60,6 +69,8 @@ class Job:
     queue: FairQueue[Job] | None = None
     """The queue in which it waits. Other queues may hold entries for it, which count no more."""
     waiters: int = 0
+    header_only: bool = False
+    """Whether the header is read and nothing decoded."""
     waits: bool = False
     """Whether its pixels count as waiting."""
 

@@ -38,9 +38,10 @@ from ..processes.template import confined
 from ..types.model_config import VisionConfig
 from .decoding.costs import FIELD, Cost
 from .decoding.images import ImageSource, OnBackground, read_source
-from .jobs import Job, Preprocessed
+from .jobs import HeaderSize, Job, Preprocessed
 from .known_bytes import KnownBytes
 from .looks import WHOLE, selection_of, selection_values
+from .measuring import MeasuredImage, measured
 from .prepared_cache import PreparedCache, source_digest, source_key
 from .processes.answers import MOST_TEXT, Answers
 from .processes.decoder_process import MODULE, DecoderProcess
@@ -206,6 +207,29 @@ class PreprocessPool:
             if job.queue is not None:
                 job.wait_in(job.queue)
         del payload, source
+        prepared: Preprocessed = await self._result_of(job)
+        return prepared
+
+    async def measure(
+        self, source: ImageSource, *, principal: str = "", is_high: bool = False
+    ) -> MeasuredImage:
+        """The size and the crops of an image, an InRegion, InCrops or Tiled, whose header alone a decoder reads. Raises
+        as ``prepare``, but not what only decoding finds."""
+        self._check_open()
+        source, selection = selection_of(source, self._vision.max_crops)
+        payload = await asyncio.to_thread(read_source, source, self._limits)
+        self._check_open()
+        if isinstance(payload, np.ndarray):
+            size = HeaderSize(payload.shape[1], payload.shape[0])
+        else:
+            result = asyncio.get_running_loop().create_future()
+            job = Job(payload, principal, None, result, "", is_high=is_high, header_only=True)
+            job.wait_in(self._unknown)
+            self._dispatch()
+            size = await self._result_of(job)
+        return measured(size, selection, self._limits, self._vision)
+
+    async def _result_of(self, job: Job) -> Any:
         job.waiters += 1
         try:
             return await asyncio.shield(job.result)
@@ -309,6 +333,7 @@ class PreprocessPool:
         message = {
             "shape": job.payload.shape if isinstance(job.payload, np.ndarray) else None,
             "background": job.background,
+            "header_only": job.header_only,
             "selection": selection_values(job.selection),
             "granted": granted._asdict(),
             "threads": min(MOST_THREADS_AN_IMAGE, self._processes) if alone else 1,
@@ -377,6 +402,8 @@ class PreprocessPool:
             decoder.close()
         if isinstance(outcome, Cost):
             self._learn_cost(run.job, outcome)
+        elif isinstance(outcome, HeaderSize):
+            self._finish(run.job, outcome)
         elif isinstance(outcome, Preprocessed):
             if decoder.is_open:
                 # The image keeps its segment. A large new one is not prepared: the next image may be small.
@@ -447,8 +474,8 @@ class PreprocessPool:
         job.result.cancel()
         self._forget(job)
 
-    def _finish(self, job: Job, done: Preprocessed) -> None:
-        if job.key is not None:
+    def _finish(self, job: Job, done: Preprocessed | HeaderSize) -> None:
+        if job.key is not None and isinstance(done, Preprocessed):
             self._cache.keep_looks(job.key, done.looks)
         self._forget(job)
         if not job.result.done():

@@ -17,7 +17,7 @@ from ..preprocess.looks import Tiled
 from ..preprocess.tokenizer import LONG_TEXT
 from ..skills.base import SkillContext, SkillDefaults, SkillRequest, SkillSpec
 from ..skills.objects.request import ObjectsRequest
-from ..skills.prompts import check_context, check_images
+from ..skills.prompts import check_context, check_images, num_positions
 from ..skills.registry import SkillRegistry
 from ..skills.rule_check import check_prompt
 from ..types.requests import Coord, PreparedTiles
@@ -79,15 +79,8 @@ class RequestCheck:
         return self._skills.get(request.skill)
 
     def check(self, request: Request) -> SkillRequest:
-        """What the skill makes of a request. Raises RequestError."""
-        spec = self.skill(request)
-        if request.adapter is not None:
-            checked_adapter_name(request.adapter)
-        checked: SkillRequest = spec.build(request.arguments, request.settings, self.context)
-        check_prompt(checked.prompt_suffix, self._model)
-        images = request.images
-        _check_tiled(images, checked)
-        check_images(checked, len(images), self._config.max_images)
+        """What the skill makes of a request that fits the model's context. Raises RequestError."""
+        checked, images = self.made(request), request.images
         positions = 0
         if checked.reads is None:
             positions = check_context(checked, len(images), self._model, self._max_positions)
@@ -99,6 +92,21 @@ class RequestCheck:
             default=self.context.defaults.max_tokens,
         )
         return replace(checked, token_limit=limit)
+
+    def made(self, request: Request) -> SkillRequest:
+        """What the skill makes of a request of any length. Raises RequestError."""
+        spec = self.skill(request)
+        if request.adapter is not None:
+            checked_adapter_name(request.adapter)
+        checked: SkillRequest = spec.build(request.arguments, request.settings, self.context)
+        check_prompt(checked.prompt_suffix, self._model)
+        _check_tiled(request.images, checked)
+        check_images(checked, len(request.images), self._config.max_images)
+        return checked
+
+    def positions(self, checked: SkillRequest, num_images: int) -> int:
+        """The positions of the prompt of one look at ``num_images`` images; 0 if nothing is generated."""
+        return 0 if checked.reads is not None else num_positions(checked, num_images, self._model)
 
 
 def num_looks(request: Request) -> int:

@@ -15,6 +15,7 @@ from ..errors import RequestError
 from ..preprocess.decoding.costs import FIELD
 from ..preprocess.jobs import Preprocessed
 from ..preprocess.looks import Tiled
+from ..preprocess.measuring import MeasuredImage
 from ..preprocess.pool import PreprocessPool
 from ..types.observer import ImageEvent, Observer
 from ..types.requests import PreparedImage, PreparedTiles
@@ -82,6 +83,16 @@ class ImagePreparation:
             raise
         finally:
             self._observe(request.request_id, timings, looks, error)
+
+    async def measure(self, request: Request, place: Place) -> MeasuredImage:
+        """Size and crops of the only image of ``request``. Raises as ``prepare``."""
+        (image,) = request.images
+        measuring = self._pool.measure(
+            image, principal=place.principal, is_high=place.priority == 0
+        )
+        return await self._unsubmitted.run(
+            measuring, place, request.deadline_at, "before the image's header was read"
+        )
 
     def flush(self) -> None:
         """Drops prepared images that no request uses."""

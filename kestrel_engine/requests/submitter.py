@@ -18,6 +18,7 @@ from ..building.factory import Built
 from ..callers.lifetime import Lifetime
 from ..config.runtime import RuntimeConfig
 from ..errors import AdapterNotFound
+from ..preprocess.measuring import MeasuredImage
 from ..skills.base import SkillRequest
 from ..skills.constraints.grammars import Grammar, Grammars
 from ..skills.registry import SkillRegistry
@@ -87,6 +88,23 @@ class Submitter:
         finally:
             self.places.give_back(place)
 
+    async def measure_image(self, request: Request) -> MeasuredImage:
+        """Size and crops of the only image of ``request``."""
+        place = self._take_place(request)
+        try:
+            return await self.images.measure(request, place)
+        finally:
+            self.places.give_back(place)
+
+    async def count_positions(self, request: Request) -> int:
+        """The positions of the prompt of one look at the images of ``request``, which nothing reads."""
+        place = self._take_place(request)
+        try:
+            checked = await self._checked(request, place, self._check.made)
+        finally:
+            self.places.give_back(place)
+        return self._check.positions(checked, len(request.images))
+
     async def close(self) -> None:
         """Ends decoders, adapters' loading and the compiler. The step thread has ended or was left behind."""
         self.images.close()
@@ -121,7 +139,7 @@ class Submitter:
     async def _completed(self, request: Request, place: Place, held: ExitStack) -> Request:
         """The request with all that it needs. ``held``: what the request gives back at its end."""
         accepted_at = clock.now()
-        checked = await self._checked(request, place)
+        checked = await self._checked(request, place, self._check.check)
         if (count := num_looks(request)) > 1:
             self.places.take_more(place, count - 1)
         engine = _Services(self, request, place)
@@ -136,11 +154,13 @@ class Submitter:
             request, checked=checked, adapter=adapter, images=images, timings=timings
         )
 
-    async def _checked(self, request: Request, place: Place) -> SkillRequest:
+    async def _checked(
+        self, request: Request, place: Place, check: Callable[[Request], SkillRequest]
+    ) -> SkillRequest:
         if not has_long_text(request):
-            return self._check.check(request)
+            return check(request)
         return await self.unsubmitted.run(
-            asyncio.to_thread(self._check.check, request),
+            asyncio.to_thread(check, request),
             place,
             request.deadline_at,
             "before its text was encoded",

@@ -34,11 +34,17 @@ def check_images(request: SkillRequest, count: int, max_images: int) -> None:
         raise SkillFault(f"the skill's prompt has {places} places for {count} images")
 
 
+def num_positions(request: SkillRequest, count: int, model: ModelConfig) -> int:
+    """The positions of the prompt with ``count`` images."""
+    text = 1 + len(request.prompt_suffix) - request.prompt_suffix.count(IMAGE_PLACE)
+    return text + count * model.image_positions
+
+
 def check_context(request: SkillRequest, count: int, model: ModelConfig, context: int) -> int:
     """The positions of the prompt with ``count`` images. Raises ContextLengthError unless ``context`` positions hold
     them and one more."""
-    text = 1 + len(request.prompt_suffix) - request.prompt_suffix.count(IMAGE_PLACE)
-    positions = text + count * model.image_positions
+    positions = num_positions(request, count, model)
+    text = positions - count * model.image_positions
     if positions < context:
         return positions
     if count > 1 and text < context:

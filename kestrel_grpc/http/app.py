@@ -18,7 +18,7 @@ from ..security.admission.guard import Guard
 from ..served_model import ServedModels, State
 from ..telemetry.opening import Telemetry
 from .context import Receive, Scope, Send
-from .dialects import completions, grpc_web, kserve, moondream, ollama, openai
+from .dialects import completions, grpc_web, kserve, moondream, ollama, openai, token_counts
 from .edge import Endpoint, HttpEdge
 from .files import page_routes
 from .metrics import metrics
@@ -54,6 +54,7 @@ def application(
         **moondream.endpoints(vision, lambda: served.names),
         **openai.endpoints(vision, models, lambda: served.names),
         **completions.endpoints(vision, lambda: served.names),
+        **token_counts.endpoints(vision, lambda: served.names),
         **ollama.endpoints(vision, models, lambda: served.names),
         **kserve.endpoints(inference),
         **grpc_web.endpoints(vision, images, models, guard.messages.largest),

@@ -1,4 +1,5 @@
-"""VisionService: the five skills, RunSkill, Analyze and Embed, each as a unary call and as a stream, and StreamFrames.
+"""VisionService: the five skills, RunSkill, Analyze and Embed, each as a unary call and as a stream, StreamFrames and
+CountTokens.
 
 A unary call runs the same requests as a stream, without reading their updates.
 """
@@ -15,6 +16,7 @@ from ..edge.calls.current import current
 from ..images.request_images import RequestImages, images_of
 from ..served_model import ServedModels
 from .answers.analysis import analyze
+from .answers.counting import count_tokens
 from .answers.frames import answer_frame
 from .answers.kinds import (
     CAPTION,
@@ -110,6 +112,11 @@ class VisionService(VisionServiceServicer):
         sender = Sender(context, pb.StreamAnalyzeResponse)
         run = Run(self._served, self._images, sender=sender)
         await sender.send({"final": await analyze(run, request)})
+
+    async def CountTokens(
+        self, request: pb.CountTokensRequest, context: Context
+    ) -> pb.CountTokensResponse:
+        return await count_tokens(Run(self._served, self._images, keeps_images=False), request)
 
     async def StreamFrames(  # type: ignore[override]
         self, request: pb.StreamFramesRequest, context: Context

@@ -63,6 +63,9 @@ from .values.administration import MethodStatistics as MethodStatistics
 from .values.administration import Profile as Profile
 from .values.administration import ServerStatistics as ServerStatistics
 from .values.constraint import Constraint as Constraint
+from .values.counting import ImageTokens as ImageTokens
+from .values.counting import TaskTokens as TaskTokens
+from .values.counting import TokenCount as TokenCount
 from .values.description import Adapter as Adapter
 from .values.description import Model as Model
 from .values.description import ServerInfo as ServerInfo

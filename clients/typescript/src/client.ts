@@ -29,6 +29,7 @@ import {
 import {
   VisionService,
   type CaptionRequest,
+  type CountTokensResponse,
   type DetectRequest,
   type PointRequest,
   type QueryRequest,
@@ -169,6 +170,16 @@ export class Client {
     options: SkillTaskOptions & HandlingOptions = {},
   ): Promise<SkillResult> {
     return this.#task(image, () => skillTask(skill, options), options);
+  }
+
+  /** Counts the positions of the context that tasks would take. The model computes nothing. `null`: without an image. */
+  async countTokens(
+    image: ImageInput | null,
+    tasks: Tasks,
+    options: HandlingOptions = {},
+  ): Promise<CountTokensResponse> {
+    const { call, request } = await this.#requests.counting(image, tasks, options);
+    return this.#unary(call, (sending) => this.#vision.countTokens(request, sending));
   }
 
   /** Returns embeddings of an image, for search and comparison; `vectors` reads them. */

@@ -176,6 +176,8 @@ for (const [name, client] of [
       const [other] = vectors(half.embeddings[0] as never);
       assert.ok(other && similarity(one, other) > 0.999);
       assert.ok((await client.streamEmbed(IMAGE).result()).info.model);
+      const count = await client.countTokens(IMAGE, { mine: queryTask(QUESTION) });
+      assert.equal(count.inputTokens, (await client.query(IMAGE, QUESTION)).usage.inputTokens);
       const options = { arguments: { question: QUESTION }, settings: { temperature: 0 } };
       assert.deepEqual((await client.runSkill("query", IMAGE, options)).output?.["answer"], "2");
       assert.equal((await client.streamRunSkill("query", IMAGE, options).result()).output?.["answer"], "2");

@@ -65,6 +65,11 @@ class BmpImage:
         self._background, self._data = background, data
         self.cost: Cost = cost_of(KINDS["BMP"], self._image.width, self._image.height, len(data))
 
+    @property
+    def upright_size(self) -> tuple[int, int]:
+        """Width and height."""
+        return self._image.width, self._image.height
+
     def begin(self, allocate: Allocate = new_bytes) -> DecodedImage:
         """The pixels in memory of ``allocate``, still to be decoded."""
         pixels = allocate((self._image.height, self._image.width, 3))

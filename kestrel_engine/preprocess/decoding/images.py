@@ -306,6 +306,13 @@ class EncodedImage:
             turned=_is_turned(self._image),
         )
 
+    @property
+    def upright_size(self) -> tuple[int, int]:
+        """Width and height of the upright image."""
+        width, height = self._image.width, self._image.height
+        is_on_its_side = _metadata(self._image, "orientation") in range(5, 9)
+        return (height, width) if is_on_its_side else (width, height)
+
     def begin(self, allocate: Allocate = new_bytes) -> DecodedImage:
         """Returns the image, not yet decoded, with pixels in memory of ``allocate``. If EXIF orientation turns the
         image, decodes it now. Raises UnsupportedImageError, ImageDecodeError."""

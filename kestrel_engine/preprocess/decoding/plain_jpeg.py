@@ -107,6 +107,12 @@ class PlainJpeg:
         self._otherwise = otherwise
         self.cost: Cost = cost_of(KIND, width, height, len(data))
 
+    @property
+    def upright_size(self) -> tuple[int, int]:
+        """Width and height."""
+        height, width, _ = self._shape
+        return width, height
+
     def begin(self, allocate: Allocate = new_bytes) -> DecodedImage:
         """The pixels in memory of ``allocate``, still to be decoded."""
         pixels = allocate(self._shape)

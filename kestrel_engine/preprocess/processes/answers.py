@@ -21,7 +21,7 @@ from ...types.model_config import VisionConfig
 from ...types.requests import PreparedImage
 from ..crops import KEY_LENGTH, select_tiling, stored_shape
 from ..decoding.costs import FIELD, Cost
-from ..jobs import Job, Preprocessed
+from ..jobs import HeaderSize, Job, Preprocessed
 from ..looks import look_size, regions
 from ..prepared_cache import Looks, in_namespace
 from .segments import map_segment
@@ -51,14 +51,18 @@ class Answers:
         job: Job,
         segment: int,
         failure: Exception | None,
-    ) -> Preprocessed | Cost | Exception:
-        """The prepared image, its cost, or its error. ``segment``: the decoder's. ``failure``: the error of the job if
-        the decoder has ended. Raises OSError, and KeyError, TypeError or ValueError for an answer that only a decoder
-        under an image's control sends."""
-        if "done" in message:
+    ) -> Preprocessed | HeaderSize | Cost | Exception:
+        """The prepared image, its size, its cost, or its error. ``segment``: the decoder's. ``failure``: the error of
+        the job if the decoder has ended. Raises OSError, and KeyError, TypeError or ValueError for an answer that only
+        a decoder under an image's control sends."""
+        if job.header_only and "size" in message:
+            size = HeaderSize(*map(int, message["size"]))
+            self._check_size(*size)
+            return size
+        if "done" in message and not job.header_only:
             done = message["done"]
             return Preprocessed(self._looks(done, job, segment), float(done["seconds"]))
-        if "cost" in message and job.cost is None:
+        if "cost" in message and job.cost is None and not job.header_only:
             pixels, num_bytes = int(message["cost"]["pixels"]), int(message["cost"]["num_bytes"])
             seconds = float(message["cost"]["seconds"])
             if not (0 <= pixels <= self._max_pixels and num_bytes >= 0 and seconds >= 0):
@@ -76,13 +80,17 @@ class Answers:
             return ImageTooLargeError(FIELD, text)
         return RuntimeFailure(f"decoding failed: {message['fault']}"[:MOST_TEXT])
 
+    def _check_size(self, width: int, height: int) -> None:
+        """Raises ValueError."""
+        if width < 1 or height < 1 or width * height > self._max_pixels:
+            raise ValueError(f"{width}x{height} pixels")
+
     def _looks(self, done: dict[str, Any], job: Job, segment: int) -> Looks:
         """Returns what a decoder has prepared. The crops or pixels are in memory that the decoder cannot shrink. Raises
         OSError and the errors of ``read``."""
         width, height = int(done["width"]), int(done["height"])
         keys = [str(key) for key in done["keys"]]
-        if width < 1 or height < 1 or width * height > self._max_pixels:
-            raise ValueError(f"{width}x{height} pixels")
+        self._check_size(width, height)
         try:
             found = regions(width, height, job.selection)
         except InvalidRequest as error:

@@ -131,8 +131,9 @@ class Work:
         """Prepares one image. ``source``: the segment with the encoded bytes, or with pixels of ``job["shape"]``.
         Writes the crops to their segment, or the decoded pixels if the device makes the crops.
 
-        Returns one of: "done", the prepared image; "cost", if the cost exceeds what the job grants; "error", the name,
-        field and message of a RequestError; "fault", the description of any other exception.
+        Returns one of: "done", the prepared image; "size", its width and height, if the job is about the header only;
+        "cost", if the cost exceeds what the job grants; "error", the name, field and message of a RequestError;
+        "fault", the description of any other exception.
         """
         began = time.perf_counter()
         try:
@@ -141,6 +142,8 @@ class Work:
             if job["shape"] is None:
                 background = job["background"] and tuple(job["background"])
                 image = read_header(os.pread(source, size, 0), self._limits, background)
+                if job["header_only"]:
+                    return {"size": image.upright_size}
                 cost = image.cost
             else:
                 height, width, _ = shape = tuple(job["shape"])

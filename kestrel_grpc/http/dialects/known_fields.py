@@ -35,7 +35,7 @@ OLLAMA_SAMPLING = SamplingFields(
     no_seed=-1,
 )
 
-_NO_TOOLS = "the models call no tools; leave it out"
+NO_TOOLS = "the models call no tools; leave it out"
 _TO_SETTINGS = "is a setting; put it into settings"
 _IN_MOONDREAM = "send the image as image_url, and name a fine-tune in settings.adapter"
 _SKILL_FIELDS = {
@@ -87,8 +87,8 @@ _EITHER = KnownFields(
     "completions",
     frozenset({"model", "stream", "stream_options", "n", "logprobs", *OPENAI_SAMPLING.names}),
     refused={
-        "tools": _NO_TOOLS,
-        "functions": _NO_TOOLS,
+        "tools": NO_TOOLS,
+        "functions": NO_TOOLS,
         "settings": _BESIDE,
         "options": _BESIDE,
         "extra_body": _BESIDE,
@@ -163,22 +163,23 @@ CHAT_PARTS = {
     kind: KnownFields(
         "parts of messages",
         frozenset({"type", name}),
-        ignored=frozenset({"detail", "cache_control", "annotations"}),
+        ignored=frozenset({"detail", "cache_control", "annotations", "logprobs"}),
         remedy=_IN_OPENAI,
     )
     for kind, name in (
         ("text", "text"),
         ("input_text", "text"),
+        ("output_text", "text"),
         ("image_url", "image_url"),
         ("input_image", "image_url"),
     )
 }
-"""By type. ``input_text`` and ``input_image`` are those of OpenAI's Responses interface."""
+"""By type. ``input_text``, ``output_text`` and ``input_image`` are those of OpenAI's Responses interface."""
 
 _IN_OLLAMA = "send images as images, in /api/chat within a message, and name a fine-tune in model, as MODEL/ADAPTER"
 _OLLAMA_BOTH = frozenset({"model", "options", "format", "stream", "think"})
 _OLLAMA_REFUSED = {
-    "tools": _NO_TOOLS,
+    "tools": NO_TOOLS,
     "settings": "the settings belong into options",
     "template": "the models have one form of prompt; leave it out",
     "raw": "the models have one form of prompt; leave it out",

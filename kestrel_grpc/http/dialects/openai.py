@@ -86,7 +86,7 @@ def _chat(fields: Fields, service: VisionService, names: Sequence[str]) -> Servi
     usage = fields.inner("stream_options").flag("include_usage")
     if wanted is not None:
         return _grounded(fields, service, names, talk, wanted, usage if streams else None)
-    request = talk.request(reasoning=_reasons(fields))
+    request = talk.request(reasoning=reasons(fields))
     rename = fill(request.query, request.options, fields, names)
     _fill_logprobs(request.query, fields)
     schema = _schema(fields)
@@ -145,11 +145,11 @@ def _grounded(
     return ServiceCall(request, stream, answer, events, rename)
 
 
-def _reasons(fields: Fields) -> bool:
+def reasons(fields: Fields, key: str = "reasoning_effort") -> bool:
     """Whether the model reasons before it answers. Raises InvalidRequest."""
-    effort = fields.text("reasoning_effort", "")
+    effort = fields.text(key, "")
     if effort and effort not in _EFFORTS:
-        raise InvalidRequest("reasoning_effort", f"must be one of {', '.join(_EFFORTS)}")
+        raise InvalidRequest(fields.at(key), f"must be one of {', '.join(_EFFORTS)}")
     if fields.values.get("reasoning") is not None:
         return fields.flag("reasoning")
     return _EFFORTS.get(effort, False)
@@ -182,11 +182,11 @@ def _messages(fields: Fields) -> Iterator[Message]:
     """Raises InvalidRequest, UnsupportedImageError."""
     for message in fields.objects("messages", MESSAGE):
         CHAT_MESSAGE.check(message)
-        text, images = _content(message)
+        text, images = message_content(message)
         yield Message(str(message.values.get("role")), text, images, message.path)
 
 
-def _content(message: Fields) -> tuple[str, list[bytes]]:
+def message_content(message: Fields) -> tuple[str, list[bytes]]:
     """The text of a message, and its images. Raises InvalidRequest, UnsupportedImageError."""
     content = message.values.get("content")
     if content is None or isinstance(content, str):
@@ -200,7 +200,7 @@ def _content(message: Fields) -> tuple[str, list[bytes]]:
         if kind not in CHAT_PARTS:
             raise InvalidRequest(part.at("type"), f"must be text or image_url, got {kind[:50]!r}")
         CHAT_PARTS[kind].check(part)
-        if kind in ("text", "input_text"):
+        if kind in ("text", "input_text", "output_text"):
             texts.append(part.text("text"))
         else:
             given = part.values.get("image_url")

@@ -45,14 +45,16 @@ async def run_tasks(run: Run, tasks: Sequence[CallTask[Any, Any]]) -> pb.Analyze
     )
 
 
-def read_tasks(request: pb.AnalyzeRequest | pb.StreamFramesRequest) -> list[CallTask[Any, Any]]:
+def read_tasks(
+    request: pb.AnalyzeRequest | pb.CountTokensRequest | pb.StreamFramesRequest,
+) -> list[CallTask[Any, Any]]:
     """The tasks of a request, or of the config of a stream. Raises InvalidRequest if their number or a key is invalid,
     or if a task is empty."""
     root: FieldPath
-    if isinstance(request, pb.AnalyzeRequest):
-        root, tasks = ("tasks",), request.tasks
-    else:
+    if isinstance(request, pb.StreamFramesRequest):
         root, tasks = ("config", "tasks"), request.config.tasks
+    else:
+        root, tasks = ("tasks",), request.tasks
     if not 1 <= len(tasks) <= MAX_TASKS:
         raise InvalidRequest(root, f"has {len(tasks)} tasks; must have 1 to {MAX_TASKS}")
     read: list[CallTask[Any, Any]] = []

@@ -11,7 +11,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
-from kestrel_engine import FieldPath, InferenceEngine, PreparedImage, PreparedTiles, Tiled, Tiles
+from kestrel_engine import (
+    FieldPath,
+    InferenceEngine,
+    MeasuredImage,
+    PreparedImage,
+    PreparedTiles,
+    Tiled,
+    Tiles,
+)
 
 from ...edge.calls.current import current
 from ...images.request_images import RequestImage, RequestImages, at_image
@@ -53,18 +61,17 @@ class CallImages:
                 prepared.append(await self._prepare(given))
         self._prepared[tiles] = prepared
 
+    async def measured(self, tiles: Tiles | None) -> list[MeasuredImage]:
+        """Size and crops of each image. Raises as ``prepare``."""
+        found: list[MeasuredImage] = []
+        for index, image in enumerate(await self.given(tiles)):
+            with at_image(("images", index)):
+                found.append(await self._engine.measure_image(image, **_caller()))
+        return found
+
     async def _prepare(self, image: Any) -> PreparedImage | PreparedTiles:
-        call = current.get()
-        options = call.options
-        prepared: PreparedImage | PreparedTiles = await self._engine.prepare_image(
-            image,
-            timeout_s=call.timeout_s,
-            cache_salt=call.principal.namespace(options.cache_salt),
-            request_id=call.request_id,
-            priority=options.priority,
-            principal=call.principal.name,
-            weight=call.principal.weight,
-        )
+        prepared: PreparedImage | PreparedTiles
+        prepared = await self._engine.prepare_image(image, **_caller())
         return prepared
 
     async def given(self, tiles: Tiles | None) -> Sequence[Any]:
@@ -124,3 +131,17 @@ class CallImages:
 def _num_crops(image: PreparedImage | PreparedTiles) -> int:
     """The crops that the model sees, in all looks."""
     return sum(look.num_distinct for look in image.looks)
+
+
+def _caller() -> dict[str, Any]:
+    """What the current call says of a request ahead of its tasks: the keywords of CallerOptions."""
+    call = current.get()
+    options = call.options
+    return {
+        "timeout_s": call.timeout_s,
+        "cache_salt": call.principal.namespace(options.cache_salt),
+        "request_id": call.request_id,
+        "priority": options.priority,
+        "principal": call.principal.name,
+        "weight": call.principal.weight,
+    }

@@ -124,15 +124,20 @@ class Run:
         self._turns = Turns(MAX_SEQUENCES)
         if self._sender is not None:
             self._sender.is_shared = True
-        await self._begin(self.images.seen, seed)
+        await self.accept(self.images.seen, seed)
 
-    async def answer(self, task: CallTask[Part, Response]) -> tuple[Response, list[EngineResult]]:
-        """The response of a task, and the results of its requests. Raises the error that the task fails with."""
+    def requests_of(self, task: CallTask[Any, Any]) -> tuple[Tiles | None, list[Request]]:
+        """How a task cuts the image, and the requests that answer it. Raises RequestError."""
         with inside(*task.path):
             tiles = None if task.kind.tiles is None else task.kind.tiles(task.message)
             requests = task.kind.requests(task.message, len(self.images))
             if isinstance(task.message, pb.SkillTask):
                 check_skill(task.message.name, self.engine.info.skills)
+        return tiles, requests
+
+    async def answer(self, task: CallTask[Part, Response]) -> tuple[Response, list[EngineResult]]:
+        """The response of a task, and the results of its requests. Raises the error that the task fails with."""
+        tiles, requests = self.requests_of(task)
         with located(lambda path: self.path_of(task, path)):
             return await self._answer(task, requests, tiles)
 
@@ -253,7 +258,7 @@ class Run:
                     Seen(each.size, bytes.fromhex(each.digest), each.num_crops)
                     for each in stream.images
                 ]
-                await self._begin(seen, stream.seed if task.kind.generates else 0)
+                await self.accept(seen, stream.seed if task.kind.generates else 0)
             if self._sender is not None:
                 async for update in stream:
                     await self._sender.send(event_fields(update, label), task.key)
@@ -271,14 +276,12 @@ class Run:
                 await self._sender.send(event, task.key)
         return Ended(part, result)
 
-    async def _submit(
-        self, task: CallTask[Part, Response], request: Request, given: Sequence[Any]
-    ) -> EngineStream:
-        """If the deadline passes while the request waits, the engine computes nothing."""
+    def whole(self, request: Request, images: Sequence[Any]) -> Request:
+        """The request of a task with all that the call says of it."""
         options, call = self._options, self._call
-        whole = replace(
+        return replace(
             request,
-            images=tuple(given),
+            images=tuple(images),
             adapter=options.adapter,
             request_id=call.request_id,
             priority=options.priority,
@@ -287,17 +290,22 @@ class Run:
             principal=call.principal.name,
             weight=call.principal.weight,
         )
+
+    async def _submit(
+        self, task: CallTask[Part, Response], request: Request, given: Sequence[Any]
+    ) -> EngineStream:
+        """If the deadline passes while the request waits, the engine computes nothing."""
         try:
-            return await self.engine.start(whole)
+            return await self.engine.start(self.whole(request, given))
         except RequestError as error:
             most = error.most_tokens
-            if call.caps_max_tokens and most is not None:
+            if self._call.caps_max_tokens and most is not None:
                 capped = replace(request, settings={**request.settings, "max_tokens": most})
                 task.message.max_tokens = most  # So that a captured request can be done again.
                 return await self._submit(task, capped, given)
             raise
 
-    async def _begin(self, seen: Sequence[Seen], seed: int) -> None:
+    async def accept(self, seen: Sequence[Seen], seed: int = 0) -> None:
         """Accepts the call. ``seen``: its images."""
         model, request_id = self.engine.info.model, self._call.request_id
         self._info = common_pb2.RequestInfo(request_id=request_id, model=model)

@@ -111,6 +111,7 @@ VISION: dict[str, Message] = {
     "Analyze": ANALYZE,
     "RunSkill": SKILL,
     "Embed": EMBED,
+    "CountTokens": pb.CountTokensRequest(images=[RAW], tasks=ANALYZE.tasks),
     "StreamQuery": QUERY,
     "StreamCaption": CAPTION,
     "StreamPoint": POINT,

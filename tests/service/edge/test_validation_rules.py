@@ -212,6 +212,11 @@ VALID: dict[str, list[Message]] = {
     "VisionService/StreamRunSkill": [pb.RunSkillRequest(**SHARED, skill=SKILL)],
     "VisionService/Embed": [pb.EmbedRequest(**SHARED, embed=EMBED)],
     "VisionService/StreamEmbed": [pb.EmbedRequest(**SHARED, embed=EMBED)],
+    "VisionService/CountTokens": [
+        pb.CountTokensRequest(
+            images=[raw()], tasks=[pb.Task(key="mine", query=QUERY)], options=OPTIONS
+        )
+    ],
     "VisionService/StreamFrames": [OPENING, FRAME],
     "ImageService/PutImage": [image_service_pb2.PutImageRequest(image=raw())],
     "ImageService/DeleteImage": [image_service_pb2.DeleteImageRequest(image_id="img_0")],

@@ -23,6 +23,10 @@ COMMANDS = entries(
                 "requests.watch",
                 "run tasks on the frames of a folder or of a camera's stream",
             ),
+            "count": (
+                "requests.count",
+                "count the positions that tasks would take, before they run",
+            ),
             "embed": ("requests.embed", "compute embeddings of images, for search and comparison"),
             "run": ("requests.run_skill", "run any skill of the server by its name"),
             "put": ("requests.images", "store an image on the server and print its id"),

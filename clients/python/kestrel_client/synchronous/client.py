@@ -41,6 +41,7 @@ from ..errors import DeadlineExceededError, KestrelError
 from ..geometry import DetectedBox, DetectedPoint, SpatialRef, TilesInput
 from ..images.images import ImageHandle, ImageInput
 from ..images.known import DEFAULT_KEPT_IMAGE_BYTES, ImageSource, KnownImages
+from ..values.counting import TokenCount
 from ..values.description import (
     Adapter,
     Model,
@@ -67,6 +68,7 @@ from ..values.tasks import (
     QueryTask,
     SegmentTask,
     SkillTask,
+    Task,
     TaskDone,
     TaskEvent,
     TaskOf,
@@ -407,6 +409,19 @@ class KestrelClient(Closing):
         """As ``run_skill``; the stream gives the events of the skill as they happen."""
         task = SkillTask(skill, arguments, settings)
         return self._channel.stream(self._requests.task, image, task, options)
+
+    def count_tokens(
+        self,
+        image: ImageInput | None,
+        tasks: Task | Tasks,
+        **options: Unpack[HandlingOptions],
+    ) -> TokenCount:
+        """Counts the positions of the model's context that a task, or several as for ``analyze``, would take. The
+        model computes nothing, and the server reads only the header of the image.
+
+        ``count.input_tokens`` is what ``result.usage`` will say, ``count.room_tokens`` what is left for the answer.
+        """
+        return self._channel.call(self._requests.count, image, tasks, options)
 
     def embed(
         self,

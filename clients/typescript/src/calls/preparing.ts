@@ -3,6 +3,7 @@ import type { Connection } from "../connection.js";
 import {
   AnalyzeRequestSchema,
   CaptionRequestSchema,
+  CountTokensRequestSchema,
   DetectRequestSchema,
   EmbeddingDtype,
   EmbeddingParts,
@@ -74,6 +75,18 @@ export class Requests {
       options: toHandling(options),
     });
     return { call: await images.call(AnalyzeRequestSchema, request, this.known, this.putAgain), request };
+  }
+
+  /** Tasks to count, about an image or without one. */
+  async counting(image: ImageInput | null, tasks: Tasks, options: HandlingOptions) {
+    const images = new RequestImages(this.connection, this.readFile, options);
+    const seen = await images.optional(image);
+    const request = message(CountTokensRequestSchema, {
+      images: seen === undefined ? [] : [seen],
+      tasks: toTasks(tasks),
+      options: toHandling(options),
+    });
+    return { call: await images.call(CountTokensRequestSchema, request, this.known, this.putAgain), request };
   }
 
   /** Embeddings of an image. */

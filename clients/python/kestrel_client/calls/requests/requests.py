@@ -19,6 +19,7 @@ from ...geometry import to_region
 from ...images.images import ImageHandle, ImageInput, loaded, to_image
 from ...images.known import KnownImages
 from ...images.request_images import request_images
+from ...values.counting import TokenCount, token_count
 from ...values.embeddings import EmbeddingDtype, EmbedResult, EmbedStream, Pooling, embed_result
 from ...values.reading import words
 from ...values.results.base import Result
@@ -62,6 +63,7 @@ STUBS = (VisionServiceStub, ImageServiceStub, ModelServiceStub, HealthStub)
 
 _ANALYZE = vision_method("Analyze")
 _EMBED = vision_method("Embed")
+_COUNT = Method(VisionServiceStub, "CountTokens", repeatable=True)
 
 
 class Requests:
@@ -90,13 +92,9 @@ class Requests:
         handling = to_handling(options, known or skill.options)
         sources: tuple[ImageInput, ...] = ()
         if isinstance(task, QueryTask):
-            if isinstance(task.images, (str, bytes)):
-                raise InvalidRequestError("images: is one image, needs a sequence of images")
-            sources = tuple(map(self._loaded, task.images))
             start = task.answer_start or cast(QueryOptions, options).get("answer_start") or ""
-            task = replace(  # type: ignore[assignment]
-                task, images=sources, history=tuple(task.history), answer_start=start
-            )
+            question = self._with_images(replace(task, answer_start=start))
+            sources, task = tuple(question.images), question  # type: ignore[assignment]
         message = to_message(task, options)
         if image is not None or not isinstance(task, (QueryTask, SkillTask)):
             image = self._loaded(cast(ImageInput, image))
@@ -115,6 +113,13 @@ class Requests:
             image,
             *sources,
         )
+
+    def _with_images(self, task: QueryTask) -> QueryTask:
+        """The task, whose images and history can be read several times."""
+        if isinstance(task.images, (str, bytes)):
+            raise InvalidRequestError("images: is one image, needs a sequence of images")
+        images = tuple(map(self._loaded, task.images))
+        return replace(task, images=images, history=tuple(task.history))
 
     def _images(
         self,
@@ -150,6 +155,30 @@ class Requests:
             lambda message, payload: read_task_event(message, payload, by_key, image),
         )
         return self._prepared(_ANALYZE, request, reading, options, image)
+
+    def count(
+        self, image: ImageInput | None, tasks: Task | Tasks, options: HandlingOptions
+    ) -> Prepared[TokenCount]:
+        """Counts one task as a call of its own, several as those of ``analyze``."""
+        by_key = keyed([tasks] if isinstance(tasks, Task) else tasks)
+        image = None if image is None else self._loaded(image)
+        seen = None if image is None else self._seen(image, options)
+        images = [] if seen is None else [seen]
+        only = next(iter(by_key.values())) if len(by_key) == 1 else None
+        if isinstance(only, QueryTask):
+            only = self._with_images(only)
+            message = cast(pb.QueryTask, to_message(only, {}))
+            images = self._images(seen, only, message, options)
+            messages = [build(pb.Task, key=next(iter(by_key)), query=message)]
+        else:
+            messages = [to_task(key, task) for key, task in by_key.items()]
+        request = build(
+            pb.CountTokensRequest,
+            images=images,
+            tasks=messages,
+            options=to_handling(options, HandlingOptions),
+        )
+        return self._prepared(_COUNT, request, token_count, options, image)
 
     def frames(
         self,

@@ -4,7 +4,7 @@
 isort:skip_file
 The skills of the model: five skills, each as a unary call and as a stream. Analyze runs several tasks on one image,
 and RunSkill any other skill of the server by its name. Embed gives embeddings of images, and StreamFrames runs tasks
-on the frames of a stream.
+on the frames of a stream. CountTokens says what tasks would take of the model's context.
 
 Every request has the same form: the image, the task, the options. The stream of a skill takes the same request. A
 stream sends one `started`, then deltas or objects as soon as they are final, then exactly one `final`, which repeats
@@ -2603,6 +2603,178 @@ class StreamEmbedResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___StreamEmbedResponse: _TypeAlias = StreamEmbedResponse  # noqa: Y015
+
+@_typing.final
+class CountTokensRequest(_message.Message):
+    """Tasks whose positions to count."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IMAGES_FIELD_NUMBER: _builtins.int
+    TASKS_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Image]:
+        """The images of all tasks, in order, as in QueryRequest. A task other than a query takes one. Default: none."""
+
+    @_builtins.property
+    def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Task]:
+        """The tasks, 1 to 32 (ServerLimits.max_analyze_tasks), as in AnalyzeRequest. One that is invalid fails the call."""
+
+    @_builtins.property
+    def options(self) -> _common_pb2.RequestOptions:
+        """Options of the request. An adapter takes no positions, and is not loaded. Default: the default of every field."""
+
+    def __init__(
+        self,
+        *,
+        images: _abc.Iterable[_common_pb2.Image] | None = ...,
+        tasks: _abc.Iterable[Global___Task] | None = ...,
+        options: _common_pb2.RequestOptions | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["images", b"images", "options", b"options", "tasks", b"tasks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CountTokensRequest: _TypeAlias = CountTokensRequest  # noqa: Y015
+
+@_typing.final
+class CountTokensResponse(_message.Message):
+    """The positions that tasks would take."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASKS_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
+    INPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    IMAGE_TOKENS_FIELD_NUMBER: _builtins.int
+    CONTEXT_POSITIONS_FIELD_NUMBER: _builtins.int
+    INFO_FIELD_NUMBER: _builtins.int
+    input_tokens: _builtins.int
+    """Positions of the prompts of all tasks together: the Usage.input_tokens that they would have."""
+    image_tokens: _builtins.int
+    """The part of input_tokens that images take: the Usage.image_tokens that they would have."""
+    context_positions: _builtins.int
+    """Limit on the positions of one prompt with its answer (Model.context_positions)."""
+    @_builtins.property
+    def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskTokens]:
+        """One count for each task, in the order of the request."""
+
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___ImageTokens]:
+        """The images, in order."""
+
+    @_builtins.property
+    def info(self) -> _common_pb2.RequestInfo:
+        """The request's id, model and images. They have no image_id, because nothing is stored."""
+
+    def __init__(
+        self,
+        *,
+        tasks: _abc.Iterable[Global___TaskTokens] | None = ...,
+        images: _abc.Iterable[Global___ImageTokens] | None = ...,
+        input_tokens: _builtins.int = ...,
+        image_tokens: _builtins.int = ...,
+        context_positions: _builtins.int = ...,
+        info: _common_pb2.RequestInfo | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_positions", b"context_positions", "image_tokens", b"image_tokens", "images", b"images", "info", b"info", "input_tokens", b"input_tokens", "tasks", b"tasks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CountTokensResponse: _TypeAlias = CountTokensResponse  # noqa: Y015
+
+@_typing.final
+class TaskTokens(_message.Message):
+    """The positions that a task would take."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    NUM_PROMPTS_FIELD_NUMBER: _builtins.int
+    INPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    IMAGE_TOKENS_FIELD_NUMBER: _builtins.int
+    SYSTEM_TOKENS_FIELD_NUMBER: _builtins.int
+    LONGEST_PROMPT_FIELD_NUMBER: _builtins.int
+    ROOM_TOKENS_FIELD_NUMBER: _builtins.int
+    CROPS_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """Key of the task, from the caller; by default the task's position."""
+    num_prompts: _builtins.int
+    """Number of prompts: one for each name or sample, and for each look at a tiled image. An object of Abstention has one
+    for each image.
+    """
+    input_tokens: _builtins.int
+    """Positions of all these prompts together: the Usage.input_tokens of the task. If the answer is abstained from, its
+    prompts are not used.
+    """
+    image_tokens: _builtins.int
+    """The part of input_tokens that images take: the Usage.image_tokens of the task."""
+    system_tokens: _builtins.int
+    """The part of input_tokens that QueryTask.system takes."""
+    longest_prompt: _builtins.int
+    """Positions of the longest of these prompts."""
+    room_tokens: _builtins.int
+    """Positions that the longest prompt leaves for its answer: context_positions - longest_prompt, and 0 if that is below
+    1. The task's method would then refuse it.
+    """
+    crops: _builtins.int
+    """Crops of the images that the task looks at: the overview and the tiles of each look, as often as it sees them."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        num_prompts: _builtins.int = ...,
+        input_tokens: _builtins.int = ...,
+        image_tokens: _builtins.int = ...,
+        system_tokens: _builtins.int = ...,
+        longest_prompt: _builtins.int = ...,
+        room_tokens: _builtins.int = ...,
+        crops: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crops", b"crops", "image_tokens", b"image_tokens", "input_tokens", b"input_tokens", "key", b"key", "longest_prompt", b"longest_prompt", "num_prompts", b"num_prompts", "room_tokens", b"room_tokens", "system_tokens", b"system_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TaskTokens: _TypeAlias = TaskTokens  # noqa: Y015
+
+@_typing.final
+class ImageTokens(_message.Message):
+    """What an image would take."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIZE_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    CROPS_FIELD_NUMBER: _builtins.int
+    positions: _builtins.int
+    """Positions in each prompt that holds the image (Model.image_positions). They do not depend on size and crops."""
+    crops: _builtins.int
+    """Crops that the vision tower would read, of the image or its region, if no task cuts it into tiles."""
+    @_builtins.property
+    def size(self) -> _common_pb2.ImageSize:
+        """Size of the upright image."""
+
+    def __init__(
+        self,
+        *,
+        size: _common_pb2.ImageSize | None = ...,
+        positions: _builtins.int = ...,
+        crops: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["size", b"size"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crops", b"crops", "positions", b"positions", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImageTokens: _TypeAlias = ImageTokens  # noqa: Y015
 
 @_typing.final
 class StreamFramesRequest(_message.Message):

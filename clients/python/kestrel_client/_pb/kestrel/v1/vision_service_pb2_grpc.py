@@ -116,6 +116,11 @@ class VisionServiceStub:
                 request_serializer=kestrel_dot_v1_dot_vision__service__pb2.EmbedRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamEmbedResponse.FromString,
                 _registered_method=True)
+        self.CountTokens = channel.unary_unary(
+                '/kestrel.v1.VisionService/CountTokens',
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.CountTokensRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.CountTokensResponse.FromString,
+                _registered_method=True)
         self.StreamFrames = channel.stream_stream(
                 '/kestrel.v1.VisionService/StreamFrames',
                 request_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamFramesRequest.SerializeToString,
@@ -241,6 +246,14 @@ class VisionServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CountTokens(self, request, context):
+        """Counts the positions of the model's context that tasks would take, before they run. The model computes nothing, and
+        of an image only the header is read. A task is checked as its method would check it, but it may exceed the context.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def StreamFrames(self, request_iterator, context):
         """Runs the same tasks on every frame of a stream, such as the frames of a camera or of a screen. Each frame has
         exactly one response, in the order in which the frames end: its results, an error, or the reason why it was
@@ -335,6 +348,11 @@ def add_VisionServiceServicer_to_server(servicer, server):
                     servicer.StreamEmbed,
                     request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.EmbedRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamEmbedResponse.SerializeToString,
+            ),
+            'CountTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.CountTokens,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.CountTokensRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_vision__service__pb2.CountTokensResponse.SerializeToString,
             ),
             'StreamFrames': grpc.stream_stream_rpc_method_handler(
                     servicer.StreamFrames,
@@ -775,6 +793,33 @@ class VisionService:
             '/kestrel.v1.VisionService/StreamEmbed',
             kestrel_dot_v1_dot_vision__service__pb2.EmbedRequest.SerializeToString,
             kestrel_dot_v1_dot_vision__service__pb2.StreamEmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CountTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrel.v1.VisionService/CountTokens',
+            kestrel_dot_v1_dot_vision__service__pb2.CountTokensRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.CountTokensResponse.FromString,
             options,
             channel_credentials,
             insecure,

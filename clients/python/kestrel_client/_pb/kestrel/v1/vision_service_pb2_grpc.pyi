@@ -4,7 +4,7 @@
 isort:skip_file
 The skills of the model: five skills, each as a unary call and as a stream. Analyze runs several tasks on one image,
 and RunSkill any other skill of the server by its name. Embed gives embeddings of images, and StreamFrames runs tasks
-on the frames of a stream.
+on the frames of a stream. CountTokens says what tasks would take of the model's context.
 
 Every request has the same form: the image, the task, the options. The stream of a skill takes the same request. A
 stream sends one `started`, then deltas or objects as soon as they are final, then exactly one `final`, which repeats
@@ -78,6 +78,10 @@ class VisionServiceStub:
     """Returns embeddings of an image and of its crops, for search and comparison. Nothing is generated."""
     StreamEmbed: _grpc.UnaryStreamMultiCallable[_vision_service_pb2.EmbedRequest, _vision_service_pb2.StreamEmbedResponse]
     """Embed, with a message for each embedding. So the embeddings together may exceed the limit of a message."""
+    CountTokens: _grpc.UnaryUnaryMultiCallable[_vision_service_pb2.CountTokensRequest, _vision_service_pb2.CountTokensResponse]
+    """Counts the positions of the model's context that tasks would take, before they run. The model computes nothing, and
+    of an image only the header is read. A task is checked as its method would check it, but it may exceed the context.
+    """
     StreamFrames: _grpc.StreamStreamMultiCallable[_vision_service_pb2.StreamFramesRequest, _vision_service_pb2.StreamFramesResponse]
     """Runs the same tasks on every frame of a stream, such as the frames of a camera or of a screen. Each frame has
     exactly one response, in the order in which the frames end: its results, an error, or the reason why it was
@@ -127,6 +131,10 @@ class VisionServiceAsyncStub(VisionServiceStub):
     """Returns embeddings of an image and of its crops, for search and comparison. Nothing is generated."""
     StreamEmbed: _aio.UnaryStreamMultiCallable[_vision_service_pb2.EmbedRequest, _vision_service_pb2.StreamEmbedResponse]  # type: ignore[assignment]
     """Embed, with a message for each embedding. So the embeddings together may exceed the limit of a message."""
+    CountTokens: _aio.UnaryUnaryMultiCallable[_vision_service_pb2.CountTokensRequest, _vision_service_pb2.CountTokensResponse]  # type: ignore[assignment]
+    """Counts the positions of the model's context that tasks would take, before they run. The model computes nothing, and
+    of an image only the header is read. A task is checked as its method would check it, but it may exceed the context.
+    """
     StreamFrames: _aio.StreamStreamMultiCallable[_vision_service_pb2.StreamFramesRequest, _vision_service_pb2.StreamFramesResponse]  # type: ignore[assignment]
     """Runs the same tasks on every frame of a stream, such as the frames of a camera or of a screen. Each frame has
     exactly one response, in the order in which the frames end: its results, an error, or the reason why it was
@@ -269,6 +277,16 @@ class VisionServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_vision_service_pb2.StreamEmbedResponse], _abc.AsyncIterator[_vision_service_pb2.StreamEmbedResponse]]:
         """Embed, with a message for each embedding. So the embeddings together may exceed the limit of a message."""
+
+    @_abc_1.abstractmethod
+    def CountTokens(
+        self,
+        request: _vision_service_pb2.CountTokensRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_vision_service_pb2.CountTokensResponse, _abc.Awaitable[_vision_service_pb2.CountTokensResponse]]:
+        """Counts the positions of the model's context that tasks would take, before they run. The model computes nothing, and
+        of an image only the header is read. A task is checked as its method would check it, but it may exceed the context.
+        """
 
     @_abc_1.abstractmethod
     def StreamFrames(

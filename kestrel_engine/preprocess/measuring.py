@@ -1,0 +1,33 @@
+"""MeasuredImage: what an image takes of a model's context and tower, known from its header alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..config.images import ImageLimits
+from ..types.model_config import VisionConfig
+from .crops import select_tiling
+from .decoding.costs import PIXELS, check_size
+from .looks import Selection, look_size, regions
+
+
+class MeasuredImage(NamedTuple):
+    """``size``: width and height in pixels of the whole upright image. ``crops``: how many the tower would read, for
+    each look at it."""
+
+    size: tuple[int, int]
+    crops: tuple[int, ...]
+
+
+def measured(
+    size: tuple[int, int], selection: Selection, limits: ImageLimits, vision: VisionConfig
+) -> MeasuredImage:
+    """An image of ``size``, width and height in pixels. Raises InvalidRequest and ImageTooLargeError for looks that
+    ``selection`` may not have."""
+    crops, vision = [], vision.within(selection.max_crops)
+    for look in regions(*size, selection):
+        shown = look_size(look, *size)
+        check_size(*shown, limits, PIXELS)
+        rows, columns = select_tiling(*shown, vision)
+        crops.append(1 if rows == columns == 1 else 1 + rows * columns)
+    return MeasuredImage(size, tuple(crops))
