@@ -1,6 +1,6 @@
 """The model `moondream` of a Triton server: Kestrel's engine behind Triton's Python back end.
 
-Environment: KESTREL_MODEL (a name, default moondream3-preview) or KESTREL_MODEL_PATH (weights), KESTREL_TOKENIZER_PATH,
+Environment: KESTREL_MODEL (a name, default moondream3-preview) or KESTREL_WEIGHTS (weights), KESTREL_TOKENIZER_PATH,
 KESTREL_DEVICE (default cuda), KESTREL_MAX_BATCH_SIZE (default: what the device has room for).
 """
 
@@ -30,7 +30,7 @@ def _config() -> RuntimeConfig:
         "model": os.environ.get("KESTREL_MODEL", "moondream3-preview"),
         "device": os.environ.get("KESTREL_DEVICE", "cuda"),
     }
-    if path := os.environ.get("KESTREL_MODEL_PATH"):
+    if path := os.environ.get("KESTREL_WEIGHTS"):
         del given["model"]
         given["model_path"] = path
     if path := os.environ.get("KESTREL_TOKENIZER_PATH"):
