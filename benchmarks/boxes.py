@@ -20,19 +20,31 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kestrel_client.commands.values import whole
+
 from .models.opening import (
+    MODEL_FLAGS,
     Opened,
     RunningEngine,
     engine_on,
-    model_arguments,
-    opened_model,
-    parse,
+    run_on_model,
     server_gc,
 )
-from .reports.gpu_report import GpuReport, command_line
-from .reports.report import Row, benchmark_parser, median
+from .reports.program import Flag, Program
+from .reports.report import Report, Row, median
 from .traffic.chart_trace import draw_images
 
+PROGRAM = Program(
+    "boxes",
+    __doc__,
+    Flag("--boxes", 20, "boxes of one class", quick=2, type=whole(1)),
+    Flag("--boxes-a-class", 4, "boxes of each of many classes", quick=2, type=whole(1)),
+    Flag("--classes", 80, "classes of a picture", quick=2, type=whole(1)),
+    Flag("--callers", 64, "callers at once", quick=2, type=whole(1)),
+    Flag("--limit", 3.0, "seconds of a kind", quick=0.0),
+    Flag("--images", 400, "pictures, of which one is the known one", quick=4, type=whole(2)),
+    others=MODEL_FLAGS,
+)
 IMAGES_FROM = 5_000_000
 """The pictures, which are not in the trace."""
 
@@ -99,7 +111,7 @@ async def run(
     }
 
 
-async def measure(args: argparse.Namespace, opened: Opened, report: GpuReport) -> None:
+async def measure(args: argparse.Namespace, opened: Opened, report: Report) -> None:
     pictures = draw_images(args.images, first=IMAGES_FROM)
     async with engine_on(opened) as running:
         images = itertools.cycle(pictures[1:])
@@ -117,40 +129,8 @@ async def measure(args: argparse.Namespace, opened: Opened, report: GpuReport) -
                 report.figure(f"{opened.name}: {kind.name}: boxes/s", found, "1/s")
 
 
-def read_arguments(
-    arguments: Sequence[str] | None = None,
-) -> tuple[argparse.Namespace, list[str]]:
-    """Returns the benchmark's own flags, and those of the model."""
-    made = benchmark_parser("boxes", __doc__)
-    made.add_argument("--boxes", type=int, default=20, metavar="N", help="of one class [20]")
-    made.add_argument(
-        "--boxes-a-class", type=int, default=4, metavar="N", help="of each of many classes [4]"
-    )
-    made.add_argument("--classes", type=int, default=80, metavar="N", help="[80]")
-    made.add_argument("--callers", type=int, default=64, metavar="N", help="[64]")
-    made.add_argument("--limit", type=float, default=3.0, metavar="S", help="of a kind [3]")
-    made.add_argument("--images", type=int, default=400, metavar="N", help="[400]")
-    args, of_model = parse(made, arguments)
-    # One picture is the known one.
-    fewest = {"boxes": 1, "boxes_a_class": 1, "classes": 1, "callers": 1, "images": 2}
-    for name, least in fewest.items():
-        given = getattr(args, name)
-        if given < least:
-            made.error(f"--{name.replace('_', '-')}={given}: must be at least {least}")
-    if args.quick:
-        args.boxes = args.boxes_a_class = args.classes = args.callers = 2
-        args.images, args.limit = 4, 0.0
-    return args, of_model
-
-
-def main(arguments: Sequence[str] | None = None) -> GpuReport:
-    args, of_model = read_arguments(arguments)
-    config = model_arguments(of_model, quick=args.quick)
-    report = GpuReport("boxes", vars(args), command=command_line("benchmarks.boxes", arguments))
-    with opened_model(config) as opened:
-        asyncio.run(measure(args, opened, report))
-    report.finish(args.json)
-    return report
+def main(arguments: Sequence[str] | None = None) -> Report:
+    return run_on_model(PROGRAM, measure, arguments)
 
 
 if __name__ == "__main__":

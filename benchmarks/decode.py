@@ -30,11 +30,27 @@ from kestrel_engine.types.step import StepPlan, TokenRule
 from .device.model_work import chosen_experts, decoder_bytes, touched
 from .device.rates import copy_rate, synchronize
 from .models.hand_made_steps import HandMadeSteps, Held
-from .models.opening import Opened, model_arguments, opened_model, parse, server_gc
+from .models.opening import (
+    MODEL_FLAGS,
+    Opened,
+    run_on_model,
+    server_gc,
+)
 from .reports import bars
-from .reports.gpu_report import GpuReport, command_line
-from .reports.report import benchmark_parser, median, quantile
+from .reports.program import SAMPLED, Flag, Program
+from .reports.report import Report, median, quantile
 
+PROGRAM = Program(
+    "decode",
+    __doc__,
+    Flag("--batches", (1, 4, 16, 32, 64), "batch sizes", quick=[1, 4]),
+    Flag("--context", 800, "positions of a sequence", quick=48),
+    Flag("--steps", 96, "measured steps", quick=6),
+    Flag("--warm-up", 16, "steps before the measured ones", quick=2),
+    Flag("--shared", 0, "positions that all sequences share, such as those of one image (730)"),
+    SAMPLED,
+    others=MODEL_FLAGS,
+)
 ROWS_A_PREFILL = 8
 FIRST_TEXT_ID = 10
 """Smaller ids are special in every family."""
@@ -130,36 +146,25 @@ def collect_cost(steps: HandMadeSteps, plans: Sequence[StepPlan], device: torch.
     return median(times)
 
 
-def measure(
-    opened: Opened,
-    report: GpuReport,
-    *,
-    batches: Sequence[int],
-    context: int,
-    num_steps: int,
-    warm_up: int,
-    sampled: bool = False,
-    shared: int = 0,
-) -> None:
-    """Measures all batch sizes. ``sampled``: sample with the defaults of query. ``shared``: the first positions that
-    all sequences have in common."""
+def measure(args: argparse.Namespace, opened: Opened, report: Report) -> None:
+    num_steps, warm_up, shared = args.steps, args.warm_up, args.shared
     config, device = opened.built.model, opened.device
     model = opened.runtime.model
     rate = copy_rate(device)
     ids = config.ids
     rule = TokenRule(stop=ids.eos_id, suppressed=(ids.eos_id, ids.answer_id))
-    sampling = SamplingParams(temperature=0.2, top_p=0.9) if sampled else SamplingParams()
+    sampling = SamplingParams(temperature=0.2, top_p=0.9) if args.sampled else SamplingParams()
     steps = HandMadeSteps(opened.runtime, rule=rule, sampling=sampling)
     total = num_steps + warm_up
-    largest = min(max(batches), opened.runtime.limits.max_batch_size)
+    largest = min(max(args.batches), opened.runtime.limits.max_batch_size)
     prefilled = prefill_contexts(
-        steps, config, largest, context - total // 2, total + 1, shared=shared
+        steps, config, largest, args.context - total // 2, total + 1, shared=shared
     )
     in_fp8 = opened.config.fp8_gemms in FP8_DECODE
     work = decoder_bytes(model, opened.kv_dtype, in_fp8=in_fp8)
     routed = chosen_experts(model, prefilled.texts) if work.moe_layers else None
     positions = prefilled.start + warm_up + num_steps / 2
-    for batch in sorted(b for b in batches if b <= largest):
+    for batch in sorted(b for b in args.batches if b <= largest):
         held = prefilled.held[:batch]
         with server_gc():
             timed = run_pipelined(
@@ -191,11 +196,17 @@ def measure(
         )
         # The limits are for weights and KV cache in the model's dtype. In FP8, there is less to read but the same other
         # work.
-        judged = opened.on_cuda and context >= 800 and not (sampled or in_fp8 or opened.kv_in_fp8)
+        judged = (
+            opened.on_cuda
+            and args.context >= 800
+            and not (args.sampled or in_fp8 or opened.kv_in_fp8)
+        )
         narrow = (", FP8 weights" if in_fp8 else "") + (
             ", FP8 KV cache" if opened.kv_in_fp8 else ""
         )
-        name = f"{opened.name}{narrow}: decode step, {'drawn, ' if sampled else ''}batch {batch}"
+        name = (
+            f"{opened.name}{narrow}: decode step, {'drawn, ' if args.sampled else ''}batch {batch}"
+        )
         limits = bars.DECODE_SHARE.get((opened.name, batch), bars.NONE).below(1e3 * floor)
         if shared:
             name += ", one image"
@@ -205,54 +216,8 @@ def measure(
     steps.end(prefilled.held)
 
 
-def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--batches",
-        type=int,
-        nargs="+",
-        default=[1, 4, 16, 32, 64],
-        help="batch sizes [1 4 16 32 64]",
-    )
-    parser.add_argument("--context", type=int, default=800, help="positions of a sequence [800]")
-    parser.add_argument("--steps", type=int, default=96, help="measured steps [96]")
-    parser.add_argument(
-        "--warm-up", type=int, default=16, help="steps before the measured ones [16]"
-    )
-    parser.add_argument(
-        "--shared",
-        type=int,
-        default=0,
-        metavar="N",
-        help="positions that all sequences have in common, such as those of one image (730) [0]",
-    )
-    parser.add_argument(
-        "--sampled",
-        action="store_true",
-        help="draw with temperature 0.2 and top_p 0.9, the query's defaults, instead of greedily",
-    )
-
-
-def main(arguments: Sequence[str] | None = None) -> GpuReport:
-    parser = benchmark_parser("decode", __doc__)
-    add_decode_arguments(parser)
-    args, of_model = parse(parser, arguments)
-    if args.quick:
-        args.batches, args.context, args.steps, args.warm_up = [1, 4], 48, 6, 2
-    report = GpuReport("decode", vars(args), command=command_line("benchmarks.decode", arguments))
-    config = model_arguments(of_model, quick=args.quick)
-    with opened_model(config) as opened:
-        measure(
-            opened,
-            report,
-            batches=args.batches,
-            context=args.context,
-            num_steps=args.steps,
-            warm_up=args.warm_up,
-            sampled=args.sampled,
-            shared=args.shared,
-        )
-    report.finish(args.json)
-    return report
+def main(arguments: Sequence[str] | None = None) -> Report:
+    return run_on_model(PROGRAM, measure, arguments)
 
 
 if __name__ == "__main__":

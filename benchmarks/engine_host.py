@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -30,7 +31,8 @@ from kestrel_engine.types.step import RuntimeLimits, StepPlan, StepResult, StepT
 from kestrel_engine.types.submission import Submission
 from kestrel_grpc.process.interpreter import GC_THRESHOLDS
 
-from .reports.report import Report, benchmark_parser, median, quantile
+from .reports.program import Program
+from .reports.report import Report, median, quantile
 
 PREFIX, PAGE_SIZE = 730, 10
 WARM_UP = 50
@@ -161,28 +163,25 @@ def measure(batch_size: int, queue_length: int, num_steps: int) -> dict[str, flo
     }
 
 
-def main(arguments: list[str] | None = None) -> Report:
-    parser = benchmark_parser("engine_host", __doc__)
-    args = parser.parse_args(arguments)
-    report = Report("engine_host", vars(args))
-    steps = 10 if args.quick else 1000
-    gc.set_threshold(*GC_THRESHOLDS)
-    title = "Host time from collect to launch, and from launch to collect (us after)"
-    by_batch = {}
-    for batch_size in (1, 4, 16, 64, 256, 512):
-        row = by_batch[batch_size] = measure(batch_size, 10, steps)
-        report.add(title, row)
-    by_queue = {}
-    for queue_length in (10, 100, 1000, 10_000):
-        row = by_queue[queue_length] = measure(64, queue_length, steps)
-        report.add(title, row)
-    us = {key: float(row["us"]) for key, row in by_batch.items()}
-    report.bar("us from collect to launch at a batch of 64", us[64], 300.0)
-    # Fixed costs dominate a small batch, so growth is compared between batches in which they are negligible.
-    report.bar("batch 512 over batch 64 (linear: 8)", us[512] / us[64], 8.0 * 1.1)
-    waiting = {key: float(row["us"]) for key, row in by_queue.items()}
-    report.bar("queue of 10,000 over queue of 10", waiting[10_000] / waiting[10], 1.2)
-    report.finish(args.json)
+def main(arguments: Sequence[str] | None = None) -> Report:
+    with Program("engine_host", __doc__).reporting(arguments) as (args, _, report):
+        steps = 10 if args.quick else 1000
+        gc.set_threshold(*GC_THRESHOLDS)
+        title = "Host time from collect to launch, and from launch to collect (us after)"
+        by_batch = {}
+        for batch_size in (1, 4, 16, 64, 256, 512):
+            row = by_batch[batch_size] = measure(batch_size, 10, steps)
+            report.add(title, row)
+        by_queue = {}
+        for queue_length in (10, 100, 1000, 10_000):
+            row = by_queue[queue_length] = measure(64, queue_length, steps)
+            report.add(title, row)
+        us = {key: float(row["us"]) for key, row in by_batch.items()}
+        report.bar("us from collect to launch at a batch of 64", us[64], 300.0)
+        # Fixed costs dominate a small batch, so growth is compared between batches in which they are negligible.
+        report.bar("batch 512 over batch 64 (linear: 8)", us[512] / us[64], 8.0 * 1.1)
+        waiting = {key: float(row["us"]) for key, row in by_queue.items()}
+        report.bar("queue of 10,000 over queue of 10", waiting[10_000] / waiting[10], 1.2)
     return report
 
 

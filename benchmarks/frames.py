@@ -32,8 +32,16 @@ from kestrel_engine import ImageEvent, InferenceEngine, RequestEvent, RuntimeCon
 from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.settings.server import ServerConfig
 
-from .models.opening import KeptRuntime, Opened, model_arguments, open_model, parse, server_gc
-from .reports.report import Report, benchmark_parser
+from .models.opening import (
+    MODEL_FLAGS,
+    KeptRuntime,
+    Opened,
+    model_arguments,
+    open_model,
+    server_gc,
+)
+from .reports.program import Flag, Program
+from .reports.report import Report
 from .traffic.frame_streams import FrameStream, camera_size
 from .traffic.processes import ChildProcess
 
@@ -180,10 +188,9 @@ def engine_of(opened: Opened, config: RuntimeConfig, times: DeviceTimes) -> Infe
 TASKS = {"detect": detecting, "embed": embedding}
 
 
-async def measure(
-    skill: str, opened: Opened, args: argparse.Namespace, count: int, report: Report
-) -> None:
+async def measure(skill: str, opened: Opened, args: argparse.Namespace, report: Report) -> None:
     """Adds a table of one skill."""
+    count = args.frames
     vision = opened.built.model.vision
     size = args.size or camera_size(vision)
     stream = FrameStream(vision, size, count, 0, UNCHANGED, args.changed_tiles)
@@ -244,26 +251,27 @@ def _size(text: str) -> tuple[int, int]:
     return int(width), int(height)
 
 
+PROGRAM = Program(
+    "frames",
+    __doc__,
+    Flag("--frames", 120, "number of frames", quick=6),
+    Flag("--rounds", 3, "times to measure each", quick=1),
+    Flag("--size", None, "WIDTHxHEIGHT [a camera's with most tiles]", type=_size),
+    Flag("--changed-tiles", 1, "tiles that change"),
+    Flag("--in-flight", (1, 2), "frames at a time"),
+    Flag("--skills", tuple(TASKS), "tasks to measure", choices=TASKS),
+    others=MODEL_FLAGS,
+)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = benchmark_parser("frames", __doc__)
-    parser.add_argument("--frames", type=int, default=120, help="number of frames [120]")
-    parser.add_argument("--rounds", type=int, default=3, help="times to measure each [3]")
-    parser.add_argument("--size", type=_size, help="WIDTHxHEIGHT [a camera's with most tiles]")
-    parser.add_argument("--changed-tiles", type=int, default=1, help="tiles that change [1]")
-    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 2], help="[1 2]")
-    parser.add_argument("--skills", nargs="+", choices=TASKS, default=[*TASKS], help="[all]")
-    args, model_flags = parse(parser, arguments)
-    count = 6 if args.quick else args.frames
-    args.rounds = 1 if args.quick else args.rounds
-    opened = open_model(
-        replace(model_arguments(model_flags, quick=args.quick), crop_cache_bytes=CACHE_BYTES)
-    )
-    report = Report("frames", {"model": opened.name, "frames": count, "rounds": args.rounds})
-    with server_gc():
-        for skill in args.skills:
-            asyncio.run(measure(skill, opened, args, count, report))
-    opened.built.runtime.close()
-    report.finish(args.json)
+    with PROGRAM.reporting(arguments) as (args, model_flags, report):
+        config = model_arguments(model_flags, quick=args.quick)
+        opened = open_model(replace(config, crop_cache_bytes=CACHE_BYTES))
+        with server_gc():
+            for skill in args.skills:
+                asyncio.run(measure(skill, opened, args, report))
+        opened.built.runtime.close()
 
 
 if __name__ == "__main__":

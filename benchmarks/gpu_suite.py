@@ -11,20 +11,20 @@ exit status is 1 if a part failed.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .reports.gpu_report import Figure, GpuReport, command_line, line
+from .reports.report import Figure, Report, line
 from .traffic.chart_trace import NUM_IMAGES, draw_images
 
 MODELS = ("moondream2", "moondream3-preview")
@@ -36,6 +36,10 @@ PARTS = ("trace", "decode", "one_request", "boxes", "prefill", "vision", "satura
 """The parts of a model, in this order. Both models have the same vision tower, so only the first one's is measured."""
 FP8_PARTS = ("trace", "decode", "one_request", "boxes", "quality")
 FP8_FLAGS = ("--precision", "fp8")
+if TYPE_CHECKING:
+    from .models.opening import Measure
+    from .reports.program import Program
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -127,22 +131,25 @@ def run_job(job: Job, limit_s: float) -> bool:
 
 def measure_model(args: argparse.Namespace) -> bool:
     """Runs the parts of one model in this process. Returns whether all succeeded."""
-    from .models.opening import model_arguments, open_model
+    from .models.opening import model_arguments, open_model, run_measure
 
     flags = ["--model", args.one, "--device", args.device]
     flags += ["--threads", "1"] if args.quick else ["--random-weights"]
     flags += FP8_FLAGS if args.fp8 else ()
     name = f"{args.one}-fp8" if args.fp8 else args.one
     opened = open_model(model_arguments(flags, quick=args.quick))
-    good = True
+    good, measures = True, programs()
+    command = shlex.join(["python", "-m", "benchmarks.gpu_suite", *sys.argv[1:]])
     for part in args.parts:
         if part == "vision" and args.one not in (MODELS[0], "kestrel-tiny"):
             continue
-        report = GpuReport(part, vars(args), command=command_line("benchmarks.gpu_suite", None))
+        report = Report(part, vars(args), command=command)
         began = time.monotonic()
         print(f"\n-- {args.one}: {part}", flush=True)
         try:
-            MEASURES[part](opened, args, report)
+            program, measure = measures[part]
+            for flags in runs(part, args, opened.built.model.image_prefix):
+                run_measure(measure, program.parse(flags)[0], opened, report)
         except Exception:  # Continue with the other parts.
             traceback.print_exc()
             good = False
@@ -153,116 +160,33 @@ def measure_model(args: argparse.Namespace) -> bool:
     return good
 
 
-def _trace(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
-    from .models.opening import engine_on, server_gc
-    from .trace import measure_trace, warm_up
-    from .traffic.chart_trace import make_trace
-    from .traffic.step_log import StepLog
-    from .traffic.trace_run import RunPlan
+def programs() -> dict[str, tuple[Program, Measure]]:
+    """Returns the program and the function that measures each part."""
+    from . import boxes, decode, trace
+    from .diagnostics import one_request
+    from .gpu import prefill, quality, vision
 
-    trace = make_trace(
-        opened.built.codec.encode, num_prompts=4 if args.quick else None, cache=args.cache
-    )
-    runs = [(n, tokens, limit_s) for n, limit_s in IN_FLIGHT_S.items() for tokens in TOKENS]
+    alike = {"trace": trace, "saturate": trace, "decode": decode, "one_request": one_request}
+    alike |= {"boxes": boxes, "prefill": prefill, "vision": vision}
+    found = {part: (each.PROGRAM, each.measure) for part, each in alike.items()}
+    return {**found, "quality": (quality.PROGRAM, quality.measure_drift)}
+
+
+def runs(part: str, args: argparse.Namespace, image_prefix: int) -> list[list[str]]:
+    """Returns the flags of each run of a part."""
     if args.quick:
-        runs = [(2, 3, 60.0)]
-
-    async def run() -> None:
-        log = StepLog()
-        async with engine_on(opened, log) as running:
-            await warm_up(running, max(n for n, _, _ in runs), quick=args.quick)
-            with server_gc():
-                for in_flight, tokens, limit_s in runs:
-                    plan = RunPlan(in_flight, tokens, {}, limit_s)
-                    await measure_trace(opened, running, log, trace, plan, report)
-
-    asyncio.run(run())
-
-
-def _saturate(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
-    from .models.opening import engine_on, server_gc
-    from .trace import measure_saturated
-    from .traffic.chart_trace import make_trace
-    from .traffic.step_log import StepLog
-    from .traffic.trace_run import RunPlan
-
-    streams, tokens = (2, 12) if args.quick else (64, 768)
-    trace = make_trace(opened.built.codec.encode, num_prompts=2 * streams)
-
-    async def run() -> None:
-        log = StepLog()
-        async with engine_on(opened, log) as running:
-            with server_gc():
-                plan = RunPlan(streams, tokens, {})
-                await measure_saturated(opened, running, log, trace, plan, report)
-
-    asyncio.run(run())
-
-
-def _decode(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
-    from .decode import measure
-
-    sizes = ((1, 2), 48, 4, 2) if args.quick else ((1, 4, 16, 32, 64), 800, 96, 16)
-    batches, context, steps, warm = sizes
-    shared = 20 if args.quick else opened.built.model.image_prefix
-    for some, common in ((batches, 0), (batches[-1:], shared)):
-        measure(
-            opened,
-            report,
-            batches=some,
-            context=context,
-            num_steps=steps,
-            warm_up=warm,
-            shared=common,
-        )
-
-
-def _one_request(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
-    from .diagnostics.one_request import measure
-
-    requests = 4 if args.quick else 100
-    asyncio.run(measure(opened, requests, min(TOKENS), report, quick=args.quick))
-
-
-def _boxes(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
-    from .boxes import measure, read_arguments
-
-    of_boxes, _ = read_arguments(["--quick"] if args.quick else ["--limit", "2"])
-    asyncio.run(measure(of_boxes, opened, report))
-
-
-def _vision(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
-    from .gpu.vision import measure
-
-    counts = (1,) if args.quick else (56, 28, 9, 1)
-    measure(opened, report, crop_counts=counts, repeats=1 if args.quick else 9)
-
-
-def _prefill(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
-    from .gpu.prefill import measure
-
-    counts = (1,) if args.quick else (1, 4, 16)
-    measure(opened, report, image_counts=counts, repeats=1 if args.quick else 7)
-
-
-def _quality(opened: Any, args: argparse.Namespace, report: GpuReport) -> None:
-    from .gpu.quality import measure_drift
-
-    images, steps = (1, 1) if args.quick else (4, 16)
-    fp8_gemms = "all" if args.fp8 else "off"
-    measure_drift(opened, report, images=images, steps=steps, fp8_gemms=fp8_gemms)
-
-
-MEASURES: dict[str, Callable[[Any, argparse.Namespace, GpuReport], None]] = {
-    "trace": _trace,
-    "saturate": _saturate,
-    "decode": _decode,
-    "one_request": _one_request,
-    "boxes": _boxes,
-    "vision": _vision,
-    "prefill": _prefill,
-    "quality": _quality,
-}
+        with_quick = {"saturate": [["--saturate"]], "decode": [[], ["--shared", "20"]]}
+        return [["--quick", *flags] for flags in with_quick.get(part, [[]])]
+    trace = ["--in-flight", *IN_FLIGHT_S, "--tokens", *TOKENS, "--limit", *IN_FLIGHT_S.values()]
+    trace += ["--cache", args.cache] if args.cache else []
+    shared = ["--batches", 64, "--shared", image_prefix]
+    flags: dict[str, list[list[Any]]] = {
+        "trace": [trace],
+        "saturate": [["--saturate", "--in-flight", 64]],
+        "decode": [[], shared],
+        "boxes": [["--limit", 2]],
+    }
+    return [[str(flag) for flag in run] for run in flags.get(part, [[]])]
 
 
 def gather(out: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,8 @@ from kestrel_engine.preprocess.processes.decoder import Work
 from kestrel_engine.types.model_config import VisionConfig
 from kestrel_grpc.process.interpreter import SWITCH_INTERVAL_S
 
-from .reports.report import Report, benchmark_parser, median, quantile
+from .reports.program import Program
+from .reports.report import Report, median, quantile
 from .traffic.chart_trace import draw, shape_of
 
 VISION, LIMITS = VisionConfig(), ImageLimits()
@@ -184,16 +185,13 @@ def _lateness(work: Callable[[], None]) -> list[float]:
     return found
 
 
-def main(arguments: list[str] | None = None) -> Report:
-    parser = benchmark_parser("preprocess", __doc__)
-    args = parser.parse_args(arguments)
-    report = Report("preprocess", vars(args))
-    measure_one(report, 1 if args.quick else 30)
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    measure_many(report, 0.1 if args.quick else 3.0)
-    sys.setswitchinterval(before)
-    report.finish(args.json)
+def main(arguments: Sequence[str] | None = None) -> Report:
+    with Program("preprocess", __doc__).reporting(arguments) as (args, _, report):
+        measure_one(report, 1 if args.quick else 30)
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        measure_many(report, 0.1 if args.quick else 3.0)
+        sys.setswitchinterval(before)
     return report
 
 

@@ -15,10 +15,19 @@ from functools import partial
 
 from kestrel_engine import RuntimeConfig
 
-from .reports.report import Report, benchmark_parser, median, quantile
+from .reports.program import Flag, Program
+from .reports.report import Report, median, quantile
 from .traffic.callers import Answer, EngineTarget, Target, engine_target, served_target
 from .traffic.images import jpeg
 
+PROGRAM = Program(
+    "serving_cpu",
+    __doc__,
+    Flag("--model", "kestrel-tiny", "name or path"),
+    Flag("--threads", None, "threads of one operator [torch's choice]", type=int),
+    Flag("--max-batch-size", 64, "sequences a step"),
+    Flag("--grpc", False, "call a server through the SDK; no RPC has forced decoding"),
+)
 Call = Callable[[], Awaitable[Answer]]
 NUM_CALLERS = (1, 4, 16, 64)
 QUESTIONS = ("What is this?", "How many red circles are there?", "Is there a star?")
@@ -171,20 +180,9 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
         await measure_callers(target, report, quick=args.quick)
 
 
-def main(arguments: list[str] | None = None) -> Report:
-    parser = benchmark_parser("serving_cpu", __doc__)
-    parser.add_argument("--model", default="kestrel-tiny", help="name or path [kestrel-tiny]")
-    parser.add_argument("--threads", type=int, help="threads of one operator [torch's choice]")
-    parser.add_argument("--max-batch-size", type=int, default=64, help="sequences a step [64]")
-    parser.add_argument(
-        "--grpc",
-        action="store_true",
-        help="start a server and call it through the SDK (without forced decoding, which has no RPC)",
-    )
-    args = parser.parse_args(arguments)
-    report = Report("serving_cpu", vars(args))
-    asyncio.run(measure(args, report))
-    report.finish(args.json)
+def main(arguments: Sequence[str] | None = None) -> Report:
+    with PROGRAM.reporting(arguments) as (args, _, report):
+        asyncio.run(measure(args, report))
     return report
 
 

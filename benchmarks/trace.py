@@ -18,21 +18,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .models.opening import (
+    MODEL_FLAGS,
     Opened,
     RunningEngine,
     engine_on,
-    model_arguments,
-    opened_model,
-    parse,
+    run_on_model,
     server_gc,
 )
 from .reports import bars
-from .reports.gpu_report import GpuReport, command_line
-from .reports.report import Row, benchmark_parser
+from .reports.program import SAMPLED, Flag, Program
+from .reports.report import Report, Row
 from .traffic.chart_trace import (
+    TRACE_FLAGS,
     ChartTrace,
     Question,
-    add_trace_arguments,
     draw_images,
     trace_from,
 )
@@ -53,50 +52,37 @@ WARM_UP_FROM = 1_000_000
 WARM_UP_IMAGES = 24
 PROFILE_AFTER_S = 1.5
 """Seconds of a run after which the profiler starts."""
-
-
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of a run over the trace."""
-    group = parser.add_argument_group("runs")
-    group.add_argument(
-        "--in-flight", type=int, nargs="+", default=[64], metavar="N", help="callers at once [64]"
-    )
-    group.add_argument(
+RUN_FLAGS = (
+    Flag("--in-flight", (64,), "callers at once", quick=lambda given: [min(n, 4) for n in given]),
+    Flag(
         "--tokens",
-        type=int,
+        None,
+        "tokens of an answer [3; with --saturate, the trace runs only if this is set]",
         nargs="+",
-        metavar="N",
-        help="tokens of an answer [3; with --saturate, the trace runs only if this is set]",
-    )
-    group.add_argument(
-        "--sampled",
-        action="store_true",
-        help="draw with temperature 0.2 and top_p 0.9, the query's defaults, instead of greedily",
-    )
-    group.add_argument(
-        "--limit", type=float, default=600.0, metavar="S", help="time limit of a run [600]"
-    )
-    group.add_argument(
-        "--saturate",
-        action="store_true",
-        help="measure tokens/s of long answers of all streams at once, each about a different image",
-    )
-    group.add_argument(
-        "--saturate-tokens",
         type=int,
-        default=768,
-        metavar="N",
-        help="tokens of each answer with --saturate [768]",
-    )
-
-
-def add_profile_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--profile",
-        type=float,
-        metavar="S",
-        help="after each run, run once more and profile the GPU for S seconds",
-    )
+    ),
+    SAMPLED,
+    Flag("--limit", (600.0,), "seconds of a run: one for all, or one for each --in-flight"),
+    Flag(
+        "--saturate",
+        False,
+        "measure tokens/s of long answers of all streams at once, each about a different image",
+    ),
+    Flag(
+        "--saturate-tokens",
+        768,
+        "tokens of each answer with --saturate",
+        quick=lambda given: min(given, 12),
+    ),
+    *TRACE_FLAGS,
+)
+PROGRAM = Program(
+    "trace",
+    __doc__,
+    *RUN_FLAGS,
+    Flag("--profile", 0.0, "seconds: after each run, run once more and profile the GPU"),
+    others=MODEL_FLAGS,
+)
 
 
 def settle(args: argparse.Namespace) -> None:
@@ -107,8 +93,11 @@ def settle(args: argparse.Namespace) -> None:
         args.num_prompts = args.num_prompts or 2 * max(args.in_flight)
     if args.quick:
         args.num_prompts = min(args.num_prompts or 6, 6)
-        args.in_flight = [min(n, 4) for n in args.in_flight]
-        args.saturate_tokens = min(args.saturate_tokens, 12)
+
+
+def plan_of(args: argparse.Namespace, in_flight: int, tokens: int, namespace: str = "") -> RunPlan:
+    limit_s = args.limit[args.in_flight.index(in_flight) % len(args.limit)]
+    return RunPlan(in_flight, tokens, sampling(args), limit_s, namespace)
 
 
 def sampling(args: argparse.Namespace) -> dict[str, float]:
@@ -139,7 +128,7 @@ async def measure_trace(
     log: StepLog,
     trace: ChartTrace,
     plan: RunPlan,
-    report: GpuReport,
+    report: Report,
 ) -> None:
     """Runs the trace once and reports its tables and figures."""
     await running.engine.flush_caches()
@@ -189,7 +178,7 @@ async def measure_saturated(
     log: StepLog,
     trace: ChartTrace,
     plan: RunPlan,
-    report: GpuReport,
+    report: Report,
 ) -> Steady:
     """Measures tokens/s while ``plan.in_flight`` streams of long answers decode."""
     print(f"{opened.name}: {plan.in_flight} streams of {plan.tokens} tokens", flush=True)
@@ -232,7 +221,7 @@ async def profile(
     plan: RunPlan,
     numbers: Sequence[int] | None,
     seconds: float,
-    report: GpuReport,
+    report: Report,
     name: str,
 ) -> None:
     """Runs once more with torch's profiler, and reports the share of time in which the GPU ran kernels, by kernel."""
@@ -253,7 +242,8 @@ async def profile(
     report.figure(f"{name}: GPU busy, kernel time over wall", seen.busy, "of the wall")
 
 
-async def measure(args: argparse.Namespace, opened: Opened, report: GpuReport) -> None:
+async def measure(args: argparse.Namespace, opened: Opened, report: Report) -> None:
+    settle(args)
     log = StepLog()
     async with engine_on(opened, log) as running:
         trace = trace_from(args, opened.built.codec.encode)
@@ -263,7 +253,7 @@ async def measure(args: argparse.Namespace, opened: Opened, report: GpuReport) -
         with server_gc():
             if args.saturate:
                 for in_flight in args.in_flight:
-                    plan = RunPlan(in_flight, args.saturate_tokens, sampling(args), args.limit)
+                    plan = plan_of(args, in_flight, args.saturate_tokens)
                     await measure_saturated(opened, running, log, trace, plan, report)
                     if args.profile and opened.on_cuda:
                         numbers = saturating(trace.questions, in_flight)
@@ -271,30 +261,15 @@ async def measure(args: argparse.Namespace, opened: Opened, report: GpuReport) -
                         await profile(running, trace, plan, numbers, args.profile, report, name)
             for in_flight in args.in_flight:
                 for tokens in args.tokens:
-                    plan = RunPlan(in_flight, tokens, sampling(args), args.limit)
+                    plan = plan_of(args, in_flight, tokens)
                     await measure_trace(opened, running, log, trace, plan, report)
                     if args.profile and opened.on_cuda:
                         name = f"{opened.name}: {in_flight} in flight, {tokens} tokens"
                         await profile(running, trace, plan, None, args.profile, report, name)
 
 
-def parser() -> argparse.ArgumentParser:
-    made = benchmark_parser("trace", __doc__)
-    add_run_arguments(made)
-    add_profile_argument(made)
-    add_trace_arguments(made)
-    return made
-
-
-def main(arguments: Sequence[str] | None = None) -> GpuReport:
-    args, of_model = parse(parser(), arguments)
-    settle(args)
-    config = model_arguments(of_model, quick=args.quick)
-    report = GpuReport("trace", vars(args), command=command_line("benchmarks.trace", arguments))
-    with opened_model(config) as opened:
-        asyncio.run(measure(args, opened, report))
-    report.finish(args.json)
-    return report
+def main(arguments: Sequence[str] | None = None) -> Report:
+    return run_on_model(PROGRAM, measure, arguments)
 
 
 if __name__ == "__main__":

@@ -27,22 +27,23 @@ from pathlib import Path
 from typing import Any
 
 from kestrel_client import AsyncKestrelClient
+from kestrel_engine import RuntimeConfig
 from kestrel_engine.checkpoint.open import open_model
 from kestrel_engine.preprocess.tokenizer import Tokenizer
 
-from .models.opening import QUICK, model_arguments, parse, server_flags
+from .models.opening import MODEL_FLAGS, QUICK, model_arguments, server_flags
 from .reports import bars
-from .reports.gpu_report import GpuReport, command_line
-from .reports.report import Row, benchmark_parser
+from .reports.program import Flag, Program
+from .reports.report import Report, Row
 from .trace import (
+    RUN_FLAGS,
     WARM_UP_FROM,
-    add_run_arguments,
-    sampling,
+    plan_of,
     saturating,
     settle,
     warm_up_questions,
 )
-from .traffic.chart_trace import ChartTrace, add_trace_arguments, draw_images, trace_from
+from .traffic.chart_trace import ChartTrace, draw_images, trace_from
 from .traffic.grpc_clients import ClientProcesses
 from .traffic.processes import serve
 from .traffic.trace_run import RunPlan, part_summary, parts, steady, summary
@@ -54,6 +55,15 @@ SKILLS = (
 PROFILE_AFTER_S, PROFILE_S = 0.7, 0.6
 """When the profile of a saturated run begins, and how long it is."""
 ROOT = Path(__file__).parents[1]
+PROGRAM = Program(
+    "trace_grpc",
+    __doc__,
+    *RUN_FLAGS,
+    Flag("--server", None, "use the server at this address instead of starting one"),
+    Flag("--clients", 4, "client processes"),
+    Flag("--engine-tokens-per-s", 0.0, "of the engine alone with --saturate; 0 measures it first"),
+    others=MODEL_FLAGS,
+)
 
 
 @dataclass(frozen=True)
@@ -119,7 +129,7 @@ class Profile:
 
 
 def measure_trace(
-    served: Served, clients: ClientProcesses, plan: RunPlan, count: int, report: GpuReport
+    served: Served, clients: ClientProcesses, plan: RunPlan, count: int, report: Report
 ) -> None:
     """Runs the first ``count`` questions of the trace."""
     print(f"{served.model}: {plan.in_flight} in flight, {plan.tokens} tokens, gRPC", flush=True)
@@ -140,7 +150,7 @@ def measure_saturated(
     numbers: Sequence[int],
     plan: RunPlan,
     alone: float | None,
-    report: GpuReport,
+    report: Report,
 ) -> None:
     """``alone``: tokens/s of the engine alone."""
     on_cuda = served.device.startswith("cuda")
@@ -194,7 +204,7 @@ def watched(
 
 
 def engine_alone(
-    streams: int, args: argparse.Namespace, of_model: Sequence[str], report: GpuReport
+    streams: int, args: argparse.Namespace, of_model: Sequence[str], report: Report
 ) -> float:
     """Returns tokens/s of the engine alone, in a separate process with the same flags. Adds its report."""
     with tempfile.TemporaryDirectory(prefix="kestrel-bench-") as folder:
@@ -210,7 +220,9 @@ def engine_alone(
     return float(row["tokens/s"])
 
 
-def trace_with_warm_up(args: argparse.Namespace, config: Any) -> tuple[ChartTrace, list[int]]:
+def trace_with_warm_up(
+    args: argparse.Namespace, config: RuntimeConfig
+) -> tuple[ChartTrace, list[int]]:
     """Returns the trace with further questions, about other images, that warm up the server, and their numbers."""
     opened = open_model(config)
     codec = Tokenizer.from_file(opened.tokenizer_path, vocab_size=opened.config.text.vocab_size)
@@ -230,11 +242,10 @@ def trace_with_warm_up(args: argparse.Namespace, config: Any) -> tuple[ChartTrac
 def measure(
     served: Served,
     args: argparse.Namespace,
-    of_model: Sequence[str],
-    report: GpuReport,
+    config: RuntimeConfig,
+    report: Report,
     alone: dict[int, float],
 ) -> None:
-    config = model_arguments(of_model, quick=args.quick)
     trace, warm_up = trace_with_warm_up(args, config)
     count = len(trace.questions) - len(warm_up)
     if served.ready_s is not None:
@@ -248,51 +259,30 @@ def measure(
             clients.run(RunPlan(max(args.in_flight), 8, {}, namespace="warm-up"), warm_up)
             if args.saturate:
                 for in_flight in args.in_flight:
-                    plan = RunPlan(
-                        in_flight, args.saturate_tokens, sampling(args), args.limit, "saturate"
-                    )
+                    plan = plan_of(args, in_flight, args.saturate_tokens, "saturate")
                     numbers = saturating(trace.questions[:count], in_flight)
                     measure_saturated(served, clients, numbers, plan, alone.get(in_flight), report)
             for in_flight in args.in_flight:
                 for tokens in args.tokens:
-                    name = f"{in_flight}-{tokens}"
-                    plan = RunPlan(in_flight, tokens, sampling(args), args.limit, name)
+                    plan = plan_of(args, in_flight, tokens, f"{in_flight}-{tokens}")
                     measure_trace(served, clients, plan, count, report)
 
 
-def main(arguments: Sequence[str] | None = None) -> GpuReport:
-    parser = benchmark_parser("trace_grpc", __doc__)
-    add_run_arguments(parser)
-    group = parser.add_argument_group("service")
-    group.add_argument(
-        "--server", metavar="ADDRESS", help="use this server instead of starting one"
-    )
-    group.add_argument("--clients", type=int, default=4, metavar="N", help="client processes [4]")
-    group.add_argument(
-        "--engine-tokens-per-s",
-        type=float,
-        metavar="N",
-        help="tokens/s of the engine alone with --saturate [measured first]",
-    )
-    add_trace_arguments(parser)
-    args, of_model = parse(parser, arguments)
-    settle(args)
-    config = model_arguments(of_model, quick=args.quick)
-    flags = server_flags([*(QUICK if args.quick else ()), *of_model], config)
-    report = GpuReport(
-        "trace_grpc", vars(args), command=command_line("benchmarks.trace_grpc", arguments)
-    )
-    alone: dict[int, float] = {}
-    if args.saturate and args.engine_tokens_per_s:
-        alone = dict.fromkeys(args.in_flight, args.engine_tokens_per_s)
-    elif args.saturate:
-        alone = {n: engine_alone(n, args, of_model, report) for n in args.in_flight}
-    if args.server:
-        measure(described(args.server), args, of_model, report, alone)
-    else:
-        with server(flags) as served:
-            measure(served, args, of_model, report, alone)
-    report.finish(args.json)
+def main(arguments: Sequence[str] | None = None) -> Report:
+    with PROGRAM.reporting(arguments) as (args, of_model, report):
+        settle(args)
+        config = model_arguments(of_model, quick=args.quick)
+        flags = server_flags([*(QUICK if args.quick else ()), *of_model], config)
+        alone: dict[int, float] = {}
+        if args.saturate and args.engine_tokens_per_s:
+            alone = dict.fromkeys(args.in_flight, args.engine_tokens_per_s)
+        elif args.saturate:
+            alone = {n: engine_alone(n, args, of_model, report) for n in args.in_flight}
+        if args.server:
+            measure(described(args.server), args, config, report, alone)
+        else:
+            with server(flags) as served:
+                measure(served, args, config, report, alone)
     return report
 
 

@@ -9,6 +9,7 @@ others.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import time
 from collections.abc import Sequence
@@ -19,11 +20,25 @@ from kestrel_engine import ImageEvent, RequestEvent, StepEvent
 from kestrel_engine.runtime.protocol import Runtime, StepHandle
 from kestrel_engine.types.step import RuntimeLimits, StepPlan, StepResult
 
-from ..models.opening import Opened, engine_on, model_arguments, opened_model, parse, server_gc
-from ..reports.gpu_report import GpuReport, command_line
-from ..reports.report import Row, benchmark_parser, median
+from ..models.opening import (
+    MODEL_FLAGS,
+    Opened,
+    engine_on,
+    run_on_model,
+    server_gc,
+)
+from ..reports.program import Flag, Program
+from ..reports.report import Report, Row, median
 from ..trace import warm_up
 from ..traffic.chart_trace import make_trace
+
+PROGRAM = Program(
+    "diagnostics.one_request",
+    __doc__,
+    Flag("--tokens", 3, "tokens of an answer"),
+    Flag("--requests", 100, "questions", quick=lambda given: min(given, 5)),
+    others=MODEL_FLAGS,
+)
 
 
 class TimedRuntime:
@@ -107,16 +122,14 @@ class Seen:
         }
 
 
-async def measure(
-    opened: Opened, requests: int, tokens: int, report: GpuReport, *, quick: bool
-) -> None:
+async def measure(args: argparse.Namespace, opened: Opened, report: Report) -> None:
     log, timed = OneLog(), TimedRuntime(opened.built.runtime)
     timing: Any = timed
     watched = replace(opened, built=replace(opened.built, runtime=timing))
-    trace = make_trace(opened.built.codec.encode, num_prompts=requests)
+    trace = make_trace(opened.built.codec.encode, num_prompts=args.requests)
     seen: dict[str, list[Seen]] = {"new": [], "known": []}
     async with engine_on(watched, log) as running:
-        await warm_up(running, 4, quick=quick)
+        await warm_up(running, 4, quick=args.quick)
         with server_gc():
             for question in trace.questions:
                 log.steps.clear()
@@ -125,7 +138,7 @@ async def measure(
                 began = time.monotonic()
                 image = trace.images[question.image]
                 await running.target.forced_query(
-                    image, question.text, tokens, {"temperature": 0.0}
+                    image, question.text, args.tokens, {"temperature": 0.0}
                 )
                 ended = time.monotonic()
                 while log.request is None:
@@ -141,23 +154,8 @@ async def measure(
             report.add("One request at a time (medians in ms)", row)
 
 
-def main(arguments: Sequence[str] | None = None) -> GpuReport:
-    made = benchmark_parser("diagnostics.one_request", __doc__)
-    made.add_argument("--tokens", type=int, default=3, metavar="N", help="tokens of an answer [3]")
-    made.add_argument("--requests", type=int, default=100, metavar="N", help="questions [100]")
-    args, of_model = parse(made, arguments)
-    if args.quick:
-        args.requests = min(args.requests, 5)
-    config = model_arguments(of_model, quick=args.quick)
-    report = GpuReport(
-        "one_request",
-        vars(args),
-        command=command_line("benchmarks.diagnostics.one_request", arguments),
-    )
-    with opened_model(config) as opened:
-        asyncio.run(measure(opened, args.requests, args.tokens, report, quick=args.quick))
-    report.finish(args.json)
-    return report
+def main(arguments: Sequence[str] | None = None) -> Report:
+    return run_on_model(PROGRAM, measure, arguments)
 
 
 if __name__ == "__main__":

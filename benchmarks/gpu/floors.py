@@ -29,10 +29,13 @@ from ..device.rates import (
     supports_fp8,
     synchronize,
 )
-from ..reports.gpu_report import GpuReport, command_line
-from ..reports.report import benchmark_parser, median
+from ..reports.program import Flag, Program
+from ..reports.report import Report, median
 from ..traffic.chart_trace import draw_images
 
+PROGRAM = Program(
+    "gpu.floors", __doc__, Flag("--device", "auto", "auto (CUDA if there is one), cpu or cuda")
+)
 PREPROCESSING_FROM = 2_000_000
 """The images of the trace that are preprocessed."""
 
@@ -48,7 +51,7 @@ GEMMS = {
 """Rows, columns and inner dimension."""
 
 
-def measure_memory(report: GpuReport, device: torch.device, *, quick: bool) -> None:
+def measure_memory(report: Report, device: torch.device, *, quick: bool) -> None:
     rate = copy_rate(device, num_bytes=4 << 20 if quick else None)
     report.figure(f"{device.type}: copy rate", rate / 1e12, "TB/s")
     if device.type != "cuda":
@@ -60,7 +63,7 @@ def measure_memory(report: GpuReport, device: torch.device, *, quick: bool) -> N
     report.figure("pinned host to device", num_bytes / took / 1e9, "GB/s")
 
 
-def measure_gemms(report: GpuReport, device: torch.device, *, quick: bool) -> None:
+def measure_gemms(report: Report, device: torch.device, *, quick: bool) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     name = str(dtype).removeprefix("torch.")
     for shape, sizes in GEMMS.items():
@@ -76,7 +79,7 @@ def measure_gemms(report: GpuReport, device: torch.device, *, quick: bool) -> No
             report.figure(f"FP8 GEMM, {shape}, {scales}", rate / 1e12, "TFLOP/s")
 
 
-def measure_launches(report: GpuReport, device: torch.device, *, quick: bool) -> None:
+def measure_launches(report: Report, device: torch.device, *, quick: bool) -> None:
     """Measures the host time to enqueue a small operator and, on CUDA, a graph of a hundred operators."""
     x, count = torch.zeros(32, device=device), 100 if quick else 2000
     took = _host_us(lambda: x.add_(1), device, count)
@@ -108,7 +111,7 @@ def _host_us(work: Callable[[], object], device: torch.device, count: int) -> fl
     return 1e6 * median(rounds)
 
 
-def measure_preprocessing(report: GpuReport, *, quick: bool) -> None:
+def measure_preprocessing(report: Report, _: torch.device, *, quick: bool) -> None:
     """Measures preprocessing of the trace's images, from JPEG bytes to crops, with one thread and on all cores."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -134,26 +137,13 @@ def measure_preprocessing(report: GpuReport, *, quick: bool) -> None:
     report.add("Preprocessing", {"images": len(images), "crops an image": crops / len(few)})
 
 
-def measure(report: GpuReport, device: torch.device, *, quick: bool) -> None:
-    """Measures everything. With ``quick``, a CPU gets a sixty-fourth of the work."""
-    measure_memory(report, device, quick=quick)
-    measure_gemms(report, device, quick=quick)
-    measure_launches(report, device, quick=quick)
-    measure_preprocessing(report, quick=quick)
-
-
-def main(arguments: Sequence[str] | None = None) -> GpuReport:
-    parser = benchmark_parser("gpu.floors", __doc__)
-    parser.add_argument("--device", default="auto", help="auto (CUDA if there is one), cpu or cuda")
-    args = parser.parse_args(arguments)
-    name = args.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    report = GpuReport(
-        "floors", vars(args), command=command_line("benchmarks.gpu.floors", arguments)
-    )
-    measure(report, torch.device(name), quick=args.quick)
-    report.finish(args.json)
+def main(arguments: Sequence[str] | None = None) -> Report:
+    """With --quick, a CPU gets a sixty-fourth of the work."""
+    with PROGRAM.reporting(arguments) as (args, _, report):
+        auto = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.device(auto if args.device == "auto" else args.device)
+        for measure in (measure_memory, measure_gemms, measure_launches, measure_preprocessing):
+            measure(report, device, quick=args.quick)
     return report
 
 

@@ -9,6 +9,7 @@ the tokens of as many prefixes. The routers choose the experts.
 
 from __future__ import annotations
 
+import argparse
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,18 +24,25 @@ from ..decode import FIRST_TEXT_ID
 from ..device.model_work import moe_flop, prefix_flop
 from ..device.rates import gemm_rate, seconds_of
 from ..models.hand_made_steps import HandMadeSteps
-from ..models.opening import Opened, model_arguments, opened_model, parse
+from ..models.opening import MODEL_FLAGS, Opened, run_on_model
 from ..reports import bars
-from ..reports.gpu_report import GpuReport, command_line
-from ..reports.report import benchmark_parser, median
+from ..reports.program import Flag, Program
+from ..reports.report import Report, median
 from .vision import prepared_images
 
+PROGRAM = Program(
+    "gpu.prefill",
+    __doc__,
+    Flag("--images", (1, 4, 16), "images a step", quick=[1, 2]),
+    Flag("--repeats", 7, "measurements, whose median is reported", quick=1),
+    others=MODEL_FLAGS,
+)
 QUESTION = 25
 """Tokens of a question with its template."""
 
 
 def measure_prefixes(
-    opened: Opened, report: GpuReport, *, image_counts: Sequence[int], repeats: int
+    opened: Opened, report: Report, *, image_counts: Sequence[int], repeats: int
 ) -> None:
     config, device = opened.built.model, opened.device
     model = opened.runtime.model
@@ -85,7 +93,7 @@ def measure_prefixes(
     steps.end(held, [p.key for p in images])
 
 
-def measure_moe(opened: Opened, report: GpuReport, *, images: int, repeats: int) -> None:
+def measure_moe(opened: Opened, report: Report, *, images: int, repeats: int) -> None:
     """Measures the MoE layers. Does nothing for a model without experts."""
     config, device = opened.built.model, opened.device
     model = opened.runtime.model
@@ -132,31 +140,13 @@ def moe_call(*, kernels: bool) -> Callable[[Moe, Tensor], Tensor]:
     return call
 
 
-def measure(
-    opened: Opened, report: GpuReport, *, image_counts: Sequence[int], repeats: int
-) -> None:
-    measure_prefixes(opened, report, image_counts=image_counts, repeats=repeats)
-    measure_moe(opened, report, images=max(image_counts), repeats=repeats)
+def measure(args: argparse.Namespace, opened: Opened, report: Report) -> None:
+    measure_prefixes(opened, report, image_counts=args.images, repeats=args.repeats)
+    measure_moe(opened, report, images=max(args.images), repeats=args.repeats)
 
 
-def main(arguments: Sequence[str] | None = None) -> GpuReport:
-    parser = benchmark_parser("gpu.prefill", __doc__)
-    parser.add_argument(
-        "--images", type=int, nargs="+", default=[1, 4, 16], help="images a step [1 4 16]"
-    )
-    parser.add_argument(
-        "--repeats", type=int, default=7, help="measurements, whose median is reported [7]"
-    )
-    args, of_model = parse(parser, arguments)
-    if args.quick:
-        args.images, args.repeats = [1, 2], 1
-    report = GpuReport(
-        "prefill", vars(args), command=command_line("benchmarks.gpu.prefill", arguments)
-    )
-    with opened_model(model_arguments(of_model, quick=args.quick)) as opened:
-        measure(opened, report, image_counts=args.images, repeats=args.repeats)
-    report.finish(args.json)
-    return report
+def main(arguments: Sequence[str] | None = None) -> Report:
+    return run_on_model(PROGRAM, measure, arguments)
 
 
 if __name__ == "__main__":

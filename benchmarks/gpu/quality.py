@@ -13,6 +13,7 @@ status is 1 if a limit is exceeded.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import copy
 import random
@@ -32,11 +33,28 @@ from kestrel_engine.types.step import Row
 from ..decode import FIRST_TEXT_ID
 from ..device.rates import synchronize
 from ..models.hand_made_steps import HandMadeSteps, Held
-from ..models.opening import ModelRuntime, Opened, engine_on, model_arguments, opened_model, parse
-from ..reports.gpu_report import GpuReport, command_line
-from ..reports.report import benchmark_parser
+from ..models.opening import (
+    MODEL_FLAGS,
+    ModelRuntime,
+    Opened,
+    engine_on,
+    model_arguments,
+    opened_model,
+)
+from ..reports.program import Flag, Program
+from ..reports.report import Report
 from .vision import prepared_images
 
+PROGRAM = Program(
+    "gpu.quality",
+    __doc__,
+    Flag("--images", 4, "images for the drift, with 4 questions each", quick=1),
+    Flag("--steps", 16, "decode steps for the drift", quick=2),
+    Flag("--scenes", 150, "scenes for the score", quick=1),
+    Flag("--drift-only", False, "measure only the drift"),
+    Flag("--score-only", False, "measure only the score"),
+    others=MODEL_FLAGS,
+)
 RELATIVE_ERROR = {"float32": 1e-3, "float16": 0.01, "bfloat16": 0.03}
 """The limit of ||served - float32|| / ||float32|| over the logits at the ends of prompts, each row less its mean."""
 WITH_EXPERTS = 2.5
@@ -52,7 +70,6 @@ of hundreds in a model of random weights (Moondream 2's logits are off by 0.0114
 one (kestrel-tiny's in float32 by 0.018 of 0.04, the mean of its decoded log-probabilities by 0.050 of 0.08)."""
 LEAST_SCORE = 0.985
 """Share of the evaluation's tasks; the whole evaluation in float32 gives 0.997."""
-SCENES = 150
 QUESTIONS_A_IMAGE = 4
 
 
@@ -168,13 +185,12 @@ def limit_of(dtype: str, fp8_gemms: str, *, kv_in_fp8: bool, has_experts: bool) 
     return max(limit, plain * WITH_EXPERTS) if has_experts else limit
 
 
-def measure_drift(
-    opened: Opened, report: GpuReport, *, images: int, steps: int, fp8_gemms: str = "off"
-) -> None:
+def measure_drift(args: argparse.Namespace, opened: Opened, report: Report) -> None:
     """Adds tables, figures and the bar of the relative error."""
+    steps, fp8_gemms = args.steps, opened.config.fp8_gemms
     served = opened.runtime
     config, limits = opened.built.model, served.limits
-    prompts = make_prompts(opened, images=images, steps=steps)
+    prompts = make_prompts(opened, images=args.images, steps=steps)
     room = config.image_prefix + 32 + steps
     reference = TorchRuntime(
         widened(served.model),
@@ -186,6 +202,13 @@ def measure_drift(
         device=opened.device,
         dtype=torch.float32,
     )
+    info = opened.built.info
+    key: Row = {
+        "model": opened.name,
+        "dtype": info.dtype,
+        "FP8": fp8_gemms,
+        "KV": info.kv_cache_dtype,
+    }
     exact = Forced(reference, opened, prompts)
     tested = Forced(served, opened, prompts)
     try:
@@ -196,10 +219,7 @@ def measure_drift(
         report.add(
             "Logits at the end of prompts against float32",
             {
-                "model": opened.name,
-                "dtype": opened.built.info.dtype,
-                "FP8": fp8_gemms,
-                "KV": opened.built.info.kv_cache_dtype,
+                **key,
                 "rows": len(wanted),
                 "relative error": error,
                 "max abs": float(gap.max()),
@@ -220,10 +240,7 @@ def measure_drift(
         report.add(
             "Decode steps: the best id and its log-probability against float32",
             {
-                "model": opened.name,
-                "dtype": opened.built.info.dtype,
-                "FP8": fp8_gemms,
-                "KV": opened.built.info.kv_cache_dtype,
+                **key,
                 "tokens": len(off),
                 "max abs": max(off),
                 "mean abs": sum(off) / len(off),
@@ -234,28 +251,27 @@ def measure_drift(
         exact.end()
         tested.end()
         reference.close()
-    name = f"{opened.name} {computed_in(opened, fp8_gemms)}"
-    dtype, has_experts = opened.built.info.dtype, config.text.moe is not None
-    limit = limit_of(dtype, fp8_gemms, kv_in_fp8=opened.kv_in_fp8, has_experts=has_experts)
+    name = f"{opened.name} {computed_in(opened)}"
+    has_experts = config.text.moe is not None
+    limit = limit_of(info.dtype, fp8_gemms, kv_in_fp8=opened.kv_in_fp8, has_experts=has_experts)
     report.bar(f"{name}: relative error of logits", error, limit)
     report.bar(f"{name}: mean error of decoded log-probabilities", sum(off) / len(off), 2 * limit)
     report.figure(f"{name}: decoded tokens equal to float32's", sum(same) / len(same), "of all")
 
 
-def computed_in(opened: Opened, fp8_gemms: str) -> str:
+def computed_in(opened: Opened) -> str:
     """Formats the dtype, and the parts that are in FP8."""
+    fp8_gemms = opened.config.fp8_gemms
     cache = ", FP8 KV cache" if opened.kv_in_fp8 else ""
     return opened.built.info.dtype + ("" if fp8_gemms == "off" else f", FP8 {fp8_gemms}") + cache
 
 
-async def measure_score(
-    opened: Opened, report: GpuReport, *, scenes: int, fp8_gemms: str = "off"
-) -> None:
+async def measure_score(args: argparse.Namespace, opened: Opened, report: Report) -> None:
     """Returns the share of tasks that kestrel-tiny answers correctly."""
     from training.judging import answer, is_right, score
     from training.scenes.evaluation_set import encode, example
 
-    examples = [example("seen", index) for index in range(scenes)]
+    examples = [example("seen", index) for index in range(args.scenes)]
     with ThreadPoolExecutor(thread_name_prefix="render") as pool:
         images = list(pool.map(encode, examples))
     replies: list[tuple[str, bool]] = []
@@ -273,77 +289,35 @@ async def measure_score(
                     replies.append((ask.skill, is_right(ask, won / possible)))
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(8, scenes)):
+            for _ in range(min(8, args.scenes)):
                 group.create_task(caller())
-    name = f"kestrel-tiny {computed_in(opened, fp8_gemms)} on {opened.device.type}"
+    name = f"kestrel-tiny {computed_in(opened)} on {opened.device.type}"
     for skill in sorted({skill for skill, _ in replies}):
         those = [right for each, right in replies if each == skill]
         report.add(
-            f"{name}, {scenes} scenes",
+            f"{name}, {args.scenes} scenes",
             {"skill": skill, "tasks": len(those), "right": sum(those) / len(those)},
         )
     share = sum(right for _, right in replies) / len(replies)
     report.bar(f"{name}: tasks answered right", share, LEAST_SCORE, at_least=True)
 
 
-def score_on(
-    device: str,
-    report: GpuReport,
-    *,
-    scenes: int,
-    threads: int | None = None,
-    precision: str = "auto",
-) -> None:
-    """Loads kestrel-tiny, measures its score, and closes it."""
-    flags = ["--model", "kestrel-tiny", "--device", device, "--max-batch-size", "32"]
-    flags += ["--precision", precision]
-    if threads:
-        flags += ["--threads", str(threads)]
-    with opened_model(model_arguments(flags)) as opened:
-        gemms = opened.config.fp8_gemms
-        asyncio.run(measure_score(opened, report, scenes=scenes, fp8_gemms=gemms))
-
-
-def passed(report: GpuReport) -> bool:
+def passed(report: Report) -> bool:
     return all(bar.is_met for bar in report.bars)
 
 
-def main(arguments: Sequence[str] | None = None) -> GpuReport:
-    parser = benchmark_parser("gpu.quality", __doc__)
-    parser.add_argument(
-        "--images", type=int, default=4, help="images for the drift, with 4 questions each [4]"
-    )
-    parser.add_argument("--steps", type=int, default=16, help="decode steps for the drift [16]")
-    parser.add_argument(
-        "--scenes", type=int, default=SCENES, help=f"scenes for the score [{SCENES}]"
-    )
-    parser.add_argument("--drift-only", action="store_true", help="measure only the drift")
-    parser.add_argument("--score-only", action="store_true", help="measure only the score")
-    args, of_model = parse(parser, arguments)
-    if args.quick:
-        args.images, args.steps, args.scenes = 1, 2, 1
-    report = GpuReport(
-        "quality", vars(args), command=command_line("benchmarks.gpu.quality", arguments)
-    )
-    config = model_arguments(of_model, quick=args.quick)
-    if not args.score_only:
-        with opened_model(config) as opened:
-            measure_drift(
-                opened,
-                report,
-                images=args.images,
-                steps=args.steps,
-                fp8_gemms=config.fp8_gemms,
-            )
-    if not args.drift_only:
-        score_on(
-            config.device,
-            report,
-            scenes=args.scenes,
-            threads=config.cpu_threads,
-            precision=config.precision,
-        )
-    report.finish(args.json)
+def main(arguments: Sequence[str] | None = None) -> Report:
+    with PROGRAM.reporting(arguments) as (args, of_model, report):
+        config = model_arguments(of_model, quick=args.quick)
+        if not args.score_only:
+            with opened_model(config) as opened:
+                measure_drift(args, opened, report)
+        if not args.drift_only:
+            flags = ["--model", "kestrel-tiny", "--device", config.device, "--max-batch-size", "32"]
+            flags += ["--precision", config.precision]
+            flags += ["--threads", str(config.cpu_threads)] if config.cpu_threads else []
+            with opened_model(model_arguments(flags)) as opened:
+                asyncio.run(measure_score(args, opened, report))
     return report
 
 

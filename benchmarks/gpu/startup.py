@@ -23,9 +23,21 @@ from kestrel_engine.checkpoint.catalog import BUNDLED
 from kestrel_engine.checkpoint.open import open_model
 
 from ..reports import bars
-from ..reports.gpu_report import GpuReport, command_line
-from ..reports.report import benchmark_parser
+from ..reports.program import Flag, Program
+from ..reports.report import Report
 from ..traffic.processes import START_PATIENCE_S, serve
+
+PROGRAM = Program(
+    "gpu.startup",
+    __doc__,
+    Flag("--model", "moondream2", "model", quick="kestrel-tiny"),
+    Flag("--device", "cuda", "device", quick="cpu"),
+    Flag("--folder", Path("/tmp/kestrel-weights"), "folder of the weights", type=Path),
+    Flag("--fp8", False, "write the experts in FP8"),
+    Flag("--runs", 3, "number of starts, of which the last is reported", quick=1),
+    Flag("--warm", False, "leave the files in the page cache"),
+    others="All other flags go to the server.",
+)
 
 
 @dataclass(frozen=True)
@@ -90,7 +102,7 @@ def start_server(flags: Sequence[str]) -> Start:
 
 
 def measure(
-    report: GpuReport,
+    report: Report,
     model: str,
     folder: Path,
     size: int,
@@ -113,29 +125,14 @@ def measure(
     report.figure(f"{model}: start to ready", start.ready_s, "s", limits, at_least=False)
 
 
-def main(arguments: Sequence[str] | None = None) -> GpuReport:
-    parser = benchmark_parser("gpu.startup", __doc__)
-    parser.add_argument("--model", default="moondream2", help="model [moondream2]")
-    parser.add_argument("--device", default="cuda", help="device [cuda]")
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/kestrel-weights"))
-    parser.add_argument("--fp8", action="store_true", help="write the experts in FP8")
-    parser.add_argument(
-        "--runs", type=int, default=3, help="number of starts, of which the last is reported [3]"
-    )
-    parser.add_argument("--warm", action="store_true", help="leave the files in the page cache")
-    parser.epilog = "All other flags go to the server."
-    args, of_server = parser.parse_known_args(arguments)
-    if args.quick:
-        args.model, args.device, args.runs = "kestrel-tiny", "cpu", 1
-    command = command_line("benchmarks.gpu.startup", arguments)
-    settings = {name: str(value) for name, value in vars(args).items()}
-    report = GpuReport("startup", settings, command=command)
-    keep_fp8 = args.fp8 or args.model == "moondream3.1-9b-a2b"
-    folder = args.folder / (args.model + ("-fp8" if keep_fp8 else ""))
-    size = write_checkpoint(args.model, folder, device=args.device, keep_fp8=keep_fp8)
-    flags = ["--model", args.model, "--weights", str(folder), "--device", args.device, *of_server]
-    measure(report, args.model, folder, size, flags, args.runs, args.warm)
-    report.finish(args.json)
+def main(arguments: Sequence[str] | None = None) -> Report:
+    with PROGRAM.reporting(arguments) as (args, of_server, report):
+        model, device = args.model, args.device
+        keep_fp8 = args.fp8 or model == "moondream3.1-9b-a2b"
+        folder = args.folder / (model + ("-fp8" if keep_fp8 else ""))
+        size = write_checkpoint(model, folder, device=device, keep_fp8=keep_fp8)
+        flags = ["--model", model, "--weights", str(folder), "--device", device, *of_server]
+        measure(report, model, folder, size, flags, args.runs, args.warm)
     return report
 
 

@@ -10,6 +10,7 @@ times that the runtime reports.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,12 +26,19 @@ from kestrel_engine.types.model_config import VisionConfig
 from ..device.model_work import vision_flop
 from ..device.rates import gemm_rate, seconds_of
 from ..models.hand_made_steps import HandMadeSteps
-from ..models.opening import Opened, model_arguments, opened_model, parse
+from ..models.opening import MODEL_FLAGS, Opened, run_on_model
 from ..reports import bars
-from ..reports.gpu_report import GpuReport, command_line
-from ..reports.report import benchmark_parser, median
+from ..reports.program import Flag, Program
+from ..reports.report import Report, median
 from ..traffic.chart_trace import draw_images
 
+PROGRAM = Program(
+    "gpu.vision",
+    __doc__,
+    Flag("--crops", (56, 28, 9, 1), "crops of a pass", quick=[2, 1]),
+    Flag("--repeats", 9, "measurements, whose median is reported", quick=1),
+    others=MODEL_FLAGS,
+)
 IMAGES_FROM = 3_000_000
 """The images of the trace whose crops are encoded."""
 
@@ -43,7 +51,8 @@ def prepared_images(count: int, vision: VisionConfig) -> list[PreparedImage]:
     return [replace(drawn[i % len(drawn)], key=f"benchmark-{i}") for i in range(count)]
 
 
-def measure(opened: Opened, report: GpuReport, *, crop_counts: Sequence[int], repeats: int) -> None:
+def measure(args: argparse.Namespace, opened: Opened, report: Report) -> None:
+    crop_counts, repeats = args.crops, args.repeats
     config, device = opened.built.model, opened.device
     runtime = opened.runtime
     model = runtime.model
@@ -89,7 +98,7 @@ def _ceiling(
 
 
 def _whole_step(
-    opened: Opened, report: GpuReport, images: Sequence[PreparedImage], repeats: int
+    opened: Opened, report: Report, images: Sequence[PreparedImage], repeats: int
 ) -> None:
     steps = HandMadeSteps(opened.runtime)
     times = []
@@ -111,24 +120,8 @@ def _whole_step(
     report.figure(name, 1e3 * median(times), "ms", at_least=False)
 
 
-def main(arguments: Sequence[str] | None = None) -> GpuReport:
-    parser = benchmark_parser("gpu.vision", __doc__)
-    parser.add_argument(
-        "--crops", type=int, nargs="+", default=[56, 28, 9, 1], help="crops of a pass [56 28 9 1]"
-    )
-    parser.add_argument(
-        "--repeats", type=int, default=9, help="measurements, whose median is reported [9]"
-    )
-    args, of_model = parse(parser, arguments)
-    if args.quick:
-        args.crops, args.repeats = [2, 1], 1
-    report = GpuReport(
-        "vision", vars(args), command=command_line("benchmarks.gpu.vision", arguments)
-    )
-    with opened_model(model_arguments(of_model, quick=args.quick)) as opened:
-        measure(opened, report, crop_counts=args.crops, repeats=args.repeats)
-    report.finish(args.json)
-    return report
+def main(arguments: Sequence[str] | None = None) -> Report:
+    return run_on_model(PROGRAM, measure, arguments)
 
 
 if __name__ == "__main__":

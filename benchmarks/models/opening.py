@@ -6,11 +6,12 @@ Several engines and benchmarks can use one loaded model, one after the other.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, cast
@@ -24,6 +25,8 @@ from kestrel_grpc.process.interpreter import GC_THRESHOLDS, SWITCH_INTERVAL_S
 from kestrel_grpc.settings.flags import Parser
 from kestrel_grpc.settings.model import add_model_flags, runtime_config
 
+from ..reports.program import Program
+from ..reports.report import Report
 from ..traffic.callers import EngineTarget
 from .forced_skill import ForcedCaption, ForcedDetect, ForcedQuery
 from .made_up_tokenizer import tokenizer_file
@@ -33,6 +36,10 @@ if TYPE_CHECKING:
 
     from kestrel_engine.models.moondream import Moondream
 
+MODEL_FLAGS = (
+    "All other flags are those of 'kestrel-grpc serve' about the model and its steps: --model, --random-weights,\n"
+    "--device, --precision, --max-batch-size, --step-crops and so on."
+)
 QUICK = ("--model", "kestrel-tiny", "--device", "cpu", "--max-seq-length", "640")
 """Flags of the model with --quick. The user's flags follow them."""
 
@@ -93,6 +100,10 @@ class Opened:
         return self.kv_dtype.itemsize == 1
 
 
+Measure = Callable[[argparse.Namespace, Opened, Report], Coroutine[None, None, None] | None]
+"""Measures a loaded model as the flags say, and reports it."""
+
+
 def model_arguments(arguments: Sequence[str], *, quick: bool = False) -> RuntimeConfig:
     """Returns the configuration for flags of ``kestrel-grpc serve``."""
     parser = Parser(prog="model", allow_abbrev=False)
@@ -124,17 +135,6 @@ def _is_cuda(device: str) -> bool:
     return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
 
-def parse(
-    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
-) -> tuple[argparse.Namespace, list[str]]:
-    """Returns the benchmark's own flags, and the other flags, which are the model's."""
-    parser.epilog = (
-        "All other flags are those of 'kestrel-grpc serve' about the model and its steps: --model, --random-weights,\n"
-        "--device, --precision, --max-batch-size, --step-crops and so on."
-    )
-    return parser.parse_known_args(arguments)
-
-
 def open_model(config: RuntimeConfig) -> Opened:
     """Loads the model of ``config`` and prints the time that it took."""
     print(f"loading {config.model} on {config.device}", flush=True)
@@ -158,6 +158,20 @@ def opened_model(config: RuntimeConfig) -> Iterator[Opened]:
         yield opened
     finally:
         opened.runtime.close()
+
+
+def run_on_model(program: Program, measure: Measure, arguments: Sequence[str] | None) -> Report:
+    """Loads the model of the flags, measures it, and returns the report."""
+    with program.reporting(arguments) as (args, of_model, report):
+        with opened_model(model_arguments(of_model, quick=args.quick)) as opened:
+            run_measure(measure, args, opened, report)
+    return report
+
+
+def run_measure(measure: Measure, args: argparse.Namespace, opened: Opened, report: Report) -> None:
+    measured = measure(args, opened, report)
+    if measured is not None:
+        asyncio.run(measured)
 
 
 @contextmanager

@@ -11,57 +11,40 @@ Callers run in separate processes.
 
 from __future__ import annotations
 
-from ..reports.report import Report, benchmark_parser
+from collections.abc import Sequence
+
+from ..reports.program import Flag, Program
+from ..reports.report import Report
 from . import engine as overhead_engine
 from . import service as overhead_service
 from .servers import Load, Pace
 
+PROGRAM = Program(
+    "overhead.through_grpc",
+    __doc__,
+    Flag("--streams", 64, "concurrent streams", quick=4),
+    Flag("--step-ms", 3.6, "milliseconds of a step of the device"),
+    Flag("--staging-ms", 0.3, "milliseconds of Python to launch a step"),
+    Flag("--of", "both", "the engine of the server", choices=("service", "engine", "both")),
+    Flag("--rounds", 5, "turns of server and echo, for the service alone", quick=1),
+    Flag("--seconds", 3.0, "seconds of unary calls a turn", quick=0.2),
+)
 
-def main(arguments: list[str] | None = None) -> Report:
-    parser = benchmark_parser("overhead.through_grpc", __doc__)
-    parser.add_argument("--streams", type=int, default=64, help="concurrent streams [64]")
-    parser.add_argument(
-        "--step-ms", type=float, default=3.6, help="milliseconds of a step of the device [3.6]"
-    )
-    parser.add_argument(
-        "--staging-ms",
-        type=float,
-        default=0.3,
-        help="milliseconds of Python to launch a step [0.3]",
-    )
-    parser.add_argument(
-        "--of",
-        choices=("service", "engine", "both"),
-        default="both",
-        help="the engine of the server: canned words, the real engine, or one after the other [both]",
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=5, help="turns of server and echo, for the service alone [5]"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=3.0, help="seconds of unary calls a turn [3]"
-    )
-    args = parser.parse_args(arguments)
-    load = Load(
-        streams=4 if args.quick else args.streams,
-        tokens=60 if args.quick else 700,
-        step_s=args.step_ms / 1e3,
-        staging_s=args.staging_ms / 1e3,
-    )
-    rate, seconds = (100.0, 0.2) if args.quick else (400.0, args.seconds)
-    calls = max(1, round(rate * seconds / load.streams))
-    pace = Pace(load.streams, calls, load.streams / rate)
-    report = Report("overhead.through_grpc", vars(args))
-    if args.of != "engine":
-        rounds = 1 if args.quick else args.rounds
-        servers = {"as it is": False} if args.quick else overhead_service.SERVERS
-        overhead_service.measure_streams(report, load, rounds, servers)
-        paces = (pace, Pace(load.streams, calls, 0.0))
-        overhead_service.measure_unary(report, load, paces, rounds, servers)
-    if args.of != "service":
-        overhead_engine.measure_streams(report, load)
-        overhead_engine.measure_unary(report, load, pace)
-    report.finish(args.json)
+
+def main(arguments: Sequence[str] | None = None) -> Report:
+    with PROGRAM.reporting(arguments) as (args, _, report):
+        tokens, rate = (60, 100.0) if args.quick else (700, 400.0)
+        load = Load(args.streams, tokens, args.step_ms / 1e3, args.staging_ms / 1e3)
+        calls = max(1, round(rate * args.seconds / load.streams))
+        pace = Pace(load.streams, calls, load.streams / rate)
+        if args.of != "engine":
+            servers = {"as it is": False} if args.quick else overhead_service.SERVERS
+            overhead_service.measure_streams(report, load, args.rounds, servers)
+            paces = (pace, Pace(load.streams, calls, 0.0))
+            overhead_service.measure_unary(report, load, paces, args.rounds, servers)
+        if args.of != "service":
+            overhead_engine.measure_streams(report, load)
+            overhead_engine.measure_unary(report, load, pace)
     return report
 
 

@@ -31,8 +31,9 @@ import psutil
 
 from kestrel_client import AsyncKestrelClient
 
-from ..models.opening import model_arguments, parse, server_flags
-from ..reports.report import Report, benchmark_parser, quantile
+from ..models.opening import MODEL_FLAGS, model_arguments, server_flags
+from ..reports.program import Flag, Program
+from ..reports.report import Report, quantile
 from ..traffic.images import jpeg
 from ..traffic.mixed_calls import DEADLINE_S, LATE_S, Ended, Traffic
 from ..traffic.processes import START_PATIENCE_S, ServerProcess, serve
@@ -222,34 +223,32 @@ def _server(args: argparse.Namespace, of_model: Sequence[str], log: Path) -> Ser
     return serve(flags, log=log, end_patience_s=START_PATIENCE_S)
 
 
+PROGRAM = Program(
+    "service.kills",
+    __doc__,
+    Flag("--workers", 3, "workers of the server", quick=2),
+    Flag("--rate", 8.0, "calls a second"),
+    Flag("--seconds", 120.0, "seconds of traffic", quick=10.0),
+    Flag("--minutes", 0.0, "minutes, instead of --seconds"),
+    Flag("--every", 15.0, "seconds between kills", quick=2.0),
+    Flag("--calm", 25.0, "seconds of traffic before the first kill", quick=3.0),
+    Flag("--images", 40, "different images"),
+    Flag("--kill", tuple(_KINDS), "what may be killed", choices=_KINDS),
+    Flag("--log", None, "keep the server's log in this file"),
+    Flag("--seed", 0, "of images and kills"),
+    others=MODEL_FLAGS,
+)
+
+
 def main(arguments: Sequence[str] | None = None) -> Report:
-    parser = benchmark_parser("service.kills", __doc__)
-    parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--rate", type=float, default=8.0, help="calls a second [8]")
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--minutes", type=float, help="instead of --seconds")
-    parser.add_argument("--every", type=float, default=15.0, help="seconds between kills [15]")
-    parser.add_argument(
-        "--calm", type=float, default=25.0, help="seconds of traffic before the first kill [25]"
-    )
-    parser.add_argument("--images", type=int, default=40, help="different images [40]")
-    parser.add_argument(
-        "--kill", nargs="+", choices=_KINDS, default=_KINDS, help="what may be killed [all]"
-    )
-    parser.add_argument("--log", metavar="FILE", help="keep the server's log here")
-    parser.add_argument("--seed", type=int, default=0)
-    args, of_model = parse(parser, arguments)
-    if args.minutes is not None:
-        args.seconds = 60 * args.minutes
-    if args.quick:
-        args.seconds, args.calm, args.every, args.workers = 10.0, 3.0, 2.0, 2
-    report = Report("kills", vars(args))
     with (
+        PROGRAM.reporting(arguments) as (args, of_model, report),
         tempfile.TemporaryDirectory() as folder,
         _server(args, of_model, Path(args.log or f"{folder}/log")) as server,
     ):
+        if args.minutes:
+            args.seconds = 60 * args.minutes
         asyncio.run(run(args, server.address, server.pid, report))
-    report.finish(args.json)
     return report
 
 

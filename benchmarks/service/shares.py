@@ -16,6 +16,7 @@ import itertools
 import random
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceS
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of, new_token
 
-from ..reports.report import Report, benchmark_parser, median, quantile
+from ..reports.program import Flag, Program
+from ..reports.report import Report, median, quantile
 from ..traffic.flood import Flood
 from ..traffic.images import jpeg
 from ..traffic.processes import serve
@@ -130,14 +132,21 @@ def measure(report: Report, address: str, tokens: dict[str, str], args: argparse
         report.add("The flood's calls by how they ended", ended)
 
 
-def main(arguments: list[str] | None = None) -> Report:
-    parser = benchmark_parser("service.shares", __doc__)
-    parser.add_argument("--in-flight", type=int, default=700, help="calls of the flood [700]")
-    parser.add_argument("--calls", type=int, default=40, help="measured calls of each caller [40]")
-    parser.add_argument("--max-batch-size", type=int, default=16, help="sequences a step [16]")
-    args, of_server = parser.parse_known_args(arguments)
-    report = Report("shares", vars(args))
-    with tempfile.TemporaryDirectory() as folder:
+PROGRAM = Program(
+    "service.shares",
+    __doc__,
+    Flag("--in-flight", 700, "calls of the flood"),
+    Flag("--calls", 40, "measured calls of each caller"),
+    Flag("--max-batch-size", 16, "sequences a step"),
+    others="All other flags are those of 'kestrel-grpc serve'.",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> Report:
+    with (
+        PROGRAM.reporting(arguments) as (args, of_server, report),
+        tempfile.TemporaryDirectory() as folder,
+    ):
         tokens = {name: new_token() for name in ("flood", "other", "urgent")}
         path = Path(folder) / "tokens"
         scopes = (Scope.INFER, Scope.HIGH)
@@ -147,7 +156,6 @@ def main(arguments: list[str] | None = None) -> Report:
         flags = ("--auth-tokens", str(path), *batch, *of_server)
         with serve(flags, log=Path(folder) / "log") as server:
             measure(report, server.address, tokens, args)
-    report.finish(args.json)
     return report
 
 

@@ -21,16 +21,28 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..models.opening import QUICK, model_arguments, parse, server_flags
-from ..reports.report import Report, Row, benchmark_parser
-from ..trace import add_run_arguments, sampling, settle
+from ..models.opening import MODEL_FLAGS, QUICK, model_arguments, server_flags
+from ..reports.program import Flag, Program
+from ..reports.report import Report, Row
+from ..trace import RUN_FLAGS, sampling, settle
 from ..trace_grpc import SKILLS, trace_with_warm_up
-from ..traffic.chart_trace import ChartTrace, add_trace_arguments
+from ..traffic.chart_trace import ChartTrace
 from ..traffic.grpc_clients import ClientProcesses, Target
 from ..traffic.processes import START_PATIENCE_S, ServerProcess, serve
 from ..traffic.trace_run import RunPlan, busy_rate, summary
 
 WAYS = ("front", "own", "ring")
+PROGRAM = Program(
+    "service.workers_trace",
+    __doc__,
+    *RUN_FLAGS,
+    Flag("--workers", 2, "workers of the server"),
+    Flag("--clients", 8, "client processes for each worker", quick=1),
+    Flag("--ways", WAYS, "ways to measure", choices=WAYS),
+    Flag("--at", None, "addresses of servers that run already", nargs="+"),
+    Flag("--front", None, "the front before them"),
+    others=MODEL_FLAGS,
+)
 
 
 class Ways:
@@ -60,7 +72,7 @@ class Ways:
                 args.in_flight[0] * workers,
                 args.tokens[0],
                 sampling(args),
-                args.limit,
+                args.limit[0],
                 f"run-{self._runs}",
             )
             asked = clients.run(plan, range(self._count))
@@ -98,65 +110,47 @@ def free_ports(count: int) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> Report:
-    parser = benchmark_parser("service.workers_trace", __doc__)
-    add_run_arguments(parser)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument(
-        "--clients", type=int, default=8, help="client processes for each worker [8]"
-    )
-    parser.add_argument(
-        "--ways", nargs="+", default=list(WAYS), choices=WAYS, help="ways to measure [all]"
-    )
-    parser.add_argument(
-        "--at", nargs="+", default=[], metavar="ADDRESS", help="servers that run already"
-    )
-    parser.add_argument("--front", metavar="ADDRESS", help="the front before them")
-    add_trace_arguments(parser)
-    args, of_model = parse(parser, arguments)
-    settle(args)
-    if args.at:
-        args.workers = len(args.at)
-        args.ways = [way for way in args.ways if way in ("own", "ring")]
-        args.ways += ["front"] if args.front else []
-    if args.quick:
-        args.clients = 1
-    config = model_arguments(of_model, quick=args.quick)
-    flags = server_flags([*(QUICK if args.quick else ()), *of_model], config)
-    flags += ["--workers", str(args.workers)]
-    for skill in SKILLS:
-        flags += ["--skill", skill]
-    trace, warm_up = trace_with_warm_up(args, config)
-    report = Report("workers_trace", vars(args))
-    many = args.workers
-
-    def measure(ways: Ways, own: Sequence[str], front: str) -> float:
-        """Returns the requests a second of one worker."""
-        ways.warm_up(own)
-        before = ways.run("one worker", own[0], 1)
-        by_way: dict[str, tuple[str, Target | list[Target]]] = {
-            "front": ("front", front),
-            "own": ("own addresses, a worker for each client", list(own)),
-            "ring": ("own addresses, the SDK's ring", tuple(own)),
-        }
-        for way, (what, targets) in by_way.items():
-            if way in args.ways:
-                ways.run(what, targets, many)
-        return (before + ways.run("one worker, again", own[0], 1)) / 2
-
-    with tempfile.TemporaryDirectory(prefix="bench-") as name:
-        ways = Ways(args, trace, warm_up, Path(name))
+    with PROGRAM.reporting(arguments) as (args, of_model, report):
+        settle(args)
         if args.at:
-            alone = measure(ways, args.at, args.front)
-        else:
-            port = free_ports(many)
-            own = [f"127.0.0.1:{port + n}" for n in range(many)]
-            with start(flags, port, Path(name) / "log") as server:
-                alone = measure(ways, own, server.address)
-    for way, rate, row in ways.rows:
-        key: Row = {"calls by": way, "x one": rate / alone}
-        title = f"Trace through {many} workers, {args.in_flight[0]} in flight for each"
-        report.add(title, {**key, **row})
-    report.finish(args.json)
+            args.workers = len(args.at)
+            args.ways = [way for way in args.ways if way in ("own", "ring")]
+            args.ways += ["front"] if args.front else []
+        config = model_arguments(of_model, quick=args.quick)
+        flags = server_flags([*(QUICK if args.quick else ()), *of_model], config)
+        flags += ["--workers", str(args.workers)]
+        for skill in SKILLS:
+            flags += ["--skill", skill]
+        trace, warm_up = trace_with_warm_up(args, config)
+        many = args.workers
+
+        def measure(ways: Ways, own: Sequence[str], front: str) -> float:
+            """Returns the requests a second of one worker."""
+            ways.warm_up(own)
+            before = ways.run("one worker", own[0], 1)
+            by_way: dict[str, tuple[str, Target | list[Target]]] = {
+                "front": ("front", front),
+                "own": ("own addresses, a worker for each client", list(own)),
+                "ring": ("own addresses, the SDK's ring", tuple(own)),
+            }
+            for way, (what, targets) in by_way.items():
+                if way in args.ways:
+                    ways.run(what, targets, many)
+            return (before + ways.run("one worker, again", own[0], 1)) / 2
+
+        with tempfile.TemporaryDirectory(prefix="bench-") as name:
+            ways = Ways(args, trace, warm_up, Path(name))
+            if args.at:
+                alone = measure(ways, args.at, args.front)
+            else:
+                port = free_ports(many)
+                own = [f"127.0.0.1:{port + n}" for n in range(many)]
+                with start(flags, port, Path(name) / "log") as server:
+                    alone = measure(ways, own, server.address)
+        for way, rate, row in ways.rows:
+            key: Row = {"calls by": way, "x one": rate / alone}
+            title = f"Trace through {many} workers, {args.in_flight[0]} in flight for each"
+            report.add(title, {**key, **row})
     return report
 
 

@@ -20,6 +20,8 @@ from pathlib import Path
 import numpy as np
 import pyvips
 
+from ..reports.program import Flag
+
 NUM_IMAGES, NUM_QUESTIONS = 1509, 2500
 TOKENS = (12, 30)
 """The fewest and the most tokens of a question."""
@@ -227,40 +229,22 @@ def make_trace(
     return ChartTrace(drawn, tuple(questions))
 
 
-def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags for the images and questions of the trace."""
-    group = parser.add_argument_group("trace")
-    group.add_argument(
-        "--num-prompts", type=int, metavar="N", help="only the first N questions [2500]"
-    )
-    group.add_argument("--num-images", type=int, metavar="N", help="only the first N images [1509]")
-    group.add_argument(
+TRACE_FLAGS = (
+    Flag("--num-prompts", None, "only the first N questions [2500]", type=int, metavar="N"),
+    Flag("--num-images", None, "only the first N images [1509]", type=int, metavar="N"),
+    Flag(
         "--image",
+        [],
+        "an image of your own, given several times or once",
         action="append",
         type=Path,
-        default=[],
-        metavar="FILE",
-        help="an image of your own instead of drawn ones; may be given several times",
-    )
-    group.add_argument(
-        "--image-dir",
-        type=Path,
-        metavar="FOLDER",
-        help="use all images of a folder instead of drawn ones",
-    )
-    group.add_argument(
-        "--prompt",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="a question of your own instead of drawn ones; may be given several times",
-    )
-    group.add_argument(
-        "--trace-seed", type=int, default=0, metavar="N", help="seed of images and questions [0]"
-    )
-    group.add_argument(
-        "--cache", type=Path, metavar="FOLDER", help="folder that keeps drawn images for later runs"
-    )
+    ),
+    Flag("--image-dir", None, "use all images of a folder instead of drawn ones", type=Path),
+    Flag("--prompt", [], "a question of your own, given several times or once", action="append"),
+    Flag("--trace-seed", 0, "seed of images and questions"),
+    Flag("--cache", None, "folder that keeps drawn images for later runs", type=Path),
+)
+"""The flags for the images and questions of the trace."""
 
 
 def trace_from(args: argparse.Namespace, encode: Callable[[str], list[int]]) -> ChartTrace:

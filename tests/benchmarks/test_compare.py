@@ -8,11 +8,11 @@ import pytest
 
 from benchmarks.compare import compare, main, read_run
 from benchmarks.reports.bars import Limits
-from benchmarks.reports.gpu_report import Figure, GpuReport, line
+from benchmarks.reports.report import Figure, Report, line
 
 
 def write(path: Path, name: str, rate: float, time_ms: float) -> None:
-    report = GpuReport(name, {}, command=f"python -m benchmarks.{name}")
+    report = Report(name, {}, command=f"python -m benchmarks.{name}")
     report.figure("rate", rate, "1/s")
     report.figure("time", time_ms, "ms", Limits(1.0), at_least=False, floor=time_ms / 2)
     report.finish(str(path))
@@ -50,7 +50,7 @@ def test_nothing_in_common_is_no_pass(tmp_path: Path):
 
 
 def test_bars_of_the_cpu_benchmarks_are_compared_too(tmp_path: Path):
-    report = GpuReport("cpu", {})
+    report = Report("cpu", {})
     report.bar("us", 100.0, 300.0)
     report.finish(str(tmp_path / "a.json"))
     run = read_run(tmp_path / "a.json")

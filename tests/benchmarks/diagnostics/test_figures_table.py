@@ -6,11 +6,11 @@ from pathlib import Path
 
 from benchmarks.diagnostics import figures_table
 from benchmarks.reports.bars import Limits
-from benchmarks.reports.gpu_report import GpuReport
+from benchmarks.reports.report import Report
 
 
 def test_figures_and_bars_become_rows(tmp_path: Path, capsys):
-    report = GpuReport("decode", {}, command="python -m benchmarks.decode")
+    report = Report("decode", {}, command="python -m benchmarks.decode")
     report.figure("step", 1.25, "ms", Limits(1.2, 1.1), at_least=False, floor=1.0)
     report.figure("rate", 12345.6, "1/s")
     report.bar("error", 0.01, 0.03)

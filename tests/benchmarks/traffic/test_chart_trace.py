@@ -3,7 +3,6 @@ run."""
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections import Counter
 from pathlib import Path
@@ -12,13 +11,14 @@ import numpy as np
 import pytest
 import pyvips
 
+from benchmarks.reports.program import Program
 from benchmarks.traffic import chart_trace
 from benchmarks.traffic.chart_trace import (
     NUM_IMAGES,
     NUM_QUESTIONS,
     SHAPES,
     TOKENS,
-    add_trace_arguments,
+    TRACE_FLAGS,
     draw,
     draw_images,
     make_trace,
@@ -114,12 +114,11 @@ def test_a_short_trace_is_the_beginning_of_the_long_one(traces, monkeypatch: pyt
 
 
 def test_own_images_and_questions(tmp_path: Path):
-    parser = argparse.ArgumentParser()
-    add_trace_arguments(parser)
     for name in "abc":
         (tmp_path / name).write_bytes(name.encode())
     flags = ["--image-dir", str(tmp_path), "--image", str(tmp_path / "c"), "--num-prompts", "6"]
-    args = parser.parse_args([*flags, "--prompt", "What?", "--prompt", "Why?"])
+    flags += ["--prompt", "What?", "--prompt", "Why?"]
+    args, _ = Program("trace", None, *TRACE_FLAGS).parse(flags)
     trace = trace_from(args, words)
     assert trace.images == [b"c", b"a", b"b", b"c"]
     assert [q.text for q in trace.questions] == ["What?", "Why?"] * 3
