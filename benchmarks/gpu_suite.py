@@ -68,9 +68,9 @@ def jobs(args: argparse.Namespace, cache: Path) -> list[Job]:
             one = ["benchmarks.gpu_suite", "--one", model, "--out", str(out), "--cache", str(cache)]
             chosen = ["--fp8", *device, "--parts", *FP8_PARTS]
             found.append(Job(f"{model} fp8", [*one, *chosen], 170.0))
-    served = ["--model", first, *device] + ([] if args.quick else ["--random-weights"])
-    if args.quick:
-        served += ["--threads", "1"]
+    served = ["--model", first, *device, "--random-weights"]
+    if args.quick:  # The program's own flags name the model then.
+        served = ["--threads", "1"]
     if "grpc" in args.parts:
         through = [
             "benchmarks.trace_grpc",
