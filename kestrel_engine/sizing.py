@@ -12,11 +12,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .config.dtypes import PRECISIONS
 from .config.runtime import RuntimeConfig
 from .errors import KestrelError
-from .types.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from .checkpoint.open import OpenedModel
 
 GIB = 2**30
 CONTEXT_BYTES = 600 * 2**20
@@ -40,29 +43,30 @@ class Fit:
 
 
 def fit(
-    config: RuntimeConfig, gpu_bytes: int, *, fp8: bool = True, model: ModelConfig | None = None
+    config: RuntimeConfig, gpu_bytes: int, *, fp8: bool = True, opened: OpenedModel | None = None
 ) -> Fit:
     """Returns the memory plan for ``config`` on a card of ``gpu_bytes``.
 
     ``fp8``: the card computes in FP8 (compute capability 8.9 and newer). Such a card keeps experts in FP8 if the
-    checkpoint stores them in FP8, as moondream3.1-9b-a2b does and moondream3-preview does not. ``model``: the model's
-    shape, if the caller knows it. A ``kv_cache_dtype`` of auto counts as model, because no checkpoint is read for KV
+    checkpoint stores them in FP8, as moondream3.1-9b-a2b does and moondream3-preview does not. ``opened``: the model,
+    if the caller has opened it. A ``kv_cache_dtype`` of auto counts as model, because no checkpoint is read for KV
     scales.
 
     Raises ConfigError, and InsufficientMemoryError where a start would raise it.
     """
     import torch
 
+    from .building.device import narrow_of
     from .building.kv_pool import page_size_of, plan_pool
     from .building.room import extra_bytes, reserve_of
     from .checkpoint.catalog import KNOWN
     from .checkpoint.open import open_model
-    from .checkpoint.weights.random_weights import weight_bytes
     from .errors import InsufficientMemoryError
     from .models.kv_format import EIGHT_BITS
     from .runtime.kv_cache import bytes_per_page
 
-    model = model or open_model(config).config
+    opened = opened or open_model(config)
+    model, device = opened.config, torch.device("cuda")
     dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, str(config.dtype))
     sizes = config.sizes(cuda=True)
     page_size = page_size_of(config, model)
@@ -71,7 +75,8 @@ def fit(
     released = KNOWN.get(config.model.lower())
     stored = released is None or released.fp8
     keep = config.fp8_experts == "keep" or (config.fp8_experts == "auto" and fp8 and stored)
-    weights = weight_bytes(model, dtype, keep_fp8=keep)
+    narrow = narrow_of(config, device, kernels=True)
+    weights = opened.weight_bytes(dtype, device, keep_fp8=keep, narrow=narrow)
     free = gpu_bytes - CONTEXT_BYTES - weights
     if free <= 0:
         raise InsufficientMemoryError(

@@ -66,6 +66,15 @@ def keeps_fp8(config: RuntimeConfig, device: torch.device, kernels: bool) -> boo
     return found.fp8
 
 
+def narrow_of(config: RuntimeConfig, device: torch.device, kernels: bool) -> str:
+    """The weights that are narrower than the model's dtype, as in checkpoint.weights.rounding. Raises ConfigError."""
+    if config.weights == "int8" and device.type != "cpu":
+        raise ConfigError("weights", "int8", f"is for CPUs, not for {device}; use int4 or fp8")
+    if kernels and config.weights == "int4":
+        raise ConfigError("weights", "int4", "is for CPUs, and for CUDA with --no-compile")
+    return "wide" if kernels else config.weights
+
+
 def kv_scales_of(
     config: RuntimeConfig,
     opened: OpenedModel,
@@ -143,7 +152,10 @@ def dtype_of(config: RuntimeConfig) -> torch.dtype:
     import torch
 
     if config.dtype == "auto":
-        return torch.float32 if device_of(config).type == "cpu" else torch.bfloat16
+        # With narrow weights, the type is that of activations, which is a matter of speed.
+        half = config.weights != "stored" and torch.cpu._is_avx512_bf16_supported()
+        on_cpu = device_of(config).type == "cpu"
+        return torch.float32 if on_cpu and not half else torch.bfloat16
     dtype = getattr(torch, str(config.dtype))
     assert isinstance(dtype, torch.dtype)
     return dtype

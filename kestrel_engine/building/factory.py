@@ -37,6 +37,7 @@ from .device import (
     dtype_of,
     keeps_fp8,
     kv_scales_of,
+    narrow_of,
     uses_kernels,
 )
 from .files import adapter_origins, kernel_cache_folder, read_calibration
@@ -214,18 +215,30 @@ def _build(
 
 def _load(plan: Plan, opened: OpenedModel) -> _Weights:
     """Reads weights and calibration. Raises InsufficientMemoryError and ModelLoadError."""
+    import torch
+
     from ..checkpoint.open import load_weights
 
     config, device, dtype = plan.config, plan.device, plan.dtype
     keep_fp8 = keeps_fp8(config, device, plan.kernels)
-    check_room(plan, opened.weight_bytes(dtype, keep_fp8=keep_fp8))
+    narrow = narrow_of(config, device, plan.kernels)
+    check_room(plan, opened.weight_bytes(dtype, device, keep_fp8=keep_fp8, narrow=narrow))
     began = clock.now()
     loaded = load_weights(
-        opened, dtype=dtype, device=device, keep_fp8=keep_fp8, progress=plan.progress
+        opened,
+        dtype=dtype,
+        device=device,
+        keep_fp8=keep_fp8,
+        narrow=narrow,
+        progress=plan.progress,
     )
     calibration = read_calibration(config.calibration, opened.files, loaded.fingerprint)
     # The runtime packs the tensors, so they are counted now.
-    num_parameters = sum(t.numel() for n, t in loaded.tensors.items() if not n.endswith(".scale"))
+    num_parameters = sum(
+        t.numel() * (2 if t.dtype == torch.uint8 else 1)
+        for n, t in loaded.tensors.items()
+        if not n.endswith(".scale")
+    )
     num_bytes = sum(t.nbytes for t in loaded.tensors.values())
     seconds = clock.now() - began
     logger.info("weights: %.2f GB in %.2f s", num_bytes / 1e9, seconds)

@@ -47,8 +47,11 @@ def _torch_runtime(
 ) -> tuple[Runtime, float]:
     """Builds TorchRuntime. Returns it, and 0 seconds for capturing graphs."""
     from ..models.moondream import Moondream
+    from ..models.weight_only import pack_for_cpu
     from ..runtime.torch_runtime import TorchRuntime
 
+    if plan.device.type == "cpu" and plan.config.dtype != "float32":
+        pack_for_cpu(tensors)
     pool = plan_of_pool(plan, refiner)
     runtime = TorchRuntime(
         Moondream(plan.model, tensors),

@@ -56,15 +56,24 @@ class OpenedModel:
     refiner: Path | None = None
     random_seed: int | None = None
 
-    def weight_bytes(self, dtype: torch.dtype, *, keep_fp8: bool = False) -> int:
+    def weight_bytes(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        keep_fp8: bool = False,
+        narrow: str = "wide",
+    ) -> int:
         """The bytes of all weights, once they are loaded; arguments as of `load_weights`."""
         if self.random_seed is not None:
             from .weights.random_weights import weight_bytes
 
-            return weight_bytes(self.config, dtype, keep_fp8=keep_fp8)
+            return weight_bytes(self.config, dtype, keep_fp8=keep_fp8, narrow=narrow, device=device)
         from .weights.loader import loaded_bytes
 
-        return sum(loaded_bytes(item, dtype, keep_fp8) for item in self.plan.tensors)
+        return sum(
+            loaded_bytes(item, dtype, device, keep_fp8, narrow) for item in self.plan.tensors
+        )
 
 
 def open_model(
@@ -108,17 +117,25 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device | str,
     keep_fp8: bool = False,
+    narrow: str = "wide",
     progress: Progress | None = None,
 ) -> LoadedCheckpoint:
     """Reads and checks the weights of an opened model, or generates them, as ``dtype`` on ``device``.
 
-    ``keep_fp8``: keep experts that are stored in FP8 as they are. Raises as `loader.load_planned` does.
+    ``keep_fp8``: keep experts that are stored in FP8 as they are. ``narrow``: as in `weights.rounding`.
+    Raises as `loader.load_planned` does.
     """
     if opened.random_seed is not None:
         from .weights.random_weights import random_checkpoint
 
         return random_checkpoint(
-            opened.config, opened.random_seed, dtype, device, keep_fp8=keep_fp8, progress=progress
+            opened.config,
+            opened.random_seed,
+            dtype,
+            device,
+            keep_fp8=keep_fp8,
+            narrow=narrow,
+            progress=progress,
         )
     from .weights.loader import load_planned
 
@@ -130,6 +147,7 @@ def load_weights(
         device,
         progress,
         keep_fp8=keep_fp8,
+        narrow=narrow,
         hint=opened.hint,
     )
 

@@ -28,10 +28,11 @@ class DeviceSettings:
         "values if the checkpoint has scales for them and the GPU converts them; float32, bfloat16, float16: this type "
         "for all; fp8: bfloat16 with all products, keys and values in FP8, faster but less accurate; only the products "
         "(fp8-gemms), those of prompts and images (fp8-prefill) or of images (fp8-vision), or only keys and values "
-        "(fp8-kv). FP8 needs compute capability 8.9 or newer",
+        "(fp8-kv). FP8 needs compute capability 8.9 or newer. int4: the text decoder's weights in 4 bits; int8, on a "
+        "CPU: all large weights in 8 bits. 4-bit checkpoints stay so, but for fp8, fp8-gemms and fp8-prefill",
         choices=tuple(PRECISIONS),
     )
-    """Gives the values of the next three fields where they are auto."""
+    """Gives the values of dtype, fp8_gemms, kv_cache_dtype and weights where they are auto."""
     dtype: str | torch.dtype = checked("auto")
     """float32, bfloat16, float16, or auto (float32 on a CPU, bfloat16 on CUDA)."""
     cpu_threads: int | None = setting(
@@ -51,6 +52,10 @@ class DeviceSettings:
     """The type of keys and values. FP8 takes half the bytes and is less accurate. It uses the checkpoint's scales, and
     1 for a scale that the checkpoint lacks. "auto" requires such scales, compute capability 8.9 or newer and a
     computation in bfloat16 or float16; otherwise it is the model's type."""
+    weights: str = checked("auto", choices=("auto", "stored", "int4", "int8"))
+    """Round the weights of linears to 4 or 8 bits while they are loaded, or keep what the checkpoint stores; never auto
+    after the initialisation. Activations have ``dtype``; on a CPU, auto is bfloat16 with int4 and int8 if the processor
+    multiplies bfloat16."""
     attention: str = setting(
         "auto",
         DEVICE,

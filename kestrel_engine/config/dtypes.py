@@ -16,23 +16,25 @@ _DTYPE_ALIASES = {
     "fp16": "float16",
     "auto": "auto",
 }
-_PARTS = ("dtype", "fp8_gemms", "kv_cache_dtype")
+_PARTS = ("dtype", "fp8_gemms", "kv_cache_dtype", "weights")
 PRECISIONS = {
-    "auto": ("auto", "off", "auto"),
-    "float32": ("float32", "off", "model"),
-    "bfloat16": ("bfloat16", "off", "model"),
-    "float16": ("float16", "off", "model"),
-    "fp8": ("bfloat16", "all", "fp8"),
-    "fp8-gemms": ("bfloat16", "all", "auto"),
-    "fp8-prefill": ("bfloat16", "prefill", "auto"),
-    "fp8-vision": ("bfloat16", "vision", "auto"),
-    "fp8-kv": ("bfloat16", "off", "fp8"),
+    "auto": ("auto", "off", "auto", "stored"),
+    "float32": ("float32", "off", "model", "stored"),
+    "bfloat16": ("bfloat16", "off", "model", "stored"),
+    "float16": ("float16", "off", "model", "stored"),
+    "fp8": ("bfloat16", "all", "fp8", "stored"),
+    "fp8-gemms": ("bfloat16", "all", "auto", "stored"),
+    "fp8-prefill": ("bfloat16", "prefill", "auto", "stored"),
+    "fp8-vision": ("bfloat16", "vision", "auto", "stored"),
+    "fp8-kv": ("bfloat16", "off", "fp8", "stored"),
+    "int8": ("auto", "off", "auto", "int8"),
+    "int4": ("auto", "off", "auto", "int4"),
 }
 """The values of `_PARTS` with each precision."""
 
 
 def parts_of(precision: str) -> dict[str, str]:
-    """Returns the values of ``dtype``, ``fp8_gemms`` and ``kv_cache_dtype`` where these fields are auto."""
+    """Returns the values of `_PARTS` where these fields are auto."""
     return dict(zip(_PARTS, PRECISIONS[precision], strict=True))
 
 

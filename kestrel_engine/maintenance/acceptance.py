@@ -14,7 +14,7 @@ import numpy as np
 from ..config.runtime import RuntimeConfig
 from ..engine import InferenceEngine
 from .finding import Finding
-from .model import check_fit, model_of
+from .model import check_fit, opened_of
 from .releases import RELEASES, TOLERANCE, KnownAnswer, Picture, TokenizerFacts, release_of
 
 if TYPE_CHECKING:
@@ -197,8 +197,8 @@ def _memory(config: RuntimeConfig, device: str) -> Finding:
         import torch
 
         message += f", {torch.cuda.max_memory_reserved() / 2**30:.2f} GiB of the card"
-    elif (model := model_of(config)) is not None:
-        estimate = next(iter(check_fit(config, model)))
+    elif (opened := opened_of(config)) is not None:
+        estimate = next(iter(check_fit(config, opened)))
         message += f"; doctor: {estimate.message}"
     return Finding("memory", "ok", message)
 

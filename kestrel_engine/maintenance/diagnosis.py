@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ..config.runtime import RuntimeConfig
 from .device import check_confinement, check_device, check_images
 from .finding import Finding
-from .model import check_fit, check_model, model_of
+from .model import check_fit, check_model, opened_of
 
 
 def diagnose(config: RuntimeConfig) -> Iterator[Finding]:
@@ -20,7 +20,7 @@ def diagnose(config: RuntimeConfig) -> Iterator[Finding]:
 
 def check_slow_device(config: RuntimeConfig) -> Iterator[Finding]:
     """Yields the findings of ``diagnose`` about memory and time for a large model on this machine's CPU."""
-    model = model_of(config)
-    if model is not None:
-        memory, *speed = check_fit(config, model)
+    opened = opened_of(config)
+    if opened is not None:
+        memory, *speed = check_fit(config, opened)
         yield from ((memory, *speed) if speed else ())

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..checkpoint.hub import Hub
+    from ..checkpoint.open import OpenedModel
 
 GIB = 2**30
 _LARGE_BYTES = GIB
@@ -28,37 +29,37 @@ _LARGE_BYTES = GIB
 
 def check_model(config: RuntimeConfig, *, hub: Hub | None = None) -> Iterator[Finding]:
     """Checks the files, then the memory. ``hub``: an offline hub; None for the default cache."""
-    model = None
+    opened = None
     for finding, found in _files(config, hub):
-        model = found
+        opened = found
         yield finding
         if finding.status == "fail":
             return
-    model = model or _released(config)
-    if model is None:
+    opened = opened or _released(config)
+    if opened is None:
         message = "can't be checked before the model is downloaded"
         yield Finding("memory", "warn", message, "kestrel-grpc download")
         return
-    yield from check_fit(config, model)
+    yield from check_fit(config, opened)
 
 
-def check_fit(config: RuntimeConfig, model: ModelConfig) -> Iterator[Finding]:
+def check_fit(config: RuntimeConfig, opened: OpenedModel) -> Iterator[Finding]:
     """Checks the memory, and the time that answers of a large model take on a CPU."""
     try:
-        yield _memory(config, model)
+        yield _memory(config, opened)
     except ConfigError as error:
         yield Finding("memory", "fail", str(error))
     if not _on_card(config) and not config.device.startswith("cuda"):
-        yield from _slow_answers(config, model)
+        yield from _slow_answers(config, opened.config)
 
 
-def model_of(config: RuntimeConfig) -> ModelConfig | None:
-    """Returns the model's shape, from its files on this machine or from its name; None if neither tells it."""
-    found = [model for _, model in _files(config, None) if model is not None]
+def opened_of(config: RuntimeConfig) -> OpenedModel | None:
+    """Returns the model by its files on this machine, or its form by its name; None if neither tells it."""
+    found = [opened for _, opened in _files(config, None) if opened is not None]
     return found[0] if found else _released(config)
 
 
-def _files(config: RuntimeConfig, hub: Hub | None) -> Iterator[tuple[Finding, ModelConfig | None]]:
+def _files(config: RuntimeConfig, hub: Hub | None) -> Iterator[tuple[Finding, OpenedModel | None]]:
     from ..checkpoint.hub import Hub
     from ..checkpoint.open import open_model
     from ..checkpoint.weights.plan import checkpoint_error
@@ -72,7 +73,7 @@ def _files(config: RuntimeConfig, hub: Hub | None) -> Iterator[tuple[Finding, Mo
         yield Finding("model", "fail", str(error), "kestrel-grpc verify reports details"), None
         return
     if opened.random_seed is not None:
-        yield Finding("model", "ok", opened.name), opened.config
+        yield Finding("model", "ok", opened.name), opened
     elif opened.plan.faults:
         message = str(checkpoint_error(str(opened.files[0]), opened.plan.faults, hint=opened.hint))
         remedy = "check --weights: these are another model's weights, or damaged"
@@ -81,7 +82,7 @@ def _files(config: RuntimeConfig, hub: Hub | None) -> Iterator[tuple[Finding, Mo
         size = sum(file.stat().st_size for file in opened.files)
         files = "a file" if len(opened.files) == 1 else f"{len(opened.files)} files"
         message = f"{opened.name}: {files} of weights, {size / 1e9:.2f} GB"
-        yield Finding("model", "ok", message), opened.config
+        yield Finding("model", "ok", message), opened
 
 
 def _absent(config: RuntimeConfig) -> Finding:
@@ -108,35 +109,36 @@ def _absent(config: RuntimeConfig) -> Finding:
     return Finding("model", "warn", message, f"{remedy} downloads it before the start")
 
 
-def _released(config: RuntimeConfig) -> ModelConfig | None:
-    """Returns the shape of a model whose files aren't on this machine; None if the name is not a released one."""
+def _released(config: RuntimeConfig) -> OpenedModel | None:
+    """Returns the form of a model whose files aren't on this machine; None if the name is not a released one."""
     from ..checkpoint.open import open_model
 
     try:
-        return open_model(replace(config, random_weights=True, max_seq_length=None)).config
+        return open_model(replace(config, random_weights=True, max_seq_length=None))
     except KestrelError:
         return None
 
 
-def _memory(config: RuntimeConfig, model: ModelConfig) -> Finding:
+def _memory(config: RuntimeConfig, opened: OpenedModel) -> Finding:
     """Raises ConfigError."""
+    import torch
 
     if _on_card(config):
-        return _card_memory(config, model)
+        return _card_memory(config, opened)
     if config.device.startswith("cuda"):
         return Finding("memory", "warn", "can't be checked: torch sees no GPU")
     from ..checkpoint.progress import gib
     from ..checkpoint.weights.memory import host_available
-    from ..checkpoint.weights.random_weights import weight_bytes
 
-    dtype = _dtype(config)
-    needed, available = weight_bytes(model, dtype, keep_fp8=False), host_available()
+    dtype, cpu = _dtype(config), torch.device("cpu")
+    needed = opened.weight_bytes(dtype, cpu, narrow=config.weights)
+    available = host_available()
     message = f"weights take {gib(needed)} as {str(dtype).removeprefix('torch.')}"
     if available is None:
         return Finding("memory", "warn", f"{message}; the available memory is unknown")
     message += f", {gib(available)} are available"
     if needed > available:
-        remedy = "a narrower --precision (bfloat16), a smaller model, or more memory"
+        remedy = "a narrower --precision (bfloat16, int8, int4), a smaller model, or more memory"
         return Finding("memory", "fail", message, remedy)
     if needed > 0.8 * available:
         remedy = "lower --max-batch-size: little memory is left for the KV cache"
@@ -144,7 +146,7 @@ def _memory(config: RuntimeConfig, model: ModelConfig) -> Finding:
     return Finding("memory", "ok", message)
 
 
-def _card_memory(config: RuntimeConfig, model: ModelConfig) -> Finding:
+def _card_memory(config: RuntimeConfig, opened: OpenedModel) -> Finding:
     """Raises ConfigError."""
     import torch
 
@@ -157,7 +159,7 @@ def _card_memory(config: RuntimeConfig, model: ModelConfig) -> Finding:
     card = free + sizing.CONTEXT_BYTES
     message = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"
     try:
-        found = sizing.fit(config, card, fp8=capabilities(device).fp8, model=model)
+        found = sizing.fit(config, card, fp8=capabilities(device).fp8, opened=opened)
     except ConfigError:
         raise
     except KestrelError as error:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .low_rank import Adapters
+from .weight_only import product, scale_of
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 
@@ -23,19 +24,21 @@ LAYER_NORM_EPS = 1e-5
 @dataclass(frozen=True, slots=True)
 class Linear:
     """``x @ weight.T + bias``. ``weight``: [out, in]. ``bias``: [out] or None. ``name``: the module's canonical name,
-    by which adapters change it."""
+    by which adapters change it. ``scale``: the scales of a weight in 4 or 8 bits (`weight_only`)."""
 
     weight: Tensor
     bias: Tensor | None = None
     name: str = ""
+    scale: Tensor | None = None
 
     @classmethod
     def load(cls, tensors: Tensors, name: str) -> Linear:
-        return cls(tensors[f"{name}.weight"], tensors[f"{name}.bias"], name)
+        weight = f"{name}.weight"
+        return cls(tensors[weight], tensors[f"{name}.bias"], name, tensors.get(scale_of(weight)))
 
     def __call__(self, x: Tensor, adapters: Adapters | None = None) -> Tensor:
         """``adapters``: those of the rows of ``x``."""
-        y = F.linear(x, self.weight, self.bias)
+        y = product(x, self.weight, self.scale, self.bias)
         if adapters is not None:
             adapters.add_(self.name, x, y)
         return y

@@ -18,6 +18,7 @@ from .attention import Attention
 from .layers import LayerNorm, Linear, Mlp, Tensors, gelu_erf
 from .low_rank import TextAdapters
 from .rope import RotaryTable, Rotation
+from .weight_only import product
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +61,8 @@ class Tau:
 class Moe:
     """Mixture of experts: the sum of the chosen experts' outputs, weighted by a softmax over their router logits.
 
-    ``fc1``: [experts, 2 * inner, dim], the rows of h, then those of g. ``fc2``: [experts, dim, inner]. If both are
-    float8_e4m3fn, each row has a float32 scale, in ``fc1_scale`` [experts, 2 * inner] and ``fc2_scale`` [experts, dim]:
-    a weight is its stored value times the scale.
+    ``fc1``: [experts, 2 * inner, dim], the rows of h, then those of g. ``fc2``: [experts, dim, inner]. Both may be in 4
+    or 8 bits, with the scales ``fc1_scale`` and ``fc2_scale`` (`weight_only`).
     """
 
     router: Linear
@@ -115,24 +115,20 @@ class Moe:
 
     def expert(self, index: int, u: Tensor, adapters: TextAdapters | None = None) -> Tensor:
         """Returns one expert's output for ``u`` [num_tokens, dim]. ``adapters``: those of these tokens."""
-        fc1 = _dequantised(self.fc1, self.fc1_scale, index, u.dtype)
-        fc2 = _dequantised(self.fc2, self.fc2_scale, index, u.dtype)
-        gated = F.linear(u, fc1)
+        gated = _product(u, self.fc1, self.fc1_scale, index)
         if adapters is not None:
             adapters.add_expert_(f"{self.name}.fc1", index, u, gated)
         h, g = gated.chunk(2, dim=-1)
         inner = gelu_erf(h) * (g + 1)
-        output = F.linear(inner, fc2)
+        output = _product(inner, self.fc2, self.fc2_scale, index)
         if adapters is not None:
             adapters.add_expert_(f"{self.name}.fc2", index, inner, output)
         return output
 
 
-def _dequantised(weight: Tensor, scale: Tensor | None, index: int, dtype: torch.dtype) -> Tensor:
-    """Returns one expert's weight [rows, columns] in ``dtype``."""
-    if scale is None:
-        return weight[index]
-    return (weight[index].float() * scale[index].unsqueeze(-1)).to(dtype)
+def _product(x: Tensor, weights: Tensor, scales: Tensor | None, index: int) -> Tensor:
+    """Returns ``x`` times the weight of one expert."""
+    return product(x, weights[index], None if scales is None else scales[index], None)
 
 
 class TextBlock:

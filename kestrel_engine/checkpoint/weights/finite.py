@@ -20,9 +20,9 @@ class FiniteCheck:
         self._flags: list[torch.Tensor] = []
 
     def add(self, name: str, *tensors: torch.Tensor) -> None:
-        """Adds the tensors that belong to ``name``. All of them must be finite."""
+        """Adds the tensors that belong to ``name``. All floating-point ones must be finite."""
         for tensor in tensors:
-            if tensor.numel():
+            if tensor.numel() and tensor.is_floating_point():
                 self._names.append(name)
                 self._flags.append(all_finite(tensor))
 

@@ -16,6 +16,7 @@ from typing import TypeAlias
 import torch
 
 from ...errors import CheckpointError
+from ...models.weight_only import to_groups
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,27 @@ def dequantise(
         q = unpack(rows.to(device), order).float()
         flat[part].copy_(q.sub_(zero[part]).mul_(scale[part]))
     return out
+
+
+def keep(
+    weight: Packed, shape: tuple[int, ...], order: Order, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns ``weight`` of ``shape`` [..., N, K], still in 4 bits, and its scales, as `weight_only` has them.
+
+    It converts a matrix at a time, unless the file has one for all experts. K is a multiple of two groups.
+    """
+    packed, scale, zero = weight
+    numbers = torch.empty(*shape[:-1], shape[-1] // 2, dtype=torch.uint8, device=device)
+    parts = packed.reshape(-1, *packed.shape[-2:])
+    places = numbers.view(len(parts), -1, shape[-1] // 2)
+    own = (x.reshape(len(parts), -1, 1).to(device) for x in (scale, zero))
+    scales: list[torch.Tensor] = []
+    for rows, place, s, z in zip(parts, places, *own, strict=True):
+        q = unpack(rows.to(device), order)
+        made, pairs = to_groups(q, s, z, (len(place), shape[-1]))
+        place.copy_(made)
+        scales.append(pairs)
+    return numbers, torch.stack(scales).view(*shape[:-1], -1, 2)
 
 
 def find_order(samples: Iterable[Packed], *, default: Order | None) -> Order:

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ...errors import CheckpointError
+from ...models.weight_only import scale_of
 from ...types.model_config import ModelConfig
 from ..files import StoredTensor, is_pickle, load_pickle
 from ..progress import log_progress
@@ -35,6 +36,7 @@ from .plan import (
     TensorPlan,
     checkpoint_error,
 )
+from .rounding import form_of, may_stay, rounded, rounded_bytes
 
 if TYPE_CHECKING:
     from ...types.progress import Progress
@@ -75,14 +77,15 @@ def load_planned(
     progress: Progress | None = None,
     *,
     keep_fp8: bool = False,
+    narrow: str = "wide",
     hint: str = "",
     read_ahead: bool | None = None,
 ) -> LoadedCheckpoint:
     """Reads the values of ``plan``. Raises CheckpointError (with all wrong names, or the damaged file) and
     InsufficientMemoryError.
 
-    ``hint``: the end of an error. ``read_ahead``: read with DeviceReader instead of mapped files. The default is True
-    for every device but the CPU.
+    ``narrow``: as in `rounding`. ``hint``: the end of an error. ``read_ahead``: read with DeviceReader instead of
+    mapped files. The default is True for every device but the CPU.
     """
     device = torch.device(device)
     where = str(files[0] if len(files) == 1 else files[0].parent)
@@ -91,8 +94,9 @@ def load_planned(
         # Also check the values of tensors that fit, so that one error reports everything.
         bad, _, _ = check_values(plan, files, report)
         raise checkpoint_error(where, _with_nonfinite(plan, bad), hint=hint)
-    total = sum(loaded_bytes(item, dtype, keep_fp8) for item in plan.tensors)
+    total = sum(loaded_bytes(item, dtype, device, keep_fp8, narrow) for item in plan.tensors)
     kind = str(dtype).removeprefix("torch.") + (" and FP8 experts" if keep_fp8 else "")
+    kind += f" and {narrow}" if narrow in ("int4", "int8") else ""
     require_memory(total, device, what=f"{where}: weights as {kind}")
     if config.region.decoder == "linear":
         present = any(tensor.name.startswith("region.ln.") for tensor in plan.tensors)
@@ -114,13 +118,20 @@ def load_planned(
                 made = {item.name: source.to(device=device, dtype=dtype)}
             elif order is not None and item.zero_point is not None:
                 packed = source, rest[0], rest[1]
-                made = {item.name: int4.dequantise(packed, item.shape, order, dtype, device)}
-            elif _stays_fp8(item, keep_fp8):
+                if _stays_int4(item, narrow):
+                    numbers, scales = int4.keep(packed, item.shape, order, device)
+                    made = {item.name: numbers, scale_of(item.name): scales}
+                else:
+                    made = {item.name: int4.dequantise(packed, item.shape, order, dtype, device)}
+            elif _stays_fp8(item, keep_fp8 and narrow in ("wide", "stored")):
                 row_scales = rest[0].to(device=device, dtype=torch.float32).contiguous()
                 made = {item.name: source.to(device), scale_of(item.name): row_scales}
             else:
                 made = {item.name: dequantise(source, rest[0], dtype, device)}
             finite.add(item.name, *made.values())
+            form = form_of(item.name, item.shape, narrow, device)
+            if form is not None and len(made) == 1:
+                made = rounded(item.name, made[item.name], form)
             tensors |= made
             done += sum(tensor.nbytes for tensor in made.values())
             report(done, total, item.name)
@@ -176,11 +187,6 @@ def _int4_order(
         return int4.find_order(((p, s, z) for p, s, z in samples), default=default)
 
 
-def scale_of(expert_weight: str) -> str:
-    """Returns the canonical name of the row scales of an expert weight that stays in FP8."""
-    return expert_weight.removesuffix(".weight") + ".scale"
-
-
 def stores_fp8(plan: CheckpointPlan) -> bool:
     """Returns whether a checkpoint has weights that can stay in FP8."""
     return any(_stays_fp8(item, True) for item in plan.tensors)
@@ -190,10 +196,23 @@ def _stays_fp8(item: TensorPlan, keep_fp8: bool) -> bool:
     return keep_fp8 and item.scale is not None and item.stored.dtype == KEPT_FP8
 
 
-def loaded_bytes(item: TensorPlan, dtype: torch.dtype, keep_fp8: bool) -> int:
-    if not _stays_fp8(item, keep_fp8):
-        return item.num_elements * dtype.itemsize
-    return item.num_elements + 4 * prod(item.shape[:-1])
+def _stays_int4(item: TensorPlan, narrow: str) -> bool:
+    kept = narrow != "wide" and item.zero_point is not None
+    return kept and may_stay(item.name, item.shape, item.stored.shape[-1])
+
+
+def loaded_bytes(
+    item: TensorPlan, dtype: torch.dtype, device: torch.device, keep_fp8: bool, narrow: str
+) -> int:
+    """Returns the bytes of a loaded tensor and of its scales; arguments as of `load_planned`."""
+    if _stays_int4(item, narrow):
+        return sum(source.num_bytes for source in item.sources)
+    form = form_of(item.name, item.shape, narrow, device)
+    if _stays_fp8(item, keep_fp8) and form is None:
+        return item.num_elements + 4 * prod(item.shape[:-1])
+    if form is not None:
+        return rounded_bytes(item.shape, form)
+    return item.num_elements * dtype.itemsize
 
 
 def _parts(item: TensorPlan, read: Read, fingerprint: Fingerprint) -> list[torch.Tensor]:

@@ -17,13 +17,15 @@ from math import prod
 
 import torch
 
+from ...models.weight_only import scale_of
 from ...types.model_config import ModelConfig
 from ...types.progress import Progress
 from ..progress import log_progress
 from .expected import expected_tensors
 from .fp8 import dequantise, quantise_rows
-from .loader import LoadedCheckpoint, scale_of
+from .loader import LoadedCheckpoint
 from .memory import require_memory
+from .rounding import form_of, rounded, rounded_bytes
 
 ROUTER_SPREAD = 1.5
 """Standard deviation of router logits. With it, the eight chosen of 64 experts have weights of about 0.05 to 0.4."""
@@ -50,31 +52,35 @@ def random_checkpoint(
     device: torch.device | str,
     *,
     keep_fp8: bool = False,
+    narrow: str = "wide",
     progress: Progress | None = None,
 ) -> LoadedCheckpoint:
     """Generates all tensors of ``config``.
 
     Experts are rounded to FP8 with a scale for each row, as in released checkpoints. ``keep_fp8``: keep them in FP8
-    instead of converting them to ``dtype``. Raises InsufficientMemoryError.
+    instead of converting them to ``dtype``. ``narrow``: as in `rounding`. Raises InsufficientMemoryError.
     """
     device = torch.device(device)
     shapes = expected_tensors(config)
     report = progress or log_progress("generating weights")
-    total = weight_bytes(config, dtype, keep_fp8=keep_fp8)
+    total = weight_bytes(config, dtype, keep_fp8=keep_fp8, narrow=narrow, device=device)
     require_memory(total, device, what=f"random weights as {str(dtype).removeprefix('torch.')}")
     tensors: dict[str, torch.Tensor] = {}
     done = 0
 
     def make(name: str) -> dict[str, torch.Tensor]:
         generator = torch.Generator(device).manual_seed(_seed_of(seed, name))
+        form = form_of(name, shapes[name], narrow, device)
         if is_expert(config, name):
             weight, scale = _experts(config, name, shapes[name], device, generator)
-            if keep_fp8:
+            if keep_fp8 and form is None:
                 return {name: weight, scale_of(name): scale}
-            return {name: dequantise(weight, scale, dtype, device)}
+            values = dequantise(weight, scale, dtype, device)
+            return {name: values} if form is None else rounded(name, values, form)
         mean, std = moments(config, name, shapes[name])
         values = torch.empty(shapes[name], dtype=dtype, device=device)
-        return {name: values.normal_(mean, std, generator=generator)}
+        values.normal_(mean, std, generator=generator)
+        return {name: values} if form is None else rounded(name, values, form)
 
     for made in _each(make, list(shapes), device):
         tensors |= made
@@ -84,10 +90,22 @@ def random_checkpoint(
     return LoadedCheckpoint(config, tensors, f"random:{seed}:{device.type}:{kind}", (), ())
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype, *, keep_fp8: bool) -> int:
-    """Returns the bytes of all weights of a model. ``keep_fp8``: experts are in FP8, with scales."""
+def weight_bytes(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    keep_fp8: bool,
+    narrow: str = "wide",
+    device: torch.device | None = None,
+) -> int:
+    """Returns the bytes of all weights of a model. ``keep_fp8``: experts are in FP8, with scales. ``narrow``: as in
+    `rounding`, on ``device``."""
     total = 0
     for name, shape in expected_tensors(config).items():
+        form = form_of(name, shape, narrow, device or torch.device("cpu"))
+        if form is not None:
+            total += rounded_bytes(shape, form)
+            continue
         eight_bit = keep_fp8 and is_expert(config, name)
         total += prod(shape) + 4 * prod(shape[:-1]) if eight_bit else prod(shape) * dtype.itemsize
     return total

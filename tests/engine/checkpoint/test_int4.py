@@ -5,59 +5,15 @@ import logging
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from kestrel_engine import CheckpointError
 from kestrel_engine.checkpoint.files import find_files, read_headers
 from kestrel_engine.checkpoint.weights.int4 import Order, dequantise, find_order, unpack
-from kestrel_engine.checkpoint.weights.loader import check_values, load_planned
+from kestrel_engine.checkpoint.weights.loader import check_values, load_planned, loaded_bytes
 from kestrel_engine.checkpoint.weights.plan import plan_checkpoint
+from kestrel_engine.models.weight_only import widened
 from tests.checkpoint_loading import load_checkpoint
-
-GROUP = 32
-"""The releases have groups of 128; these small models have fewer numbers."""
-
-
-def quantised(weight, group=GROUP):
-    """Groups over the whole range of 4 bits: q [..., n / g, g], scales and zero points [..., n / g, 1]."""
-    groups = weight.float().reshape(*weight.shape[:-2], -1, group)
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    scale = (high - low) / 15
-    zero = (-low / scale).round()
-    return (groups / scale + zero).round().clamp(0, 15).byte(), scale, zero
-
-
-def pack(q, order):
-    """Written from the specification, not from the loader: two rows of groups become one row of bytes."""
-    if order in (Order.HALVES, Order.HALVES_LOW_FIRST):
-        first, second = q.chunk(2, dim=-2)
-    else:
-        first, second = q[..., 0::2, :], q[..., 1::2, :]
-    low_first = order in (Order.HALVES_LOW_FIRST, Order.INTERLEAVED_LOW_FIRST)
-    return second * 16 + first if low_first else first * 16 + second
-
-
-def in_four_bits(tensors, order):
-    """A checkpoint's stored tensors, and the values that they mean: linears of text and region, as in the releases."""
-    stored, values = {}, {}
-    for name, tensor in tensors.items():
-        is_linear = name.endswith(".weight") and tensor.ndim > 1 and not name.startswith("vision")
-        matrix = tensor.shape[-2:].numel()
-        if not is_linear or "lm_head" in name or "router" in name or matrix % (2 * GROUP):
-            stored[f"model.{name}"] = values[name] = tensor
-            continue
-        q, scale, zero = quantised(tensor)
-        stored[f"model.{name}.packed"] = pack(q, order)
-        stored[f"model.{name}.scale"], stored[f"model.{name}.zero_point"] = scale, zero
-        values[name] = ((q.float() - zero) * scale).reshape(tensor.shape)
-    assert sum(name.endswith(".packed") for name in stored) >= 10
-    return stored, values
-
-
-def write(folder, stored, raw):
-    (folder / "config.json").write_text(json.dumps(raw))
-    save_file({name: t.contiguous() for name, t in stored.items()}, folder / "model.safetensors")
-    return folder
+from tests.four_bit_checkpoint import GROUP, in_four_bits, pack, quantised, write
 
 
 @pytest.mark.parametrize("order", list(Order))
@@ -91,6 +47,34 @@ def test_both_readers_and_the_check_give_the_same(tmp_path, config_of, random_of
     assert all(torch.equal(mapped.tensors[name], ahead.tensors[name]) for name in mapped.tensors)
     assert check_values(plan, files) == ([], [], mapped.fingerprint)
     assert ahead.fingerprint == mapped.fingerprint
+
+
+@pytest.mark.parametrize("order", list(Order))
+def test_a_checkpoint_stays_in_four_bits_with_the_same_values(
+    tmp_path, family, config_of, random_of, raw_of, order
+):
+    config = config_of(family)
+    stored, _ = in_four_bits(random_of(config, torch.float32), order, group=16)
+    files = find_files(write(tmp_path, stored, raw_of(family)))
+    plan = plan_checkpoint(read_headers(files), config)
+    kept, wide = (
+        load_planned(plan, config, files, torch.float32, "cpu", narrow=narrow)
+        for narrow in ("stored", "wide")
+    )
+    assert kept.fingerprint == wide.fingerprint
+    device = torch.device("cpu")
+    total = sum(loaded_bytes(i, torch.float32, device, False, "stored") for i in plan.tensors)
+    assert total == sum(tensor.nbytes for tensor in kept.tensors.values())
+    narrow = [name for name, tensor in kept.tensors.items() if tensor.dtype == torch.uint8]
+    assert len(narrow) >= 4 and all(name.startswith("text.blocks.") for name in narrow)
+    for name, wanted in wide.tensors.items():
+        found = kept.tensors[name]
+        if name in narrow:
+            scales = kept.tensors[name.removesuffix(".weight") + ".scale"]
+            outer = range(len(found)) if found.dim() == 3 else [...]
+            matrices = [widened(found[i], scales[i], torch.float32) for i in outer]
+            found = torch.stack(matrices).view(wanted.shape)
+        assert torch.equal(found, wanted), name
 
 
 def test_experts_may_be_packed_one_by_one_or_together(config_of, random_of):

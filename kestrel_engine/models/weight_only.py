@@ -1,0 +1,164 @@
+"""Weights in 4 or 8 bits that products read as they are, while activations keep the model's dtype.
+
+Such a weight has a tensor of scales beside it. The weight's dtype and dimensions tell its form. Of a matrix [N, K]:
+
+- float8_e4m3fn [N, K], scales [N] float32: W = weight * scale, as released experts are.
+- int8 [N, K], scales [N] bfloat16: W = weight * scale. CPUs only.
+- uint8 [N, K / 2], scales [N, K / g, 2]: 4-bit numbers q in groups of g along K, each with a scale and a zero point:
+  W = (q - zero) * scale. The high nibbles of g bytes are one group, their low nibbles the next one, so weights can be
+  joined along both dimensions. The scales keep the dtype that the file has.
+- uint8 [N / b, K, b / 2], scales [K / g, N, 2] bfloat16: the same numbers in the order of torch's product for CPUs,
+  which depends on the processor. W = (q - 8) * scale + offset.
+
+Experts have one more dimension in front. On a GPU, the kernels of kernels/ read the third form.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FEW_ROWS = 16
+"""The most rows for which a CPU's product reads the weight in 4 or 8 bits. With more rows, widening it costs less."""
+CPU_ROWS, CPU_GROUPS = 64, (32, 64, 128, 256)
+"""torch's product of 4 bits: what the rows of a weight are a multiple of on every processor, and the groups."""
+GROUP = 128
+"""The group of weights that are rounded to 4 bits here, as in releases."""
+
+
+def product(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Returns ``x @ W.T + bias`` [..., N] in x's dtype, for ``x`` [..., K] and a weight of any form.
+
+    A weight in one of the forms for CPUs and few rows are multiplied in bfloat16, with sums in float32; a float32 x is
+    rounded for it. All other products widen the weight to x's dtype.
+    """
+    if scales is None:
+        return F.linear(x, weight, bias)
+    rows = x.numel() // x.shape[-1]
+    if not _is_of_cpus(weight) or (rows > FEW_ROWS and _widens(x.dtype)):
+        return F.linear(x, widened(weight, scales, x.dtype), bias)
+    narrow = x.reshape(rows, -1).to(torch.bfloat16)
+    if weight.dtype == torch.int8:
+        y = torch._weight_int8pack_mm(narrow, weight, scales)
+    else:
+        group = x.shape[-1] // scales.shape[0]
+        flat = weight.view(scales.shape[1], -1)
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(narrow, flat, group, scales)
+    y = y.to(x.dtype).view(*x.shape[:-1], -1)
+    return y if bias is None else y.add_(bias)
+
+
+def _is_of_cpus(weight: Tensor) -> bool:
+    return weight.dtype == torch.int8 or (weight.dtype == torch.uint8 and weight.dim() == 3)
+
+
+def _widens(dtype: torch.dtype) -> bool:
+    """Whether many rows are multiplied faster by a widened weight: where torch has a fast product of ``dtype``."""
+    return dtype == torch.float32 or torch.cpu._is_avx512_bf16_supported()
+
+
+def widened(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the values [N, K] of a matrix in any of the forms. Each is computed in float32 and rounded once."""
+    if weight.dtype != torch.uint8:
+        return (weight.float() * scales.float().unsqueeze(-1)).to(dtype)
+    if weight.dim() == 2:
+        groups = scales.shape[-2]
+        pairs = weight.view(len(weight), groups // 2, -1)
+        q = torch.stack([pairs >> 4, pairs & 15], dim=2).view(len(weight), groups, -1)
+        scale, zero = scales.float().unbind(-1)
+        return (q.float() - zero.unsqueeze(-1)).mul_(scale.unsqueeze(-1)).flatten(1).to(dtype)
+    blocks, k, half = weight.shape
+    low, high = _cpu_order()
+    ordered = weight.new_empty(blocks, 2 * half, k)
+    ordered[:, low] = (weight & 15).transpose(1, 2)
+    ordered[:, high] = (weight >> 4).transpose(1, 2)
+    scale, offset = scales.transpose(0, 1).float().unbind(-1)
+    q = ordered.view(blocks * 2 * half, len(scales), -1).float()
+    return q.sub_(8).mul_(scale.unsqueeze(-1)).add_(offset.unsqueeze(-1)).flatten(1).to(dtype)
+
+
+class CpuOrder(NamedTuple):
+    """The rows of a block that the low and the high nibbles of a column's bytes belong to."""
+
+    low: Tensor
+    high: Tensor
+
+
+@cache
+def _cpu_order() -> CpuOrder:
+    """Finds the order of numbers in torch's layout, which depends on the processor, by packing the rows' numbers."""
+    rows = torch.arange(CPU_ROWS, dtype=torch.int32).unsqueeze(1).repeat(1, 2)
+    units, sixteens = (_packed(digit.contiguous()).flatten() for digit in (rows % 16, rows // 16))
+    low = (units & 15) + (sixteens & 15) * 16
+    high = (units >> 4) + (sixteens >> 4) * 16
+    # The second column of a block begins with the rows of the first one.
+    half = int((low == low[0]).nonzero()[1])
+    return CpuOrder(low[:half].long(), high[:half].long())
+
+
+def _packed(q: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
+    return packed
+
+
+def pack_for_cpu(tensors: dict[str, Tensor]) -> None:
+    """Replaces 4-bit weights by the form of torch's product for CPUs, one after the other, where it can take them."""
+    for name in [name for name, tensor in tensors.items() if tensor.dtype == torch.uint8]:
+        weight, scales = tensors[name], tensors[scale_of(name)]
+        n, columns = weight.shape[-2:]
+        groups = scales.shape[-2]
+        if n % CPU_ROWS or 2 * columns // groups not in CPU_GROUPS:
+            continue
+        half = len(_cpu_order().low)
+        out = weight.new_empty(*weight.shape[:-2], n // (2 * half), 2 * columns, half)
+        made = scales.new_empty(*scales.shape[:-3], groups, n, 2, dtype=torch.bfloat16)
+        matrices = (weight.view(-1, n, columns), scales.view(-1, n, groups, 2))
+        places = (out.view(-1, *out.shape[-3:]), made.view(-1, groups, n, 2))
+        for own, own_scales, to, to_scales in zip(*matrices, *places, strict=True):
+            pairs = own.view(n, groups // 2, -1)
+            q = torch.stack([pairs >> 4, pairs & 15], dim=2).view(n, -1)
+            to.copy_(_packed(q.int()).view(to.shape))
+            scale, zero = own_scales.float().unbind(-1)
+            to_scales.copy_(torch.stack([scale, (8 - zero) * scale], -1).transpose(0, 1))
+        tensors[name], tensors[scale_of(name)] = out, made
+
+
+def scale_of(weight: str) -> str:
+    """Returns the canonical name of the scales of a weight that stays in 4 or 8 bits."""
+    return weight.removesuffix(".weight") + ".scale"
+
+
+def to_groups(
+    q: Tensor, scale: Tensor, zero: Tensor, shape: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """Returns a weight of ``shape`` [..., N, K] in the third form, and its scales.
+
+    ``q``: [..., n / g, g] uint8. ``scale``, ``zero``: [..., n / g, 1]. K is a multiple of 2 g.
+    """
+    pairs = q.reshape(*shape[:-1], -1, 2, q.shape[-1])
+    numbers = (pairs[..., 0, :] << 4 | pairs[..., 1, :]).flatten(-2)
+    dtype = scale.dtype if scale.dtype == zero.dtype else torch.float32
+    scales = torch.cat([scale.to(dtype), zero.to(dtype)], dim=-1)
+    return numbers, scales.view(*shape[:-1], -1, 2)
+
+
+def round_to_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounds ``weight`` [N, K] to 4 bits in groups of `GROUP`, each over its whole range, with scales in bfloat16."""
+    groups = weight.float().reshape(-1, GROUP)
+    low = groups.amin(-1, keepdim=True).clamp_(max=0)
+    high = groups.amax(-1, keepdim=True).clamp_(min=0)
+    scale = (high - low).div_(15).clamp_min_(torch.finfo(torch.bfloat16).tiny).bfloat16()
+    zero = (-low / scale).round_().clamp_(0, 15)
+    q = (groups / scale).add_(zero).round_().clamp_(0, 15).byte()
+    return to_groups(q, scale, zero.bfloat16(), tuple(weight.shape))
+
+
+def round_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounds ``weight`` [N, K] to int8, each row over its whole range, with scales in bfloat16."""
+    wide = weight.float()
+    scale = wide.abs().amax(-1).div_(127).clamp_min_(torch.finfo(torch.bfloat16).tiny).bfloat16()
+    return (wide / scale.unsqueeze(-1)).round_().clamp_(-127, 127).to(torch.int8), scale

@@ -1,0 +1,106 @@
+"""Engines whose weights are in 4 or 8 bits: 4-bit checkpoints answer as their widened values do."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from kestrel_engine import ConfigError, InferenceEngine, RuntimeConfig
+from kestrel_engine.building import device as devices
+from kestrel_engine.building import factory
+from kestrel_engine.checkpoint.catalog import BUNDLED
+from kestrel_engine.checkpoint.open import load_weights, open_model
+from kestrel_engine.checkpoint.weights.int4 import Order
+from kestrel_engine.models.moondream import Moondream
+from kestrel_engine.models.weight_only import pack_for_cpu
+from tests.checkpoint_loading import load_checkpoint
+from tests.four_bit_checkpoint import in_four_bits, write
+
+GREEDY = {"max_tokens": 12, "temperature": 0.0, "logprobs": True}
+
+
+@pytest.fixture(scope="module", params=["md2", "md3"])
+def folders(request, golden_folder, tmp_path_factory):
+    """A golden model in 4 bits, and the model of the same values in float32."""
+    golden = golden_folder(request.param)
+    raw = json.loads((golden / "config.json").read_text())
+    stored, values = in_four_bits(load_checkpoint(golden).tensors, Order.HALVES)
+    made = []
+    for kind, tensors in (("int4", stored), ("wide", values)):
+        folder = write(tmp_path_factory.mktemp(f"{request.param}-{kind}"), tensors, raw)
+        shutil.copy(BUNDLED / "kestrel_tiny/tokenizer.json", folder)
+        made.append(folder)
+    return made
+
+
+async def answers(folder, **settings):
+    config = RuntimeConfig(model_path=folder, device="cpu", max_batch_size=2, **settings)
+    picture = np.random.default_rng(3).integers(0, 255, (300, 260, 3), np.uint8)
+    async with await InferenceEngine.create(config) as engine:
+        asked = await engine.query(picture, "What is this?", settings=GREEDY)
+        return asked.output, engine.info
+
+
+async def test_in_float32_four_bits_answer_exactly_as_the_widened_weights(folders):
+    (four, small), (wide, large) = [
+        await answers(folder, precision="float32") for folder in folders
+    ]
+    assert four == wide
+    assert small.num_parameters == large.num_parameters
+    assert small.weights_bytes < 0.7 * large.weights_bytes
+
+
+def text_logits(model):
+    """Logits of one prompt of 40 positions, and of each of its last two tokens alone."""
+    config = model.config.text
+    x = model.text.embed(torch.arange(5, 45) % config.vocab_size)
+
+    def own_values(layer, q, k, v):
+        return v
+
+    return [
+        model.text.logits(model.text(x[rows], torch.arange(40)[rows], own_values))
+        for rows in (slice(40), slice(38, 39), slice(39, 40))
+    ]
+
+
+@torch.inference_mode()
+def test_torchs_own_product_of_four_bits_is_near_the_widened_weights(folders):
+    """Rounding x and scales to bfloat16 moves the logits by less than 2 % of their norm; many rows stay in float32."""
+    four, wide = [
+        load_weights(
+            open_model(RuntimeConfig(model_path=folder)),
+            dtype=torch.float32,
+            device="cpu",
+            narrow="stored",
+        )
+        for folder in folders
+    ]
+    pack_for_cpu(four.tensors)
+    assert any(t.dtype == torch.uint8 and t.dim() == 3 for t in four.tensors.values())
+    pairs = zip(*(text_logits(Moondream(x.config, x.tensors)) for x in (four, wide)), strict=True)
+    for found, wanted in pairs:
+        assert (found - wanted).norm() < 0.02 * wanted.norm()
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+async def test_any_checkpoint_can_be_rounded_while_it_is_loaded(precision):
+    config = RuntimeConfig(precision=precision, device="cpu")
+    device, dtype = torch.device("cpu"), devices.dtype_of(config)
+    expected = open_model(config).weight_bytes(dtype, device, narrow=precision)
+    settings = {"max_tokens": 30, "temperature": 0.0}
+    async with await InferenceEngine.create(config) as engine:
+        assert engine.info.weights_bytes == expected
+        result = await engine.caption(BUNDLED / "kestrel_tiny/sample.jpg", settings=settings)
+        assert result.output["caption"]
+    built = factory.build(RuntimeConfig(device="cpu"))
+    built.runtime.close()
+    assert expected < 0.6 * built.info.weights_bytes
+    assert built.info.num_parameters == engine.info.num_parameters
+
+
+def test_eight_bits_are_for_cpus():
+    with pytest.raises(ConfigError, match="is for CPUs"):
+        devices.narrow_of(RuntimeConfig(precision="int8"), torch.device("cuda"), kernels=True)
