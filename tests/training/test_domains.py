@@ -44,10 +44,13 @@ def test_pictures_and_questions_are_well_formed(pictures: list[Picture]) -> None
         assert picture.pixels.dtype == np.uint8 and len(picture.asks) >= 3
         for ask in picture.asks:
             assert ask.text.strip()
-            if ask.skill in ("query", "caption"):
+            if ask.skill in ("query", "reasoning", "caption"):
+                assert bool(ask.steps) == (ask.skill == "reasoning")
                 assert ask.answer and not ask.boxes
             for x0, y0, x1, y1 in ask.boxes:
                 assert -2 <= x0 < x1 <= width + 2 and -2 <= y0 < y1 <= height + 2
+            if ask.kind == "shapes count reasoned":
+                assert sum(len(points) for _, points in ask.steps) == int(ask.answer)
             if ask.skill == "point":
                 assert len(ask.points) == len(ask.boxes)
                 for (x, y), box in zip(ask.points, ask.boxes, strict=True):

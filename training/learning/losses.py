@@ -22,13 +22,8 @@ from training.learning.model import Learner, prompt_mask
 from training.scenes.vocabulary import SHAPES
 
 SKILL_WEIGHTS = {
-    "query": 1.0,
-    "reasoning": 1.0,
-    "point": 0.5,
-    "detect": 0.5,
-    "segment": 0.7,
-    "caption": 0.6,
-}
+    "query": 1.0, "reasoning": 1.0, "point": 0.5, "detect": 0.5, "segment": 0.7, "caption": 0.6,
+}  # fmt: skip
 COORD_WEIGHT, SIZE_WEIGHT = 0.3, 0.2
 JITTER = 0.004  # on coordinates fed back during training
 ICONS_END = LABELS["text"] - 1

@@ -17,7 +17,7 @@ from training.domains.picture import Ask
 from training.scenes.captions import LENGTHS, caption
 from training.scenes.paths import outline
 from training.scenes.phrases import Phrase, draw_absent, draw_present, object_words, refer
-from training.scenes.questions import Question, colour, draw_question, shape
+from training.scenes.questions import as_ask, colour, draw_question, shape
 from training.scenes.render import render_scene
 from training.scenes.scenes import Scene, draw_scene, draw_size
 from training.scenes.vocabulary import HELD_OUT
@@ -29,12 +29,6 @@ class Example:
     index: int
     scene: Scene
     asks: tuple[Ask, ...]
-
-
-def _query(scene: Scene, question: Question, skill: str = "query") -> Ask:
-    sides = scene.width, scene.height
-    refs = tuple(tuple(v * sides[i % 2] for i, v in enumerate(ref)) for ref in question.refs)
-    return Ask(skill, question.kind, question.text, question.answer, refs=refs)
 
 
 def _find(scene: Scene, skill: str, words: str, indices: list[int]) -> Ask:
@@ -49,8 +43,8 @@ def _caption(scene: Scene, index: int) -> Ask:
 
 
 def _seen_asks(rng: random.Random, scene: Scene, index: int) -> list[Ask]:
-    asks = [_query(scene, draw_question(rng, scene)) for _ in range(4)]
-    asks.append(_query(scene, draw_question(rng, scene), "reasoning"))
+    asks = [as_ask(scene, draw_question(rng, scene)) for _ in range(4)]
+    asks.append(as_ask(scene, draw_question(rng, scene), "reasoning"))
     asks.append(_caption(scene, index))
     for skill in ("point", "detect"):
         phrase = draw_present(rng, scene)
@@ -82,7 +76,7 @@ def _unseen_asks(rng: random.Random, scene: Scene, index: int) -> list[Ask]:
     for maker in (colour, shape):
         question = maker(rng, scene)
         if question is not None and question.steps[0][1][0] in rare:
-            asks.append(_query(scene, question))
+            asks.append(as_ask(scene, question))
     for skill in ("point", "detect"):
         asks.append(_find(scene, skill, object_words(rng, phrase), found))
     if len(found) == 1:

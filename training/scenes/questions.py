@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from training.domains.picture import Ask
 from training.scenes.captions import place_of, short_caption
 from training.scenes.phrases import (
     Phrase,
@@ -358,3 +359,17 @@ def draw_question(rng: random.Random, scene: Scene) -> Question:
         if question is not None:
             return question
     return listing(rng, scene)
+
+
+def as_ask(scene: Scene, question: Question, skill: str = "query") -> Ask:
+    """reasoning: what the answer is about is pointed at first."""
+    sides = scene.width, scene.height
+    refs = tuple(tuple(v * sides[i % 2] for i, v in enumerate(ref)) for ref in question.refs)
+    ask = Ask(skill, question.kind, question.text, question.answer, refs=refs)
+    if skill == "query":
+        return ask
+    shapes = scene.shapes
+    steps = tuple(
+        (words, tuple(shapes[i].anchor for i in found)) for words, found in question.steps
+    )
+    return replace(ask, steps=steps)

@@ -13,7 +13,7 @@ from training.domains.charts.questions import number as number_text
 from training.domains.charts.tables import make_table
 from training.domains.drawn import open_drawings
 from training.domains.phrasing import absent_object, off_topic, read
-from training.domains.picture import Ask, Box, Mark, Picture, Point, centre, find, in_order
+from training.domains.picture import Ask, Box, Mark, Picture, centre, find, in_order
 
 
 def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
@@ -76,18 +76,12 @@ def _places(rng: random.Random, table: dict[str, Any], shown: Plotted, width: in
     )
     at = read(rng, "charts value here", ways, number_text(value), n=noun)
     asks.append(replace(at, refs=((box if kind == "bar" and rng.random() < 0.5 else top),)))
-    low, high = _beside(shown.scale, top, table["lying"])
+    axis = 0 if table["lying"] else 1
+    beside = min(
+        pairwise(shown.scale), key=lambda pair: sum(abs(p[axis] - top[axis]) for _, p in pair)
+    )
     ways = "What is the value of {o}?|What value has {o}?|How much is {o}?|{o}?|What is {o}?"
     why = read(rng, "charts value reasoned", ways, number_text(value), o=of)
-    steps = ((noun, (top,)), *((text, (place,)) for text, place in (low, high)))
+    steps = ((noun, (top,)), *((text, (place,)) for text, place in beside))
     asks.append(replace(why, skill="reasoning", steps=steps))
     return asks
-
-
-def _beside(
-    scale: list[tuple[str, Point]], top: Point, across: bool
-) -> tuple[tuple[str, Point], tuple[str, Point]]:
-    """The numbers of the axis below and above a place: the two nearest that follow each other."""
-    axis = 0 if across else 1
-    pairs = list(pairwise(scale))
-    return min(pairs, key=lambda pair: sum(abs(place[axis] - top[axis]) for _, place in pair))

@@ -61,8 +61,8 @@ def plot(
         if rng.random() < 0.4:
             axes.tick_params(length=0)
         if not table["dark"] and rng.random() < 0.5:
-            figure.set_facecolor(_tint(rng))
-            axes.set_facecolor(_tint(rng))
+            for part in (figure, axes):
+                part.set_facecolor([v / 255 for v in hsv(rng, (0, 0.12), (0.88, 1))])
         {"pie": _pie, "bar": _bars}.get(table["kind"], _points)(rng, axes, table, size)
         if table["title"]:
             loc = rng.choice(("center", "center", "left"))
@@ -176,9 +176,14 @@ def _characters(text: Any, font: str, height: int) -> list[tuple[float, float, s
 
 
 def _boxes(axes: Any, table: dict[str, Any], height: int) -> list[list[Box]]:
+    """matplotlib counts from the lower edge."""
     if table["kind"] == "bar":
         return [
-            [_flipped(bar.get_window_extent(), height) for bar in row] for row in axes.containers
+            [
+                (e.x0, height - e.y1, e.x1, height - e.y0)
+                for e in (bar.get_window_extent() for bar in row)
+            ]
+            for row in axes.containers
         ]
     spots, r = [], 4.0
     if table["kind"] == "pie":
@@ -191,11 +196,6 @@ def _boxes(axes: Any, table: dict[str, Any], height: int) -> list[list[Box]]:
     return [
         [(x - r, height - y - r, x + r, height - y + r) for x, y in row.tolist()] for row in spots
     ]
-
-
-def _flipped(extent: Any, height: int) -> Box:
-    """matplotlib counts from the lower edge."""
-    return extent.x0, height - extent.y1, extent.x1, height - extent.y0
 
 
 def _frame(rng: random.Random, axes: Any, t: dict[str, Any], size: float, across: bool) -> None:
@@ -227,13 +227,6 @@ def _frame(rng: random.Random, axes: Any, t: dict[str, Any], size: float, across
     )
     for side in gone:
         axes.spines[side].set_visible(False)
-
-
-def _tint(rng: random.Random) -> tuple[float, ...]:
-    """White or nearly."""
-    if rng.random() < 0.4:
-        return 1.0, 1.0, 1.0
-    return tuple(v / 255 for v in hsv(rng, (0, 0.12), (0.88, 1)))
 
 
 def _bars(rng: random.Random, axes: Any, t: dict[str, Any], size: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from training.domains.picture import Ask, Mark, Picture, Pixels, in_order
 from training.scenes.captions import LENGTHS, caption
 from training.scenes.paths import path_tokens
 from training.scenes.phrases import Phrase, draw_absent, draw_present, object_words, refer
-from training.scenes.questions import draw_question
+from training.scenes.questions import as_ask, count, draw_question
 from training.scenes.render import render_scene
 from training.scenes.scenes import (
     Scene,
@@ -113,12 +114,14 @@ def draw_with_pillow(rng: random.Random, scene: Scene) -> Pixels:
     return np.asarray(image)
 
 
-def _as_ask(rng: random.Random, scene: Scene) -> Ask:
-    q = draw_question(rng, scene)
-    w, h = scene.width, scene.height
-    refs = tuple(tuple(v * (w, h)[i % 2] for i, v in enumerate(ref)) for ref in q.refs)
-    text = q.text if rng.random() < 0.6 else vary(rng, q.text)
-    return Ask("query", f"shapes {q.kind}", text, q.answer, refs=refs)
+def _questions(rng: random.Random, scene: Scene, few: bool) -> Iterator[Ask]:
+    made = [count(rng, scene) for _ in range(4)]
+    made += [draw_question(rng, scene) for _ in range(5)] if few else [count(rng, scene)]
+    for number, q in enumerate(q for q in made if q is not None):
+        text = q.text if rng.random() < 0.6 else vary(rng, q.text)
+        ask = as_ask(scene, q, "reasoning" if number % 4 == 0 else "query")
+        kind = f"shapes {q.kind}{' reasoned' if ask.steps else ''}"
+        yield replace(ask, kind=kind, text=text)
 
 
 def _missing(rng: random.Random, scene: Scene) -> Ask | None:
@@ -129,23 +132,6 @@ def _missing(rng: random.Random, scene: Scene) -> Ask | None:
     ways = "What colour is the {p}?|What color is the {p}?|Where is the {p}?|How big is the {p}?"
     said = f"There is no {phrase.plain()}."
     return tell(rng, "absent", ways, said, p=phrase.words(rng))
-
-
-def _count(rng: random.Random, scene: Scene, reasoned: bool = False) -> Ask:
-    """How many there are; reasoned: the answer points at each first."""
-    s = rng.choice(scene.shapes) if scene.shapes else None
-    phrase = rng.choice((Phrase(), Phrase(s.kind), Phrase(s.kind, s.colour))) if s else Phrase()
-    ways = (
-        "How many {p} are there?|How many {p} do you see?|Count the {p}.|Number of {p}?|"
-        "How many {p} are in the {picture}?|how many {p}"
-    )
-    found = [scene.shapes[i] for i in phrase.find(scene)]
-    ask = tell(rng, "shapes count", ways, str(len(found)), p=phrase.words(rng, plural=True))
-    if not reasoned:
-        return ask
-    points = tuple(s.anchor for s in in_order(found, scene.width, lambda s: s.centre))
-    steps = ((phrase.plain(plural=True), points),)
-    return replace(ask, skill="reasoning", kind="shapes count reasoned", steps=steps)
 
 
 def _target(rng: random.Random, scene: Scene) -> tuple[str, list[int]]:
@@ -197,10 +183,9 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     else:
         pixels = draw_with_pillow(rng, scene)
     asks = [_find(rng, scene, skill) for skill in ("detect", "point")]
-    asks += [_count(rng, scene, reasoned) for reasoned in (False, False, False, True)]
     for length in ("short", rng.choice(LENGTHS)) if few else ():
         asks.append(Ask("caption", f"shapes caption {length}", length, caption(scene, length)))
-    asks += [_as_ask(rng, scene) for _ in range(4)] if few else [_count(rng, scene)]
+    asks += _questions(rng, scene, few)
     asks += [_segment(rng, scene) for _ in range(2)]
     missing = _missing(rng, scene) if rng.random() < 0.5 else None
     asks.append(missing or (off_topic(rng) if rng.random() < 0.5 else absent_object(rng)))

@@ -252,19 +252,7 @@ def table(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page
             x += widths[c]
     r, c = rng.randrange(rows), rng.randrange(1, columns)
     of_cell = "What is the {h} of {n}?|What is the {h} for {n}?|{h} of {n}?|Which {h} has {n}?"
-    without = rng.random() < 0.5
-    of_rows = (
-        "How many rows are there without the header?"
-        if without
-        else "How many rows does the table have?"
-    )
-    of_columns = "How many columns does the table have?|How many columns are there?"
-    cell = read(rng, "text cell", of_cell, cells[r][c], h=heads[c], n=names[r])
-    counts = (
-        tell(rng, "text rows", of_rows, str(rows if without else rows + 1)),
-        tell(rng, "text columns", of_columns, str(columns)),
-    )
-    return page, [cell, rng.choice(counts)]
+    return page, [read(rng, "text cell", of_cell, cells[r][c], h=heads[c], n=names[r])]
 
 
 KINDS: tuple[tuple[Document, int], ...] = (

@@ -105,14 +105,6 @@ def _next_word(rng: random.Random, page: Page, words: list[Word]) -> Ask | None:
     return read(rng, "text next", ways, second.text, t=first.text)
 
 
-def _amounts(rng: random.Random, page: Page, words: list[Word]) -> Ask:
-    rows = len({round(line.box[3] / 5) for line in page.lines})
-    if rng.random() < 0.5 and rows == len(page.lines):
-        ways = "How many lines of text are there?|How many lines are there?"
-        return tell(rng, "text lines", ways, str(rows))
-    return tell(rng, "text words", "How many words are there?|Count the words.", str(len(words)))
-
-
 def asks_of(rng: random.Random, page: Page) -> list[Ask]:
     words = [word for line in page.lines for word in line.words]
     asks = [_read_all(rng, page)]
@@ -121,8 +113,6 @@ def asks_of(rng: random.Random, page: Page) -> list[Ask]:
     asks += [_read_line(rng, page), _presence(rng, words)]
     asks.append(_find(rng, page, words, rng.choice(("detect", "point"))))
     asks.append(_next_word(rng, page, words) if rng.random() < 0.7 else None)
-    if len(words) <= 12 and rng.random() < 0.4:
-        asks.append(_amounts(rng, page, words))
     u = rng.random()
     asks.append(off_topic(rng) if u < 0.15 else absent_object(rng) if u < 0.4 else None)
     return [ask for ask in asks if ask is not None]
