@@ -17,9 +17,9 @@ from training.kestrel_small import num_crops
 # Share of the pictures at the start and at the end of the plan.
 DOMAINS: dict[str, tuple[Domain, float, float]] = {
     "shapes": (shapes, 0.15, 0.19),
-    "text": (text, 0.33, 0.28),
-    "charts": (charts, 0.22, 0.26),
-    "icons": (icons, 0.15, 0.08),
+    "text": (text, 0.33, 0.27),
+    "charts": (charts, 0.22, 0.31),
+    "icons": (icons, 0.15, 0.07),
     "screens": (screens, 0.12, 0.15),
     "webcharts": (webcharts, 0.03, 0.05),
 }
