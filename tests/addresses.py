@@ -95,6 +95,10 @@ class _Launch:
 
 def _extents(given: Any) -> Iterator[Extent]:
     """The memory from the first to the last element of a tensor, whatever its strides."""
+    if isinstance(given, tuple):
+        for each in given:
+            yield from _extents(each)
+        return
     tensor = getattr(given, "base", given)  # Of a descriptor.
     if isinstance(tensor, torch.Tensor) and tensor.numel():
         sizes = zip(tensor.shape, tensor.stride(), strict=True)

@@ -7,6 +7,7 @@ has a fixed order, so a row's result depends neither on the batch nor on the run
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,7 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 EPS = 1e-5
-MAX_PARTS = 3
+
+
+class Part(NamedTuple):
+    """A summand of the stream, as a kernel reads it: ``data`` [splits, M, D], whose splits are added in order. The
+    kernels have the numbers of splits of all parts as a constant."""
+
+    data: Tensor
+    split_stride: int
+    row_stride: int
 
 
 @triton.jit
@@ -29,7 +38,7 @@ def normalised(v, mask, gain, shift, dim, eps):
 @triton.jit
 def _layer_norm_kernel(
     x, weight, bias, pending, out, x_stride, out_stride, rows, dim, eps,
-    HAS_PENDING: tl.constexpr, ROWS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+    ROWS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = (row < rows)[:, None]
@@ -37,14 +46,14 @@ def _layer_norm_kernel(
     at, to = x + row[:, None] * x_stride, out + row[:, None] * out_stride
     cols = tl.arange(0, MAIN)
     v = tl.load(at + cols[None, :], mask=there, other=0.0).to(tl.float32)
-    if HAS_PENDING:
+    if pending is not None:
         v += tl.load(pending + cols)[None, :]
     total = tl.sum(v, 1)
     if REST > 0:
         more = MAIN + tl.arange(0, REST)
         inside = (more < dim)[None, :]
         w = tl.load(at + more[None, :], mask=there & inside, other=0.0).to(tl.float32)
-        if HAS_PENDING:
+        if pending is not None:
             w += tl.load(pending + more, mask=more < dim, other=0.0)[None, :]
         total += tl.sum(w, 1)
     mean = (total / dim)[:, None]
@@ -66,51 +75,35 @@ def _layer_norm_kernel(
 
 
 @triton.jit
-def _sum_of(part, row, cols, mask, split_stride, row_stride, SPLITS: tl.constexpr):
-    """Returns the sum of ``part[:, row]`` over the splits, in order: [BLOCK] float32."""
-    at = part + row * row_stride + cols
+def _sum_of(part, row, cols, mask, SPLITS: tl.constexpr):
+    """Returns the sum of row ``row`` of a `Part` over the splits, in order: [BLOCK] float32."""
+    at = part.data + row * part.row_stride + cols
     total = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
-        total += tl.load(at + split * split_stride, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(at + split * part.split_stride, mask=mask, other=0.0).to(tl.float32)
     return total
 
 
 @triton.jit
-def with_parts(
-    added, part0, part1, part2, row, cols, mask, split_stride0, row_stride0, split_stride1, row_stride1,
-    split_stride2, row_stride2, SPLITS0: tl.constexpr, SPLITS1: tl.constexpr, SPLITS2: tl.constexpr,
-):  # fmt: skip
-    """Returns ``added`` [BLOCK] float32 plus row ``row`` of the parts, in order. A part without splits is not there."""
-    if SPLITS0 > 0:
-        added += _sum_of(part0, row, cols, mask, split_stride0, row_stride0, SPLITS0)
-    if SPLITS1 > 0:
-        added += _sum_of(part1, row, cols, mask, split_stride1, row_stride1, SPLITS1)
-    if SPLITS2 > 0:
-        added += _sum_of(part2, row, cols, mask, split_stride2, row_stride2, SPLITS2)
+def with_parts(added, parts, row, cols, mask, SPLITS: tl.constexpr):
+    """Returns ``added`` [BLOCK] float32 plus row ``row`` of each `Part`, in order. ``parts``: None for none."""
+    if parts is not None:
+        for i in tl.static_range(len(parts)):
+            added += _sum_of(parts[i], row, cols, mask, SPLITS[i])
     return added
 
 
 @triton.jit
-def summed_stream(
-    x, part0, part1, part2, added, row, cols, mask, x_stride, split_stride0, row_stride0,
-    split_stride1, row_stride1, split_stride2, row_stride2,
-    SPLITS0: tl.constexpr, SPLITS1: tl.constexpr, SPLITS2: tl.constexpr,
-):  # fmt: skip
+def summed_stream(x, parts, added, row, cols, mask, x_stride, SPLITS: tl.constexpr):
     """Returns row ``row`` of the stream ``x`` plus ``added`` [BLOCK] float32 and the parts, rounded to x's dtype."""
     v = tl.load(x + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    added = with_parts(
-        added, part0, part1, part2, row, cols, mask, split_stride0, row_stride0, split_stride1,
-        row_stride1, split_stride2, row_stride2, SPLITS0, SPLITS1, SPLITS2,
-    )  # fmt: skip
-    return (v + added).to(x.dtype.element_ty)
+    return (v + with_parts(added, parts, row, cols, mask, SPLITS)).to(x.dtype.element_ty)
 
 
 @triton.jit
 def _add_layer_norm_kernel(
-    x, part0, part1, part2, owed, weight, bias, stream, out, x_stride, stream_stride, out_stride,
-    split_stride0, row_stride0, split_stride1, row_stride1, split_stride2, row_stride2, dim, eps,
-    SPLITS0: tl.constexpr, SPLITS1: tl.constexpr, SPLITS2: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    x, parts, owed, weight, bias, stream, out, x_stride, stream_stride, out_stride, dim, eps,
+    SPLITS: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
@@ -121,14 +114,11 @@ def _add_layer_norm_kernel(
     gain = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
     shift = tl.load(bias + cols, mask=mask, other=0.0).to(tl.float32)
     added = tl.zeros([BLOCK], tl.float32)
-    if HAS_BIAS:
+    if owed is not None:
         added = tl.load(owed + cols, mask=mask, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    stored = summed_stream(
-        x, part0, part1, part2, added, row, cols, mask, x_stride, split_stride0, row_stride0,
-        split_stride1, row_stride1, split_stride2, row_stride2, SPLITS0, SPLITS1, SPLITS2,
-    )  # fmt: skip
+    stored = summed_stream(x, parts, added, row, cols, mask, x_stride, SPLITS)
     tl.store(stream + row * stream_stride + cols, stored, mask=mask)
     # The LayerNorm of the stored, rounded stream, so that the result depends on the residual stream only.
     u = normalised(stored.to(tl.float32), mask, gain, shift, dim, eps)
@@ -151,9 +141,8 @@ def layer_norm(
         # One warp for each row, so that no sum needs a barrier. Two rows a program, where registers suffice.
         together = 2 if dim <= 1536 else 1
         _layer_norm_kernel[(triton.cdiv(rows, together),)](
-            x, weight, bias, x if pending is None else pending, out, x.stride(0), out.stride(0),
-            rows, dim, EPS, HAS_PENDING=pending is not None, ROWS=together, MAIN=main, REST=rest,
-            num_warps=1 if dim <= 2048 else 4,
+            x, weight, bias, pending, out, x.stride(0), out.stride(0), rows, dim, EPS,
+            ROWS=together, MAIN=main, REST=rest, num_warps=1 if dim <= 2048 else 4,
         )  # fmt: skip
     return out
 
@@ -172,43 +161,33 @@ def add_layer_norm(
     """Adds a decode step's residual: ``stream = x + bias + sum(parts)``, rounded to x's dtype. Returns ``LN(stream)``
     [M, D].
 
-    ``x``: [M, D]. ``parts``: up to three tensors, each [S, M, D] or [M, D], in float32 or x's dtype, with a contiguous
+    ``x``: [M, D]. ``parts``: tensors, each [S, M, D] or [M, D], in float32 or x's dtype, with a contiguous
     last dimension. ``bias``: [D] float32. ``weight``, ``ln_bias``: [D]. ``stream``: [M, D]; x itself if None. The parts
     are added in the given order, and the splits of a part from first to last. ``pdl``: launch as a programmatic
     dependent (sm_90), which reads the parameters while the preceding kernel still runs.
-
-    Raises ValueError for more than three parts.
     """
     rows, dim = x.shape
     out = torch.empty((rows, dim), dtype=x.dtype, device=x.device) if out is None else out
     stream = x if stream is None else stream
     if not rows:
         return out
-    tensors, strides, counts = part_arguments(parts, x)
     block = triton.next_power_of_2(dim)
     pdl = pdl and x.is_cuda
     # Only CUDA supports the launch attribute.
     launch = {"launch_pdl": True} if pdl else {}
+    summands, splits = part_arguments(parts)
     _add_layer_norm_kernel[(rows,)](
-        x, *tensors, x if bias is None else bias, weight, ln_bias, stream, out,
-        x.stride(0), stream.stride(0), out.stride(0), *strides, dim, EPS,
-        SPLITS0=counts[0], SPLITS1=counts[1], SPLITS2=counts[2], HAS_BIAS=bias is not None,
-        PDL=pdl, BLOCK=block, num_warps=row_warps(block), **launch,
+        x, summands, bias, weight, ln_bias, stream, out, x.stride(0), stream.stride(0), out.stride(0),
+        dim, EPS, SPLITS=splits, PDL=pdl, BLOCK=block, num_warps=row_warps(block), **launch,
     )  # fmt: skip
     return out
 
 
-def part_arguments(
-    parts: Sequence[Tensor], unused: Tensor
-) -> tuple[list[Tensor], list[int], list[int]]:
-    """Returns the tensors, strides and splits of up to three parts, each [S, M, D] or [M, D]. ``unused``: stands for
-    parts that are not there. Raises ValueError for more than three."""
-    if len(parts) > MAX_PARTS:
-        raise ValueError(f"{len(parts)} parts; at most {MAX_PARTS} can be added at once")
-    split = [p if p.dim() == 3 else p.unsqueeze(0) for p in parts]
-    absent = MAX_PARTS - len(split)
-    strides = [s for p in split for s in (p.stride(0), p.stride(1))] + [0, 0] * absent
-    return [*split, *[unused] * absent], strides, [p.shape[0] for p in split] + [0] * absent
+def part_arguments(parts: Sequence[Tensor]) -> tuple[tuple[Part, ...] | None, tuple[int, ...]]:
+    """Returns what a kernel reads of ``parts``, each [S, M, D] or [M, D], and their splits; None without parts."""
+    split = [part if part.dim() == 3 else part.unsqueeze(0) for part in parts]
+    found = tuple(Part(part, part.stride(0), part.stride(1)) for part in split)
+    return found or None, tuple(map(len, split))
 
 
 def row_warps(block: int) -> int:

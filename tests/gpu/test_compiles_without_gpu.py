@@ -26,9 +26,9 @@ pytestmark = [
 ]
 
 KERNELS = {
-    "_adapted_layer_norm_kernel", "_decode", "dot_kernel", "_down_kernel", "_feed_kernel", "_flag_kernel",
+    "_adapted_layer_norm_kernel", "_decode", "_decode_experts", "dot_kernel", "_feed_kernel", "_flag_kernel",
     "_keep_kernel", "_layer_norm_kernel", "_likeliest_kernel", "_patchify", "_pool_tiles", "_resample", "_router",
-    "_shrink_kernel", "_text_kernel", "_up_kernel", "draw_kernel", "refine_kernel",
+    "_shrink_kernel", "_text_kernel", "draw_kernel", "refine_kernel",
 }  # fmt: skip
 """Some of those of all kinds of passes: images, prompts, decode, experts, adapters, greedy and drawn rows."""
 SHARED_BYTES = 227 << 10

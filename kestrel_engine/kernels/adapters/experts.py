@@ -8,7 +8,7 @@ before GeGLU and before the router's weight.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,6 +26,18 @@ _RANKS = tl.constexpr(EXPERT_RANKS)
 _WIDTH = tl.constexpr(WIDTH)
 
 
+class ExpertChange(NamedTuple):
+    """What a kernel reads of the change of fc1 or of fc2: the slabs of the tokens (`RowSlabs`), ``shrunk`` [pairs,
+    WIDTH] float32, the products of the pairs with A, and the offset of B in a slab."""
+
+    anchor: Tensor
+    slabs: Tensor
+    first: Tensor
+    count: Tensor
+    shrunk: Tensor
+    b_at: int
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertChanges:
     """The changes of one layer's experts, for tokens with the slabs ``rows``. The offsets of A and of B in a slab, of
@@ -36,6 +48,24 @@ class ExpertChanges:
     fc1_b: int
     fc2_a: int
     fc2_b: int
+
+    def of_fc1(self, u: Tensor, experts: Tensor, *, pdl: bool = False) -> ExpertChange:
+        """``u``: [T, dim], the inputs of tokens. ``experts``, ``pdl``: as of `shrink_experts`."""
+        shrunk = shrink_experts(u, experts, self.rows, self.fc1_a, of_tokens=True, pdl=pdl)
+        return self._of(shrunk, self.fc1_b)
+
+    def of_fc2(
+        self, product: Tensor, experts: Tensor, *, order: Tensor | None = None, pdl: bool = False
+    ) -> ExpertChange:
+        """``product``: [pairs, inner]. The others are those of `shrink_experts`."""
+        shrunk = shrink_experts(
+            product, experts, self.rows, self.fc2_a, of_tokens=False, order=order, pdl=pdl
+        )
+        return self._of(shrunk, self.fc2_b)
+
+    def _of(self, shrunk: Tensor, b_at: int) -> ExpertChange:
+        rows = self.rows
+        return ExpertChange(rows.anchor, rows.slabs, rows.first, rows.count, shrunk, b_at)
 
 
 @triton.jit
@@ -73,21 +103,19 @@ def _shrink_kernel(
 
 
 @triton.jit
-def add_expert_change(
-    acc, anchor, slabs, slab_first, slab_count, shrunk, b_at, expert, token, valid, at, column, inside,
-    outputs,
-):  # fmt: skip
-    """Adds the change of one expert to ``acc`` [M, N] float32. ``token``, ``valid``, ``at``: [M], the token of each
-    row, whether it exists, and its row in ``shrunk``. ``column``, ``inside``: [N], columns of the ``outputs``."""
-    first = tl.load(slab_first + token, mask=valid, other=0)
-    count = tl.load(slab_count + token, mask=valid, other=0)
+def add_expert_change(acc, change, expert, token, valid, at, column, inside, outputs):
+    """Adds the `ExpertChange` of one expert to ``acc`` [M, N] float32. ``token``, ``valid``, ``at``: [M], the token of
+    each row, whether it exists, and its row in ``shrunk``. ``column``, ``inside``: [N], columns of the ``outputs``."""
+    first = tl.load(change.first + token, mask=valid, other=0)
+    count = tl.load(change.count + token, mask=valid, other=0)
     # The first bytes of B of this expert, relative to a slab.
-    of_expert = b_at + expert.to(tl.int64) * (_RANKS * outputs)
+    of_expert = change.b_at + expert.to(tl.int64) * (_RANKS * outputs)
     for i in range(tl.max(count, 0)):
         has = i < count
-        base = anchor + tl.load(slabs + first + i, mask=has, other=0) * 16
+        base = change.anchor + tl.load(change.slabs + first + i, mask=has, other=0) * 16
         for rank in tl.static_range(_RANKS):
-            s = tl.load(shrunk + at.to(tl.int64) * _WIDTH + i * _RANKS + rank, mask=has, other=0.0)
+            of_rank = change.shrunk + at.to(tl.int64) * _WIDTH + i * _RANKS + rank
+            s = tl.load(of_rank, mask=has, other=0.0)
             b = tl.load(
                 base[:, None] + of_expert + rank * outputs + column[None, :],
                 mask=has[:, None] & inside[None, :],

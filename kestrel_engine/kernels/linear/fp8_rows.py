@@ -46,8 +46,7 @@ class Fp8Rows(NamedTuple):
 def _layer_norm_fp8_kernel(
     x, add, weight, bias, pending, out, norms, values, scales, x_stride, add_stride, out_stride,
     rows, dim, eps, fp8_max, least_peak,
-    HAS_ADD: tl.constexpr, HAS_PENDING: tl.constexpr, HAS_OUT: tl.constexpr,
-    HAS_NORMS: tl.constexpr, ROWS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+    ROWS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = (row < rows)[:, None]
@@ -55,26 +54,26 @@ def _layer_norm_fp8_kernel(
     at, to = x + row[:, None] * x_stride, values + row[:, None] * dim
     cols = tl.arange(0, MAIN)
     v = tl.load(at + cols[None, :], mask=there, other=0.0).to(tl.float32)
-    if HAS_ADD:
+    if add is not None:
         more_at = add + row[:, None] * add_stride
         v += tl.load(more_at + cols[None, :], mask=there, other=0.0).to(tl.float32)
         # The LayerNorm of the stored, rounded stream, so that the result depends on the residual stream only.
         stored = v.to(x.dtype.element_ty)
         tl.store(at + cols[None, :], stored, mask=there)
         v = stored.to(tl.float32)
-    if HAS_PENDING:
+    if pending is not None:
         v += tl.load(pending + cols)[None, :]
     total = tl.sum(v, 1)
     if REST > 0:
         more = MAIN + tl.arange(0, REST)
         inside = (more < dim)[None, :]
         w = tl.load(at + more[None, :], mask=there & inside, other=0.0).to(tl.float32)
-        if HAS_ADD:
+        if add is not None:
             w += tl.load(more_at + more[None, :], mask=there & inside, other=0.0).to(tl.float32)
             stored = w.to(x.dtype.element_ty)
             tl.store(at + more[None, :], stored, mask=there & inside)
             w = stored.to(tl.float32)
-        if HAS_PENDING:
+        if pending is not None:
             w += tl.load(pending + more, mask=more < dim, other=0.0)[None, :]
         total += tl.sum(w, 1)
     mean = (total / dim)[:, None]
@@ -93,7 +92,7 @@ def _layer_norm_fp8_kernel(
         shift = tl.load(bias + more, mask=more < dim, other=0.0).to(tl.float32)[None, :]
         w = w * factor * gain + shift
         peak = tl.maximum(peak, tl.max(tl.abs(w), 1))
-    if HAS_NORMS:
+    if norms is not None:
         squares = tl.sum(v * v, 1)
         if REST > 0:
             squares += tl.sum(w * w, 1)
@@ -102,12 +101,12 @@ def _layer_norm_fp8_kernel(
     tl.store(scales + row, peak / fp8_max, mask=row < rows)
     up = (fp8_max / peak)[:, None]
     tl.store(to + cols[None, :], (v * up).to(values.dtype.element_ty), mask=there)
-    if HAS_OUT:
+    if out is not None:
         plain = out + row[:, None] * out_stride
         tl.store(plain + cols[None, :], v.to(out.dtype.element_ty), mask=there)
     if REST > 0:
         tl.store(to + more[None, :], (w * up).to(values.dtype.element_ty), mask=there & inside)
-        if HAS_OUT:
+        if out is not None:
             tl.store(plain + more[None, :], w.to(out.dtype.element_ty), mask=there & inside)
 
 
@@ -187,13 +186,10 @@ def layer_norm_fp8(
         main, rest = _parts(dim)
         # One warp for each row, so that no sum needs a barrier. Two rows a program, where registers suffice.
         together = 2 if dim <= 1536 else 1
-        added, plain = x if add is None else add, x if out is None else out
+        add_stride, out_stride = (0 if each is None else each.stride(0) for each in (add, out))
         _layer_norm_fp8_kernel[(triton.cdiv(rows, together),)](
-            x, added, weight, bias, x if pending is None else pending, plain,
-            result.scales if norms is None else norms, *result,
-            x.stride(0), added.stride(0), plain.stride(0), rows, dim, EPS, FP8_MAX, LEAST_PEAK,
-            HAS_ADD=add is not None, HAS_PENDING=pending is not None, HAS_OUT=out is not None,
-            HAS_NORMS=norms is not None, ROWS=together, MAIN=main, REST=rest,
+            x, add, weight, bias, pending, out, norms, *result, x.stride(0), add_stride, out_stride,
+            rows, dim, EPS, FP8_MAX, LEAST_PEAK, ROWS=together, MAIN=main, REST=rest,
             num_warps=1 if dim <= 2048 else 4,
         )  # fmt: skip
     return result

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..adapters.experts import ExpertChanges, add_expert_change, shrink_experts
+from ..adapters.experts import ExpertChange, ExpertChanges, add_expert_change
 from .tile import Experts, dot_tile, geglu, product_scale, triton_type
 
 MAX_TOKENS = 64
@@ -88,86 +88,73 @@ def moe_decode(
     num_tokens, k = experts.shape
     if num_tokens > MAX_TOKENS:
         raise ValueError(f"{num_tokens} tokens are not a decode of at most {MAX_TOKENS}")
-    num_experts, dim, inner = layer.num_experts, layer.dim, layer.inner
-    num_pairs = num_tokens * k
-    by_expert = num_pairs >= num_experts
-    num_slots = num_experts if by_expert else num_pairs
     if out is None:
-        out = torch.empty((k, num_tokens, dim), dtype=torch.float32, device=u.device)
+        out = torch.empty((k, num_tokens, layer.dim), dtype=torch.float32, device=u.device)
     tiles = tiles or TILES[fc1.element_size(), batch_class(num_tokens)]
     product_type = layer.product_type(u.dtype)
-    product = torch.empty((num_pairs, inner), dtype=product_type, device=u.device)
+    product = torch.empty((num_tokens * k, layer.inner), dtype=product_type, device=u.device)
     pdl = pdl and u.is_cuda
-    shared: dict[str, Any] = {
-        "PDL": pdl,
-        "K_CHOICES": k,
-        "BY_EXPERT": by_expert,
-        "TOKENS_PAD": max(_NARROW, triton.next_power_of_2(num_tokens)) if num_tokens > 1 else 1,
-        "CHOICES_PAD": triton.next_power_of_2(k),
-        "NARROW": _NARROW,
-        "SCALED": fc1_scale is not None,
-        "DOT": triton_type(product_type),
-        "PRODUCT_SCALE": product_scale(product_type),
-        "ADAPTERS": adapters is not None,
-    }
-    if pdl:
-        shared["launch_pdl"] = True
-    # Without adapters, the kernels read none of these.
-    on_device, places = (fc1, fc1, experts, experts), (0, 0)
-    shrunk = out
+    changes: list[ExpertChange | None] = [None, None]
     if adapters is not None:
-        own = adapters.rows
-        on_device, places = (
-            (own.anchor, own.slabs, own.first, own.count),
-            (adapters.fc1_b, adapters.fc2_b),
-        )
-        shrunk = shrink_experts(u, experts, own, adapters.fc1_a, of_tokens=True, pdl=pdl)
-    _up_kernel[(triton.cdiv(inner, tiles.up.rows), num_slots)](
-        u,
-        experts,
-        fc1,
-        fc1 if fc1_scale is None else fc1_scale,
-        product,
-        *on_device,
-        shrunk,
-        places[0],
-        num_tokens,
-        u.stride(0),
-        DIM=dim,
-        INNER=inner,
-        ROWS=tiles.up.rows,
-        BLOCK_K=tiles.up.block_k,
-        STAGES=tiles.up.stages,
-        SWAP=tiles.up.swap,
-        num_warps=tiles.up.warps,
-        num_stages=tiles.up.stages,
-        **shared,
-    )
+        changes[0] = adapters.of_fc1(u, experts, pdl=pdl)
+    _launch(u, experts, fc1, fc1_scale, None, product, changes[0], tiles.up, product_type, pdl)
     if adapters is not None:
-        shrunk = shrink_experts(product, experts, own, adapters.fc2_a, of_tokens=False, pdl=pdl)
-    _down_kernel[(triton.cdiv(dim, tiles.down.rows), num_slots)](
-        product,
-        weights,
-        experts,
-        fc2,
-        fc2 if fc2_scale is None else fc2_scale,
-        out,
-        *on_device,
-        shrunk,
-        places[1],
-        num_tokens,
-        DIM=dim,
-        INNER=inner,
-        ROWS=tiles.down.rows,
-        BLOCK_K=tiles.down.block_k,
-        STAGES=tiles.down.stages,
-        SWAP=tiles.down.swap,
-        TILE_BYTES=_prefetchable(fc2, tiles.down.rows),
-        num_warps=tiles.down.warps,
-        num_stages=tiles.down.stages,
-        **shared,
+        changes[1] = adapters.of_fc2(product, experts, pdl=pdl)
+    _launch(
+        product, experts, fc2, fc2_scale, weights, out, changes[1], tiles.down, product_type, pdl
     )
     return out
+
+
+def _launch(
+    x: Tensor,
+    experts: Tensor,
+    matrix: Tensor,
+    scale: Tensor | None,
+    weights: Tensor | None,
+    out: Tensor,
+    change: ExpertChange | None,
+    tile: Tile,
+    product_type: torch.dtype,
+    pdl: bool,
+) -> None:
+    """Launches the product with ``matrix``, of fc1 if there are no ``weights`` of the router, else of fc2."""
+    (num_tokens, k), (num_experts, rows, inputs) = experts.shape, matrix.shape
+    up = weights is None
+    outputs = rows // 2 if up else rows
+    by_expert = num_tokens * k >= num_experts
+    launch: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    _decode_experts[
+        (triton.cdiv(outputs, tile.rows), num_experts if by_expert else num_tokens * k)
+    ](
+        x,
+        experts,
+        matrix,
+        scale,
+        weights,
+        out,
+        change,
+        num_tokens,
+        x.stride(0),
+        INPUTS=inputs,
+        OUTPUTS=outputs,
+        ROWS=tile.rows,
+        BLOCK_K=tile.block_k,
+        STAGES=tile.stages,
+        SWAP=tile.swap,
+        K_CHOICES=k,
+        BY_EXPERT=by_expert,
+        TOKENS_PAD=max(_NARROW, triton.next_power_of_2(num_tokens)) if num_tokens > 1 else 1,
+        CHOICES_PAD=triton.next_power_of_2(k),
+        NARROW=_NARROW,
+        DOT=triton_type(product_type),
+        PRODUCT_SCALE=product_scale(product_type),
+        PDL=pdl,
+        PREFETCH=0 if up else _prefetchable(matrix, tile.rows),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **launch,
+    )
 
 
 def _prefetchable(fc2: Tensor, rows: int) -> int:
@@ -193,14 +180,9 @@ def _prefetch_l2(address, BYTES: tl.constexpr):
 
 @triton.jit
 def _pairs_of_slot(
-    experts_ptr,
-    slot,
-    num_tokens,
-    K_CHOICES: tl.constexpr,
-    BY_EXPERT: tl.constexpr,
-    TOKENS_PAD: tl.constexpr,
-    CHOICES_PAD: tl.constexpr,
-):
+    experts_ptr, slot, num_tokens, K_CHOICES: tl.constexpr, BY_EXPERT: tl.constexpr,
+    TOKENS_PAD: tl.constexpr, CHOICES_PAD: tl.constexpr,
+):  # fmt: skip
     """Returns the expert of a work item, and each token's pair with it, or -1. An item without work has no pairs."""
     token = tl.arange(0, TOKENS_PAD)
     choice = tl.arange(0, CHOICES_PAD)
@@ -231,305 +213,127 @@ def _compact(pairs, TOKENS_PAD: tl.constexpr, NARROW: tl.constexpr):
 
 @triton.jit
 def _product(
-    x_ptr,  # [M] rows of inputs
-    valid,  # [M]
-    w_ptr,  # [N] rows of weights
-    w_valid,  # [N]
-    M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    SWAP: tl.constexpr,
-    DOT: tl.constexpr,
-):
-    """Returns inputs times weights, [M, N] float32. Weights are read once, so they are evicted first from the cache."""
+    x_ptr, valid, w_ptr, w_valid, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Returns the rows of inputs ``x_ptr`` [M] times the rows of weights ``w_ptr`` [N], [M, N] float32. Weights are
+    read once, so they are evicted first from the cache."""
     at_k = tl.arange(0, BLOCK_K)
     if M == 1:
-        sums = tl.zeros([N, BLOCK_K], tl.float32)
-        for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            inside = k + at_k < K
-            w = tl.load(
-                w_ptr[:, None] + (k + at_k)[None, :],
-                mask=w_valid[:, None] & inside[None, :],
-                other=0.0,
-                eviction_policy="evict_first",
-            )
-            x = tl.load(
-                x_ptr[:, None] + (k + at_k)[None, :],
-                mask=valid[:, None] & inside[None, :],
-                other=0.0,
-            )
-            sums += w.to(tl.float32) * x.to(tl.float32)
-        total = tl.sum(sums, axis=1)[None, :]
+        acc = tl.zeros([N, BLOCK_K], tl.float32)
+    elif SWAP:
+        acc = tl.zeros([N, M], tl.float32)
     else:
-        if SWAP:
-            acc = tl.zeros([N, M], tl.float32)
+        acc = tl.zeros([M, N], tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        inside = k + at_k < K
+        w = tl.load(
+            w_ptr[:, None] + (k + at_k)[None, :],
+            mask=w_valid[:, None] & inside[None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        x = tl.load(
+            x_ptr[:, None] + (k + at_k)[None, :], mask=valid[:, None] & inside[None, :], other=0.0
+        )
+        if M == 1:
+            acc += w.to(tl.float32) * x.to(tl.float32)
         else:
-            acc = tl.zeros([M, N], tl.float32)
-        for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            inside = k + at_k < K
-            w = tl.load(
-                w_ptr[:, None] + (k + at_k)[None, :],
-                mask=w_valid[:, None] & inside[None, :],
-                other=0.0,
-                eviction_policy="evict_first",
-            )
-            x = tl.load(
-                x_ptr[:, None] + (k + at_k)[None, :],
-                mask=valid[:, None] & inside[None, :],
-                other=0.0,
-            )
             acc = dot_tile(x, w, acc, SWAP, DOT)
-        if SWAP:
-            total = tl.trans(acc)
-        else:
-            total = acc
+    if M == 1:
+        total = tl.sum(acc, axis=1)[None, :]
+    elif SWAP:
+        total = tl.trans(acc)
+    else:
+        total = acc
     return total
 
 
 @triton.jit
-def _up_tile(
-    u_ptr,
-    fc1_ptr,
-    scale_ptr,
-    product_ptr,
-    expert,
-    pairs,
-    tile,
-    stride,
-    anchor,
-    slabs,
-    slab_first,
-    slab_count,
-    shrunk,
-    b_at,
-    K_CHOICES: tl.constexpr,
-    DIM: tl.constexpr,
-    INNER: tl.constexpr,
-    M: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    SWAP: tl.constexpr,
-    SCALED: tl.constexpr,
-    DOT: tl.constexpr,
-    PRODUCT_SCALE: tl.constexpr,
-    ADAPTERS: tl.constexpr,
-):
-    valid = pairs >= 0
-    token = tl.where(valid, pairs, 0) // K_CHOICES
-    # The rows of h, then the same rows of g, so that one product computes both.
-    both = tl.arange(0, 2 * ROWS)
-    column = tile * ROWS + both % ROWS
-    row = column + (both // ROWS) * INNER
-    w_valid = column < INNER
-    of_expert = expert.to(tl.int64) * (2 * INNER)
-    w_ptr = fc1_ptr + of_expert * DIM + row * DIM
-    x_ptr = u_ptr + token * stride
-    acc = _product(x_ptr, valid, w_ptr, w_valid, M, 2 * ROWS, DIM, BLOCK_K, STAGES, SWAP, DOT)
-    if SCALED:
-        scale = tl.load(scale_ptr + of_expert + row, mask=w_valid, other=0.0)
-        acc = acc * scale[None, :]
-    if ADAPTERS:
-        acc = add_expert_change(
-            acc, anchor, slabs, slab_first, slab_count, shrunk, b_at, expert, token, valid, pairs, row,
-            w_valid, 2 * INNER,
-        )  # fmt: skip
-    h, g = tl.split(tl.permute(tl.reshape(acc, [M, 2, ROWS]), [0, 2, 1]))
-    column = tile * ROWS + tl.arange(0, ROWS)
-    product = geglu(h, g, PRODUCT_SCALE)
-    at = product_ptr + tl.where(valid, pairs, 0)[:, None] * INNER + column[None, :]
-    tl.store(
-        at,
-        product.to(product_ptr.dtype.element_ty),
-        mask=valid[:, None] & (column < INNER)[None, :],
-    )
-
-
-@triton.jit
-def _up_kernel(
-    u_ptr,
-    experts_ptr,
-    fc1_ptr,
-    scale_ptr,
-    product_ptr,
-    anchor,
-    slabs,
-    slab_first,
-    slab_count,
-    shrunk,
-    b_at,
-    num_tokens,
-    stride,
-    DIM: tl.constexpr,
-    INNER: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    SWAP: tl.constexpr,
-    K_CHOICES: tl.constexpr,
-    BY_EXPERT: tl.constexpr,
-    TOKENS_PAD: tl.constexpr,
-    CHOICES_PAD: tl.constexpr,
-    NARROW: tl.constexpr,
-    SCALED: tl.constexpr,
-    DOT: tl.constexpr,
-    PRODUCT_SCALE: tl.constexpr,
-    ADAPTERS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Computes product[pair] = gelu(h) * (g + 1) for the pairs of one work item and ROWS of its columns."""
-    tile = tl.program_id(0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    expert, pairs = _pairs_of_slot(
-        experts_ptr, tl.program_id(1), num_tokens, K_CHOICES, BY_EXPERT, TOKENS_PAD, CHOICES_PAD
-    )
-    count = tl.sum((pairs >= 0).to(tl.int32), axis=0)
-    if count > 0:
-        if TOKENS_PAD <= NARROW:
-            _up_tile(
-                    u_ptr, fc1_ptr, scale_ptr, product_ptr, expert, pairs, tile, stride, anchor, slabs,
-                    slab_first, slab_count, shrunk, b_at, K_CHOICES, DIM, INNER, TOKENS_PAD, ROWS,
-                    BLOCK_K, STAGES, SWAP, SCALED, DOT, PRODUCT_SCALE, ADAPTERS,
-                )  # fmt: skip
-        else:
-            if count <= NARROW:
-                few = _compact(pairs, TOKENS_PAD, NARROW)
-                _up_tile(
-                    u_ptr, fc1_ptr, scale_ptr, product_ptr, expert, few, tile, stride, anchor, slabs,
-                    slab_first, slab_count, shrunk, b_at, K_CHOICES, DIM, INNER, NARROW, ROWS,
-                    BLOCK_K, STAGES, SWAP, SCALED, DOT, PRODUCT_SCALE, ADAPTERS,
-                )  # fmt: skip
-            else:
-                _up_tile(
-                    u_ptr, fc1_ptr, scale_ptr, product_ptr, expert, pairs, tile, stride, anchor, slabs,
-                    slab_first, slab_count, shrunk, b_at, K_CHOICES, DIM, INNER, TOKENS_PAD, ROWS,
-                    BLOCK_K, STAGES, SWAP, SCALED, DOT, PRODUCT_SCALE, ADAPTERS,
-                )  # fmt: skip
-
-
-@triton.jit
-def _down_tile(
-    product_ptr,
-    weights_ptr,
-    fc2_ptr,
-    scale_ptr,
-    out_ptr,
-    expert,
-    pairs,
-    tile,
-    num_tokens,
-    anchor,
-    slabs,
-    slab_first,
-    slab_count,
-    shrunk,
-    b_at,
-    K_CHOICES: tl.constexpr,
-    DIM: tl.constexpr,
-    INNER: tl.constexpr,
-    M: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    SWAP: tl.constexpr,
-    SCALED: tl.constexpr,
-    DOT: tl.constexpr,
-    PRODUCT_SCALE: tl.constexpr,
-    ADAPTERS: tl.constexpr,
-):
+def _compute(
+    x_ptr, w_ptr, scale_ptr, weights_ptr, out_ptr, change, expert, pairs, tile, num_tokens, stride,
+    K_CHOICES: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, M: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr,
+    DOT: tl.constexpr, PRODUCT_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Computes ROWS columns of the output for ``pairs`` [M] of an expert."""
+    UP: tl.constexpr = weights_ptr is None
+    # With up, the rows of h, then the same rows of g, so that one product computes both.
+    N: tl.constexpr = 2 * ROWS if UP else ROWS
+    MATRIX: tl.constexpr = 2 * OUTPUTS if UP else OUTPUTS
     valid = pairs >= 0
     pair = tl.where(valid, pairs, 0)
-    row = tile * ROWS + tl.arange(0, ROWS)
-    w_valid = row < DIM
-    of_expert = expert.to(tl.int64) * DIM
-    w_ptr = fc2_ptr + of_expert * INNER + row * INNER
-    x_ptr = product_ptr + pair * INNER
-    acc = _product(x_ptr, valid, w_ptr, w_valid, M, ROWS, INNER, BLOCK_K, STAGES, SWAP, DOT)
-    if SCALED:
+    token = pair // K_CHOICES
+    rows = tl.arange(0, N)
+    column = tile * ROWS + rows % ROWS
+    row = column + (rows // ROWS) * OUTPUTS
+    w_valid = column < OUTPUTS
+    of_expert = expert.to(tl.int64) * MATRIX
+    x_row = x_ptr + (token * stride if UP else pair * INPUTS)
+    w_row = w_ptr + of_expert * INPUTS + row * INPUTS
+    acc = _product(x_row, valid, w_row, w_valid, M, N, INPUTS, BLOCK_K, STAGES, SWAP, DOT)
+    if scale_ptr is not None:
         acc = acc * tl.load(scale_ptr + of_expert + row, mask=w_valid, other=0.0)[None, :]
-    if ADAPTERS:
+    if change is not None:
         # The products with A have the scale of the product, as the other summands do.
-        acc = add_expert_change(
-            acc, anchor, slabs, slab_first, slab_count, shrunk, b_at, expert, pair // K_CHOICES, valid,
-            pair, row, w_valid, DIM,
-        )  # fmt: skip
-    weight = tl.load(weights_ptr + pair, mask=valid, other=0.0) * (1.0 / PRODUCT_SCALE)
-    part = (pair % K_CHOICES) * num_tokens + pair // K_CHOICES
-    at = out_ptr + part[:, None] * DIM + row[None, :]
-    result = acc * weight[:, None]
-    tl.store(at, result.to(out_ptr.dtype.element_ty), mask=valid[:, None] & w_valid[None, :])
+        acc = add_expert_change(acc, change, expert, token, valid, pair, row, w_valid, MATRIX)
+    if UP:
+        h, g = tl.split(tl.permute(tl.reshape(acc, [M, 2, ROWS]), [0, 2, 1]))
+        result = geglu(h, g, PRODUCT_SCALE)
+        at = pair
+    else:
+        weight = tl.load(weights_ptr + pair, mask=valid, other=0.0) * (1.0 / PRODUCT_SCALE)
+        result = acc * weight[:, None]
+        at = (pair % K_CHOICES) * num_tokens + token
+    column = tile * ROWS + tl.arange(0, ROWS)
+    to = out_ptr + at[:, None] * OUTPUTS + column[None, :]
+    stored = valid[:, None] & (column < OUTPUTS)[None, :]
+    tl.store(to, result.to(out_ptr.dtype.element_ty), mask=stored)
 
 
 @triton.jit
-def _down_kernel(
-    product_ptr,
-    weights_ptr,
-    experts_ptr,
-    fc2_ptr,
-    scale_ptr,
-    out_ptr,
-    anchor,
-    slabs,
-    slab_first,
-    slab_count,
-    shrunk,
-    b_at,
-    num_tokens,
-    DIM: tl.constexpr,
-    INNER: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    SWAP: tl.constexpr,
-    K_CHOICES: tl.constexpr,
-    BY_EXPERT: tl.constexpr,
-    TOKENS_PAD: tl.constexpr,
-    CHOICES_PAD: tl.constexpr,
-    NARROW: tl.constexpr,
-    SCALED: tl.constexpr,
-    DOT: tl.constexpr,
-    PRODUCT_SCALE: tl.constexpr,
-    ADAPTERS: tl.constexpr,
-    PDL: tl.constexpr,
-    TILE_BYTES: tl.constexpr,
-):
-    """Computes out[choice, token] = weight * (product[pair] @ fc2.T) for the pairs of one work item and ROWS
-    columns."""
+def _decode_experts(
+    x_ptr, experts_ptr, w_ptr, scale_ptr, weights_ptr, out_ptr, change, num_tokens, stride,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, SWAP: tl.constexpr, K_CHOICES: tl.constexpr, BY_EXPERT: tl.constexpr,
+    TOKENS_PAD: tl.constexpr, CHOICES_PAD: tl.constexpr, NARROW: tl.constexpr, DOT: tl.constexpr,
+    PRODUCT_SCALE: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
+    """Computes, for the pairs of one work item and ROWS columns, product[pair] = gelu(h) * (g + 1) without ``weights``,
+    and out[choice, token] = weight * (product[pair] @ fc2.T) with them."""
     tile = tl.program_id(0)
+    if PDL and weights_ptr is None:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     expert, pairs = _pairs_of_slot(
         experts_ptr, tl.program_id(1), num_tokens, K_CHOICES, BY_EXPERT, TOKENS_PAD, CHOICES_PAD
     )
     count = tl.sum((pairs >= 0).to(tl.int32), axis=0)
-    if PDL:
-        if TILE_BYTES > 0:
+    if PDL and weights_ptr is not None:
+        if PREFETCH > 0:
             if count > 0:
-                row = expert.to(tl.int64) * DIM + tile * ROWS
-                begin = (fc2_ptr + row * INNER).to(tl.int64)
-                _prefetch_l2(begin + tl.arange(0, 128) * (TILE_BYTES // 128), TILE_BYTES // 128)
+                row = expert.to(tl.int64) * OUTPUTS + tile * ROWS
+                begin = (w_ptr + row * INPUTS).to(tl.int64)
+                _prefetch_l2(begin + tl.arange(0, 128) * (PREFETCH // 128), PREFETCH // 128)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if count > 0:
         if TOKENS_PAD <= NARROW:
-            _down_tile(
-                    product_ptr, weights_ptr, fc2_ptr, scale_ptr, out_ptr, expert, pairs, tile,
-                    num_tokens, anchor, slabs, slab_first, slab_count, shrunk, b_at, K_CHOICES, DIM,
-                    INNER, TOKENS_PAD, ROWS, BLOCK_K, STAGES, SWAP, SCALED, DOT, PRODUCT_SCALE, ADAPTERS,
-                )  # fmt: skip
+            _compute(
+                x_ptr, w_ptr, scale_ptr, weights_ptr, out_ptr, change, expert, pairs, tile, num_tokens,
+                stride, K_CHOICES, INPUTS, OUTPUTS, TOKENS_PAD, ROWS, BLOCK_K, STAGES, SWAP, DOT,
+                PRODUCT_SCALE,
+            )  # fmt: skip
+        elif count <= NARROW:
+            few = _compact(pairs, TOKENS_PAD, NARROW)
+            _compute(
+                x_ptr, w_ptr, scale_ptr, weights_ptr, out_ptr, change, expert, few, tile, num_tokens,
+                stride, K_CHOICES, INPUTS, OUTPUTS, NARROW, ROWS, BLOCK_K, STAGES, SWAP, DOT,
+                PRODUCT_SCALE,
+            )  # fmt: skip
         else:
-            if count <= NARROW:
-                few = _compact(pairs, TOKENS_PAD, NARROW)
-                _down_tile(
-                    product_ptr, weights_ptr, fc2_ptr, scale_ptr, out_ptr, expert, few, tile,
-                    num_tokens, anchor, slabs, slab_first, slab_count, shrunk, b_at, K_CHOICES, DIM,
-                    INNER, NARROW, ROWS, BLOCK_K, STAGES, SWAP, SCALED, DOT, PRODUCT_SCALE, ADAPTERS,
-                )  # fmt: skip
-            else:
-                _down_tile(
-                    product_ptr, weights_ptr, fc2_ptr, scale_ptr, out_ptr, expert, pairs, tile,
-                    num_tokens, anchor, slabs, slab_first, slab_count, shrunk, b_at, K_CHOICES, DIM,
-                    INNER, TOKENS_PAD, ROWS, BLOCK_K, STAGES, SWAP, SCALED, DOT, PRODUCT_SCALE, ADAPTERS,
-                )  # fmt: skip
+            _compute(
+                x_ptr, w_ptr, scale_ptr, weights_ptr, out_ptr, change, expert, pairs, tile, num_tokens,
+                stride, K_CHOICES, INPUTS, OUTPUTS, TOKENS_PAD, ROWS, BLOCK_K, STAGES, SWAP, DOT,
+                PRODUCT_SCALE,
+            )  # fmt: skip

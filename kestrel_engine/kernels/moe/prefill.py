@@ -17,8 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..adapters.experts import ExpertChanges, add_expert_change, shrink_experts
-from ..adapters.slabs import RowSlabs
+from ..adapters.experts import ExpertChange, ExpertChanges, add_expert_change
 from ..gluon_support import hopper_programs
 from ..linear.fp8_rows import Fp8Rows
 from .route import Grouping, group_by_expert
@@ -104,7 +103,7 @@ def moe_prefill(
     """
     layer = Experts(fc1, fc2, fc1_scale, fc2_scale)
     num_tokens, k = experts.shape
-    dim, inner, num_pairs = layer.dim, layer.inner, num_tokens * k
+    dim, num_pairs = layer.dim, num_tokens * k
     if out is None:
         out = torch.empty_like(u)
     if not num_tokens:
@@ -117,85 +116,61 @@ def moe_prefill(
         tiles = tiles or tiles_for(fc1.element_size(), num_pairs, layer.num_experts)
         grouping = group_by_expert(experts, layer.num_experts, tiles.rows)
         product_type = layer.product_type(u.dtype)
-        product = torch.empty((num_pairs, inner), dtype=product_type, device=u.device)
+        product = torch.empty((num_pairs, layer.inner), dtype=product_type, device=u.device)
+        change = None if adapters is None else adapters.of_fc1(u, experts)
         x = u.to(product_type)
-        up: _Change | None = None
-        down: _Change | None = None
+        _launch(True, tiles.up, grouping, x, fc1, fc1_scale, product, k, change)
         if adapters is not None:
-            own = adapters.rows
-            shrunk = shrink_experts(u, experts, own, adapters.fc1_a, of_tokens=True)
-            up = _Change(own, shrunk, adapters.fc1_b)
-        _launch(_up_kernel, tiles.up, grouping, x, fc1, fc1_scale, product, inner, k, up)
-        if adapters is not None:
-            order = grouping.order
-            shrunk = shrink_experts(
-                product, experts, own, adapters.fc2_a, of_tokens=False, order=order
-            )
-            down = _Change(own, shrunk, adapters.fc2_b)
-        _launch(_down_kernel, tiles.down, grouping, product, fc2, fc2_scale, outputs, dim, k, down)
+            change = adapters.of_fc2(product, experts, order=grouping.order)
+        _launch(False, tiles.down, grouping, product, fc2, fc2_scale, outputs, k, change)
     block = min(triton.next_power_of_2(dim), 2048)
     _sum_kernel[(num_tokens, triton.cdiv(dim, block))](
         outputs,
         weights,
-        out if add_to is None else add_to,
+        add_to,
         out,
-        out.stride(0) if add_to is None else add_to.stride(0),
+        0 if add_to is None else add_to.stride(0),
         out.stride(0),
         DIM=dim,
         K_CHOICES=k,
         BLOCK=block,
-        ADD=add_to is not None,
         num_warps=4,
     )
     return out
 
 
-class _Change(NamedTuple):
-    """The change of one product: the tokens' slabs, the pairs' products with A, and the offset of B in a slab."""
-
-    rows: RowSlabs
-    shrunk: Tensor
-    b_at: int
-
-
 def _launch(
-    kernel: Any,
+    up: bool,
     tile: Tile,
     grouping: Grouping,
     inputs: Tensor,
     weight: Tensor,
     scale: Tensor | None,
     outputs: Tensor,
-    num_columns: int,
     k: int,
-    change: _Change | None,
+    change: ExpertChange | None,
 ) -> None:
     num_inputs = weight.shape[2]
-    product_type = outputs.dtype if kernel is _up_kernel else inputs.dtype
+    num_columns = weight.shape[1] // 2 if up else weight.shape[1]
+    product_type = outputs.dtype if up else inputs.dtype
     rows: Any = weight
-    tma = (
-        tile.tma and num_inputs * weight.element_size() % 16 == 0
-    )  # What the tensor memory accelerator can address.
+    # What the tensor memory accelerator can address.
+    tma = tile.tma and num_inputs * weight.element_size() % 16 == 0
     if tma:
         rows = TensorDescriptor.from_tensor(
             weight.view(-1, num_inputs), [tile.block_n, tile.block_k]
         )
-    # Without a change, the kernel reads none of these.
-    slabs: tuple[Tensor, ...] = (outputs, outputs, grouping.order, grouping.order, outputs)
-    if change is not None:
-        own = change.rows
-        slabs = own.anchor, own.slabs, own.first, own.count, change.shrunk
-    kernel[(grouping.num_tiles * triton.cdiv(num_columns, tile.block_n),)](
+    _prefill_experts[(grouping.num_tiles * triton.cdiv(num_columns, tile.block_n),)](
         inputs,
         grouping.order,
         grouping.tiles,
         rows,
-        weight if scale is None else scale,
+        scale,
         outputs,
-        *slabs,
-        0 if change is None else change.b_at,
+        change,
         grouping.num_tiles,
         inputs.stride(0),
+        UP=up,
         NUM_INPUTS=num_inputs,
         NUM_COLUMNS=num_columns,
         K_CHOICES=k,
@@ -204,10 +179,8 @@ def _launch(
         BLOCK_K=tile.block_k,
         SWAP=tile.swap,
         TMA=tma,
-        SCALED=scale is not None,
         DOT=triton_type(product_type),
         PRODUCT_SCALE=product_scale(product_type),
-        ADAPTERS=change is not None,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -215,15 +188,9 @@ def _launch(
 
 @triton.jit
 def _weights(
-    w,
-    row,
-    k,
-    num_rows,
-    NUM_INPUTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    w, row, k, num_rows, NUM_INPUTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TMA: tl.constexpr,
-):
+):  # fmt: skip
     """Loads weights [BLOCK_N, BLOCK_K] from ``row`` on. Beyond the expert's rows, they belong to another expert or are
     zero."""
     if TMA:
@@ -240,35 +207,15 @@ def _weights(
 
 # The number of tiles is not specialised, so a multiple of 16 does not compile another kernel.
 @triton.jit(do_not_specialize=["num_tiles"])
-def _up_kernel(
-    u_ptr,
-    order_ptr,
-    tiles_ptr,
-    fc1,
-    scale_ptr,
-    product_ptr,
-    anchor,
-    slabs,
-    slab_first,
-    slab_count,
-    shrunk,
-    b_at,
-    num_tiles,
-    stride,
-    NUM_INPUTS: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
-    K_CHOICES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SWAP: tl.constexpr,
-    TMA: tl.constexpr,
-    SCALED: tl.constexpr,
-    DOT: tl.constexpr,
-    PRODUCT_SCALE: tl.constexpr,
-    ADAPTERS: tl.constexpr,
-):
-    """Computes product[place] = gelu(h) * (g + 1) for the places of one tile and BLOCK_N columns."""
+def _prefill_experts(
+    x_ptr, order_ptr, tiles_ptr, w_ptr, scale_ptr, out_ptr, change, num_tiles, stride,
+    UP: tl.constexpr, NUM_INPUTS: tl.constexpr, NUM_COLUMNS: tl.constexpr, K_CHOICES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr,
+    TMA: tl.constexpr, DOT: tl.constexpr, PRODUCT_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Computes, for the places of one tile and BLOCK_N columns, product[place] = gelu(h) * (g + 1) with UP, and
+    outputs[pair] = product[place] @ fc2.T without."""
+    MATRIX: tl.constexpr = 2 * NUM_COLUMNS if UP else NUM_COLUMNS
     tile = tl.program_id(0) // tl.cdiv(NUM_COLUMNS, BLOCK_N)
     first = (tl.program_id(0) % tl.cdiv(NUM_COLUMNS, BLOCK_N)) * BLOCK_N
     expert = tl.load(tiles_ptr + tile)
@@ -278,98 +225,18 @@ def _up_kernel(
         place = begin + tl.arange(0, BLOCK_M)
         valid = place < end
         # Beyond the end, read some other row, which costs less than a mask.
-        token = tl.load(order_ptr + place, mask=valid, other=0) // K_CHOICES
-        rows = u_ptr + token.to(tl.int64) * stride
-        row = expert * (2 * NUM_COLUMNS) + first
-        if SWAP:
-            h = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            g = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        if UP:
+            x_row = tl.load(order_ptr + place, mask=valid, other=0) // K_CHOICES
         else:
-            h = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            g = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        at_k = tl.arange(0, BLOCK_K)
-        for k in range(0, NUM_INPUTS, BLOCK_K):
-            if NUM_INPUTS % BLOCK_K == 0:
-                x = tl.load(rows[:, None] + (k + at_k)[None, :])
-            else:
-                x = tl.load(
-                    rows[:, None] + (k + at_k)[None, :],
-                    mask=(k + at_k < NUM_INPUTS)[None, :],
-                    other=0.0,
-                )
-            n = NUM_COLUMNS - first
-            wh = _weights(fc1, row, k, n, NUM_INPUTS, BLOCK_N, BLOCK_K, TMA)
-            wg = _weights(fc1, row + NUM_COLUMNS, k, n, NUM_INPUTS, BLOCK_N, BLOCK_K, TMA)
-            h = dot_tile(x, wh, h, SWAP, DOT)
-            g = dot_tile(x, wg, g, SWAP, DOT)
-        if SWAP:
-            h = tl.trans(h)
-            g = tl.trans(g)
-        column = first + tl.arange(0, BLOCK_N)
-        inside = column < NUM_COLUMNS
-        if SCALED:
-            scales = scale_ptr + expert.to(tl.int64) * (2 * NUM_COLUMNS) + column
-            h = h * tl.load(scales, mask=inside, other=0.0)[None, :]
-            g = g * tl.load(scales + NUM_COLUMNS, mask=inside, other=0.0)[None, :]
-        if ADAPTERS:
-            pair = tl.load(order_ptr + place, mask=valid, other=0)
-            h = add_expert_change(
-                h, anchor, slabs, slab_first, slab_count, shrunk, b_at, expert, token, valid, pair,
-                column, inside, 2 * NUM_COLUMNS,
-            )  # fmt: skip
-            g = add_expert_change(
-                g, anchor, slabs, slab_first, slab_count, shrunk, b_at + NUM_COLUMNS, expert, token,
-                valid, pair, column, inside, 2 * NUM_COLUMNS,
-            )  # fmt: skip
-        at = place.to(tl.int64)[:, None] * NUM_COLUMNS + column[None, :]
-        product = geglu(h, g, PRODUCT_SCALE).to(product_ptr.dtype.element_ty)
-        tl.store(product_ptr + at, product, mask=valid[:, None] & inside[None, :])
-
-
-@triton.jit(do_not_specialize=["num_tiles"])
-def _down_kernel(
-    product_ptr,
-    order_ptr,
-    tiles_ptr,
-    fc2,
-    scale_ptr,
-    outputs_ptr,
-    anchor,
-    slabs,
-    slab_first,
-    slab_count,
-    shrunk,
-    b_at,
-    num_tiles,
-    stride,
-    NUM_INPUTS: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
-    K_CHOICES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SWAP: tl.constexpr,
-    TMA: tl.constexpr,
-    SCALED: tl.constexpr,
-    DOT: tl.constexpr,
-    PRODUCT_SCALE: tl.constexpr,
-    ADAPTERS: tl.constexpr,
-):
-    """Computes outputs[pair] = product[place] @ fc2.T for the places of one tile and BLOCK_N columns."""
-    tile = tl.program_id(0) // tl.cdiv(NUM_COLUMNS, BLOCK_N)
-    first = (tl.program_id(0) % tl.cdiv(NUM_COLUMNS, BLOCK_N)) * BLOCK_N
-    expert = tl.load(tiles_ptr + tile)
-    if expert >= 0:
-        begin = tl.load(tiles_ptr + num_tiles + tile)
-        end = tl.load(tiles_ptr + 2 * num_tiles + tile)
-        place = begin + tl.arange(0, BLOCK_M)
-        valid = place < end
-        rows = product_ptr + tl.minimum(place, end - 1).to(tl.int64) * stride
-        row = expert * NUM_COLUMNS + first
+            x_row = tl.minimum(place, end - 1)
+        rows = x_ptr + x_row.to(tl.int64) * stride
+        row = expert * MATRIX + first
         if SWAP:
             acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         else:
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         at_k = tl.arange(0, BLOCK_K)
         for k in range(0, NUM_INPUTS, BLOCK_K):
             if NUM_INPUTS % BLOCK_K == 0:
@@ -381,42 +248,51 @@ def _down_kernel(
                     other=0.0,
                 )
             n = NUM_COLUMNS - first
-            w = _weights(fc2, row, k, n, NUM_INPUTS, BLOCK_N, BLOCK_K, TMA)
+            w = _weights(w_ptr, row, k, n, NUM_INPUTS, BLOCK_N, BLOCK_K, TMA)
+            if UP:
+                wg = _weights(w_ptr, row + NUM_COLUMNS, k, n, NUM_INPUTS, BLOCK_N, BLOCK_K, TMA)
             acc = dot_tile(x, w, acc, SWAP, DOT)
+            if UP:
+                gate = dot_tile(x, wg, gate, SWAP, DOT)
         if SWAP:
             acc = tl.trans(acc)
+            gate = tl.trans(gate)
         column = first + tl.arange(0, BLOCK_N)
         inside = column < NUM_COLUMNS
-        if SCALED:
-            scales = scale_ptr + expert.to(tl.int64) * NUM_COLUMNS + column
+        if scale_ptr is not None:
+            scales = scale_ptr + expert.to(tl.int64) * MATRIX + column
             acc = acc * tl.load(scales, mask=inside, other=0.0)[None, :]
+            if UP:
+                gate = gate * tl.load(scales + NUM_COLUMNS, mask=inside, other=0.0)[None, :]
         pair = tl.load(order_ptr + place, mask=valid, other=0)
-        if ADAPTERS:
+        if change is not None:
             # The products with A have the scale of the product, as the other summands do.
+            token = pair // K_CHOICES
+            shrunk = pair if UP else place
             acc = add_expert_change(
-                acc, anchor, slabs, slab_first, slab_count, shrunk, b_at, expert, pair // K_CHOICES,
-                valid, place, column, inside, NUM_COLUMNS,
-            )  # fmt: skip
-        if PRODUCT_SCALE != 1.0:
-            acc = acc * (1.0 / PRODUCT_SCALE)
-        at = pair.to(tl.int64)[:, None] * NUM_COLUMNS + column[None, :]
-        acc = acc.to(outputs_ptr.dtype.element_ty)
-        tl.store(outputs_ptr + at, acc, mask=valid[:, None] & inside[None, :])
+                acc, change, expert, token, valid, shrunk, column, inside, MATRIX
+            )
+            if UP:
+                # The rows of g are those behind h.
+                gate = add_expert_change(
+                    gate, change, expert, token, valid, shrunk, column + NUM_COLUMNS, inside, MATRIX
+                )
+        if UP:
+            result = geglu(acc, gate, PRODUCT_SCALE)
+            to = place
+        else:
+            result = acc if PRODUCT_SCALE == 1.0 else acc * (1.0 / PRODUCT_SCALE)
+            to = pair
+        at = to.to(tl.int64)[:, None] * NUM_COLUMNS + column[None, :]
+        result = result.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + at, result, mask=valid[:, None] & inside[None, :])
 
 
 @triton.jit
 def _sum_kernel(
-    outputs_ptr,
-    weights_ptr,
-    add_ptr,
-    out_ptr,
-    add_stride,
-    out_stride,
-    DIM: tl.constexpr,
-    K_CHOICES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
-):
+    outputs_ptr, weights_ptr, add_ptr, out_ptr, add_stride, out_stride,
+    DIM: tl.constexpr, K_CHOICES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Computes out[token], the weighted sum of the token's pairs in order, plus add_to[token] if given."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -426,7 +302,7 @@ def _sum_kernel(
         pair = token * K_CHOICES + i
         output = tl.load(outputs_ptr + pair * DIM + column, mask=inside, other=0.0)
         total += tl.load(weights_ptr + pair) * output.to(tl.float32)
-    if ADD:
+    if add_ptr is not None:
         total += tl.load(add_ptr + token * add_stride + column, mask=inside, other=0.0).to(
             tl.float32
         )

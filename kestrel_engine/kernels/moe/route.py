@@ -54,11 +54,9 @@ def route(
         experts = torch.empty((num_tokens, k), dtype=torch.int32, device=logits.device)
     else:
         weights, experts = out
-    # For few tokens, one program each: only the latency of this kernel matters in a decode step.
-    rows = 1 if num_tokens <= 512 else 8
     pdl = pdl and logits.is_cuda
     launch = {"launch_pdl": True} if pdl else {}
-    if rows == 1:
+    if num_tokens:
         _rank_kernel[(num_tokens,)](
             logits,
             weights,
@@ -71,22 +69,6 @@ def route(
             num_warps=2,
             **launch,
         )
-        return weights, experts
-    _route_kernel[(triton.cdiv(num_tokens, rows),)](
-        logits,
-        weights,
-        experts,
-        num_tokens,
-        logits.stride(0),
-        NUM_EXPERTS=num_experts,
-        K=k,
-        ROWS=rows,
-        EXPERTS_PAD=triton.next_power_of_2(num_experts),
-        K_PAD=triton.next_power_of_2(k),
-        PDL=pdl,
-        num_warps=4,
-        **launch,
-    )
     return weights, experts
 
 
@@ -130,15 +112,6 @@ def group_by_expert(experts: Tensor, num_experts: int, tile: int) -> Grouping:
 
 
 @triton.jit
-def _keys(logits, expert, EXPERTS_PAD: tl.constexpr):
-    """Returns integers whose order is that of the logits, with ties to the lower expert. The bits of a float are
-    monotonic after those of negative numbers are flipped."""
-    bits = logits.to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (bits.to(tl.int64) << 32) | (EXPERTS_PAD - 1 - expert).to(tl.int64)
-
-
-@triton.jit
 def rank_token(
     logits, expert, valid, weights_ptr, experts_ptr, K: tl.constexpr, EXPERTS_PAD: tl.constexpr
 ):
@@ -147,7 +120,12 @@ def rank_token(
     Each expert counts the experts before it, all in parallel. Finding the experts one by one would take K rounds.
     """
     logits = tl.where(logits == 0.0, 0.0, logits)  # -0.0 ties with 0.0
-    key = tl.where(valid, _keys(logits, expert, EXPERTS_PAD), -0x7FFFFFFFFFFFFFFF)
+    # Integers in the order of the logits, with ties to the lower expert. The bits of a float are monotonic after those
+    # of negative numbers are flipped.
+    bits = logits.to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    key = (bits.to(tl.int64) << 32) | (EXPERTS_PAD - 1 - expert).to(tl.int64)
+    key = tl.where(valid, key, -0x7FFFFFFFFFFFFFFF)
     rank = tl.sum((key[None, :] > key[:, None]).to(tl.int32), axis=1)
     chosen = valid & (rank < K)
     values = tl.where(chosen, logits, float("-inf"))
@@ -175,61 +153,11 @@ def _rank_kernel(
     )
 
 
-@triton.jit
-def _route_kernel(
-    logits_ptr,
-    weights_ptr,
-    experts_ptr,
-    num_tokens,
-    stride,
-    NUM_EXPERTS: tl.constexpr,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    EXPERTS_PAD: tl.constexpr,
-    K_PAD: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    expert = tl.arange(0, EXPERTS_PAD)
-    valid = (token < num_tokens)[:, None] & (expert < NUM_EXPERTS)[None, :]
-    logits = tl.load(
-        logits_ptr + token.to(tl.int64)[:, None] * stride + expert[None, :], mask=valid, other=0.0
-    ).to(tl.float32)
-    logits = tl.where(logits == 0.0, 0.0, logits)  # -0.0 ties with 0.0
-    key = _keys(logits, expert[None, :], EXPERTS_PAD)
-    least = -0x7FFFFFFFFFFFFFFF
-    key = tl.where((expert < NUM_EXPERTS)[None, :], key, least)
-    choice = tl.arange(0, K_PAD)
-    chosen = tl.zeros([ROWS, K_PAD], tl.int32)
-    values = tl.full([ROWS, K_PAD], float("-inf"), tl.float32)
-    for i in tl.static_range(K):
-        best = tl.max(key, axis=1)
-        is_best = key == best[:, None]
-        value = tl.sum(tl.where(is_best, logits, 0.0), axis=1)
-        index = EXPERTS_PAD - 1 - (best & 0xFFFFFFFF).to(tl.int32)
-        chosen = tl.where((choice == i)[None, :], index[:, None], chosen)
-        values = tl.where((choice == i)[None, :], value[:, None], values)
-        key = tl.where(is_best, least, key)
-    exponentials = tl.exp(values - tl.max(values, axis=1)[:, None])
-    weights = exponentials / tl.sum(exponentials, axis=1)[:, None]
-    at = token[:, None] * K + choice[None, :]
-    stored = (token < num_tokens)[:, None] & (choice < K)[None, :]
-    tl.store(weights_ptr + at, weights, mask=stored)
-    tl.store(experts_ptr + at, chosen, mask=stored)
-
-
 @triton.jit(do_not_specialize=["num_pairs"])
 def _count_kernel(
-    experts_ptr,
-    counts_ptr,
-    num_pairs,
-    NUM_EXPERTS: tl.constexpr,
-    EXPERTS_PAD: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    experts_ptr, counts_ptr, num_pairs,
+    NUM_EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Counts the pairs of each expert in one chunk of pairs."""
     chunk = tl.program_id(0)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -242,19 +170,9 @@ def _count_kernel(
 # Sizes are not specialised, so a multiple of 16 does not compile another kernel.
 @triton.jit(do_not_specialize=["num_pairs", "num_chunks", "num_tiles"])
 def _place_kernel(
-    experts_ptr,
-    counts_ptr,
-    order_ptr,
-    tiles_ptr,
-    used_ptr,
-    num_pairs,
-    num_chunks,
-    num_tiles,
-    NUM_EXPERTS: tl.constexpr,
-    EXPERTS_PAD: tl.constexpr,
-    CHUNK: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    experts_ptr, counts_ptr, order_ptr, tiles_ptr, used_ptr, num_pairs, num_chunks, num_tiles,
+    NUM_EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Places one chunk's pairs after the pairs of lower experts and of the same expert in earlier chunks. Program 0
     also divides the experts into tiles."""
     chunk = tl.program_id(0)

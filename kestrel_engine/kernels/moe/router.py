@@ -73,7 +73,7 @@ def route_tokens(
     _router[(triton.cdiv(num_experts, _ROWS), tokens)](
         u,
         weight,
-        u if bias is None else bias,
+        bias,
         workspace.logits,
         workspace.arrived,
         weights,
@@ -86,7 +86,6 @@ def route_tokens(
         EXPERTS_PAD=triton.next_power_of_2(num_experts),
         K=k,
         ROWS=_ROWS,
-        HAS_BIAS=bias is not None,
         PDL=pdl,
         num_warps=row_warps(block),
         **launch,
@@ -113,29 +112,26 @@ def add_norm_route(
     The first five arguments are those of `layer_norm.add_layer_norm`, but ``x`` is not changed. The others are those of
     `route_tokens`. ``u``: [T, D]. ``out``: weights [T, k] float32 and experts [T, k] int32. A programmatic dependent
     starts at the end: programs of the experts that wait would hold multiprocessors which the other stream needs.
-
-    Raises ValueError for more than three parts.
     """
     (tokens, dim), num_experts = x.shape, weight.shape[0]
-    tensors, strides, counts = part_arguments(parts, x)
+    summands, splits = part_arguments(parts)
     assert 0 < tokens <= len(workspace.arrived) and 1 <= k <= num_experts, (tokens, k)
     assert weight.stride(1) == x.stride(1) == u.stride(1) == 1
     block = triton.next_power_of_2(dim)
     _add_norm_route[(triton.cdiv(num_experts, _ROWS), tokens)](
         x,
-        *tensors,
-        x if owed is None else owed,
+        summands,
+        owed,
         ln_weight,
         ln_bias,
         u,
         weight,
-        x if bias is None else bias,
+        bias,
         workspace.logits,
         workspace.arrived,
         *out,
         x.stride(0),
         u.stride(0),
-        *strides,
         weight.stride(0),
         EPS,
         DIM=dim,
@@ -144,11 +140,7 @@ def add_norm_route(
         EXPERTS_PAD=triton.next_power_of_2(num_experts),
         K=k,
         ROWS=_ROWS,
-        SPLITS0=counts[0],
-        SPLITS1=counts[1],
-        SPLITS2=counts[2],
-        HAS_OWED=owed is not None,
-        HAS_BIAS=bias is not None,
+        SPLITS=splits,
         num_warps=row_warps(block),
     )
 
@@ -157,7 +149,7 @@ def add_norm_route(
 def _router(
     u, weight, bias, logits, arrived, weights, experts, u_stride, w_stride,
     DIM: tl.constexpr, BLOCK: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
-    K: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1)
     mine = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -167,34 +159,20 @@ def _router(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     # Load the weights before the wait, because no kernel writes them.
-    w, owed = _experts(weight, bias, mine, known, column, inside, w_stride, ROWS, HAS_BIAS)
+    w, owed = _experts(weight, bias, mine, known, column, inside, w_stride, ROWS)
     if PDL:
         tl.extra.cuda.gdc_wait()
     v = tl.load(u + token.to(tl.int64) * u_stride + column, mask=inside, other=0.0)
     _store_and_rank(
-        w,
-        v,
-        owed,
-        token,
-        mine,
-        known,
-        logits,
-        arrived,
-        weights,
-        experts,
-        NUM_EXPERTS,
-        EXPERTS_PAD,
-        K,
-    )
+        w, v, owed, token, mine, known, logits, arrived, weights, experts, NUM_EXPERTS, EXPERTS_PAD, K
+    )  # fmt: skip
 
 
 @triton.jit
 def _add_norm_route(
-    x, part0, part1, part2, owed, ln_weight, ln_bias, u, weight, bias, logits, arrived, weights, experts,
-    x_stride, u_stride, split_stride0, row_stride0, split_stride1, row_stride1, split_stride2, row_stride2,
-    w_stride, eps, DIM: tl.constexpr, BLOCK: tl.constexpr, NUM_EXPERTS: tl.constexpr,
-    EXPERTS_PAD: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, SPLITS0: tl.constexpr,
-    SPLITS1: tl.constexpr, SPLITS2: tl.constexpr, HAS_OWED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    x, parts, owed, ln_weight, ln_bias, u, weight, bias, logits, arrived, weights, experts, x_stride,
+    u_stride, w_stride, eps, DIM: tl.constexpr, BLOCK: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    EXPERTS_PAD: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1)
     row = token.to(tl.int64)
@@ -203,16 +181,13 @@ def _add_norm_route(
     mask = cols < DIM
     known = mine < NUM_EXPERTS
     added = tl.zeros([BLOCK], tl.float32)
-    if HAS_OWED:
+    if owed is not None:
         added = tl.load(owed + cols, mask=mask, other=0.0)
-    stored = summed_stream(
-        x, part0, part1, part2, added, row, cols, mask, x_stride, split_stride0, row_stride0,
-        split_stride1, row_stride1, split_stride2, row_stride2, SPLITS0, SPLITS1, SPLITS2,
-    )  # fmt: skip
+    stored = summed_stream(x, parts, added, row, cols, mask, x_stride, SPLITS)
     # These loads do not wait for the sums of the LayerNorm.
     gain = tl.load(ln_weight + cols, mask=mask, other=0.0).to(tl.float32)
     shift = tl.load(ln_bias + cols, mask=mask, other=0.0).to(tl.float32)
-    w, bias_of_mine = _experts(weight, bias, mine, known, cols, mask, w_stride, ROWS, HAS_BIAS)
+    w, bias_of_mine = _experts(weight, bias, mine, known, cols, mask, w_stride, ROWS)
     v = normalised(stored.to(tl.float32), mask, gain, shift, DIM, eps).to(u.dtype.element_ty)
     if tl.program_id(0) == 0:
         tl.store(u + row * u_stride + cols, v, mask=mask)
@@ -224,9 +199,7 @@ def _add_norm_route(
 
 
 @triton.jit
-def _experts(
-    weight, bias, mine, known, cols, mask, w_stride, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr
-):
+def _experts(weight, bias, mine, known, cols, mask, w_stride, ROWS: tl.constexpr):
     """Returns the weights [ROWS, BLOCK] and biases [ROWS] float32 of a program's experts ``mine``."""
     w = tl.load(
         weight + mine[:, None] * w_stride + cols[None, :],
@@ -234,7 +207,7 @@ def _experts(
         other=0.0,
     )
     owed = tl.zeros([ROWS], tl.float32)
-    if HAS_BIAS:
+    if bias is not None:
         owed = tl.load(bias + mine, mask=known, other=0.0).to(tl.float32)
     return w, owed
 
