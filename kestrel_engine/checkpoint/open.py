@@ -180,8 +180,7 @@ def _from_bucket(
     address: BucketAddress, runtime: RuntimeConfig, hub: Hub, progress: Progress | None
 ) -> tuple[Path, Path | None]:
     from .bucket.bucket import ModelBucket
-    from .bucket.cache_room import GIB
-    from .bucket.node_cache import NodeCache
+    from .bucket.node_cache import GIB, NodeCache
 
     gib = runtime.weights_cache_gib
     most_bytes = None if gib is None else int(gib * GIB)

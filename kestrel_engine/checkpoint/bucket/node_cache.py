@@ -2,36 +2,33 @@
 
 A model's folder is named after the SHA-256 of its SHA256SUMS, so it never changes. It gets this name, by one rename,
 only when all its files have arrived and have the right SHA-256. So whoever sees the folder may use it, and needs no
-right to write. A download holds a lock (flock) on a file. The kernel drops the lock when the process ends, and the next
-process goes on where it stopped. Locks work among the containers of one node, but not on every network file system.
+right to write. If a process ends while it downloads, the next one goes on where it stopped. A process uses a model
+until it ends, because the files are mapped into its memory.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
 import shutil
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 
-from ... import clock
+from ...disk_cache import GIB, DiskCache, NoRoom
 from ...errors import DownloadError
 from ...types.progress import Progress
 from .. import checksums
 from ..progress import log_progress
 from .address import BucketAddress
 from .bucket import ModelBucket, parsed_sums
-from .cache_room import CacheRoom
 
 logger = logging.getLogger(__name__)
 
-_POLL_S, _SAY_S = 0.1, 15.0
+_IN_USE: dict[Path, int] = {}
+"""The locks of the models that this process uses."""
 _FILES_AT_ONCE = 3
 _PART = ".part"
 
@@ -43,7 +40,8 @@ class NodeCache:
         self, folder: Path, progress: Progress | None = None, most_bytes: int | None = None
     ) -> None:
         """``most_bytes``: limit of all models; those that no process uses make room for new ones. None: no limit."""
-        self._folder, self._room = folder, CacheRoom(folder, most_bytes)
+        self._folder, self._most_bytes = folder, most_bytes
+        self._cache = DiskCache(folder, most_bytes)
         self._report = progress or log_progress("downloading")
 
     def fetch(self, address: BucketAddress, bucket: ModelBucket | None) -> Path:
@@ -69,7 +67,7 @@ class NodeCache:
             return found
         sums = parsed_sums(text, f"{address}/{checksums.NAME}")
         place = self._folder / _digest(text)
-        self._room.hold(place.name)
+        self._hold(place)
         try:
             if not _is_complete(place, sums):
                 self._download(bucket, place, text, sums)
@@ -83,14 +81,14 @@ class NodeCache:
 
     def _download(self, bucket: ModelBucket, place: Path, text: str, sums: dict[str, str]) -> None:
         """Raises OSError too."""
-        with self._locked(place.name):
+        with self._cache.downloading(place.name):
             if _is_complete(place, sums):  # Another process has downloaded it meanwhile.
                 return
-            partial = self._folder / f"{place.name}.partial"
+            partial = self._cache.partial(place.name)
             partial.mkdir(exist_ok=True)
             sizes = bucket.sizes()
             total = sum(sizes.get(name, 0) for name in sums)
-            self._room.make(place.name, total)
+            self._make_room(place.name, total)
             self._check_space(partial, total)
             counted = _Counted(self._report, total, str(bucket.address))
 
@@ -101,10 +99,26 @@ class NodeCache:
                 for _ in threads.map(fetch, sums):
                     pass
             (partial / checksums.NAME).write_text(text, "utf-8")
-            if place.exists():  # It lacks files.
-                place.rename(self._folder / f"{place.name}.damaged-{time.time_ns()}")
-            partial.rename(place)
-            self._room.made(place.name)
+            self._cache.publish(place.name)
+
+    def _hold(self, place: Path) -> None:
+        """Marks a model as used. In a cache that this process may not write, this takes a mark of the process that
+        downloaded it."""
+        if place not in _IN_USE:
+            with suppress(OSError):
+                _IN_USE[place] = self._cache.hold(place.name)
+
+    def _make_room(self, name: str, total: int) -> None:
+        """Raises OSError too."""
+        try:
+            self._cache.make_room(name, total)
+        except NoRoom as full:
+            assert self._most_bytes is not None
+            raise DownloadError(
+                f"the cache {self._folder} may hold {self._most_bytes / GIB:.2f} GiB (--weights-cache-gib): the model "
+                f"takes {total / GIB:.2f} GiB, and models that processes use take {full.used / GIB:.2f} GiB; raise the "
+                "limit, or stop servers of other models"
+            ) from None
 
     def _check_space(self, partial: Path, total: int) -> None:
         there = sum(file.stat().st_size for file in partial.iterdir())
@@ -124,7 +138,7 @@ class NodeCache:
         except (OSError, UnicodeDecodeError):
             return None
         place = self._folder / name
-        self._room.hold(name)
+        self._hold(place)
         is_here = _digest(text) == name and _is_complete(place, parsed_sums(text, str(place)))
         return place if is_here else None
 
@@ -140,29 +154,6 @@ class NodeCache:
 
     def _reference(self, address: BucketAddress) -> Path:
         return self._folder / "addresses" / _digest(str(address))
-
-    @contextmanager
-    def _locked(self, name: str) -> Iterator[None]:
-        locks = self._folder / "locks"
-        locks.mkdir(parents=True, exist_ok=True)
-        # Reading is enough for a lock: another user's process may have made the file.
-        opened = os.open(locks / name, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            said_at = clock.now()
-            while True:
-                try:
-                    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if clock.now() - said_at >= _SAY_S:
-                        said_at = clock.now()
-                        logger.info(
-                            "waiting for another process of this node, which downloads the model"
-                        )
-                    clock.sleep(_POLL_S)
-            yield
-        finally:
-            os.close(opened)
 
 
 class _Counted:

@@ -200,6 +200,12 @@ def test_a_disk_without_space_is_said_before_the_download(bucket, tmp_path, monk
     assert bucket.num_bytes == 0
 
 
+def test_a_model_beyond_the_caches_limit_is_refused(bucket, tmp_path):
+    with pytest.raises(DownloadError, match=r"may hold 0\.00 GiB \(--weights-cache-gib\)"):
+        NodeCache(tmp_path, most_bytes=5_000).fetch(ADDRESS, bucket)
+    assert bucket.num_bytes == 0
+
+
 class Usage:
     free = 5_000
 
