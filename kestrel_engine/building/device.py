@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..checkpoint.open import OpenedModel
-    from ..kernels.compile_meter import CompileMeter
+    from ..kernels.kernel_cache import CompileMeter
     from ..models.kv_format import Scales
 
 logger = logging.getLogger(__name__)
@@ -24,9 +24,7 @@ logger = logging.getLogger(__name__)
 
 def compile_meter(carried: Path | None) -> CompileMeter:
     """Prepares Triton's cache. ``carried``: a folder of compiled kernels."""
-    from ..kernels.compile_meter import watch_compiler
-    from ..kernels.kernel_cache import use_carried_kernels
-    from ..kernels.kernel_keys import settle_keys
+    from ..kernels.kernel_cache import settle_keys, use_carried_kernels, watch_compiler
 
     if carried is not None:
         use_carried_kernels(carried)

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..checkpoint.open import OpenedModel
-    from ..kernels.compile_meter import CompileMeter
+    from ..kernels.kernel_cache import CompileMeter
     from ..models.refiner import Refiner
     from ..runtime.gpu.adapters.layout import SlabLayout
     from ..runtime.gpu.adapters.upload import Upload

@@ -179,8 +179,9 @@ def _local(source: ModelSource) -> tuple[Path, Path | None]:
 def _from_bucket(
     address: BucketAddress, runtime: RuntimeConfig, hub: Hub, progress: Progress | None
 ) -> tuple[Path, Path | None]:
+    from ..disk_cache import GIB
     from .bucket.bucket import ModelBucket
-    from .bucket.node_cache import GIB, NodeCache
+    from .bucket.node_cache import NodeCache
 
     gib = runtime.weights_cache_gib
     most_bytes = None if gib is None else int(gib * GIB)

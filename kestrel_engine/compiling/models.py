@@ -83,7 +83,7 @@ def compile_model(
         fp8_experts=config.fp8_experts if _has_fp8_experts(config, opened) else "dequantise",
     )
     # They import Triton.
-    from ..kernels.compile_meter import watch_compiler
+    from ..kernels.kernel_cache import watch_compiler
     from .launches import compiled_launches
     from .stand_in_card import stand_in
 

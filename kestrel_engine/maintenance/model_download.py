@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..checkpoint import checksums
 from ..checkpoint.bucket.address import is_address, parse_address
-from ..checkpoint.bucket.bucket import ModelBucket
-from ..checkpoint.bucket.upload import upload
+from ..checkpoint.bucket.bucket import ModelBucket, upload
 from ..checkpoint.config_file import NAME as CONFIG_NAME
 from ..checkpoint.files import INDEX_SUFFIX, shard_names
 from ..checkpoint.open import OpenedModel, open_model

@@ -15,7 +15,7 @@ from kestrel_engine.building import factory, room, runtimes
 from kestrel_engine.building.claims import CLAIMS, Claims, claim_of
 from kestrel_engine.building.kv_pool import GIB
 from kestrel_engine.checkpoint.weights import memory
-from kestrel_engine.runtime.host_pages import untouched_bytes
+from kestrel_engine.runtime.kv_cache import untouched_bytes
 from kestrel_engine.types.model_config import parse_model_config
 from kestrel_engine.types.step import RuntimeLimits
 from tests.fake_runtime import FakeRuntime

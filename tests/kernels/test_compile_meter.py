@@ -14,8 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from kestrel_engine.kernels import compile_meter
-from kestrel_engine.kernels.compile_meter import CompileMeter, watch_compiler
+from kestrel_engine.kernels import kernel_cache
+from kestrel_engine.kernels.kernel_cache import CompileMeter, watch_compiler
 from kestrel_engine.types.info import CompileCounts
 
 
@@ -28,7 +28,7 @@ def add_one(pointer, BLOCK: tl.constexpr):
 def fresh(monkeypatch, tmp_path):
     """No meter, a listener of somebody else's, an empty folder of compiled kernels."""
     heard = []
-    monkeypatch.setattr(compile_meter, "_meter", None)
+    monkeypatch.setattr(kernel_cache, "_meter", None)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     before = knobs.compilation.listener
     knobs.compilation.listener = lambda **told: heard.append(told["cache_hit"])

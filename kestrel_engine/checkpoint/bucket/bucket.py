@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, DownloadError
+from ...types.progress import Progress
 from .. import checksums
 from .address import BucketAddress
 
@@ -223,3 +224,39 @@ def _open(address: BucketAddress) -> Any:
             "retry_timeout": timedelta(seconds=_RETRY_S),
         },
     )
+
+
+def upload(bucket: ModelBucket, files: Mapping[str, Path], report: Progress) -> tuple[str, ...]:
+    """Uploads ``files`` by their names, and returns their addresses. Files that are there already are left.
+
+    A model in a bucket never changes: servers may be downloading it. Raises DownloadError, also if the address has
+    another model.
+    """
+    try:
+        sizes = {name: file.stat().st_size for name, file in files.items()}
+        sums = {name: checksums.checksum(file, progress=report) for name, file in files.items()}
+        text = checksums.format_sums(sums)
+        there = bucket.find_sums()
+        if there is not None and there != text:
+            raise DownloadError(
+                f"{bucket.address} holds another model, or another version of it, which servers may be reading; give a "
+                "new address"
+            )
+        total, done = sum(sizes.values()), 0
+        for name, file in files.items():
+            if not bucket.has(name, sizes[name], sums[name]):
+                sent = done
+
+                def count(num_bytes: int, name: str = name) -> None:
+                    nonlocal sent
+                    sent += num_bytes
+                    report(sent, total, f"uploading {name}")
+
+                bucket.upload(name, file, sums[name], count)
+            done += sizes[name]
+        if there is None:
+            data = text.encode()
+            bucket.upload(checksums.NAME, data, hashlib.sha256(data).hexdigest())
+    except OSError as error:
+        raise DownloadError(f"a file can't be read: {error}") from None
+    return tuple(f"{bucket.address}/{name}" for name in files)

@@ -33,7 +33,7 @@ class ExpertChange(NamedTuple):
     anchor: Tensor
     slabs: Tensor
     first: Tensor
-    count: Tensor
+    num_slabs: Tensor
     shrunk: Tensor
     b_at: int
 
@@ -107,7 +107,7 @@ def add_expert_change(acc, change, expert, token, valid, at, column, inside, out
     """Adds the `ExpertChange` of one expert to ``acc`` [M, N] float32. ``token``, ``valid``, ``at``: [M], the token of
     each row, whether it exists, and its row in ``shrunk``. ``column``, ``inside``: [N], columns of the ``outputs``."""
     first = tl.load(change.first + token, mask=valid, other=0)
-    count = tl.load(change.count + token, mask=valid, other=0)
+    count = tl.load(change.num_slabs + token, mask=valid, other=0)
     # The first bytes of B of this expert, relative to a slab.
     of_expert = change.b_at + expert.to(tl.int64) * (_RANKS * outputs)
     for i in range(tl.max(count, 0)):

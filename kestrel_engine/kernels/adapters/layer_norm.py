@@ -63,7 +63,7 @@ class _Read(NamedTuple):
     the offsets of A and B in a slab."""
 
     first: Tensor
-    count: Tensor
+    num_slabs: Tensor
     data: Tensor
     stride: int
     a_at: int
@@ -169,7 +169,7 @@ def _adapted_layer_norm_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if summed is not None:
-        summed_first, summed_count = tl.load(summed.first + row), tl.load(summed.count + row)
+        summed_first, summed_count = tl.load(summed.first + row), tl.load(summed.num_slabs + row)
         if HELD:
             slab = anchor + tl.load(slabs + summed_first) * 16
             there = mask & (summed_count > 0)
@@ -180,17 +180,17 @@ def _adapted_layer_norm_kernel(
         if PDL:
             _fetch(anchor, slabs, summed_first, summed_count, summed.b_at, dim, HELD, LINE, BLOCK)
     if whole0 is not None:
-        whole0_first, whole0_count = tl.load(whole0.first + row), tl.load(whole0.count + row)
+        whole0_first, whole0_count = tl.load(whole0.first + row), tl.load(whole0.num_slabs + row)
         if PDL:
             _fetch(anchor, slabs, whole0_first, whole0_count, whole0.a_at, dim, 0, LINE, BLOCK)
             _fetch(anchor, slabs, whole0_first, whole0_count, whole0.b_at, dim, 0, LINE, BLOCK)
     if whole1 is not None:
-        whole1_first, whole1_count = tl.load(whole1.first + row), tl.load(whole1.count + row)
+        whole1_first, whole1_count = tl.load(whole1.first + row), tl.load(whole1.num_slabs + row)
         if PDL:
             _fetch(anchor, slabs, whole1_first, whole1_count, whole1.a_at, dim, 0, LINE, BLOCK)
             _fetch(anchor, slabs, whole1_first, whole1_count, whole1.b_at, dim, 0, LINE, BLOCK)
     if up0 is not None:
-        up0_first, up0_count = tl.load(up0.first + row), tl.load(up0.count + row)
+        up0_first, up0_count = tl.load(up0.first + row), tl.load(up0.num_slabs + row)
         if HELD:
             slab = anchor + tl.load(slabs + up0_first) * 16
             there = mask & (up0_count > 0)
@@ -201,7 +201,7 @@ def _adapted_layer_norm_kernel(
         if PDL:
             _fetch(anchor, slabs, up0_first, up0_count, up0.a_at, dim, HELD, LINE, BLOCK)
     if up1 is not None:
-        up1_first, up1_count = tl.load(up1.first + row), tl.load(up1.count + row)
+        up1_first, up1_count = tl.load(up1.first + row), tl.load(up1.num_slabs + row)
         if PDL:
             _fetch(anchor, slabs, up1_first, up1_count, up1.a_at, dim, 0, LINE, BLOCK)
     gain = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)

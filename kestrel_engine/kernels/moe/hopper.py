@@ -24,8 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..gluon_support import hopper_programs
 from ..linear.fp8_rows import Fp8Rows, quantise_rows
-from .route import Grouping, group_by_expert
-from .sort import sorted_fp8_rows, sorted_rows
+from .route import Grouping, group_by_expert, sorted_fp8_rows, sorted_rows
 from .tile import Experts, product_scale
 
 WEIGHT_ROWS = 64

@@ -12,7 +12,7 @@ import torch
 from kestrel_engine import RuntimeConfig, maintenance
 from kestrel_engine.checkpoint.hub import Hub
 from kestrel_engine.checkpoint.weights import memory
-from kestrel_engine.maintenance import cpu_time, device
+from kestrel_engine.maintenance import device, model
 from kestrel_engine.maintenance.model import check_model
 from kestrel_engine.runtime.gpu import device as card
 from tests.engine.checkpoint.conftest import raw_config
@@ -209,7 +209,7 @@ def test_this_card():
 
 def test_slow_answers_of_a_processor_are_told_before(monkeypatch):
     """The speeds are given, so that the figures are."""
-    monkeypatch.setattr(cpu_time, "_speed", lambda dtype: (100e9, 10e9))
+    monkeypatch.setattr(model, "_speed", lambda dtype: (100e9, 10e9))
     large = RuntimeConfig(model="moondream2", device="cpu", random_weights=True)
     told = found(check_model(large))["speed"]
     assert told.status == "warn"
@@ -225,5 +225,5 @@ def test_the_speed_is_measured():
     from kestrel_engine.checkpoint.open import open_model
 
     tiny = open_model(RuntimeConfig()).config
-    time = cpu_time.estimate(tiny, torch.float32)
+    time = model.estimate(tiny, torch.float32)
     assert time.token_s > 0 and 0 < time.first_small_s < time.first_large_s

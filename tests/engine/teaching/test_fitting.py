@@ -17,8 +17,7 @@ from kestrel_engine.adapters.targets import targets
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.teaching import TeachingSettings
-from kestrel_engine.teaching.learning.decoder import hidden
-from kestrel_engine.teaching.learning.fitting import FitStep, Fitting, ImageLessons
+from kestrel_engine.teaching.learning.fitting import FitStep, Fitting, ImageLessons, hidden
 from kestrel_engine.teaching.learning.losses import loss_of
 from kestrel_engine.teaching.learning.packing import (
     MOST_TEXT,

@@ -5,7 +5,7 @@ import torch
 
 from tests.kernels.moe.moe_layer import DEVICE, poisoned
 
-moe_sort = pytest.importorskip("kestrel_engine.kernels.moe.sort")
+moe_sort = pytest.importorskip("kestrel_engine.kernels.moe.route")
 moe_hopper = pytest.importorskip("kestrel_engine.kernels.moe.hopper")
 Fp8Rows = pytest.importorskip("kestrel_engine.kernels.linear.fp8_rows").Fp8Rows
 

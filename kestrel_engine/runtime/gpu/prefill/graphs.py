@@ -22,7 +22,7 @@ from ....types.progress import Progress
 from ...kv_cache import KvCache
 from ..adapters.pass_slabs import PassSlabs
 from ..attention.blocks import BlockAttention
-from ..attention.prompts import PagedPrompts
+from ..attention.decode import PagedPrompts
 from ..capture import captured
 from ..room import leaving_room
 from ..state.staging import Field, RowBuffers

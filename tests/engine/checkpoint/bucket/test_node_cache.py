@@ -26,9 +26,8 @@ from kestrel_engine.checkpoint.open import load_weights, open_model
 obstore = pytest.importorskip("obstore")
 
 from kestrel_engine.checkpoint.bucket import bucket as bucket_module  # noqa: E402
-from kestrel_engine.checkpoint.bucket.bucket import ModelBucket  # noqa: E402
+from kestrel_engine.checkpoint.bucket.bucket import ModelBucket, upload  # noqa: E402
 from kestrel_engine.checkpoint.bucket.node_cache import NodeCache  # noqa: E402
-from kestrel_engine.checkpoint.bucket.upload import upload  # noqa: E402
 
 ADDRESS = BucketAddress("bucket", "models/one")
 FILES = {"model.safetensors": os.urandom(10_000), "config.json": b"{}", "tokenizer.json": b"[]"}

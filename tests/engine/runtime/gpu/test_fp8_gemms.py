@@ -15,7 +15,7 @@ from kestrel_engine.errors import ConfigError
 from kestrel_engine.kernels.linear.fp8_rows import quantise_rows
 from kestrel_engine.models.vision import VisionModel
 from kestrel_engine.runtime.gpu import gemm
-from kestrel_engine.runtime.gpu.attention.prompts import PagedPrompts
+from kestrel_engine.runtime.gpu.attention.decode import PagedPrompts
 from kestrel_engine.runtime.gpu.footprint import fp8_weight_bytes
 from kestrel_engine.runtime.gpu.gemm import Fp8Linear, fp8_refused
 from kestrel_engine.runtime.gpu.text import decode_step

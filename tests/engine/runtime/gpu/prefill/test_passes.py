@@ -2,7 +2,7 @@
 
 import pytest
 
-from kestrel_engine.runtime.gpu.prefill.passes import captured_passes, plain_passes, row_size
+from kestrel_engine.runtime.gpu.prefill.prefill import captured_passes, plain_passes, row_size
 from kestrel_engine.types.requests import ImageBlock
 from kestrel_engine.types.step import Row
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kestrel_engine.runtime.gpu.state.sequence_indices import SequenceIndices, TableUpdates
+from kestrel_engine.runtime.gpu.state.sequence_state import SequenceIndices, TableUpdates
 from kestrel_engine.types.step import Row
 
 
