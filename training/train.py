@@ -22,15 +22,16 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader
 
+from training.crops import crops
 from training.domains.picture import Picture
 from training.export import export
 from training.judging import engine_config, figures_of, gallery, held_out, judge, table
 from training.kestrel_small import CONFIG
 from training.learning import checkpoints
 from training.learning.batches import Batch, Steps
+from training.learning.graphs import Graphs
 from training.learning.losses import JITTER, PageHelper, loss_of, run
 from training.learning.model import Learner, initial_tensors
 from training.learning.muon import Muon
@@ -72,12 +73,13 @@ def learning_rate(progress: float, step: int) -> float:
     return min(1.0, (step + 1) / 200, 0.02 + 0.98 * (1 - progress) / 0.33)
 
 
-def share_gradients(parameters: Sequence[Tensor], world: int) -> None:
-    """Average the gradients over all ranks, as one flat buffer."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    flat = parameters_to_vector(gradients)
-    dist.all_reduce(flat)
-    vector_to_parameters(flat / world, gradients)
+def gradients_of(parameters: Sequence[Tensor]) -> Tensor:
+    """One flat buffer that holds the gradients of all parameters."""
+    flat = parameters[0].new_zeros(sum(p.numel() for p in parameters))
+    sizes = [p.numel() for p in parameters]
+    for p, gradient in zip(parameters, torch.split(flat, sizes), strict=True):
+        p.grad = gradient.view_as(p)
+    return flat
 
 
 class Trainer:
@@ -113,22 +115,20 @@ class Trainer:
             [*rest, *self.helper.parameters()], ADAM_RATE, (0.9, 0.95), weight_decay=DECAY,
             fused=device.type == "cuda",
         )  # fmt: skip
-        self.parameters = [*self.model.parameters.values(), *self.helper.parameters()]
+        self.gradients = gradients_of([*self.model.parameters.values(), *self.helper.parameters()])
+        self._graphs = Graphs(self._differentiate)
 
     def step(self, batch: Batch, progress: float, rate: float) -> dict[str, Tensor]:
         self.muon.lr = MUON_RATE * rate
         self.adam.param_groups[0]["lr"] = ADAM_RATE * rate
-        on_gpu = self.device.type == "cuda"  # bfloat16 is slow on a CPU
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu):
-            loss, parts = loss_of(run(self.model, batch, JITTER), batch, self.helper, progress)
-        torch.autograd.backward(loss)
+        shown = crops(batch.pixels, batch.tiling, CONFIG.vision)
+        parts = self._graphs(batch, shown, torch.full((), progress, device=self.device))
         if self.world > 1:
-            share_gradients(self.parameters, self.world)
-        norm = clip_grad_norm_(self.parameters, 1.0)
+            dist.all_reduce(self.gradients)
+        norm = self.gradients.norm() / self.world
+        self.gradients.mul_((1 / (norm + 1e-6)).clamp_max(1) / self.world)
         self.muon.step()
         self.adam.step()
-        for p in self.parameters:
-            p.grad = None
         self.steps += 1
         if self.average:
             keep = min(AVERAGE, 1 - 1 / (1 + 0.3 * self.steps))
@@ -136,7 +136,18 @@ class Trainer:
                 torch._foreach_lerp_(
                     list(self.average.values()), list(self.model.tensors.values()), 1 - keep
                 )
-        return {"loss": loss, "norm": norm, **parts}
+        return {**parts, "norm": norm}
+
+    def _differentiate(self, batch: Batch, shown: Tensor, progress: Tensor) -> dict[str, Tensor]:
+        """The losses, and their gradients in ``gradients``."""
+        self.gradients.zero_()
+        on_gpu = self.device.type == "cuda"  # bfloat16 is slow on a CPU
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu):
+            loss, parts = loss_of(
+                run(self.model, batch, shown, JITTER), batch, self.helper, progress
+            )
+        torch.autograd.backward(loss)
+        return {"loss": loss.detach(), **{name: part.detach() for name, part in parts.items()}}
 
     def save(self) -> None:
         state = {"model": self.average, "helper": self.helper.state_dict()}
@@ -173,6 +184,7 @@ def main() -> None:
     device = torch.device("cuda", rank) if args.device == "cuda" else torch.device(args.device)
     if args.device == "cuda":
         torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]  # for graphs
         torch.set_float32_matmul_precision("high")
         torch._dynamo.config.cache_size_limit = 64
         torch._dynamo.config.suppress_errors = True  # what cannot be compiled runs eagerly

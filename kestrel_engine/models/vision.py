@@ -38,8 +38,8 @@ class VisionBlock:
         """Applies the block to ``x`` [num_crops, patches, enc_dim], in the same shape."""
         crops, patch_count, dim = x.shape
         fused = self.qkv(self.ln1(x), adapters)
-        qkv = fused.view(crops, patch_count, 3, self.n_heads, dim // self.n_heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        heads = fused.view(crops, patch_count, 3, self.n_heads, dim // self.n_heads)
+        q, k, v = (each.transpose(1, 2) for each in heads.unbind(2))
         attended = F.scaled_dot_product_attention(q, k, v)
         x = x + self.proj(attended.transpose(1, 2).flatten(2), adapters)
         return x + self.mlp(self.ln2(x), adapters)

@@ -19,7 +19,15 @@ from training.export import export
 from training.judging import distance, engine_config, gallery, judge, score
 from training.kestrel_small import CONFIG, TOKENIZER_FILE
 from training.learning import checkpoints
-from training.learning.batches import CHARACTERS, LABELS, LENGTH, PLACES, helper_targets, pack
+from training.learning.batches import (
+    CHARACTERS,
+    LABELS,
+    LENGTH,
+    NOTHING,
+    PLACES,
+    helper_targets,
+    pack,
+)
 from training.learning.losses import PageHelper
 from training.learning.model import Learner
 from training.mixture import draw_picture
@@ -172,7 +180,7 @@ def test_packed_pictures_become_crops(sources: Path) -> None:
     batch = pack(rng, pictures)
     assert batch.ids.shape == (2, LENGTH)
     assert int(batch.position.max()) < CONFIG.image_prefix + LENGTH
-    assert len(batch.coord_index) == int((batch.text_target == COORD).sum())
+    assert torch.equal(batch.next_coord != NOTHING, batch.next_id == COORD)
     seen = crops(batch.pixels, batch.tiling, CONFIG.vision)
     side = CONFIG.vision.crop_size
     assert seen.shape == (2, 1, side, side, 3) and seen.dtype == torch.uint8

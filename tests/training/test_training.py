@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kestrel_engine.types.model_config import ModelConfig
+from training.crops import crops
 from training.kestrel_small import CONFIG
 from training.learning import checkpoints
 from training.learning.batches import Batch, pack
@@ -42,17 +43,15 @@ def batch() -> Batch:
 @torch.no_grad()
 def test_packed_prompts_are_computed_as_single_ones(batch: Batch) -> None:
     model = _learner()
-    out = run(model, batch)
+    out = run(model, batch, crops(batch.pixels, batch.tiling, SMALL.vision))
     image = out.image[:1]
     for number in range(int(batch.document[0].max()) + 1):
         where = (batch.document[0] == number).nonzero().flatten()
         ids, values = batch.ids[:1, where], batch.values[:1, where]
         mask = prompt_mask(torch.zeros_like(ids), PREFIX)
         alone = model.text.logits(model.decode(image, ids, values, batch.position[:1, where], mask))
-        trained = torch.isin(batch.text_index, where)
-        assert trained.any()
-        at = batch.text_index[trained] - where[0]
-        assert torch.allclose(out.text[trained], alone[0, at], atol=1e-4)
+        assert batch.weight[0, where].any()
+        assert torch.allclose(out.text[where], alone[0], atol=1e-4)
 
 
 def test_prompt_mask() -> None:
@@ -108,9 +107,9 @@ def test_a_few_steps_lower_the_loss(batch: Batch) -> None:
     rest = [p for name, p in model.parameters.items() if name not in muon.names]
     adam = torch.optim.AdamW([*rest, *helper.parameters()], 2e-3)
     every = [*model.parameters.values(), *helper.parameters()]
-    losses = []
+    losses, shown = [], crops(batch.pixels, batch.tiling, SMALL.vision)
     for _ in range(8):
-        loss, _ = loss_of(run(model, batch), batch, helper, 0.0)
+        loss, _ = loss_of(run(model, batch, shown), batch, helper, torch.zeros(()))
         losses.append(float(loss.detach()))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(every, 1.0)

@@ -24,7 +24,9 @@ from training.scenes.vocabulary import COLOURS, SHAPES
 from training.sources import icon_names
 from training.spoiling import spoil
 
-SKILLS: tuple[str, ...] = ("query", "reasoning", "point", "detect", "segment", "caption")
+SKILL_WEIGHTS = {  # of the losses of their answers
+    "query": 1.0, "reasoning": 1.0, "point": 0.5, "detect": 0.5, "segment": 0.7, "caption": 0.6
+}  # fmt: skip
 LENGTH = 319  # packed prompt positions a picture; with the prefix a multiple of 16
 PLACES = (2, 4)  # rows and columns of a cell, in each of which the helper head reads one character
 SLOTS = PLACES[0] * PLACES[1]
@@ -38,6 +40,7 @@ CLASSES = (
 LABELS = {name: i + 1 for i, name in enumerate(dict.fromkeys(CLASSES))}
 COLOUR_IDS = {name: i + 1 for i, name in enumerate(COLOURS)}
 NO_COLOUR = -1
+NOTHING = -1.0
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,10 @@ class Batch:
     values: Tensor  # [B, L, 2]
     document: Tensor  # [B, L] number of the prompt, -1 for padding
     position: Tensor  # [B, L]
-    text_index: Tensor  # [T] flat positions whose next id is trained
-    text_target: Tensor  # [T]
-    text_skill: Tensor  # [T] index into SKILLS
-    coord_index: Tensor  # [C] flat positions whose next id is a coordinate
-    coord_target: Tensor  # [C] fractional bins
-    size_index: Tensor  # [S]
-    size_target: Tensor  # [S, 2]
+    next_id: Tensor  # [B, L]
+    weight: Tensor  # [B, L] of the next id's loss; 0.0: it is not trained
+    next_coord: Tensor  # [B, L] fractional bins; NOTHING where the next id is no coordinate
+    next_size: Tensor  # [B, L, 2]; NOTHING where the next id is no size
     characters: Tensor  # [B, patches, SLOTS] uint8
     labels: Tensor  # [B, patches] int64, 0: nothing
     colours: Tensor  # [B, patches] int64, -1: unknown
@@ -104,10 +104,9 @@ def pack(rng: random.Random, pictures: list[Picture]) -> Batch:
     height, width = pictures[0].pixels.shape[:2]
     ids = np.zeros((len(pictures), LENGTH), np.int64)
     values = np.zeros((*ids.shape, 2), np.float32)
-    document, position = np.full_like(ids, -1), np.zeros_like(ids)
-    text: list[tuple[int, int, int]] = []
-    coords: list[tuple[int, float]] = []
-    sizes: list[tuple[int, float, float]] = []
+    document, position, next_id = np.full_like(ids, -1), np.zeros_like(ids), np.zeros_like(ids)
+    weight = np.zeros(ids.shape, np.float32)
+    next_coord, next_size = np.full_like(weight, NOTHING), np.full_like(values, NOTHING)
     for row, picture in enumerate(pictures):
         at = number = 0
         for ask in rng.sample(picture.asks, len(picture.asks)):
@@ -119,19 +118,16 @@ def pack(rng: random.Random, pictures: list[Picture]) -> Batch:
             document[row, at : at + n] = number
             position[row, at : at + n] = CONFIG.image_prefix + np.arange(n)
             for i in range(prompt.start, n + 1):
-                flat, target, (x, y) = row * LENGTH + at + i - 1, prompt.ids[i], prompt.values[i]
-                text.append((flat, target, SKILLS.index(prompt.skill)))
+                here, target, (x, y) = (row, at + i - 1), prompt.ids[i], prompt.values[i]
+                next_id[here], weight[here] = target, SKILL_WEIGHTS[prompt.skill]
                 if target == COORD:
-                    coords.append((flat, coord_bin(x, 1024)))
+                    next_coord[here] = coord_bin(x, 1024)
                 elif target == SIZE:
-                    sizes.append((flat, size_bin(x, 1024), size_bin(y, 1024)))
+                    next_size[here] = size_bin(x, 1024), size_bin(y, 1024)
             at, number = at + n, number + 1
-    words = torch.tensor(text).view(-1, 3)
-    places, extents = torch.tensor(coords).view(-1, 2), torch.tensor(sizes).view(-1, 3)
     helped = (np.stack(part) for part in zip(*map(helper_targets, pictures), strict=True))
     fields: list[Tensor] = [
-        *map(torch.from_numpy, (ids, values, document, position)), *words.t().contiguous(),
-        places[:, 0].long(), places[:, 1], extents[:, 0].long(), extents[:, 1:],
+        *map(torch.from_numpy, (ids, values, document, position, next_id, weight, next_coord, next_size)),
         *map(torch.from_numpy, helped), torch.tensor([float(p.complete) for p in pictures]),
     ]  # fmt: skip
     pixels = torch.from_numpy(np.stack([picture.pixels for picture in pictures]))

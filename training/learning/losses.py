@@ -8,22 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.crops import crops
 from training.learning.batches import (
     CHARACTERS,
     COLOUR_IDS,
     LABELS,
     NO_COLOUR,
-    SKILLS,
+    NOTHING,
     SLOTS,
     Batch,
 )
 from training.learning.model import Learner, prompt_mask
 from training.scenes.vocabulary import SHAPES
 
-SKILL_WEIGHTS = {
-    "query": 1.0, "reasoning": 1.0, "point": 0.5, "detect": 0.5, "segment": 0.7, "caption": 0.6,
-}  # fmt: skip
 COORD_WEIGHT, SIZE_WEIGHT = 0.3, 0.2
 JITTER = 0.004  # on coordinates fed back during training
 ICONS_END = LABELS["text"] - 1
@@ -68,26 +64,31 @@ class PageHelper(nn.Module):
         return characters, objects + (error * there).sum() / there.sum().clamp_min(1)
 
 
-def soft_cross_entropy(logits: Tensor, target: Tensor, sigma: float) -> Tensor:
+def soft_cross_entropy(logits: Tensor, target: Tensor, sigma: Tensor | float) -> Tensor:
     """Cross-entropy [N] of logits [N, bins] against a Gaussian of ``sigma`` bins around target [N]."""
     bins = torch.arange(logits.shape[-1], device=logits.device)
     label = torch.softmax(-0.5 * ((bins - target.unsqueeze(-1)) / sigma) ** 2, -1)
     return -(label * logits.float().log_softmax(-1)).sum(-1)
 
 
+def mean_of_known(losses: Tensor, known: Tensor) -> Tensor:
+    """The mean of ``losses`` [N] where ``known`` [N]."""
+    return (losses * known).sum() / known.sum().clamp_min(1)
+
+
 @dataclass(frozen=True)
 class Outputs:
-    """Logits at the trained positions of a batch."""
+    """Logits at all prompt positions of a batch, so that shapes do not depend on what is asked."""
 
     image: Tensor  # [B, patches, dim]
-    text: Tensor  # [T, vocab]
-    coord: Tensor  # [C, bins]
-    size: Tensor  # [S, 2, bins]
+    text: Tensor  # [B * L, vocab]
+    coord: Tensor  # [B * L, bins]
+    size: Tensor  # [B * L, 2, bins]
 
 
-def run(model: Learner, batch: Batch, jitter: float = 0.0) -> Outputs:
-    """Forward pass over packed prompts."""
-    image = model.embed_images(crops(batch.pixels, batch.tiling, model.config.vision), batch.tiling)
+def run(model: Learner, batch: Batch, crops: Tensor, jitter: float = 0.0) -> Outputs:
+    """Forward pass over packed prompts. ``crops`` [B, n, side, side, 3] uint8 of the batch's pictures."""
+    image = model.embed_images(crops, batch.tiling)
     values = batch.values
     if jitter:
         values = (values + torch.randn_like(values) * jitter * (values > 0)).clamp(0, 1)
@@ -95,26 +96,24 @@ def run(model: Learner, batch: Batch, jitter: float = 0.0) -> Outputs:
     mask = torch.where(seen, 0.0, float("-inf")).to(image.dtype)
     hidden = model.decode(image, batch.ids, values, batch.position, mask).flatten(0, 1)
     return Outputs(
-        image,
-        model.text.logits(hidden.index_select(0, batch.text_index)),
-        model.region.coord_logits(hidden.index_select(0, batch.coord_index)),
-        model.region.size_logits(hidden.index_select(0, batch.size_index)),
-    )
+        image, model.text.logits(hidden), model.region.coord_logits(hidden), model.region.size_logits(hidden)
+    )  # fmt: skip
 
 
 def loss_of(
-    out: Outputs, batch: Batch, helper: PageHelper, progress: float
+    out: Outputs, batch: Batch, helper: PageHelper, progress: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The training loss at ``progress`` 0..1 of the whole plan, and its parts."""
-    weights = torch.tensor([SKILL_WEIGHTS[s] for s in SKILLS], device=out.text.device)
-    weights = weights[batch.text_skill]
-    words = F.cross_entropy(out.text.float(), batch.text_target, reduction="none")
+    """The training loss at ``progress`` [] 0..1 of the whole plan, and its parts."""
+    words = F.cross_entropy(out.text.float(), batch.next_id.flatten(), reduction="none")
+    weights = batch.weight.flatten()
     text = (words * weights).sum() / weights.sum()
-    sigma = SIGMA_END + (SIGMA_START - SIGMA_END) * max(0.0, 1 - progress / SIGMA_UNTIL)
-    coord = soft_cross_entropy(out.coord, batch.coord_target, sigma).mean()
-    size = soft_cross_entropy(out.size, batch.size_target, sigma).mean()
+    sigma = SIGMA_END + (SIGMA_START - SIGMA_END) * (1 - progress / SIGMA_UNTIL).clamp_min(0)
+    places, extents = batch.next_coord.flatten(), batch.next_size.flatten()
+    coord = mean_of_known(soft_cross_entropy(out.coord, places, sigma), places != NOTHING)
+    size = soft_cross_entropy(out.size.flatten(0, 1), extents, sigma)
+    size = mean_of_known(size, extents != NOTHING)
     characters, objects = helper(out.image, batch)
-    share = HELP_START + (HELP_END - HELP_START) * min(1.0, progress / 0.4)
+    share = HELP_START + (HELP_END - HELP_START) * (progress / 0.4).clamp_max(1)
     total = text + COORD_WEIGHT * coord + SIZE_WEIGHT * size + share * (characters + objects)
     parts = {"text": text, "coord": coord, "size": size}
     return total, {**parts, "characters": characters, "objects": objects}

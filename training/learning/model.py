@@ -91,7 +91,7 @@ class Learner:
         position [B, L]; mask [B, 1, L, prefix + L]: added to the scores, or boolean, True where a position may look.
         """
         rows, length = ids.shape
-        bos = self.text.embed(ids.new_tensor([[self.config.ids.bos_id]])).expand(rows, 1, -1)
+        bos = self.text.embed(ids.new_full((1, 1), self.config.ids.bos_id)).expand(rows, 1, -1)
         words = self.embed_prompts(ids, values)
         x = torch.cat((bos.to(images.dtype), images, words.to(images.dtype)), 1).flatten(0, 1)
         before = torch.arange(self.config.image_prefix, device=ids.device).expand(rows, -1)
