@@ -22,14 +22,7 @@ from typing import Any
 
 from kestrel_client.commands.values import whole
 
-from .models.opening import (
-    MODEL_FLAGS,
-    Opened,
-    RunningEngine,
-    engine_on,
-    run_on_model,
-    server_gc,
-)
+from .models.opening import MODEL_FLAGS, Opened, RunningEngine, engine_on, run_on_model, server_gc
 from .reports.program import Flag, Program
 from .reports.report import Report, Row, median
 from .traffic.chart_trace import draw_images

@@ -30,12 +30,7 @@ from kestrel_engine.types.step import StepPlan, TokenRule
 from .device.model_work import chosen_experts, decoder_bytes, touched
 from .device.rates import copy_rate, synchronize
 from .models.hand_made_steps import HandMadeSteps, Held
-from .models.opening import (
-    MODEL_FLAGS,
-    Opened,
-    run_on_model,
-    server_gc,
-)
+from .models.opening import MODEL_FLAGS, Opened, run_on_model, server_gc
 from .reports import bars
 from .reports.program import SAMPLED, Flag, Program
 from .reports.report import Report, median, quantile

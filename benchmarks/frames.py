@@ -32,14 +32,7 @@ from kestrel_engine import ImageEvent, InferenceEngine, RequestEvent, RuntimeCon
 from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.settings.server import ServerConfig
 
-from .models.opening import (
-    MODEL_FLAGS,
-    KeptRuntime,
-    Opened,
-    model_arguments,
-    open_model,
-    server_gc,
-)
+from .models.opening import MODEL_FLAGS, KeptRuntime, Opened, model_arguments, open_model, server_gc
 from .reports.program import Flag, Program
 from .reports.report import Report
 from .traffic.frame_streams import FrameStream, camera_size

@@ -17,24 +17,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .models.opening import (
-    MODEL_FLAGS,
-    Opened,
-    RunningEngine,
-    engine_on,
-    run_on_model,
-    server_gc,
-)
+from .models.opening import MODEL_FLAGS, Opened, RunningEngine, engine_on, run_on_model, server_gc
 from .reports import bars
 from .reports.program import SAMPLED, Flag, Program
 from .reports.report import Report, Row
-from .traffic.chart_trace import (
-    TRACE_FLAGS,
-    ChartTrace,
-    Question,
-    draw_images,
-    trace_from,
-)
+from .traffic.chart_trace import TRACE_FLAGS, ChartTrace, Question, draw_images, trace_from
 from .traffic.step_log import StepLog
 from .traffic.trace_run import (
     RunPlan,

@@ -35,14 +35,7 @@ from .models.opening import MODEL_FLAGS, QUICK, model_arguments, server_flags
 from .reports import bars
 from .reports.program import Flag, Program
 from .reports.report import Report, Row
-from .trace import (
-    RUN_FLAGS,
-    WARM_UP_FROM,
-    plan_of,
-    saturating,
-    settle,
-    warm_up_questions,
-)
+from .trace import RUN_FLAGS, WARM_UP_FROM, plan_of, saturating, settle, warm_up_questions
 from .traffic.chart_trace import ChartTrace, draw_images, trace_from
 from .traffic.grpc_clients import ClientProcesses
 from .traffic.processes import serve

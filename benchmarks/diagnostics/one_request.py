@@ -20,13 +20,7 @@ from kestrel_engine import ImageEvent, RequestEvent, StepEvent
 from kestrel_engine.runtime.protocol import Runtime, StepHandle
 from kestrel_engine.types.step import RuntimeLimits, StepPlan, StepResult
 
-from ..models.opening import (
-    MODEL_FLAGS,
-    Opened,
-    engine_on,
-    run_on_model,
-    server_gc,
-)
+from ..models.opening import MODEL_FLAGS, Opened, engine_on, run_on_model, server_gc
 from ..reports.program import Flag, Program
 from ..reports.report import Report, Row, median
 from ..trace import warm_up

@@ -102,13 +102,7 @@ def start_server(flags: Sequence[str]) -> Start:
 
 
 def measure(
-    report: Report,
-    model: str,
-    folder: Path,
-    size: int,
-    flags: Sequence[str],
-    runs: int,
-    warm: bool,
+    report: Report, model: str, folder: Path, size: int, flags: Sequence[str], runs: int, warm: bool
 ) -> None:
     for number in range(runs):
         if not warm:

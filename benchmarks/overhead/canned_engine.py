@@ -99,10 +99,7 @@ class CannedEngine:
             else (SeenImage(size=IMAGE_SIZE, digest=digest.hex(), num_crops=1),)
         )
         stream = EngineStream(
-            request.request_id,
-            lambda: setattr(canned, "aborted", True),
-            images=seen,
-            seed=1,
+            request.request_id, lambda: setattr(canned, "aborted", True), images=seen, seed=1
         )
         canned = _Request(request.skill, stream, wanted, time.monotonic())
         self.num_requests += 1

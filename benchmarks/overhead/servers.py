@@ -180,9 +180,7 @@ def run_alone(pipe: Connection, load: Load) -> None:
 
 def _config(load: Load) -> RuntimeConfig:
     return RuntimeConfig(
-        max_batch_size=load.streams,
-        max_seq_length=2048,
-        preprocess_threads=_NUM_DECODERS,
+        max_batch_size=load.streams, max_seq_length=2048, preprocess_threads=_NUM_DECODERS
     )
 
 
