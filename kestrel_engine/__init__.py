@@ -14,15 +14,7 @@ from .callers.profiling import ProfileRequest
 from .config.adapters import AdapterSources
 from .config.images import ImageLimits
 from .config.runtime import RuntimeConfig
-from .config.setting import (
-    Setting,
-    SettingGroup,
-    check_settings,
-    checked,
-    default_of,
-    setting,
-    settings_of,
-)
+from .config.setting import Setting, SettingGroup, check_settings, checked, default_of, settings_of
 from .engine import InferenceEngine
 from .errors import (
     AdapterNotFound,
@@ -169,7 +161,6 @@ __all__ = [
     "path_text",
     "processes",
     "read_small_file",
-    "setting",
     "settings_of",
     "teaching",
 ]

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from ..errors import ConfigError
 from .groups import MODEL
-from .setting import check_settings, checked, setting
+from .setting import check_settings, checked
 
 _ALLOWED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/(?:[A-Za-z0-9][A-Za-z0-9._-]{0,95}\*?|\*)")
 TUNING_API = "https://api.moondream.ai"
@@ -20,27 +20,24 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 class AdapterSources:
     """By default, no caller can make the server download anything. Raises ConfigError."""
 
-    hub: tuple[str, ...] = setting(
+    hub: tuple[str, ...] = MODEL.setting(
         (),
-        MODEL,
         "repository of the hub, or a pattern, from which requests may name adapters: ORG/REPO, ORG/PREFIX* or ORG/*; a "
         "request names ORG/REPO or ORG/REPO@REVISION",
         flag="--adapter-hub",
         metavar="REPOSITORY",
         shown="none",
     )
-    api: str | None = setting(
+    api: str | None = MODEL.setting(
         None,
-        MODEL,
         "address of the tuning API, such as https://api.moondream.ai, from which requests may name fine-tunes as "
         "ID@STEP; needs a key in MOONDREAM_API_KEY or --adapter-api-key-file",
         flag="--adapter-api",
         metavar="URL",
         shown="off",
     )
-    api_key_file: str | Path | None = setting(
+    api_key_file: str | Path | None = MODEL.setting(
         None,
-        MODEL,
         "file that holds the key of --adapter-api; read again for each download",
         flag="--adapter-api-key-file",
         metavar="FILE",
@@ -48,9 +45,8 @@ class AdapterSources:
     )
     api_key: str | None = field(default=None, repr=False)
     """The key of the tuning API. A secret has no flag."""
-    disk_bytes: int = setting(
+    disk_bytes: int = MODEL.setting(
         10 * 1024 * 1024 * 1024,
-        MODEL,
         "limit on the bytes of downloaded adapters in --cache-dir; the least recently used adapters are deleted",
         flag="--adapter-disk-bytes",
         low=1,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .dtypes import PRECISIONS
 from .groups import DEVICE
-from .setting import checked, setting
+from .setting import checked
 
 if TYPE_CHECKING:
     import torch
@@ -18,12 +18,11 @@ if TYPE_CHECKING:
 class DeviceSettings:
     """The settings of the group DEVICE; `RuntimeConfig` checks them."""
 
-    device: str = setting(
-        "auto", DEVICE, "auto (CUDA if the machine has a GPU, else the CPU), cpu, cuda or cuda:N"
+    device: str = DEVICE.setting(
+        "auto", "auto (CUDA if the machine has a GPU, else the CPU), cpu, cuda or cuda:N"
     )
-    precision: str = setting(
+    precision: str = DEVICE.setting(
         "auto",
-        DEVICE,
         "type of weights, matrix products, keys and values. auto: float32 on a CPU, bfloat16 on CUDA, and FP8 keys and "
         "values if the checkpoint has scales for them and the GPU converts them; float32, bfloat16, float16: this type "
         "for all; fp8: bfloat16 with all products, keys and values in FP8, faster but less accurate; only the products "
@@ -35,9 +34,8 @@ class DeviceSettings:
     """Gives the values of dtype, fp8_gemms, kv_cache_dtype and weights where they are auto."""
     dtype: str | torch.dtype = checked("auto")
     """float32, bfloat16, float16, or auto (float32 on a CPU, bfloat16 on CUDA)."""
-    cpu_threads: int | None = setting(
+    cpu_threads: int | None = DEVICE.setting(
         None,
-        DEVICE,
         "number of CPU threads that one torch operator uses",
         flag="--threads",
         low=1,
@@ -56,23 +54,20 @@ class DeviceSettings:
     """Round the weights of linears to 4 or 8 bits while they are loaded, or keep what the checkpoint stores; never auto
     after the initialisation. Activations have ``dtype``; on a CPU, auto is bfloat16 with int4 and int8 if the processor
     multiplies bfloat16."""
-    attention: str = setting(
+    attention: str = DEVICE.setting(
         "auto",
-        DEVICE,
         "on CUDA, the library for the attention of prompts: flashinfer (which then also decodes), triton (our kernels) "
         "or torch; auto: our kernels with cuDNN, the fastest combination that needs no nvcc",
         choices=("auto", "flashinfer", "triton", "torch"),
     )
-    compile: bool = setting(
+    compile: bool = DEVICE.setting(
         True,
-        DEVICE,
         "on CUDA, use plain torch operators instead of the Triton kernels",
         flag="--no-compile",
         negated=True,
     )
-    kernel_cache_dir: str | Path | None = setting(
+    kernel_cache_dir: str | Path | None = DEVICE.setting(
         None,
-        DEVICE,
         "on CUDA, folder of kernels from 'kestrel-grpc compile', which may be read-only; a kernel that is not there is "
         "compiled into Triton's own cache (TRITON_CACHE_DIR)",
         metavar="DIR",

@@ -5,24 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .groups import REQUESTS
-from .setting import check_settings, checked, setting
+from .setting import check_settings, checked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLimits:
     """Limits on an image. They are checked on its header, before any pixel is decoded."""
 
-    max_bytes: int = setting(
-        32 * 1024 * 1024,
-        REQUESTS,
-        "limit on the bytes of an encoded image",
-        flag="--max-image-bytes",
-        low=1,
+    max_bytes: int = REQUESTS.setting(
+        32 * 1024 * 1024, "limit on the bytes of an encoded image", flag="--max-image-bytes", low=1
     )
     """32 MiB holds a 24 megapixel PNG."""
-    max_pixels: int = setting(
+    max_pixels: int = REQUESTS.setting(
         100_000_000,
-        REQUESTS,
         "limit on pixels of an image; the limit of progressive JPEG and interlaced PNG is 0.64 times this, of WebP 0.4 "
         "times, of AVIF and HEIC 0.24 times",
         flag="--max-image-pixels",

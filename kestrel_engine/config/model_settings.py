@@ -7,7 +7,6 @@ from pathlib import Path
 
 from .adapters import AdapterSources
 from .groups import MODEL
-from .setting import setting
 
 DEFAULT_MODEL = "kestrel-tiny"
 
@@ -24,85 +23,74 @@ class ModelPaths:
 class ModelSettings:
     """The settings of the group MODEL; `RuntimeConfig` checks them."""
 
-    model: str = setting(
+    model: str = MODEL.setting(
         DEFAULT_MODEL,
-        MODEL,
         "kestrel-tiny, moondream2, moondream3-preview, moondream3.1-9b-a2b, "
         "a hub id ORG/REPO[@REVISION][:FILE], a bucket s3://BUCKET/PREFIX, or a path",
     )
-    model_path: str | Path | None = setting(
+    model_path: str | Path | None = MODEL.setting(
         None,
-        MODEL,
         "folder of a checkpoint, one .safetensors or .pt file, or s3://BUCKET/PREFIX, to use instead of the model's "
         "own weights",
         flag="--weights",
         metavar="PATH",
         shown="the model's own",
     )
-    cache_dir: str | Path = setting(
+    cache_dir: str | Path = MODEL.setting(
         "~/.cache/kestrel",
-        MODEL,
         "folder that keeps models of buckets (in weights) and downloaded adapters (in adapters); all processes and "
         "containers of a machine may share it, and weights may be read-only if the model is there",
         metavar="DIR",
     )
-    weights_cache_gib: float | None = setting(
+    weights_cache_gib: float | None = MODEL.setting(
         None,
-        MODEL,
         "limit of all models of buckets in --cache-dir in GiB; a new model takes the place of models that no process "
         "uses, the least recently used first",
         metavar="GIB",
         above=0,
         shown="no limit",
     )
-    tokenizer_path: str | Path | None = setting(
+    tokenizer_path: str | Path | None = MODEL.setting(
         None,
-        MODEL,
         "file tokenizer.json, or a folder that holds it",
         flag="--tokenizer",
         metavar="PATH",
         shown="the one beside the weights, else the model's own",
     )
-    refiner: str | Path = setting(
+    refiner: str | Path = MODEL.setting(
         "auto",
-        MODEL,
         "segmentation refiner: a file of its weights, moondream/SegHeadRefiner (released for Moondream 3), off, or "
         "auto, the file refiner.safetensors beside the weights if there is one",
         metavar="auto|off|PATH|moondream/SegHeadRefiner",
     )
-    calibration: str | Path = setting(
+    calibration: str | Path = MODEL.setting(
         "auto",
-        MODEL,
         "file of the model's score calibration, from 'kestrel-grpc calibrate'; auto: score_calibration.json beside the "
         "weights, if there is one; off: raw scores",
         metavar="FILE",
     )
-    adapters_dir: str | Path | None = setting(
+    adapters_dir: str | Path | None = MODEL.setting(
         None,
-        MODEL,
         "folder of adapters (LoRA) that requests may name: NAME.safetensors, NAME.pt or a folder NAME each; files may "
         "come, change and go while the server runs",
         metavar="DIR",
         shown="no adapters",
     )
-    adapter_cache_bytes: int = setting(
+    adapter_cache_bytes: int = MODEL.setting(
         1024 * 1024 * 1024,
-        MODEL,
         "limit on the memory of all loaded adapters together; the least recently used ones are dropped",
         low=1,
     )
     adapter_sources: AdapterSources = field(default_factory=AdapterSources)
-    offline: bool = setting(
-        False, MODEL, "never contact the hub; use its cache and local files only"
+    offline: bool = MODEL.setting(
+        False, "never contact the hub; use its cache and local files only"
     )
-    random_weights: bool = setting(
+    random_weights: bool = MODEL.setting(
         False,
-        MODEL,
         "generate random weights for the named model or a config.json instead of reading weights, to measure speed",
     )
-    seed: int | None = setting(
+    seed: int | None = MODEL.setting(
         None,
-        MODEL,
         "seed of --random-weights and of the requests that set no seed, so that results repeat after a restart",
         low=0,
         high=2**63 - 1,

@@ -7,31 +7,28 @@ from dataclasses import dataclass, field
 from ..confinement import MODES
 from .groups import REQUESTS
 from .images import ImageLimits
-from .setting import checked, setting
+from .setting import checked
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestSettings:
     """The settings of the group REQUESTS; `RuntimeConfig` checks them."""
 
-    max_batch_size: int | None = setting(
+    max_batch_size: int | None = REQUESTS.setting(
         None,
-        REQUESTS,
         "limit on the requests that one step computes together",
         low=1,
         high=4096,
         shown="16, on CUDA 64",
     )
-    max_seq_length: int | None = setting(
+    max_seq_length: int | None = REQUESTS.setting(
         None,
-        REQUESTS,
         "limit on the positions of one request: image, prompt and answer together",
         low=2,
         shown="the model's context",
     )
-    max_queue: int = setting(
+    max_queue: int = REQUESTS.setting(
         512,
-        REQUESTS,
         "limit on the requests that wait, including requests in preprocessing; further ones get RESOURCE_EXHAUSTED",
         low=1,
     )
@@ -46,30 +43,26 @@ class RequestSettings:
     most half. An expensive image waits until it fits into the rest."""
     decode_timeout_s: float = checked(30.0, above=0)
     """Limit on the time to decode one image; beyond it, the request gets INVALID_ARGUMENT."""
-    confine: str = setting(
+    confine: str = REQUESTS.setting(
         "auto",
-        REQUESTS,
         "confine the processes that decode images and compile constraints: with all that the kernel offers (auto), or "
         "not at all (off); require: do not start without Landlock and seccomp",
         choices=MODES,
     )
-    max_queue_wait_s: float | None = setting(
+    max_queue_wait_s: float | None = REQUESTS.setting(
         None,
-        REQUESTS,
         "limit on the time that a request waits; beyond it, the request gets RESOURCE_EXHAUSTED",
         above=0,
         shown="the caller's deadline",
     )
-    max_new_tokens: int | None = setting(
+    max_new_tokens: int | None = REQUESTS.setting(
         None,
-        REQUESTS,
         "limit on the tokens of one answer, including its reasoning; a request with a larger max_tokens is refused",
         low=1,
         shown="the room that is left in the context",
     )
-    default_max_tokens: int = setting(
+    default_max_tokens: int = REQUESTS.setting(
         768,
-        REQUESTS,
         "limit on the tokens of an answer if its request does not set max_tokens",
         flag="--default-max-new-tokens",
         low=1,
@@ -84,17 +77,15 @@ class RequestSettings:
     """For query and caption."""
     default_max_objects: int = checked(150, low=1)
     """For point and detect."""
-    min_score: float = setting(
+    min_score: float = REQUESTS.setting(
         0.0,
-        REQUESTS,
         "least score of a point, a box or a segment that is returned, unless the request sets its own; 0 returns all",
         metavar="SCORE",
         low=0,
         high=1,
     )
-    max_absence: float = setting(
+    max_absence: float = REQUESTS.setting(
         0.5,
-        REQUESTS,
         "the server does not answer a question if an object that it presupposes is absent with a probability above "
         "this; a request may set its own limit; 1 answers all",
         metavar="P",

@@ -2,7 +2,7 @@
 
 This module imports no torch and queries no device. ``types.step.RuntimeLimits`` holds the values that the device
 determines (number of pages, captured batch sizes). The service's ``settings`` package reads the environment. A new
-setting is one field made with ``setting``, in the file of its group.
+setting is one field made with its group's ``setting``, in the file of its group.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .groups import SCHEDULER
-from .setting import checked, setting
+from .setting import checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,9 +16,8 @@ class SchedulerSettings:
     """KV positions of a page. Must divide the image prefix. Default: the largest divisor up to 16."""
     kv_cache_pages: int | None = checked(None, low=1)
     """Number of pages of the KV cache, in place of ``kv_cache_gib``."""
-    kv_cache_gib: float | None = setting(
+    kv_cache_gib: float | None = SCHEDULER.setting(
         None,
-        SCHEDULER,
         "size of the KV cache in GiB, rounded down to whole pages",
         metavar="GIB",
         above=0,
@@ -32,17 +31,15 @@ class SchedulerSettings:
     take 137 MB. With its embedding, it costs the prompt only, a quarter of the time of a new image."""
     priority_aging_s: float = checked(10.0, above=0)
     """A priority that was not served for this many seconds counts as one better, so no request waits forever."""
-    image_cache_bytes: int = setting(
+    image_cache_bytes: int = SCHEDULER.setting(
         256 * 1024 * 1024,
-        SCHEDULER,
         "bytes of memory that keep images for repeated use: nine tenths for decoded images, a tenth for encoded ones; "
         "0 keeps none",
         low=0,
     )
     """One image takes 1 to 6 MB."""
-    crop_cache_bytes: int = setting(
+    crop_cache_bytes: int = SCHEDULER.setting(
         0,
-        SCHEDULER,
         "bytes of crops' features to keep on the device, so that equal crops of later images, like the frames of a "
         "fixed camera, are not encoded again; 0 keeps none",
         low=0,
@@ -51,9 +48,8 @@ class SchedulerSettings:
     step_prefill_positions: int | None = checked(None, low=1)
     """Prompt positions that a step computes beside decoding requests; lower values give smoother tokens, higher values
     start requests sooner."""
-    step_crops: int | None = setting(
+    step_crops: int | None = SCHEDULER.setting(
         None,
-        SCHEDULER,
         "crops of images that a step encodes beside decoding requests; shares one allowance with prompt positions",
         low=1,
         shown="3, on CUDA 48 or less by --itl-target-ms",
@@ -61,9 +57,8 @@ class SchedulerSettings:
     step_pause: float | None = checked(None, low=0, high=1000)
     """Number of steps that only decode, after a step that accepted as much new work as it may; requests that arrive
     meanwhile start together."""
-    itl_target_ms: float = setting(
+    itl_target_ms: float = SCHEDULER.setting(
         15.0,
-        SCHEDULER,
         "on CUDA: ms that new images and prompts may delay a token. For models without experts, longer steps "
         "run at the same time as decode steps, which under load on Hopper begin about half this time apart. "
         "Below 15, steps hold less new work (--step-crops): smoother tokens, fewer requests a second",
@@ -74,16 +69,14 @@ class SchedulerSettings:
     steps_out: int | None = checked(None, low=1, high=4)
     """Steps that are launched and not yet read, 1 to 4; higher values hide a busy host. Each further step costs one row
     for every answer that ends by itself, and delays new requests by a step."""
-    preprocess_threads: int | None = setting(
+    preprocess_threads: int | None = SCHEDULER.setting(
         None,
-        SCHEDULER,
         "number of images that are decoded at the same time",
         low=1,
         shown="2, on CUDA the number of processors less two, up to 8",
     )
-    step_timeout_s: float = setting(
+    step_timeout_s: float = SCHEDULER.setting(
         300.0,
-        SCHEDULER,
         "time after which the engine counts as hung, if there is work and no step ends",
         above=0,
     )

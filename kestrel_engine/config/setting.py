@@ -1,8 +1,8 @@
 """Setting: the description of a configuration field. Owns the kinds of values and their range checks.
 
-A frozen dataclass declares each field that an operator can set with ``setting``, and calls ``check_settings`` in
-``__post_init__``. The service builds flags, environment variables, keys of the configuration file and reference pages
-from the same descriptions. This module reads neither the command line nor the environment.
+A frozen dataclass declares each field that an operator can set with its group's ``setting``, and calls
+``check_settings`` in ``__post_init__``. The service builds flags, environment variables, keys of the configuration file
+and reference pages from the same descriptions. This module reads neither the command line nor the environment.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ class SettingGroup:
 
     title: str
     section: str
+
+    def setting(self, default: Any, help: str, **options: Any) -> Any:
+        """Returns a dataclass field with ``default`` (dataclasses.MISSING: no default) and a Setting of ``options``."""
+        made = {"group": self, "help": help, **options}
+        return dataclasses.field(default=default, metadata={_METADATA_KEY: made})
 
 
 _EMBEDDED = SettingGroup("embedded", "")
@@ -77,16 +82,10 @@ class Setting:
     """Whether each value may occur only once in the tuple."""
 
 
-def setting(default: Any, group: SettingGroup, help: str, **options: Any) -> Any:
-    """Returns a dataclass field with ``default`` (dataclasses.MISSING: no default) and a Setting of ``options``."""
-    made = {"group": group, "help": help, **options}
-    return dataclasses.field(default=default, metadata={_METADATA_KEY: made})
-
-
 def checked(default: Any, **limits: Any) -> Any:
     """Returns a dataclass field that ``check_settings`` checks, but that has no flag: its default is right for every
-    server. A program that embeds the engine may set it. ``limits``: as for ``setting``."""
-    return setting(default, _EMBEDDED, "", **limits)
+    server. A program that embeds the engine may set it. ``limits``: as for ``SettingGroup.setting``."""
+    return _EMBEDDED.setting(default, "", **limits)
 
 
 def settings_of(config: Any) -> Mapping[str, Setting]:

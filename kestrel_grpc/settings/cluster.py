@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kestrel_engine import ConfigError, SettingGroup, check_settings, checked, setting
+from kestrel_engine import ConfigError, SettingGroup, check_settings, checked
 
 from .addresses import parse_address, unix_path
 from .flags import matching
@@ -27,45 +27,36 @@ def _tcp(text: str) -> str:
 class ClusterConfig:
     """The default is one replica: one server process on one GPU, or on processors. Raises ConfigError."""
 
-    application: str = setting(
+    application: str = CLUSTER.setting(
         "kestrel",
-        CLUSTER,
         "name of the application of Ray Serve, and the path of its directory over HTTP; another one for each cluster "
         "of servers",
         parse=_name,
         metavar="NAME",
     )
-    ray_address: str = setting(
+    ray_address: str = CLUSTER.setting(
         "auto",
-        CLUSTER,
         "the Ray cluster: HOST:PORT of its head; auto: RAY_ADDRESS, or the cluster of which this machine is a node",
         metavar="ADDRESS",
     )
-    directory_listen: str = setting(
+    directory_listen: str = CLUSTER.setting(
         "127.0.0.1:8000",
-        CLUSTER,
         "where Ray Serve answers HTTP on the cluster's head, with the list of servers; no effect once Serve runs",
         parse=_tcp,
         metavar="ADDRESS",
     )
-    replicas: int = setting(
-        1,
-        CLUSTER,
-        "number of servers; with --max-replicas the smallest number",
-        low=1,
-        high=MOST_REPLICAS,
+    replicas: int = CLUSTER.setting(
+        1, "number of servers; with --max-replicas the smallest number", low=1, high=MOST_REPLICAS
     )
-    max_replicas: int | None = setting(
+    max_replicas: int | None = CLUSTER.setting(
         None,
-        CLUSTER,
         "largest number of servers; the load decides how many there are",
         low=1,
         high=MOST_REPLICAS,
         shown="that of --replicas",
     )
-    replica_gpus: float | None = setting(
+    replica_gpus: float | None = CLUSTER.setting(
         None,
-        CLUSTER,
         "GPUs of a server, for Ray's choice of a node; 0.5 lets two servers share one",
         low=0,
         high=1,
@@ -73,26 +64,23 @@ class ClusterConfig:
     )
     replica_cpus: float = checked(1.0, low=0, high=1024)
     """Processors of a server, for Ray's choice of a node."""
-    replica_port: int = setting(
+    replica_port: int = CLUSTER.setting(
         0,
-        CLUSTER,
         "port of every server, at the address of its node; a node then has at most one; 0: each gets a free port",
         metavar="PORT",
         low=0,
         high=65535,
     )
-    surge: int = setting(
+    surge: int = CLUSTER.setting(
         0,
-        CLUSTER,
         "how many servers more than usual there may be during an upgrade, in percent; with 0, old servers end before "
         "new ones start on their GPUs",
         metavar="PERCENT",
         low=0,
         high=100,
     )
-    target_utilization: float = setting(
+    target_utilization: float = CLUSTER.setting(
         0.8,
-        CLUSTER,
         "servers are added above this mean of requests divided by places in the batch",
         metavar="SHARE",
         above=0,
@@ -104,8 +92,8 @@ class ClusterConfig:
     """Servers are added above this mean share of KV pages that requests use."""
     scale_up_delay_s: float = checked(10.0)
     """How long the load must be too high before servers are added."""
-    scale_down_delay_s: float = setting(
-        300.0, CLUSTER, "how long fewer servers must be enough before some end", low=0
+    scale_down_delay_s: float = CLUSTER.setting(
+        300.0, "how long fewer servers must be enough before some end", low=0
     )
 
     def __post_init__(self) -> None:

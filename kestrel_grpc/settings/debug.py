@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from kestrel_engine import SettingGroup, check_settings, checked, setting
+from kestrel_engine import SettingGroup, check_settings, checked
 
 _MIB = 1024 * 1024
 DEBUG = SettingGroup("profiles and captures", "debug")
@@ -28,9 +28,8 @@ class DebugConfig:
     """Without a folder (None) the feature is refused. A limit counts all profiles or captures in the folder, also those
     of earlier processes. Raises ConfigError."""
 
-    profile_dir: str | None = setting(
+    profile_dir: str | None = DEBUG.setting(
         None,
-        DEBUG,
         "folder for the profiles that 'kestrel-grpc admin profile' records of the step thread and the device",
         metavar="FOLDER",
         parse=writable_folder,
@@ -38,15 +37,14 @@ class DebugConfig:
     )
     profile_max_bytes: int = checked(1024 * _MIB, low=0)
     """Limit on the bytes of all profiles in that folder."""
-    capture_dir: str | None = setting(
+    capture_dir: str | None = DEBUG.setting(
         None,
-        DEBUG,
         "folder to which 'kestrel-grpc admin capture' may write failing requests, with their texts",
         metavar="FOLDER",
         parse=writable_folder,
         shown="none: captures are refused",
     )
-    capture_images: bool = setting(False, DEBUG, "allow captures to hold images of the requests")
+    capture_images: bool = DEBUG.setting(False, "allow captures to hold images of the requests")
     capture_max_files: int = checked(100, low=0)
     """Limit on captured requests in that folder."""
     capture_max_bytes: int = checked(256 * _MIB, low=0)

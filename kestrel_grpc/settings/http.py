@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kestrel_engine import SettingGroup, check_settings, checked, setting
+from kestrel_engine import SettingGroup, check_settings, checked
 
 from .addresses import parse_address
 from .flags import matching
@@ -20,8 +20,7 @@ _origin = matching(
     "SCHEME://HOST or SCHEME://HOST:PORT, as in https://app.example.org, or * for all origins",
 )
 _name = matching(
-    r"\*|[a-z0-9._-]{1,253}",
-    "a name without a port, as in kestrel.example.org, or * for all",
+    r"\*|[a-z0-9._-]{1,253}", "a name without a port, as in kestrel.example.org, or * for all"
 )
 
 
@@ -29,9 +28,8 @@ _name = matching(
 class HttpConfig:
     """Raises ConfigError."""
 
-    http_listen: tuple[str, ...] = setting(
+    http_listen: tuple[str, ...] = HTTP.setting(
         (),
-        HTTP,
         "address to listen on for HTTP: HOST:PORT, [IPV6]:PORT or unix:PATH; needs the extra http",
         parse=parse_address,
         metavar="ADDRESS",
@@ -39,26 +37,23 @@ class HttpConfig:
     )
     http_idle_s: float = checked(75.0, low=1)
     """Close an HTTP connection that sends no request for this long."""
-    http_fetch_allow: tuple[str, ...] = setting(
+    http_fetch_allow: tuple[str, ...] = HTTP.setting(
         (),
-        HTTP,
         "host from which the server fetches images that requests name by address: HOST or HOST:PORT; hosts with "
         "private IP addresses are refused",
         parse=lambda text: _host(text.lower()),
         metavar="HOST",
         shown="none: images come in requests",
     )
-    http_allow_origins: tuple[str, ...] = setting(
+    http_allow_origins: tuple[str, ...] = HTTP.setting(
         (),
-        HTTP,
         "origin of web pages whose programs may use the HTTP port, as in https://app.example.org; * for all",
         parse=lambda text: _origin(text.lower()),
         metavar="ORIGIN",
         shown="none: only the server's own page",
     )
-    http_hosts: tuple[str, ...] = setting(
+    http_hosts: tuple[str, ...] = HTTP.setting(
         (),
-        HTTP,
         "name by which clients reach the HTTP port, as in kestrel.example.org, in addition to its own addresses; * for "
         "all",
         parse=lambda text: _name(text.lower()),

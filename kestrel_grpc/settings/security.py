@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
 
-from kestrel_engine import SettingGroup, check_settings, checked, setting
+from kestrel_engine import SettingGroup, check_settings, checked
 
 from .flags import SettingsError, add_settings, configured, dest_of
 from .sources import name_of
@@ -25,34 +25,30 @@ CALLS = SettingGroup("limits of calls (0: none) and connections", "calls")
 class TlsFiles:
     """PEM files. The server reads all of them again when one changes."""
 
-    certificate: str = setting(
+    certificate: str = SECURITY.setting(
         MISSING,
-        SECURITY,
         "the server's certificate chain (PEM); the server reads the file again when it changes",
         flag="--tls-cert",
         metavar="FILE",
         shown="no TLS",
     )
     """The server's own certificate comes first."""
-    private_key: str = setting(
+    private_key: str = SECURITY.setting(
         MISSING,
-        SECURITY,
         "the private key of --tls-cert (PEM, unencrypted)",
         flag="--tls-key",
         metavar="FILE",
         shown="none",
     )
-    client_ca: str | None = setting(
+    client_ca: str | None = SECURITY.setting(
         None,
-        SECURITY,
         "clients must present a certificate of one of these authorities (PEM)",
         flag="--tls-client-ca",
         metavar="FILE",
         shown="clients need no certificate",
     )
-    client_crl: str | None = setting(
+    client_crl: str | None = SECURITY.setting(
         None,
-        SECURITY,
         "certificates that these authorities have revoked (PEM); the server reads the file again when it changes; "
         "needs the extra crl",
         flag="--tls-client-crl",
@@ -66,19 +62,17 @@ class TlsFiles:
 class CallLimits:
     """Limits of one principal, and of all principals together. None means no limit. Raises ConfigError."""
 
-    calls: int | None = setting(
-        1024, CALLS, "limit on a caller's calls in progress", flag="--max-calls", low=0, high=_MOST
+    calls: int | None = CALLS.setting(
+        1024, "limit on a caller's calls in progress", flag="--max-calls", low=0, high=_MOST
     )
-    held_bytes: int | None = setting(
+    held_bytes: int | None = CALLS.setting(
         GIB,
-        CALLS,
         "limit on the bytes of all callers' request messages in memory; a message counts twice, and its bytes are "
         "reserved before it is read",
         flag="--max-held-bytes",
     )
-    rate: float | None = setting(
+    rate: float | None = CALLS.setting(
         None,
-        CALLS,
         "limit on a caller's calls per second, averaged over time",
         metavar="PER_SECOND",
         low=0,
@@ -88,19 +82,15 @@ class CallLimits:
     )
     burst: int = checked(10, low=1, high=_MOST)
     """How many calls a caller may make at once after a pause, if ``rate`` is set."""
-    deadline_s: float | None = setting(
+    deadline_s: float | None = CALLS.setting(
         120.0,
-        CALLS,
         "limit on the duration of a call; a shorter deadline of the caller takes precedence",
         flag="--max-deadline",
     )
     read_s: float | None = checked(30.0)
     """Limit on the time in which a request message must arrive."""
-    write_s: float | None = setting(
-        60.0,
-        CALLS,
-        "how long a stream waits for a client that does not read",
-        flag="--write-timeout",
+    write_s: float | None = CALLS.setting(
+        60.0, "how long a stream waits for a client that does not read", flag="--write-timeout"
     )
 
     def __post_init__(self) -> None:
@@ -111,18 +101,16 @@ class CallLimits:
 class ConnectionLimits:
     """Limits of one connection, and of the number of connections. None means no limit. Raises ConfigError."""
 
-    connections: int | None = setting(
+    connections: int | None = CALLS.setting(
         1000,
-        CALLS,
         "limit on connections to the addresses of --listen, and the same limit again for --http-listen; the server "
         "closes further connections at once",
         flag="--max-connections",
         low=0,
         high=_MOST,
     )
-    address_connections: int | None = setting(
+    address_connections: int | None = CALLS.setting(
         None,
-        CALLS,
         "limit on connections of one address (IPv6: one /64 network); the server closes the newest ones; Linux only",
         flag="--max-connections-per-address",
         low=0,
@@ -134,9 +122,8 @@ class ConnectionLimits:
     """Limit on the metadata of a call."""
     streams: int = checked(100, low=1, high=_MOST)
     """Limit on calls in progress on one connection."""
-    age_s: float | None = setting(
+    age_s: float | None = CALLS.setting(
         1800.0,
-        CALLS,
         "age at which the server asks a client to connect again, varied by a tenth (0: never)",
         flag="--max-connection-age",
     )
@@ -164,40 +151,35 @@ class SecurityConfig:
 
     tls: TlsFiles | None = None
     """For all TCP addresses. File permissions protect unix sockets."""
-    auth_tokens: str | None = setting(
+    auth_tokens: str | None = SECURITY.setting(
         None,
-        SECURITY,
         "file of tokens and their principals, made by 'kestrel-grpc token'; the server reads it again when it changes",
         metavar="FILE",
         shown="callers need no token; KESTREL_API_KEY alone sets one token with all scopes",
     )
     api_key: str | None = field(default=None, repr=False)
     """A token with all scopes, independent of ``auth_tokens``."""
-    open_health: bool = setting(
-        True, SECURITY, "answer health checks of callers without credentials"
+    open_health: bool = SECURITY.setting(
+        True, "answer health checks of callers without credentials"
     )
-    open_reflection: bool = setting(
-        True, SECURITY, "answer reflection calls of callers without credentials"
+    open_reflection: bool = SECURITY.setting(
+        True, "answer reflection calls of callers without credentials"
     )
-    open_metrics: bool = setting(
+    open_metrics: bool = SECURITY.setting(
         False,
-        SECURITY,
         "serve metrics on --metrics-listen without a token of scope metrics, even if callers need tokens",
     )
-    metrics_tls: bool = setting(
-        True, SECURITY, "serve --metrics-listen with the certificate of --tls-cert, if that is set"
+    metrics_tls: bool = SECURITY.setting(
+        True, "serve --metrics-listen with the certificate of --tls-cert, if that is set"
     )
-    metrics_client_ca: str | None = setting(
+    metrics_client_ca: str | None = SECURITY.setting(
         None,
-        SECURITY,
         "scrapers of --metrics-listen must present a certificate of one of these authorities (PEM)",
         metavar="FILE",
         shown="scrapers need no certificate",
     )
-    insecure_listen: bool = setting(
-        False,
-        SECURITY,
-        "allow addresses beyond loopback without TLS or without credentials",
+    insecure_listen: bool = SECURITY.setting(
+        False, "allow addresses beyond loopback without TLS or without credentials"
     )
     calls: CallLimits = field(default_factory=CallLimits)
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kestrel_client.commands.flags import DEFAULT_ADDRESS
-from kestrel_engine import ConfigError, SettingGroup, check_settings, checked, setting
+from kestrel_engine import ConfigError, SettingGroup, check_settings, checked
 
 from .addresses import parse_address
 from .debug import DebugConfig
@@ -44,9 +44,8 @@ LOG = SettingGroup("log", "log")
 class ServerConfig:
     """The server's own settings. Raises ConfigError, which names field, value and limit."""
 
-    listen: tuple[str, ...] = setting(
+    listen: tuple[str, ...] = SERVER.setting(
         (DEFAULT_ADDRESS,),
-        SERVER,
         "address to listen on: HOST:PORT, [IPV6]:PORT or unix:PATH",
         parse=parse_address,
         metavar="ADDRESS",
@@ -60,88 +59,72 @@ class ServerConfig:
     """The unix socket on which the front of several workers reaches this one. This is not a setting: the supervisor
     chooses it."""
     security: SecurityConfig = field(default_factory=SecurityConfig)
-    max_message_bytes: int = setting(
-        33 * MIB,
-        SERVER,
-        "largest message that the server receives or sends",
-        low=1,
-        high=_LARGEST_MESSAGE,
+    max_message_bytes: int = SERVER.setting(
+        33 * MIB, "largest message that the server receives or sends", low=1, high=_LARGEST_MESSAGE
     )
     """The default holds the largest image (32 MiB) or the raw pixels of 11 megapixels, and 1 MiB of other fields."""
-    compression: Literal["off", "low", "medium", "high"] = setting(
+    compression: Literal["off", "low", "medium", "high"] = SERVER.setting(
         "off",
-        SERVER,
         "compress responses to callers that accept compression; useful on slow networks, costs CPU time",
         choices=COMPRESSIONS,
     )
-    image_store_bytes: int = setting(
+    image_store_bytes: int = SERVER.setting(
         256 * MIB,
-        SERVER,
         "bytes of images to store for requests that name an image by its id; the least recently used are dropped "
         "first; 0 stores none",
         low=0,
     )
     upload_idle_s: float = checked(10.0, low=0.1)
     """Cancel an upload that receives no data for this long, because it holds memory."""
-    model_folders: tuple[str, ...] = setting(
+    model_folders: tuple[str, ...] = SERVER.setting(
         (),
-        SERVER,
         "folder, or s3://BUCKET/PREFIX, from which administrators may load models by path while the server runs",
         parse=matching(".+", "a folder"),
         metavar="DIR",
         shown="none: known names, hub ids, and the models that were given at the start",
     )
-    skills: tuple[str, ...] = setting(
+    skills: tuple[str, ...] = SERVER.setting(
         (),
-        SERVER,
         "skill to serve in addition to the model's own (RunSkill)",
         flag="--skill",
         parse=matching(_PLUGIN, "PACKAGE.MODULE:CLASS"),
         metavar="MODULE:CLASS",
         shown="none",
     )
-    grace_s: float = setting(
+    grace_s: float = SERVER.setting(
         30.0,
-        SERVER,
         "how long running requests may continue after SIGTERM or Ctrl-C; a second signal ends them",
     )
     """The default is the same as Kubernetes' terminationGracePeriodSeconds."""
-    drain_delay_s: float | None = setting(
+    drain_delay_s: float | None = SERVER.setting(
         None,
-        SERVER,
         "how long the server still accepts requests after SIGTERM, before --grace, while health checks report "
         "NOT_SERVING, so that load balancers can react",
         shown="5, or --grace if that is less; 0 in Kubernetes",
     )
-    orca: bool = setting(
-        False,
-        TELEMETRY,
-        "send ORCA load reports to load balancers, in trailers and in a stream of their own",
+    orca: bool = TELEMETRY.setting(
+        False, "send ORCA load reports to load balancers, in trailers and in a stream of their own"
     )
-    access_log: Literal["off", "text", "json"] = setting(
+    access_log: Literal["off", "text", "json"] = LOG.setting(
         "off",
-        LOG,
         "log one line per call, as text (the default if the flag has no value) or json",
         choices=("off", "text", "json"),
         bare="text",
     )
-    log_format: Literal["text", "json"] = setting(
+    log_format: Literal["text", "json"] = LOG.setting(
         "text",
-        LOG,
         "format of all log records; json writes one object per line",
         choices=("text", "json"),
     )
-    log_level: str = setting(
+    log_level: str = LOG.setting(
         "info",
-        LOG,
         "least severe level to log on standard error: debug, info, warning or error; levels of single modules may "
         "follow, as in info,kestrel_engine.steps.loop=debug",
         parse=checked_levels,
         metavar="LEVELS",
     )
-    log_buffer_bytes: int = setting(
+    log_buffer_bytes: int = LOG.setting(
         DEFAULT_BUFFER_BYTES,
-        LOG,
         "limit on the bytes of log lines that wait to be written; the server drops and counts further lines",
         low=LEAST_BUFFER_BYTES,
     )

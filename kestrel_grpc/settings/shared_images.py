@@ -14,7 +14,6 @@ from kestrel_engine import (
     check_settings,
     checked,
     read_small_file,
-    setting,
 )
 
 SHARED_IMAGES = SettingGroup("shared images", "shared-images")
@@ -30,9 +29,8 @@ _PATH = re.compile(r"(/[\w.=+-]{1,200}){0,10}/?")
 class SharedImagesConfig:
     """Raises ConfigError. Its messages never show a password."""
 
-    url: str | None = setting(
+    url: str | None = SHARED_IMAGES.setting(
         None,
-        SHARED_IMAGES,
         "store that several servers share for images that clients put, so that each of them knows the ids: "
         "redis://HOST:PORT/DATABASE, rediss://… (TLS) or s3://BUCKET/PREFIX; needs the extra "
         "redis or s3",
@@ -40,9 +38,8 @@ class SharedImagesConfig:
         metavar="URL",
         shown="none: each server has its own images",
     )
-    ttl_s: float = setting(
+    ttl_s: float = SHARED_IMAGES.setting(
         3600.0,
-        SHARED_IMAGES,
         "how long an image stays in the shared store after it was put last",
         flag="--shared-images-ttl",
         low=1,
@@ -56,26 +53,23 @@ class SharedImagesConfig:
     """Bytes of one caller's images in the shared store; its oldest are dropped first."""
     flight_bytes: int = checked(128 * MIB, low=1)
     """Bytes that are on the way to or from the shared store at one time; one caller may have half of them."""
-    key_file: str | None = setting(
+    key_file: str | None = SHARED_IMAGES.setting(
         None,
-        SHARED_IMAGES,
         "encrypt images in the shared store (AES-GCM) with the first key of this file; the others decrypt only; each "
         "line: ID and 32 bytes in base64",
         flag="--shared-images-key-file",
         metavar="FILE",
         shown="no encryption",
     )
-    password_file: str | None = setting(
+    password_file: str | None = SHARED_IMAGES.setting(
         None,
-        SHARED_IMAGES,
         "file with the password of Redis; it is read at every connection",
         flag="--shared-images-password-file",
         metavar="FILE",
         shown=f"{PASSWORD_VARIABLE}, or no password",
     )
-    ca_file: str | None = setting(
+    ca_file: str | None = SHARED_IMAGES.setting(
         None,
-        SHARED_IMAGES,
         "authorities that the certificate of Redis must come from (PEM), for rediss://",
         flag="--shared-images-ca",
         metavar="FILE",

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
-from kestrel_engine import SettingGroup, setting
+from kestrel_engine import SettingGroup
 
 from .addresses import parse_address
 
@@ -47,9 +47,8 @@ class TelemetryConfig:
     traces_protocol: Protocol = "grpc"
     metrics: tuple[Exporter, ...] = ()
     metrics_protocol: Protocol = "grpc"
-    prometheus: str | None = setting(
+    prometheus: str | None = TELEMETRY.setting(
         None,
-        TELEMETRY,
         "address at which Prometheus scrapes metrics: HOST:PORT; needs the extra telemetry",
         flag="--metrics-listen",
         parse=parse_address,

