@@ -160,7 +160,7 @@ def batches(args: argparse.Namespace, rank: int, world: int) -> Iterator[Batch]:
     data = Steps(seed, args.batch, rank, ends, int(args.minutes * 60 * STEPS_A_SECOND))
     workers = args.workers or max(1, (os.cpu_count() or 2) // world - 2)
     pinned = args.device == "cuda"
-    return iter(DataLoader(data, None, num_workers=workers, pin_memory=pinned, prefetch_factor=3))
+    return iter(DataLoader(data, None, num_workers=workers, pin_memory=pinned, prefetch_factor=2))
 
 
 def report(trainer: Trainer, examples: list[tuple[str, Picture]]) -> None:

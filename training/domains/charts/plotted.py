@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ STYLES = "default default ggplot bmh seaborn-v0_8 seaborn-v0_8-whitegrid classic
 
 @dataclass(frozen=True)
 class Plotted:
-    """boxes: of bars, points or slices by series and label; characters: of texts that lie; scale: of the value axis."""
+    """boxes: of bars, points or slices by series and label; characters: of all texts; scale: of the value axis."""
 
     pixels: Pixels
     boxes: list[list[Box]]
@@ -158,20 +159,20 @@ def _texts(axes: Any) -> list[Any]:
     hidden = {tick.label1 for axis in (axes.xaxis, axes.yaxis) for tick in axis.get_major_ticks()}
     hidden -= {tick.label1 for axis in (axes.xaxis, axes.yaxis) for tick in _ticks(axis)}
     texts = [text for text in axes.figure.findobj(Text) if text not in hidden]
-    return [t for t in texts if t.get_visible() and t.get_text() and not t.get_rotation()]
+    return [t for t in texts if t.get_visible() and t.get_text()]
 
 
 def _characters(text: Any, font: str, height: int) -> list[tuple[float, float, str]]:
-    """A text's characters with their centres."""
-    extent = text.get_window_extent()
-    said = text.get_text()
-    widths = [advance(font, 20, c) for c in said]
-    scale, at = extent.width / max(sum(widths), 1), extent.x0
-    found = []
-    for c, wide in zip(said, widths, strict=True):
+    """A text's characters with their centres, also where it is turned."""
+    extent, turn = text.get_window_extent(), math.radians(text.get_rotation())
+    x, y = (extent.x0 + extent.x1) / 2, height - (extent.y0 + extent.y1) / 2
+    dx, dy = math.cos(turn), math.sin(turn)
+    widths = [advance(font, 20, c) * text.get_fontsize() / 20 for c in text.get_text()]
+    found, at = [], -sum(widths) / 2
+    for c, wide in zip(text.get_text(), widths, strict=True):
         if c != " ":
-            found.append((at + wide * scale / 2, height - (extent.y0 + extent.y1) / 2, c))
-        at += wide * scale
+            found.append((x + (at + wide / 2) * dx, y - (at + wide / 2) * dy, c))
+        at += wide
     return found
 
 
