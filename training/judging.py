@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from kestrel_client.commands.evaluation.place_metrics import edges_of, matched, to_pixels
-from kestrel_engine import InferenceEngine, RuntimeConfig
+from kestrel_engine import InCrops, InferenceEngine, RuntimeConfig
 from training.domains.picture import Ask, Box, Picture, Point
 from training.mixture import DOMAINS, draw_picture, draw_size
 from training.prompts import opening, write
@@ -159,9 +159,13 @@ class Judged(NamedTuple):
 
 
 async def judge(
-    config: RuntimeConfig, examples: Sequence[tuple[str, Picture]], brief: bool = False
+    config: RuntimeConfig,
+    examples: Sequence[tuple[str, Picture]],
+    brief: bool = False,
+    max_crops: int = 0,
 ) -> list[Judged]:
-    """The replies to all requests. brief: to ASKS a picture, and no reply is much longer than the truth."""
+    """The replies to all requests. max_crops: the budget of each picture. brief: to ASKS a picture, and no reply is
+    much longer than the truth."""
     turns = asyncio.Semaphore(AT_ONCE)
 
     async def one(group: str, picture: Picture, ask: Ask) -> Judged:
@@ -170,7 +174,8 @@ async def judge(
         if brief:
             room = min(len(write(ask, *size).ids) - len(opening(ask, *size).ids) + 12, ROOM)
         async with turns:
-            output = await answer(engine, picture.pixels, ask, size, room)
+            image = InCrops(picture.pixels, max_crops)
+            output = await answer(engine, image, ask, size, room)
         return Judged(group, picture, ask, output, *score(ask, output, *size))
 
     async with await InferenceEngine.create(config) as engine:

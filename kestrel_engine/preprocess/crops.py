@@ -44,7 +44,7 @@ def select_tiling(width: int, height: int, vision: VisionConfig) -> tuple[int, i
     step 2).
 
     Usually there are at most ``vision.max_crops`` crops. For extreme shapes, a single row or column may exceed this, as
-    in the reference; the budget of a request cuts it.
+    in the reference. ``vision.budget``, if it is set, is the limit in place of this one, and cuts them.
     """
     window = vision.crop_window
     margins = vision.crop_size - window
@@ -52,10 +52,10 @@ def select_tiling(width: int, height: int, vision: VisionConfig) -> tuple[int, i
     if inner_height <= window or inner_width <= window:
         return 1, 1
     least_rows, least_columns = -(-inner_height // window), -(-inner_width // window)
-    most = vision.max_crops
+    most = vision.budget or vision.max_crops
     if least_rows * least_columns > most:
         ratio = math.sqrt(most / (least_rows * least_columns))
-        longest = most if vision.is_budget else least_rows * least_columns
+        longest = vision.budget or least_rows * least_columns
         rows, columns = math.floor(least_rows * ratio), math.floor(least_columns * ratio)
         return max(1, min(rows, longest)), max(1, min(columns, longest))
     rows = max(math.floor(math.sqrt(most * inner_height / inner_width)), least_rows)
@@ -245,11 +245,13 @@ class _Resized:
 
 
 def content_key(image: DecodedImage, vision: VisionConfig) -> str:
-    """Returns 32 hexadecimal digits: 128 bits of SHA-256, the fastest hash on processors with instructions for it."""
+    """Returns 32 hexadecimal digits: 128 bits of SHA-256, the fastest hash on processors with instructions for it.
+    Images of one key have the same crops: a budget that changes the tiling changes the key."""
     geometry: tuple[object, ...]
     geometry = (vision.crop_size, vision.enc_patch_size, vision.overlap_margin, vision.max_crops)
-    if vision.is_budget:
-        geometry = (*geometry, "budget")
+    tiling = select_tiling(image.width, image.height, vision)
+    if tiling != select_tiling(image.width, image.height, vision.within(0)):
+        geometry = (*geometry, tiling)
     pixels = image.pixels
     lengths = None if image.identity is None else tuple(map(len, image.identity))
     header = (PREPROCESS_VERSION, geometry, pixels.shape, lengths)

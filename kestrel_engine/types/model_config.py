@@ -57,16 +57,16 @@ class VisionConfig:
     crop_size: int = 378
     in_channels: int = 3
     max_crops: int = 12
-    """Limit on the tiles of an image. An image of an extreme shape exceeds it, unless ``is_budget``."""
+    """Limit on the tiles of an image, which an extreme shape exceeds."""
     overlap_margin: int = 4
     proj_inner_dim: int = 8192
     proj_out_dim: int = 2048
-    is_budget: bool = False
-    """Whether ``max_crops`` is the limit of a request, and not that of the model."""
+    budget: int = 0
+    """A request's limit in place of ``max_crops``, which no shape exceeds; 0: there is none."""
 
     def within(self, max_crops: int) -> VisionConfig:
-        """The geometry of an image that a request sees in at most ``max_crops`` tiles; 0: as many as the model has."""
-        return replace(self, max_crops=max_crops, is_budget=True) if max_crops else self
+        """The geometry of an image that a request sees in at most ``max_crops`` tiles; 0: as the model sees it."""
+        return replace(self, budget=max_crops)
 
     @property
     def grid(self) -> int:
@@ -178,7 +178,7 @@ def parse_model_config(raw: Mapping[str, Any], *, family: Family | None = None) 
         {"max_context": 32768, "rope_theta": 1_500_000.0, "tau_attn": True} if md3 else {}
     )
     text = _fill(TextConfig, "text", {**text_defaults, **_present(text_raw)}, moe=moe)
-    vision = _fill(VisionConfig, "vision", _present(_object("vision", inner)), is_budget=False)
+    vision = _fill(VisionConfig, "vision", _present(_object("vision", inner)), budget=0)
     decoder = "linear" if md3 else "mlp"
     region = _fill(
         RegionConfig, "region", {"decoder": decoder, **_present(_object("region", inner))}

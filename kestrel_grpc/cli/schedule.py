@@ -22,8 +22,10 @@ from kestrel_client.commands.requests.flags import (
     add_sampling_flags,
     sampling,
 )
+from kestrel_client.commands.values import whole
 from kestrel_engine import (
     EngineResult,
+    InCrops,
     InferenceEngine,
     KestrelError,
     RuntimeConfig,
@@ -52,6 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         metavar="FILE",
         help="image that the prompts are about: given once for all prompts, or once for each, in order",
     )
+    parser.add_argument(
+        "--max-crops",
+        type=whole(),
+        default=0,
+        metavar="N",
+        help="limit on the tiles of each image, beside the overview; 1: the overview alone [the model's own limit]",
+    )
     add_question_flags(parser, has_limit=True)
     add_sampling_flags(parser, text=True, has_seed=True)
     output = parser.add_argument_group("output")
@@ -76,7 +85,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _schedule(args: argparse.Namespace, runtime: RuntimeConfig) -> int:
-    images = args.image * len(args.prompts) if len(args.image) == 1 else args.image
+    images = [InCrops(image, args.max_crops) for image in args.image]
+    if len(images) == 1:
+        images *= len(args.prompts)
     started = time.monotonic()
     with LoadingProgress() as progress:
         engine = await InferenceEngine.create(runtime, progress=progress)
@@ -115,7 +126,11 @@ async def _schedule(args: argparse.Namespace, runtime: RuntimeConfig) -> int:
 
 
 async def _ask(
-    engine: InferenceEngine, args: argparse.Namespace, number: int, prompt: str, image: str | None
+    engine: InferenceEngine,
+    args: argparse.Namespace,
+    number: int,
+    prompt: str,
+    image: InCrops | None,
 ) -> EngineResult:
     settings = sampling(args)
     if settings["constraint"] is not None:

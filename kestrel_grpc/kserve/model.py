@@ -40,6 +40,7 @@ INPUTS = {
         Input("QUESTION", (BYTES,)),
         Input("OBJECT", (BYTES,)),
         Input("IMAGE", (BYTES, "UINT8")),
+        Input("MAX_CROPS", _WHOLE),
         Input("LENGTH", (BYTES,)),
         Input("TEMPERATURE", _FLOATS),
         Input("TOP_P", _FLOATS),

@@ -32,6 +32,8 @@ _NAMES: dict[FieldPath, str] = {
     ("image",): "IMAGE",
     ("images",): "IMAGE",
     ("images", 0): "IMAGE",
+    ("image", "max_crops"): "MAX_CROPS",
+    ("images", 0, "max_crops"): "MAX_CROPS",
     ("objects",): "OBJECT",
     ("objects", 0): "OBJECT",
     ("min_score",): "THRESHOLD",
@@ -106,7 +108,7 @@ def input_path(path: FieldPath) -> FieldPath:
     """The input for a field of kestrel.v1, such as ``("query", "spatial_refs", 2)``, and the number of an item in it.
     Returns other paths unchanged."""
     short = short_path(path)
-    for length in (2, 1):
+    for length in (3, 2, 1):
         name = _NAMES.get(short[:length])
         if name is not None:
             return (name, *(part for part in short[length:] if isinstance(part, int)))
@@ -162,6 +164,8 @@ class _Inputs:
             self._fill_image(request.images.add() if skill == "query" else request.image)
         elif skill != "query":
             raise InvalidRequest("IMAGE", f"is required for the skill {skill}")
+        elif "MAX_CROPS" in self._found:
+            raise InvalidRequest("MAX_CROPS", "needs IMAGE")
         for name in ("TEMPERATURE", "TOP_P"):
             if name in self._found:
                 setattr(task.sampling, name.lower(), self._found[name].only())
@@ -217,15 +221,17 @@ class _Inputs:
             raise InvalidRequest(name, f"must be a list of {what}")
         return items
 
-    def _positive(self, name: str) -> int:
+    def _positive(self, name: str, least: int = 1) -> int:
         value: int = self._found[name].only()
-        if not 1 <= value <= _MOST:
-            raise InvalidRequest(name, f"must be in [1, {_MOST}], got {value}")
+        if not least <= value <= _MOST:
+            raise InvalidRequest(name, f"must be in [{least}, {_MOST}], got {value}")
         return value
 
     def _fill_image(self, image: common_pb2.Image) -> None:
         """An encoded image as one BYTES element or as UINT8 [n], or pixels as UINT8 [height, width, 1, 3 or 4]. Both
         shapes may begin with a batch of 1."""
+        if "MAX_CROPS" in self._found:
+            image.max_crops = self._positive("MAX_CROPS", 0)
         tensor = self._found["IMAGE"]
         if tensor.datatype != "UINT8":
             image.encoded = tensor.only()

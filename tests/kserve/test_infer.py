@@ -20,6 +20,16 @@ KEYS = {"request_id", "finish_reason", "metrics"}
 SETTINGS = {"TEMPERATURE": 0.0, "MAX_TOKENS": 12}
 
 
+async def test_a_budget_limits_the_crops_of_the_image(serve):
+    served = await serve()
+    stub = GRPCInferenceServiceStub(served.channel)
+    wide = jpeg(1600, 400)
+    for budget, crops in ((0, 5), (2, 3), (1, 1)):
+        for skill in ({"SKILL": "query", "QUESTION": "What?"}, {"SKILL": "caption"}):
+            asked = infer(IMAGE=wide, MAX_CROPS=budget, MAX_TOKENS=2, **skill)
+            assert output(await stub.ModelInfer(asked))["metrics"]["num_crops"] == crops
+
+
 async def test_every_skill_answers_as_kestrel_v1_does(serve):
     served = await serve()
     stub = GRPCInferenceServiceStub(served.channel)
@@ -36,7 +46,8 @@ async def test_every_skill_answers_as_kestrel_v1_does(serve):
     assert got.keys() == {"answer", *KEYS} and got["answer"] == answer.answers[0].text
     assert got["request_id"] == "seven" and got["finish_reason"] in ("stop", "length")
     assert got["metrics"].keys() == {
-        *("input_tokens", "output_tokens", "prefill_time_ms", "decode_time_ms", "ttft_ms")
+        *("num_crops", "input_tokens", "output_tokens"),
+        *("prefill_time_ms", "decode_time_ms", "ttft_ms"),
     }
     assert got["metrics"]["output_tokens"] == answer.usage.output_tokens
 
@@ -191,6 +202,19 @@ BAD = [
         {"SKILL": "detect", "OBJECT": "x", "IMAGE": jpeg(), "MAX_OBJECTS": -4},
         "MAX_OBJECTS: must be in [1,",
     ),
+    (
+        {"SKILL": "detect", "OBJECT": "x", "IMAGE": jpeg(), "MAX_CROPS": -4},
+        "MAX_CROPS: must be in [0,",
+    ),
+    (
+        {"SKILL": "query", "QUESTION": "?", "IMAGE": jpeg(), "MAX_CROPS": 5},
+        "MAX_CROPS: is 5; must be from 1 to 4",
+    ),
+    (
+        {"SKILL": "detect", "OBJECT": "x", "IMAGE": jpeg(), "MAX_CROPS": 5},
+        "MAX_CROPS: is 5; must be from 1 to 4",
+    ),
+    ({"SKILL": "query", "QUESTION": "?", "MAX_CROPS": 1}, "MAX_CROPS: needs IMAGE"),
     (
         {"SKILL": "query", "QUESTION": "?", "REASONING": 1},
         "REASONING: has datatype 'INT32'; it must be BOOL",

@@ -1,4 +1,4 @@
-"""``python -m training.scenes.evaluate [--scenes N]``: kestrel-tiny's figures on its frozen evaluation set."""
+"""``python -m training.scenes.evaluate [--scenes N] [--max-crops N]``: kestrel-tiny's figures on its frozen set."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ def picture_of(found: Example) -> Picture:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scenes", type=int, default=100, help="at most, of each part [100]")
-    most = parser.parse_args(arguments).scenes
+    parser.add_argument("--max-crops", type=int, default=0, help="tiles of an image [the model's]")
+    given = parser.parse_args(arguments)
+    most = given.scenes
     numbered = [(part, i) for part, count in SIZES.items() for i in range(min(most, count))]
     examples = [(part, picture_of(example(part, i))) for part, i in numbered]
-    judged = asyncio.run(judge(RuntimeConfig(model="kestrel-tiny"), examples))
+    judged = asyncio.run(
+        judge(RuntimeConfig(model="kestrel-tiny"), examples, max_crops=given.max_crops)
+    )
     print(table(figures_of(judged)))
 
 

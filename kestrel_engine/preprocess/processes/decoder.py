@@ -234,7 +234,7 @@ class Work:
             for look in looks:
                 check_size(*look_size(look, width, height), self._limits, PIXELS)
             decoded.decode()
-            key = content_key(decoded, vision)
+            key = content_key(decoded, self._vision)
             shapes = [
                 stored_shape(*look_size(look, width, height), vision, device_pixels)
                 for look in looks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import FieldPath, InvalidRequest
@@ -16,13 +17,20 @@ MESSAGE = "an object with role and content"
 _ROLES = frozenset({"system", "developer", "user", "assistant"})
 
 
+class MessageImage(NamedTuple):
+    """An encoded image, and its budget (Image.max_crops), if it has one."""
+
+    encoded: bytes
+    max_crops: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """``path``: of the message in the request, for errors."""
 
     role: str
     text: str
-    images: Sequence[bytes]
+    images: Sequence[MessageImage]
     path: FieldPath
 
 
@@ -31,7 +39,7 @@ class Question:
     """``text``: what the user wrote. ``images``: those that the question shows, in order."""
 
     text: str
-    images: list[bytes]
+    images: list[MessageImage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +53,16 @@ class Conversation:
     begun: str = ""
 
     @property
-    def images(self) -> list[bytes]:
+    def images(self) -> list[MessageImage]:
         """All images, in order."""
         questions = [*(question for question, _ in self.history), self.last]
         return [image for question in questions for image in question.images]
 
-    def request(self, *, reasoning: bool) -> pb.QueryRequest:
-        """The request that asks the question."""
+    def request(self, *, reasoning: bool, max_crops: int | None) -> pb.QueryRequest:
+        """The request that asks the question. ``max_crops``: the budget of images without one."""
         request = pb.QueryRequest()
         for image in self.images:
-            request.images.add(encoded=image)
+            request.images.add(encoded=image.encoded, max_crops=image.max_crops or max_crops)
         task = request.query
         task.question, task.reasoning, task.system = self.last.text, reasoning, self.system
         if self.begun:
@@ -117,7 +125,7 @@ class _Turn:
     """What a user asked, and what was answered. The texts are joined once: a body may hold many thousands."""
 
     texts: list[str] = field(default_factory=list)
-    images: list[bytes] = field(default_factory=list)
+    images: list[MessageImage] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
 
     def question(self) -> Question:

@@ -45,10 +45,13 @@ _SKILL_FIELDS = {
     "detect": {"object", "objects"},
     "segment": {"object", "spatial_refs", "refine"},
 }
-_OBJECT_SETTINGS = {"max_objects", "min_score", "max_absence", "max_overlap", "region", "tiles"}
+_OBJECT_SETTINGS = {"max_objects", "min_score", "max_absence", "max_overlap", "tiles"}
+_IMAGE_SETTINGS = {"region", "max_crops"}
 MOONDREAM_SETTINGS = KnownFields(
     "settings",
-    frozenset({*MOONDREAM_SAMPLING.names, *_OBJECT_SETTINGS, "adapter", "variant"}),
+    frozenset(
+        {*MOONDREAM_SAMPLING.names, *_OBJECT_SETTINGS, *_IMAGE_SETTINGS, "adapter", "variant"}
+    ),
     is_strict=True,
 )
 MOONDREAM_TILES = KnownFields(
@@ -115,7 +118,7 @@ _EITHER = KnownFields(
 CHAT = KnownFields(
     _EITHER.where,
     _EITHER.honoured
-    | {"messages", "top_logprobs", "response_format", "reasoning", "reasoning_effort"},
+    | {"messages", "top_logprobs", "response_format", "reasoning", "reasoning_effort", "max_crops"},
     refused={
         **_EITHER.refused,
         "prompt": "use messages",
@@ -162,8 +165,8 @@ CHAT_MESSAGE = KnownFields(
 CHAT_PARTS = {
     kind: KnownFields(
         "parts of messages",
-        frozenset({"type", name}),
-        ignored=frozenset({"detail", "cache_control", "annotations", "logprobs"}),
+        frozenset({"type", name, "detail"}),
+        ignored=frozenset({"cache_control", "annotations", "logprobs"}),
         remedy=_IN_OPENAI,
     )
     for kind, name in (
@@ -215,7 +218,7 @@ OLLAMA_MESSAGE = KnownFields(
 )
 OLLAMA_OPTIONS = KnownFields(
     "options",
-    frozenset(OLLAMA_SAMPLING.names),
+    frozenset({*OLLAMA_SAMPLING.names, "max_crops"}),
     ignored=frozenset(
         {
             *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "numa"),

@@ -29,7 +29,7 @@ from ...services.messages.json_values import (
 from ...services.messages.task_fields import REQUESTS, fault_of, short_path
 from ...services.vision import VisionService
 from ..edge import Endpoint, ServiceCall
-from ..fields import Fields, numbers, positive
+from ..fields import Fields, max_crops, numbers, positive
 from ..forms import sent_event
 from ..refusals import renamed
 from .known_fields import MOONDREAM, MOONDREAM_SAMPLING, MOONDREAM_SETTINGS, MOONDREAM_TILES
@@ -44,6 +44,7 @@ _NAMES: dict[FieldPath, FieldPath] = {
             ((), ("image_url",)),
             (("encoded",), ("image_url",)),
             (("region",), ("settings", "region")),
+            (("max_crops",), ("settings", "max_crops")),
         )
     },
     ("abstention", "objects"): ("presupposes",),
@@ -156,7 +157,8 @@ def _fill(
     ):
         if value is not None and key in task.DESCRIPTOR.fields_by_name:
             setattr(task, key, value)
-    _fill_region(image, settings, fields)
+    _fill_region(image, settings)
+    _fill_budget(image, settings)
     _fill_tiles(task, settings)
     model = fields.values.get("model")
     if model is not None:
@@ -176,7 +178,17 @@ def _adapters(fields: Fields) -> Iterator[tuple[FieldPath, str]]:
                 yield given.at(key), given.text(key)
 
 
-def _fill_region(image: common_pb2.Image | None, settings: Fields, fields: Fields) -> None:
+def _fill_budget(image: common_pb2.Image | None, settings: Fields) -> None:
+    """Raises InvalidRequest."""
+    budget = max_crops(settings)
+    if budget is None:
+        return
+    if image is None:
+        raise InvalidRequest(settings.at("max_crops"), "needs image_url")
+    image.max_crops = budget
+
+
+def _fill_region(image: common_pb2.Image | None, settings: Fields) -> None:
     """The region of the image, as [x_min, y_min, x_max, y_max]. Raises InvalidRequest."""
     edges = settings.items("region")
     if not edges:

@@ -16,15 +16,15 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import FieldPath, InvalidRequest, clock
 
 from ...service_names import MODEL_METHODS, VISION_METHODS
-from ...services.messages.json_values import finish_reason
+from ...services.messages.json_values import finish_reason, num_crops
 from ...services.messages.task_fields import short_path
 from ...services.model import ModelService
 from ...services.vision import VisionService
 from ..edge import Endpoint, ServiceCall
-from ..fields import ANY_OBJECT, Fields, json_text
+from ..fields import ANY_OBJECT, Fields, json_text, max_crops
 from ..forms import JsonForm
 from ..refusals import Rename, renamed
-from .conversation import FIELDS, MESSAGE, Message, conversation
+from .conversation import FIELDS, MESSAGE, Message, MessageImage, conversation
 from .known_fields import (
     GENERATE,
     OLLAMA_CHAT,
@@ -129,13 +129,13 @@ def _message(message: Fields) -> Message:
     return Message(role, text, _images(message), message.path)
 
 
-def _images(fields: Fields) -> list[bytes]:
+def _images(fields: Fields) -> list[MessageImage]:
     """Raises InvalidRequest."""
-    images: list[bytes] = []
+    images: list[MessageImage] = []
     for index, item in enumerate(fields.items("images")):
         if not isinstance(item, str):
             raise InvalidRequest(fields.at("images", index), "must be base64 text")
-        images.append(fields.image(item, "images", index))
+        images.append(MessageImage(fields.image(item, "images", index), None))
     return images
 
 
@@ -161,10 +161,10 @@ def _ask(
 ) -> ServiceCall:
     """``part`` converts text and thinking to the form of the path. ``own`` gives the fields that only this path has, of
     those that a task has. Raises InvalidRequest."""
-    talk = conversation(messages)
-    request = talk.request(reasoning=_thinks(fields))
     options = fields.inner("options")
     OLLAMA_OPTIONS.check(options)
+    talk = conversation(messages)
+    request = talk.request(reasoning=_thinks(fields), max_crops=max_crops(options))
     known = _NAMES | OLLAMA_SAMPLING.fill(request.query, options)
     schema = _schema(fields)
     if schema is not None:
@@ -183,6 +183,7 @@ def _ask(
             "load_duration": 0,
             "prompt_eval_count": usage.input_tokens,
             "prompt_eval_duration": round(timings.prefill_ms * _NS_PER_MS),
+            "num_crops": num_crops(response.info),
             "eval_count": usage.output_tokens,
             "eval_duration": round(timings.decode_ms * _NS_PER_MS),
         }
@@ -201,6 +202,8 @@ def _ask(
         return final(response, answer.text, answer.reasoning.text)
 
     def rename(path: FieldPath) -> FieldPath:
+        if path[-1] == "max_crops":
+            return ("options", "max_crops")
         return renamed(own(short_path(path)), known)
 
     if fields.values.get("stream") is False:

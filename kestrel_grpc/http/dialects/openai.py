@@ -15,16 +15,16 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import FieldPath, InvalidRequest, clock
 
 from ...service_names import MODEL_METHODS, VISION_METHODS
-from ...services.messages.json_values import finish_reason
+from ...services.messages.json_values import finish_reason, num_crops
 from ...services.messages.task_fields import holder, short_path
 from ...services.model import ModelService
 from ...services.vision import VisionService
 from ..context import Scope
 from ..edge import Endpoint, ServiceCall
-from ..fields import ANY_OBJECT, Fields, json_text, positive
+from ..fields import ANY_OBJECT, Fields, json_text, max_crops, positive
 from ..forms import sent_event
 from ..refusals import Rename, renamed
-from .conversation import FIELDS, MESSAGE, Conversation, Message, conversation
+from .conversation import FIELDS, MESSAGE, Conversation, Message, MessageImage, conversation
 from .grounding import Wanted, wanted_places
 from .known_fields import CHAT, CHAT_MESSAGE, CHAT_PARTS, OPENAI_SAMPLING, RESPONSE_FORMAT
 from .models import listing, served_name, set_model
@@ -41,6 +41,8 @@ UNSUPPORTED_PATHS = {
 }
 """Paths of OpenAI's interface that this one does not have, and what to do instead."""
 _MOST_TOP = 20
+_DETAILS = {"low": 1, "high": None, "auto": None}
+"""The values of ``detail``, and the budget of the image: low is the overview alone."""
 _EFFORTS = {
     "none": False,
     "minimal": False,
@@ -86,7 +88,7 @@ def _chat(fields: Fields, service: VisionService, names: Sequence[str]) -> Servi
     usage = fields.inner("stream_options").flag("include_usage")
     if wanted is not None:
         return _grounded(fields, service, names, talk, wanted, usage if streams else None)
-    request = talk.request(reasoning=reasons(fields))
+    request = talk.request(reasoning=reasons(fields), max_crops=max_crops(fields))
     rename = fill(request.query, request.options, fields, names)
     _fill_logprobs(request.query, fields)
     schema = _schema(fields)
@@ -117,7 +119,10 @@ def _grounded(
         raise InvalidRequest("n", f"must be 1 for boxes and points, got {fields.values['n']}")
     request = wanted.request()
     behaviour = service.Detect if wanted.skill == "detect" else service.Point
-    request.image.encoded = talk.images[0]
+    image = talk.images[0]
+    request.image.encoded = image.encoded
+    if budget := image.max_crops or max_crops(fields):
+        request.image.max_crops = budget
     task = getattr(request, wanted.skill)
     usual = fill(task, request.options, fields, names)
 
@@ -186,7 +191,7 @@ def _messages(fields: Fields) -> Iterator[Message]:
         yield Message(str(message.values.get("role")), text, images, message.path)
 
 
-def message_content(message: Fields) -> tuple[str, list[bytes]]:
+def message_content(message: Fields) -> tuple[str, list[MessageImage]]:
     """The text of a message, and its images. Raises InvalidRequest, UnsupportedImageError."""
     content = message.values.get("content")
     if content is None or isinstance(content, str):
@@ -194,7 +199,7 @@ def message_content(message: Fields) -> tuple[str, list[bytes]]:
     if not isinstance(content, list):
         raise InvalidRequest(message.at("content"), "must be a string or a list of parts")
     texts: list[str] = []
-    images: list[bytes] = []
+    images: list[MessageImage] = []
     for part in message.objects("content", "an object with a type"):
         kind = part.text("type")
         if kind not in CHAT_PARTS:
@@ -204,8 +209,14 @@ def message_content(message: Fields) -> tuple[str, list[bytes]]:
             texts.append(part.text("text"))
         else:
             given = part.values.get("image_url")
-            url = given if isinstance(given, str) else part.inner("image_url").text("url")
-            images.append(part.image(url, "image_url"))
+            image = part if isinstance(given, str) else part.inner("image_url")
+            url = image.text("image_url" if image is part else "url")
+            detail = image.text("detail", "auto")
+            if detail not in _DETAILS:
+                raise InvalidRequest(
+                    image.at("detail"), f"must be one of {', '.join(_DETAILS)}, got {detail[:50]!r}"
+                )
+            images.append(MessageImage(part.image(url, "image_url"), _DETAILS[detail]))
     return "\n".join(texts), images
 
 
@@ -219,6 +230,8 @@ def fill(
 
     def rename(path: FieldPath) -> FieldPath:
         short = short_path(path)
+        if short[-1] == "max_crops":
+            return ("max_crops",)
         return ("messages",) if short[0] in FIELDS else renamed(short, known)
 
     return rename
@@ -346,7 +359,11 @@ def usage_json(response: Any) -> dict[str, Any]:
         "prompt_tokens": used.input_tokens,
         "completion_tokens": used.output_tokens,
         "total_tokens": used.input_tokens + used.output_tokens,
-        "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
+        "prompt_tokens_details": {
+            "cached_tokens": used.cached_tokens,
+            "image_tokens": used.image_tokens,
+            "num_crops": num_crops(response.info),
+        },
         "completion_tokens_details": {"reasoning_tokens": used.reasoning_tokens},
     }
 

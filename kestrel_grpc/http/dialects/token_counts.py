@@ -17,7 +17,7 @@ from ...services.vision import VisionService
 from ..edge import Endpoint, ServiceCall
 from ..fields import Fields
 from ..known_fields import KnownFields
-from .conversation import MESSAGE, Message, conversation
+from .conversation import MESSAGE, Message, MessageImage, conversation
 from .known_fields import CHAT_MESSAGE, NO_TOOLS
 from .models import set_model
 from .openai import message_content, reasons
@@ -88,7 +88,7 @@ def endpoints(
     ) -> ServiceCall:
         """``key``: of the conversation."""
         with located(lambda path: (key,) if path == ("messages",) else path):
-            asked = conversation(messages).request(reasoning=reasoning)
+            asked = conversation(messages).request(reasoning=reasoning, max_crops=None)
         request = pb.CountTokensRequest(images=asked.images, tasks=[pb.Task(query=asked.query)])
         if fields.values.get("model") is not None:
             set_model(request.options, fields.text("model"), names())
@@ -127,13 +127,13 @@ def _messages(fields: Fields) -> Iterator[Message]:
         yield Message(str(message.values.get("role")), text, images, message.path)
 
 
-def _anthropic_content(fields: Fields, key: str) -> tuple[str, list[bytes]]:
+def _anthropic_content(fields: Fields, key: str) -> tuple[str, list[MessageImage]]:
     """A text, or a list of texts and images. Raises InvalidRequest, UnsupportedImageError."""
     given = fields.values.get(key)
     if given is None or isinstance(given, str):
         return given or "", []
     texts: list[str] = []
-    images: list[bytes] = []
+    images: list[MessageImage] = []
     for part in fields.objects(key, "an object with a type"):
         kind = part.text("type")
         if kind not in _PARTS:
@@ -146,7 +146,8 @@ def _anthropic_content(fields: Fields, key: str) -> tuple[str, list[bytes]]:
         where = source.text("type")
         if where not in _SOURCES:
             raise InvalidRequest(source.at("type"), f"must be base64 or url, got {where[:50]!r}")
-        images.append(source.image(source.text(_SOURCES[where]), _SOURCES[where]))
+        encoded = source.image(source.text(_SOURCES[where]), _SOURCES[where])
+        images.append(MessageImage(encoded, None))
     return "\n".join(texts), images
 
 

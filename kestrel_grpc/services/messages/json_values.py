@@ -130,9 +130,15 @@ def call_values(response: Response) -> dict[str, Any]:
     }
 
 
+def num_crops(info: common_pb2.RequestInfo) -> int:
+    """The crops that the model saw of all images."""
+    return sum(image.num_crops for image in info.images)
+
+
 def _metrics_values(response: Response) -> dict[str, float]:
     timings = response.timings
     return {
+        "num_crops": num_crops(response.info),
         "input_tokens": response.usage.input_tokens,
         "output_tokens": response.usage.output_tokens,
         "prefill_time_ms": timings.prefill_ms,

@@ -71,6 +71,8 @@ def test_the_tiles_are_those_of_the_reference_with_the_budget_as_its_limit(width
 def test_few_crops_of_usual_shapes():
     tilings = {most: select_tiling(1600, 1200, VISION.within(most)) for most in range(13)}
     assert [math.prod(tilings[most]) for most in (1, 2, 4, 6, 9)] == [1, 1, 2, 4, 6]
+    square = [select_tiling(1500, 1500, VISION.within(most)) for most in (1, 2, 3, 4, 12, 0)]
+    assert square == [(1, 1), (1, 1), (1, 1), (2, 2), (3, 3), (3, 3)]
     assert tilings[0] == tilings[12] == select_tiling(1600, 1200, VISION)
     assert select_tiling(20_000, 400, VISION) == (1, 21)
     assert select_tiling(20_000, 400, VISION.within(12)) == (1, 12)
@@ -112,20 +114,24 @@ def test_each_look_at_a_tiled_image_has_the_budget():
 
 @pytest.mark.parametrize("device_pixels", [0, 10**6])
 @pytest.mark.parametrize("source", [PIXELS, encoded()], ids=["pixels", "encoded"])
-def test_budgets_of_one_image_share_nothing_but_its_digest(device_pixels, source):
-    budgets = [0, 1, 2, 6, 12]
+def test_budgets_of_one_image_share_what_has_the_same_crops(device_pixels, source):
+    budgets = [1, 2, 3, 8, 12, 0]
     sources = [InCrops(source, most) for most in budgets]
     options = {"cache_bytes": 2**27, "device_pixels": device_pixels, "with_crop_keys": True}
-    first = prepared(*sources, source, *reversed(sources), **options)
-    looks = [look for (look,) in first]
-    assert len({look.key for look in looks[: len(budgets)]}) == len(budgets)
-    assert [look.key for look in looks[len(budgets) :]] == [
-        looks[0].key,
-        *(look.key for look in reversed(looks[: len(budgets)])),
-    ]
+    looks = [look for (look,) in prepared(*sources, source, *sources, **options)]
+    first, plain, again = looks[:6], looks[6], looks[7:]
+    assert [look.tiling for look in first] == [(1, 1), (1, 2), (1, 2), (2, 4), (2, 4), (2, 4)]
+    assert [look.key for look in first] == [look.key for look in again]
+    assert first[-1].key == plain.key
+    if source is not PIXELS or not device_pixels:
+        # Pixels whose crops the device makes have another key than those that a decoder prepares.
+        assert first[-2].key == plain.key
+    keys = {look.tiling: look.key for look in first[:-1]}
+    assert len(set(keys.values())) == len(keys) == 3
+    assert all(look.key == keys[look.tiling] for look in first[:-1])
     assert len({look.source_digest for look in looks}) == 1
-    assert all(len(look.crop_keys) == look.num_distinct for look in looks)
     for look in looks:
+        assert len(look.crop_keys) == look.num_distinct
         assert (look.pixels is None) == (device_pixels == 0)
 
 

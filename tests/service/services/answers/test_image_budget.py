@@ -67,10 +67,10 @@ async def test_each_image_of_a_question_has_a_budget_of_its_own(serve):
 
 
 @pytest.mark.parametrize("crop_cache_bytes", [0, 1 << 24])
-async def test_two_budgets_of_one_image_share_an_id_and_nothing_else(serve, crop_cache_bytes):
+async def test_two_budgets_of_one_image_share_its_id_only(serve, crop_cache_bytes):
     served = await serve(crop_cache_bytes=crop_cache_bytes)
     found = {}
-    for budget in (0, 1, 2, 4):
+    for budget in (0, 1, 2):
         first = await served.vision.Query(query(image(budget)))
         assert first.usage.cached_tokens == 0
         (seen,) = first.info.images
@@ -84,6 +84,9 @@ async def test_two_budgets_of_one_image_share_an_id_and_nothing_else(serve, crop
     assert len({each.info.images[0].image_id for each in found.values()}) == 1
     # The fake's texts follow from the keys of the images.
     assert len({each.answers[0].text for each in found.values()}) == len(found)
+    # This budget has the tiles that the image has without one.
+    same = await served.vision.Query(query(image(4)))
+    assert same.usage.cached_tokens > 81 and same.answers[0].text == found[0].answers[0].text
 
 
 async def test_frames_have_budgets_and_repeat_no_other_budget(serve):
@@ -161,3 +164,16 @@ async def test_the_sdk(serve):
         for wrong in ("2", 1.5, 2**40):
             with pytest.raises(InvalidRequestError, match=r"^max_crops: "):
                 client.caption(PIXELS, max_crops=wrong)
+
+
+async def test_count_tokens_counts_the_crops_that_a_budget_leaves(serve):
+    served = await serve()
+    images = [image(1), image(2), image()]
+    request = pb.CountTokensRequest(images=images, tasks=[pb.Task(query=QUESTION)])
+    counted = await served.vision.CountTokens(request)
+    assert [each.crops for each in counted.images] == [1, 3, 5]
+    assert [each.num_crops for each in counted.info.images] == [1, 3, 5]
+    assert counted.tasks[0].crops == 9
+    request.images[2].max_crops = 5
+    failed = await failure(served.vision.CountTokens(request))
+    assert failed.fields == ["images[2].max_crops"]

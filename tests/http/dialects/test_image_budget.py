@@ -1,0 +1,124 @@
+"""Image budgets in the dialects: OpenAI's ``detail`` and ``max_crops``, settings of Moondream, options of Ollama."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.http.conftest import data_url
+
+URL = data_url(1600, 400)
+"""Four tiles, the limit of the fake model."""
+LIMIT = "must be from 1 to 4, or 0 for the model's own limit, which is 4"
+BELOW = "must be at least 1, or 0 for the model's own limit"
+
+
+def chat(image: dict[str, Any], text: str = "What?", **fields: Any) -> dict[str, Any]:
+    content = [image, {"type": "text", "text": text}]
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 2, **fields}
+
+
+def part(detail: str | None = None) -> dict[str, Any]:
+    given = {"url": URL} if detail is None else {"url": URL, "detail": detail}
+    return {"type": "image_url", "image_url": given}
+
+
+@pytest.mark.parametrize(
+    ("image", "fields", "crops"),
+    [
+        (part(), {}, 5),
+        (part("low"), {}, 1),
+        (part("high"), {}, 5),
+        (part("auto"), {}, 5),
+        ({"type": "input_image", "image_url": URL, "detail": "low"}, {}, 1),
+        (part(), {"max_crops": 2}, 3),
+        (part(), {"max_crops": 0}, 5),
+        (part("low"), {"max_crops": 2}, 1),
+        (part("high"), {"max_crops": 1}, 1),
+    ],
+)
+@pytest.mark.parametrize(
+    "text", ["What?", "Detect every cat. Answer with JSON: bbox_2d and label."]
+)
+async def test_openai(http, image, fields, crops, text):
+    _, client = await http()
+    body = (await client.post("/v1/chat/completions", json=chat(image, text, **fields))).json()
+    assert body["usage"]["prompt_tokens_details"]["num_crops"] == crops
+    assert body["usage"]["prompt_tokens_details"]["image_tokens"] == 81
+
+
+async def test_openai_images_of_one_request_have_details_of_their_own(http):
+    _, client = await http()
+    content = [part("low"), part("high"), {"type": "text", "text": "Which?"}]
+    asked = {"messages": [{"role": "user", "content": content}], "max_tokens": 2, "max_crops": 2}
+    body = (await client.post("/v1/chat/completions", json=asked)).json()
+    assert body["usage"]["prompt_tokens_details"]["num_crops"] == 1 + 3
+
+
+@pytest.mark.parametrize(
+    ("image", "fields", "param", "why"),
+    [
+        (part("lowest"), {}, "messages[0].content[0].image_url.detail", "must be one of low, high"),
+        (part(), {"max_crops": 5}, "max_crops", f"is 5; {LIMIT}"),
+        (part(), {"max_crops": -1}, "max_crops", f"is -1; {BELOW}"),
+        (part(), {"max_crops": 2**31}, "max_crops", "is 2147483648; must be"),
+        (part(), {"max_crops": "2"}, "max_crops", "must be a whole number, got a string"),
+        (part(), {"max_crops": 1.5}, "max_crops", "must be a whole number, got 1.5"),
+    ],
+)
+async def test_openai_names_what_is_wrong(http, image, fields, param, why):
+    _, client = await http()
+    response = await client.post("/v1/chat/completions", json=chat(image, **fields))
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == param
+    assert error["message"].startswith(f"{param}: {why}")
+
+
+@pytest.mark.parametrize("path", ["query", "caption", "point", "detect", "segment"])
+async def test_moondream(http, path):
+    _, client = await http()
+
+    async def ask(budget: Any, **others: Any) -> Any:
+        settings = {"max_crops": budget, **others}
+        asked = {"image_url": URL, "settings": settings}
+        asked |= {"question": "What?"} if path == "query" else {}
+        asked |= {"object": "cat"} if path in ("point", "detect", "segment") else {}
+        return await client.post(f"/v1/{path}", json=asked)
+
+    for budget, crops in ((None, 5), (0, 5), (2, 3), (1, 1)):
+        answer = (await ask(budget, region=[0, 0, 1, 1])).json()
+        assert answer["metrics"]["num_crops"] == crops
+    for budget, why in ((5, f"is 5; {LIMIT}"), (-1, f"is -1; {BELOW}"), (True, "must be a whole")):
+        error = (await ask(budget)).json()["error"]
+        assert error["param"] == "settings.max_crops"
+        assert error["message"].startswith(f"settings.max_crops: {why}")
+
+
+async def test_moondream_needs_an_image_for_a_budget(http):
+    _, client = await http()
+    asked = {"question": "What?", "settings": {"max_crops": 1}}
+    error = (await client.post("/v1/query", json=asked)).json()["error"]
+    assert error["message"] == "settings.max_crops: needs image_url"
+    asked = {"question": "What?", "image_url": URL, "settings": {"max_crop": 1}}
+    error = (await client.post("/v1/query", json=asked)).json()["error"]
+    assert error["message"] == "settings.max_crop: is unknown; did you mean max_crops?"
+
+
+@pytest.mark.parametrize("path", ["generate", "chat"])
+async def test_ollama(http, path):
+    _, client = await http()
+    encoded = URL.partition(",")[2]
+
+    async def ask(budget: int) -> Any:
+        options = {"num_predict": 2, "max_crops": budget}
+        asked: dict[str, Any] = {"options": options, "stream": False}
+        if path == "generate":
+            asked |= {"prompt": "What?", "images": [encoded]}
+        else:
+            asked |= {"messages": [{"role": "user", "content": "What?", "images": [encoded]}]}
+        return (await client.post(f"/api/{path}", json=asked)).json()
+
+    assert [(await ask(budget))["num_crops"] for budget in (0, 2, 1)] == [5, 3, 1]
+    assert (await ask(5))["error"] == f"options.max_crops: is 5; {LIMIT}"
+    assert (await ask(-1))["error"] == f"options.max_crops: is -1; {BELOW}"
