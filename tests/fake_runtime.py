@@ -67,7 +67,7 @@ class FakeRuntime:
         """The key of the adapter with which each page was written."""
         self._crops: dict[str, int] = {}
         self._sampled: dict[int, StepToken] = {}
-        self._launched: dict[Lane, deque[StepPlan]] = {lane: deque() for lane in Lane}
+        self.launched: dict[Lane, deque[StepPlan]] = {lane: deque() for lane in Lane}
         self._results: dict[int, StepResult] = {}
         """Results of steps that have run and are not collected, by step id."""
         self._lost = LostWork()
@@ -94,21 +94,21 @@ class FakeRuntime:
             raise error
         beside = self._limits.decodes_beside
         assert plan.lane in ((Lane.DECODE, Lane.NEW_WORK) if beside else (Lane.ALL,)), plan.lane
-        self._launched[plan.lane].append(plan)
+        self.launched[plan.lane].append(plan)
         return plan
 
     def is_done(self, handle: StepPlan) -> bool:
         """Nothing runs by itself. A step of NEW_WORK counts as done once no decode step is out."""
-        return not self._launched[Lane.DECODE]
+        return not self.launched[Lane.DECODE]
 
     def collect(self, handle: StepPlan) -> StepResult:
         if handle.lane is Lane.NEW_WORK:
             # It begins after the decode steps that were launched before it.
-            for plan in self._launched[Lane.DECODE]:
+            for plan in self.launched[Lane.DECODE]:
                 if plan.step_id < handle.step_id and plan.step_id not in self._results:
                     self._results[plan.step_id] = self._run(plan)
-        assert self._launched[handle.lane].popleft() is handle, "steps are collected as launched"
-        assert all(plan.step_id != handle.after for plan in self._launched[Lane.NEW_WORK]), (
+        assert self.launched[handle.lane].popleft() is handle, "steps are collected as launched"
+        assert all(plan.step_id != handle.after for plan in self.launched[Lane.NEW_WORK]), (
             f"step {handle.step_id} is collected before step {handle.after}"
         )
         self.plans.append(handle)
@@ -123,14 +123,14 @@ class FakeRuntime:
         return self._run(handle) if result is None else result
 
     def _run(self, plan: StepPlan) -> StepResult:
-        result = self._execute(self._lost.without(plan))
+        result = self.execute(self._lost.without(plan))
         self._lost.note_sequences(result.non_finite)
         return result
 
     def close(self) -> None:
         self.closed = True
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult:
         for key in plan.drop_images:
             self._crops.pop(key, None)
             self._spoiled.discard(key)
@@ -171,7 +171,7 @@ class FakeRuntime:
             if self._writes_bad and NOT_FINITE in self._fed(row):
                 bad.add(row.sequence_id)
             elif row.sample is not None:
-                tokens[row.sequence_id] = self._sampled[row.sequence_id] = self._sample(row)
+                tokens[row.sequence_id] = self._sampled[row.sequence_id] = self.sample(row)
         # A refined mask is the coarse one less its first row, so that tests can tell them apart.
         refined = {row.sequence_id: _without_first_row(row.mask) for row in plan.refine}
         return StepResult(
@@ -243,7 +243,7 @@ class FakeRuntime:
         assert None not in fed, f"sequence {row.sequence_id} reads a slot that was never written"
         return cast(tuple[Token, ...], tuple(fed))
 
-    def _sample(self, row: Row) -> StepToken:
+    def sample(self, row: Row) -> StepToken:
         assert row.sample is not None
         rule, fed = row.sample.rule, self._fed(row)
         wanted = self._script(fed)

@@ -74,7 +74,7 @@ class AdapterLibrary:
         packer: Packer | None = None,
         upload: Upload | None = None,
     ) -> None:
-        self._origins, self._model = origins, model
+        self.origins, self._model = origins, model
         self._shapes = targets(model)
         self._dtype, self._packer = dtype, packer
         self._max_bytes = max_bytes
@@ -82,7 +82,7 @@ class AdapterLibrary:
         self._upload = upload
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         """By name, the most recently used last."""
-        self._num_bytes = 0
+        self.num_bytes = 0
         """Of all entries, and of those that requests still use although their files have changed."""
         self._num_loads = self._num_failures = 0
         self._size_bytes = _usual_bytes(self._shapes, dtype.itemsize)
@@ -99,7 +99,7 @@ class AdapterLibrary:
             loading=tuple(loading),
             used=sum(entry.users > 0 and entry.loading.done() for entry in entries.values()),
             most=self._max_bytes // self._size_bytes,
-            num_bytes=self._num_bytes,
+            num_bytes=self.num_bytes,
             host_bytes=self._host.num_bytes,
             loads=self._num_loads,
             failures=self._num_failures,
@@ -111,7 +111,7 @@ class AdapterLibrary:
         Raises AdapterNotFound, AdapterRefused, AdapterUnfit, AdapterUnavailable, and AdaptersFull if adapters in use
         leave no memory for it or too many wait to be loaded.
         """
-        version = await self._origins.find(name)
+        version = await self.origins.find(name)
         entry = self._entries.get(name)
         if entry is None or entry.version.token != version.token:
             entry = self._begin(version)
@@ -133,7 +133,7 @@ class AdapterLibrary:
     async def known(self) -> dict[str, int]:
         """The adapters of the folder and those that are loaded, by name in order: the bytes that each takes, 0 if it is
         not loaded."""
-        names = dict.fromkeys(await self._origins.local_names(), 0)
+        names = dict.fromkeys(await self.origins.local_names(), 0)
         names |= {
             name: entry.num_bytes for name, entry in self._entries.items() if entry.loading.done()
         }
@@ -151,7 +151,7 @@ class AdapterLibrary:
         """Ends loading, after the adapter that is being read. Requests that wait for an adapter get EngineClosed."""
         for entry in self._entries.values():
             entry.loading.cancel()
-        await self._origins.close()
+        await self.origins.close()
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
 
     def _begin(self, version: Version) -> _Entry:
@@ -181,7 +181,7 @@ class AdapterLibrary:
             self._drop(entry)
             if isinstance(error, Exception):
                 self._num_failures += 1
-                self._origins.note_failure(entry.version, error)
+                self.origins.note_failure(entry.version, error)
             raise
         if self._entries.get(name) is not entry:
             self._free(entry)
@@ -196,7 +196,7 @@ class AdapterLibrary:
         files meanwhile, it reads the new ones."""
         loop = asyncio.get_running_loop()
         for _ in range(_MOST_TRIED):
-            found, give_back = await self._origins.opened(entry.version)
+            found, give_back = await self.origins.opened(entry.version)
             try:
                 return await self._read_files(entry, found)
             except AdapterUnfit:
@@ -204,10 +204,10 @@ class AdapterLibrary:
                     raise
             finally:
                 give_back()
-            self._num_bytes -= entry.num_bytes
+            self.num_bytes -= entry.num_bytes
             entry.num_bytes = 0
             await asyncio.sleep(_PAUSE_S)
-            entry.version = await self._origins.find(entry.version.name)
+            entry.version = await self.origins.find(entry.version.name)
         raise AdapterUnavailable(
             f"the files of {entry.version.name!r} change while they are read; try again later"
         )
@@ -241,18 +241,18 @@ class AdapterLibrary:
                 limit=self._max_bytes,
             )
         unused = [each for each in self._entries.values() if not each.users and each.loading.done()]
-        in_use = self._num_bytes - sum(each.num_bytes for each in unused)
+        in_use = self.num_bytes - sum(each.num_bytes for each in unused)
         if in_use + wanted > self._max_bytes:
             raise AdaptersFull(
                 f"adapters in use take {in_use} of {self._max_bytes} bytes; {name!r} takes {wanted} more; try again "
                 "later"
             )
         for other in unused:
-            if self._num_bytes + wanted <= self._max_bytes:
+            if self.num_bytes + wanted <= self._max_bytes:
                 break
             self._drop(other)
         entry.num_bytes = wanted
-        self._num_bytes += wanted
+        self.num_bytes += wanted
 
     def _give_back(self, entry: _Entry) -> None:
         entry.users -= 1
@@ -268,7 +268,7 @@ class AdapterLibrary:
     def _free(self, entry: _Entry) -> None:
         """Gives the memory of a removed entry back, unless requests use it."""
         if not entry.users:
-            self._num_bytes -= entry.num_bytes
+            self.num_bytes -= entry.num_bytes
             entry.num_bytes = 0
 
 

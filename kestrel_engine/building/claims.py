@@ -60,18 +60,18 @@ class Claims:
         free = memory.device_available(device)
         if free is None:
             return None
-        return max(0, free - sum(claim.owed() for claim in self._of(device)))
+        return max(0, free - sum(claim.owed() for claim in self.of(device)))
 
     def described(self, device: torch.device) -> str:
         """What other models hold, as the end of a message; empty if there are none."""
         parts = []
-        for claim in self._of(device):
+        for claim in self.of(device):
             owed = claim.owed()
             more = f" and may take {size_text(owed)} more" if owed else ""
             parts.append(f"{claim.model} holds {size_text(claim.holds)}{more}")
         return f"; on {_name(device)}, {', '.join(parts)}" if parts else ""
 
-    def _of(self, device: torch.device) -> list[Claim]:
+    def of(self, device: torch.device) -> list[Claim]:
         name = _name(device)
         with self._lock:
             return [claim for claim in self._live.values() if claim.device == name]

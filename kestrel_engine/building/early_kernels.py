@@ -59,8 +59,8 @@ class EarlyKernels:
     """A running compilation, of this process or of another one with the same cache. Made by `begin`."""
 
     def __init__(self, lock: IO[bytes], errors: IO[bytes], mark: Path) -> None:
-        self._lock, self._errors, self._mark = lock, errors, mark
-        self._process: subprocess.Popen[bytes] | None = None
+        self._lock, self.errors, self._mark = lock, errors, mark
+        self.process: subprocess.Popen[bytes] | None = None
         self._began = clock.now()
 
     @classmethod
@@ -101,9 +101,9 @@ class EarlyKernels:
         until = self._began + PATIENCE_S
         if progress is not None:
             progress(0, 0, "kernels, which are compiled once")
-        while clock.now() < until and not self._has_ended():
+        while clock.now() < until and not self.has_ended():
             clock.sleep(_LOOK_S)
-        process = self._process
+        process = self.process
         if process is None:
             return
         if process.poll() == 0:
@@ -113,20 +113,20 @@ class EarlyKernels:
             return
         why = "it took too long"
         if process.poll() is not None:
-            self._errors.seek(0)
-            text = self._errors.read().decode(errors="replace").strip()
+            self.errors.seek(0)
+            text = self.errors.read().decode(errors="replace").strip()
             why = f"status {process.returncode}: {text[-_SHOWN:]}"
         logger.info("kernels are compiled when they are launched, not before: %s", why)
 
     def close(self) -> None:
         """Ends the process, if it runs."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            assert self._process.stdin is not None
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            assert self.process.stdin is not None
             with contextlib.suppress(OSError):  # It may not have read all.
-                self._process.stdin.close()
-        self._errors.close()
+                self.process.stdin.close()
+        self.errors.close()
         self._lock.close()
 
     def _takes_lock(self) -> bool:
@@ -142,22 +142,22 @@ class EarlyKernels:
             "CUDA_VISIBLE_DEVICES": "",
             "PYTHONPATH": os.pathsep.join(filter(None, map(str, sys.path))),
         }
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             # Without -P, modules of the working directory would come first.
             [sys.executable, "-P", "-c", _START],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            stderr=self._errors,
+            stderr=self.errors,
             env=environment,
         )
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         # The pipe stays open: its end is that of this process.
-        pickle.dump((config, asdict(card), folder), self._process.stdin)
-        self._process.stdin.flush()
+        pickle.dump((config, asdict(card), folder), self.process.stdin)
+        self.process.stdin.flush()
 
-    def _has_ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the process has ended, or the other process that had the lock."""
-        return self._takes_lock() if self._process is None else self._process.poll() is not None
+        return self._takes_lock() if self.process is None else self.process.poll() is not None
 
 
 def _key(config: RuntimeConfig, model: ModelConfig, card: Capabilities) -> str:

@@ -23,11 +23,11 @@ def hopper_programs(device: torch.device) -> int:
     """Returns one persistent program for each multiprocessor of a Hopper GPU that is not spared. Returns 0 for other
     devices, and for a version of Triton that is not supported."""
     programs = hopper_multiprocessors(device)
-    return programs if programs and _is_supported() else 0
+    return programs if programs and is_supported() else 0
 
 
 @functools.cache
-def _is_supported() -> bool:
+def is_supported() -> bool:
     first, beyond = VERSIONS
     if first <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < beyond:
         return True

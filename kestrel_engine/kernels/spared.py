@@ -35,11 +35,11 @@ def sparing(count: int) -> Iterator[None]:
 def hopper_multiprocessors(device: torch.device) -> int:
     """Returns the multiprocessors of a Hopper GPU that are not spared; 0 for other devices, which are too small or
     untested."""
-    return max(_of_hopper(device) - spared(), 0)
+    return max(of_hopper(device) - spared(), 0)
 
 
 @functools.cache
-def _of_hopper(device: torch.device) -> int:
+def of_hopper(device: torch.device) -> int:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return 0
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

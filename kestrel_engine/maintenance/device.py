@@ -160,7 +160,7 @@ def _cards(config: RuntimeConfig, driver: str | None) -> Iterator[Finding]:
         remedy = "use a GPU of compute capability 8.0 (Ampere) or newer, or --device cpu"
         yield Finding("gpu", "fail", message, remedy)
         return
-    if not _compiled_for(capability, torch.cuda.get_arch_list()):
+    if not compiled_for(capability, torch.cuda.get_arch_list()):
         remedy = "install a torch build for this GPU"
         yield Finding("gpu", "fail", f"{message}; this torch has no kernels for it", remedy)
         return
@@ -172,7 +172,7 @@ def _cards(config: RuntimeConfig, driver: str | None) -> Iterator[Finding]:
     yield from _libraries(config, device)
 
 
-def _compiled_for(capability: tuple[int, int], built_for: list[str]) -> bool:
+def compiled_for(capability: tuple[int, int], built_for: list[str]) -> bool:
     """Returns whether torch's kernels run on a GPU of ``capability``.
 
     A GPU runs machine code ("sm") for its generation that is not newer than the GPU. The driver compiles intermediate

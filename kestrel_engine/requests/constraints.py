@@ -36,20 +36,20 @@ class ConstraintCompiler:
     """Requests with the same constraint share its compilation. For one event loop."""
 
     def __init__(self, grammars: Grammars, unsubmitted: Unsubmitted) -> None:
-        self._grammars = grammars
+        self.grammars = grammars
         self._unsubmitted = unsubmitted
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kestrel-grammars")
-        self._jobs: dict[Constraint, _Job] = {}
-        self._queue: FairQueue[_Job] = FairQueue()
+        self.jobs: dict[Constraint, _Job] = {}
+        self.queue: FairQueue[_Job] = FairQueue()
         self._running: _Job | None = None
         self._cache: OrderedDict[Constraint, tuple[str, Grammar]] = OrderedDict()
         """With the principal for which each was compiled; the one that was used last is the last."""
-        self._is_closed = False
+        self.is_closed = False
 
     @property
     def counts(self) -> MaskCounts:
         """The work of following constraints so far. From any thread."""
-        return self._grammars.counts
+        return self.grammars.counts
 
     async def compiled(
         self, constraint: Constraint, deadline_at: float | None, place: Place
@@ -63,13 +63,13 @@ class ConstraintCompiler:
         if cached is not None:
             self._cache.move_to_end(constraint)
             return cached[1].of(place.principal)
-        if self._is_closed:
+        if self.is_closed:
             raise EngineClosed("the engine was shut down")
-        job = self._jobs.get(constraint)
+        job = self.jobs.get(constraint)
         if job is None:
-            job = self._jobs[constraint] = _Job(constraint)
+            job = self.jobs[constraint] = _Job(constraint)
         if not job.waiting[place.principal] and job is not self._running:
-            self._queue.push(job, place.principal, place.priority)
+            self.queue.push(job, place.principal, place.priority)
         job.waiting[place.principal] += 1
         self._compile_next()
         try:
@@ -86,36 +86,36 @@ class ConstraintCompiler:
         finally:
             job.waiting[place.principal] -= 1
             if not job.waiting[place.principal]:
-                self._queue.remove(job, place.principal)
+                self.queue.remove(job, place.principal)
             if not job.waiting.total() and job is not self._running:
-                self._jobs.pop(constraint, None)
+                self.jobs.pop(constraint, None)
         return grammar.of(place.principal)
 
     async def close(self) -> None:
         """Ends what waits with EngineClosed, and waits for the constraint in progress."""
-        self._is_closed = True
-        for job in self._jobs.values():
+        self.is_closed = True
+        for job in self.jobs.values():
             if job is not self._running:
                 job.compiled.cancel()
         await asyncio.to_thread(self._thread.shutdown)
-        self._grammars.close()
+        self.grammars.close()
 
     def _compile_next(self) -> None:
         """Starts the next constraint if none is being compiled."""
-        while self._running is None and not self._is_closed and self._queue.peek() is not None:
-            job = self._queue.pop()
+        while self._running is None and not self.is_closed and self.queue.peek() is not None:
+            job = self.queue.pop()
             if job.compiled.done():  # It waited for several principals.
                 continue
             self._running = job
             running = asyncio.get_running_loop().run_in_executor(
-                self._thread, self._grammars.compile, job.constraint
+                self._thread, self.grammars.compile, job.constraint
             )
             running.add_done_callback(self._ended)
 
     def _ended(self, running: asyncio.Future[Grammar]) -> None:
         job, self._running = self._running, None
         assert job is not None
-        del self._jobs[job.constraint]
+        del self.jobs[job.constraint]
         error = running.exception()
         if error is not None:
             job.compiled.set_exception(error)
@@ -124,10 +124,10 @@ class ConstraintCompiler:
             grammar = running.result()
             job.compiled.set_result(grammar)
             principal = next(iter(+job.waiting), "")
-            self._keep(job.constraint, principal, grammar)
+            self.keep(job.constraint, principal, grammar)
         self._compile_next()
 
-    def _keep(self, constraint: Constraint, principal: str, grammar: Grammar) -> None:
+    def keep(self, constraint: Constraint, principal: str, grammar: Grammar) -> None:
         """Keeps a compiled constraint, in place of the oldest one of the principal with the most."""
         if len(self._cache) == MAX_CACHED:
             numbers = Counter(owner for owner, _ in self._cache.values())

@@ -33,7 +33,7 @@ class ImagePreparation:
     def __init__(
         self, pool: PreprocessPool, unsubmitted: Unsubmitted, observer: Observer | None
     ) -> None:
-        self._pool = pool
+        self.pool = pool
         self._unsubmitted = unsubmitted
         self._observer = observer
 
@@ -87,20 +87,18 @@ class ImagePreparation:
     async def measure(self, request: Request, place: Place) -> MeasuredImage:
         """Size and crops of the only image of ``request``. Raises as ``prepare``."""
         (image,) = request.images
-        measuring = self._pool.measure(
-            image, principal=place.principal, is_high=place.priority == 0
-        )
+        measuring = self.pool.measure(image, principal=place.principal, is_high=place.priority == 0)
         return await self._unsubmitted.run(
             measuring, place, request.deadline_at, "before the image's header was read"
         )
 
     def flush(self) -> None:
         """Drops prepared images that no request uses."""
-        self._pool.flush()
+        self.pool.flush()
 
     def close(self) -> None:
         """Ends the decoders."""
-        self._pool.close()
+        self.pool.close()
 
     async def _prepare_each(
         self, images: Sequence[Any], cache_salt: str, place: Place
@@ -131,7 +129,7 @@ class ImagePreparation:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _prepare_one(self, image: Any, cache_salt: str, place: Place) -> Preprocessed:
-        return await self._pool.prepare(
+        return await self.pool.prepare(
             image, cache_salt, principal=place.principal, is_high=place.priority == 0
         )
 

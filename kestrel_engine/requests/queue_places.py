@@ -42,29 +42,29 @@ class Occupant(Protocol):
 class Place:
     """One request's place, from its acceptance to its end."""
 
-    __slots__ = ("_occupant", "holder", "more", "principal", "priority", "weight")
+    __slots__ = ("holder", "more", "occupant", "principal", "priority", "weight")
 
     def __init__(self, holder: _Holder, weight: float, priority: int) -> None:
         self.holder: _Holder | None = holder
         """None once the place was given back."""
         self.principal, self.weight, self.priority = holder.name, weight, priority
-        self._occupant: Occupant | None = None
+        self.occupant: Occupant | None = None
         self.more: list[Place] = []
         """The further places of a request with several images."""
 
     def pass_to(self, occupant: Occupant) -> None:
         """From now on ``occupant`` has the place."""
-        self._occupant = occupant
+        self.occupant = occupant
 
     @property
     def is_waiting(self) -> bool:
         """As of its occupant."""
-        return self._occupant is None or self._occupant.is_waiting
+        return self.occupant is None or self.occupant.is_waiting
 
     def displace(self, error: Displaced) -> None:
         """As of its occupant."""
-        if self._occupant is not None:
-            self._occupant.displace(error)
+        if self.occupant is not None:
+            self.occupant.displace(error)
 
 
 class _Holder(Member):
@@ -99,15 +99,15 @@ class QueuePlaces:
         """Places for the best priority alone."""
         self.displaced = 0
         """Requests that lost their place to others, since the start."""
-        self._shares: FairShares[_Holder] = FairShares(self.bound)
+        self.shares: FairShares[_Holder] = FairShares(self.bound)
 
     @property
     def held(self) -> int:
-        return self._shares.held
+        return self.shares.held
 
     @property
     def counts(self) -> PlaceCounts:
-        holders = self._shares.members.values()
+        holders = self.shares.members.values()
         return PlaceCounts(
             bound=self.bound,
             held=self.held,
@@ -124,10 +124,10 @@ class QueuePlaces:
         """A place; another request may lose its own. Raises EngineOverloaded."""
         holder = self._holder(principal, weight)
         victim = self._room(holder, priority)
-        self._shares.enter(holder)
+        self.shares.enter(holder)
         error = None if victim is None else self._displaced(victim)
         place = Place(holder, weight, priority)
-        self._shares.hold(holder, 1)
+        self.shares.hold(holder, 1)
         holder.waiting[priority][place] = None
         if victim is not None and error is not None:
             self.give_back(victim)
@@ -150,24 +150,24 @@ class QueuePlaces:
         holder, place.holder = place.holder, None
         if holder is not None:
             holder.waiting[place.priority].pop(place, None)
-            self._shares.hold(holder, -1)
-            self._shares.leave(holder)
+            self.shares.hold(holder, -1)
+            self.shares.leave(holder)
 
     def _holder(self, principal: str, weight: float) -> _Holder:
         """The principal's, or a new one that holds nothing yet."""
-        return self._shares.members.get(principal) or _Holder(principal, weight)
+        return self.shares.members.get(principal) or _Holder(principal, weight)
 
     def _room(self, holder: _Holder, priority: int) -> Place | None:
         """The place that another request must give up; None if a place is free. Raises EngineOverloaded."""
         if self.held < self.bound + (self.reserved if priority == 0 else 0):
             return None
-        is_within = holder.held == 0 or not self._shares.exceeds(holder, 1)
-        above = [h for h in self._shares.above(holder) if h.held > 1]
+        is_within = holder.held == 0 or not self.shares.exceeds(holder, 1)
+        above = [h for h in self.shares.above(holder) if h.held > 1]
         victim = None
         if is_within:
             victim = _first(above, best=0)
         if victim is None and priority == 0:
-            others = [h for h in self._shares.members.values() if h is not holder]
+            others = [h for h in self.shares.members.values() if h is not holder]
             victim = _first([holder, *(others if is_within else above)], best=1)
         if victim is None:
             quota = self._quota(holder)
@@ -186,7 +186,7 @@ class QueuePlaces:
         return Displaced(f"{why}: {_format(quota)}", quota=quota)
 
     def _quota(self, holder: _Holder) -> Quota:
-        quota = self._shares.quota(holder, "places in the queue")
+        quota = self.shares.quota(holder, "places in the queue")
         return replace(quota, share=max(1, quota.share))
 
 

@@ -100,7 +100,7 @@ class TorchRuntime:
             refines=refiner is not None,
         )
         self._refinement = None if refiner is None else Refinement(model.vision, refiner)
-        self._cache: KvCache | None = KvCache(
+        self.cache: KvCache | None = KvCache(
             config.text,
             num_pages=num_pages,
             page_size=page_size,
@@ -110,8 +110,8 @@ class TorchRuntime:
         )
         self._features: dict[str, list[Tensor]] = {}
         """Features of the encoded crops of images that are incomplete or keep them, by image key."""
-        self._crops = KeptCrops()
-        self._images: dict[str, Tensor] = {}
+        self.crops = KeptCrops()
+        self.images: dict[str, Tensor] = {}
         self._sampled: dict[int, StepToken] = {}
         """The token that each sequence sampled last. A row that is launched before this token is read refers to it."""
         self._lost = LostWork()
@@ -124,11 +124,11 @@ class TorchRuntime:
 
     def untouched(self) -> Callable[[], int]:
         """As ``KvCache.untouched``."""
-        assert self._cache is not None, "the runtime is closed"
-        return self._cache.untouched()
+        assert self.cache is not None, "the runtime is closed"
+        return self.cache.untouched()
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        assert self._cache is not None, "the runtime is closed"
+        assert self.cache is not None, "the runtime is closed"
         handle = PendingStep(plan, self._device_thread.submit(self._execute, plan))
         self._pending.append(handle)
         return handle
@@ -145,15 +145,15 @@ class TorchRuntime:
         return handle.result.result()
 
     def close(self) -> None:
-        if self._cache is None:
+        if self.cache is None:
             return
         self._device_thread.shutdown(wait=True)
         self._pending.clear()
         self._features.clear()
-        self._crops.clear()
-        self._images.clear()
+        self.crops.clear()
+        self.images.clear()
         self._sampled.clear()
-        self._cache = None
+        self.cache = None
         # A caller may keep the engine, and with it this object, for long. The weights go now.
         del self.model, self._refinement
 
@@ -170,8 +170,8 @@ class TorchRuntime:
     def _step(self, plan: StepPlan) -> StepResult:
         for key in plan.drop_images:
             self._features.pop(key, None)
-            self._images.pop(key, None)
-        self._crops.drop(plan.drop_crops)
+            self.images.pop(key, None)
+        self.crops.drop(plan.drop_crops)
         for sequence_id in plan.ended:
             self._sampled.pop(sequence_id, None)
         began = clock.now()
@@ -234,24 +234,24 @@ class TorchRuntime:
                 self._features[key] = []
             own = features[begin : begin + piece.num_encoded] if features is not None else None
             begin += piece.num_encoded
-            self._features[key] += self._crops.features(piece, own)
+            self._features[key] += self.crops.features(piece, own)
             if piece.last == piece.image.num_crops:
                 all_features = torch.cat(self._features.pop(key))
-                self._images[key] = vision.embed(all_features, piece.image.tiling, adapters)
+                self.images[key] = vision.embed(all_features, piece.image.tiling, adapters)
                 if piece.image.keeps_features:
                     self._features[key] = [all_features]
 
     def _reading(self, read: ImageRead) -> Fetched:
         """Raises AssertionError if the image was not encoded."""
         key, spec, crops = read.image.key, read.spec, None
-        assert key in self._images, f"image {key} was not encoded"
+        assert key in self.images, f"image {key} was not encoded"
         if spec.crops:
             (features,) = self._features[key]
             adapter = read.image.adapter
             adapters = None if adapter is None else OneAdapter(adapter.weights)
             embed = self.model.vision.embed
             crops = torch.stack([embed(each[None], (1, 1), adapters) for each in features])
-        return fetch(spec, self._images[key] if spec.image else None, crops)
+        return fetch(spec, self.images[key] if spec.image else None, crops)
 
     def _refine(self, rows: Sequence[RefineRow]) -> dict[int, np.ndarray]:
         """Returns the refined masks by sequence id."""
@@ -324,10 +324,10 @@ class TorchRuntime:
 
     def batch(self, rows: Sequence[Row]) -> Batch:
         """Returns the rows as the input of one pass with this runtime's KV cache and images."""
-        assert self._cache is not None, "the runtime is closed"
+        assert self.cache is not None, "the runtime is closed"
         for row in rows:
             self._check(row)
-        return build_batch(rows, self.model, self._cache, self._images)
+        return build_batch(rows, self.model, self.cache, self.images)
 
     def _check(self, row: Row) -> None:
         limits = self._limits

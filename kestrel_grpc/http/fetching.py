@@ -98,8 +98,8 @@ class ImageFetcher:
     ) -> None:
         self._allowed, self._max_bytes = frozenset(allowed), max_bytes
         self._resolve = _Resolver() if resolve is None else resolve
-        self._connect = _connect if connect is None else connect
-        self._trust = ssl.create_default_context()
+        self._connect = connect_to if connect is None else connect
+        self.trust = ssl.create_default_context()
 
     async def fetch(self, addresses: Addresses) -> int:
         """Fetches the images. Returns their bytes. Raises InvalidRequest, UnsupportedImageError."""
@@ -174,7 +174,7 @@ class ImageFetcher:
             writer.transport.abort()
 
     async def _connected(self, found: Sequence[str], port: int, parts: SplitResult) -> Connection:
-        trust = self._trust if parts.scheme == "https" else None
+        trust = self.trust if parts.scheme == "https" else None
         failed = OSError()
         for address in found[:_MOST_TRIED]:
             try:
@@ -282,7 +282,9 @@ class _Resolver:
         return list(dict.fromkeys(str(each[4][0]) for each in found))
 
 
-async def _connect(address: str, port: int, trust: ssl.SSLContext | None, host: str) -> Connection:
+async def connect_to(
+    address: str, port: int, trust: ssl.SSLContext | None, host: str
+) -> Connection:
     named = {} if trust is None else {"ssl": trust, "server_hostname": host}
     return await asyncio.open_connection(address, port, **named)  # type: ignore[arg-type]
 

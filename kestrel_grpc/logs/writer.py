@@ -40,13 +40,13 @@ class LogWriter(logging.Handler):
         # Reentrant, because the garbage collector may run a destructor that logs at any point.
         self._lock = threading.RLock()
         self._lines: list[bytes] = []
-        self._held_bytes = 0
+        self.held_bytes = 0
         """Bytes of all lines that are not written yet, including those that the thread is writing."""
         self._dropped = self._lost = 0
         """Lines dropped for lack of room since the thread last fetched lines; lines lost for any reason since the
         start."""
-        self._arrived, self._idle = threading.Event(), threading.Event()
-        self._idle.set()
+        self._arrived, self.idle = threading.Event(), threading.Event()
+        self.idle.set()
         self._stuck = self._closing = False
         # Only the thread uses the following attributes.
         self._unreported, self._why = 0, ""
@@ -75,7 +75,7 @@ class LogWriter(logging.Handler):
         """Waits until all lines are written, at most FLUSH_S seconds. After a timeout, does not wait again until a line
         is written."""
         if not self._stuck:
-            self._stuck = not clock.wait(self._idle, FLUSH_S)
+            self._stuck = not clock.wait(self.idle, FLUSH_S)
 
     def close(self) -> None:
         """Ends the thread. Lines that cannot be written within FLUSH_S seconds are lost. Idempotent."""
@@ -89,14 +89,14 @@ class LogWriter(logging.Handler):
     def _add(self, text: str) -> None:
         line = text.encode(errors="backslashreplace") + b"\n"
         with self._lock:
-            if self._closing or self._held_bytes + len(line) > self._most_bytes:
+            if self._closing or self.held_bytes + len(line) > self._most_bytes:
                 self._dropped += 1
                 self._lost += 1
             else:
-                self._held_bytes += len(line)
+                self.held_bytes += len(line)
                 self._lines.append(line)
             if len(self._lines) <= 1 and not self._closing:
-                self._idle.clear()
+                self.idle.clear()
                 self._arrived.set()
 
     def _run(self) -> None:
@@ -110,9 +110,9 @@ class LogWriter(logging.Handler):
                 self._arrived.clear()
             self._write_batch(lines, dropped)
             with self._lock:
-                self._held_bytes -= sum(map(len, lines))
+                self.held_bytes -= sum(map(len, lines))
                 if not self._lines and not self._dropped:
-                    self._idle.set()
+                    self.idle.set()
                     self._stuck = False
                     if self._closing:
                         return

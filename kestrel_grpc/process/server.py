@@ -221,7 +221,7 @@ class KestrelServer:
             self.guard,
             num_calls=lambda: self.in_flight.count,
             is_ready=lambda: self.served.state is State.READY,
-            ended=self._ended_connections,
+            ended=self.ended_connections,
         )
 
     def _services(self, images: RequestImages) -> HttpServices:
@@ -248,7 +248,7 @@ class KestrelServer:
             *(self.models, self._config.grace_s),
         )
 
-    def _ended_connections(self) -> Counter[str]:
+    def ended_connections(self) -> Counter[str]:
         """By reason, of both ports."""
         ended = Counter(self.guard.connections.ended)
         if self._opened is not None and self._opened.http is not None:

@@ -29,7 +29,7 @@ from ..edge.methods import Methods
 V1 = "grpc.reflection.v1.ServerReflection"
 V1ALPHA = "grpc.reflection.v1alpha.ServerReflection"
 _CONTRACT = Path(__file__).with_name("kestrel.v1.binpb")
-_MOST_ANSWERS = 64
+MOST_ANSWERS = 64
 """Limit on the answers that wait for their readers at the same time. An answer has up to 0.2 MB."""
 
 
@@ -51,7 +51,7 @@ class Reflection:
 
     def __init__(self, service_names: Iterable[str]) -> None:
         self._service_names = sorted(service_names)
-        self._turns = asyncio.Semaphore(_MOST_ANSWERS)
+        self.turns = asyncio.Semaphore(MOST_ANSWERS)
 
     @functools.cached_property
     def _contract(self) -> dict[str, bytes]:
@@ -76,7 +76,7 @@ class Reflection:
     ) -> AsyncIterator[pb.ServerReflectionResponse]:
         """One response for each request, in their order."""
         async for request in requests:
-            async with self._turns:
+            async with self.turns:
                 response = self._answer(request)
                 response.valid_host = request.host
                 response.original_request.CopyFrom(request)

@@ -59,7 +59,7 @@ class MetricsPort:
         self._thread.join()
 
 
-class _Handler(WSGIRequestHandler):
+class Handler(WSGIRequestHandler):
     timeout = TIMEOUT_S
 
     def get_environ(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.address_family = found[0][0]
         self._door = door
         self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
-        super().__init__((host, port), _Handler)
+        super().__init__((host, port), Handler)
 
     def server_bind(self) -> None:
         # HTTPServer's method looks up this host's name, which may take seconds.

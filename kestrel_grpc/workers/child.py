@@ -34,12 +34,12 @@ class Child:
         """Beats of the supervisor since the worker's last message. Counted only after the worker is ready."""
         ours, self._theirs = socket.socketpair()
         ours.setblocking(False)
-        self._line = processes.Line(ours, trusts=True)
+        self.line = processes.Line(ours, trusts=True)
         self._process = -1
         """A descriptor of the process, so that signals reach no other that got its number."""
         self._status: int | None = None
         self._has_begun, self._has_ended = asyncio.Event(), asyncio.Event()
-        asyncio.get_running_loop().add_reader(self._line.fileno(), self._read)
+        asyncio.get_running_loop().add_reader(self.line.fileno(), self._read)
 
     @classmethod
     async def start(
@@ -50,7 +50,7 @@ class Child:
             child = cls(task, on_ready)
             try:
                 with child._theirs as theirs:
-                    send_task(child._line, task)
+                    send_task(child.line, task)
                     template.fork_worker(task, theirs)
                 await child._has_begun.wait()
             except BaseException:
@@ -98,15 +98,15 @@ class Child:
         return ending(status)
 
     def _read(self) -> None:
-        is_open = self._line.read()
-        for message in self._line.messages():
+        is_open = self.line.read()
+        for message in self.line.messages():
             self._handle(message)
         if not is_open:
             self._hang_up()
 
     def _handle(self, message: dict[str, Any]) -> None:
         if "pid" in message:
-            self.pid, self._process = message["pid"], self._line.descriptors.pop(0)
+            self.pid, self._process = message["pid"], self.line.descriptors.pop(0)
             self._has_begun.set()
         elif "ended" in message:
             self._status = message["ended"]
@@ -126,9 +126,9 @@ class Child:
                 pass
 
     def _hang_up(self) -> None:
-        if self._line.fileno() >= 0:
-            asyncio.get_running_loop().remove_reader(self._line.fileno())
-            self._line.close()
+        if self.line.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self.line.fileno())
+            self.line.close()
         self._has_begun.set()
         self._has_ended.set()
 

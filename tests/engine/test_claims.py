@@ -72,7 +72,7 @@ def test_a_running_model_on_a_card_owes_its_passes_and_caches(
         )
         assert found is runtime and CLAIMS.available(CARD) == 20 * GIB - passing
         held = 4000 + staying + LIMITS.num_pages * PAGE_BYTES
-        assert [claim.holds for claim in CLAIMS._of(CARD)] == [held]
+        assert [claim.holds for claim in CLAIMS.of(CARD)] == [held]
 
 
 def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_read(
@@ -126,7 +126,7 @@ def test_pages_that_the_host_has_not_given_are_left_to_the_first_model(
     pool = first.info.kv_cache_bytes
     owed = 20 * GIB - CLAIMS.available(torch.device("cpu"))
     assert 0.9 * pool < owed <= pool
-    first.runtime._cache.keys.zero_()
+    first.runtime.cache.keys.zero_()
     left = 20 * GIB - CLAIMS.available(torch.device("cpu"))
     assert 0.4 * pool < left < 0.6 * pool
     second = build()

@@ -147,7 +147,7 @@ def check_vision(golden: Golden, name: str, picture: PreparedImage) -> None:
     stitched = vision.stitch(features[1:], tiling)
     assert list(stitched.shape[:2]) == expected["reconstructed_hw"]
     pooled = vision.pool(stitched)
-    embedding = golden.runtime._images[name]  # The runtime has encoded it.
+    embedding = golden.runtime.images[name]  # The runtime has encoded it.
     samples = torch.stack([stitched[y, x] for y, x in expected["reconstructed_sample_yx"]])
     golden.check("crop_features", samples, f"vision.{name}.reconstructed_samples")
     kept = features[rows.get("crop_features_crops", slice(None))]

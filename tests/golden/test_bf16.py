@@ -109,7 +109,7 @@ def compared(
     rows = golden.expected["rows"]["image_emb_rows"]
     for name in pictures:
         stored = golden.arrays[f"vision.{name}.image_emb_rows"]
-        yield Row("image_emb", runtime._images[name][rows], stored, False)
+        yield Row("image_emb", runtime.images[name][rows], stored, False)
     for case in cases:
         side = Side(golden, runtime, exact)
         prompt = golden.prompt(case)

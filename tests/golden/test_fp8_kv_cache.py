@@ -56,7 +56,7 @@ def calibrated(golden: Golden) -> list[tuple[float, float]]:
     """Scales by which the largest number of one prompt is 448."""
     runtime = golden.new_runtime(num_pages=90)
     Feed(runtime, pages_for(runtime, 60))(*golden.prompt(golden.case("query_noimage.0")))
-    cache = runtime._cache
+    cache = runtime.cache
     assert cache is not None
     used = slice(0, 5)
     return [
@@ -72,7 +72,7 @@ def test_it_is_plain_attention_over_rounded_numbers(model, case_id: str) -> None
     prompt = golden.prompt(golden.case(case_id))
     batch = runtime.batch([Row(0, prompt, 0, pages_for(runtime, 800, seed=3), None)])
     prefix = golden.config.image_prefix if isinstance(prompt[1], ImageBlock) else 0
-    plain = RoundedAttention(runtime._cache.scales, prefix)
+    plain = RoundedAttention(runtime.cache.scales, prefix)
     expected = runtime.model.text(batch.embeddings, batch.positions, plain)[-1]
     hidden = Feed(runtime, pages_for(runtime, 800, seed=3))(*prompt)
     torch.testing.assert_close(hidden, expected, **FLIPS)

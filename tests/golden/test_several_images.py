@@ -85,7 +85,7 @@ NAMES = ("two at the beginning", "one in each turn", "one after text", "the same
 @pytest.mark.slow_with("two at the beginning", "the same twice")
 def test_a_prompt_equals_the_plain_model(golden: Golden, name: str) -> None:
     runtime, prompt = golden.runtime, prompts(golden)[name]
-    expected = plain_hidden(runtime.model, runtime._images, prompt)[-1]
+    expected = plain_hidden(runtime.model, runtime.images, prompt)[-1]
     feed = Feed(runtime, pages_for(runtime, 1600, seed=3))
     assert_same(feed(*prompt), expected)
 
@@ -97,8 +97,8 @@ def test_pieces_and_pages_change_nothing(golden: Golden, page_size: int) -> None
     """Each image in a row of its own, or with text before and after it in its row."""
     prompt = prompts(golden)["one in each turn"]
     runtime = golden.new_runtime(page_size=page_size, num_pages=-(-1700 // page_size))
-    runtime._images.update(golden.runtime._images)
-    expected = plain_hidden(golden.runtime.model, golden.runtime._images, prompt)[-1]
+    runtime.images.update(golden.runtime.images)
+    expected = plain_hidden(golden.runtime.model, golden.runtime.images, prompt)[-1]
     second = prompt.index(prompts(golden)["one after text"][9])
     for cuts in ((2, second, second + 1), (5, second + 4), (second - 2, second + 1)):
         feed = Feed(runtime, pages_for(runtime, 1600, seed=page_size))
@@ -112,7 +112,7 @@ def test_pieces_and_pages_change_nothing(golden: Golden, page_size: int) -> None
 def assert_plain_answer(golden: Golden, prompt: Prompt, answer: Sequence[int], most: int) -> None:
     """``answer`` is the greedy one: in a pass over all of it each token follows from those before it."""
     model, control = golden.runtime.model, AnswerControl(golden.context)
-    hidden = plain_hidden(model, golden.runtime._images, [*prompt, *answer])
+    hidden = plain_hidden(model, golden.runtime.images, [*prompt, *answer])
     all_logits = model.text.logits(hidden[-1 - len(answer) :])
     eos = golden.config.ids.eos_id
     wanted = list(answer) if len(answer) == most else [*answer, eos]

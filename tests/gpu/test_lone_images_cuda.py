@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kestrel_engine import InferenceEngine, RuntimeConfig
+from tests.engine.inside import inside
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,7 +51,7 @@ async def test_images_of_two_sizes_in_turns(
     config = RuntimeConfig(device="cuda", kv_cache_gib=1.0, **settings)
     async with await InferenceEngine.create(config) as engine:
         found = await captions(engine)
-        runtime: Any = engine._built.runtime
+        runtime: Any = inside(engine).built.runtime
         assert len(runtime.parts.images._make_crops._graphs._graphs) == len(SIZES)
     assert found == expected
     assert len(set(found)) > 1

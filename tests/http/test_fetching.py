@@ -81,7 +81,7 @@ async def network(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Network]:
     server = await asyncio.start_server(network.serve, "127.0.0.1", 0)
     network.port = server.sockets[0].getsockname()[1]
     monkeypatch.setattr(fetching, "_Resolver", lambda: network.resolve)
-    monkeypatch.setattr(fetching, "_connect", network.connect)
+    monkeypatch.setattr(fetching, "connect_to", network.connect)
     yield network
     server.close()
 
@@ -326,7 +326,7 @@ async def test_tls_checks_the_name(authority: Authority):
         return [PUBLIC]
 
     async def connect(address: str, port_asked: int, trust: Any, host: str) -> Any:
-        return await fetching._connect("127.0.0.1", port, trust, host)
+        return await fetching.connect_to("127.0.0.1", port, trust, host)
 
     fetcher = ImageFetcher([HOST, "cdn.example.net"], 10**6, resolve, connect)
 
@@ -338,7 +338,7 @@ async def test_tls_checks_the_name(authority: Authority):
 
     with pytest.raises(InvalidRequest, match="certificate"):
         await fetch(HOST)
-    fetcher._trust.load_verify_locations(authority.ca.cert)
+    fetcher.trust.load_verify_locations(authority.ca.cert)
     assert await fetch(HOST) == JPEG
     with pytest.raises(InvalidRequest, match="Hostname mismatch"):
         await fetch("cdn.example.net")

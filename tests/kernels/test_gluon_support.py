@@ -21,11 +21,11 @@ def asked_anew(monkeypatch):
         "get_device_properties",
         lambda _: SimpleNamespace(multi_processor_count=132),
     )
-    gluon_support._is_supported.cache_clear()
-    spared._of_hopper.cache_clear()
+    gluon_support.is_supported.cache_clear()
+    spared.of_hopper.cache_clear()
     yield
-    gluon_support._is_supported.cache_clear()
-    spared._of_hopper.cache_clear()
+    gluon_support.is_supported.cache_clear()
+    spared.of_hopper.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_other_tritons_have_the_kernels_of_all_cards(version, taken, monkeypatch
     monkeypatch.setattr(gluon_support.triton, "__version__", version)
     for _ in range(2):
         assert gluon_support.hopper_programs(CARD) == (132 if taken else 0)
-        assert moe_prefill._hopper(CARD) is (moe_hopper if taken else None)
+        assert moe_prefill.hopper_kernels(CARD) is (moe_hopper if taken else None)
     assert len(caplog.records) == (0 if taken else 1), "it is said once"
     assert taken or version in caplog.text
 
@@ -45,4 +45,4 @@ def test_other_devices_have_the_kernels_of_all_cards(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
     assert gluon_support.hopper_programs(CARD) == 0
     assert gluon_support.hopper_programs(torch.device("cpu")) == 0
-    assert moe_prefill._hopper(CARD) is None
+    assert moe_prefill.hopper_kernels(CARD) is None

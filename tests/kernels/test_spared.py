@@ -32,7 +32,7 @@ def test_persistent_kernels_have_fewer_programs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(gluon_support.triton, "__version__", "3.6.0")
-    caches = gluon_support._is_supported, spared_module._of_hopper
+    caches = gluon_support.is_supported, spared_module.of_hopper
     for cached in caches:
         cached.cache_clear()
     try:

@@ -25,6 +25,7 @@ from kestrel_engine import (
     StepEvent,
 )
 from kestrel_engine.steps.delivery import Delivery
+from tests.engine.inside import inside
 
 from .questions import Question
 
@@ -193,28 +194,31 @@ def _plain(output: Any) -> Any:
 
 def check_now(engine: InferenceEngine) -> None:
     """What holds after every turn of the step loop."""
-    engine._loop._scheduler.check()
-    places = engine._submitter.places
-    holders = places._shares.members.values()
+    parts = inside(engine)
+    parts.loop._scheduler.check()
+    places = parts.submitter.places
+    shares = places.shares
+    holders = shares.members.values()
     assert places.held == sum(holder.held for holder in holders)
     assert places.held <= places.bound + places.reserved, "more places than there are"
-    assert places._shares._weights == sum(holder.weight for holder in holders)
+    assert shares._weights == sum(holder.weight for holder in holders)
 
 
 def check_idle(engine: InferenceEngine) -> None:
     """What holds when all requests have ended and the engine runs."""
     assert engine.num_requests == 0 and engine.places.held == 0, engine.places
-    loop, pool = engine._loop, engine._submitter.images._pool
-    loop._scheduler.check()
+    parts = inside(engine)
+    loop, load = parts.loop, parts.submitter.images.pool.load
+    scheduler = loop._scheduler
+    scheduler.check()
     stats = engine.stats
     assert stats.running == stats.waiting == 0, stats
     assert stats.pages_free + stats.pages_cached == stats.pages_total, f"pages are lost: {stats}"
     assert stats.pages_evictable == stats.pages_cached, f"cached pages have users: {stats}"
     assert not loop._requests._active and not any(loop._out.values())
-    assert not loop._scheduler._batch.images.users(), "an image has users"
-    assert not engine._delivery._over and not engine._delivery._pending
-    assert not pool._runs and not pool._making and not pool._waiting_pixels
-    assert pool._free_bytes == pool._expensive_bytes
+    assert not scheduler._batch.images.users(), "an image has users"
+    assert not parts.delivery._over and not parts.delivery._pending
+    assert load == (0, 0, 0, 0, 0, 0, 0, 0, load.idle)
 
 
 def check_flushed(engine: InferenceEngine) -> None:

@@ -62,7 +62,7 @@ def the_places_of_several_looks_are_kept(monkeypatch):
 
     def only_the_first(self, place):
         # A further place has the first one as its occupant.
-        if not isinstance(place._occupant, Place):
+        if not isinstance(place.occupant, Place):
             place.more.clear()
         give_back(self, place)
 

@@ -26,6 +26,7 @@ from kestrel_engine.types.step import RuntimeLimits
 from kestrel_grpc.security.admission import message_room
 from tests.clock import STARTED, StillClock, still
 from tests.engine.fakes import fake_build
+from tests.engine.inside import inside
 
 from . import invariants
 from .callers import Caller, Habits, random_habits
@@ -197,7 +198,7 @@ class World:
         self._num_turns += 1
         stats = self.engine.stats
         self.note("turn", stats.running, stats.waiting, stats.pages_free)
-        if self._num_turns % 30 == 0 and self.engine._loop.alive:
+        if self._num_turns % 30 == 0 and inside(self.engine).loop.alive:
             invariants.check_now(self.engine)
 
     def run(self) -> World:
@@ -237,7 +238,7 @@ class World:
             await self._pass(1)
         watching.cancel()
         assert not self.watch.open, self.watch.open
-        if self.engine._lifetime.is_running and setting.rates.hangs_after == float("inf"):
+        if inside(self.engine).lifetime.is_running and setting.rates.hangs_after == float("inf"):
             await self._pass(10)  # The decoders end what nobody waits for.
             invariants.check_idle(self.engine)
             await self.engine.flush_caches()
@@ -246,7 +247,7 @@ class World:
             self._fault("shutdown")
             await self.engine.shutdown()
             assert not self.engine.is_stuck and device.closed
-        elif not self.engine._lifetime.is_running:
+        elif not inside(self.engine).lifetime.is_running:
             assert self.engine.num_requests == 0 and self.engine.places.held == 0
         else:
             self._fault("hang")

@@ -78,12 +78,12 @@ class Origins:
         self._sources = sources or AdapterSources()
         self._hub = HubRepositories(endpoint) if self._sources.hub else None
         self._api = TuningApi(self._sources) if self._sources.api is not None else None
-        self._disk: AdapterDisk | None = None
+        self.disk: AdapterDisk | None = None
         if self._sources.downloads:
             assert downloads is not None, "downloaded adapters need a folder"
-            self._disk = AdapterDisk(downloads, self._sources.disk_bytes, most_bytes)
+            self.disk = AdapterDisk(downloads, self._sources.disk_bytes, most_bytes)
         self._known: OrderedDict[str, _Known] = OrderedDict()
-        self._looking: dict[str, asyncio.Task[Version]] = {}
+        self.looking: dict[str, asyncio.Task[Version]] = {}
         self._asking = ThreadPoolExecutor(_LOOK_UPS, thread_name_prefix="kestrel-look-ups")
         self._downloading = ThreadPoolExecutor(_DOWNLOADS, thread_name_prefix="kestrel-downloads")
 
@@ -99,12 +99,12 @@ class Origins:
         if known is not None and clock.now() >= known.until:
             if known.version is None or known.error is not None:
                 known = None
-            elif name not in self._looking and len(self._looking) < MAX_WAITING:
+            elif name not in self.looking and len(self.looking) < MAX_WAITING:
                 self._look_up(name)  # Beside this request, which gets what was known.
         if known is None:
-            if name not in self._looking and len(self._looking) >= MAX_WAITING:
+            if name not in self.looking and len(self.looking) >= MAX_WAITING:
                 raise AdaptersFull(f"{MAX_WAITING} names of adapters are being looked up")
-            task = self._looking.get(name) or self._look_up(name)
+            task = self.looking.get(name) or self._look_up(name)
             try:
                 return await asyncio.shield(task)
             except asyncio.CancelledError:
@@ -137,9 +137,9 @@ class Origins:
 
     async def close(self) -> None:
         """Ends look-ups and downloads."""
-        if self._disk is not None:
-            self._disk.close()
-        for task in self._looking.values():
+        if self.disk is not None:
+            self.disk.close()
+        for task in self.looking.values():
             task.cancel()
         for threads in (self._asking, self._downloading):
             await asyncio.to_thread(threads.shutdown, cancel_futures=True)
@@ -158,7 +158,7 @@ class Origins:
             raise AdapterNotFound("adapter", f"there is no adapter {name!r}{where}")
 
     def _look_up(self, name: str) -> asyncio.Task[Version]:
-        self._looking[name] = task = asyncio.create_task(self._looked_up(name))
+        self.looking[name] = task = asyncio.create_task(self._looked_up(name))
         task.add_done_callback(_retrieved)
         return task
 
@@ -180,7 +180,7 @@ class Origins:
             self._remember(name, _Known(None, clock.now() + FAILURE_S, error))
             raise
         finally:
-            del self._looking[name]
+            del self.looking[name]
 
     def _remember(self, name: str, known: _Known) -> None:
         self._known[name] = known
@@ -199,7 +199,7 @@ class Origins:
         return self._version(name, key, partial(self._api.fetch, wanted)), REFRESH_S
 
     def _of_hub(self, name: str, wanted: Repository) -> tuple[Version, float]:
-        assert self._hub is not None and self._disk is not None
+        assert self._hub is not None and self.disk is not None
         lasts_s = REFRESH_S
         try:
             if self._offline:
@@ -209,7 +209,7 @@ class Origins:
             commit = self._hub.commit(wanted, name)
         except AdapterUnavailable:
             # Without the hub, what was downloaded last serves.
-            key = self._disk.latest(name) or ""
+            key = self.disk.latest(name) or ""
             commit = key.rpartition("@")[2]
             if key != self._hub.key(wanted, commit):
                 raise
@@ -218,8 +218,8 @@ class Origins:
         return self._version(name, self._hub.key(wanted, commit), fetch), lasts_s
 
     def _version(self, name: str, key: str, fetch: Fetch) -> Version:
-        assert self._disk is not None
-        opened = partial(_downloaded, self._disk, key, name, None if self._offline else fetch)
+        assert self.disk is not None
+        opened = partial(_downloaded, self.disk, key, name, None if self._offline else fetch)
         return Version(name, key, opened, is_remote=True)
 
 

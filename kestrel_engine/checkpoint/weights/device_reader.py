@@ -52,7 +52,7 @@ class DeviceReader:
     def __init__(self, wanted: Sequence[StoredTensor], device: torch.device) -> None:
         self._wanted = deque(wanted)
         self._device = device
-        self._arriving: deque[_Arriving] = deque()
+        self.arriving: deque[_Arriving] = deque()
         self._ahead_bytes = 0
         self._thread_state = threading.local()
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="kestrel-weights")
@@ -65,13 +65,13 @@ class DeviceReader:
 
     def __exit__(self, *exc: object) -> None:
         self._readers.shutdown(wait=True, cancel_futures=True)
-        self._arriving.clear()
+        self.arriving.clear()
         self._pickles.clear()
         self._stack.close()
 
     def _read(self, stored: StoredTensor) -> torch.Tensor:
         self._read_ahead()
-        arriving = self._arriving.popleft()
+        arriving = self.arriving.popleft()
         assert arriving.stored == stored, f"{stored.name} requested, {arriving.stored.name} is next"
         for piece in arriving.pieces:
             piece.result()
@@ -80,10 +80,10 @@ class DeviceReader:
         return arriving.data.view(stored.torch_dtype).view(stored.shape)
 
     def _read_ahead(self) -> None:
-        while self._wanted and (not self._arriving or self._ahead_bytes < AHEAD_BYTES):
+        while self._wanted and (not self.arriving or self._ahead_bytes < AHEAD_BYTES):
             arriving = self._start_read(self._wanted.popleft())
             self._ahead_bytes += arriving.data.nbytes
-            self._arriving.append(arriving)
+            self.arriving.append(arriving)
 
     def _start_read(self, stored: StoredTensor) -> _Arriving:
         if stored.dtype not in DTYPES:

@@ -66,7 +66,7 @@ class DecodeWorkspace:
         )
 
 
-def _config(rows: int, head_dim: int, dtype: torch.dtype, *, units: bool = True) -> DecodeConfig:
+def config_of(rows: int, head_dim: int, dtype: torch.dtype, *, units: bool = True) -> DecodeConfig:
     """Returns the fastest configuration, measured on an H200 with 800 positions and 32 heads of 64.
 
     Microseconds a layer for 1, 16 and 64 rows: bf16 10.2, 33.2 and 104; FlashInfer, including its store of k and v,
@@ -98,7 +98,7 @@ def choose_splits(
     It gives one to two programs a multiprocessor (the H200 has 132). FP8 pools get two, because one program can widen
     while the other loads, and at most 8 splits for more than 8 rows. ``units``: the result of `has_units`.
     """
-    groups = -(-num_heads // _config(rows, head_dim, dtype, units=units).heads)
+    groups = -(-num_heads // config_of(rows, head_dim, dtype, units=units).heads)
     if dtype.itemsize == 1:
         return max(2, min(16 if rows <= 8 else 8, 264 // (rows * groups)))
     return max(2, min(16, 132 // (rows * groups)))
@@ -150,7 +150,7 @@ def paged_decode(
     assert out.stride(1) == 1 and out.shape == (rows, num_heads * head_dim)
     assert len(row_seq) == len(positions) == rows and page_table.stride(1) == 1
     units = has_units(qkv.device)
-    chosen = config or _config(rows, head_dim, key_pool.dtype, units=units)
+    chosen = config or config_of(rows, head_dim, key_pool.dtype, units=units)
     heads = min(chosen.heads, triton.next_power_of_2(num_heads))
     groups = triton.cdiv(num_heads, heads)
     assert not chosen.ahead or chosen.stages == 1

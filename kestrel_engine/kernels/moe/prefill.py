@@ -69,7 +69,7 @@ def tiles_for(element_size: int, num_pairs: int, num_experts: int) -> Tiles:
     return TILES[element_size, limit]
 
 
-def _hopper(device: torch.device) -> ModuleType | None:
+def hopper_kernels(device: torch.device) -> ModuleType | None:
     """Returns the module hopper.py if it can be imported and run on ``device``, else None."""
     if not hopper_programs(device):
         return None
@@ -109,7 +109,7 @@ def moe_prefill(
     if not num_tokens:
         return out
     outputs = torch.empty((num_pairs, dim), dtype=u.dtype, device=u.device)
-    hopper = _hopper(u.device) if tiles is None and adapters is None else None
+    hopper = hopper_kernels(u.device) if tiles is None and adapters is None else None
     if hopper is not None and hopper.takes(u, layer, num_pairs):
         hopper.products(u, experts, layer, outputs, in_fp8=in_fp8)
     else:

@@ -60,9 +60,9 @@ class Decode:
             self._shared = SharedRows(
                 max_rows, config.n_heads, config.head_dim, cache.page_size, device
             )
-        self._graphs = PassGraphs(
+        self.graphs = PassGraphs(
             "decode",
-            self._body,
+            self.body,
             max_rows,
             stream=stream,
             fewest_shared=None if self._shared is None else FEWEST_ROWS,
@@ -79,7 +79,7 @@ class Decode:
         assert count <= self._max_rows, f"{count} decode rows, limit {self._max_rows}"
         self.shared_groups = () if self._shared is None else self._shared.send(rows)
         shared = bool(self.shared_groups)
-        padded = self._graphs.padded(count, shared=shared)
+        padded = self.graphs.padded(count, shared=shared)
         host = self._sampler.rows.host()
         host["new_pages"][:padded] = -1
         host["seqs"][:count] = self._state.assign_decoding(rows, step_id, host["new_pages"])
@@ -93,7 +93,7 @@ class Decode:
         self._sampler.rows.send()
         if self._planned is not None:
             self._planned.plan(padded, rows)
-        self._graphs.run(variant)
+        self.graphs.run(variant)
         self._sampler.redraw(self._x[:padded], variant)
         return self._sampler.head.results[:count], self._sampler.tops(count)
 
@@ -104,7 +104,7 @@ class Decode:
             with torch.cuda.stream(self._stream):
                 for padded in ladder(self._max_rows):
                     self._planned.plan(padded, ())
-        self._graphs.capture(progress)
+        self.graphs.capture(progress)
 
     def warm_up(self) -> None:
         """Runs every variant of a pass uncaptured, on rows of the spare sequence: for a runtime without graphs."""
@@ -112,10 +112,10 @@ class Decode:
         if self._planned is not None:
             for padded in ladder(self._max_rows):
                 self._planned.plan(padded, ())
-        self._graphs.warm_up()
+        self.graphs.warm_up()
 
     def close(self) -> None:
-        self._graphs.clear()
+        self.graphs.clear()
 
     def _send_padding(self) -> None:
         self._sampler.send_padding(self._max_rows)
@@ -166,7 +166,7 @@ class Decode:
         host["positions"][:count] = positions
         return spatial
 
-    def _body(self, variant: Variant) -> None:
+    def body(self, variant: Variant) -> None:
         """Enqueues one complete pass over the fixed buffers, which a graph captures."""
         hidden = self._hidden(variant)
         self._sampler.head(

@@ -82,7 +82,7 @@ class PassGraphs:
             True: shared_ladder(max_rows, fewest_shared) if shares and fewest_shared else (),
         }
         self._adapters = tuple(RowAdapters) if adapters else (RowAdapters.NONE,)
-        self._graphs: dict[Variant, torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[Variant, torch.cuda.CUDAGraph] = {}
 
     @property
     def variants(self) -> list[Variant]:
@@ -106,7 +106,7 @@ class PassGraphs:
         variants = self.variants
         pool = torch.cuda.graph_pool_handle()
         for index, variant in enumerate(variants):
-            self._graphs[variant] = captured(partial(self._body, variant), self._stream, pool)
+            self.graphs[variant] = captured(partial(self._body, variant), self._stream, pool)
             if progress is not None:
                 progress(index + 1, len(variants), f"{self._name} graph of {variant.num_rows} rows")
 
@@ -117,11 +117,11 @@ class PassGraphs:
 
     def run(self, variant: Variant) -> None:
         """Runs a variant, whose ``num_rows`` is a captured batch size."""
-        graph = self._graphs.get(variant)
+        graph = self.graphs.get(variant)
         if graph is None:
             self._body(variant)
         else:
             graph.replay()
 
     def clear(self) -> None:
-        self._graphs.clear()
+        self.graphs.clear()

@@ -282,11 +282,11 @@ class GpuRuntime:
                 crops = torch.zeros(rows, side, side, 3, dtype=torch.uint8, device=device)
                 self.parts.refinement(crops, crops[..., 0])
         self.parts.prompts.warm_up()
-        self._warm_up_samples()
+        self.warm_up_samples()
         if not self._captured:
             self.parts.decode.warm_up()
 
-    def _warm_up_samples(self) -> None:
+    def warm_up_samples(self) -> None:
         """What follows a prefill pass: sampling for any number of prompts, and the check of prompts that continue."""
         rows, dim = self._limits.max_batch_size, self._config.text.dim
         hidden = torch.zeros(rows, dim, dtype=self.model.dtype, device=self.model.device)

@@ -108,7 +108,7 @@ class Fitting:
         device = self._model.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        per_epoch = len(self._batches(training))
+        per_epoch = len(self.batches(training))
         total = per_epoch * settings.epochs
         checked = held_out or training
         best = last = self.losses(checked)
@@ -119,7 +119,7 @@ class Fitting:
         ended, progress = "epochs", 0.0
         while ended == "epochs" and epoch < settings.epochs:
             epoch += 1
-            for rows in self._batches(training):
+            for rows in self.batches(training):
                 step_began = clock.now()
                 loss = self._step(rows, _rate(step, progress))
                 now = clock.now()
@@ -165,7 +165,7 @@ class Fitting:
         ]
         return [self._finite(float(self._loss([row]))) for row in rows]
 
-    def _batches(self, images: Sequence[ImageLessons]) -> list[list[RowPlan]]:
+    def batches(self, images: Sequence[ImageLessons]) -> list[list[RowPlan]]:
         """All rows of an epoch in random order. Those of a batch have similar lengths, because all are computed as long
         as the longest of them."""
         rows = []

@@ -89,7 +89,7 @@ def check_packages() -> Iterator[Finding]:
         for line in required:
             requirement = Requirement(line)
             extra = "extra ==" in str(requirement.marker or "")
-            problem = _version_problem(requirement, extra)
+            problem = version_problem(requirement, extra)
             if problem is not None:
                 (optional if extra else wrong).append(problem)
     versions = ", ".join(f"{name} {found}" for name in _SHOWN if (found := _version(name)))
@@ -102,7 +102,7 @@ def check_packages() -> Iterator[Finding]:
         yield Finding("packages", "ok", installed)
 
 
-def _version_problem(requirement: Requirement, extra: bool) -> str | None:
+def version_problem(requirement: Requirement, extra: bool) -> str | None:
     """The problem with a required package, or None. A missing package of an ``extra`` is no problem."""
     if requirement.marker is not None and not extra and not requirement.marker.evaluate():
         return None

@@ -190,7 +190,7 @@ def check_fields(data: bytes | memoryview, descriptor: Any) -> None:
     if len(data) <= MOST_FIELDS:  # Each takes a byte or more.
         return
     try:
-        count = _num_fields(data, descriptor)
+        count = num_fields(data, descriptor)
     except IndexError:
         raise InvalidRequest("", "the request is not a valid message of its type") from None
     if count > MOST_FIELDS:
@@ -199,7 +199,7 @@ def check_fields(data: bytes | memoryview, descriptor: Any) -> None:
         )
 
 
-def _num_fields(data: bytes | memoryview, descriptor: Any) -> int:
+def num_fields(data: bytes | memoryview, descriptor: Any) -> int:
     """The number of fields; more than MOST_FIELDS stands for any such number. Raises IndexError for data that is no
     message."""
     count = 0

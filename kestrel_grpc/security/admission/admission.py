@@ -58,7 +58,7 @@ class Admission:
 
     def __init__(self, limits: CallLimits) -> None:
         self._limits = limits
-        self._accounts: OrderedDict[str, _Account] = OrderedDict()
+        self.accounts: OrderedDict[str, _Account] = OrderedDict()
         """By principal, the least recently seen first."""
         self.limited = 0
         """Number of calls refused because of a limit since the start."""
@@ -66,7 +66,7 @@ class Admission:
     @property
     def calls(self) -> int:
         """Calls in progress."""
-        return sum(account.calls for account in self._accounts.values())
+        return sum(account.calls for account in self.accounts.values())
 
     def admit(self, principal: str) -> AbstractContextManager[None]:
         """Counts a call during the context manager. Raises RateExceeded, TooManyCalls."""
@@ -102,19 +102,19 @@ class Admission:
         account.tokens -= 1
 
     def _account(self, principal: str) -> _Account:
-        account = self._accounts.get(principal)
+        account = self.accounts.get(principal)
         if account is None:
             account = _Account(tokens=self._limits.burst, filled_at=clock.now())
-            self._accounts[principal] = account
-            if len(self._accounts) > _MAX_REMEMBERED:
+            self.accounts[principal] = account
+            if len(self.accounts) > _MAX_REMEMBERED:
                 self._drop_idle_account()
-        self._accounts.move_to_end(principal)
+        self.accounts.move_to_end(principal)
         return account
 
     def _drop_idle_account(self) -> None:
-        idle = next((name for name, account in self._accounts.items() if account.calls == 0), None)
+        idle = next((name for name, account in self.accounts.items() if account.calls == 0), None)
         if idle is not None:
-            del self._accounts[idle]
+            del self.accounts[idle]
 
 
 class Visits:
@@ -125,7 +125,7 @@ class Visits:
     """
 
     def __init__(self, most_of_one: int = MOST_OF_ONE, most_streams: int = MOST_STREAMS) -> None:
-        self._most_of_one, self._most_streams = most_of_one, most_streams
+        self.most_of_one, self._most_streams = most_of_one, most_streams
         self._calls: Counter[tuple[str, bool]] = Counter()
         """Number of calls in progress, by caller and by whether the call is a stream."""
         self.streams = 0
@@ -139,9 +139,9 @@ class Visits:
     def admit(self, who: str, *, stream: bool) -> Iterator[None]:
         """A context manager around a call. Raises TooManyCalls."""
         calls = self._calls[who, stream]
-        if calls >= self._most_of_one:
+        if calls >= self.most_of_one:
             raise TooManyCalls(
-                f"{calls} such calls are in progress; the limit is {self._most_of_one}"
+                f"{calls} such calls are in progress; the limit is {self.most_of_one}"
             )
         if stream and self.streams >= self._most_streams:
             raise TooManyCalls(

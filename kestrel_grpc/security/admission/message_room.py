@@ -93,11 +93,11 @@ class MessageRoom:
     def __init__(self, max_bytes: int | None, *, wait_s: float, max_waiting: int = 4096) -> None:
         self.max_bytes = max_bytes
         self._wait_s, self._max_waiting = wait_s, max_waiting
-        self._held: dict[str, int] = {}
+        self.held: dict[str, int] = {}
         """Held bytes by caller. A caller that holds none is absent."""
-        self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()
+        self.waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()
         """Waiting calls by caller, in the order of turns. No queue is empty."""
-        self._reading: Counter[str] = Counter()
+        self.reading: Counter[str] = Counter()
         """Number of messages that are being read, by caller."""
         self._paid_at: dict[str, float] = {}
         """By caller, the time when the pauses for its messages are over."""
@@ -118,7 +118,7 @@ class MessageRoom:
 
     def reserve_now(self, who: str, num_bytes: int) -> bool:
         """Reserves ``num_bytes`` if ``who`` need not wait for them. Returns whether it has reserved them."""
-        if who in self._waiting or not self._fits(who, num_bytes):
+        if who in self.waiting or not self._fits(who, num_bytes):
             return False
         self._add(who, num_bytes)
         return True
@@ -137,7 +137,7 @@ class MessageRoom:
         if self.num_waiting >= self._max_waiting:
             raise self._full(f"{self.num_waiting} calls wait for room")
         entry = _Waiting(num_bytes, asyncio.get_running_loop().create_future())
-        self._waiting.setdefault(who, deque()).append(entry)
+        self.waiting.setdefault(who, deque()).append(entry)
         self.num_waiting += 1
         self._schedule(who)
         try:
@@ -157,16 +157,16 @@ class MessageRoom:
 
     def end_reading(self, who: str, num_bytes: int) -> None:
         """A message has arrived with ``num_bytes``, or will not arrive."""
-        self._reading[who] -= 1
-        if not self._reading[who]:
-            del self._reading[who]
+        self.reading[who] -= 1
+        if not self.reading[who]:
+            del self.reading[who]
         now = clock.now()
         self._paid_at[who] = paid_at = (
             max(now, self._paid_at.get(who, now)) + 2 * num_bytes * copy_s_per_byte()
         )
         if paid_at - now > _AHEAD_S:
             self._heavy_until[who] = paid_at + _HEAVY_S
-        if who in self._waiting:
+        if who in self.waiting:
             self._schedule(who)
         if len(self._paid_at) > _MOST_REMEMBERED:
             self._paid_at = {who: at for who, at in self._paid_at.items() if at > now}
@@ -176,12 +176,12 @@ class MessageRoom:
         """Frees ``num_bytes``, and grants them to waiting calls."""
         if num_bytes:
             self.held_bytes -= num_bytes
-            left = self._held[who] - num_bytes
+            left = self.held[who] - num_bytes
             if left:
-                self._held[who] = left
+                self.held[who] = left
             else:
-                del self._held[who]
-        if self._waiting:
+                del self.held[who]
+        if self.waiting:
             self._serve()
 
     def _schedule(self, who: str) -> None:
@@ -196,15 +196,15 @@ class MessageRoom:
     def _end_pause(self, who: str) -> None:
         self._timed.discard(who)
         self._serve()
-        if who in self._waiting:
+        if who in self.waiting:
             self._schedule(who)
 
     def _serve(self) -> None:
         """Grants memory to the waiting calls that fit, one call of each caller per turn."""
         passed_over = 0
-        while passed_over < len(self._waiting):
-            who, entries = next(iter(self._waiting.items()))
-            self._waiting.move_to_end(who)
+        while passed_over < len(self.waiting):
+            who, entries = next(iter(self.waiting.items()))
+            self.waiting.move_to_end(who)
             entry = entries[0]
             # A cancelled wait stays in the queue until its task runs.
             if not entry.granted.cancelled():
@@ -217,13 +217,13 @@ class MessageRoom:
             self._remove(who, entry)
 
     def _remove(self, who: str, entry: _Waiting) -> None:
-        entries = self._waiting.get(who)
+        entries = self.waiting.get(who)
         if entries is None or entry not in entries:
             return
         entries.remove(entry)
         self.num_waiting -= 1
         if not entries:
-            del self._waiting[who]
+            del self.waiting[who]
 
     def _ahead_s(self, who: str) -> float:
         """Seconds until another message of ``who`` may be read; 0 or less if it may be read now."""
@@ -232,7 +232,7 @@ class MessageRoom:
     def _fits(self, who: str, num_bytes: int) -> bool:
         if who in self._paid_at and self._ahead_s(who) > 0:
             return False
-        if who in self._heavy_until and self._reading.get(who):
+        if who in self._heavy_until and self.reading.get(who):
             if self._heavy_until[who] > clock.now():
                 return False
             del self._heavy_until[who]
@@ -240,15 +240,15 @@ class MessageRoom:
             return True
         if self.held_bytes + num_bytes > self.max_bytes:
             return False
-        held = self._held.get(who, 0)
+        held = self.held.get(who, 0)
         # A caller that holds nothing may reserve one message of any size.
         return not held or held + num_bytes <= SHARE * self.max_bytes
 
     def _add(self, who: str, num_bytes: int) -> None:
         self.held_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        self._held[who] = self._held.get(who, 0) + num_bytes
-        self._reading[who] += 1
+        self.held[who] = self.held.get(who, 0) + num_bytes
+        self.reading[who] += 1
 
     def _full(self, why: str) -> MessagesFull:
         self.limited += 1

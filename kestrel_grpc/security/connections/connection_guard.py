@@ -145,9 +145,9 @@ class ConnectionGuard:
         self._sockets = sockets
         self._most_bytes = FREE_BYTES + limits.streams * (WINDOW_BYTES + limits.metadata_bytes)
         """Limit on unexplained bytes. A busy server may not know yet of as many calls as a connection may have."""
-        self._uses: dict[str, ConnectionUse] = {}
+        self.uses: dict[str, ConnectionUse] = {}
         """By peer; if connections cannot be observed, there is one for all."""
-        self._connections: dict[int, _Connection] = {}
+        self.connections: dict[int, _Connection] = {}
         """By inode, the oldest first."""
         self._report = _Report()
         self._freed_bytes = 0
@@ -165,7 +165,7 @@ class ConnectionGuard:
     @property
     def num_connections(self) -> int | None:
         """Number of TCP connections at the last look; None if they cannot be observed. Any thread may read it."""
-        return None if self._sockets is None else len(self._connections)
+        return None if self._sockets is None else len(self.connections)
 
     def refuse_headers(self, peer: str, num_bytes: int) -> MessageTooLarge:
         """The error for a call whose metadata has ``num_bytes``, which is more than ``most_metadata_bytes``."""
@@ -191,9 +191,9 @@ class ConnectionGuard:
         """The use of a call's connection."""
         if self._sockets is None or not peer.startswith("ip"):
             peer = ""
-        use = self._uses.get(peer)
+        use = self.uses.get(peer)
         if use is None:
-            use = self._uses[peer] = ConnectionUse()
+            use = self.uses[peer] = ConnectionUse()
         return use
 
     async def run(self) -> None:
@@ -235,29 +235,27 @@ class ConnectionGuard:
             gc.collect(1)
 
     def _follow(self, sockets: list[Accepted], now: float) -> None:
-        before, self._connections = self._connections, {}
+        before, self.connections = self.connections, {}
         for socket in sockets:
             known = before.pop(socket.inode, None)
             if known is None:
                 use = self.use(socket.peer)
                 known = _Connection(socket, use, address_of(socket.peer), now, now)
-            self._connections[socket.inode] = known
+            self.connections[socket.inode] = known
             use = known.use
             if use.heard != known.heard:
                 known.heard, known.heard_at = use.heard, now
                 known.explained_bytes = socket.received_bytes
         for gone in before.values():
             gone.use.is_hostile = gone.use.is_known = False  # The next may have the same port.
-        if len(self._uses) > 2 * len(self._connections) + _FEW:
-            peers = {each.socket.peer for each in self._connections.values()}
-            self._uses = {
-                peer: use for peer, use in self._uses.items() if use.calls or peer in peers
-            }
+        if len(self.uses) > 2 * len(self.connections) + _FEW:
+            peers = {each.socket.peer for each in self.connections.values()}
+            self.uses = {peer: use for peer, use in self.uses.items() if use.calls or peer in peers}
 
     def _end_hostile(self, now: float) -> None:
         suspects: list[tuple[int, _Connection]] = []
         of_call = WINDOW_BYTES + self._limits.metadata_bytes
-        for each in self._connections.values():
+        for each in self.connections.values():
             use = each.use
             if each.is_ended:
                 continue
@@ -284,10 +282,10 @@ class ConnectionGuard:
 
     def _end_beyond_address(self, now: float) -> None:
         most = self._limits.most_of_address
-        if most is None or len(self._connections) <= most:
+        if most is None or len(self.connections) <= most:
             return
         open_of: Counter[str] = Counter()
-        for each in self._connections.values():
+        for each in self.connections.values():
             is_young = now - each.seen_at < PATIENCE_S
             if not (each.is_ended or each.use.is_known or is_young):
                 open_of[each.address] += 1
@@ -299,12 +297,12 @@ class ConnectionGuard:
         if most is None:
             return
         beyond = -int(_SHORT * most)
-        beyond += sum(not each.is_ended for each in self._connections.values())
+        beyond += sum(not each.is_ended for each in self.connections.values())
         if beyond <= 0:
             return
         idle = [
             each
-            for each in self._connections.values()
+            for each in self.connections.values()
             if not (each.is_ended or each.use.calls) and now - each.heard_at > IDLE_S
         ]
         idle.sort(key=lambda each: (each.heard > 0, each.heard_at))

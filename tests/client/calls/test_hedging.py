@@ -67,7 +67,7 @@ async def ask(request, late):
         async with AsyncKestrelClient(late.address, hedge_after=0.05, timeout=60) as client:
 
             async def query(session="a", after_s=0.05):
-                client._channel._hedges._after_s = after_s
+                client._channel._hedges.after_s = after_s
                 return await client.query(None, "?", session=session)
 
             yield query
@@ -75,7 +75,7 @@ async def ask(request, late):
         with KestrelClient(late.address, hedge_after=0.05, timeout=60) as client:
 
             async def query(session="a", after_s=0.05):
-                client._channel._hedges._after_s = after_s
+                client._channel._hedges.after_s = after_s
                 return await asyncio.to_thread(client.query, None, "?", session=session)
 
             yield query

@@ -246,11 +246,11 @@ async def test_adapters_for_kernels(tmp_path: Path) -> None:
     adapter = (await made.acquire("a")).adapter
     (slabs,) = adapter.slabs.values()
     assert slabs.shape == (2, layout.sizes["mlp"])
-    assert adapter.num_bytes == limits["max_bytes"] == made._num_bytes and not adapter.weights
+    assert adapter.num_bytes == limits["max_bytes"] == made.num_bytes and not adapter.weights
     assert not adapter.changes_vision
     with pytest.raises(AdaptersFull):
         await made.acquire("b")
-    assert made._num_bytes == adapter.num_bytes
+    assert made.num_bytes == adapter.num_bytes
     await made.close()
     experts = SlabLayout(EXPERTS, torch.float32, cpu)
     limits["max_bytes"] = 1 << 30

@@ -194,7 +194,7 @@ async def test_the_disk_is_bounded(make: Make, api: TuningStand, tmp_path: Path)
     await make(sources=sources).acquire(names[0])
     assert len(entries(tmp_path)) == 2 and len(api.asked("/files/")) == transfers
     # What is being read stays.
-    disk = make(sources=sources)._origins._disk
+    disk = make(sources=sources).origins.disk
     assert disk is not None
     keys = [f"tuning {api.url} {name}" for name in names]
     with disk.open(keys[0], "a", None), disk.open(keys[2], "c", None):
@@ -302,12 +302,12 @@ async def test_without_the_hub_the_disk_serves(
     assert (await make().acquire(REPO)).adapter.key != key
     moved_clock.advance(3600)
     assert (await library.acquire(REPO)).adapter.key == key
-    await asyncio.gather(*library._origins._looking.values())
+    await asyncio.gather(*library.origins.looking.values())
     assert (await library.acquire(REPO)).adapter.key != key
     moved_clock.advance(3600)
     stand.refuse[REPO] = (503, "")
     await library.acquire(REPO)
-    await asyncio.gather(*library._origins._looking.values())
+    await asyncio.gather(*library.origins.looking.values())
     assert (await library.acquire(REPO)).adapter.key != key
 
 
@@ -389,7 +389,7 @@ async def test_close_ends_a_transfer(make: Make, api: TuningStand) -> None:
 async def test_close_ends_a_look_up(make: Make, stand: Stand) -> None:
     library = make()
     task = asyncio.create_task(library.acquire(REPO))
-    while not library._origins._looking:
+    while not library.origins.looking:
         await asyncio.sleep(0)
     await library.close()
     with pytest.raises(EngineClosed):
@@ -403,7 +403,7 @@ async def test_the_key_may_be_in_a_file(make: Make, api: TuningStand, tmp_path: 
     with pytest.raises(AdapterRefused, match="can't be read"):
         await library.acquire(FINE_TUNE)
     key.write_text(f"{KEY}\n")
-    library._origins._known.clear()
+    library.origins._known.clear()
     await library.acquire(FINE_TUNE)
     key.write_text("one\r\nX-Other: two")
     with pytest.raises(AdapterRefused, match="is not a line"):

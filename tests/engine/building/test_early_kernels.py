@@ -56,8 +56,8 @@ def test_a_first_start_compiles_and_a_second_one_does_not(
     assert running is not None
     try:
         running.wait()
-        running._errors.seek(0)
-        assert list(cache.glob("kestrel-*.compiled")), running._errors.read().decode()
+        running.errors.seek(0)
+        assert list(cache.glob("kestrel-*.compiled")), running.errors.read().decode()
     finally:
         running.close()
     assert {"_decode", "dot_kernel", "_patchify"} <= kernels(cache)
@@ -99,7 +99,7 @@ def test_a_failure_costs_only_time(
     running = EarlyKernels.begin(config, MODEL, CARD, tmp_path, processors=8)
     assert running is not None
     running.wait()
-    process = running._process
+    process = running.process
     running.close()
     assert process is not None and process.returncode is not None, "it is ended"
     assert why in caplog.text
@@ -125,10 +125,10 @@ def test_only_one_of_several_processes_compiles(
 ) -> None:
     monkeypatch.setattr(early_kernels, "PATIENCE_S", 5.0)
     other = EarlyKernels.begin(config, MODEL, CARD, tmp_path, processors=8)
-    assert other is not None and other._process is not None
+    assert other is not None and other.process is not None
     running = EarlyKernels.begin(config, MODEL, CARD, tmp_path, processors=8)
-    assert running is not None and running._process is None
-    assert not running._has_ended()
+    assert running is not None and running.process is None
+    assert not running.has_ended()
     other.close()
     running.wait()
     running.close()

@@ -359,7 +359,7 @@ def test_a_cache_in_fp8_has_twice_the_pages_of_a_half_type(golden_folder, monkey
     )
     assert half.info.num_pages // 2 == wide.info.num_pages
     assert (wide.info.kv_cache_dtype, half.info.kv_cache_dtype) == ("bfloat16", "float8_e4m3fn")
-    cache = half.runtime.parts.cache if kernels else half.runtime._cache
+    cache = half.runtime.parts.cache if kernels else half.runtime.cache
     assert cache.scales[0] == (1.0, 1.0) and cache.eight_bits
     for built in (wide, half):
         built.runtime.close()

@@ -70,7 +70,7 @@ def test_no_more_lies_ahead_than_allowed(stored):
     with reader as read:
         for one in wanted:
             read(one)
-            ahead = sum(arriving.data.nbytes for arriving in reader._arriving)
+            ahead = sum(arriving.data.nbytes for arriving in reader.arriving)
             assert ahead < 5000 + 2 * 70 * 33
 
 

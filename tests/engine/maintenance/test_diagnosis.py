@@ -144,7 +144,7 @@ def test_libraries_of_the_kernels(monkeypatch):
     ],
 )
 def test_which_kernels_run_on_a_card(capability, built_for, runs):
-    assert device._compiled_for(capability, built_for) is runs
+    assert device.compiled_for(capability, built_for) is runs
 
 
 def test_the_kernel_tells_the_drivers_version(tmp_path: Path, monkeypatch):

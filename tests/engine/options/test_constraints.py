@@ -20,6 +20,7 @@ from kestrel_engine.skills.constraints.setting import read_constraint
 from kestrel_engine.steps.loop import EngineLoop
 from kestrel_engine.types.model_config import parse_model_config
 from tests.engine.fakes import IMAGE, SMALL, ByteCodec
+from tests.engine.inside import inside
 from tests.engine.options.test_stop_strings import GREEDY, says, streamed, thinks
 from tests.fake_runtime import FakeRuntime, hashed
 from tests.waiting import until
@@ -235,7 +236,7 @@ async def test_others_go_on_while_a_mask_is_computed(make_engine, fake_limits, s
     grammar = shared_grammars.compile(constraint)
     held = Held(grammar.template)
     grammar = replace(grammar, template=held)
-    engine._submitter.constraints._keep(constraint, "", grammar)
+    inside(engine).submitter.constraints.keep(constraint, "", grammar)
     settings = {**GREEDY, "max_tokens": 20}
     slow = asyncio.create_task(
         engine.query(question="a", settings={**settings, "constraint": {"regex": "[ab]{3}held"}})
@@ -259,7 +260,7 @@ async def test_a_request_ends_while_its_mask_is_computed(make_engine, shared_gra
     grammar = shared_grammars.compile(constraint)
     held = Held(grammar.template)
     grammar = replace(grammar, template=held)
-    engine._submitter.constraints._keep(constraint, "", grammar)
+    inside(engine).submitter.constraints.keep(constraint, "", grammar)
     settings = {**GREEDY, "constraint": {"regex": "[ab]{4}held"}}
     stream = await engine.query(question="a", settings=settings, stream=True)
     await asyncio.to_thread(held.entered.wait, 60)
@@ -337,8 +338,8 @@ async def test_a_principal_that_takes_too_long_is_refused_and_others_are_not(
 async def held_compiler(make_engine, monkeypatch):
     """An engine whose compiler waits for ``opened``, and what it has compiled."""
     engine, opened, compiled = make_engine(), threading.Event(), []
-    compiler = engine._submitter.constraints
-    grammars = compiler._grammars
+    compiler = inside(engine).submitter.constraints
+    grammars = compiler.grammars
 
     def compile(constraint):
         assert opened.wait(60)
@@ -346,7 +347,7 @@ async def held_compiler(make_engine, monkeypatch):
         return grammars.compile(constraint)
 
     held = types.SimpleNamespace(compile=compile, close=grammars.close)
-    monkeypatch.setattr(compiler, "_grammars", held)
+    monkeypatch.setattr(compiler, "grammars", held)
 
     async def ask(choice, principal=""):
         settings = {**GREEDY, "constraint": {"choices": [choice]}}
@@ -362,7 +363,7 @@ async def held_compiler(make_engine, monkeypatch):
 
 async def test_principals_take_turns_to_have_constraints_compiled(held_compiler):
     """60 of one principal, of which none is refused, and one of another, which is compiled next."""
-    ask, queue = held_compiler.ask, held_compiler.compiler._queue
+    ask, queue = held_compiler.ask, held_compiler.compiler.queue
     rude = [asyncio.create_task(ask(f"rude {i}", "rude")) for i in range(60)]
     await until(lambda: len(queue) == 59)
     polite = asyncio.create_task(ask("polite", "polite"))
@@ -380,11 +381,11 @@ async def test_a_constraint_for_which_no_request_waits_is_not_compiled(held_comp
     ask, compiler = held_compiler.ask, held_compiler.compiler
     first, *ended = [asyncio.create_task(ask(f"{i}", "rude")) for i in range(40)]
     shared = asyncio.create_task(ask("5", "other"))
-    await until(lambda: len(compiler._queue) == 40)
+    await until(lambda: len(compiler.queue) == 40)
     for task in ended:
         task.cancel()
     await asyncio.gather(*ended, return_exceptions=True)
-    assert len(compiler._queue) == 1 and len(compiler._jobs) == 2
+    assert len(compiler.queue) == 1 and len(compiler.jobs) == 2
     held_compiler.opened.set()
     assert [await first, await shared] == ["0", "5"]
     assert held_compiler.compiled == ["0", "5"]
@@ -392,9 +393,9 @@ async def test_a_constraint_for_which_no_request_waits_is_not_compiled(held_comp
 
 async def test_the_engine_closes_while_constraints_wait(held_compiler):
     tasks = [asyncio.create_task(held_compiler.ask(f"{i}")) for i in range(3)]
-    await until(lambda: len(held_compiler.compiler._queue) == 2)
+    await until(lambda: len(held_compiler.compiler.queue) == 2)
     closing = asyncio.create_task(held_compiler.engine.shutdown(grace_s=0))
-    await until(lambda: held_compiler.compiler._is_closed)
+    await until(lambda: held_compiler.compiler.is_closed)
     held_compiler.opened.set()
     await closing
     ended = await asyncio.gather(*tasks, return_exceptions=True)

@@ -11,14 +11,14 @@ from tests.fake_runtime import FakeRuntime
 def listening(runtime):
     """The ids and log-probabilities of all tokens that the runtime samples from now on."""
     sampled = []
-    sample = runtime._sample
+    sample = runtime.sample
 
     def recorded(row):
         token = sample(row)
         sampled.append((token.id, token.logprob))
         return token
 
-    runtime._sample = recorded
+    runtime.sample = recorded
     return sampled
 
 
@@ -148,13 +148,13 @@ async def test_reasoning_has_no_alternatives(make_engine, fake_limits):
         fake_limits, lambda fed: 3 if fed[-1] == 100 + ord("s") else 100 + ord("s")
     )
     asked = []
-    sample = runtime._sample
+    sample = runtime.sample
 
     def noted(row):
         asked.append(row.sample.rule.top)
         return sample(row)
 
-    runtime._sample = noted
+    runtime.sample = noted
     engine = make_engine(runtime)
     settings = {**GREEDY, "max_tokens": 3, "logprobs": True, "top_logprobs": 2}
     result = await engine.query(question="a", reasoning=True, settings=settings)

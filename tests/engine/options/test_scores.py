@@ -19,13 +19,13 @@ SEVERAL = {"max_objects": 6}
 def listening(runtime):
     """All tokens that the runtime samples from now on."""
     sampled = []
-    sample = runtime._sample
+    sample = runtime.sample
 
     def recorded(row):
         sampled.append(sample(row))
         return sampled[-1]
 
-    runtime._sample = recorded
+    runtime.sample = recorded
     return sampled
 
 

@@ -131,14 +131,14 @@ async def test_a_step_that_fails_after_the_stop_string_does_not_matter(make_engi
     """Steps that are out when the stop string is found compute tokens that nobody needs."""
     runtime = FakeRuntime(fake_limits, says("abcd"))
     engine = make_engine(runtime)
-    execute = runtime._execute
+    execute = runtime.execute
 
     def fails_after_the_stop(plan):
         if any(row.sample is not None and row.sample.draw >= 4 for row in plan.decode):
             raise RuntimeError("device lost")
         return execute(plan)
 
-    runtime._execute = fails_after_the_stop
+    runtime.execute = fails_after_the_stop
     result = await engine.query(question="a", settings={**GREEDY, "stop": "bc", "max_tokens": 50})
     assert (result.output["answer"], result.finish_reason) == ("a", "stop")
     with pytest.raises(RuntimeFailure):

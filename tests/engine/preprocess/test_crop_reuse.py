@@ -75,11 +75,11 @@ def test_the_runtime_reuses_features_bit_for_bit(family):
     step(runtime, encode=(EncodeSlice(second, 0, 4, reused=(1, 3)),))
     fresh = dataclasses.replace(second, key="fresh")
     step(runtime, encode=(EncodeSlice(fresh, 0, 4),))
-    assert runtime._images["second"].equal(runtime._images["fresh"])
-    assert not runtime._images["second"].equal(runtime._images["first"])
-    assert runtime._crops.num_bytes == 2 * 25 * runtime.model.config.vision.enc_dim * 4
+    assert runtime.images["second"].equal(runtime.images["fresh"])
+    assert not runtime.images["second"].equal(runtime.images["first"])
+    assert runtime.crops.num_bytes == 2 * 25 * runtime.model.config.vision.enc_dim * 4
     step(runtime, drop_crops=(first.crop_keys[1], "unknown"))
-    assert len(runtime._crops) == 1
+    assert len(runtime.crops) == 1
 
 
 @pytest.mark.parametrize("family", ["moondream2", "moondream3"])

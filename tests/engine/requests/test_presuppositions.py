@@ -31,7 +31,7 @@ def shows(*names):
 def runtime(limits, script, decisions):
     """``decisions``: collects the first decision of each look."""
     made = FakeRuntime(limits, script)
-    sample = made._sample
+    sample = made.sample
 
     def recorded(row):
         token = sample(row)
@@ -39,7 +39,7 @@ def runtime(limits, script, decisions):
             decisions.append(token)
         return token
 
-    made._sample = recorded
+    made.sample = recorded
     return made
 
 

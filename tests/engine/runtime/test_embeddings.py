@@ -89,7 +89,7 @@ def test_an_embedding_that_is_not_finite_fails_alone():
     runtime = new_runtime("moondream2")
     image, good = kept(key="bad"), kept(key="good")
     step(runtime, encode=(whole(image), whole(good)))
-    runtime._images["bad"] = torch.full((25, runtime.model.config.text.dim), torch.nan)
+    runtime.images["bad"] = torch.full((25, runtime.model.config.text.dim), torch.nan)
     reads = (ImageRead(1, image, EmbeddingSpec()), ImageRead(2, good, EmbeddingSpec()))
     tokens = (row([0, ImageBlock("good", 25), 30], sample=spec(), sequence_id=3),)
     result = step(runtime, reads=reads, prefill=tokens)

@@ -115,7 +115,7 @@ def test_it_computes_what_plain_attention_does_that_rounds(runtime):
         row = Row(0, tokens, 0, table(0), None)
         batch = runtime.batch([row])
         prefix = 26 if image in tokens else 0
-        attention = RoundedAttention(runtime._cache.scales, prefix)
+        attention = RoundedAttention(runtime.cache.scales, prefix)
         with torch.inference_mode():
             expected = runtime.model.text(batch.embeddings, batch.positions, attention)[-1]
         torch.testing.assert_close(runtime.hidden([row])[0], expected, **CLOSE)

@@ -26,6 +26,7 @@ from tests.engine.fakes import (
     fake_build,
     never_ends,
 )
+from tests.engine.inside import inside
 from tests.fake_runtime import FakeRuntime
 
 
@@ -197,7 +198,9 @@ async def test_a_row_that_is_not_finite_fails_its_request_only(make_engine, fake
         await engine.query(question=f"{n}?", stream=True, settings=settings) for n in range(3)
     ]
     await anext(streams[1])
-    (bad,) = (i for i, each in engine._open._open.items() if each.stream is streams[1])
+    (bad,) = (
+        i for i, each in inside(engine).open_requests._open.items() if each.stream is streams[1]
+    )
     runtime.bad_sequences.add(bad)
     with pytest.raises(RuntimeFailure, match="numbers that are not finite"):
         await streams[1].result()
@@ -295,7 +298,7 @@ async def test_a_dead_step_thread_is_noticed(make_engine, fake_limits):
     runtime.fail_next = KeyboardInterrupt()  # type: ignore[assignment]
     with pytest.raises(RuntimeFailure, match="the engine failed"):
         await engine.query(question="a")
-    await asyncio.to_thread(engine._loop.thread.join, 60)
+    await asyncio.to_thread(inside(engine).loop.thread.join, 60)
     assert not engine.is_ready
     with pytest.raises(EngineClosed):
         await engine.query(question="a")
@@ -312,7 +315,7 @@ async def test_a_image_prepared_while_the_engine_died_is_not_waited_for(
     runtime.fail_next = KeyboardInterrupt()  # type: ignore[assignment]
     with pytest.raises(RuntimeFailure):
         await engine.query(question="a")
-    await asyncio.to_thread(engine._loop.thread.join, 60)
+    await asyncio.to_thread(inside(engine).loop.thread.join, 60)
     slow.open.set()
     with pytest.raises(EngineClosed):
         await late

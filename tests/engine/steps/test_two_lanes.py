@@ -62,7 +62,7 @@ class SlowNewWork(FakeRuntime):
         self.beside, self._ends_at, self._decoded, self._awaited = [], {}, 0, -1
 
     def launch(self, plan):
-        new_work, decode = self._launched[Lane.NEW_WORK], self._launched[Lane.DECODE]
+        new_work, decode = self.launched[Lane.NEW_WORK], self.launched[Lane.DECODE]
         if plan.lane is Lane.NEW_WORK:
             self._ends_at[plan.step_id] = self._decoded + 4
         elif new_work:

@@ -116,7 +116,7 @@ def last_hidden(
         num_pages=30, page_size=4, max_batch_size=8, max_seq_length=100,
     )  # fmt: skip
     try:
-        runtime._images["key"] = image
+        runtime.images["key"] = image
         prompt = (0, ImageBlock("key", len(image)), *rounded)
         return runtime.hidden([Row(0, prompt, 0, tuple(range(20)), None, adapter)])[0]
     finally:
@@ -156,13 +156,13 @@ def test_rows_of_similar_length_share_a_batch() -> None:
     images = [
         ImageLessons(Path(str(index)), (spoken([1] * (1 + index), [2]),)) for index in range(64)
     ]
-    batches = fitting._batches(images)
+    batches = fitting.batches(images)
     paths = [row.path for rows in batches for row in rows]
     assert sorted(paths) == sorted(image.path for image in images)
     assert {len(rows) for rows in batches} == {4}
     spread = [max(lengths) - min(lengths) for lengths in map(lengths_of, batches)]
     assert sum(spread) / len(spread) < 16, "random batches of 4 of 64 have a spread of 39"
-    assert fitting._batches(images) != batches
+    assert fitting.batches(images) != batches
 
 
 def lengths_of(rows: list[RowPlan]) -> list[int]:

@@ -112,7 +112,7 @@ def test_an_epoch_shows_views_with_lessons_that_are_true_of_them() -> None:
     image = ImageLessons(Path("image"), (taught, said), (replayed,))
     kinds = set()
     for _ in range(40):
-        ((row,),) = fitting._batches([image])
+        ((row,),) = fitting.batches([image])
         assert said in row.lessons
         is_mirrored = row.view is not None and row.view.is_mirrored
         assert (replayed in row.lessons) == (not is_mirrored)
@@ -123,7 +123,7 @@ def test_an_epoch_shows_views_with_lessons_that_are_true_of_them() -> None:
     plain = Fitting(
         model, Parameters(model.config, settings), None, replace(settings, vary=0.0, mirror=False)  # type: ignore[arg-type]
     )  # fmt: skip
-    assert all(row.view is None for _ in range(10) for (row,) in plain._batches([image]))
+    assert all(row.view is None for _ in range(10) for (row,) in plain.batches([image]))
 
 
 def test_a_view_is_encoded_as_an_image_of_its_pixels(tmp_path: Path) -> None:

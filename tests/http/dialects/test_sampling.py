@@ -42,10 +42,10 @@ class RecordingRuntime(FakeRuntime):
 
     drawn: SampleSpec
 
-    def _sample(self, row: Row) -> StepToken:
+    def sample(self, row: Row) -> StepToken:
         assert row.sample is not None
         self.drawn = row.sample
-        return super()._sample(row)
+        return super().sample(row)
 
 
 @pytest.mark.parametrize("path", PATHS)

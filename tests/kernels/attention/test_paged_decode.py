@@ -8,8 +8,8 @@ import torch
 from kestrel_engine.kernels.attention import paged_decode as paged_decode_module
 from kestrel_engine.kernels.attention.paged_decode import (
     DecodeConfig,
-    _config,
     choose_splits,
+    config_of,
 )
 from tests.kernels.attention.attention_cases import Case, decode_reference, relative_error
 
@@ -79,14 +79,14 @@ def test_few_rows_read_ahead(rows, monkeypatch):
         chosen.append(served(*shape, **how))
         return chosen[-1]
 
-    served = paged_decode_module._config
-    monkeypatch.setattr(paged_decode_module, "_config", config)
+    served = paged_decode_module.config_of
+    monkeypatch.setattr(paged_decode_module, "config_of", config)
     check(case, splits=16)
     assert chosen[0].ahead == (rows < 3)
 
 
 def test_bytes_are_never_read_ahead():
-    assert not paged_decode_module._config(1, 64, torch.float8_e4m3fn).ahead
+    assert not paged_decode_module.config_of(1, 64, torch.float8_e4m3fn).ahead
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -122,7 +122,7 @@ def test_the_output_may_take_the_place_of_v():
 def test_every_configuration():
     case = Case.make([40, 11], page_size=10, tau=False, num_heads=2, head_dim=32, device=DEVICE)
     chosen = {
-        _config(rows, 32, dtype, units=units)
+        config_of(rows, 32, dtype, units=units)
         for rows in (1, 4, 16)
         for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
         for units in (True, False)
@@ -160,8 +160,8 @@ def test_splits_of_bytes_are_those_that_were_measured():
 
 
 def test_bytes_are_not_carried_from_round_to_round():
-    assert not any(_config(rows, 64, torch.float8_e4m3fn).ahead for rows in (1, 4, 16))
-    assert _config(1, 64, torch.bfloat16).ahead
+    assert not any(config_of(rows, 64, torch.float8_e4m3fn).ahead for rows in (1, 4, 16))
+    assert config_of(1, 64, torch.bfloat16).ahead
 
 
 def test_content_of_tau_may_come_in_parts():

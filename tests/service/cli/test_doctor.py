@@ -44,7 +44,7 @@ def test_what_is_installed_here_fits():
     ],
 )
 def test_a_package_that_does_not_fit(line, extra, told):
-    found = doctor._version_problem(Requirement(line), extra)
+    found = doctor.version_problem(Requirement(line), extra)
     assert (found is None) if told is None else (told in found)
 
 

@@ -61,7 +61,7 @@ def test_all_fields_are_counted(question, turns, refs, image):
     for x, y in refs:
         point = message.query.spatial_refs.add().point
         point.x, point.y = x, y
-    found = incoming._num_fields(message.SerializeToString(), message.DESCRIPTOR)
+    found = incoming.num_fields(message.SerializeToString(), message.DESCRIPTOR)
     assert found == counted(message)
 
 

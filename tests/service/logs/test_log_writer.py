@@ -97,7 +97,7 @@ def test_a_pipe_that_nobody_reads_holds_nobody_up_and_what_is_lost_is_told(logge
     lines = []
     reader = threading.Thread(target=lambda: lines.extend(read_all(pipe[0])))
     reader.start()
-    wait_until(lambda: writer._idle.is_set())
+    wait_until(lambda: writer.idle.is_set())
     logger.info("afterwards")
     writer.close()
     os.close(pipe[1])
@@ -113,7 +113,7 @@ def test_memory_is_bounded_while_nobody_reads(logger, pipe):
     writer = writer_of(logger, pipe[1], most_bytes=50_000)
     for _ in range(3000):
         logger.info("z" * 100)
-        assert writer._held_bytes <= 50_000
+        assert writer.held_bytes <= 50_000
     assert writer.lost > 0
 
 

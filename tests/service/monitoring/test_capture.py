@@ -36,7 +36,7 @@ def config(tmp_path, **bounds):
 
 
 async def fail(served, request=None, method="Query"):
-    await until(lambda: not any(served.runtime._launched.values()))
+    await until(lambda: not any(served.runtime.launched.values()))
     served.runtime.fail_next = RuntimeError("x")
     request = request or query(raw_image(), request_id="the-id", cache_salt=SECRET)
     call = getattr(served.vision, method)

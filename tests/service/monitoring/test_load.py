@@ -247,7 +247,7 @@ async def test_who_may_read_the_stream_and_how_many_of_them(serve, tmp_path):
     path.write_text("\n".join(line_of(s.value, [s], token) for s, token in tokens.items()))
     security = SecurityConfig(auth_tokens=str(path))
     served = await serve(server_config={"orca": True, "security": security})
-    served.server.guard.visits._most_of_one = 2
+    served.server.guard.visits.most_of_one = 2
 
     def opened(scope):
         return reports_of(served.channel, metadata=(("authorization", f"Bearer {tokens[scope]}"),))

@@ -24,6 +24,7 @@ from kestrel_engine import ConfigError, InferenceEngine, RuntimeConfig, SkillReg
 from kestrel_engine.skills import DetectSkill
 from tests.client.commands.test_stored_images import IMAGE
 from tests.client.commands.test_stored_images import kestrel as kestrel
+from tests.engine.inside import inside
 from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import LIMITS, HeldRuntime, raw_image
 from tests.service.statuses import failure
@@ -229,7 +230,7 @@ async def test_with_the_bundled_model():
             engine.embed(image, crops=True, pooling="none"), engine.detect(image, "circle")
         )
         prepared = await engine.prepare_image(image)
-        vision = engine._built.runtime.model.vision
+        vision = inside(engine).built.runtime.model.vision
         with torch.inference_mode():
             crops = torch.from_numpy(prepared.crops)
             wanted = vision.encode_images([(crops, prepared.tiling)])[0].numpy()

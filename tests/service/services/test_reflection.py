@@ -50,11 +50,11 @@ async def test_answers_that_nobody_reads_are_limited():
     async def requests():
         yield asked
 
-    waiting = [served.answer(requests(), None) for _ in range(reflection._MOST_ANSWERS)]
+    waiting = [served.answer(requests(), None) for _ in range(reflection.MOST_ANSWERS)]
     for answers in waiting:
         await anext(answers)
     late = asyncio.create_task(anext(served.answer(requests(), None)))
-    while not served._turns._waiters:
+    while not served.turns._waiters:
         await asyncio.sleep(0)
     assert not late.done()
     await waiting[0].aclose()

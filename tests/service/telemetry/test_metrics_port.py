@@ -277,7 +277,7 @@ def folder(tmp_path, name):
 @pytest.mark.parametrize("scheme", ["http", "https"])
 async def test_connections_that_say_nothing_hold_nobody_up(served, tmp_path, monkeypatch, scheme):
     monkeypatch.setattr(metrics_port, "TIMEOUT_S", 0.5)
-    monkeypatch.setattr(metrics_port._Handler, "timeout", 0.5)
+    monkeypatch.setattr(metrics_port.Handler, "timeout", 0.5)
     pair = make_authority(tmp_path).issue("localhost")
     files = TlsFiles(certificate=str(pair.cert), private_key=str(pair.key))
     address = await served(tls=files if scheme == "https" else None)

@@ -95,7 +95,7 @@ async def test_a_fork_has_what_a_process_of_its_own_would_have(start):
     second.drain()
     assert await second.wait() == -signal.SIGTERM
     second.drain()  # Nothing.
-    first._line.send({})
+    first.line.send({})
     assert await first.wait() == 5
 
 
@@ -104,7 +104,7 @@ async def test_sigterm_of_a_whole_service_leaves_the_template(start):
     first = await forked(template, 0)
     await told(first)
     os.kill(template.pid, signal.SIGTERM)
-    first._line.send({})
+    first.line.send({})
     assert await first.wait() == 5, "the template reports it"
 
 

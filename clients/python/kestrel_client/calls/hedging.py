@@ -31,7 +31,7 @@ class Hedges:
     """The hedges of one client. ``after_s``: seconds without an answer; None: none. Safe to share between threads."""
 
     def __init__(self, after_s: float | None) -> None:
-        self._after_s = after_s
+        self.after_s = after_s
         self._saved = 1.0
         self._lock = threading.Lock()
 
@@ -45,7 +45,7 @@ class Hedges:
         calls[0].add_done_callback(ended.put)
         try:
             try:
-                first = ended.get(timeout=self._after_s)
+                first = ended.get(timeout=self.after_s)
             except queue.Empty:
                 if (second := self._second(prepared)) is not None:
                     calls.append(second.begin(stub))
@@ -69,7 +69,7 @@ class Hedges:
 
         calls = [asyncio.ensure_future(ask(prepared))]
         try:
-            done, left = await asyncio.wait(calls, timeout=self._after_s)
+            done, left = await asyncio.wait(calls, timeout=self.after_s)
             if not done and (second := self._second(prepared)) is not None:
                 calls.append(asyncio.ensure_future(ask(second)))
                 left.add(calls[1])
@@ -86,7 +86,7 @@ class Hedges:
     def _may_hedge(self, prepared: Prepared[R]) -> bool:
         """Only unary calls about images may be sent again: their methods change nothing, and one of two answers is
         dropped."""
-        if self._after_s is None or prepared.method.stub is not VisionServiceStub:
+        if self.after_s is None or prepared.method.stub is not VisionServiceStub:
             return False
         with self._lock:
             self._saved = min(self._saved + SHARE, _SAVED)

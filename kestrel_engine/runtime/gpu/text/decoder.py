@@ -78,12 +78,12 @@ class FusedText:
         adapters: SlabLayout | None = None,
     ) -> None:
         self.config = config
-        self._layers, self._pending = load_layers(config, tensors, kv_scales)
+        self.layers, self._pending = load_layers(config, tensors, kv_scales)
         self.fp8, self._layout = fp8, adapters
-        self._fp8 = (
-            [Fp8Products.of(layer, decode=fp8_decode) for layer in self._layers] if fp8 else []
+        self.fp8_products = (
+            [Fp8Products.of(layer, decode=fp8_decode) for layer in self.layers] if fp8 else []
         )
-        self._fp8_decode = self._fp8 if fp8_decode else []
+        self._fp8_decode = self.fp8_products if fp8_decode else []
         self._post_ln = LayerNorm.load(tensors, "text.post_ln")
         self._lm_head = Linear.load(tensors, "text.lm_head")
         require_exact(self._lm_head.weight.dtype)
@@ -93,7 +93,7 @@ class FusedText:
         self._tau = TauWorkspace.allocate(2 * config.n_heads, device) if config.tau_attn else None
         self._decode = DecodePass(
             config,
-            self._layers,
+            self.layers,
             self._post_ln,
             (self._cos, self._sin),
             priority=decode_priority,
@@ -135,13 +135,13 @@ class FusedText:
         [layers, num_slots, heads, head_dim]. ``adapters``: those of the tokens. With them, the pass is not computed in
         FP8, because their changes are not small beside its errors.
         """
-        fp8 = self._fp8 if adapters is None else []
+        fp8 = self.fp8_products if adapters is None else []
         # Attention does not write rows of padding, so they must be initialised with numbers.
         u, attended = torch.empty_like(x), torch.zeros_like(x)
         heads = self.config.n_heads
         # The output of a block in FP8 that is not yet added to the stream.
         owed: Tensor | None = None
-        layers = rehearsed(self._layers, TextLayer.has_experts)
+        layers = rehearsed(self.layers, TextLayer.has_experts)
         for layer in layers:
             u8: Fp8Rows | None = None
             if fp8:
@@ -202,7 +202,7 @@ class FusedText:
 
     def _owed_in_fp8(self, layer: TextLayer, attended: Tensor, u8: Fp8Rows) -> Tensor:
         """Returns the output of a dense block, the sum of its attention and its MLP."""
-        fp8 = self._fp8[layer.index]
+        fp8 = self.fp8_products[layer.index]
         assert fp8.fc1 is not None and fp8.writes is not None
         return fp8.writes(quantise_rows(fp8.fc1(u8), gelu=True, left=attended))
 
@@ -275,7 +275,7 @@ class FusedText:
         """
         return DecodePass(
             self.config,
-            self._layers,
+            self.layers,
             self._post_ln,
             (self._cos, self._sin),
             max_rows=max_rows,

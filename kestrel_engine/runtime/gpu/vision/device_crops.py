@@ -69,7 +69,7 @@ class DeviceCrops:
         ARENA_BYTES bounds the device memory beside the crops.
         """
         found: list[Tensor] = []
-        for group in self._groups(images):
+        for group in self.groups(images):
             found += self._make(group)
         return found
 
@@ -80,7 +80,7 @@ class DeviceCrops:
             pixels = np.zeros((height, width, 3), np.uint8)
             self([PreparedImage("", None, (1, 1), width, height, pixels)])
 
-    def _groups(
+    def groups(
         self, images: Sequence[PreparedImage]
     ) -> Iterator[list[tuple[PreparedImage, _Layout]]]:
         group: list[tuple[PreparedImage, _Layout]] = []

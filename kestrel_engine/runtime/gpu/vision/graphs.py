@@ -57,7 +57,7 @@ class VisionGraphs:
             (max_crops, side, side, config.in_channels), dtype=torch.uint8, device=weight.device
         )
         self._features = weight.new_zeros((max_crops, config.grid**2, config.enc_dim))
-        self._graphs: dict[PassShape, torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[PassShape, torch.cuda.CUDAGraph] = {}
         # With adapters, not every number of crops has a graph, so that the start takes little longer.
         rungs = (
             () if vision.changes is None else (*(n for n in BATCHES if n < max_crops), max_crops)
@@ -84,7 +84,7 @@ class VisionGraphs:
         with self._vision.attention.chosen():
             for index, shape in enumerate(shapes):
                 with leaving_room() if shape.with_room else nullcontext():
-                    self._graphs[shape] = captured(partial(self._body, shape), self._stream, pool)
+                    self.graphs[shape] = captured(partial(self.body, shape), self._stream, pool)
                 if progress is not None:
                     progress(index + 1, len(shapes), f"vision graph of {shape.crops} crops")
 
@@ -105,7 +105,7 @@ class VisionGraphs:
             own = adapters[first : first + size]
             shape = self._sent(own, len(part))
             roomy = shape._replace(with_room=leave_room)
-            self._graphs[roomy if roomy in self._graphs else shape].replay()
+            self.graphs[roomy if roomy in self.graphs else shape].replay()
             out[first : first + len(part)].copy_(self._features[: len(part)])
         return out
 
@@ -116,9 +116,9 @@ class VisionGraphs:
         adapted = self._vision.send_adapters(adapters, padded)
         return PassShape(padded if adapted else count, adapted)
 
-    def _body(self, shape: PassShape) -> None:
+    def body(self, shape: PassShape) -> None:
         count = shape.crops
         self._vision.encode_pass(self._crops[:count], self._features[:count], adapted=shape.adapted)
 
     def clear(self) -> None:
-        self._graphs.clear()
+        self.graphs.clear()

@@ -228,7 +228,7 @@ def test_a_decode_step_multiplies_the_rounded_weights(family, inline_tau, monkey
     limit = PREFILL * (1 if family == "moondream2" else 2.5)
     assert found.dtype == DTYPE and 1e-4 < off(found, plain) < limit
     # The same step with the rounded values in place of the weights. Only float16 remains as a difference.
-    for layer, narrow in zip(fused._layers, fused._fp8, strict=True):
+    for layer, narrow in zip(fused.layers, fused.fp8_products, strict=True):
         assert narrow.writes is not None
         reads = layer.reads if layer.moe is None else layer.qkv
         for weight, rounded in ((reads.weight, narrow.reads), (layer.writes, narrow.writes)):
@@ -242,7 +242,9 @@ def test_a_decode_step_multiplies_the_rounded_weights(family, inline_tau, monkey
 def test_the_copies_of_weights_take_the_bytes_that_are_reserved(family, which, decode):
     config, tensors = packed(family)
     fused = FusedText(config.text, tensors, max_rows=1, page_size=4, fp8=True, fp8_decode=decode)
-    copies = [linear for each in fused._fp8 for linear in (each.reads, each.writes) if linear]
+    copies = [
+        linear for each in fused.fp8_products for linear in (each.reads, each.writes) if linear
+    ]
     found = sum(each.weight.nbytes + each.scales.nbytes for each in copies)
     of_tower = fp8_weight_bytes(config, "vision") if which == "all" else 0
     assert found == fp8_weight_bytes(config, which) - of_tower

@@ -82,7 +82,7 @@ def embedding(runtime, key):
     """What the runtime keeps of an image."""
     if isinstance(runtime, GpuRuntime):
         return runtime.parts.images.prefix(key)
-    return runtime._images[key]
+    return runtime.images[key]
 
 
 def ask(runtime, talks):
@@ -205,7 +205,7 @@ def test_a_region_head(runtime, head, value):
 def test_pages_that_hold_nan_go_from_hand_to_hand(runtime):
     """The next owner reads what it wrote itself, whatever lies beside it in its pages."""
     with torch.inference_mode():
-        cache = runtime.parts.cache if isinstance(runtime, GpuRuntime) else runtime._cache
+        cache = runtime.parts.cache if isinstance(runtime, GpuRuntime) else runtime.cache
         cache.keys.fill_(torch.nan)
         cache.values.fill_(torch.nan)
     check(runtime)
@@ -225,7 +225,7 @@ def test_captured_graphs_of_every_kind_of_attention(family, attention, dtype):
     tensors = {name: t.to(DEVICE, dtype) for name, t in tensors.items()}
     made = GpuRuntime(config, tensors, Options(attention=attention, **SIZES))
     made.model.text.wte[BAD] = torch.nan
-    assert made._decode._graphs._graphs, "captured"
+    assert made._decode.graphs.graphs, "captured"
     rules = [TEXT, TokenRule(forced=BAD), TEXT, TEXT]
     bad = [Talk(4, [0, 9, BAD, 9], [TEXT] * 3), Talk(5, [0, 41], rules)]
     try:

@@ -142,7 +142,7 @@ def test_serving_launches_nothing_that_warm_up_did_not(family: str, launches: La
     layout = SlabLayout(config, torch.float32, torch.device("cpu"))
     runtime = GpuRuntime(config, tensors, Options(adapters=layout, **sizes))
     runtime.parts.decode.warm_up()
-    runtime._warm_up_samples()
+    runtime.warm_up_samples()
     runtime.vision.warm_up(1)
     runtime.parts.images.warm_up()
     first = picture("first", (1, 1), config, seed=1)
@@ -159,10 +159,10 @@ def test_serving_launches_nothing_that_warm_up_did_not(family: str, launches: La
                 runtime.parts.prompt_sampler._sampler(
                     hidden[:count], Variant(count, greedy, spatial)
                 )
-    variants = runtime.parts.decode._graphs.variants
+    variants = runtime.parts.decode.graphs.variants
     assert {variant.adapters for variant in variants} == set(RowAdapters)
     for variant in variants:
-        runtime.parts.decode._body(variant)
+        runtime.parts.decode.body(variant)
     tensors = random_tensors(config, 1, 3, only="vision.", vision=True)
     plain = adapter("sight", tensors)
     sight = replace(plain, slabs=layout.pack(plain.weights))

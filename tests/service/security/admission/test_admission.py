@@ -88,7 +88,7 @@ def test_principals_that_came_once_are_forgotten(monkeypatch):
         for number in range(100):
             with admission.admit(f"p{number}"):
                 pass
-        assert len(admission._accounts) <= 6
+        assert len(admission.accounts) <= 6
         with pytest.raises(RateExceeded), admission.admit("busy"):
             pass
 

@@ -28,7 +28,7 @@ async def test_a_reservation_shrinks_to_what_came_and_ends_with_its_call() -> No
     assert ours.held_bytes == 30, "in place of what it held"
     hold.close()
     hold.close()
-    assert (ours.held_bytes, ours._held) == (0, {})
+    assert (ours.held_bytes, ours.held) == (0, {})
 
 
 async def test_one_caller_never_has_all_room() -> None:
@@ -68,7 +68,7 @@ async def test_room_is_given_out_in_turns() -> None:
     await asyncio.gather(*waiting)
     assert order == ["a", "b", "c", "a", "c", "a"]
     second.close()
-    assert (ours.held_bytes, ours.num_waiting, len(ours._waiting)) == (0, 0, 0)
+    assert (ours.held_bytes, ours.num_waiting, len(ours.waiting)) == (0, 0, 0)
 
 
 async def test_a_call_that_ends_while_it_waits_leaves_nothing() -> None:
@@ -109,7 +109,7 @@ async def test_room_that_comes_free_just_as_a_wait_is_given_up_is_for_the_next()
     await asyncio.gather(given_up, return_exceptions=True)
     await following
     next_hold.close()
-    assert (ours.held_bytes, ours.num_waiting, len(ours._waiting)) == (0, 0, 0)
+    assert (ours.held_bytes, ours.num_waiting, len(ours.waiting)) == (0, 0, 0)
 
 
 async def test_who_sent_much_is_read_one_message_at_a_time_with_pauses(
@@ -135,7 +135,7 @@ async def test_who_sent_much_is_read_one_message_at_a_time_with_pauses(
     assert clock.now() - began == pytest.approx(0.7), "one at a time, until it is no longer heavy"
     for hold in holds:
         hold.close()
-    assert ours._reading == {"b": 1}
+    assert ours.reading == {"b": 1}
 
 
 async def test_so_many_wait_and_no_more() -> None:

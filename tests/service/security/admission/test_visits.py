@@ -95,7 +95,7 @@ async def test_refused_health_is_in_the_log(serve, caplog):
 
 async def test_watched_streams_are_bounded(serve):
     served = await serve()
-    served.server.guard.visits._most_of_one = 3
+    served.server.guard.visits.most_of_one = 3
     health = health_pb2_grpc.HealthStub(served.channel)
     streams = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(3)]
     for stream in streams:

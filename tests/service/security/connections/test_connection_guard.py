@@ -205,7 +205,7 @@ def test_connections_that_have_gone_are_forgotten(guarded):
             guard.look()
     with guard.use("ipv4:10.0.0.2:1"):
         guard.look()
-        assert list(guard._uses) == ["ipv4:10.0.0.2:1"]
+        assert list(guard.uses) == ["ipv4:10.0.0.2:1"]
 
 
 async def test_a_system_that_shows_no_connections_has_no_guard(caplog):
@@ -264,11 +264,11 @@ async def test_grpc_names_peers_as_the_guard_does(serve, listen):
 
             def known():
                 guard.look()
-                peers = {each.socket.peer for each in guard._connections.values()}
-                return peers & {peer for peer, use in guard._uses.items() if use.heard}
+                peers = {each.socket.peer for each in guard.connections.values()}
+                return peers & {peer for peer, use in guard.uses.items() if use.heard}
 
             # The connection of the host before may still be seen.
-            await until(lambda: len(known()) == 1, lambda: (guard._uses, guard._connections))
+            await until(lambda: len(known()) == 1, lambda: (guard.uses, guard.connections))
 
 
 if sys.platform != "linux":

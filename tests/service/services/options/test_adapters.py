@@ -24,6 +24,7 @@ from kestrel_engine.adapters.library import AdapterLibrary
 from kestrel_engine.adapters.origins.origins import Origins
 from kestrel_grpc.http.dialects.models import set_model
 from tests.engine.fakes import fake_model
+from tests.engine.inside import inside
 from tests.http.conftest import http  # noqa: F401  # A fixture.
 from tests.hub_stand import Stand, stand  # noqa: F401  # A fixture.
 from tests.kserve.conftest import infer
@@ -48,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
 def add_adapters(served: Served, origins: Origins | Path) -> None:
     """Gives a server on the fake runtime, which has no adapters, those of the test."""
     origins = Origins(origins) if isinstance(origins, Path) else origins
-    served.engine._submitter.adapters = AdapterLibrary(
+    inside(served.engine).submitter.adapters = AdapterLibrary(
         origins, fake_model("moondream3"), dtype=torch.float32,
         max_bytes=1 << 20,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from PIL import Image
 
 from kestrel_client import AsyncKestrelClient, CaptionTask, InvalidArgumentError
 from tests.client.commands.test_stored_images import kestrel as kestrel
+from tests.engine.inside import inside
 
 
 def logo():
@@ -23,14 +24,14 @@ def logo():
 async def test_a_background_holds_for_one_request(serve, monkeypatch):
     served = await serve()
     shown = []
-    prepare = served.engine._submitter.images._pool.prepare
+    prepare = inside(served.engine).submitter.images.pool.prepare
 
     async def spy(source, *args, **options):
         done = await prepare(source, *args, **options)
         shown.append(done.image.crops[0].reshape(-1, 3)[0].tolist())
         return done
 
-    monkeypatch.setattr(served.engine._submitter.images._pool, "prepare", spy)
+    monkeypatch.setattr(inside(served.engine).submitter.images.pool, "prepare", spy)
     white, options = "#ffffff", {"max_tokens": 2}
     async with AsyncKestrelClient(served.server.addresses[0]) as client:
         plain = await client.caption(logo(), **options)

@@ -72,8 +72,8 @@ def test_answers_and_what_is_stored_are_the_references(both):
     config, reference, tested = both
     same(answers(tested, talks(config)), answers(reference, talks(config)), logprobs=FLIPS)
     for kept, expected in (
-        (tested.parts.cache.keys, reference._cache.keys),
-        (tested.parts.cache.values, reference._cache.values),
+        (tested.parts.cache.keys, reference.cache.keys),
+        (tested.parts.cache.values, reference.cache.values),
     ):
         assert kept.dtype == expected.dtype == EIGHT_BITS
         pages = [page for talk in talks(config) for page in talk.pages[:1]]

@@ -141,7 +141,7 @@ def test_images_of_all_kinds_together(monkeypatch):
     images = [noise(*size) for size in [(100, 60), (56, 56), (30, 200), (500, 400), (98, 98)]]
     assert_equal_crops(images, SMALL)
     monkeypatch.setattr(device_crops, "ARENA_BYTES", 100_000)
-    groups = list(maker(SMALL)._groups([as_pixels(image, SMALL) for image in images]))
+    groups = list(maker(SMALL).groups([as_pixels(image, SMALL) for image in images]))
     assert 1 < len(groups) < len(images)
     assert_equal_crops(images, SMALL)
 

@@ -161,9 +161,9 @@ def test_captured_passes():
         def replay(self):
             ran.append(self.shape)
             with vision.attention.chosen():
-                graphs._body(self.shape)
+                graphs.body(self.shape)
 
-    graphs._graphs = {shape: Noted(shape) for shape in graphs.shapes}
+    graphs.graphs = {shape: Noted(shape) for shape in graphs.shapes}
     side = CONFIG.vision.crop_size
     crops = torch.randint(0, 255, (11, side, side, 3), dtype=torch.uint8, device=DEVICE)
     names = [None, "tower", "projector", "mlp", "all"] * 2 + ["mlp"]

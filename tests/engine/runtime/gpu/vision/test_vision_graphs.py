@@ -32,7 +32,7 @@ class Replayed:
 def graphs_of(vision, shapes):
     """Graphs of ``shapes``, and the list of those that were replayed."""
     graphs, ran = VisionGraphs(vision, None, max_crops=3), []
-    graphs._graphs = {shape: Replayed(graphs, vision, shape, ran) for shape in shapes}
+    graphs.graphs = {shape: Replayed(graphs, vision, shape, ran) for shape in shapes}
     return graphs, ran
 
 
