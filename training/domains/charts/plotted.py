@@ -77,13 +77,13 @@ def plot(
         for _ in range(2):
             _lay_out(axes, table, edges + pad)
             canvas.draw()
-            extents = [text.get_window_extent() for text in _texts(axes)]
-            over = np.array([(-e.x0, -e.y0, e.x1 - width, e.y1 - height) for e in extents])
+            texts = [(text, text.get_window_extent()) for text in _texts(axes)]
+            over = np.array([(-e.x0, -e.y0, e.x1 - width, e.y1 - height) for _, e in texts])
             if (over := over.max(0, initial=0)).max() <= 0:
                 break
             edges = edges + over + 1
         pixels = np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[:height, :width, :3])
-        characters = [c for text in _texts(axes) for c in _characters(text, font, height)]
+        characters = [c for text, e in texts for c in _characters(text, e, font, height)]
     scale = [] if table["kind"] == "pie" else _scale(axes, table["lying"], height)
     return Plotted(pixels, _boxes(axes, table, height), characters, scale)
 
@@ -126,13 +126,18 @@ def _lay_out(axes: Any, t: dict[str, Any], edges: NDArray[np.float64]) -> None:
 
 
 @cache
+def _fallback() -> list[Any]:
+    from matplotlib.font_manager import fontManager
+
+    return [entry for entry in fontManager.ttflist if entry.name == "DejaVu Sans"][:1]
+
+
 def _family(font: str) -> str:
-    """Makes a font known to matplotlib. The files bear no names."""
+    """Makes a font known to matplotlib, and no other: it compares all that it knows. The files bear no names."""
     from matplotlib.font_manager import FontEntry, fontManager
 
-    fontManager.ttflist.append(
-        FontEntry(fname=file_of(font), name=font, weight=400, size="scalable")
-    )
+    entry = FontEntry(fname=file_of(font), name=font, weight=400, size="scalable")
+    fontManager.ttflist[:] = [*_fallback(), entry]
     return font
 
 
@@ -162,9 +167,9 @@ def _texts(axes: Any) -> list[Any]:
     return [t for t in texts if t.get_visible() and t.get_text()]
 
 
-def _characters(text: Any, font: str, height: int) -> list[tuple[float, float, str]]:
+def _characters(text: Any, extent: Any, font: str, height: int) -> list[tuple[float, float, str]]:
     """A text's characters with their centres, also where it is turned."""
-    extent, turn = text.get_window_extent(), math.radians(text.get_rotation())
+    turn = math.radians(text.get_rotation())
     x, y = (extent.x0 + extent.x1) / 2, height - (extent.y0 + extent.y1) / 2
     dx, dy = math.cos(turn), math.sin(turn)
     widths = [advance(font, 20, c) * text.get_fontsize() / 20 for c in text.get_text()]
