@@ -55,6 +55,7 @@ from .errors import (
 from .fair_shares import FairShares, Member
 from .preprocess.decoding.images import FORMATS as IMAGE_FORMATS
 from .preprocess.decoding.images import OnBackground
+from .preprocess.features import ImageFeatures
 from .preprocess.looks import InCrops, InRegion, Tiled, Tiles
 from .preprocess.measuring import MeasuredImage
 from .processes import end_with_parent
@@ -104,6 +105,7 @@ __all__ = [
     "ImageDecodeError",
     "ImageError",
     "ImageEvent",
+    "ImageFeatures",
     "ImageLimits",
     "ImageTooLargeError",
     "ImageTooSlowError",

@@ -9,14 +9,17 @@ from typing import Any
 
 from .. import clock
 from ..building.factory import Built
+from ..config.images import ImageLimits
 from ..config.runtime import RuntimeConfig
 from ..config.sizes import Sizes
 from ..errors import RequestError
 from ..preprocess.decoding.costs import FIELD
+from ..preprocess.features import ImageFeatures, features_of, prepared_features
 from ..preprocess.jobs import Preprocessed
 from ..preprocess.looks import Tiled
 from ..preprocess.measuring import MeasuredImage
 from ..preprocess.pool import PreprocessPool
+from ..types.model_config import VisionConfig
 from ..types.observer import ImageEvent, Observer
 from ..types.requests import PreparedImage, PreparedTiles
 from ..types.timings import FrontTimings
@@ -31,9 +34,14 @@ class ImagePreparation:
     """``prepare`` for the images of a request, ``prepare_ahead`` for those that later requests are about."""
 
     def __init__(
-        self, pool: PreprocessPool, unsubmitted: Unsubmitted, observer: Observer | None
+        self,
+        pool: PreprocessPool,
+        limits: ImageLimits,
+        vision: VisionConfig,
+        unsubmitted: Unsubmitted,
+        observer: Observer | None,
     ) -> None:
-        self.pool = pool
+        self.pool, self._limits, self._vision = pool, limits, vision
         self._unsubmitted = unsubmitted
         self._observer = observer
 
@@ -87,10 +95,16 @@ class ImagePreparation:
     async def measure(self, request: Request, place: Place) -> MeasuredImage:
         """Size and crops of the only image of ``request``. Raises as ``prepare``."""
         (image,) = request.images
+        if (features := features_of(image)) is not None:
+            checked = await asyncio.to_thread(self._features, features, "")
+            return MeasuredImage(checked.image_size, (0,))
         measuring = self.pool.measure(image, principal=place.principal, is_high=place.priority == 0)
         return await self._unsubmitted.run(
             measuring, place, request.deadline_at, "before the image's header was read"
         )
+
+    def _features(self, given: ImageFeatures, namespace: str) -> PreparedImage:
+        return prepared_features(given, self._vision, self._limits, namespace)
 
     def flush(self) -> None:
         """Drops prepared images that no request uses."""
@@ -129,6 +143,10 @@ class ImagePreparation:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _prepare_one(self, image: Any, cache_salt: str, place: Place) -> Preprocessed:
+        if (features := features_of(image)) is not None:
+            began = clock.now()
+            checked = await asyncio.to_thread(self._features, features, cache_salt)
+            return Preprocessed((checked,), clock.now() - began)
         return await self.pool.prepare(
             image, cache_salt, principal=place.principal, is_high=place.priority == 0
         )

@@ -14,6 +14,7 @@ from typing import cast
 from ..building.factory import Built
 from ..config.runtime import RuntimeConfig
 from ..errors import SkillFault
+from ..preprocess.features import check_features
 from ..skills.base import SkillOutput, SkillRequest
 from ..skills.objects.request import ObjectsRequest
 from ..skills.prompts import build_prompt
@@ -55,6 +56,7 @@ class SequenceStart:
         """``on_end``: is called when the request has ended. Raises RequestError, SkillFault."""
         checked, timings = request.checked, request.timings
         assert checked is not None and timings is not None, "the request has all that it needs"
+        _check_features(request, checked)
         looks = _sequences(request)
         sequences = [self._sequence(next(self._ids), images, request, place) for images in looks]
         submissions = {each.submission.sequence_id: each.submission for each in sequences}
@@ -143,6 +145,16 @@ class SequenceStart:
             adapter=adapter,
         )
         return SkillSubmission(request.request_id, submission, control, output, queue_limited)
+
+
+def _check_features(request: Request, checked: SkillRequest) -> None:
+    """Raises InvalidRequest."""
+    images, adapter = request.images, request.adapter
+    assert not isinstance(adapter, str), "adapters are loaded first"
+    for index, image in enumerate(images):
+        if isinstance(image, PreparedImage):
+            at = ("image",) if len(images) == 1 else ("images", index)
+            check_features(image, checked, adapter, at)
 
 
 def _sequences(request: Request) -> list[tuple[PreparedImage, ...]]:

@@ -64,7 +64,10 @@ class Submitter:
         self.seeds = Seeds(config.seed)
         self._check = RequestCheck(config, built, skills, self.seeds)
         self._sequences = SequenceStart(config, built, loop, opened, self._check)
-        self.images = ImagePreparation(new_pool(config, sizes, built), self.unsubmitted, observer)
+        pool, vision = new_pool(config, sizes, built), built.model.vision
+        self.images = ImagePreparation(
+            pool, config.image_limits, vision, self.unsubmitted, observer
+        )
         vocab_size, eos_id = built.model.text.vocab_size, built.model.ids.eos_id
         grammars = Grammars(built.codec, vocab_size, eos_id, confine=config.confine)
         self.constraints = ConstraintCompiler(grammars, self.unsubmitted)

@@ -211,9 +211,17 @@ class TorchRuntime:
         """Encodes all crops of the step, those with the same adapter in one pass."""
         by_adapter: dict[int, list[EncodeSlice]] = {}
         for piece in pieces:
+            if piece.image.features is not None:
+                self.images[piece.image.key] = self._given(piece.image.features)
+                continue
             by_adapter.setdefault(id(piece.image.adapter), []).append(piece)
         for together in by_adapter.values():
             self._encode_together(together)
+
+    def _given(self, features: np.ndarray) -> Tensor:
+        """The embedding that a caller sent, as the tower would have made it."""
+        weight = self.model.text.wte
+        return torch.from_numpy(features.copy()).to(weight.device, weight.dtype)
 
     def _encode_together(self, pieces: Sequence[EncodeSlice]) -> None:
         """Encodes crops with the same adapter. Computes an image's embedding after its last crop."""

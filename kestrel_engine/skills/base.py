@@ -136,6 +136,11 @@ class SkillRequest:
         return None
 
     @property
+    def pixels_field(self) -> str | None:
+        """The argument for which the image's pixels are needed; None: its embedding is enough."""
+        return None
+
+    @property
     def tokens_ahead(self) -> int:
         """Tokens that may be sampled in addition to ``max_tokens``, by a limit of their own."""
         return 0

@@ -45,6 +45,10 @@ class EmbedRequest(SkillRequest):
     def reads(self) -> EmbeddingSpec:
         return self.spec
 
+    @property
+    def pixels_field(self) -> str:
+        return "image"
+
     def about(
         self, images: tuple[PreparedImage, ...], model: ModelConfig
     ) -> tuple[EmbedRequest, tuple[PreparedImage, ...]]:

@@ -40,6 +40,10 @@ class SegmentRequest(SkillRequest):
     min_score: float
     refines: bool
 
+    @property
+    def pixels_field(self) -> str | None:
+        return "refine" if self.refines else None
+
 
 class SegmentSkill:
     """Arguments: object, spatial_refs, refine. Output: {"segments": [one]} (moondream.md section 9.7), with its

@@ -225,7 +225,8 @@ class PreparedImage:
     ``keeps_features``: the runtime keeps the features of the crops as long as the embedding, because embeddings of
     crops are read. ``region``: None for a whole image. ``crop_keys``: a content key for each distinct crop, if equal
     crops of other images may skip the tower; equal keys mean equal crops. ``adapter``: the adapter of the request, if
-    it changes the vision tower.
+    it changes the vision tower. ``features``: [patches, dim] float32 or float16, the embedding that the caller sent in
+    place of crops and pixels; ``made_with``: the name of the adapter that it was made with.
     """
 
     key: str
@@ -239,6 +240,8 @@ class PreparedImage:
     region: ImageRegion | None = None
     crop_keys: tuple[str, ...] | None = None
     adapter: Adapter | None = None
+    features: np.ndarray | None = None
+    made_with: str = ""
 
     @property
     def looks(self) -> tuple[PreparedImage, ...]:
@@ -254,12 +257,15 @@ class PreparedImage:
 
     @property
     def num_crops(self) -> int:
+        """Steps to the embedding: those of all crops, or the one that takes the features."""
         rows, columns = self.tiling
-        return 1 + rows * columns
+        return 1 + rows * columns if self.features is None else 1
 
     @property
     def num_distinct(self) -> int:
         """The number of crops to encode. A single tile equals the overview and is not encoded again."""
+        if self.features is not None:
+            return 0
         return 1 if self.tiling == (1, 1) else self.num_crops
 
     def with_adapter(self, adapter: Adapter) -> PreparedImage:
@@ -285,8 +291,9 @@ class PreparedImage:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of crops and pixels."""
-        return sum(array.nbytes for array in (self.crops, self.pixels) if array is not None)
+        """Memory of crops, pixels and features."""
+        held = (self.crops, self.pixels, self.features)
+        return sum(array.nbytes for array in held if array is not None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

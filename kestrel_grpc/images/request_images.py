@@ -17,16 +17,18 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import (
     FieldPath,
+    ImageFeatures,
     ImageTooLargeError,
     InCrops,
     InRegion,
     InvalidRequest,
     OnBackground,
+    checked_adapter_name,
 )
 
 from ..edge.calls.current import current
 from ..edge.failures.errors import ImageNotFound, ImagesFull, ImagesNotKept
-from ..edge.messages.fields import known_value, located, meant_float
+from ..edge.messages.fields import inside, known_value, located, meant_float
 from .shared.shared_images import SharedImages
 from .store import ImageStore, StoredImage, shown, size_of
 
@@ -54,8 +56,9 @@ class RequestImage:
     """An image of a request. ``path``: of its field in the request."""
 
     path: FieldPath
-    source: bytes | np.ndarray
-    """Encoded bytes; or pixels as [height, width(, channels)] uint8 RGB(A), which share the message's memory."""
+    source: bytes | np.ndarray | ImageFeatures
+    """Encoded bytes; pixels as [height, width(, channels)] uint8 RGB(A), which share the message's memory; or what
+    stands for the image, which is not stored."""
     image_id: str = ""
     """The id that the request names in place of a source."""
     background: tuple[int, int, int] | None = None
@@ -68,7 +71,7 @@ class RequestImage:
     """The store's entry for ``image_id``, once it is found; ``source`` is the entry's then."""
 
     @property
-    def given(self) -> bytes | np.ndarray | OnBackground | InCrops | InRegion:
+    def given(self) -> bytes | np.ndarray | ImageFeatures | OnBackground | InCrops | InRegion:
         """The image in the form that the engine takes."""
         image: Any = self.source
         if self.background is not None:
@@ -108,7 +111,7 @@ def checked_image_id(field: str | FieldPath, text: str) -> str:
 
 def _read(image: common_pb2.Image, path: FieldPath) -> RequestImage:
     """Raises InvalidRequest."""
-    source: bytes | np.ndarray = b""
+    source: bytes | np.ndarray | ImageFeatures = b""
     image_id = ""
     with at_image(path):
         match image.WhichOneof("source"):
@@ -118,8 +121,12 @@ def _read(image: common_pb2.Image, path: FieldPath) -> RequestImage:
                 source = _raw_pixels(image.raw)
             case "image_id":
                 image_id = checked_image_id(("image", "image_id"), image.image_id)
+            case "features":
+                source = _features(image.features)
             case _:
-                raise InvalidRequest("image", "holds no image: set encoded, raw or image_id")
+                raise InvalidRequest(
+                    "image", "holds no image: set encoded, raw, image_id or features"
+                )
         background = _colour(image.background) if image.HasField("background") else None
         if image.max_crops < 0:
             raise InvalidRequest(
@@ -132,6 +139,16 @@ def _read(image: common_pb2.Image, path: FieldPath) -> RequestImage:
         x_min, y_min = meant_float(edges.x_min), meant_float(edges.y_min)
         region = (x_min, y_min, meant_float(edges.x_max), meant_float(edges.y_max))
     return RequestImage(path, source, image_id, background, region, image.max_crops)
+
+
+def _features(given: common_pb2.ImageFeatures) -> ImageFeatures:
+    adapter = given.adapter
+    if given.HasField("adapter"):
+        with inside("image", "features"):
+            adapter = checked_adapter_name(adapter)
+    return ImageFeatures(
+        given.data, given.rows, given.dimensions, given.width, given.height, adapter
+    )
 
 
 def _colour(text: str) -> tuple[int, int, int]:
@@ -183,7 +200,7 @@ class RequestImages:
         if image.kept is not None:
             # The image may have been deleted since. It must not return to the store.
             return image.kept.image_id
-        if size_of(image.source) > self.store.max_bytes:
+        if isinstance(image.source, ImageFeatures) or size_of(image.source) > self.store.max_bytes:
             return ""
         call = current.get()
         try:

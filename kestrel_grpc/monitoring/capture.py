@@ -168,7 +168,7 @@ def _described(call: Call, with_image: bool) -> tuple[Any, list[dict[str, Any]]]
             _inline(image, call.stored[image.image_id])
         if not with_image or image.WhichOneof("source") == "image_id":
             left_out.append({**_image_facts(image), "source": source})
-            for name in ("encoded", "raw", "image_id"):
+            for name in ("encoded", "raw", "image_id", "features"):
                 image.ClearField(name)
     if call.opening is None:
         return _plain(request), left_out
@@ -232,7 +232,9 @@ def _method_of(call: Call) -> str | None:
 
 def _image_facts(image: common_pb2.Image) -> dict[str, Any]:
     source = image.WhichOneof("source") or ""
-    data = {"encoded": image.encoded, "raw": image.raw.data}.get(source)
+    data = {
+        "encoded": image.encoded, "raw": image.raw.data, "features": image.features.data
+    }.get(source)  # fmt: skip
     return {"source": source, **(_data_facts(data) if data is not None else {})}
 
 

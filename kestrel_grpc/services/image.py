@@ -10,7 +10,7 @@ import numpy as np
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import image_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import ImageServiceServicer
-from kestrel_engine import InvalidRequest
+from kestrel_engine import ImageFeatures, InvalidRequest
 
 from ..edge.calls.call import Context
 from ..edge.calls.current import current
@@ -35,6 +35,10 @@ class ImageService(ImageServiceServicer):
 
     async def PutImage(self, request: pb.PutImageRequest, context: Context) -> pb.PutImageResponse:
         image = await self._images.find(required_image(request))
+        if isinstance(image.source, ImageFeatures):
+            raise InvalidRequest(
+                ("image", "features"), "cannot be stored; send them with each request"
+            )
         kept = image.kept or await self._put(image.source)
         return pb.PutImageResponse(image=_stored(kept))
 

@@ -50,6 +50,7 @@ from .geometry import ImageSize as ImageSize
 from .geometry import Point as Point
 from .geometry import SpatialRef as SpatialRef
 from .geometry import Tiles as Tiles
+from .images.features import ImageFeatures as ImageFeatures
 from .images.images import ImageHandle as ImageHandle
 from .images.images import ImageInput as ImageInput
 from .images.known import ImageSource as ImageSource

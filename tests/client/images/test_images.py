@@ -116,7 +116,7 @@ def test_noise_that_fits_nowhere_is_refused() -> None:
     [
         (
             None,
-            "a path, .*bytes, an open file, a uint8 array, a Pillow image or an ImageHandle, not NoneType",
+            "a path, .*bytes, an open file, a uint8 array, a Pillow image, ImageFeatures or an ImageHandle",
         ),
         (7, "not int"),
         (b"", "has 0 bytes"),

@@ -30,6 +30,7 @@ from kestrel_client._pb.kestrel.v1 import (
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.types.step import RuntimeLimits
 from kestrel_grpc.settings.security import SecurityConfig
+from tests.engine.fakes import fake_model
 from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import Serve, Served
 from tests.service.edge.validation_rules import Rules
@@ -62,6 +63,10 @@ STRICTER = [
         r"(image|images\[\d+\])\.region: (needs|covers)",
         # The model's own limit.
         r"(image|images\[\d+\])\.max_crops: is \d+; must be from 1 to",
+        # What the model's features are, and the adapter that made them.
+        r"image\.features\.(rows|dimensions): is -?\d+; this model has",
+        r"image\.features\.data: has \d+ bytes; \d+ x \d+ numbers",
+        r"image\.features\.adapter: was made with",
         # One field needs another.
         r"top_logprobs: is \d+ without logprobs",
         r"max_reasoning_tokens: is set without reasoning",
@@ -107,6 +112,13 @@ def raw() -> common_pb2.Image:
 
 
 PART = common_pb2.Image(encoded=FILE, region=common_pb2.Box(x_min=0.25, x_max=1, y_max=0.75))
+VISION = fake_model("moondream3").vision
+FEATURES = common_pb2.Image(
+    features=common_pb2.ImageFeatures(
+        data=bytes(2 * VISION.grid**2 * VISION.proj_out_dim), rows=VISION.grid**2, dimensions=VISION.proj_out_dim,
+        width=3, height=2, adapter="mine",
+    )
+)  # fmt: skip
 TILES = pb.Tiles(rows=2, columns=2, overlap=0.25)
 SAMPLING = common_pb2.Sampling(temperature=0.0, top_p=1.0, min_p=0.5, top_k=7, seed=3)
 TEXT = common_pb2.TextOptions(
@@ -188,6 +200,7 @@ VALID: dict[str, list[Message]] = {
         pb.CaptionRequest(
             image=common_pb2.Image(image_id="img_0"), caption=pb.CaptionTask(num_samples=2)
         ),
+        pb.CaptionRequest(image=FEATURES),
     ],
     "VisionService/Point": [pb.PointRequest(**SHARED, point=POINT)],
     "VisionService/Detect": [

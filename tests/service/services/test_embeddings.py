@@ -217,7 +217,7 @@ async def test_the_command_prints_json_or_writes_a_file(kestrel, tmp_path):
     with np.load(file) as saved:
         assert saved["names"].tolist() == [str(IMAGE)] and saved["vectors"].shape == (1, 2)
         assert len(saved["crops"]) == len(saved["crop_of"]) == len(saved["boxes"]) > 1
-    status, _, errors = await kestrel("embed", IMAGE, "--save", "vectors.npy")
+    status, _, errors = await kestrel("embed", IMAGE, "--save", "vectors.txt")
     assert status == 2 and "must end in .npz" in errors
 
 

@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard, runtime_c
 from .._pb.kestrel.v1 import common_pb2
 from ..errors import InvalidImageError, MissingDependencyError, RequestTooLargeError
 from ..geometry import ImageSize
+from .features import ImageFeatures, features_of, to_features
 from .fetching import fetch, is_url
 
 if TYPE_CHECKING:
     import PIL.Image
+
+    from ..values.embeddings import EmbedResult
 
 
 @runtime_checkable
@@ -44,9 +47,11 @@ class Readable(Protocol):
 EncodedImage: TypeAlias = str | os.PathLike[str] | bytes | bytearray | memoryview
 """A path or an http(s) address of a file, or its contents."""
 # One literal: pyright reads no type in a text of several.
-ImageInput: TypeAlias = "EncodedImage | PixelArray | PIL.Image.Image | Readable | ImageHandle"
+NoPixels: TypeAlias = "ImageHandle | ImageFeatures | EmbedResult"
+"""What stands for an image that the client need not have."""
+ImageInput: TypeAlias = "EncodedImage | PixelArray | PIL.Image.Image | Readable | NoPixels"
 """An image: path of a file, http(s) address (the client fetches it), contents of a file, open file, array of pixels,
-Pillow image, or the handle of an image that the server stores."""
+Pillow image, the handle of an image that the server stores, or in place of an image its features."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,8 @@ def loaded(image: ImageInput, limit: int) -> ImageInput:
     """
     if is_url(image):
         return fetch(str(image), limit)
+    if (features := features_of(image)) is not None:
+        return features
     if isinstance(image, (str, os.PathLike, bytes, ImageHandle)) or is_pillow(image):
         return image
     read = getattr(image, "read", None)
@@ -111,6 +118,8 @@ def to_image(image: ImageInput, max_message_bytes: int) -> common_pb2.Image:
     ``max_message_bytes`` (a file's size is checked before it is read).
     """
     image = loaded(image, max_message_bytes)
+    if isinstance(image, ImageFeatures):
+        return to_features(image, max_message_bytes)
     if isinstance(image, (str, os.PathLike)):
         return common_pb2.Image(encoded=_read(Path(image), max_message_bytes))
     if isinstance(image, (bytes, bytearray, memoryview)):
@@ -129,8 +138,8 @@ def to_image(image: ImageInput, max_message_bytes: int) -> common_pb2.Image:
     if isinstance(image, PixelArray):
         return _from_array(image, max_message_bytes)
     raise InvalidImageError(
-        "an image must be a path, an http(s) address, bytes, an open file, a uint8 array, a Pillow image or an "
-        f"ImageHandle, not {type(image).__name__}"
+        "an image must be a path, an http(s) address, bytes, an open file, a uint8 array, a Pillow image, "
+        f"ImageFeatures or an ImageHandle, not {type(image).__name__}"
     )
 
 
@@ -142,6 +151,10 @@ def to_pillow(image: ImageInput) -> PIL.Image.Image:
                 "the client does not have the image, only the server: pass it to draw() or save()"
             )
         return to_pillow(image.source)
+    if features_of(image) is not None:
+        raise InvalidImageError(
+            "features hold no pixels: pass the image itself to draw() or save()"
+        )
     pillow, ops = _pillow()
     image = loaded(image, _LARGEST_DRAWN_BYTES)
     try:

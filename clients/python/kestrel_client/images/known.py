@@ -29,7 +29,9 @@ V = TypeVar("V")
 
 def digest_of(image: common_pb2.Image) -> str:
     """The first 32 hexadecimal digits of the SHA-256 of a file, or of pixels with their size and format."""
-    if image.HasField("raw"):
+    if image.HasField("features"):
+        digest = hashlib.sha256(b"features:" + image.features.data)
+    elif image.HasField("raw"):
         raw = image.raw
         digest = hashlib.sha256(f"{raw.width}x{raw.height}:{raw.format}:".encode())
         digest.update(raw.data)

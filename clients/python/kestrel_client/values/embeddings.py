@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from .._pb.kestrel.v1 import vision_service_pb2 as pb
+from ..errors import InvalidImageError
 from ..geometry import Box, ImageSize, from_box
+from ..images.features import ImageFeatures
 from .plain import plain_fields, plain_value
 from .reading import read, words_by_value
 from .results.base import Timings, info_fields
@@ -74,6 +76,8 @@ class EmbedResult:
     """Width and height of the upright image in pixels."""
     image_id: str = ""
     """The id of the stored image, for ImageHandle; empty if the server does not store it."""
+    adapter: str = ""
+    """The adapter that the call named; empty without one."""
     num_crops: int = 0
     """Crops in which the model saw the image (``max_crops``)."""
 
@@ -84,6 +88,19 @@ class EmbedResult:
             if each.crop is None:
                 return each
         raise LookupError("the embedding of the whole image was not requested")
+
+    @property
+    def features(self) -> ImageFeatures:
+        """What calls take in place of the image: of the whole image, with ``pooling="none"``. They take the result,
+        too. Raises InvalidImageError for other embeddings."""
+        whole = next((each for each in self.embeddings if each.crop is None), None)
+        if whole is None or whole.rows == 1:
+            raise InvalidImageError(
+                "the embedding does not stand for an image: embed the whole image with pooling='none'"
+            )
+        return ImageFeatures(
+            whole.data, whole.rows, whole.dimensions, self.image_size, self.adapter
+        )
 
     @property
     def crops(self) -> tuple[Embedding, ...]:
@@ -117,11 +134,12 @@ def read_embedding(message: pb.Embedding) -> Embedding:
     )
 
 
-def embed_result(response: pb.EmbedResponse) -> EmbedResult:
+def embed_result(response: pb.EmbedResponse, adapter: str) -> EmbedResult:
     """The result of a unary call."""
     return EmbedResult(
         embeddings=tuple(map(read_embedding, response.embeddings)),
         timings=read(Timings, response.timings),
+        adapter=adapter,
         **info_fields(response.info),
     )
 
@@ -129,7 +147,8 @@ def embed_result(response: pb.EmbedResponse) -> EmbedResult:
 class EmbedStream:
     """Reads the messages of a stream. Its result has the embeddings of all messages."""
 
-    def __init__(self) -> None:
+    def __init__(self, adapter: str) -> None:
+        self._adapter = adapter
         self._received = pb.EmbedResponse()
 
     def event(self, message: Any, payload: object) -> Embedding | None:
@@ -140,4 +159,4 @@ class EmbedStream:
 
     def result(self, final: pb.EmbedResponse) -> EmbedResult:
         self._received.MergeFrom(final)
-        return embed_result(self._received)
+        return embed_result(self._received, self._adapter)

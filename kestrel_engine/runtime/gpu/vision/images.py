@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,6 +66,10 @@ class EncodedImages:
 
     def encode(self, pieces: Sequence[EncodeSlice], *, leave_room: bool = False) -> None:
         """Encodes all crops of a step. Makes an image's prefix after its last crop. ``leave_room``: as in StepPlan."""
+        for piece in pieces:
+            if (given := piece.image.features) is not None:
+                self._prefixes[piece.image.key] = self._given(given)
+        pieces = [piece for piece in pieces if piece.image.features is None]
         if not pieces:
             return
         crops = self._crops_of(pieces)
@@ -98,6 +103,13 @@ class EncodedImages:
             self._prefixes[image.key] = torch.cat([self._bos[None], embedding])
         # The device works on the images.
         self._make_crops.capture()
+
+    def _given(self, features: np.ndarray) -> Tensor:
+        """The prefix of an image whose embedding the caller sent."""
+        dtype = torch.float16 if features.dtype.itemsize == 2 else torch.float32
+        sent = torch.empty(features.shape, dtype=dtype, device=self._bos.device)
+        self._upload(features.view(np.uint8), sent.view(torch.uint8))
+        return torch.cat([self._bos[None], sent.to(self._bos.dtype)])
 
     def reading(self, read: ImageRead) -> Fetched:
         """Enqueues the copies. The image was encoded."""

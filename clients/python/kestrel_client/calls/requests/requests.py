@@ -232,9 +232,10 @@ class Requests:
             ),
             options=to_handling(options, HandlingOptions),
         )
-        reading = Reading(embed_result)
+        adapter = options.get("adapter") or ""
+        reading = Reading(lambda response: embed_result(response, adapter))
         if streamed:
-            stream = EmbedStream()
+            stream = EmbedStream(adapter)
             reading = Reading(stream.result, stream.event)
         return self._prepared(_EMBED, request, reading, options, image)
 

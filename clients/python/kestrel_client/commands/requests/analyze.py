@@ -29,8 +29,9 @@ from ..flag_table import add_flags
 from ..flags import SettingsError
 from ..terminal import styled
 from ..values import whole
+from .features import FLAG as FEATURES_FLAG
 from .flags import add_min_score_flag, add_request_flags, add_save_flags, request_options
-from .inputs import IMAGE_HELP, Input, open_inputs
+from .inputs import IMAGE_HELP, Input, image_names, open_inputs
 from .output import Output, event_dict, print_result
 
 _KINDS: dict[str, type[Task]] = {
@@ -68,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = "Each kind of task may be given several times. Exits with 1 if a task fails."
     parser.usage = f"{parser.prog} IMAGE [IMAGE ...] TASK [TASK ...] [flags]"
     parser.add_argument("words", metavar="IMAGE", nargs="*", help=IMAGE_HELP)
+    add_flags(parser, FEATURES_FLAG)
     add_task_flags(parser)
     output = parser.add_argument_group("output")
     add_flags(output, _OUTPUT)
@@ -111,9 +113,9 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
 
 def run(args: argparse.Namespace) -> int:
     tasks = tasks_of(args)
-    if not args.words:
+    if not (names := image_names(args)):
         raise SettingsError(f"no image is given: {args.program.name} analyze IMAGE TASK ...")
-    inputs = open_inputs(list(args.words))
+    inputs = open_inputs(names)
     output, options = Output(args, inputs), request_options(args)
     titles = {str(n): f"{kind} {asked!r}" for n, (kind, asked) in enumerate(args.tasks)}
 

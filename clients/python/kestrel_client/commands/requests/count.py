@@ -10,8 +10,9 @@ from ..connection import add_connection_flags, ask_each
 from ..flag_table import add_flags
 from ..flags import SettingsError
 from .analyze import add_task_flags, tasks_of
+from .features import FLAG as FEATURES_FLAG
 from .flags import add_request_flags, request_options
-from .inputs import IMAGE_HELP, Input, open_inputs
+from .inputs import IMAGE_HELP, Input, image_names, open_inputs
 from .output import print_json
 
 ESSENTIAL = (
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     )
     parser.usage = f"{parser.prog} [IMAGE ...] TASK [TASK ...] [flags]"
     parser.add_argument("words", metavar="IMAGE", nargs="*", help=IMAGE_HELP)
+    add_flags(parser, FEATURES_FLAG)
     add_task_flags(parser)
     add_flags(parser, _FLAGS)
     add_request_flags(parser)
@@ -40,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     tasks = tasks_of(args)
-    inputs: list[Input | None] = [*open_inputs(list(args.words))] or [None]
+    inputs: list[Input | None] = [*open_inputs(image_names(args))] or [None]
     if args.together:
         (question,) = tasks if len(tasks) == 1 else (None,)
         if not isinstance(question, QueryTask):

@@ -12,6 +12,7 @@ from ..connection import add_connection_flags, ask_each
 from ..flag_table import add_flags
 from ..flags import SettingsError
 from ..parser import CommandError
+from .features import SUFFIX, write_features
 from .flags import add_request_flags, request_options
 from .inputs import IMAGE_HELP, Input, open_inputs
 from .output import print_json
@@ -23,7 +24,8 @@ _FLAGS = """
     --crops  embed the crops of each image too, not only the whole
     --pooling {mean,none}  mean: one vector of length 1 for an image or crop; none: one vector for each patch [=mean]
     --dtype {float32,float16}  format of the numbers [=float32]
-    --save FILE.npz  write the vectors to this file
+    --save FILE  write the vectors to this file: .npz, or .npy for the features of one image, by patches, which
+        --features of other commands sends in place of the image
 """
 
 
@@ -39,8 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.save is not None and not args.save.endswith(".npz"):
-        raise SettingsError(f"--save: {args.save!r} must end in .npz")
+    as_features = args.save is not None and args.save.endswith(SUFFIX)
+    inputs = open_inputs(args.images)
+    if args.save is not None and not args.save.endswith((".npz", SUFFIX)):
+        raise SettingsError(f"--save: {args.save!r} must end in .npz or .npy")
+    if as_features and (len(inputs) > 1 or args.crops):
+        raise SettingsError(
+            f"--save: {args.save!r} holds one whole image; use .npz for several, or for crops"
+        )
     found: dict[str, EmbedResult] = {}
 
     def embed(client: KestrelClient, given: Input) -> bool:
@@ -48,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         stream = client.stream_embed(
             given.source,
             crops=args.crops,
-            pooling=args.pooling,
+            pooling="none" if as_features else args.pooling,
             dtype=args.dtype,
             **request_options(args),
         )
@@ -60,8 +68,10 @@ def run(args: argparse.Namespace) -> int:
             found[given.name] = result
         return True
 
-    status = ask_each(args, open_inputs(args.images), embed)
-    if args.save is not None and found:
+    status = ask_each(args, inputs, embed)
+    if as_features and found:
+        write_features(Path(args.save), next(iter(found.values())).features)
+    elif args.save is not None and found:
         _save(Path(args.save), found)
     return status
 

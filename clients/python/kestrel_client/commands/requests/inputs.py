@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import glob
 import os
 import sys
@@ -9,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from kestrel_client import ImageHandle
+from kestrel_client import ImageFeatures, ImageHandle
 from kestrel_client.images.fetching import is_url
 
 from ..flags import SettingsError
 from ..parser import CommandError
+from .features import SUFFIX, read_features
 
-Source: TypeAlias = str | bytes | ImageHandle
+Source: TypeAlias = str | bytes | ImageHandle | ImageFeatures
 
 IMAGE_SUFFIXES = frozenset(
     (".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff", ".gif", ".bmp", ".avif", ".heic", ".heif")
@@ -40,6 +42,11 @@ class Input(NamedTuple):
         if self.name == "-":
             return "image"
         return Path(self.name.partition("?")[0]).stem or "image"
+
+
+def image_names(args: argparse.Namespace) -> list[str]:
+    """The words of a command, after the file of --features, which stands for the first image."""
+    return [*([args.features] if args.features else []), *args.words]
 
 
 def open_inputs(names: Sequence[str]) -> list[Input]:
@@ -75,6 +82,8 @@ def _open(name: str) -> Iterator[Input]:
     path = Path(name)
     if name == "-":
         yield Input(name, sys.stdin.buffer.read())
+    elif path.suffix == SUFFIX and path.is_file():
+        yield Input(name, read_features(name))
     elif is_url(name) or path.is_file():
         yield Input(name, name)
     elif path.is_dir():

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from kestrel_client import ImageHandle, KestrelError
+from kestrel_client import ImageFeatures, ImageHandle, KestrelError
 from kestrel_client.drawing.marks import Marks
 from kestrel_client.values.results.showing import draw_marks
 
@@ -34,9 +34,9 @@ class Painter:
         if not inputs:
             raise CommandError("--save draws on an image: give one")
         for each in inputs:
-            if isinstance(each.source, ImageHandle) and base is None:
+            if isinstance(each.source, (ImageFeatures, ImageHandle)) and base is None:
                 raise CommandError(
-                    f"--save cannot draw on {each.name!r}, which only the server has: "
+                    f"--save cannot draw on {each.name!r}, which holds no pixels here: "
                     "give its file with --save-on FILE"
                 )
         if not target:

@@ -22,6 +22,7 @@ from ..flag_table import add_flags
 from ..flags import SettingsError
 from ..parser import suggestion
 from ..values import number, whole
+from .features import FLAG as FEATURES_FLAG
 from .flags import (
     add_logprobs_flags,
     add_min_score_flag,
@@ -35,7 +36,7 @@ from .flags import (
     sampling,
     tile_grid,
 )
-from .inputs import IMAGE_HELP, Input, open_inputs, split_words
+from .inputs import IMAGE_HELP, Input, image_names, open_inputs, split_words
 from .output import Output, event_dict, print_event, print_logprobs, print_nothing, print_result
 
 _LENGTHS = ("short", "normal", "long")
@@ -74,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.usage = f"{parser.prog} {images} {_OWN_WORD.get(command, 'OBJECT')} [flags]"
     parser.epilog = _EPILOGS.get(command)
     parser.add_argument("words", metavar="IMAGE", nargs="*", help=IMAGE_HELP)
+    add_flags(parser, FEATURES_FLAG)
     _add_own(parser, command)
     writes_text = command in _TEXT_COMMANDS
     add_sampling_flags(parser, text=writes_text)
@@ -153,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _words(args: argparse.Namespace) -> tuple[list[str], str | list[str]]:
     """The images, and the question, the object or objects, or the length. Raises SettingsError."""
-    program, command, words = args.program.name, args.command, args.words
+    program, command, words = args.program.name, args.command, image_names(args)
     usage = f"{program} {command} IMAGE {_OWN_WORD.get(command, 'OBJECT')}"
     images: list[str]
     word: str | list[str]

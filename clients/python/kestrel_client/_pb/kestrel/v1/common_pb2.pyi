@@ -138,6 +138,7 @@ class Image(_message.Message):
     ENCODED_FIELD_NUMBER: _builtins.int
     RAW_FIELD_NUMBER: _builtins.int
     IMAGE_ID_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     BACKGROUND_FIELD_NUMBER: _builtins.int
     REGION_FIELD_NUMBER: _builtins.int
     MAX_CROPS_FIELD_NUMBER: _builtins.int
@@ -161,13 +162,20 @@ class Image(_message.Message):
     """Limit on the tiles in which this request sees the image, beside the overview. Fewer take less time, and small text
     and objects may be missed. The model's own tiling chooses the tiles with this limit in place of its own, and a very
     long image does not exceed it. 1 is the overview alone. 0 is the model's own limit. From 0 to Model.max_crops;
-    SeenImage.num_crops says how many crops were used. The places of results and the positions of the context do not depend
-    on it. With tiles of a task (Tiles), it applies to each look. PutImage and UploadImage store the image without it.
-    Default: 0.
+    SeenImage.num_crops says how many crops were used. The places of results and the positions of the context do not
+    depend on it. With tiles of a task (Tiles), it applies to each look. PutImage and UploadImage store the image
+    without it. Default: 0.
     """
     @_builtins.property
     def raw(self) -> Global___RawImage:
         """Uncompressed pixels."""
+
+    @_builtins.property
+    def features(self) -> Global___ImageFeatures:
+        """The embedding of the image, which another device or an earlier call made: the vision tower does not run. Results
+        equal those of the image. What needs pixels is refused: a background, a region, max_crops, tiles of a task, a
+        refined outline, Embed. The server does not store it.
+        """
 
     @_builtins.property
     def region(self) -> Global___Box:
@@ -183,19 +191,20 @@ class Image(_message.Message):
         encoded: _builtins.bytes = ...,
         raw: Global___RawImage | None = ...,
         image_id: _builtins.str = ...,
+        features: Global___ImageFeatures | None = ...,
         background: _builtins.str | None = ...,
         region: Global___Box | None = ...,
         max_crops: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_background", b"_background", "_max_crops", b"_max_crops", "background", b"background", "encoded", b"encoded", "image_id", b"image_id", "max_crops", b"max_crops", "raw", b"raw", "region", b"region", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_background", b"_background", "_max_crops", b"_max_crops", "background", b"background", "encoded", b"encoded", "features", b"features", "image_id", b"image_id", "max_crops", b"max_crops", "raw", b"raw", "region", b"region", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_background", b"_background", "_max_crops", b"_max_crops", "background", b"background", "encoded", b"encoded", "image_id", b"image_id", "max_crops", b"max_crops", "raw", b"raw", "region", b"region", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_background", b"_background", "_max_crops", b"_max_crops", "background", b"background", "encoded", b"encoded", "features", b"features", "image_id", b"image_id", "max_crops", b"max_crops", "raw", b"raw", "region", b"region", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__background: _TypeAlias = _typing.Literal["background"]  # noqa: Y015
     _WhichOneofArgType__background: _TypeAlias = _typing.Literal["_background", b"_background"]  # noqa: Y015
     _WhichOneofReturnType__max_crops: _TypeAlias = _typing.Literal["max_crops"]  # noqa: Y015
     _WhichOneofArgType__max_crops: _TypeAlias = _typing.Literal["_max_crops", b"_max_crops"]  # noqa: Y015
-    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["encoded", "raw", "image_id"]  # noqa: Y015
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["encoded", "raw", "image_id", "features"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__background) -> _WhichOneofReturnType__background | None: ...
@@ -205,6 +214,56 @@ class Image(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
 
 Global___Image: _TypeAlias = Image  # noqa: Y015
+
+@_typing.final
+class ImageFeatures(_message.Message):
+    """The embedding of a whole image by patches, as Embed of the same model gives it with EMBEDDING_PARTS_IMAGE and
+    EMBEDDING_POOLING_NONE. The features of another model of the same shape are not recognised; they give wrong answers.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
+    HEIGHT_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """rows * dimensions numbers, row by row, IEEE 754 binary32 or binary16, little endian: Embedding.data. The number of
+    bytes tells the format. All are finite, and the root mean square of a row is at most 1000. Required.
+    """
+    rows: _builtins.int
+    """Number of patches: Embedding.rows. Required."""
+    dimensions: _builtins.int
+    """Numbers of a row: Embedding.dimensions. Required."""
+    width: _builtins.int
+    """Width of the upright image in pixels, which results refer to. At least 1. Required."""
+    height: _builtins.int
+    """Height of the upright image in pixels. At least 1. Required."""
+    adapter: _builtins.str
+    """The adapter that the image was embedded with (RequestOptions.adapter). A request whose adapter changes the tower
+    must have the same. Default: none.
+    """
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        rows: _builtins.int = ...,
+        dimensions: _builtins.int = ...,
+        width: _builtins.int = ...,
+        height: _builtins.int = ...,
+        adapter: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "adapter", b"adapter", "data", b"data", "dimensions", b"dimensions", "height", b"height", "rows", b"rows", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__adapter: _TypeAlias = _typing.Literal["adapter"]  # noqa: Y015
+    _WhichOneofArgType__adapter: _TypeAlias = _typing.Literal["_adapter", b"_adapter"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__adapter) -> _WhichOneofReturnType__adapter | None: ...
+
+Global___ImageFeatures: _TypeAlias = ImageFeatures  # noqa: Y015
 
 @_typing.final
 class RawImage(_message.Message):
@@ -907,7 +966,7 @@ class SeenImage(_message.Message):
     """Id of the stored image, for later requests; empty if the server does not store it (see ImageService)."""
     num_crops: _builtins.int
     """Crops that the model sees: the overview, and the tiles if there are several (Image.max_crops). If a task looks at
-    the image in Tiles, those of all looks. At least 1; 0 while the image is not decoded yet.
+    the image in Tiles, those of all looks. At least 1; 0 for features, and while the image is not decoded yet.
     """
     @_builtins.property
     def size(self) -> Global___ImageSize:
