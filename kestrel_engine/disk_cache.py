@@ -69,8 +69,9 @@ class DiskCache:
         Raises OSError where this process may not write and nobody has marked it."""
         # Waits only while the entry is being deleted.
         opened = self._lock(self._locks / f"{name}.use", fcntl.LOCK_SH)
+        now = time.time_ns()  # The kernel's own stamps stand still for some milliseconds.
         with suppress(OSError):
-            os.utime(self._locks / f"{name}.use")
+            os.utime(self._locks / f"{name}.use", ns=(now, now))
         return opened
 
     @contextmanager
