@@ -35,11 +35,11 @@ SERVER_ERRORS = frozenset(
 _TEXT_SKILLS = ("query", "caption")
 _EMBED = "embed"
 _SAMPLING = {
-    "max_tokens": names.REQUEST_MAX_TOKENS,
-    "temperature": names.REQUEST_TEMPERATURE,
-    "top_p": names.REQUEST_TOP_P,
-    "top_k": names.REQUEST_TOP_K,
-    "seed": names.REQUEST_SEED,
+    "max_tokens": "gen_ai.request.max_tokens",
+    "temperature": "gen_ai.request.temperature",
+    "top_p": "gen_ai.request.top_p",
+    "top_k": "gen_ai.request.top_k",
+    "seed": "gen_ai.request.seed",
 }
 """By the field of ``Sampling`` or of the task."""
 
@@ -169,20 +169,20 @@ def _of_sampling(task: Any) -> Attributes:
 
 def of_step(event: StepEvent) -> Attributes:
     return {
-        names.STEP_ID: event.step_id,
-        names.STEP_REQUESTS: len(event.request_ids),
-        names.STEP_CROPS: event.num_crops,
-        names.STEP_REUSED_CROPS: event.num_reused_crops,
-        names.STEP_PREFILL: event.num_prefill_positions,
-        names.STEP_DECODE: event.num_decode,
-        names.STEP_SHARED_ROWS: sum(event.shared_groups),
-        names.STEP_SHARED_GROUPS: len(event.shared_groups),
-        names.STEP_MASKED_ROWS: event.num_masked,
-        names.STEP_VISION_S: event.vision_s,
-        names.STEP_PREFILL_S: event.prefill_s,
-        names.STEP_DECODE_S: event.decode_s,
-        names.STEP_RUNNING: event.stats.running,
-        names.STEP_WAITING: event.stats.waiting,
+        "kestrel.step.id": event.step_id,
+        "kestrel.step.requests": len(event.request_ids),
+        "kestrel.step.crops": event.num_crops,
+        "kestrel.step.reused_crops": event.num_reused_crops,
+        "kestrel.step.prefill_positions": event.num_prefill_positions,
+        "kestrel.step.decode_rows": event.num_decode,
+        "kestrel.step.shared_rows": sum(event.shared_groups),
+        "kestrel.step.shared_groups": len(event.shared_groups),
+        "kestrel.step.masked_rows": event.num_masked,
+        "kestrel.step.vision_s": event.vision_s,
+        "kestrel.step.prefill_s": event.prefill_s,
+        "kestrel.step.decode_s": event.decode_s,
+        "kestrel.step.running": event.stats.running,
+        "kestrel.step.waiting": event.stats.waiting,
         names.FAILED: event.failed,
     }
 

@@ -1,4 +1,4 @@
-"""ServiceMetrics: the instruments of names.METRICS.
+"""ServiceMetrics: the instruments of METRICS (names.py).
 
 Histograms are recorded when calls, requests and steps end. Counters and gauges are plain numbers here or in the engine,
 and are read when a reader collects them. Events that occur once per token are recorded in groups.
@@ -22,7 +22,7 @@ from ..security.admission.guard import Guard
 from . import names
 from .attributes import SERVER_ERRORS, operation_of
 from .model_gauges import ModelGauges
-from .names import Metric
+from .names import METRICS, Metric
 from .open_files import file_limit, open_files
 from .readers import DenseHistogram
 
@@ -54,52 +54,52 @@ class ServiceMetrics:
         self._default = ""
         self._adapters: set[str] = set()
         """Those that have a label of their own."""
-        self.token_gap = DenseHistogram(names.TOKEN_GAP)
+        self.token_gap = DenseHistogram(METRICS["kestrel.token.gap.duration"])
         """The readers add this histogram to their data."""
         self._models = ModelGauges(self._observe)
         self.lora_info = self._models.lora_info
         """The readers add this gauge to their data."""
-        self._steps = self._counts(names.STEPS, False, True)
-        self._crops = self._counts(names.CROPS)
-        self._reused_crops = self._counts(names.REUSED_CROPS)
-        self._prefill_positions = self._counts(names.PREFILL_POSITIONS)
-        self._step_tokens = self._counts(names.STEP_TOKENS)
-        self._shared_rows = self._counts(names.SHARED_ROWS)
-        self._shared_groups = self._counts(names.SHARED_GROUPS)
-        self._requests = self._counts(names.REQUESTS)
-        self._tokens = self._counts(names.TOKENS)
-        self._reasoning = self._counts(names.REASONING)
-        self._principal_calls = self._counts(names.PRINCIPAL_CALLS)
-        self._principal_tokens = self._counts(names.PRINCIPAL_TOKENS)
-        self._unauthorized = self._counts(names.UNAUTHORIZED_CALLS)
-        self._frames = self._counts(names.FRAMES, *FRAME_OUTCOMES)
-        self._shared_images = self._counts(names.SHARED_IMAGES)
-        self._shared_image_bytes = self._counts(names.SHARED_IMAGE_BYTES)
-        self._shared_image_duration = self._histogram(names.SHARED_IMAGE_DURATION)
-        self._call_duration = self._histogram(names.CALL_DURATION)
-        self._request_duration = self._histogram(names.REQUEST_DURATION)
-        self._first_token = self._histogram(names.FIRST_TOKEN)
-        self._per_token = self._histogram(names.PER_TOKEN)
-        self._queue = self._histogram(names.QUEUE_DURATION)
-        self._preprocess = self._histogram(names.PREPROCESS_DURATION)
-        self._prefill = self._histogram(names.PREFILL_DURATION)
-        self._decode = self._histogram(names.DECODE_DURATION)
-        self._step_phase = self._histogram(names.STEP_DURATION)
-        self._read(names.CALLS, num_calls)
-        self._read(names.READY, lambda: int(is_ready()))
-        self._read(names.LOST_RECORDS, lost_records)
+        self._steps = self._counts("kestrel.steps", False, True)
+        self._crops = self._counts("kestrel.crops")
+        self._reused_crops = self._counts("kestrel.crops.reused")
+        self._prefill_positions = self._counts("kestrel.prefill.positions")
+        self._step_tokens = self._counts("kestrel.step.tokens")
+        self._shared_rows = self._counts("kestrel.step.shared.rows")
+        self._shared_groups = self._counts("kestrel.step.shared.groups")
+        self._requests = self._counts("kestrel.requests")
+        self._tokens = self._counts("kestrel.tokens")
+        self._reasoning = self._counts("kestrel.tokens.reasoning")
+        self._principal_calls = self._counts("kestrel.principal.calls")
+        self._principal_tokens = self._counts("kestrel.principal.tokens")
+        self._unauthorized = self._counts("kestrel.calls.unauthorized")
+        self._frames = self._counts("kestrel.frames", *FRAME_OUTCOMES)
+        self._shared_images = self._counts("kestrel.shared_images.operations")
+        self._shared_image_bytes = self._counts("kestrel.shared_images.transferred")
+        self._shared_image_duration = self._histogram("kestrel.shared_images.duration")
+        self._call_duration = self._histogram("rpc.server.call.duration")
+        self._request_duration = self._histogram("gen_ai.server.request.duration")
+        self._first_token = self._histogram("gen_ai.server.time_to_first_token")
+        self._per_token = self._histogram("gen_ai.server.time_per_output_token")
+        self._queue = self._histogram("kestrel.request.queue.duration")
+        self._preprocess = self._histogram("kestrel.request.preprocess.duration")
+        self._prefill = self._histogram("kestrel.request.prefill.duration")
+        self._decode = self._histogram("kestrel.request.decode.duration")
+        self._step_phase = self._histogram("kestrel.step.phase.duration")
+        self._read("kestrel.calls.active", num_calls)
+        self._read("kestrel.ready", lambda: int(is_ready()))
+        self._read("kestrel.log.lost", lost_records)
         self._observe(
-            names.ENDED_CONNECTIONS,
+            "kestrel.connections.ended",
             lambda: [Observation(n, {names.REASON: k}) for k, n in ended().items()],
         )
         if guard is not None:
             limits = guard.security.connections
-            self._read(names.CONNECTIONS, lambda: guard.connections.num_connections)
-            self._read(names.CONNECTIONS_LIMIT, lambda: limits.connections)
-            self._read(names.STREAMS, lambda: num_calls() + guard.visits.num_calls)
-            self._read(names.STREAMS_LIMIT, lambda: limits.streams)
-        self._read(names.FILES, open_files)
-        self._read(names.FILES_LIMIT, file_limit)
+            self._read("kestrel.connections.open", lambda: guard.connections.num_connections)
+            self._read("kestrel.connections.limit", lambda: limits.connections)
+            self._read("kestrel.streams.open", lambda: num_calls() + guard.visits.num_calls)
+            self._read("kestrel.streams.limit", lambda: limits.streams)
+        self._read("kestrel.files.open", open_files)
+        self._read("kestrel.files.limit", file_limit)
 
     def ready(self, engine: InferenceEngine, load_s: float) -> None:
         """Shows the engine of the model that is the default at the start. ``load_s``: seconds that loading took."""
@@ -177,7 +177,7 @@ class ServiceMetrics:
             self._shared_image_duration.record(event.seconds, operation)
 
     def show_shared_images(self, is_used: Callable[[], bool]) -> None:
-        self._read(names.SHARED_IMAGES_USED, lambda: int(is_used()))
+        self._read("kestrel.shared_images.used", lambda: int(is_used()))
 
     def on_call(self, call: Call) -> None:
         """Records a finished call."""
@@ -206,7 +206,8 @@ class ServiceMetrics:
             self._adapters.add(adapter)
         return adapter if not adapter or adapter in self._adapters else OTHERS
 
-    def _histogram(self, metric: Metric) -> Histogram:
+    def _histogram(self, name: str) -> Histogram:
+        metric = METRICS[name]
         return self._meter.create_histogram(
             metric.name,
             metric.unit,
@@ -214,7 +215,9 @@ class ServiceMetrics:
             explicit_bucket_boundaries_advisory=metric.buckets,
         )
 
-    def _observe(self, metric: Metric, read: Read) -> None:
+    def _observe(self, name: str, read: Read) -> None:
+        metric = METRICS[name]
+
         def called(options: CallbackOptions) -> Iterable[Observation]:
             return read()
 
@@ -225,19 +228,19 @@ class ServiceMetrics:
         )
         create(metric.name, [called], metric.unit, metric.description)
 
-    def _read(self, metric: Metric, read: Callable[[], float | None]) -> None:
+    def _read(self, name: str, read: Callable[[], float | None]) -> None:
         """An instrument with one value, or with none while ``read`` returns None."""
 
         def observed() -> list[Observation]:
             value = read()
             return [] if value is None else [Observation(value)]
 
-        self._observe(metric, observed)
+        self._observe(name, observed)
 
-    def _counts(self, metric: Metric, *known: str | bool) -> Counter[tuple[str | bool, ...]]:
+    def _counts(self, name: str, *known: str | bool) -> Counter[tuple[str | bool, ...]]:
         """Numbers by the values of the metric's attributes. ``known``: the values of an only attribute that are shown
         before they occur. An only number is shown from the start; its key is ()."""
-        counts: Counter[tuple[str | bool, ...]] = Counter()
+        metric, counts = METRICS[name], Counter[tuple[str | bool, ...]]()
         for value in known:
             counts[value,] = 0
         if not metric.attributes:
@@ -249,7 +252,7 @@ class ServiceMetrics:
                 for values, count in counts.copy().items()
             ]
 
-        self._observe(metric, observed)
+        self._observe(name, observed)
         return counts
 
 

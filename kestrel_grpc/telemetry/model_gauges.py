@@ -14,9 +14,9 @@ from opentelemetry.sdk.metrics.export import Metric as Collected
 from kestrel_engine import InferenceEngine, SchedulerStats
 
 from . import names
-from .names import Metric
+from .names import METRICS
 
-Observe = Callable[[Metric, Callable[[], Iterable[Observation]]], None]
+Observe = Callable[[str, Callable[[], Iterable[Observation]]], None]
 """Creates an instrument that calls a function for its values."""
 Values = Iterable[tuple[float, dict[str, str | bool]]]
 """Values with the attributes that the model's name comes to."""
@@ -40,27 +40,38 @@ class ModelGauges:
     def __init__(self, observe: Observe) -> None:
         self._models: dict[str, _Model] = {}
         self._observe = observe
-        self._each(names.LOAD_DURATION, lambda engine, model: [(model.load_s, {})])
-        self._each(names.LOAD_PHASE, lambda engine, model: _load_phases(engine))
-        self._each(names.MASKS, lambda engine, model: [(engine.mask_counts.masks, {})])
-        self._each(names.MASK_TIME, lambda engine, model: [(engine.mask_counts.seconds, {})])
-        self._each(names.RUNNING, lambda engine, model: [(engine.stats.running, {})])
-        self._each(names.WAITING, lambda engine, model: [(_waiting(engine), {})])
-        self._each(names.PRINCIPALS, lambda engine, model: [(engine.places.principals, {})])
-        self._each(names.DISPLACED, lambda engine, model: [(engine.places.displaced, {})])
-        self._each(names.LARGEST_SHARE, lambda engine, model: [(_largest_share(engine), {})])
-        self._each(names.KV_PAGES, lambda engine, model: _pages(engine))
-        self._each(names.KV_USAGE, lambda engine, model: [(engine.stats.kv_use, {})])
-        self._each(names.ADAPTERS, lambda engine, model: [(len(engine.adapter_counts.loaded), {})])
-        self._each(names.ADAPTERS_USED, lambda engine, model: [(engine.adapter_counts.used, {})])
-        self._each(names.ADAPTER_MEMORY, lambda engine, model: _adapter_memory(engine))
-        self._each(names.ADAPTER_LOADS, lambda engine, model: _adapter_loads(engine))
-        self._since_start(names.PROMPT_POSITIONS, lambda stats: stats.prompt_positions)
-        self._since_start(names.CACHED_POSITIONS, lambda stats: stats.cached_positions)
-        self._since_start(names.PREEMPTIONS, lambda stats: stats.preemptions)
+        self._each("kestrel.model.load.duration", lambda engine, model: [(model.load_s, {})])
+        self._each("kestrel.model.load.phase.duration", lambda engine, model: _load_phases(engine))
+        self._each("kestrel.masks", lambda engine, model: [(engine.mask_counts.masks, {})])
+        self._each("kestrel.masks.time", lambda engine, model: [(engine.mask_counts.seconds, {})])
+        self._each("kestrel.requests.running", lambda engine, model: [(engine.stats.running, {})])
+        self._each("kestrel.requests.waiting", lambda engine, model: [(_waiting(engine), {})])
+        self._each(
+            "kestrel.principals.active", lambda engine, model: [(engine.places.principals, {})]
+        )
+        self._each(
+            "kestrel.requests.displaced", lambda engine, model: [(engine.places.displaced, {})]
+        )
+        self._each("kestrel.places.largest", lambda engine, model: [(_largest_share(engine), {})])
+        self._each("kestrel.kv.pages", lambda engine, model: _pages(engine))
+        self._each("kestrel.kv.usage", lambda engine, model: [(engine.stats.kv_use, {})])
+        self._each(
+            "kestrel.adapters.loaded",
+            lambda engine, model: [(len(engine.adapter_counts.loaded), {})],
+        )
+        self._each(
+            "kestrel.adapters.used", lambda engine, model: [(engine.adapter_counts.used, {})]
+        )
+        self._each("kestrel.adapters.memory", lambda engine, model: _adapter_memory(engine))
+        self._each("kestrel.adapters.loads", lambda engine, model: _adapter_loads(engine))
+        self._since_start("kestrel.prompt.positions", lambda stats: stats.prompt_positions)
+        self._since_start(
+            "kestrel.prefix_cache.hit.positions", lambda stats: stats.cached_positions
+        )
+        self._since_start("kestrel.preemptions", lambda stats: stats.preemptions)
         # One compiler serves the engines of all models.
-        observe(names.KERNELS, self._kernels)
-        observe(names.COMPILE_TIME, self._compile_time)
+        observe("kestrel.kernels", self._kernels)
+        observe("kestrel.kernels.compile.time", self._compile_time)
 
     def add(self, engine: InferenceEngine, load_s: float) -> None:
         """Shows the engine from now on, in place of an earlier one of its name. ``load_s``: seconds to load it."""
@@ -74,7 +85,7 @@ class ModelGauges:
 
     def lora_info(self) -> Collected:
         """LORA_INFO now. No instrument, because its attributes change with the loaded adapters (readers.py)."""
-        metric, now = names.LORA_INFO, time.time_ns()
+        metric, now = METRICS["kestrel.lora_requests_info"], time.time_ns()
         points = [
             NumberDataPoint(_lora_labels(engine), now, now, now / 1e9)
             for engine, _ in self._present()
@@ -85,7 +96,7 @@ class ModelGauges:
         pairs = ((model.engine(), model) for model in self._models.values())
         return [(engine, model) for engine, model in pairs if engine is not None]
 
-    def _each(self, metric: Metric, read: Callable[[InferenceEngine, _Model], Values]) -> None:
+    def _each(self, name: str, read: Callable[[InferenceEngine, _Model], Values]) -> None:
         def observed() -> list[Observation]:
             return [
                 Observation(value, {names.REQUEST_MODEL: engine.info.model, **attributes})
@@ -93,21 +104,16 @@ class ModelGauges:
                 for value, attributes in read(engine, model)
             ]
 
-        self._observe(metric, observed)
+        self._observe(name, observed)
 
-    def _since_start(self, metric: Metric, count: Callable[[SchedulerStats], int]) -> None:
-        self._each(
-            metric, lambda engine, model: [(count(engine.stats) - count(model.at_start), {})]
-        )
+    def _since_start(self, name: str, count: Callable[[SchedulerStats], int]) -> None:
+        self._each(name, lambda engine, model: [(count(engine.stats) - count(model.at_start), {})])
 
     def _kernels(self) -> list[Observation]:
         return [
             Observation(count, {names.CACHED: cached})
             for engine, _ in self._present()[:1]
-            for cached, count in (
-                (False, engine.compiled.compiled),
-                (True, engine.compiled.cached),
-            )
+            for cached, count in ((False, engine.compiled.compiled), (True, engine.compiled.cached))
         ]
 
     def _compile_time(self) -> list[Observation]:
@@ -135,11 +141,7 @@ def _load_phases(engine: InferenceEngine) -> Values:
 
 def _pages(engine: InferenceEngine) -> Values:
     stats = engine.stats
-    counts = {
-        "free": stats.pages_free,
-        "cached": stats.pages_cached,
-        "private": stats.pages_held,
-    }
+    counts = {"free": stats.pages_free, "cached": stats.pages_cached, "private": stats.pages_held}
     return [(count, {names.PAGE_STATE: state}) for state, count in counts.items()]
 
 

@@ -16,18 +16,12 @@ from opentelemetry.sdk.metrics.export import (
 )
 from opentelemetry.sdk.metrics.export import Metric as Collected
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from .names import METRICS, Metric
-
-_BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 def registry_of(reader: InMemoryMetricReader, worker: int | None = None) -> CollectorRegistry:
@@ -65,8 +59,8 @@ class _Scrape(Collector):
         for resource in data.resource_metrics if data is not None else ():
             for scope in resource.scope_metrics:
                 for collected in scope.metrics:
-                    if collected.name in _BY_NAME:
-                        yield _family(_BY_NAME[collected.name], collected, self._fixed)
+                    if collected.name in METRICS:
+                        yield _family(METRICS[collected.name], collected, self._fixed)
 
 
 def _family(metric: Metric, collected: Collected, fixed: Mapping[str, str]) -> Family:

@@ -272,11 +272,7 @@ class CallTracing:
             f"{attributes.operation_of(event.skill)} {model}",
             context=below,
             attributes=attributes.of_request(
-                event,
-                call,
-                model=model,
-                image_positions=image_positions,
-                streaming=call.streams,
+                event, call, model=model, image_positions=image_positions, streaming=call.streams
             ),
             start_time=trace.ns(event.accepted_at),
         )

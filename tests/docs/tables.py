@@ -59,7 +59,7 @@ def metrics() -> str:
             ", ".join(f"`{name}`" for name in m.attributes),
             m.description,
         )
-        for m in METRICS
+        for m in METRICS.values()
     )
 
 

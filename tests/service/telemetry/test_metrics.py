@@ -24,7 +24,7 @@ from kestrel_grpc.security.identity.principal import Principal
 from kestrel_grpc.settings.addresses import AddressError
 from kestrel_grpc.settings.telemetry import TelemetryConfig
 from kestrel_grpc.telemetry.metrics import MOST_PRINCIPALS, ServiceMetrics
-from kestrel_grpc.telemetry.names import METRICS, PRINCIPAL_CALLS, SCOPE, Metric
+from kestrel_grpc.telemetry.names import METRICS, SCOPE, Metric
 from kestrel_grpc.telemetry.readers import DenseHistogram, PushReader
 from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import ENDLESS, NO_END, raw_image
@@ -278,7 +278,7 @@ async def test_all_that_is_named_is_given(measured):
     served = await measured()
     found = await all_kinds_of_calls(served)
     kinds = {}
-    for metric in METRICS:
+    for metric in METRICS.values():
         name = metric.prometheus_name
         sample = f"{name}_count" if metric.kind == "histogram" else name
         family = name.removesuffix("_total")
@@ -343,7 +343,9 @@ def test_principals_are_bounded():
         principal = Principal(f"caller-{number}", frozenset())
         metrics.on_call(Call("/kestrel.v1.X/Y", "", None, principal=principal))
     data = reader.get_metrics_data().resource_metrics[0].scope_metrics[0].metrics
-    counted = next(m for m in data if m.name == PRINCIPAL_CALLS.name).data.data_points
+    counted = next(
+        m for m in data if m.name == METRICS["kestrel.principal.calls"].name
+    ).data.data_points
     by_name = {point.attributes["kestrel.principal"]: point.value for point in counted}
     assert len(by_name) == MOST_PRINCIPALS + 1 and by_name["other"] == 2 * MOST_PRINCIPALS
     provider.shutdown()

@@ -19,10 +19,9 @@ from kestrel_grpc.settings.telemetry import TelemetryConfig, telemetry_config
 from kestrel_grpc.telemetry.metrics import MOST_ADAPTERS, ServiceMetrics
 from kestrel_grpc.telemetry.model_gauges import ModelGauges
 from kestrel_grpc.telemetry.names import (
-    LORA_INFO,
     MAX_LORA,
+    METRICS,
     REQUEST_MODEL,
-    REQUESTS,
     RUNNING_LORA,
     SCOPE,
     WAITING_LORA,
@@ -148,7 +147,7 @@ def test_labels_of_adapters_are_bounded() -> None:
             )
         )
     data = reader.get_metrics_data().resource_metrics[0].scope_metrics[0].metrics
-    counted = next(m for m in data if m.name == REQUESTS.name).data.data_points
+    counted = next(m for m in data if m.name == METRICS["kestrel.requests"].name).data.data_points
     by_name = {point.attributes["kestrel.adapter"]: point.value for point in counted}
     assert len(by_name) == MOST_ADAPTERS + 1 and by_name["other"] == 2 * MOST_ADAPTERS
     provider.shutdown()
@@ -167,7 +166,7 @@ def test_what_routers_read_names_the_adapters_however_often_they_change() -> Non
         engine.adapter_counts = AdapterCounts(loaded=(f"adapter-{number}",), most=8)
         data = reader.get_metrics_data()
     found = {m.name: m for m in data.resource_metrics[0].scope_metrics[0].metrics}
-    (point,) = found[LORA_INFO.name].data.data_points
+    (point,) = found[METRICS["kestrel.lora_requests_info"].name].data.data_points
     assert point.attributes == {
         REQUEST_MODEL: "fake",
         MAX_LORA: "8",
