@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
+from kestrel_client.commands.flag_table import add_flags as add_flags_of
 from kestrel_client.commands.parser import CommandError
 
 from ...cluster.directory import Server
@@ -42,6 +43,14 @@ _ACTIONS = {
     "down": "end the servers, once their running requests have ended",
 }
 
+_FLAGS = """
+    --directory URL  for status and follow: the list of servers [http://, --directory-listen, and --application as path]
+    --addresses-file FILE  for follow: an address a line
+    --endpoints-file FILE  for follow: what Envoy's EDS reads (path_config_source)
+    --front  for follow: run Envoy at --listen, which gives each call to a server; needs the extra front
+    --json   for status: print JSON
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     actions = "\n".join(f"  {name:<8}{what}" for name, what in _ACTIONS.items())
@@ -61,26 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     add_flags(parser)
     add_settings(parser, ClusterConfig)
     assert isinstance(parser, Parser)
-    parser.add_argument(
-        "--directory",
-        metavar="URL",
-        help="for status and follow: the list of servers [http://, --directory-listen, and --application as path]",
-    )
-    parser.add_argument(
-        "--addresses-file", type=Path, metavar="FILE", help="for follow: an address a line"
-    )
-    parser.add_argument(
-        "--endpoints-file",
-        type=Path,
-        metavar="FILE",
-        help="for follow: what Envoy's EDS reads (path_config_source)",
-    )
-    parser.add_argument(
-        "--front",
-        action="store_true",
-        help="for follow: run Envoy at --listen, which gives each call to a server; needs the extra front",
-    )
-    parser.add_argument("--json", action="store_true", help="for status: print JSON")
+    add_flags_of(parser, _FLAGS, FILE=Path)
     parser.set_defaults(settings=parser.sources.settings)
 
 

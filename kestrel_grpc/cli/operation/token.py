@@ -6,11 +6,17 @@ import argparse
 import os
 import sys
 
+from kestrel_client.commands.flag_table import add_flags
 from kestrel_client.commands.parser import CommandError
 
 from ...security.identity.principal import Scope
 from ...security.identity.tokens import line_of, new_token, parse_scopes
 from ...settings.flags import SettingsError
+
+_FLAGS = """
+    --scopes SCOPES  scopes of the token, separated by commas [=infer]
+    --append FILE    append the line to this file of tokens, and print only the token
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
@@ -21,16 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument(
         "name", metavar="NAME", help="name of the principal; several tokens may share a name"
     )
-    parser.add_argument(
-        "--scopes",
-        default=Scope.INFER.value,
-        help="scopes of the token, separated by commas [infer]",
-    )
-    parser.add_argument(
-        "--append",
-        metavar="FILE",
-        help="append the line to this file of tokens, and print only the token",
-    )
+    add_flags(parser, _FLAGS)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kestrel_client.commands.flag_table import add_flags
 from kestrel_client.commands.parser import CommandError
 from kestrel_client.commands.values import whole
 from kestrel_engine import maintenance
@@ -23,6 +24,16 @@ ESSENTIAL = (
     *("--weights", "--device"),
 )
 
+_FLAGS = """
+    --annotations FILE  labels in COCO's form, with boxes [required]
+    --images FOLDER     folder of the image files [required]
+    --out FILE          file to write the calibration to
+    --plot FILE         SVG file to draw the reliability in
+    --limit N           use only the first N images
+    --absent N          questions about absent objects for each image [=1]
+    --json              print JSON
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
@@ -33,23 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "  kestrel-grpc calibrate --annotations instances.json --images photos/ --out score_calibration.json"
     )
     add_model_argument(parser)
-    parser.add_argument(
-        "--annotations", required=True, metavar="FILE", help="labels in COCO's form, with boxes"
-    )
-    parser.add_argument(
-        "--images", required=True, metavar="FOLDER", help="folder of the image files"
-    )
-    parser.add_argument("--out", metavar="FILE", help="file to write the calibration to")
-    parser.add_argument("--plot", metavar="FILE", help="SVG file to draw the reliability in")
-    parser.add_argument("--limit", type=whole(2), metavar="N", help="use only the first N images")
-    parser.add_argument(
-        "--absent",
-        type=whole(0),
-        default=1,
-        metavar="N",
-        help="questions about absent objects for each image [1]",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_flags(parser, _FLAGS, limit=whole(2), absent=whole(0))
     add_config_flag(parser)
     add_model_flags(parser, only=DEVICE_FLAGS)
 

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from pathlib import Path
 
+from kestrel_client.commands.flag_table import add_flags
 from kestrel_engine import RuntimeConfig, maintenance
 
 from ...process.startup_progress import LoadingProgress
@@ -18,6 +19,13 @@ ESSENTIAL = (
     *("--max-batch-size",),
 )
 
+_FLAGS = """
+    --arch ARCH          architecture of the cards: sm_90 for H100 and H200 [required]
+    --out DIR            folder for the kernels [required]
+    --multiprocessors N  number of the card's multiprocessors, which some FP8 kernels are compiled for [sm_90: 132]
+    --adapters           also for requests with adapters
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
@@ -28,17 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "A named model has its released shape, and nothing is downloaded. For another one, give its files\n"
         "(--weights). A second call compiles only what is missing."
     )
-    parser.add_argument(
-        "--arch", required=True, help="architecture of the cards: sm_90 for H100 and H200"
-    )
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the kernels")
-    parser.add_argument(
-        "--multiprocessors",
-        type=int,
-        metavar="N",
-        help="number of the card's multiprocessors, which some FP8 kernels are compiled for [sm_90: 132]",
-    )
-    parser.add_argument("--adapters", action="store_true", help="also for requests with adapters")
+    add_flags(parser, _FLAGS, multiprocessors=int)
     add_config_flag(parser)
     add_model_flags(parser, several=True)
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kestrel_client.commands.flag_table import add_flags
 from kestrel_engine import teaching
 
 from ...process.startup_progress import LoadingProgress
@@ -27,6 +28,12 @@ ESSENTIAL = (
     *("--device", "--precision"),
 )
 
+_FLAGS = """
+    --adapter NAME  name of the adapter [required]
+    --data FOLDER   folder of the images and their labels [required]
+    --overwrite     replace NAME.safetensors if it is there
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
@@ -39,14 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "that names it; there is nothing to reload. Beside it is NAME.report.json:\n"
         "  kestrel-grpc train --adapter hexagons --data hexagons/ --adapters-dir /srv/adapters --minutes 2"
     )
-    given = parser.add_argument_group("what is taught")
-    given.add_argument("--adapter", required=True, metavar="NAME", help="name of the adapter")
-    given.add_argument(
-        "--data", required=True, metavar="FOLDER", help="folder of the images and their labels"
-    )
-    given.add_argument(
-        "--overwrite", action="store_true", help="replace NAME.safetensors if it is there"
-    )
+    add_flags(parser.add_argument_group("what is taught"), _FLAGS)
     add_settings(parser, teaching.TeachingSettings)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     add_config_flag(parser)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from kestrel_client.commands.flag_table import add_flags
 from kestrel_engine import KestrelError, RuntimeConfig, maintenance
 
 from ... import __version__
@@ -20,6 +21,13 @@ from ..findings import print_findings
 from .model_argument import add_model_argument, computing_config
 
 ESSENTIAL = ("--image", "--json", "--config", "--model", "--weights", "--device")
+
+_FLAGS = """
+    --image FILE...  a picture of a known answer
+    --no-answer      do not load the model to check known answers
+    --record         if no checksums are recorded, write SHA256SUMS beside the files
+    --json           print JSON
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
@@ -35,18 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "Exits with 1 if a check fails."
     )
     add_model_argument(parser)
-    parser.add_argument(
-        "--image", metavar="FILE", action="append", default=[], help="a picture of a known answer"
-    )
-    parser.add_argument(
-        "--no-answer", action="store_true", help="do not load the model to check known answers"
-    )
-    parser.add_argument(
-        "--record",
-        action="store_true",
-        help="if no checksums are recorded, write SHA256SUMS beside the files",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_flags(parser, _FLAGS)
+    parser.set_defaults(image=[])
     add_config_flag(parser)
     add_model_flags(parser, only=DEVICE_FLAGS)
 
