@@ -137,10 +137,11 @@ def check_features(
     if image.features is None:
         return
     if skill.pixels_field is not None:
-        what = "needs" if skill.pixels_field == "image" else "is on and needs"
+        is_all = skill.pixels_field == "image"
         raise InvalidRequest(
-            at if skill.pixels_field == "image" else skill.pixels_field,
-            f"{what} the image's pixels, which its features do not hold; send the image",
+            at if is_all else skill.pixels_field,
+            "needs the image's pixels, which its features do not hold; "
+            f"{'' if is_all else 'turn it off, or '}send the image",
         )
     used, made_with = "" if adapter is None else adapter.name, image.made_with
     if made_with in (used, used.partition("@")[0]) and (made_with or not used):

@@ -153,9 +153,12 @@ def _anthropic_content(fields: Fields, key: str) -> tuple[str, list[MessageImage
 
 def _input(fields: Fields) -> Iterator[Message]:
     """The items of OpenAI's ``input``. Raises InvalidRequest, UnsupportedImageError."""
-    if isinstance(fields.values.get("input"), str):
-        yield Message("user", fields.text("input"), (), ("input",))
+    given = fields.values.get("input")
+    if isinstance(given, str):
+        yield Message("user", given, (), ("input",))
         return
+    if given is not None and not isinstance(given, list):
+        raise InvalidRequest("input", "must be a string or a list of messages")
     for item in fields.objects("input", MESSAGE):
         if (kind := item.text("type", "message")) != "message":
             raise InvalidRequest(item.at("type"), f"must be message, got {kind[:50]!r}")

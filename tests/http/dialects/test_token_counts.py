@@ -84,6 +84,7 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     (ANTHROPIC, {"messages": [{"role": "user", "content": "a"}], "model": "other"},
      "model", "other"),
     (OPENAI, {}, "input", "must hold a user message"),
+    (OPENAI, {"input": 5}, "input", "must be a string or a list of messages"),
     (OPENAI, {"input": [{"type": "function_call"}]}, "input[0].type", "must be message"),
     (OPENAI, {"input": "a", "previous_response_id": "r"}, "previous_response_id", "stores no"),
     (OPENAI, {"input": "a", "reasoning": {"effort": "huge"}}, "reasoning.effort", "must be one of"),

@@ -31,6 +31,7 @@ from kestrel_engine.skills.base import SkillRequest
 from kestrel_engine.types.adapter import Adapter
 from kestrel_engine.types.requests import SamplingParams
 from kestrel_grpc.monitoring.capture import _image_facts
+from tests.client.commands.test_stored_images import IMAGE
 from tests.client.commands.test_stored_images import kestrel as kestrel
 from tests.engine.fakes import fake_model
 from tests.fake_runtime import FakeRuntime
@@ -274,6 +275,8 @@ async def test_the_commands(kestrel, tmp_path):
         (["query", "--features", text, "What?"], "is no file of 'embed --save FILE.npy'"),
         (["query", "--features", short, "What?"], "is no file of 'embed --save FILE.npy'"),
         (["query", "--features", tmp_path / "none.npy", "What?"], "there is no image"),
+        (["query", "--features", IMAGE, "What?"], "must be a file that 'embed --save FILE.npy'"),
+        (["segment", "--features", file, "a", "--region", "0,0,1,1"], "image.region: needs"),
         (["detect", "--features", file, "cat", "--save", picture], "holds no pixels here"),
         (["embed", file], "needs the image's pixels"),
         (["embed", file, file, "--save", tmp_path / "x.npy"], "holds one whole image"),

@@ -45,8 +45,14 @@ class Input(NamedTuple):
 
 
 def image_names(args: argparse.Namespace) -> list[str]:
-    """The words of a command, after the file of --features, which stands for the first image."""
-    return [*([args.features] if args.features else []), *args.words]
+    """The words of a command, after the file of --features, which stands for the first image. Raises SettingsError."""
+    if args.features is None:
+        return list(args.words)
+    if not args.features.endswith(SUFFIX):
+        raise SettingsError(
+            f"--features: {args.features!r} must be a file that 'embed --save FILE.npy' wrote"
+        )
+    return [args.features, *args.words]
 
 
 def open_inputs(names: Sequence[str]) -> list[Input]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,9 +13,13 @@ from kestrel_engine.kernels.images.pool_tiles import pool_tiles
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.models.vision import VisionModel, patches
 from kestrel_engine.runtime.gpu.attention.patches import BATCHES
+from kestrel_engine.runtime.gpu.state.staging import Uploader
 from kestrel_engine.runtime.gpu.vision import tower as fused_vision
+from kestrel_engine.runtime.gpu.vision.images import EncodedImages
 from kestrel_engine.runtime.gpu.vision.tower import FusedVision
 from kestrel_engine.runtime.gpu.weights import pack_weights
+from kestrel_engine.types.requests import PreparedImage
+from kestrel_engine.types.step import EncodeSlice
 from tests.checkpoint_loading import load_checkpoint
 from tests.engine.models.small import random_tensors, small_config
 
@@ -131,3 +136,14 @@ def test_every_pass_fits_a_batch_that_cudnn_is_asked_for():
     for crops in range(1, 65):
         size = next(size for size in BATCHES if size >= crops)
         assert size - crops <= crops / 7
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_features_that_a_caller_sends_are_the_images_prefix(towers, dtype):
+    fused, features = towers[1], np.random.default_rng(0).standard_normal((4, 6)).astype(dtype)
+    bos = torch.arange(6.0, device=DEVICE)
+    images = EncodedImages(fused, None, bos, Uploader(DEVICE))
+    image = PreparedImage("key", None, (1, 1), 3, 2, features=features)
+    images.encode([EncodeSlice(image, 0, 1)])
+    expected = np.concatenate([[np.arange(6.0)], features.astype(np.float32)])
+    np.testing.assert_array_equal(images.prefix("key").cpu().numpy(), expected)
