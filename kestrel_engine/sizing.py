@@ -82,7 +82,7 @@ def fit(
         raise InsufficientMemoryError(
             f"the weights take {weights / GIB:.1f} GiB and the CUDA context {CONTEXT_BYTES / GIB:.1f} GiB"
         )
-    reserve = reserve_of(config, model, dtype, sizes)
+    reserve = reserve_of(config, model, dtype, sizes, four_bits=opened.is_in_four_bits(narrow))
     reserve += config.crop_cache_bytes + extra_bytes(config, model, dtype.itemsize)
     pool = plan_pool(
         free,

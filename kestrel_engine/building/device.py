@@ -66,11 +66,12 @@ def keeps_fp8(config: RuntimeConfig, device: torch.device, kernels: bool) -> boo
 
 def narrow_of(config: RuntimeConfig, device: torch.device, kernels: bool) -> str:
     """The weights that are narrower than the model's dtype, as in checkpoint.weights.rounding. Raises ConfigError."""
+    from ..runtime.gpu.footprint import FP8_PREFILL
+
     if config.weights == "int8" and device.type != "cpu":
         raise ConfigError("weights", "int8", f"is for CPUs, not for {device}; use int4 or fp8")
-    if kernels and config.weights == "int4":
-        raise ConfigError("weights", "int4", "is for CPUs, and for CUDA with --no-compile")
-    return "wide" if kernels else config.weights
+    # Products in FP8 round the wide weights of the text decoder.
+    return "wide" if kernels and config.fp8_gemms in FP8_PREFILL else config.weights
 
 
 def kv_scales_of(

@@ -46,6 +46,7 @@ _SETTINGS = (
     "dtype",
     "fp8_experts",
     "fp8_gemms",
+    "weights",
     "kv_cache_dtype",
     "attention",
     "cuda_graphs",

@@ -169,7 +169,19 @@ def _build(
     slabs = None
     if kernels and (lora is not None or origins is not None):
         slabs = _slab_layout(model, dtype, device)
-    plan = Plan(config, model, device, dtype, kernels, scales, slabs, progress)
+    narrow = narrow_of(config, device, kernels)
+    plan = Plan(
+        config,
+        model,
+        device,
+        dtype,
+        kernels,
+        scales,
+        slabs,
+        progress,
+        narrow=narrow,
+        four_bits=opened.is_in_four_bits(narrow),
+    )
     check_pool(config, model, plan.page_size, plan.page_bytes)
     adapter = None if lora is None else lora.adapter(model.text, dtype, device, slabs)
     codec = Tokenizer.from_file(opened.tokenizer_path, vocab_size=model.text.vocab_size)
@@ -221,15 +233,14 @@ def _load(plan: Plan, opened: OpenedModel) -> _Weights:
 
     config, device, dtype = plan.config, plan.device, plan.dtype
     keep_fp8 = keeps_fp8(config, device, plan.kernels)
-    narrow = narrow_of(config, device, plan.kernels)
-    check_room(plan, opened.weight_bytes(dtype, device, keep_fp8=keep_fp8, narrow=narrow))
+    check_room(plan, opened.weight_bytes(dtype, device, keep_fp8=keep_fp8, narrow=plan.narrow))
     began = clock.now()
     loaded = load_weights(
         opened,
         dtype=dtype,
         device=device,
         keep_fp8=keep_fp8,
-        narrow=narrow,
+        narrow=plan.narrow,
         progress=plan.progress,
     )
     calibration = read_calibration(config.calibration, opened.files, loaded.fingerprint)

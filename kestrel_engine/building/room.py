@@ -46,6 +46,10 @@ class Plan:
     kv_scales: tuple[Scales, ...] | None
     slabs: SlabLayout | None
     progress: Progress | None
+    narrow: str = "wide"
+    """As in checkpoint.weights.rounding."""
+    four_bits: bool = False
+    """Weights of the text decoder are in 4 bits."""
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -93,7 +97,14 @@ def most_crops(sizes: Sizes) -> int:
     return min(sizes.step_crops * StepBudget(crops=sizes.step_crops).idle_scale, BATCHES[-1])
 
 
-def reserve_of(config: RuntimeConfig, model: ModelConfig, dtype: torch.dtype, sizes: Sizes) -> int:
+def reserve_of(
+    config: RuntimeConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    sizes: Sizes,
+    *,
+    four_bits: bool = False,
+) -> int:
     """Bytes that GpuRuntime and its adapters need beside weights and pool, with the largest steps that the scheduler
     makes."""
     from ..runtime.gpu.footprint import reserve_bytes
@@ -105,6 +116,8 @@ def reserve_of(config: RuntimeConfig, model: ModelConfig, dtype: torch.dtype, si
         max_crops=most_crops(sizes),
         fp8_gemms=config.fp8_gemms,
         adapters=config.has_adapters,
+        max_seq_length=config.max_seq_length or model.text.max_context,
+        four_bits=four_bits,
     )
     return reserve + (config.adapter_cache_bytes if config.has_adapters else 0)
 
@@ -124,7 +137,7 @@ def beside_weights(plan: Plan, refiner: Refiner | None) -> tuple[int, int]:
     config, model, dtype = plan.config, plan.model, plan.dtype
     needed = staying = 0
     if plan.kernels:
-        needed = reserve_of(config, model, dtype, plan.sizes)
+        needed = reserve_of(config, model, dtype, plan.sizes, four_bits=plan.four_bits)
         staying = staying_bytes(model, config.fp8_gemms)
         staying += config.adapter_cache_bytes if config.has_adapters else 0
     elif plan.device.type == "cuda":

@@ -56,6 +56,12 @@ class OpenedModel:
     refiner: Path | None = None
     random_seed: int | None = None
 
+    def is_in_four_bits(self, narrow: str) -> bool:
+        """Whether weights of the text decoder are in 4 bits, once they are loaded; ``narrow``: as of `load_weights`."""
+        from .weights.loader import stays_int4
+
+        return narrow == "int4" or any(stays_int4(item, narrow) for item in self.plan.tensors)
+
     def weight_bytes(
         self,
         dtype: torch.dtype,

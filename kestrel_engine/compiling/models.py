@@ -81,6 +81,8 @@ def compile_model(
         kernel_cache_dir=None,
         calibration="off",
         fp8_experts=config.fp8_experts if _has_fp8_experts(config, opened) else "dequantise",
+        # Random weights are in 4 bits only if this asks for it.
+        weights="int4" if opened.is_in_four_bits(config.weights) else config.weights,
     )
     # They import Triton.
     from ..kernels.kernel_cache import watch_compiler

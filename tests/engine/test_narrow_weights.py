@@ -15,6 +15,7 @@ from kestrel_engine.checkpoint.open import load_weights, open_model
 from kestrel_engine.checkpoint.weights.int4 import Order
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.models.weight_only import pack_for_cpu
+from kestrel_engine.sizing import GIB, fit
 from tests.checkpoint_loading import load_checkpoint
 from tests.four_bit_checkpoint import in_four_bits, write
 
@@ -101,6 +102,23 @@ async def test_any_checkpoint_can_be_rounded_while_it_is_loaded(precision):
     assert built.info.num_parameters == engine.info.num_parameters
 
 
-def test_eight_bits_are_for_cpus():
+def test_what_a_device_keeps_narrow():
+    cuda = torch.device("cuda")
     with pytest.raises(ConfigError, match="is for CPUs"):
-        devices.narrow_of(RuntimeConfig(precision="int8"), torch.device("cuda"), kernels=True)
+        devices.narrow_of(RuntimeConfig(precision="int8"), cuda, kernels=True)
+    # Products in FP8 round the wide weights.
+    for precision, narrow in (("auto", "stored"), ("int4", "int4"), ("fp8", "wide")):
+        assert devices.narrow_of(RuntimeConfig(precision=precision), cuda, kernels=True) == narrow
+
+
+@pytest.mark.parametrize("name", ["moondream2", "moondream3-preview"])
+def test_four_bits_are_a_part_of_the_plan_for_a_card(name):
+    sizes = {"max_batch_size": 2, "step_crops": 1, "max_seq_length": 1500, "random_weights": True}
+    four, wide = (
+        fit(RuntimeConfig(model=name, precision=precision, **sizes), 80 * GIB)
+        for precision in ("int4", "bfloat16")
+    )
+    assert four.weights_bytes < (0.55 if name == "moondream2" else 0.33) * wide.weights_bytes
+    assert four.num_pages >= wide.num_pages
+    if name == "moondream3-preview":
+        fit(RuntimeConfig(model=name, precision="int4", **sizes), 8 * GIB)

@@ -113,7 +113,7 @@ def load_planned(
                 made = {item.name: source.to(device=device, dtype=dtype)}
             elif order is not None and item.zero_point is not None:
                 packed = source, rest[0], rest[1]
-                if _stays_int4(item, narrow):
+                if stays_int4(item, narrow):
                     numbers, scales = int4.keep(packed, item.shape, order, device)
                     made = {item.name: numbers, scale_of(item.name): scales}
                 else:
@@ -191,7 +191,8 @@ def _stays_fp8(item: TensorPlan, keep_fp8: bool) -> bool:
     return keep_fp8 and item.scale is not None and item.stored.dtype == KEPT_FP8
 
 
-def _stays_int4(item: TensorPlan, narrow: str) -> bool:
+def stays_int4(item: TensorPlan, narrow: str) -> bool:
+    """Returns whether a tensor is stored in 4 bits and stays so; ``narrow``: as in `rounding`."""
     kept = narrow != "wide" and item.zero_point is not None
     return kept and may_stay(item.name, item.shape, item.stored.shape[-1])
 
@@ -200,7 +201,7 @@ def loaded_bytes(
     item: TensorPlan, dtype: torch.dtype, device: torch.device, keep_fp8: bool, narrow: str
 ) -> int:
     """Returns the bytes of a loaded tensor and of its scales; arguments as of `load_planned`."""
-    if _stays_int4(item, narrow):
+    if stays_int4(item, narrow):
         return sum(source.num_bytes for source in item.sources)
     form = form_of(item.name, item.shape, narrow, device)
     if _stays_fp8(item, keep_fp8) and form is None:

@@ -26,6 +26,7 @@ from ..adapters.slabs import (
     store_shrunk,
 )
 from .gelu import gelu_tanh
+from .int4 import two_groups
 
 
 @triton.jit
@@ -43,11 +44,11 @@ def dot_kernel(
     x, weight, boxes, bias, scales, out, tau, content, anchor, slabs, of_first, in_first, first_shrunk,
     of_hidden, in_hidden, hidden_shrunk, parts, num_rows, n, k, k_per_split, x_stride, w_stride,
     out_stride, split_stride, gelu_from, prefetch, tau_columns, tau_k, hidden_from, first_b, hidden_b,
-    a_at, parts_stride,
+    a_at, parts_stride, scale_stride,
     HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, HAS_GELU: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     TILE_BYTES: tl.constexpr, BOXES: tl.constexpr, TAU_PAD: tl.constexpr, FIRST: tl.constexpr,
-    HIDDEN: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr,
+    HIDDEN: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK_N
     begin = tl.program_id(1) * k_per_split
@@ -130,22 +131,33 @@ def dot_kernel(
             hidden_shrunk, hidden_begin, hidden_end, hidden_slab, hidden_count, rows_m, HIDDEN
         )
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for at in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
-        if BOXES:
-            w = boxes.load([first, at])
-        elif EVEN_N and EVEN_K:
-            w = tl.load(w_at + at)
-        elif EVEN_K:
-            w = tl.load(w_at + at, mask=keep_n[:, None], other=0.0)
-        else:
-            keep = keep_n[:, None] & (at + within_k < end)[None, :]
-            w = tl.load(w_at + at, mask=keep, other=0.0)
-        if EVEN_K:
+    if GROUP:
+        # BLOCK_K bytes are two groups of 4-bit numbers. No tile has a part beyond the end.
+        scale_rows = scales + (first + rows_n).to(tl.int64) * scale_stride
+        for at in tl.range(begin, end, 2 * GROUP, num_stages=STAGES):
+            w = tl.load(w_at + at // 2, mask=keep_n[:, None], other=0)
+            high, low = two_groups(w, scale_rows + at // GROUP * 2, keep_n, x.dtype.element_ty)
             rows = tl.load(x_at + at, mask=keep_m[:, None], other=0.0)
-        else:
-            keep = keep_m[:, None] & (at + within_k < end)[None, :]
-            rows = tl.load(x_at + at, mask=keep, other=0.0)
-        acc = tl.dot(w.to(x.dtype.element_ty), tl.trans(rows), acc, input_precision="ieee")
+            acc = tl.dot(high, tl.trans(rows), acc, input_precision="ieee")
+            rows = tl.load(x_at + at + GROUP, mask=keep_m[:, None], other=0.0)
+            acc = tl.dot(low, tl.trans(rows), acc, input_precision="ieee")
+    else:
+        for at in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
+            if BOXES:
+                w = boxes.load([first, at])
+            elif EVEN_N and EVEN_K:
+                w = tl.load(w_at + at)
+            elif EVEN_K:
+                w = tl.load(w_at + at, mask=keep_n[:, None], other=0.0)
+            else:
+                keep = keep_n[:, None] & (at + within_k < end)[None, :]
+                w = tl.load(w_at + at, mask=keep, other=0.0)
+            if EVEN_K:
+                rows = tl.load(x_at + at, mask=keep_m[:, None], other=0.0)
+            else:
+                keep = keep_m[:, None] & (at + within_k < end)[None, :]
+                rows = tl.load(x_at + at, mask=keep, other=0.0)
+            acc = tl.dot(w.to(x.dtype.element_ty), tl.trans(rows), acc, input_precision="ieee")
     if SCALED:
         acc *= scale[:, None]
     if HAS_BIAS:

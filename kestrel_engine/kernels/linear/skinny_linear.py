@@ -9,7 +9,7 @@ depend on the number of rows either. There are two exceptions: `tiling_of` may g
 it may give tiles of different depth to different numbers of rows, if K / splits is not a multiple of both depths.
 
 A weight in FP8 has a scale for each of its rows. Its values are widened to the dtype of x, which represents them
-exactly, and each sum is scaled at the end.
+exactly, and each sum is scaled at the end. A weight in 4 bits is widened in its tiles (int4.py).
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..adapters.slabs import MOST_SLABS, RANKS, RowSlabs
+from .int4 import group_of
 from .skinny_kernels import dot_kernel, row_kernel
-from .skinny_tiling import MAX_ROWS, Tiling, splits_of, tiling_of
+from .skinny_tiling import MAX_ROWS, Tiling, splits_of, tiling_of, tiling_of_groups
 
 ADAPTERS_AT_ONCE = 8
 """The slabs of adapters that a tile multiplies at once. 16 rows with 8 adapters of rank 16 have so many."""
@@ -76,8 +77,9 @@ def skinny_linear(
 
     ``x``: [M, K], M <= 128. ``weight``: [N, K]. Both have the same dtype (bfloat16, float16 or float32) and any row
     stride. With ``scales`` [1, N] float32, the weight is float8_e4m3fn instead, divided by the scales of its rows, and
-    x is not float32. ``bias``: [N] or None. ``pdl``: launch as a programmatic dependent (sm_90), which does not change
-    results. ``tiling``: for benchmarks, a tiling to use instead of the one from the table.
+    x is not float32. With ``scales`` [N, K / g, 2], the weight is uint8 [N, K / 2] (int4.py). ``bias``: [N] or None.
+    ``pdl``: launch as a programmatic dependent (sm_90), which does not change results. ``tiling``: for benchmarks, a
+    tiling to use instead of the one from the table.
 
     ``tau``: weights [C, K'], and a buffer [`content_parts`, M, C] float32 for partial sums of ``gelu(out[:, :K']) @
     weights.T`` with the exact GELU, rounded to the dtype of these weights (see `tau_content`). Each program multiplies
@@ -132,10 +134,16 @@ def _launch(
         raise ValueError(f"{rows} rows; this kernel is for {MAX_ROWS} at most")
     if not rows:
         return
-    t = tiling or tiling_of(rows, n, k, splits, weight.element_size())
-    assert (weight.dtype == x.dtype) if scales is None else scales.shape == (1, n), scales
+    group = 0 if scales is None or scales.dim() == 2 else group_of(weight, scales)
+    if group:
+        assert scales is not None and scales.shape[:2] == (n, k // group), scales
+        t = tiling_of_groups(rows, group)
+    else:
+        t = tiling or tiling_of(rows, n, k, splits, weight.element_size())
+        assert (weight.dtype == x.dtype) if scales is None else scales.shape == (1, n), scales
     pdl = pdl and x.is_cuda
-    k_per_split = triton.cdiv(triton.cdiv(k, splits), t.block_k) * t.block_k
+    depth = 2 * group or t.block_k
+    k_per_split = triton.cdiv(triton.cdiv(k, splits), depth) * depth
     even_k = k % splits == 0 and k // splits == k_per_split
     grid = (triton.cdiv(n, t.block_n), splits)
     options: dict[str, Any] = {
@@ -159,7 +167,7 @@ def _launch(
             gelu_from, EVEN_K=even_k, ONE_TILE=k_per_split == t.block_k, **options,
         )  # fmt: skip
         return
-    boxes = t.boxes and even_k and _is_aligned(weight)
+    boxes = t.boxes and even_k and not group and _is_aligned(weight)
     tau_weights, content = (out, out) if tau is None else tau
     columns, tau_k = (0, 0) if tau is None else tau_weights.shape
     if tau is not None:
@@ -176,12 +184,14 @@ def _launch(
         x, weight, _boxes(weight, t) if boxes else weight, given_bias, out if scales is None else scales, out,
         tau_weights, content,
         *on_device, rows, n, k, k_per_split, x.stride(0), weight.stride(0), out.stride(1), out.stride(0),
-        gelu_from, _prefetchable(weight, t, k_per_split) if pdl and even_k else 0, columns, tau_k,
+        gelu_from, _prefetchable(weight, t, k_per_split) if pdl and even_k and not group else 0, columns, tau_k,
         changes.begin, *places, changes.a_at, 0 if parts is None else parts.stride(0),
+        0 if scales is None else scales.stride(0),
         EVEN_K=even_k,
         BLOCK_M=max(triton.next_power_of_2(rows), 16),
         STAGES=t.stages,
-        SCALED=scales is not None,
+        SCALED=scales is not None and not group,
+        GROUP=group,
         TILE_BYTES=t.block_k * weight.element_size(),
         BOXES=boxes,
         TAU_PAD=0 if tau is None else max(16, triton.next_power_of_2(columns)),

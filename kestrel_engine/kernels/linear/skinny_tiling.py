@@ -58,6 +58,11 @@ def tiling_of(rows: int, n: int, k: int, splits: int, element_bytes: int) -> Til
     return Tiling(64, 128, stages=6, prefetch=4 if rows <= 2 and splits > 1 and k > n else 0)
 
 
+def tiling_of_groups(rows: int, group: int) -> Tiling:
+    """Returns the tiling of a weight in 4 bits. A step reads ``group`` bytes of each row, and twice as much of x."""
+    return Tiling(64, group, stages=4 if rows <= 32 else 3 if rows <= 64 else 2)
+
+
 def content_parts(rows: int, weight: Tensor, tau_k: int) -> int:
     """Returns the number of partial sums over ``tau_k`` columns that `skinny_linear` writes."""
     n, k = weight.shape

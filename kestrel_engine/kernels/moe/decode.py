@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..adapters.experts import ExpertChange, ExpertChanges, add_expert_change
+from ..linear.int4 import group_of, two_groups
 from .tile import Experts, dot_tile, geglu, product_scale, triton_type
 
 MAX_TOKENS = 64
@@ -57,6 +58,13 @@ TILES: dict[tuple[int, int], Tiles] = {
 }
 
 
+def tiles_of_groups(sort: int, group: int) -> Tiles:
+    """Returns the tiles of weights in 4 bits for a batch class. A step reads two groups of each row."""
+    if sort == 1:
+        return Tiles(Tile(8, group, 4, 4), Tile(16, group, 4, 4))
+    return Tiles(Tile(32, group, 4, 3), Tile(64, group, 4, 3))
+
+
 def batch_class(num_tokens: int) -> int:
     return next(limit for limit in (1, _NARROW, MAX_TOKENS) if num_tokens <= limit)
 
@@ -90,7 +98,9 @@ def moe_decode(
         raise ValueError(f"{num_tokens} tokens are not a decode of at most {MAX_TOKENS}")
     if out is None:
         out = torch.empty((k, num_tokens, layer.dim), dtype=torch.float32, device=u.device)
-    tiles = tiles or TILES[fc1.element_size(), batch_class(num_tokens)]
+    if tiles is None:
+        sort, group = batch_class(num_tokens), layer.group
+        tiles = tiles_of_groups(sort, group) if group else TILES[fc1.element_size(), sort]
     product_type = layer.product_type(u.dtype)
     product = torch.empty((num_tokens * k, layer.inner), dtype=product_type, device=u.device)
     pdl = pdl and u.is_cuda
@@ -119,7 +129,8 @@ def _launch(
     pdl: bool,
 ) -> None:
     """Launches the product with ``matrix``, of fc1 if there are no ``weights`` of the router, else of fc2."""
-    (num_tokens, k), (num_experts, rows, inputs) = experts.shape, matrix.shape
+    (num_tokens, k), (num_experts, rows, columns) = experts.shape, matrix.shape
+    group = group_of(matrix, scale) if scale is not None and scale.dim() == 4 else 0
     up = weights is None
     outputs = rows // 2 if up else rows
     by_expert = num_tokens * k >= num_experts
@@ -136,7 +147,7 @@ def _launch(
         change,
         num_tokens,
         x.stride(0),
-        INPUTS=inputs,
+        INPUTS=columns * (2 if group else 1),
         OUTPUTS=outputs,
         ROWS=tile.rows,
         BLOCK_K=tile.block_k,
@@ -150,7 +161,8 @@ def _launch(
         DOT=triton_type(product_type),
         PRODUCT_SCALE=product_scale(product_type),
         PDL=pdl,
-        PREFETCH=0 if up else _prefetchable(matrix, tile.rows),
+        PREFETCH=0 if up or group else _prefetchable(matrix, tile.rows),
+        GROUP=group,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **launch,
@@ -213,11 +225,13 @@ def _compact(pairs, TOKENS_PAD: tl.constexpr, NARROW: tl.constexpr):
 
 @triton.jit
 def _product(
-    x_ptr, valid, w_ptr, w_valid, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    x_ptr, valid, w_ptr, w_valid, scales, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr, DOT: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """Returns the rows of inputs ``x_ptr`` [M] times the rows of weights ``w_ptr`` [N], [M, N] float32. Weights are
-    read once, so they are evicted first from the cache."""
+    read once, so they are evicted first from the cache. With GROUP, a step reads BLOCK_K bytes of weights in 4 bits,
+    which are two groups of each row; ``scales`` [N] are their addresses."""
     at_k = tl.arange(0, BLOCK_K)
     if M == 1:
         acc = tl.zeros([N, BLOCK_K], tl.float32)
@@ -225,16 +239,28 @@ def _product(
         acc = tl.zeros([N, M], tl.float32)
     else:
         acc = tl.zeros([M, N], tl.float32)
-    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        inside = k + at_k < K
+    COLUMNS: tl.constexpr = K // 2 if GROUP else K
+    for k in tl.range(0, COLUMNS, BLOCK_K, num_stages=STAGES):
+        inside = k + at_k < COLUMNS
         w = tl.load(
             w_ptr[:, None] + (k + at_k)[None, :],
             mask=w_valid[:, None] & inside[None, :],
             other=0.0,
             eviction_policy="evict_first",
         )
+        if GROUP:
+            # Two steps of x. The first is taken here, the second below.
+            w_first, w = two_groups(w, scales + 4 * (k // GROUP), w_valid, DOT)
+            x = tl.load(x_ptr[:, None] + (2 * k + at_k)[None, :], mask=valid[:, None], other=0.0)
+            if M == 1:
+                acc += w_first.to(tl.float32) * x.to(tl.float32)
+            else:
+                acc = dot_tile(x, w_first, acc, SWAP, DOT)
+        x_at = 2 * k + GROUP if GROUP else k
         x = tl.load(
-            x_ptr[:, None] + (k + at_k)[None, :], mask=valid[:, None] & inside[None, :], other=0.0
+            x_ptr[:, None] + (x_at + at_k)[None, :],
+            mask=valid[:, None] & inside[None, :],
+            other=0.0,
         )
         if M == 1:
             acc += w.to(tl.float32) * x.to(tl.float32)
@@ -254,7 +280,7 @@ def _compute(
     x_ptr, w_ptr, scale_ptr, weights_ptr, out_ptr, change, expert, pairs, tile, num_tokens, stride,
     K_CHOICES: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, M: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr,
-    DOT: tl.constexpr, PRODUCT_SCALE: tl.constexpr,
+    DOT: tl.constexpr, PRODUCT_SCALE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Computes ROWS columns of the output for ``pairs`` [M] of an expert."""
     UP: tl.constexpr = weights_ptr is None
@@ -270,9 +296,14 @@ def _compute(
     w_valid = column < OUTPUTS
     of_expert = expert.to(tl.int64) * MATRIX
     x_row = x_ptr + (token * stride if UP else pair * INPUTS)
-    w_row = w_ptr + of_expert * INPUTS + row * INPUTS
-    acc = _product(x_row, valid, w_row, w_valid, M, N, INPUTS, BLOCK_K, STAGES, SWAP, DOT)
-    if scale_ptr is not None:
+    w_row = w_ptr + (of_expert + row) * (INPUTS // 2 if GROUP else INPUTS)
+    scales = w_row
+    if GROUP:
+        scales = scale_ptr + (of_expert + row) * (2 * (INPUTS // GROUP))
+    acc = _product(
+        x_row, valid, w_row, w_valid, scales, M, N, INPUTS, BLOCK_K, STAGES, SWAP, DOT, GROUP
+    )
+    if scale_ptr is not None and not GROUP:
         acc = acc * tl.load(scale_ptr + of_expert + row, mask=w_valid, other=0.0)[None, :]
     if change is not None:
         # The products with A have the scale of the product, as the other summands do.
@@ -298,6 +329,7 @@ def _decode_experts(
     STAGES: tl.constexpr, SWAP: tl.constexpr, K_CHOICES: tl.constexpr, BY_EXPERT: tl.constexpr,
     TOKENS_PAD: tl.constexpr, CHOICES_PAD: tl.constexpr, NARROW: tl.constexpr, DOT: tl.constexpr,
     PRODUCT_SCALE: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """Computes, for the pairs of one work item and ROWS columns, product[pair] = gelu(h) * (g + 1) without ``weights``,
     and out[choice, token] = weight * (product[pair] @ fc2.T) with them."""
@@ -322,18 +354,18 @@ def _decode_experts(
             _compute(
                 x_ptr, w_ptr, scale_ptr, weights_ptr, out_ptr, change, expert, pairs, tile, num_tokens,
                 stride, K_CHOICES, INPUTS, OUTPUTS, TOKENS_PAD, ROWS, BLOCK_K, STAGES, SWAP, DOT,
-                PRODUCT_SCALE,
+                PRODUCT_SCALE, GROUP,
             )  # fmt: skip
         elif count <= NARROW:
             few = _compact(pairs, TOKENS_PAD, NARROW)
             _compute(
                 x_ptr, w_ptr, scale_ptr, weights_ptr, out_ptr, change, expert, few, tile, num_tokens,
                 stride, K_CHOICES, INPUTS, OUTPUTS, NARROW, ROWS, BLOCK_K, STAGES, SWAP, DOT,
-                PRODUCT_SCALE,
+                PRODUCT_SCALE, GROUP,
             )  # fmt: skip
         else:
             _compute(
                 x_ptr, w_ptr, scale_ptr, weights_ptr, out_ptr, change, expert, pairs, tile, num_tokens,
                 stride, K_CHOICES, INPUTS, OUTPUTS, TOKENS_PAD, ROWS, BLOCK_K, STAGES, SWAP, DOT,
-                PRODUCT_SCALE,
+                PRODUCT_SCALE, GROUP,
             )  # fmt: skip

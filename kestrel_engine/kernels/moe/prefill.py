@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..adapters.experts import ExpertChange, ExpertChanges, add_expert_change
 from ..gluon_support import hopper_programs
 from ..linear.fp8_rows import Fp8Rows
+from ..linear.int4 import group_of, two_groups
 from .route import Grouping, group_by_expert
 from .tile import Experts, dot_tile, geglu, product_scale, triton_type
 
@@ -69,6 +70,13 @@ def tiles_for(element_size: int, num_pairs: int, num_experts: int) -> Tiles:
     return TILES[element_size, limit]
 
 
+def tiles_of_groups(group: int, num_pairs: int, num_experts: int) -> Tiles:
+    """Returns the tiles of weights in 4 bits. A step reads two groups of each row."""
+    few = num_pairs <= 24 * num_experts
+    up, down = Tile(64, group, 4, 2, True), Tile(64 if few else 128, group, 4, 2, True)
+    return Tiles(16 if few else 64, up, down)
+
+
 def hopper_kernels(device: torch.device) -> ModuleType | None:
     """Returns the module hopper.py if it can be imported and run on ``device``, else None."""
     if not hopper_programs(device):
@@ -113,6 +121,8 @@ def moe_prefill(
     if hopper is not None and hopper.takes(u, layer, num_pairs):
         hopper.products(u, experts, layer, outputs, in_fp8=in_fp8)
     else:
+        if tiles is None and layer.is_int4:
+            tiles = tiles_of_groups(layer.group, num_pairs, layer.num_experts)
         tiles = tiles or tiles_for(fc1.element_size(), num_pairs, layer.num_experts)
         grouping = group_by_expert(experts, layer.num_experts, tiles.rows)
         product_type = layer.product_type(u.dtype)
@@ -150,12 +160,13 @@ def _launch(
     k: int,
     change: ExpertChange | None,
 ) -> None:
-    num_inputs = weight.shape[2]
+    group = group_of(weight, scale) if scale is not None and scale.dim() == 4 else 0
+    num_inputs = weight.shape[2] * (2 if group else 1)
     num_columns = weight.shape[1] // 2 if up else weight.shape[1]
     product_type = outputs.dtype if up else inputs.dtype
     rows: Any = weight
     # What the tensor memory accelerator can address.
-    tma = tile.tma and num_inputs * weight.element_size() % 16 == 0
+    tma = tile.tma and not group and num_inputs * weight.element_size() % 16 == 0
     if tma:
         rows = TensorDescriptor.from_tensor(
             weight.view(-1, num_inputs), [tile.block_n, tile.block_k]
@@ -181,6 +192,7 @@ def _launch(
         TMA=tma,
         DOT=triton_type(product_type),
         PRODUCT_SCALE=product_scale(product_type),
+        GROUP=group,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -205,13 +217,25 @@ def _weights(
     return tile
 
 
+@triton.jit
+def _group_weights(
+    w, scales, row, k, num_rows, NUM_INPUTS: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Loads weights in 4 bits [BLOCK_N, 2 * GROUP] from ``row`` on, as two tiles in DOT."""
+    packed = _weights(w, row, k // 2, num_rows, NUM_INPUTS // 2, BLOCK_N, GROUP, False)
+    at_n = tl.arange(0, BLOCK_N)
+    own = scales + (row + at_n).to(tl.int64) * (NUM_INPUTS // GROUP * 2) + k // GROUP * 2
+    return two_groups(packed, own, at_n < num_rows, DOT)
+
+
 # The number of tiles is not specialised, so a multiple of 16 does not compile another kernel.
 @triton.jit(do_not_specialize=["num_tiles"])
 def _prefill_experts(
     x_ptr, order_ptr, tiles_ptr, w_ptr, scale_ptr, out_ptr, change, num_tiles, stride,
     UP: tl.constexpr, NUM_INPUTS: tl.constexpr, NUM_COLUMNS: tl.constexpr, K_CHOICES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr,
-    TMA: tl.constexpr, DOT: tl.constexpr, PRODUCT_SCALE: tl.constexpr,
+    TMA: tl.constexpr, DOT: tl.constexpr, PRODUCT_SCALE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Computes, for the places of one tile and BLOCK_N columns, product[place] = gelu(h) * (g + 1) with UP, and
     outputs[pair] = product[place] @ fc2.T without."""
@@ -238,28 +262,44 @@ def _prefill_experts(
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         at_k = tl.arange(0, BLOCK_K)
-        for k in range(0, NUM_INPUTS, BLOCK_K):
-            if NUM_INPUTS % BLOCK_K == 0:
+        n = NUM_COLUMNS - first
+        if GROUP:
+            for k in range(0, NUM_INPUTS, 2 * GROUP):
                 x = tl.load(rows[:, None] + (k + at_k)[None, :])
-            else:
-                x = tl.load(
-                    rows[:, None] + (k + at_k)[None, :],
-                    mask=(k + at_k < NUM_INPUTS)[None, :],
-                    other=0.0,
+                x_second = tl.load(rows[:, None] + (k + GROUP + at_k)[None, :])
+                w, w_second = _group_weights(
+                    w_ptr, scale_ptr, row, k, n, NUM_INPUTS, BLOCK_N, GROUP, DOT
                 )
-            n = NUM_COLUMNS - first
-            w = _weights(w_ptr, row, k, n, NUM_INPUTS, BLOCK_N, BLOCK_K, TMA)
-            if UP:
-                wg = _weights(w_ptr, row + NUM_COLUMNS, k, n, NUM_INPUTS, BLOCK_N, BLOCK_K, TMA)
-            acc = dot_tile(x, w, acc, SWAP, DOT)
-            if UP:
-                gate = dot_tile(x, wg, gate, SWAP, DOT)
+                acc = dot_tile(x, w, acc, SWAP, DOT)
+                acc = dot_tile(x_second, w_second, acc, SWAP, DOT)
+                if UP:
+                    w, w_second = _group_weights(
+                        w_ptr, scale_ptr, row + NUM_COLUMNS, k, n, NUM_INPUTS, BLOCK_N, GROUP, DOT
+                    )
+                    gate = dot_tile(x, w, gate, SWAP, DOT)
+                    gate = dot_tile(x_second, w_second, gate, SWAP, DOT)
+        else:
+            for k in range(0, NUM_INPUTS, BLOCK_K):
+                if NUM_INPUTS % BLOCK_K == 0:
+                    x = tl.load(rows[:, None] + (k + at_k)[None, :])
+                else:
+                    x = tl.load(
+                        rows[:, None] + (k + at_k)[None, :],
+                        mask=(k + at_k < NUM_INPUTS)[None, :],
+                        other=0.0,
+                    )
+                w = _weights(w_ptr, row, k, n, NUM_INPUTS, BLOCK_N, BLOCK_K, TMA)
+                if UP:
+                    wg = _weights(w_ptr, row + NUM_COLUMNS, k, n, NUM_INPUTS, BLOCK_N, BLOCK_K, TMA)
+                acc = dot_tile(x, w, acc, SWAP, DOT)
+                if UP:
+                    gate = dot_tile(x, wg, gate, SWAP, DOT)
         if SWAP:
             acc = tl.trans(acc)
             gate = tl.trans(gate)
         column = first + tl.arange(0, BLOCK_N)
         inside = column < NUM_COLUMNS
-        if scale_ptr is not None:
+        if scale_ptr is not None and not GROUP:
             scales = scale_ptr + expert.to(tl.int64) * MATRIX + column
             acc = acc * tl.load(scales, mask=inside, other=0.0)[None, :]
             if UP:

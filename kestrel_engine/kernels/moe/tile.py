@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..linear.int4 import group_of
+
 _TRITON_TYPES: dict[torch.dtype, Any] = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
@@ -28,7 +30,8 @@ class Experts:
     """The weights of all experts of one layer.
 
     ``fc1``: [E, 2 * inner, D], the rows of h, then those of g. ``fc2``: [E, D, inner]. Both have the model's dtype, or
-    float8_e4m3fn with row scales ``fc1_scale`` [E, 2 * inner] and ``fc2_scale`` [E, D], both float32.
+    float8_e4m3fn with row scales ``fc1_scale`` [E, 2 * inner] and ``fc2_scale`` [E, D], both float32, or 4 bits with
+    scales of groups (linear/int4.py).
 
     Raises ValueError for inconsistent or unsupported tensors.
     """
@@ -39,8 +42,10 @@ class Experts:
     fc2_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
-        num_experts, twice_inner, dim = self.fc1.shape
-        if self.fc2.shape != (num_experts, dim, twice_inner // 2) or twice_inner % 2:
+        num_experts, twice_inner, _ = self.fc1.shape
+        numbers = 2 if self.is_int4 else 1
+        own = num_experts, self.dim, twice_inner // 2 // numbers
+        if self.fc2.shape != own or twice_inner % 2:
             raise ValueError(f"fc1 {tuple(self.fc1.shape)} with fc2 {tuple(self.fc2.shape)}")
         if self.fc1.dtype != self.fc2.dtype:
             raise ValueError(f"fc1 {self.fc1.dtype} with fc2 {self.fc2.dtype}")
@@ -63,16 +68,31 @@ class Experts:
         return self.fc1.dtype == torch.float8_e4m3fn
 
     @property
+    def is_int4(self) -> bool:
+        return self.fc1.dtype == torch.uint8
+
+    @property
+    def group(self) -> int:
+        """The weights of a group in 4 bits; 0 in other types."""
+        if not self.is_int4:
+            return 0
+        assert self.fc1_scale is not None and self.fc2_scale is not None
+        assert self.fc1_scale.is_contiguous() and self.fc2_scale.is_contiguous()
+        group = group_of(self.fc1, self.fc1_scale)
+        assert group == group_of(self.fc2, self.fc2_scale), "groups of one size"
+        return group
+
+    @property
     def num_experts(self) -> int:
         return self.fc1.shape[0]
 
     @property
     def dim(self) -> int:
-        return self.fc1.shape[2]
+        return self.fc1.shape[2] * (2 if self.is_int4 else 1)
 
     @property
     def inner(self) -> int:
-        return self.fc2.shape[2]
+        return self.fc2.shape[2] * (2 if self.is_int4 else 1)
 
     def product_type(self, dtype: torch.dtype) -> torch.dtype:
         """Returns the dtype in which inputs of ``dtype`` are multiplied with these weights.
@@ -80,6 +100,8 @@ class Experts:
         Inputs of another half type than the weights' are rounded to that of the weights, because there are fewer of
         them.
         """
+        if self.is_int4:
+            return dtype
         if not self.is_fp8:
             return self.fc1.dtype
         return dtype if dtype == torch.float32 else torch.float16

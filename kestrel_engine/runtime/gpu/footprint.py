@@ -40,16 +40,21 @@ def reserve_bytes(
     max_crops: int,
     fp8_gemms: str = "off",
     adapters: bool = False,
+    max_seq_length: int = PASS_POSITIONS,
+    four_bits: bool = False,
 ) -> int:
-    """Returns the peak bytes of passes over PASS_POSITIONS positions and ``max_crops`` crops, and of persistent
-    buffers. ``adapters``: images may have adapters.
+    """Returns the peak bytes of passes over at most PASS_POSITIONS positions and ``max_crops`` crops, and of persistent
+    buffers. ``adapters``: images may have adapters. ``four_bits``: the text decoder's weights are in 4 bits.
 
     The result includes the FP8 copies of weights for ``fp8_gemms`` (see RuntimeConfig).
     """
     vision = _vision(config, max_crops, fp8=fp8_gemms in FP8_VISION)
-    passes = max(vision, _prefill(config, fp8=fp8_gemms in FP8_PREFILL)) * dtype.itemsize
+    positions = min(PASS_POSITIONS, max_batch_size * max_seq_length)
+    prefill = _prefill(config, positions, fp8=fp8_gemms in FP8_PREFILL, four_bits=four_bits)
+    passes = max(vision, prefill) * dtype.itemsize
     logits = 4 * max_batch_size * config.text.vocab_size * 4
-    embeddings = 64 * config.image_positions * config.text.dim * dtype.itemsize
+    images = min(64, 16 + 8 * max_batch_size)
+    embeddings = images * config.image_positions * config.text.dim * dtype.itemsize
     shrunk = _shrunk(config, max_crops) if adapters else 0
     return int((passes + logits + embeddings) * 1.1) + shrunk + staying_bytes(config, fp8_gemms)
 
@@ -105,20 +110,23 @@ def _shrunk(config: ModelConfig, max_crops: int) -> int:
     return max(tower, projector) * vision.grid**2 * SHRUNK_BYTES
 
 
-def _prefill(config: ModelConfig, *, fp8: bool) -> int:
+def _prefill(config: ModelConfig, positions: int, *, fp8: bool, four_bits: bool) -> int:
     text = config.text
-    dense = PASS_POSITIONS * (7 * text.dim + text.ff_dim)
+    dense = positions * (7 * text.dim + text.ff_dim)
+    if four_bits:
+        # One matrix is widened at a time.
+        dense += text.dim * (text.dim + text.ff_dim)
     if fp8:
-        dense += PASS_POSITIONS * (text.dim + (text.dim + text.ff_dim) // 2)
+        dense += positions * (text.dim + (text.dim + text.ff_dim) // 2)
     if text.moe is None:
         return dense
     moe = text.moe
-    stream = PASS_POSITIONS * 7 * text.dim
-    pairs = PASS_POSITIONS * moe.experts_per_token + 128 * moe.num_experts
+    stream = positions * 7 * text.dim
+    pairs = positions * moe.experts_per_token + 128 * moe.num_experts
     experts = pairs * (moe.expert_inner_dim + text.dim)
     if fp8:
         # The FP8 norm and its scales. For each pair, the product, its scale and the scale of its row in float32.
-        stream += PASS_POSITIONS * (text.dim // 2 + 2)
+        stream += positions * (text.dim // 2 + 2)
         experts += pairs * (moe.expert_inner_dim // 2 + 4)
-    one_layer = moe.num_experts * 3 * moe.expert_inner_dim * text.dim
+    one_layer = 0 if four_bits else moe.num_experts * 3 * moe.expert_inner_dim * text.dim
     return max(dense, stream + experts) + one_layer

@@ -15,6 +15,9 @@ from torch import Tensor
 from ...errors import ConfigError
 from ...kernels.linear.fp8_gelu import bounds, fp8_gelu
 from ...kernels.linear.fp8_rows import FP8, FP8_MAX, LEAST_PEAK, Fp8Rows, quantise_rows
+from ...kernels.linear.int4 import widen
+from ...kernels.linear.skinny_linear import skinny_linear
+from ...kernels.linear.skinny_tiling import MAX_ROWS
 from ...kernels.spared import hopper_multiprocessors
 from ...models.layers import Linear
 
@@ -31,15 +34,23 @@ def require_exact(dtype: torch.dtype) -> None:
     assert dtype != torch.float32 or precision == "highest", f"float32 products are {precision}"
 
 
+def wide(layer: Linear, dtype: torch.dtype) -> Tensor:
+    """Returns the layer's weight [N, K], which a new tensor in ``dtype`` holds if it is in 4 bits."""
+    return layer.weight if layer.scale is None else widen(layer.weight, layer.scale, dtype)
+
+
 def linear(x: Tensor, layer: Linear, *, out: Tensor | None = None) -> Tensor:
     """Returns ``x @ weight.T + bias`` [T, N], in ``out`` if that is given.
 
     ``x``: [T, K]. The layer's weight: [N, K], whose row stride may exceed K. Its bias: [N] or None. torch.addmm with a
-    one-dimensional bias uses cuBLASLt's epilogue.
+    one-dimensional bias uses cuBLASLt's epilogue. A weight in 4 bits is widened in tiles for few rows.
     """
+    if layer.scale is not None and len(x) <= MAX_ROWS:
+        return skinny_linear(x, layer.weight, layer.bias, scales=layer.scale, out=out)
+    weight = wide(layer, x.dtype)
     if layer.bias is None:
-        return torch.mm(x, layer.weight.T, out=out)
-    return torch.addmm(layer.bias, x, layer.weight.T, out=out)
+        return torch.mm(x, weight.T, out=out)
+    return torch.addmm(layer.bias, x, weight.T, out=out)
 
 
 def linear_gelu(x: Tensor, layer: Linear) -> Tensor:
@@ -49,8 +60,10 @@ def linear_gelu(x: Tensor, layer: Linear) -> Tensor:
     call of torch would compute the exact GELU.
     """
     assert layer.bias is not None
+    if layer.scale is not None and len(x) <= MAX_ROWS:
+        return skinny_linear(x, layer.weight, layer.bias, scales=layer.scale, gelu_from=0)
     if x.is_cuda:
-        return torch._addmm_activation(layer.bias, x, layer.weight.T, use_gelu=True)
+        return torch._addmm_activation(layer.bias, x, wide(layer, x.dtype).T, use_gelu=True)
     return F.gelu(linear(x, layer), approximate="tanh")
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ...models.weight_only import widened
 from ...types.model_config import ModelConfig
 
 PATCH_ALIGNMENT = 16
@@ -20,7 +21,8 @@ aligned to 16 bytes: 588 elements of two bytes are not, 592 are."""
 
 
 def packed_in(layer: int) -> str:
-    """Returns the name of a layer's packed input projections: qkv above fc1, or above the router in an MoE layer.
+    """Returns the name of a layer's packed input projections: qkv above fc1, or above the router in an MoE layer. There
+    is none in an MoE layer whose qkv is in 4 bits.
 
     ``.weight`` is [3 * dim + ff_dim, dim] or [3 * dim + experts, dim], and ``.bias`` has as many elements as rows.
     """
@@ -51,14 +53,49 @@ def pack_weights(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, T
         moe = config.text.moe
         dense = moe is None or layer < moe.start_layer
         inputs = [f"{block}.attn.qkv", f"{block}.mlp.fc1" if dense else f"{block}.mlp.router"]
-        for leaf in ("weight", "bias"):
-            _join(tensors, f"{joined}.{leaf}", [f"{name}.{leaf}" for name in inputs], dim=0)
+        # The router is not in 4 bits, so it stays beside a qkv that is.
+        if dense or not _are_narrow(tensors, inputs[:1]):
+            _join_linears(tensors, joined, inputs, dim=0)
+            _join(tensors, f"{joined}.bias", [f"{name}.bias" for name in inputs], dim=0)
         if dense:
-            outputs = [f"{block}.attn.proj.weight", f"{block}.mlp.fc2.weight"]
-            _join(tensors, f"{packed_out(layer)}.weight", outputs, dim=1)
+            outputs = [f"{block}.attn.proj", f"{block}.mlp.fc2"]
+            _join_linears(tensors, packed_out(layer), outputs, dim=1)
+        else:
+            _made_alike(tensors, [f"{block}.mlp.fc1", f"{block}.mlp.fc2"])
     if PADDED_PATCHES not in tensors:
         _pad_patches(tensors)
     return tensors
+
+
+def _are_narrow(tensors: dict[str, Tensor], linears: list[str]) -> bool:
+    """Returns whether all weights are in 4 bits, in groups of one size."""
+    if any(tensors[f"{name}.weight"].dtype != torch.uint8 for name in linears):
+        return False
+    columns = (tensors[f"{name}.weight"].shape[-1] for name in linears)
+    groups = (tensors[f"{name}.scale"].shape[-2] for name in linears)
+    return len({k // count for k, count in zip(columns, groups, strict=True)}) == 1
+
+
+def _join_linears(tensors: dict[str, Tensor], joined: str, linears: list[str], *, dim: int) -> None:
+    """Joins weights, and their scales if all are in 4 bits."""
+    leaves = ["weight", "scale"] if _made_alike(tensors, linears) else ["weight"]
+    for leaf in leaves:
+        _join(tensors, f"{joined}.{leaf}", [f"{name}.{leaf}" for name in linears], dim=dim)
+
+
+def _made_alike(tensors: dict[str, Tensor], linears: list[str]) -> bool:
+    """Returns whether all weights are in 4 bits. If only some are, or groups differ in size, it widens these."""
+    if _are_narrow(tensors, linears):
+        return True
+    for name in linears:
+        weight, scale = tensors[f"{name}.weight"], tensors.get(f"{name}.scale")
+        if scale is not None and weight.dtype == torch.uint8:
+            dtype = tensors["text.wte"].dtype
+            flat = weight.view(-1, *weight.shape[-2:]), scale.view(-1, *scale.shape[-3:])
+            wide = torch.stack([widened(w, s, dtype) for w, s in zip(*flat, strict=True)])
+            tensors[f"{name}.weight"] = wide.view(*weight.shape[:-1], -1)
+            del tensors[f"{name}.scale"]
+    return False
 
 
 def _join(tensors: dict[str, Tensor], joined: str, parts: list[str], *, dim: int) -> None:

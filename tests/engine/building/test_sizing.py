@@ -149,7 +149,9 @@ def test_the_table_in_the_docs_is_what_the_command_says():
     assert len(rows) >= 9
     for gib, flags, shown in rows:
         model, *rest = flags.split()
-        values = dict(zip(rest[::2], map(int, rest[1::2]), strict=True))
+        values = {
+            n: int(v) if v.isdigit() else v for n, v in zip(rest[::2], rest[1::2], strict=True)
+        }
         settings = {name.removeprefix("--").replace("-", "_"): v for name, v in values.items()}
         found = fit(config(model, **settings), int(gib) * GIB)
         weights, reserve, cache, context, full, images = (

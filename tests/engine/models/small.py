@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from kestrel_engine.checkpoint.weights.expected import expected_tensors
+from kestrel_engine.checkpoint.weights.rounding import may_stay
 from kestrel_engine.models.moondream import Moondream
+from kestrel_engine.models.weight_only import scale_of, to_groups
 from kestrel_engine.types.model_config import Family, ModelConfig, parse_model_config
 
 NUMBERS = {
@@ -71,6 +73,20 @@ def with_fp8_experts(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[st
             weight = tensors[f"{place}.weight"].float()
             scale = rounded[f"{place}.scale"] = weight.abs().amax(-1) / 448
             rounded[f"{place}.weight"] = (weight / scale[..., None]).to(torch.float8_e4m3fn)
+    return rounded
+
+
+def in_four_bits(tensors: dict[str, Tensor], group: int = 16) -> dict[str, Tensor]:
+    """Rounds the weights that may stay in 4 bits to groups, with zero points that aren't whole."""
+    rounded = dict(tensors)
+    for name, weight in tensors.items():
+        if may_stay(name, tuple(weight.shape), group):
+            groups = weight.reshape(-1, group)
+            low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+            scale = (high - low) / 15
+            q = ((groups - low) / scale).round().clamp(0, 15).byte()
+            shape = tuple(weight.shape)
+            rounded[name], rounded[scale_of(name)] = to_groups(q, scale, -low / scale, shape)
     return rounded
 
 

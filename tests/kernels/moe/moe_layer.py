@@ -7,12 +7,14 @@ from torch import Tensor
 
 from kestrel_engine.models.layers import Linear
 from kestrel_engine.models.text import Moe
+from kestrel_engine.models.weight_only import to_groups
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Layer:
-    """Weights such that activations keep a size near 1. With ``fp8`` they are stored so, with row scales."""
+    """Weights such that activations keep a size near 1. With ``fp8`` they are stored so, with row scales; with
+    ``group``, in 4 bits with scales of groups."""
 
     def __init__(
         self,
@@ -23,6 +25,7 @@ class Layer:
         inner: int,
         dtype: torch.dtype = torch.float32,
         fp8: bool = False,
+        group: int = 0,
         seed: int = 0,
     ) -> None:
         torch.manual_seed(seed)
@@ -33,7 +36,10 @@ class Layer:
         self.fc2 = torch.randn(num_experts, dim, inner, device=DEVICE) * inner**-0.5
         self.fc1_scale: Tensor | None = None
         self.fc2_scale: Tensor | None = None
-        if fp8:
+        if group:
+            self.fc1, self.fc1_scale = _in_groups(self.fc1, group)
+            self.fc2, self.fc2_scale = _in_groups(self.fc2, group)
+        elif fp8:
             self.fc1, self.fc1_scale = _quantized(self.fc1)
             self.fc2, self.fc2_scale = _quantized(self.fc2)
         else:
@@ -47,6 +53,10 @@ class Layer:
 
     def expected(self, u: Tensor) -> Tensor:
         """The models package's layer in float32, with the weights as they are stored."""
+        if self.fc1.dtype == torch.uint8:
+            return Moe(self.router, self.fc1, self.fc2, self.k, self.fc1_scale, self.fc2_scale)(
+                u.float()
+            )
         fc1, fc2 = self.fc1.float(), self.fc2.float()
         if self.fc1_scale is not None and self.fc2_scale is not None:
             fc1, fc2 = fc1 * self.fc1_scale[..., None], fc2 * self.fc2_scale[..., None]
@@ -60,6 +70,15 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def relative_error(out: Tensor, expected: Tensor) -> float:
     """Of the whole, by norms; NaN if any value is."""
     return float((out.double() - expected.double()).norm() / expected.double().norm())
+
+
+def _in_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    groups = weight.reshape(-1, group)
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    scale = (high - low) / 15
+    zero = -low / scale
+    q = (groups / scale + zero).round().clamp(0, 15).byte()
+    return to_groups(q, scale, zero, tuple(weight.shape))
 
 
 def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:

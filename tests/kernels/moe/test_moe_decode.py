@@ -36,6 +36,15 @@ def test_half_and_fp8_within_their_rounding(num_tokens, dtype, fp8, within):
     assert relative_error(decode(layer, u), layer.expected(u)) < within
 
 
+@pytest.mark.parametrize("num_tokens", [1, 5, 40])
+@pytest.mark.parametrize(("dtype", "within"), [(F16, 2e-3), (F32, 1e-5)])
+@pytest.mark.parametrize(("group", "dim", "inner"), [(16, 96, 64), (32, 64, 64)])
+def test_four_bits(num_tokens, dtype, within, group, dim, inner):
+    layer = Layer(num_experts=4, k=2, dim=dim, inner=inner, group=group)
+    u = torch.randn(num_tokens, dim, device=DEVICE).to(dtype)
+    assert relative_error(decode(layer, u), layer.expected(u)) < within
+
+
 @pytest.mark.parametrize("num_tokens", [1, 5])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_inputs_in_float16_beside_other_weights(num_tokens, fp8):

@@ -196,7 +196,7 @@ class PrefillGraphs:
         pool = torch.cuda.graph_pool_handle()
         shapes = [
             PassShape(n, rows, adapters, with_room)
-            for n in reversed(BLOCKS)
+            for n in reversed(BLOCKS[: 1 + self._max_rows])
             for rows in reversed(TEXT_ROWS)
             for adapters in (False, True)[: 1 if self._slabs is None else 2]
             for with_room in (False, True)[: 2 if self._with_room and n >= LEAST_WITH_ROOM else 1]

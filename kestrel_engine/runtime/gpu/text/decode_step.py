@@ -39,7 +39,7 @@ from ..adapters.layout import SlabLayout
 from ..adapters.pass_slabs import PassAdapters
 from ..attention.decode import DecodeAttention, PagedDecode
 from ..capture import rehearsed
-from ..gemm import Fp8Linear, linear
+from ..gemm import Fp8Linear, linear, wide
 from ..streams import own_stream
 from .layers import Fp8Products, TextLayer
 from .step_buffers import NarrowWeights, StepBuffers, shaped
@@ -84,7 +84,7 @@ class DecodePass:
     ) -> None:
         self._config, self._layers, self._post_ln = config, layers, post_ln
         self._angles = angles
-        weight = layers[0].proj
+        weight = layers[0].ln.weight
         device = weight.device
         # Experts run on this stream, concurrently with attention.
         concurrent = config.moe is not None and weight.is_cuda
@@ -299,11 +299,12 @@ class DecodePass:
             if self._side is not None:
                 torch.cuda.current_stream().wait_stream(self._side)
             return [attention_output, expert_output]
-        # One GEMM computes qkv and the router's logits.
+        # One GEMM computes qkv and the router's logits, unless only qkv is in 4 bits.
         attend(layer.reads)
+        logits = hidden if hidden.shape[1] else linear(u, moe.router)
         return [
             self._partials(attended, layer.proj, turn),
-            self._experts_of_many(moe, u, hidden, experts),
+            self._experts_of_many(moe, u, logits, experts),
         ]
 
     def _attended_and_hidden(self, read: Tensor) -> tuple[Tensor, Tensor]:
@@ -448,15 +449,12 @@ class DecodePass:
             return None
         return self._changes.within(layer, adapters, hidden=hidden)
 
-    def _partials(self, x: Tensor, writes: Tensor | Fp8Linear, turn: int) -> Tensor:
+    def _partials(self, x: Tensor, writes: Linear | Fp8Linear, turn: int) -> Tensor:
         """Returns ``x @ writes.T`` as partial sums [S, M, dim] float32, or as [M, dim] beyond `MAX_ROWS` rows."""
-        scales: Tensor | None = None
-        if isinstance(writes, Fp8Linear):
-            weight, scales = writes.weight, writes.scales
-        else:
-            weight = writes
+        weight, scales = writes.weight, _scales(writes)
         if len(x) > MAX_ROWS:
-            return torch.mm(x, weight.T)
+            assert isinstance(writes, Linear), "FP8 is for few rows"
+            return torch.mm(x, wide(writes, x.dtype).T)
         out = shaped(self._partial_sums[turn], splits_of(weight), len(x), weight.shape[0])
         return skinny_partials(x, weight, scales=scales, pdl=self._early, out=out)
 
@@ -466,10 +464,10 @@ def _most_ahead(max_rows: int) -> int:
     return max((rows for rows in AHEAD_ROWS if rows <= max_rows), default=0)
 
 
-def _scales(reads: Linear | Fp8Linear) -> Tensor | None:
-    return reads.scales if isinstance(reads, Fp8Linear) else None
+def _scales(layer: Linear | Fp8Linear) -> Tensor | None:
+    return layer.scales if isinstance(layer, Fp8Linear) else layer.scale
 
 
 def _output_weights(layers: list[TextLayer]) -> Iterator[Tensor]:
     for layer in layers:
-        yield from (layer.proj, layer.writes)
+        yield from (layer.proj.weight, layer.writes.weight)

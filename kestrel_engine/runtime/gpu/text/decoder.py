@@ -28,7 +28,7 @@ from ..adapters.layout import BlockPlaces, SlabLayout
 from ..adapters.pass_slabs import PassAdapters
 from ..attention.decode import DecodeAttention
 from ..capture import rehearsed
-from ..gemm import add_linear, linear, linear_gelu, require_exact
+from ..gemm import add_linear, linear, linear_gelu, require_exact, wide
 from .decode_step import DecodePass
 from .layers import Fp8Products, TextLayer, load_layers, rotary_angles
 
@@ -167,7 +167,7 @@ class FusedText:
                 owed = self._owed_in_fp8(layer, attended, u8)
                 continue
             owed = None
-            add_linear(x, attended, layer.proj)
+            add_linear(x, attended, wide(layer.proj, x.dtype))
             if adapters is not None and adapters.attention is not None:
                 change_rows(attended, adapters.attention, *self._places(layer).proj[:2], add_to=x)
             if adapters is not None and adapters.proj_input is not None:
@@ -220,12 +220,12 @@ class FusedText:
             assert layer.fc1 is not None and layer.fc2 is not None
             block, hidden = self._places(layer), linear(u, layer.fc1)
             change_rows(u, adapters.mlp, *block.fc1[:2], add_to=hidden, gelu=True)
-            add_linear(x, hidden, layer.fc2)
+            add_linear(x, hidden, wide(layer.fc2, x.dtype))
             change_rows(hidden, adapters.mlp, *block.fc2[:2], add_to=x)
             return
         if moe is None:
             assert layer.fc1 is not None and layer.fc2 is not None
-            add_linear(x, linear_gelu(u, layer.fc1), layer.fc2)
+            add_linear(x, linear_gelu(u, layer.fc1), wide(layer.fc2, x.dtype))
             return
         weights, experts = route(linear(u, moe.router), moe.experts_per_token)
         moe_prefill(

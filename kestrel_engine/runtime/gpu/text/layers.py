@@ -12,6 +12,7 @@ from ....models.kv_format import UNSCALED, Scales
 from ....models.layers import LayerNorm, Linear, Tensors
 from ....models.rope import RotaryTable
 from ....models.text import Moe, Tau
+from ....models.weight_only import scale_of
 from ....types.model_config import TextConfig
 from ..gemm import Fp8Linear
 from ..weights import packed_in, packed_out, running_sums
@@ -22,7 +23,8 @@ class TextLayer:
     """One block. A dense block has ``fc1`` and ``fc2``, an MoE block has ``moe``.
 
     ``reads``: [3 * dim + ff_dim, dim], qkv above fc1; in an MoE block, [3 * dim + experts, dim], qkv above the router.
-    ``writes``: [dim, dim + ff_dim], proj left of fc2; in an MoE block, proj alone. ``owed``: [dim] float32, the biases
+    In an MoE block in 4 bits, it is qkv. ``writes``: [dim, dim + ff_dim], proj left of fc2; in an MoE block, proj
+    alone. proj, fc2 and ``writes`` have no bias: ``owed``: [dim] float32, the biases
     that this block adds to the stream. ``pending``: [dim] float32, the biases of all earlier blocks; None in the first
     block. ``kv_scales``: the scales of the block's keys and values in the KV cache.
     """
@@ -30,11 +32,11 @@ class TextLayer:
     index: int
     ln: LayerNorm
     reads: Linear
-    writes: Tensor
+    writes: Linear
     qkv: Linear
-    proj: Tensor
+    proj: Linear
     fc1: Linear | None
-    fc2: Tensor | None
+    fc2: Linear | None
     moe: Moe | None
     tau: Tau | None
     owed: Tensor
@@ -67,9 +69,9 @@ class Fp8Products:
         """
         if layer.fc1 is None:
             qkv = Fp8Linear.of(layer.qkv.weight, layer.qkv.bias)
-            return cls(qkv, qkv, None, Fp8Linear.of(layer.proj) if decode else None)
+            return cls(qkv, qkv, None, Fp8Linear.of(layer.proj.weight) if decode else None)
         reads = Fp8Linear.of(layer.reads.weight, layer.reads.bias)
-        return cls(reads, *reads.split(len(layer.qkv.weight)), Fp8Linear.of(layer.writes))
+        return cls(reads, *reads.split(len(layer.qkv.weight)), Fp8Linear.of(layer.writes.weight))
 
 
 def load_layers(
@@ -85,17 +87,21 @@ def load_layers(
     for index in range(config.n_layers):
         name = f"text.blocks.{index}"
         dense = config.moe is None or index < config.moe.start_layer
-        proj = tensors[f"{name}.attn.proj.weight"]
+        proj, qkv = (
+            _unbiased(tensors, f"{name}.attn.proj"),
+            Linear.load(tensors, f"{name}.attn.qkv"),
+        )
+        joined = f"{packed_in(index)}.weight" in tensors
         layers.append(
             TextLayer(
                 index=index,
                 ln=LayerNorm.load(tensors, f"{name}.ln"),
-                reads=Linear.load(tensors, packed_in(index)),
-                writes=tensors[f"{packed_out(index)}.weight"] if dense else proj,
-                qkv=Linear.load(tensors, f"{name}.attn.qkv"),
+                reads=Linear.load(tensors, packed_in(index)) if joined else qkv,
+                writes=_unbiased(tensors, packed_out(index)) if dense else proj,
+                qkv=qkv,
                 proj=proj,
                 fc1=Linear.load(tensors, f"{name}.mlp.fc1") if dense else None,
-                fc2=tensors[f"{name}.mlp.fc2.weight"] if dense else None,
+                fc2=_unbiased(tensors, f"{name}.mlp.fc2") if dense else None,
                 moe=None if dense else _load_moe(config, tensors, name),
                 tau=Tau.load(tensors, f"{name}.attn.tau") if config.tau_attn else None,
                 owed=owed[index],
@@ -104,6 +110,11 @@ def load_layers(
             )
         )
     return layers, sums[-1]
+
+
+def _unbiased(tensors: Tensors, name: str) -> Linear:
+    weight = f"{name}.weight"
+    return Linear(tensors[weight], name=name, scale=tensors.get(scale_of(weight)))
 
 
 def _load_moe(config: TextConfig, tensors: Tensors, block: str) -> Moe:

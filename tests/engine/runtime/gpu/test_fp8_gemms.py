@@ -231,7 +231,7 @@ def test_a_decode_step_multiplies_the_rounded_weights(family, inline_tau, monkey
     for layer, narrow in zip(fused.layers, fused.fp8_products, strict=True):
         assert narrow.writes is not None
         reads = layer.reads if layer.moe is None else layer.qkv
-        for weight, rounded in ((reads.weight, narrow.reads), (layer.writes, narrow.writes)):
+        for weight, rounded in ((reads.weight, narrow.reads), (layer.writes.weight, narrow.writes)):
             weight.copy_(rounded.weight.float() * rounded.scales.T)
     wanted, _ = step(*model)
     assert off(found, wanted) < (1e-3 if DTYPE == torch.float32 else 1e-2)

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from kestrel_engine.models.attention import PagedAttention, Span
 from kestrel_engine.models.moondream import Moondream
+from kestrel_engine.runtime.gpu import gemm
 from kestrel_engine.runtime.gpu.text import decode_step as text_decode
 from kestrel_engine.runtime.gpu.text.decoder import FusedText
 from kestrel_engine.runtime.gpu.weights import pack_weights
 from kestrel_engine.types.model_config import ModelConfig
 from tests.checkpoint_loading import load_checkpoint
-from tests.engine.models.small import random_tensors, small_config, with_fp8_experts
+from tests.engine.models.small import in_four_bits, random_tensors, small_config, with_fp8_experts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CLOSE = 1e-5 if DEVICE.type == "cpu" else 5e-5
@@ -149,6 +150,37 @@ def test_a_prompt_and_steps_of_several_sequences(family, inline_tau, monkeypatch
     for step in range(2):
         positions = {sequence: length + step for sequence, length in lengths.items()}
         assert_same(*pair.decode(positions, torch.randn(3, 32), padding=1))
+    pair.check_pools()
+
+
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_in_four_bits(family, whole, few, monkeypatch):
+    """Few rows read them, more rows widen them. Where parts of a joined weight can't all stay, none does."""
+    if not few:
+        for module, limit in (
+            (text_decode, "MAX_ROWS"),
+            (text_decode, "MAX_TOKENS"),
+            (gemm, "MAX_ROWS"),
+        ):
+            monkeypatch.setattr(module, limit, 2)
+    config = small_config(family)
+    if whole:
+        moe = config.text.moe
+        moe = None if moe is None else replace(moe, expert_inner_dim=32)
+        config = replace(config, text=replace(config.text, ff_dim=64, moe=moe))
+    pair = Pair.of(config, in_four_bits(random_tensors(config)))
+    kept = {
+        linear.weight.dtype for layer in pair.fused._layers for linear in (layer.proj, layer.writes)
+    }
+    assert kept == {torch.uint8} if whole else torch.float32 in kept
+    torch.manual_seed(1)
+    lengths = {0: 11, 2: 4, 1: 1}
+    for sequence, length in lengths.items():
+        assert_same(*pair.prefill(sequence, torch.randn(length, 32), prefix=min(length, 7)))
+    positions = dict(lengths)
+    assert_same(*pair.decode(positions, torch.randn(3, 32), padding=1))
     pair.check_pools()
 
 
