@@ -32,10 +32,7 @@ _HEADERS = {
 
 def page_routes() -> list[Route]:
     """A route for the page, one for each of its files, and one for the sample picture."""
-    return [
-        Route("/page/sample.jpg", _sender(DEMO_IMAGE), methods=["GET"]),
-        *_file_routes(),
-    ]
+    return [Route("/page/sample.jpg", _sender(DEMO_IMAGE), methods=["GET"]), *_file_routes()]
 
 
 def _file_routes() -> list[Route]:

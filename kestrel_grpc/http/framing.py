@@ -151,8 +151,7 @@ class RequestFraming:
             if not self._accepts(host.decode("latin-1")):
                 shown = host[:100].decode("latin-1")
                 raise RefusedRequest(
-                    421,
-                    f"this server does not answer to the host {shown!r}; see --http-hosts",
+                    421, f"this server does not answer to the host {shown!r}; see --http-hosts"
                 )
         lengths, codings = values[b"content-length"], values[b"transfer-encoding"]
         if lengths and codings:

@@ -15,15 +15,9 @@ from grpc_health.v1 import health_pb2_grpc
 from kestrel_client._pb.inference.grpc_service_pb2_grpc import (
     add_GRPCInferenceServiceServicer_to_server,
 )
-from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import (
-    add_AdminServiceServicer_to_server,
-)
-from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import (
-    add_ImageServiceServicer_to_server,
-)
-from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import (
-    add_ModelServiceServicer_to_server,
-)
+from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import add_AdminServiceServicer_to_server
+from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import add_ImageServiceServicer_to_server
+from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import add_ModelServiceServicer_to_server
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import (
     add_VisionServiceServicer_to_server,
 )

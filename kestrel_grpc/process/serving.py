@@ -45,9 +45,7 @@ async def serve_alone(
     with LoadingProgress() as progress:
 
         def load(
-            runtime: RuntimeConfig,
-            observer: Observer | None,
-            shown: Progress | None = None,
+            runtime: RuntimeConfig, observer: Observer | None, shown: Progress | None = None
         ) -> Awaitable[InferenceEngine]:
             return InferenceEngine.create(
                 runtime, skills=skills, progress=shown or progress, observer=observer
@@ -58,13 +56,7 @@ async def serve_alone(
             return load(default, server.telemetry, shown)
 
         default, *others = runtimes
-        server = KestrelServer(
-            config,
-            default,
-            load_default,
-            others=others,
-            load_model=load,
-        )
+        server = KestrelServer(config, default, load_default, others=others, load_model=load)
 
         def on_signal(number: signal.Signals) -> None:
             nonlocal delay_s

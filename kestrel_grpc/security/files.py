@@ -22,12 +22,7 @@ _Stamp = tuple[tuple[int, int, int] | None, ...]
 class WatchedFiles:
     """Watches ``paths``. Any thread may use it. ``interval_s``: least number of seconds between two checks."""
 
-    def __init__(
-        self,
-        paths: Sequence[str],
-        *,
-        interval_s: float = 0.0,
-    ) -> None:
+    def __init__(self, paths: Sequence[str], *, interval_s: float = 0.0) -> None:
         self._paths, self._interval_s = tuple(paths), interval_s
         self._checked_at = -float("inf")
         self._seen: _Stamp | None = None

@@ -21,14 +21,7 @@ from ..images.store import ImageStore
 from ..model_changes import Loading, ModelChanges
 from ..monitoring.call_statistics import CallStatistics, MethodCounts
 from ..monitoring.capture import DEFAULT_REQUESTS, MAX_REQUESTS, Capture
-from ..monitoring.profiles import (
-    DEFAULT_MS,
-    DEFAULT_STEPS,
-    MAX_MS,
-    MAX_STEPS,
-    MIN_MS,
-    Profiles,
-)
+from ..monitoring.profiles import DEFAULT_MS, DEFAULT_STEPS, MAX_MS, MAX_STEPS, MIN_MS, Profiles
 from ..security.admission.guard import Guard
 from ..served_model import ServedModels
 from .model import adapter_message, named_model

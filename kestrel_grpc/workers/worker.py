@@ -45,10 +45,7 @@ def main(arguments: Sequence[str], create: CreateEngine | None = None) -> int:
         return EXIT_FAILED
     config = task.server
     set_up_logging(
-        config.log_level,
-        config.log_format,
-        buffer_bytes=config.log_buffer_bytes,
-        worker=task.index,
+        config.log_level, config.log_format, buffer_bytes=config.log_buffer_bytes, worker=task.index
     )
     set_up_interpreter()
     if task.runtime.confine != "off":

@@ -217,11 +217,7 @@ _LOST_RETRY_S = 0.1
 """Another server, or another worker of the same one, answers at once."""
 _STREAM_REMOVED = "Stream removed"
 """gRPC's message if the connection ends before the call does. A balancer ends the call in place of the connection."""
-_CUT_OFF = (
-    grpc.StatusCode.UNKNOWN,
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.INTERNAL,
-)
+_CUT_OFF = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
 
 
 def from_rpc_error(error: grpc.RpcError) -> RpcError:

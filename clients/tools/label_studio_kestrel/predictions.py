@@ -24,11 +24,7 @@ from .labelling import Control, RequestRefused
 MOST_TASKS = 256
 _POINT_WIDTH = 0.75
 """Of a key point as Label Studio draws it, in per cent of the image's width."""
-_TASKS = {
-    "rectanglelabels": DetectTask,
-    "keypointlabels": PointTask,
-    "polygonlabels": SegmentTask,
-}
+_TASKS = {"rectanglelabels": DetectTask, "keypointlabels": PointTask, "polygonlabels": SegmentTask}
 
 
 class Predictor:

@@ -72,14 +72,7 @@ def _endpoint(path: str, method: Any, behaviour: Any, largest: int) -> Endpoint:
     def read(scope: Scope, body: bytes | bytearray) -> ServiceCall:
         return ServiceCall(_message(kind(), largest, scope, body), behaviour, _whole, events)
 
-    return Endpoint(
-        path,
-        read,
-        types=_TYPES,
-        form=_Form(),
-        is_raw=True,
-        timeout_s=_timeout_s,
-    )
+    return Endpoint(path, read, types=_TYPES, form=_Form(), is_raw=True, timeout_s=_timeout_s)
 
 
 def _message(message: Any, largest: int, scope: Scope, body: bytes | bytearray) -> Any:

@@ -76,11 +76,7 @@ def endpoints(service: InferenceService) -> dict[tuple[str, str], Endpoint]:
             return ServiceCall(kind(**named), getattr(service, method), answer)
 
         return Endpoint(
-            f"{KSERVE_METHODS}{method}",
-            read,
-            takes_body=False,
-            form=_FORM,
-            is_raw=True,
+            f"{KSERVE_METHODS}{method}", read, takes_body=False, form=_FORM, is_raw=True
         )
 
     def infer(scope: Scope, body: bytes | bytearray) -> ServiceCall:

@@ -58,11 +58,7 @@ async def add_mask(
 
 
 def _encode(
-    mask: pb.Mask,
-    path: str,
-    box: Box,
-    size: tuple[int, int],
-    mask_format: pb.MaskFormat.ValueType,
+    mask: pb.Mask, path: str, box: Box, size: tuple[int, int], mask_format: pb.MaskFormat.ValueType
 ) -> None:
     drawn = draw_mask(path, box, *size)
     if mask_format == pb.MASK_FORMAT_PNG:

@@ -83,10 +83,7 @@ def bootstrap(plan: FrontPlan, index: int, count: int) -> dict[str, Any]:
 def secrets(certificate: str, private_key: str, client_ca: str | None) -> dict[str, Any]:
     """The contents of the files that name certificates, by the file's name. Envoy reads the certificates again when a
     name changes."""
-    own = {
-        "certificate_chain": {"filename": certificate},
-        "private_key": {"filename": private_key},
-    }
+    own = {"certificate_chain": {"filename": certificate}, "private_key": {"filename": private_key}}
     found = {OWN: _secret(OWN, tls_certificate=own)}
     if client_ca is not None:
         clients = {"trusted_ca": {"filename": client_ca}}
@@ -262,15 +259,9 @@ def _found(plan: FrontPlan) -> dict[str, Any]:
         pipes = [{"endpoint": {"address": {"pipe": {"path": path}}}} for path in plan.workers]
         assignment = {"cluster_name": CLUSTER, "endpoints": [{"lb_endpoints": pipes}]}
         return {"type": "STATIC", "load_assignment": assignment}
-    file = {
-        "path": str(plan.endpoints),
-        "watched_directory": {"path": str(plan.endpoints.parent)},
-    }
+    file = {"path": str(plan.endpoints), "watched_directory": {"path": str(plan.endpoints.parent)}}
     source = {"path_config_source": file, "resource_api_version": "V3"}
-    return {
-        "type": "EDS",
-        "eds_cluster_config": {"service_name": SERVERS, "eds_config": source},
-    }
+    return {"type": "EDS", "eds_cluster_config": {"service_name": SERVERS, "eds_config": source}}
 
 
 def _tls(plan: FrontPlan) -> dict[str, Any]:
@@ -324,10 +315,7 @@ def _lost() -> dict[str, Any]:
 
 
 def _header(name: str, value: str) -> dict[str, Any]:
-    return {
-        "header": {"key": name, "value": value},
-        "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
-    }
+    return {"header": {"key": name, "value": value}, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}
 
 
 def _typed(name: str, kind: str, **fields: Any) -> dict[str, Any]:

@@ -8,13 +8,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from .._pb.kestrel.v1 import common_pb2
-from ..errors import (
-    STATUS_DROPPED,
-    ConnectionLostError,
-    InvalidImageError,
-    NotFoundError,
-    RpcError,
-)
+from ..errors import STATUS_DROPPED, ConnectionLostError, InvalidImageError, NotFoundError, RpcError
 from ..images.images import ImageHandle, ImageInput
 from ..images.known import KnownImages
 from ..images.request_images import request_images

@@ -48,11 +48,7 @@ class ImageRequests:
         return self._put(message, source, timeout, metadata, checked_session(session))
 
     def put_again(
-        self,
-        image: common_pb2.Image,
-        timeout: float | None,
-        metadata: Metadata | None,
-        about: str,
+        self, image: common_pb2.Image, timeout: float | None, metadata: Metadata | None, about: str
     ) -> Prepared[ImageHandle]:
         """Stores an image on the server that ``about`` selects."""
         return self._put(image, None, timeout, metadata, about)

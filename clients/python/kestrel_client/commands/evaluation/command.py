@@ -119,11 +119,7 @@ def _data(
 
 
 def _evaluate(
-    args: argparse.Namespace,
-    chosen: Benchmark,
-    data: str,
-    found: Iterator[Item],
-    asking: Asking,
+    args: argparse.Namespace, chosen: Benchmark, data: str, found: Iterator[Item], asking: Asking
 ) -> int:
     folder = Path(args.output or f"eval-{chosen.name}")
     try:

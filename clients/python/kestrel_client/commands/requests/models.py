@@ -17,10 +17,7 @@ def run(args: argparse.Namespace) -> int:
     with connected(args) as client:
         models, server = client.list_models(), client.server_info()
     if args.json:
-        described = {
-            "models": [model.to_dict() for model in models],
-            "server": server.to_dict(),
-        }
+        described = {"models": [model.to_dict() for model in models], "server": server.to_dict()}
         print(json.dumps(described))
         return 0
     for model in models:

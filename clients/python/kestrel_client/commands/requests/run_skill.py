@@ -30,12 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "The command models lists the skills."
     )
     parser.add_argument("skill", metavar="SKILL", help="name of the skill")
-    parser.add_argument(
-        "image",
-        metavar="IMAGE",
-        nargs="?",
-        help=IMAGE_HELP,
-    )
+    parser.add_argument("image", metavar="IMAGE", nargs="?", help=IMAGE_HELP)
     add_flags(parser, _FLAGS, **{"NAME=VALUE": _pair})
     add_save_flags(parser)
     add_request_flags(parser)
