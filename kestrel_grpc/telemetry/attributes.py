@@ -50,14 +50,14 @@ def of_call(call: Call) -> Attributes:
         names.RPC_SYSTEM: "grpc",
         names.RPC_METHOD: call.method.removeprefix("/"),
         names.RPC_STATUS: call.code.name,
-        names.RPC_STATUS_NEXT: call.code.name,
-        names.REQUEST_ID: call.request_id,
+        "rpc.status_code": call.code.name,  # Its name in the next release of the conventions.
+        "kestrel.request.id": call.request_id,
         **_of_peer(call.peer),
     }
     if call.principal.name:
-        attributes[names.PRINCIPAL] = call.principal.name
+        attributes["kestrel.principal"] = call.principal.name
     if call.frame:
-        attributes[names.OUTCOME] = call.frame
+        attributes["kestrel.outcome"] = call.frame
     if call.code in SERVER_ERRORS:
         attributes[names.ERROR_TYPE] = call.code.name
     return attributes
@@ -69,7 +69,7 @@ def _of_peer(peer: str) -> Attributes:
     host, _, port = unquote(rest).rpartition(":")
     if kind not in ("ipv4", "ipv6") or not port.isdecimal():
         return {names.PEER_ADDRESS: rest} if rest else {}
-    return {names.PEER_ADDRESS: host.strip("[]"), names.PEER_PORT: int(port)}
+    return {names.PEER_ADDRESS: host.strip("[]"), "network.peer.port": int(port)}
 
 
 def of_request(
@@ -81,31 +81,33 @@ def of_request(
         names.OPERATION: operation_of(event.skill),
         names.PROVIDER: names.PROVIDER_VALUE,
         names.REQUEST_MODEL: model,
-        names.REQUEST_STREAM: streaming,
-        names.RESPONSE_MODEL: model,
-        names.RESPONSE_ID: event.request_id,
+        "gen_ai.request.stream": streaming,
+        "gen_ai.response.model": model,
+        "gen_ai.response.id": event.request_id,
         names.SKILL: event.skill,
-        names.INPUT_TOKENS: metrics.input_tokens,
-        names.OUTPUT_TOKENS: metrics.output_tokens,
-        names.REASONING_TOKENS: metrics.reasoning_tokens,
-        names.CACHED_TOKENS: metrics.cached_tokens,
+        "gen_ai.usage.input_tokens": metrics.input_tokens,
+        "gen_ai.usage.output_tokens": metrics.output_tokens,
+        "gen_ai.usage.reasoning.output_tokens": metrics.reasoning_tokens,
+        "gen_ai.usage.cache_read.input_tokens": metrics.cached_tokens,
         **_of_sampling(_task(call, event.skill)),
     }
     if generates(event.skill):
-        attributes[names.OUTPUT_TYPE] = "text" if event.skill in _TEXT_SKILLS else "json"
+        attributes["gen_ai.output.type"] = "text" if event.skill in _TEXT_SKILLS else "json"
     if event.adapter:
         attributes[names.ADAPTER] = event.adapter
     if event.finish_reason:
-        attributes[names.FINISH_REASONS] = (event.finish_reason,)
+        attributes["gen_ai.response.finish_reasons"] = (event.finish_reason,)
     if event.error:
         attributes[names.ERROR_TYPE] = event.error
     if event.first_token_at is not None:
-        attributes[names.TIME_TO_FIRST_CHUNK] = event.first_token_at - event.accepted_at
+        attributes["gen_ai.response.time_to_first_chunk"] = event.first_token_at - event.accepted_at
     if event.image_size is not None:
-        attributes[names.IMAGE_TOKENS] = image_positions if generates(event.skill) else 0
+        attributes["gen_ai.usage.image.input_tokens"] = (
+            image_positions if generates(event.skill) else 0
+        )
         attributes[names.IMAGE_WIDTH], attributes[names.IMAGE_HEIGHT] = event.image_size
         attributes[names.IMAGE_CROPS] = event.num_crops
-        attributes[names.IMAGE_REUSED_CROPS] = metrics.reused_crops
+        attributes["kestrel.image.reused_crops"] = metrics.reused_crops
     return attributes
 
 
@@ -116,7 +118,7 @@ def generates(skill: str) -> bool:
 
 def operation_of(skill: str) -> str:
     """The name of a request's operation in OpenTelemetry's conventions."""
-    return names.GENERATE if generates(skill) else names.EMBED
+    return "generate_content" if generates(skill) else "embeddings"
 
 
 def of_image(event: ImageEvent) -> Attributes:
@@ -193,12 +195,12 @@ def content(call: Call) -> Attributes:
     asked = getattr(task, "question", "") or ", ".join(getattr(task, "objects", ()))
     attributes: Attributes = {}
     if asked:
-        attributes[names.INPUT_MESSAGES] = _messages("user", asked)
+        attributes["gen_ai.input.messages"] = _messages("user", asked)
     if call.result is not None and call.result.output:
         output = call.result.output
         text = output.get("answer", output.get("caption"))
         answer = text if isinstance(text, str) else json.dumps(output, default=_shown)
-        attributes[names.OUTPUT_MESSAGES] = _messages("assistant", answer)
+        attributes["gen_ai.output.messages"] = _messages("assistant", answer)
     return attributes
 
 

@@ -1,4 +1,4 @@
-"""Every exported name of telemetry: spans, attributes, and metrics with their units and buckets.
+"""Names of telemetry: spans, attributes that several modules set, and all metrics with their units and buckets.
 
 The names follow OpenTelemetry's conventions for rpc (release candidate) and generative AI (development) as of November
 2026. Names without a convention begin with ``kestrel.``.
@@ -14,8 +14,6 @@ from typing import Literal, cast, get_args
 SCOPE = "kestrel_grpc"
 
 # Spans. The name of a call's span is its method; a request's span is named "generate_content MODEL".
-GENERATE = "generate_content"
-EMBED = "embeddings"
 IMAGE_PREPROCESS = "image.preprocess"
 QUEUE = "queue"
 VISION = "vision.encode"
@@ -32,39 +30,20 @@ DEADLINE_EXCEEDED = "deadline_exceeded"
 RPC_SYSTEM = "rpc.system.name"
 RPC_METHOD = "rpc.method"
 RPC_STATUS = "rpc.response.status_code"
-RPC_STATUS_NEXT = "rpc.status_code"
-"""The name of RPC_STATUS in the next release of the conventions. Spans have both."""
 ERROR_TYPE = "error.type"
 PEER_ADDRESS = "network.peer.address"
-PEER_PORT = "network.peer.port"
 
 # gen_ai.*
 OPERATION = "gen_ai.operation.name"
 PROVIDER = "gen_ai.provider.name"
 PROVIDER_VALUE = "moondream"
 REQUEST_MODEL = "gen_ai.request.model"
-REQUEST_STREAM = "gen_ai.request.stream"
-RESPONSE_ID = "gen_ai.response.id"
-RESPONSE_MODEL = "gen_ai.response.model"
-FINISH_REASONS = "gen_ai.response.finish_reasons"
-TIME_TO_FIRST_CHUNK = "gen_ai.response.time_to_first_chunk"
-INPUT_TOKENS = "gen_ai.usage.input_tokens"
-OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
-REASONING_TOKENS = "gen_ai.usage.reasoning.output_tokens"
-CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
-IMAGE_TOKENS = "gen_ai.usage.image.input_tokens"
-OUTPUT_TYPE = "gen_ai.output.type"
-INPUT_MESSAGES = "gen_ai.input.messages"
-OUTPUT_MESSAGES = "gen_ai.output.messages"
 
 # kestrel.*
-REQUEST_ID = "kestrel.request.id"
-PRINCIPAL = "kestrel.principal"
 SKILL = "kestrel.skill"
 IMAGE_WIDTH = "kestrel.image.width"
 IMAGE_HEIGHT = "kestrel.image.height"
 IMAGE_CROPS = "kestrel.image.crops"
-IMAGE_REUSED_CROPS = "kestrel.image.reused_crops"
 PREPROCESS_SECONDS = "kestrel.image.preprocess_s"
 PHASE = "kestrel.phase"
 PAGE_STATE = "kestrel.kv.state"
@@ -75,7 +54,6 @@ MAX_LORA, RUNNING_LORA, WAITING_LORA = "max_lora", "running_lora_adapters", "wai
 """Labels that routers of inference gateways read."""
 CACHED = "kestrel.cached"
 REASON = "kestrel.reason"
-OUTCOME = "kestrel.outcome"
 OPERATION_OF_STORE = "kestrel.operation"
 
 
