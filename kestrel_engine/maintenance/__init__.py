@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from ..compiling.models import compile_kernels
     from .acceptance import accept
     from .diagnosis import check_slow_device, diagnose
-    from .labelled_images import read_labelled_images
     from .model_cache import downloaded, remove
     from .model_download import download
     from .model_names import check_model_names, check_names, is_model_name, served_name
     from .model_verification import verify
-    from .score_calibration import calibrate
+    from .scores.calibration import calibrate
+    from .scores.labelled_images import read_labelled_images
 else:
     __getattr__ = lazily(
         __name__,
@@ -29,12 +29,12 @@ else:
             "..compiling.models": ("compile_kernels",),
             ".diagnosis": ("check_slow_device", "diagnose"),
             ".acceptance": ("accept",),
-            ".labelled_images": ("read_labelled_images",),
+            ".scores.labelled_images": ("read_labelled_images",),
             ".model_cache": ("downloaded", "remove"),
             ".model_download": ("download",),
             ".model_names": ("check_model_names", "check_names", "is_model_name", "served_name"),
             ".model_verification": ("verify",),
-            ".score_calibration": ("calibrate",),
+            ".scores.calibration": ("calibrate",),
         },
     )
 

@@ -13,10 +13,6 @@ _HERE = entries(
         "serve": {
             "serve": ("serve", "serve a model over gRPC"),
             "cluster": ("cluster.command", "serve on a Ray cluster: start, upgrade, list, end"),
-            "schedule": (
-                "schedule",
-                "run prompts with an engine in this process, without a server",
-            ),
         },
         "operate": {
             "doctor": ("operation.doctor", "check whether this machine can serve as configured"),
@@ -59,8 +55,7 @@ _EXAMPLES = """examples:
   kestrel-grpc detect photo.jpg "red circle" --save boxes.png
   kestrel-grpc caption holiday/ long --save captioned/
   kestrel-grpc chat photo.jpg
-  kestrel-grpc analyze photo.jpg --caption short --query "How many people?" --detect person
-  kestrel-grpc schedule "How many squares?" "What is left of the star?" --image photo.jpg"""
+  kestrel-grpc analyze photo.jpg --caption short --query "How many people?" --detect person"""
 
 PROGRAM = Program(
     "kestrel-grpc",

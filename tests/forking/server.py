@@ -28,7 +28,6 @@ IMPORTED = (
     "grpc.aio",
     "kestrel_engine.checkpoint.weights.loader",
     "kestrel_engine.runtime.torch_runtime",
-    "kestrel_grpc.cli.schedule",
     "kestrel_grpc.cli.serve",
     "kestrel_grpc.process.serving",
     "kestrel_grpc.workers.worker",

@@ -28,7 +28,6 @@ _FLAGS = """
     --annotations FILE  labels in COCO's form, with boxes [required]
     --images FOLDER     folder of the image files [required]
     --out FILE          file to write the calibration to
-    --plot FILE         SVG file to draw the reliability in
     --limit N           use only the first N images
     --absent N          questions about absent objects for each image [=1]
     --json              print JSON
@@ -56,7 +55,6 @@ def run(args: argparse.Namespace) -> int:
         with LoadingProgress() as progress:
             report = asyncio.run(maintenance.calibrate(config, images, progress=progress))
     _write(args.out, report.text)
-    _write(args.plot, report.svg)
     _print(report, as_json=args.json)
     return 0
 

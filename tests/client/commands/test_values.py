@@ -58,7 +58,6 @@ def test_a_variable_is_named_with_its_value_once():
         (["health", "--wait", "nan"], "'nan': must be a number of seconds from 0"),
         (["mcp", "--http", "99999"], "'99999': must be a whole number from 1 to 65535"),
         (["admin", "profile", "--seconds", "61"], "must be a number of seconds from 0.1 to 60"),
-        (["schedule", "what?", "--image", "nowhere.jpg"], "there is no image 'nowhere.jpg'"),
         (["completion"], "the following arguments are required: SHELL"),
         (["replay", IMAGE], "is not a captured request: it is not text"),
         (["replay", "nowhere"], "cannot read 'nowhere': No such file or directory"),

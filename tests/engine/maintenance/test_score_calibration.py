@@ -1,20 +1,18 @@
-"""Fitting a calibration of scores: curves, errors, judging by labels, labelled images, the file, the drawing."""
+"""Fitting a calibration of scores: curves, errors, judging by labels, labelled images, the file."""
 
 import json
 import math
 import random
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
 from kestrel_engine import ConfigError
 from kestrel_engine.building.files import read_calibration
 from kestrel_engine.maintenance import read_labelled_images
-from kestrel_engine.maintenance.labelled_images import Question
-from kestrel_engine.maintenance.reliability_plot import draw
-from kestrel_engine.maintenance.score_fit import calibration_error, fit, reliability
-from kestrel_engine.maintenance.scored_results import judge
+from kestrel_engine.maintenance.scores.fit import calibration_error, fit
+from kestrel_engine.maintenance.scores.judged_results import judge
+from kestrel_engine.maintenance.scores.labelled_images import Question
 from kestrel_engine.types.calibration import (
     FILE_NAME,
     UNCALIBRATED,
@@ -57,10 +55,6 @@ def test_the_error_is_the_mean_difference_weighted_by_count():
     judged = [(0.91, True), (0.93, True), (0.95, False), (0.95, True), (0.1, False)]
     high = abs((0.91 + 0.93 + 0.95 + 0.95) / 4 - 0.75)
     assert calibration_error(judged, bins=5) == pytest.approx((4 * high + 0.1) / 5)
-    assert [(each.count, each.correct) for each in reliability(judged, bins=5)] == [
-        (1, 0),
-        (4, 0.75),
-    ]
     assert calibration_error([]) == 0 and calibration_error([(1.0, True)]) == 0
 
 
@@ -199,11 +193,3 @@ def test_a_file_without_labels_is_refused(tmp_path, text):
         read_labelled_images(tmp_path / "labels.json", tmp_path)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_labelled_images(tmp_path / "other.json", tmp_path)
-
-
-def test_the_drawing_has_a_dot_for_each_bin():
-    bins = reliability(results(300, 3))
-    root = ElementTree.fromstring(draw({"point": (bins, bins[:3]), "a<b": (bins, [])}))
-    circles = [each for each in root if each.tag.endswith("circle")]
-    assert len(circles) == 2 * len(bins) + 3
-    assert any("a<b" in (each.text or "") for each in root)

@@ -79,25 +79,20 @@ _REQUEST = """
 _MIN_SCORE = "--min-score SCORE  omit what has a lower score, in [0, 1] [the server's default]"
 
 
-def add_sampling_flags(
-    parser: argparse.ArgumentParser, *, text: bool, has_seed: bool = False
-) -> None:
-    """``text``: the skill writes text. ``has_seed``: the command has a flag --seed of its own."""
+def add_sampling_flags(parser: argparse.ArgumentParser, *, text: bool) -> None:
+    """``text``: the skill writes text."""
     group = parser.add_argument_group("sampling (default: the server's)")
     add_flags(group, _SAMPLING_FLAGS, NUMBER=number, N=whole())
-    if not has_seed:
-        add_flags(group, _SEED, SEED=whole(0, MAX_INT64))
+    add_flags(group, _SEED, SEED=whole(0, MAX_INT64))
     if text:
         add_flags(group, _PENALTY_FLAGS, NUMBER=number, logit_bias=_bias)
         form = "form of the answer (one of these; default: any text)"
         add_flags(parser.add_argument_group(form).add_mutually_exclusive_group(), _CONSTRAINT_FLAGS)
 
 
-def add_question_flags(parser: argparse.ArgumentParser, *, has_limit: bool = False) -> None:
-    """``has_limit``: the command has a flag --max-absence of its own."""
+def add_question_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, _QUESTION, N=whole())
-    if not has_limit:
-        add_flags(parser, _MAX_ABSENCE, P=number)
+    add_flags(parser, _MAX_ABSENCE, P=number)
     parser.set_defaults(system="", presupposes=[])
 
 

@@ -12,13 +12,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from ..engine import InferenceEngine
-from ..requests.merging import edges_of, overlap
-from ..types.calibration import ABSENCE
-from ..types.progress import Progress
-from ..types.requests import Edges
+from ...engine import InferenceEngine
+from ...requests.merging import edges_of, overlap
+from ...types.calibration import ABSENCE
+from ...types.progress import Progress
+from ...types.requests import Edges
+from .fit import Judged
 from .labelled_images import LabelledImage, Question
-from .score_fit import Judged
 
 LEAST_IOU = 0.5
 AT_ONCE = 4

@@ -6,9 +6,9 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..coco_labels import CocoLabels
-from ..errors import ConfigError
-from ..types.requests import Edges
+from ...coco_labels import CocoLabels
+from ...errors import ConfigError
+from ...types.requests import Edges
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,10 @@ share of correct results must not fall from group to group (pool adjacent violat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 
-from ..types.calibration import Curve
+from ...types.calibration import Curve
 
 GROUPS = 30
 """The most groups of a curve."""
@@ -22,18 +20,6 @@ BINS = 15
 
 Judged = tuple[float, bool]
 """The score of a result, and whether the result is correct."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bin:
-    """The results whose scores are in [``low``, ``high``)."""
-
-    low: float
-    high: float
-    count: int
-    mean_score: float
-    correct: float
-    """The share of correct results."""
 
 
 def fit(results: Sequence[Judged]) -> Curve:
@@ -53,26 +39,14 @@ def fit(results: Sequence[Judged]) -> Curve:
     return Curve(tuple(raw for raw, _ in curve), tuple(score for _, score in curve))
 
 
-def reliability(results: Sequence[Judged], bins: int = BINS) -> list[Bin]:
-    """Returns the bins of equal width that hold results."""
-    ordered = sorted(results)
-    found = []
-    for place, members in groupby(ordered, key=lambda result: min(int(result[0] * bins), bins - 1)):
-        scores, correct = np.array(list(members), float).T
-        mean = float(scores.mean())
-        share = float(correct.mean())
-        found.append(Bin(place / bins, (place + 1) / bins, len(scores), mean, share))
-    return found
-
-
 def calibration_error(results: Sequence[Judged], bins: int = BINS) -> float:
     """Returns the expected calibration error: the mean difference between score and share of correct results, over bins
     of equal width weighted by their counts. 0 without results."""
-    total = max(len(results), 1)
-    return sum(
-        each.count / total * abs(each.mean_score - each.correct)
-        for each in reliability(results, bins)
-    )
+    if not results:
+        return 0.0
+    scores, correct = np.array(results, float).T
+    places = np.minimum((scores * bins).astype(int), bins - 1)
+    return float(np.abs(np.bincount(places, scores - correct)).sum() / len(results))
 
 
 def _groups(ordered: Sequence[Judged]) -> list[tuple[float, float, int]]:

@@ -6,22 +6,21 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..config.runtime import RuntimeConfig
-from ..engine import InferenceEngine
-from ..errors import ConfigError
-from ..types.calibration import CURVES, Calibration, Curve, to_text
-from ..types.progress import Progress
+from ...config.runtime import RuntimeConfig
+from ...engine import InferenceEngine
+from ...errors import ConfigError
+from ...types.calibration import CURVES, Calibration, Curve, to_text
+from ...types.progress import Progress
+from .fit import Judged, calibration_error, fit
+from .judged_results import collect, together
 from .labelled_images import LabelledImage
-from .reliability_plot import draw
-from .score_fit import Bin, Judged, calibration_error, fit, reliability
-from .scored_results import collect, together
 
 
 @dataclass(frozen=True, slots=True)
 class FittedCurve:
     """A curve, and how far scores are off: ``raw_error`` without it, ``error`` with it.
 
-    ``error`` and ``bins`` are about held-out images: the images are divided into halves, and the results of each half
+    ``error`` is about held-out images: the images are divided into halves, and the results of each half
     are scored by a curve that is fitted on the other half. ``curve`` is fitted on all images.
     """
 
@@ -31,8 +30,6 @@ class FittedCurve:
     """The share of correct results."""
     raw_error: float
     error: float
-    raw_bins: tuple[Bin, ...]
-    bins: tuple[Bin, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +56,6 @@ class CalibrationReport:
         }
         fitted_on = {"model": self.model, "images": self.num_images, "curves": facts}
         return to_text(calibration, self.fingerprint, fitted_on)
-
-    @property
-    def svg(self) -> str:
-        """A drawing of the shares of correct results against the scores."""
-        return draw({name: (each.raw_bins, each.bins) for name, each in self.curves.items()})
 
 
 async def calibrate(
@@ -113,6 +105,4 @@ def _fitted(first: Sequence[Judged], second: Sequence[Judged]) -> FittedCurve | 
         correct=sum(correct for _, correct in every) / len(every),
         raw_error=calibration_error(every),
         error=calibration_error(held_out),
-        raw_bins=tuple(reliability(every)),
-        bins=tuple(reliability(held_out)),
     )
