@@ -15,6 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 EPS = 1e-5
+FP8_MAX = 448.0
+"""The largest number of float8_e4m3fn."""
+LEAST_PEAK = 1e-12
+"""The smallest peak of a row in FP8, so that a row of zeros has a valid scale."""
 
 
 class Part(NamedTuple):
@@ -37,15 +41,25 @@ def normalised(v, mask, gain, shift, dim, eps):
 
 @triton.jit
 def _layer_norm_kernel(
-    x, weight, bias, pending, out, x_stride, out_stride, rows, dim, eps,
+    x, add, weight, bias, pending, out, norms, values, scales, x_stride, add_stride, out_stride,
+    rows, dim, eps, fp8_max, least_peak,
     ROWS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
+    """The LayerNorm of ROWS rows, of ``x + add``, which it writes to ``x``, and of what ``pending`` adds. It writes the
+    result to ``out``, its norms, and the result in FP8 with one scale a row. Each may be None."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = (row < rows)[:, None]
     # A row is split into its largest power of two and the rest, because masked lanes cost as much as others.
-    at, to = x + row[:, None] * x_stride, out + row[:, None] * out_stride
+    at = x + row[:, None] * x_stride
     cols = tl.arange(0, MAIN)
     v = tl.load(at + cols[None, :], mask=there, other=0.0).to(tl.float32)
+    if add is not None:
+        more_at = add + row[:, None] * add_stride
+        v += tl.load(more_at + cols[None, :], mask=there, other=0.0).to(tl.float32)
+        # The LayerNorm of the stored, rounded stream, so that the result depends on the residual stream only.
+        stored = v.to(x.dtype.element_ty)
+        tl.store(at + cols[None, :], stored, mask=there)
+        v = stored.to(tl.float32)
     if pending is not None:
         v += tl.load(pending + cols)[None, :]
     total = tl.sum(v, 1)
@@ -53,6 +67,11 @@ def _layer_norm_kernel(
         more = MAIN + tl.arange(0, REST)
         inside = (more < dim)[None, :]
         w = tl.load(at + more[None, :], mask=there & inside, other=0.0).to(tl.float32)
+        if add is not None:
+            w += tl.load(more_at + more[None, :], mask=there & inside, other=0.0).to(tl.float32)
+            stored = w.to(x.dtype.element_ty)
+            tl.store(at + more[None, :], stored, mask=there & inside)
+            w = stored.to(tl.float32)
         if pending is not None:
             w += tl.load(pending + more, mask=more < dim, other=0.0)[None, :]
         total += tl.sum(w, 1)
@@ -62,16 +81,34 @@ def _layer_norm_kernel(
     if REST > 0:
         w = tl.where(inside, w - mean, 0.0)
         squares += tl.sum(w * w, 1)
-    scale = tl.rsqrt(squares / dim + eps)[:, None]
+    factor = tl.rsqrt(squares / dim + eps)[:, None]
     gain = tl.load(weight + cols).to(tl.float32)[None, :]
     shift = tl.load(bias + cols).to(tl.float32)[None, :]
-    u = v * scale * gain + shift
-    tl.store(to + cols[None, :], u.to(out.dtype.element_ty), mask=there)
+    v = v * factor * gain + shift
     if REST > 0:
         gain = tl.load(weight + more, mask=more < dim, other=0.0).to(tl.float32)[None, :]
         shift = tl.load(bias + more, mask=more < dim, other=0.0).to(tl.float32)[None, :]
-        u = w * scale * gain + shift
-        tl.store(to + more[None, :], u.to(out.dtype.element_ty), mask=there & inside)
+        w = w * factor * gain + shift
+    if norms is not None:
+        squares = tl.sum(v * v, 1)
+        if REST > 0:
+            squares += tl.sum(w * w, 1)
+        tl.store(norms + row, tl.sqrt(squares), mask=row < rows)
+    if out is not None:
+        plain = out + row[:, None] * out_stride
+        tl.store(plain + cols[None, :], v.to(out.dtype.element_ty), mask=there)
+        if REST > 0:
+            tl.store(plain + more[None, :], w.to(out.dtype.element_ty), mask=there & inside)
+    if values is not None:
+        peak = tl.max(tl.abs(v), 1)
+        if REST > 0:
+            peak = tl.maximum(peak, tl.max(tl.abs(w), 1))
+        peak = tl.maximum(peak, least_peak)
+        tl.store(scales + row, peak / fp8_max, mask=row < rows)
+        up, to = (fp8_max / peak)[:, None], values + row[:, None] * dim
+        tl.store(to + cols[None, :], (v * up).to(values.dtype.element_ty), mask=there)
+        if REST > 0:
+            tl.store(to + more[None, :], (w * up).to(values.dtype.element_ty), mask=there & inside)
 
 
 @triton.jit
@@ -135,16 +172,40 @@ def layer_norm(
     """
     rows, dim = x.shape
     out = torch.empty((rows, dim), dtype=x.dtype, device=x.device) if out is None else out
-    if rows:
-        main = 1 << (dim.bit_length() - 1)
-        rest = triton.next_power_of_2(dim - main) if dim > main else 0
-        # One warp for each row, so that no sum needs a barrier. Two rows a program, where registers suffice.
-        together = 2 if dim <= 1536 else 1
-        _layer_norm_kernel[(triton.cdiv(rows, together),)](
-            x, weight, bias, pending, out, x.stride(0), out.stride(0), rows, dim, EPS,
-            ROWS=together, MAIN=main, REST=rest, num_warps=1 if dim <= 2048 else 4,
-        )  # fmt: skip
+    launch_layer_norm(x, weight, bias, pending=pending, out=out)
     return out
+
+
+def launch_layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    pending: Tensor | None,
+    add: Tensor | None = None,
+    out: Tensor | None = None,
+    norms: Tensor | None = None,
+    fp8: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """As `layer_norm` and `fp8_rows.layer_norm_fp8`. ``fp8``: the rows in FP8, and their scales, to be written."""
+    rows, dim = x.shape
+    if not rows:
+        return
+    main, rest = parts_of_row(dim)
+    # One warp for each row, so that no sum needs a barrier. Two rows a program, where registers suffice.
+    together = 2 if dim <= 1536 else 1
+    add_stride, out_stride = (0 if each is None else each.stride(0) for each in (add, out))
+    _layer_norm_kernel[(triton.cdiv(rows, together),)](
+        x, add, weight, bias, pending, out, norms, *(fp8 or (None, None)), x.stride(0), add_stride,
+        out_stride, rows, dim, EPS, FP8_MAX, LEAST_PEAK, ROWS=together, MAIN=main, REST=rest,
+        num_warps=1 if dim <= 2048 else 4,
+    )  # fmt: skip
+
+
+def parts_of_row(dim: int) -> tuple[int, int]:
+    """Returns the largest power of two in a row, and a power of two that covers the rest. Masked lanes are not free."""
+    main = 1 << (dim.bit_length() - 1)
+    return main, triton.next_power_of_2(dim - main) if dim > main else 0
 
 
 def add_layer_norm(

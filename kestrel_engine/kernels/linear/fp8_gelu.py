@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..layer_norm import FP8_MAX, LEAST_PEAK
 from ..spared import hopper_multiprocessors
-from .fp8_rows import FP8_MAX, LEAST_PEAK, Fp8Rows, gelu_tanh
+from .fp8_rows import Fp8Rows, gelu_tanh
 
 ROUNDED = 1.07
 """The largest factor by which rounding to FP8 may increase a row's norm. Half a step is a sixteenth."""

@@ -15,13 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..layer_norm import EPS
+from ..layer_norm import FP8_MAX, LEAST_PEAK, launch_layer_norm, parts_of_row
 
 FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
-"""The largest number of float8_e4m3fn."""
-LEAST_PEAK = 1e-12
-"""The smallest peak of a row, so that a row of zeros has a valid scale."""
 
 
 class Fp8Rows(NamedTuple):
@@ -40,74 +36,6 @@ class Fp8Rows(NamedTuple):
             torch.empty((rows, dim), dtype=FP8, device=device),
             torch.empty((rows, 1), dtype=torch.float32, device=device),
         )
-
-
-@triton.jit
-def _layer_norm_fp8_kernel(
-    x, add, weight, bias, pending, out, norms, values, scales, x_stride, add_stride, out_stride,
-    rows, dim, eps, fp8_max, least_peak,
-    ROWS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    there = (row < rows)[:, None]
-    # A row is split into its largest power of two and the rest, as in the plain LayerNorm.
-    at, to = x + row[:, None] * x_stride, values + row[:, None] * dim
-    cols = tl.arange(0, MAIN)
-    v = tl.load(at + cols[None, :], mask=there, other=0.0).to(tl.float32)
-    if add is not None:
-        more_at = add + row[:, None] * add_stride
-        v += tl.load(more_at + cols[None, :], mask=there, other=0.0).to(tl.float32)
-        # The LayerNorm of the stored, rounded stream, so that the result depends on the residual stream only.
-        stored = v.to(x.dtype.element_ty)
-        tl.store(at + cols[None, :], stored, mask=there)
-        v = stored.to(tl.float32)
-    if pending is not None:
-        v += tl.load(pending + cols)[None, :]
-    total = tl.sum(v, 1)
-    if REST > 0:
-        more = MAIN + tl.arange(0, REST)
-        inside = (more < dim)[None, :]
-        w = tl.load(at + more[None, :], mask=there & inside, other=0.0).to(tl.float32)
-        if add is not None:
-            w += tl.load(more_at + more[None, :], mask=there & inside, other=0.0).to(tl.float32)
-            stored = w.to(x.dtype.element_ty)
-            tl.store(at + more[None, :], stored, mask=there & inside)
-            w = stored.to(tl.float32)
-        if pending is not None:
-            w += tl.load(pending + more, mask=more < dim, other=0.0)[None, :]
-        total += tl.sum(w, 1)
-    mean = (total / dim)[:, None]
-    v -= mean
-    squares = tl.sum(v * v, 1)
-    if REST > 0:
-        w = tl.where(inside, w - mean, 0.0)
-        squares += tl.sum(w * w, 1)
-    factor = tl.rsqrt(squares / dim + eps)[:, None]
-    gain = tl.load(weight + cols).to(tl.float32)[None, :]
-    shift = tl.load(bias + cols).to(tl.float32)[None, :]
-    v = v * factor * gain + shift
-    peak = tl.max(tl.abs(v), 1)
-    if REST > 0:
-        gain = tl.load(weight + more, mask=more < dim, other=0.0).to(tl.float32)[None, :]
-        shift = tl.load(bias + more, mask=more < dim, other=0.0).to(tl.float32)[None, :]
-        w = w * factor * gain + shift
-        peak = tl.maximum(peak, tl.max(tl.abs(w), 1))
-    if norms is not None:
-        squares = tl.sum(v * v, 1)
-        if REST > 0:
-            squares += tl.sum(w * w, 1)
-        tl.store(norms + row, tl.sqrt(squares), mask=row < rows)
-    peak = tl.maximum(peak, least_peak)
-    tl.store(scales + row, peak / fp8_max, mask=row < rows)
-    up = (fp8_max / peak)[:, None]
-    tl.store(to + cols[None, :], (v * up).to(values.dtype.element_ty), mask=there)
-    if out is not None:
-        plain = out + row[:, None] * out_stride
-        tl.store(plain + cols[None, :], v.to(out.dtype.element_ty), mask=there)
-    if REST > 0:
-        tl.store(to + more[None, :], (w * up).to(values.dtype.element_ty), mask=there & inside)
-        if out is not None:
-            tl.store(plain + more[None, :], w.to(out.dtype.element_ty), mask=there & inside)
 
 
 @triton.jit
@@ -180,18 +108,8 @@ def layer_norm_fp8(
     does not contain; they are not added to ``x``. ``norms``: [T] float32 or None, filled with the Euclidean norms of
     the LayerNorm's rows. The statistics are those of `layer_norm`.
     """
-    rows, dim = x.shape
-    result = Fp8Rows.empty(rows, dim, x.device)
-    if rows:
-        main, rest = _parts(dim)
-        # One warp for each row, so that no sum needs a barrier. Two rows a program, where registers suffice.
-        together = 2 if dim <= 1536 else 1
-        add_stride, out_stride = (0 if each is None else each.stride(0) for each in (add, out))
-        _layer_norm_fp8_kernel[(triton.cdiv(rows, together),)](
-            x, add, weight, bias, pending, out, norms, *result, x.stride(0), add_stride, out_stride,
-            rows, dim, EPS, FP8_MAX, LEAST_PEAK, ROWS=together, MAIN=main, REST=rest,
-            num_warps=1 if dim <= 2048 else 4,
-        )  # fmt: skip
+    result = Fp8Rows.empty(len(x), x.shape[1], x.device)
+    launch_layer_norm(x, weight, bias, pending=pending, add=add, out=out, norms=norms, fp8=result)
     return result
 
 
@@ -204,7 +122,7 @@ def quantise_rows(x: Tensor, *, gelu: bool = False, left: Tensor | None = None) 
     before = 0 if left is None else left.shape[1]
     result = Fp8Rows.empty(rows, before + dim, x.device)
     if rows:
-        main, rest = _parts(dim)
+        main, rest = parts_of_row(dim)
         beside = x if left is None else left
         _quantise_kernel[(rows,)](
             x, beside, *result, x.stride(0), beside.stride(0), dim, FP8_MAX, LEAST_PEAK,
@@ -212,12 +130,6 @@ def quantise_rows(x: Tensor, *, gelu: bool = False, left: Tensor | None = None) 
             LEFT=before, LEFT_PAD=triton.next_power_of_2(max(before, 1)), num_warps=_warps(main),
         )  # fmt: skip
     return result
-
-
-def _parts(dim: int) -> tuple[int, int]:
-    """Returns the largest power of two in a row, and a power of two that covers the rest. Masked lanes are not free."""
-    main = 1 << (dim.bit_length() - 1)
-    return main, triton.next_power_of_2(dim - main) if dim > main else 0
 
 
 def _warps(main: int) -> int:

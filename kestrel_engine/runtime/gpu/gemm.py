@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import ConfigError
+from ...kernels.layer_norm import FP8_MAX, LEAST_PEAK
 from ...kernels.linear.fp8_gelu import bounds, fp8_gelu
-from ...kernels.linear.fp8_rows import FP8, FP8_MAX, LEAST_PEAK, Fp8Rows, quantise_rows
+from ...kernels.linear.fp8_rows import FP8, Fp8Rows, quantise_rows
 from ...kernels.linear.int4 import widen
 from ...kernels.linear.skinny_linear import skinny_linear
 from ...kernels.linear.skinny_tiling import MAX_ROWS

@@ -6,10 +6,9 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from kestrel_engine.kernels.layer_norm import layer_norm
+from kestrel_engine.kernels.layer_norm import FP8_MAX, layer_norm
 from kestrel_engine.kernels.linear.fp8_rows import (
     FP8,
-    FP8_MAX,
     Fp8Rows,
     layer_norm_fp8,
     quantise_rows,
