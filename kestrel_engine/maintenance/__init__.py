@@ -13,12 +13,13 @@ from ..lazy import lazily
 from .finding import Finding
 
 if TYPE_CHECKING:
+    from ..checkpoint.catalog import is_name
     from ..compiling.models import compile_kernels
     from .acceptance import accept
     from .diagnosis import check_slow_device, diagnose
     from .model_cache import downloaded, remove
     from .model_download import download
-    from .model_names import check_model_names, check_names, is_model_name, served_name
+    from .model_names import check_names, served_name
     from .model_verification import verify
     from .scores.calibration import calibrate
     from .scores.labelled_images import read_labelled_images
@@ -32,7 +33,8 @@ else:
             ".scores.labelled_images": ("read_labelled_images",),
             ".model_cache": ("downloaded", "remove"),
             ".model_download": ("download",),
-            ".model_names": ("check_model_names", "check_names", "is_model_name", "served_name"),
+            "..checkpoint.catalog": ("is_name",),
+            ".model_names": ("check_names", "served_name"),
             ".model_verification": ("verify",),
             ".scores.calibration": ("calibrate",),
         },
@@ -42,7 +44,6 @@ __all__ = [
     "Finding",
     "accept",
     "calibrate",
-    "check_model_names",
     "check_names",
     "check_slow_device",
     "compile_kernels",
@@ -50,7 +51,7 @@ __all__ = [
     "download",
     "downloaded",
     "hide_memory",
-    "is_model_name",
+    "is_name",
     "read_labelled_images",
     "remove",
     "served_name",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..building.device import check_device
-from ..checkpoint.catalog import architecture, is_name, random_name, resolve
+from ..checkpoint.catalog import architecture, random_name, resolve
 from ..config.runtime import RuntimeConfig
 
 
@@ -17,19 +17,9 @@ def check_names(config: RuntimeConfig) -> None:
         check_device(config)
 
 
-def check_model_names(config: RuntimeConfig) -> None:
-    """Checks that the model and the paths of ``config`` exist. Does not import torch. Raises ConfigError."""
-    served_name(config)
-
-
-def is_model_name(model: str) -> bool:
-    """Whether ``model`` is a known name or has the form of a hub id, so that it names no file. Does not look at the
-    disk."""
-    return is_name(model)
-
-
 def served_name(config: RuntimeConfig) -> str:
-    """The name under which the model of ``config`` will be served. Does not import torch. Raises ConfigError."""
+    """The name under which the model of ``config`` will be served, whose paths exist. Does not import torch. Raises
+    ConfigError."""
     if config.random_weights:
         return random_name(architecture(config.model, config.model_path)[0])
     return resolve(config.model, config.model_path, config.tokenizer_path).name

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(problem)
     with told(args):  # A misspelt name is known before the server listens.
         for runtime in runtimes:
-            maintenance.check_model_names(runtime)
+            maintenance.served_name(runtime)
     # Only processes that serve import plug-ins. The supervisor does not.
     skills = (
         None

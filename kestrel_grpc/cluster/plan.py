@@ -121,7 +121,7 @@ def _check(args: argparse.Namespace, config: ClusterConfig, settled: Configurati
                 f"{name_of(args, '--device')}={runtime.device}: Ray gives each server its GPU; give cuda"
             )
         try:
-            maintenance.check_model_names(runtime)
+            maintenance.served_name(runtime)
         except ConfigError as error:
             raise config_error(error, args) from None
     for flag in _FIXED_PORTS:

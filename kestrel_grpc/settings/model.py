@@ -147,14 +147,14 @@ def other_model(
         if field in _PLACES and value not in _NO_PLACES:
             _check_place(where, str(value), folders, named)
         values[field] = value
-    if not maintenance.is_model_name(source):
+    if not maintenance.is_name(source):
         _check_place("source", source, folders, named)
     own = {"model_path": None, "tokenizer_path": None, **values}
     if "precision" in values:
         own |= _OF_PRECISION
     try:
         config = dataclasses.replace(base, model=source, **own)
-        maintenance.check_model_names(config)
+        maintenance.served_name(config)
     except ConfigError as error:
         flag = _flags().get(error.field)
         where = "source" if flag not in settings else _entry(str(flag))

@@ -13,7 +13,7 @@ import pytest
 from kestrel_engine import ConstraintsCostly, EngineClosed, InvalidRequest, RuntimeFailure
 from kestrel_engine.requests import constraints
 from kestrel_engine.requests import submitter as submitter_module
-from kestrel_engine.skills.constraints import matcher_budget
+from kestrel_engine.skills.constraints import mask_threads
 from kestrel_engine.skills.constraints.grammars import Grammars, Matcher
 from kestrel_engine.skills.constraints.mask_threads import MaskThreads
 from kestrel_engine.skills.constraints.setting import read_constraint
@@ -313,7 +313,7 @@ async def test_a_library_that_panics_fails_its_request_alone(make_engine, monkey
 async def test_a_principal_that_takes_too_long_is_refused_and_others_are_not(
     make_engine, costly_masks, monkeypatch
 ):
-    monkeypatch.setattr(matcher_budget, "REFILL", 1e-9)
+    monkeypatch.setattr(mask_threads, "REFILL", 1e-9)
     engine = make_engine()
     settings = {**GREEDY, "max_tokens": 36, "constraint": {"regex": "[ab]{100}"}}
 

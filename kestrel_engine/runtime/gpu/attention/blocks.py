@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .flashinfer_paged import DTYPES
-from .own_kernel import own_kernel
-from .patches import works
+from .patches import own_kernel, works
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ overwrite that buffer before the copy is done, so each use records an event.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -36,6 +36,24 @@ class Part(Protocol):
     def start(self) -> int: ...
     @property
     def page_table(self) -> tuple[int, ...]: ...
+
+
+class PlannedText(Protocol):
+    """Attention of a pass's text, in one layer."""
+
+    def __call__(
+        self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scales: Scales = UNSCALED
+    ) -> None:
+        """Writes the attention output to ``out`` [n, H*D].
+
+        ``q``: [n, H, D], the text's queries. ``keys``, ``values``: the layer's pools [num_slots, H, D], with
+        ``scales``.
+        """
+        ...
+
+
+PlannedBlocks: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""Writes the attention output of q, k and v [n * length, H, D] to the last argument [n * length, H*D]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +143,7 @@ class FlashInferText:
 
     def plan(
         self, parts: Sequence[Part], num_heads: int, head_dim: int, page_size: int
-    ) -> PlannedFlashInfer:
+    ) -> PlannedText:
         """Plans a pass over ``parts``, whose queries follow one another in this order."""
         lengths = [part.start + part.count for part in parts]
         indices = page_indices([part.page_table for part in parts], lengths, page_size)
@@ -145,26 +163,14 @@ class FlashInferText:
             q_data_type=self._flashinfer.dtype,
             kv_data_type=self._flashinfer.dtype,
         )
-        return PlannedFlashInfer(wrapper, page_size)
 
+        def attend(
+            q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scales: Scales = UNSCALED
+        ) -> None:
+            assert scales == UNSCALED, "FlashInfer reads the model's dtype only"
+            _run(wrapper, q, ((_paged(keys, page_size), _paged(values, page_size)),), out)
 
-@dataclass(frozen=True, slots=True)
-class PlannedFlashInfer:
-    """A plan for the text of one pass."""
-
-    wrapper: Any
-    page_size: int
-
-    def __call__(
-        self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scales: Scales = UNSCALED
-    ) -> None:
-        """Writes the attention output to ``out`` [n, H*D].
-
-        ``q``: [n, H, D]. ``keys``, ``values``: [num_slots, H, D] of one layer.
-        """
-        assert scales == UNSCALED, "FlashInfer reads the model's dtype only"
-        pools = _paged(keys, self.page_size), _paged(values, self.page_size)
-        _run(self.wrapper, q, (pools,), out)
+        return attend
 
 
 class FlashInferBlocks:
@@ -190,18 +196,7 @@ class FlashInferBlocks:
             q_data_type=self._flashinfer.dtype,
             kv_data_type=self._flashinfer.dtype,
         )
-        return PlannedBlocks(wrapper)
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedBlocks:
-    """A plan for the image blocks of one pass."""
-
-    wrapper: Any
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Writes the attention output of ``q``, ``k``, ``v`` [n * length, H, D] to ``out`` [n * length, H*D]."""
-        _run(self.wrapper, q, (k, v), out)
+        return lambda q, k, v, out: _run(wrapper, q, (k, v), out)
 
 
 class FlashInferDecode:

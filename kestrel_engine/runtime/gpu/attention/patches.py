@@ -4,15 +4,31 @@ once, with the batch sizes for cuDNN."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .own_kernel import own_kernel
+from ....kernels.gluon_support import hopper_programs
+
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""See `kernels.attention.unmasked.attend`."""
+
+
+def own_kernel(
+    length: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> Attend | None:
+    """Returns our kernel for blocks of ``length`` positions; None if it does not support the device or the shapes."""
+    if not hopper_programs(device):
+        return None
+    from ....kernels.attention import unmasked
+
+    return unmasked.attend if unmasked.takes(length, head_dim, dtype, device) else None
+
 
 PREFERRED = (
     SDPBackend.CUDNN_ATTENTION,

@@ -20,7 +20,13 @@ from torch import Tensor
 from ....errors import ConfigError
 from ....models.kv_format import EIGHT_BITS, UNSCALED, Scales, gather
 from .blocks import BlockAttention
-from .flashinfer_paged import FlashInfer, FlashInferBlocks, FlashInferText, PlannedBlocks
+from .flashinfer_paged import (
+    FlashInfer,
+    FlashInferBlocks,
+    FlashInferText,
+    PlannedBlocks,
+    PlannedText,
+)
 
 if TYPE_CHECKING:
     from ..prefill.batch import TextPart
@@ -38,20 +44,6 @@ class Batch(Protocol):
     def block_length(self) -> int: ...
     @property
     def text(self) -> tuple[TextPart, ...]: ...
-
-
-class PlannedText(Protocol):
-    """Attention of a pass's text, in one layer."""
-
-    def __call__(
-        self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scales: Scales = UNSCALED
-    ) -> None:
-        """Writes the attention output to ``out`` [n, H*D].
-
-        ``q``: [n, H, D], the text's queries. ``keys``, ``values``: the layer's pools [num_slots, H, D], with
-        ``scales``.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
