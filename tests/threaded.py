@@ -25,22 +25,33 @@ class Threaded:
 
 
 class ThreadedStream:
+    """A stream starts when it is asked for something."""
+
     def __init__(self, method, args, options):
         self._start = lambda: method(*args, **options)
 
+    def __getattr__(self, name):
+        if name == "_stream":
+            self._stream = self._start()
+            return self._stream
+        return getattr(self._stream, name)
+
     async def __aenter__(self):
-        self._stream = await asyncio.to_thread(self._start)
         return self
 
     async def __aexit__(self, *_):
         self._stream.close()
 
-    async def __aiter__(self):
-        while (event := await asyncio.to_thread(next, self._stream, None)) is not None:
-            yield event
+    async def __anext__(self):
+        if (event := await asyncio.to_thread(lambda: next(self._stream, None))) is None:
+            raise StopAsyncIteration
+        return event
+
+    def __aiter__(self):
+        return self
 
     async def result(self):
-        return await asyncio.to_thread(self._stream.result)
+        return await asyncio.to_thread(lambda: self._stream.result())
 
 
 async def streamed(client, *args, **options):

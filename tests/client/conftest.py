@@ -31,6 +31,7 @@ from kestrel_client._pb.kestrel.v1 import (
     vision_service_pb2_grpc,
 )
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from tests.threaded import Threaded
 
 ANSWER = "Two red circles — één is größer. 👍"
 REASONING = "I see 👀 a circle here."
@@ -424,6 +425,16 @@ def start_peer() -> Callable[..., RunningPeer]:
 @pytest.fixture
 def client(peer: RunningPeer) -> Iterator[KestrelClient]:
     with KestrelClient(peer.target, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(params=["sync", "async"])
+async def either(
+    request: pytest.FixtureRequest, peer: RunningPeer
+) -> AsyncIterator[Threaded | AsyncKestrelClient]:
+    """A client of each kind, both with the methods of the asynchronous one."""
+    make = {"sync": lambda *a, **o: Threaded(KestrelClient(*a, **o)), "async": AsyncKestrelClient}
+    async with make[request.param](peer.target, timeout=60) as client:
         yield client
 
 

@@ -51,29 +51,17 @@ def check_refusal(error: InvalidArgumentError) -> None:
     assert "query.sampling.top_p: 1.5 is not in (0, 1]" in str(error)
 
 
-async def test_field_violations(client: KestrelClient, async_client: AsyncKestrelClient) -> None:
+async def test_field_violations(either: Any) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
-        client.query(None, "bad")
+        await either.query(None, "bad")
     check_refusal(caught.value)
-    with pytest.raises(InvalidArgumentError) as caught:
-        await async_client.query(None, "bad")
-    check_refusal(caught.value)
-
-
-async def test_field_violations_of_streams(
-    client: KestrelClient, async_client: AsyncKestrelClient
-) -> None:
-    stream = client.stream_query(None, "bad")
-    for _ in range(2):  # a failed stream stays failed
-        with pytest.raises(InvalidArgumentError) as caught:
-            next(stream)
-        check_refusal(caught.value)
-    with pytest.raises(InvalidArgumentError):
-        stream.result()
-    async with async_client.stream_query(None, "bad") as failing:
-        with pytest.raises(InvalidArgumentError) as caught:
-            await failing.result()
-    check_refusal(caught.value)
+    async with either.stream_query(None, "bad") as stream:
+        for _ in range(2):  # a failed stream stays failed
+            with pytest.raises(InvalidArgumentError) as caught:
+                await anext(stream)
+            check_refusal(caught.value)
+        with pytest.raises(InvalidArgumentError):
+            await stream.result()
 
 
 def test_unreadable_details_are_passed_over() -> None:
@@ -107,29 +95,22 @@ def test_nobody_there() -> None:
             client.query(None, "q")
 
 
-async def test_stream_without_a_result(
-    client: KestrelClient, async_client: AsyncKestrelClient
-) -> None:
-    with client.stream_query(None, "cut") as stream, pytest.raises(IncompleteStreamError):
-        stream.result()
-    with pytest.raises(IncompleteStreamError):
-        await async_client.stream_query(None, "cut").result()
+async def test_stream_without_a_result(either: Any) -> None:
+    async with either.stream_query(None, "cut") as stream:
+        with pytest.raises(IncompleteStreamError):
+            await stream.result()
 
 
 # Retries.
 
 
-async def test_busy_server_is_asked_again_as_it_says(
-    client: KestrelClient, async_client: AsyncKestrelClient, peer: Any
-) -> None:
-    assert client.query(b"x" * 1_000_000, "busy 2").answer  # more than gRPC's own retry buffer
+async def test_busy_server_is_asked_again_as_it_says(either: Any, peer: Any) -> None:
+    large = b"x" * 1_000_000  # more than gRPC's own retry buffer
+    assert (await either.query(large, "busy 2")).answer
     assert peer.vision.attempts == 3
     peer.vision.attempts = 0
-    assert (await async_client.query(None, "busy 3")).answer
+    assert (await either.stream_query(None, "busy 3").result()).answer
     assert peer.vision.attempts == 4
-    peer.vision.attempts = 0
-    assert client.stream_query(None, "busy 1").result().answer
-    assert peer.vision.attempts == 2
 
 
 def test_four_attempts_are_enough(client: KestrelClient, peer: Any) -> None:
@@ -188,15 +169,16 @@ def test_timeout(client: KestrelClient, peer: Any) -> None:
 # Cancellation: the server must see it.
 
 
-def test_leaving_a_stream_cancels_it(client: KestrelClient, peer: Any) -> None:
-    with client.stream_query(None, "endless") as stream:
-        assert next(stream).text
+async def test_leaving_a_stream_cancels_it(either: Any, peer: Any) -> None:
+    async with either.stream_query(None, "endless") as stream:
+        assert (await anext(stream)).text
         assert not peer.vision.cancelled.is_set()
-    assert peer.vision.cancelled.wait(60)
-    assert list(stream) == []
+    assert await asyncio.to_thread(peer.vision.cancelled.wait, 60)
+    assert [event async for event in stream] == []
     with pytest.raises(RequestCancelledError):
-        stream.result()
-    stream.close()  # idempotent
+        await stream.result()
+    async with stream:  # Closed once more.
+        pass
 
 
 def test_dropping_a_stream_cancels_it(client: KestrelClient, peer: Any) -> None:
@@ -205,17 +187,6 @@ def test_dropping_a_stream_cancels_it(client: KestrelClient, peer: Any) -> None:
     del stream
     gc.collect()
     assert peer.vision.cancelled.wait(60)
-
-
-async def test_leaving_an_async_stream_cancels_it(
-    async_client: AsyncKestrelClient, peer: Any
-) -> None:
-    async with async_client.stream_query(None, "endless") as stream:
-        assert (await anext(stream)).text
-    assert await asyncio.to_thread(peer.vision.cancelled.wait, 60)
-    assert [event async for event in stream] == []
-    with pytest.raises(RequestCancelledError):
-        await stream.result()
 
 
 async def test_dropping_an_async_stream_cancels_it(
@@ -269,17 +240,12 @@ def test_a_closed_client_refuses(peer: Any) -> None:
 # Readiness.
 
 
-async def test_wait_ready(
-    client: KestrelClient, async_client: AsyncKestrelClient, peer: Any
-) -> None:
-    client.wait_ready(60)
-    await async_client.wait_ready(60)
+async def test_wait_ready(either: Any, peer: Any) -> None:
+    await either.wait_ready(60)
     peer.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     with pytest.raises(DeadlineExceededError, match=r"not ready within 0\.3 s"):
-        client.wait_ready(0.3)
-    with pytest.raises(DeadlineExceededError):
-        await async_client.wait_ready(0.3)
-    waiting = asyncio.create_task(async_client.wait_ready(60))
+        await either.wait_ready(0.3)
+    waiting = asyncio.create_task(either.wait_ready(60))
     await asyncio.sleep(0)
     assert not waiting.done()
     peer.health.set("", health_pb2.HealthCheckResponse.SERVING)

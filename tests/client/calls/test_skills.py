@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kestrel_client import (
-    AsyncKestrelClient,
     Box,
     CaptionTask,
     DetectedBox,
@@ -85,44 +84,25 @@ def check(result: Result, own: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("skill", "arguments", "options", "own"), CASES, ids=IDS)
-def test_unary(
-    client: KestrelClient, skill: str, arguments: Any, options: Any, own: dict[str, Any]
+async def test_unary(
+    either: Any, skill: str, arguments: Any, options: Any, own: dict[str, Any]
 ) -> None:
-    check(getattr(client, skill)(*arguments, **options), own)
+    check(await getattr(either, skill)(*arguments, **options), own)
 
 
 @pytest.mark.parametrize(("skill", "arguments", "options", "own"), CASES, ids=IDS)
-async def test_unary_async(
-    async_client: AsyncKestrelClient, skill: str, arguments: Any, options: Any, own: dict[str, Any]
+async def test_stream(
+    either: Any, skill: str, arguments: Any, options: Any, own: dict[str, Any]
 ) -> None:
-    check(await getattr(async_client, skill)(*arguments, **options), own)
-
-
-@pytest.mark.parametrize(("skill", "arguments", "options", "own"), CASES, ids=IDS)
-def test_stream(
-    client: KestrelClient, skill: str, arguments: Any, options: Any, own: dict[str, Any]
-) -> None:
-    with getattr(client, f"stream_{skill}")(*arguments, **options) as stream:
-        assert list(stream) == EVENTS[skill]
-        assert (stream.request_id, stream.model) == ("made-by-server", "kestrel-tiny")
-        check(stream.result(), own)
-    check(stream.result(), own)  # still there after the end
-
-
-@pytest.mark.parametrize(("skill", "arguments", "options", "own"), CASES, ids=IDS)
-async def test_stream_async(
-    async_client: AsyncKestrelClient, skill: str, arguments: Any, options: Any, own: dict[str, Any]
-) -> None:
-    async with getattr(async_client, f"stream_{skill}")(*arguments, **options) as stream:
+    async with getattr(either, f"stream_{skill}")(*arguments, **options) as stream:
         assert [event async for event in stream] == EVENTS[skill]
+        assert (stream.request_id, stream.model) == ("made-by-server", "kestrel-tiny")
         check(await stream.result(), own)
+    check(await stream.result(), own)  # still there after the end
 
 
-async def test_result_alone_needs_no_iteration(
-    client: KestrelClient, async_client: AsyncKestrelClient
-) -> None:
-    assert client.stream_caption(IMAGE).result().caption == ANSWER
-    assert (await async_client.stream_caption(IMAGE).result()).caption == ANSWER
+async def test_result_alone_needs_no_iteration(either: Any) -> None:
+    assert (await either.stream_caption(IMAGE).result()).caption == ANSWER
 
 
 def test_reasoning_comes_first_and_grounds_code_points(client: KestrelClient) -> None:
@@ -308,21 +288,16 @@ def test_choices_go_out_as_enums(client: KestrelClient, peer: Any) -> None:
     assert peer.vision.requests[-1].segment.refinement == pb.REFINEMENT_NONE
 
 
-def test_models(client: KestrelClient) -> None:
-    (model,) = client.list_models()
-    assert client.get_model() == client.get_model("kestrel-tiny") == model
+async def test_models(either: Any) -> None:
+    (model,) = await either.list_models()
+    assert await either.get_model() == await either.get_model("kestrel-tiny") == model
     assert (model.name, model.state, model.image_positions) == ("kestrel-tiny", "ready", 729)
     assert json.loads(json.dumps(model.to_dict()))["skills"][0]["name"] == "query"
-    info = client.server_info()
+    info = await either.server_info()
+    assert info.default_model == "kestrel-tiny"
     assert (info.api_version, model.device, model.max_batch_size) == ("kestrel.v1", "cpu", 4)
     assert info.image_formats == ("jpeg", "png") and "grpcio" in info.library_versions
     assert json.loads(json.dumps(info.to_dict()))["limits"]["default_top_p"] == 0.9
-    load = client.server_load()
+    load = await either.server_load()
     assert (load.ready, load.state, load.running_requests) == (True, "ready", 3)
     assert json.loads(json.dumps(load.to_dict()))["utilization"] == 0.75
-
-
-async def test_models_async(async_client: AsyncKestrelClient) -> None:
-    (model,) = await async_client.list_models()
-    assert await async_client.get_model() == model
-    assert (await async_client.server_info()).default_model == "kestrel-tiny"
