@@ -97,6 +97,12 @@ def region_of(image: DecodedImage, key: str, region: ImageRegion) -> DecodedImag
     return DecodedImage(pixels, identity=identity)
 
 
+def mirrored(image: DecodedImage, key: str) -> DecodedImage:
+    """Returns a finished image with left and right exchanged. Its key follows from the image's ``key``."""
+    pixels = np.ascontiguousarray(image.pixels[:, ::-1])
+    return DecodedImage(pixels, identity=(key.encode(), b"mirrored"))
+
+
 def prepare(
     image: DecodedImage,
     vision: VisionConfig,

@@ -33,11 +33,19 @@ _SNAP_PX = 0.01
 class InRegion:
     """A part of an image, in place of the image. Results and spatial references have coordinates of the whole image.
 
-    ``source``: the image, in any form. ``box``: x_min, y_min, x_max, y_max as fractions of the upright image.
+    ``source``: the image, in any form, or Mirrored. ``box``: x_min, y_min, x_max, y_max as fractions of the upright
+    image.
     """
 
     source: Any
     box: Edges
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mirrored:
+    """An image with left and right exchanged, in place of the image. ``source``: the image, in any form."""
+
+    source: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,24 +108,25 @@ class InCrops:
 
 class Selection(NamedTuple):
     """The parts of an image to prepare: ``tiles`` of ``box``; None stands for one part, or for the whole image.
-    ``max_crops``: as in InCrops, for each part."""
+    ``max_crops``: as in InCrops, for each part. ``mirrored``: of the image with left and right exchanged."""
 
     box: Edges | None
     tiles: Tiles | None
     max_crops: int = 0
+    mirrored: bool = False
 
     @property
     def is_one_whole(self) -> bool:
-        """Whether the only part is the whole image."""
-        return self.box is None and self.tiles is None
+        """Whether the only part is the whole image as it is."""
+        return self.box is None and self.tiles is None and not self.mirrored
 
 
 WHOLE = Selection(None, None)
 
 
 def selection_of(source: Any, most_crops: int) -> tuple[Any, Selection]:
-    """Returns the image without region, tiles and budget, and these. ``most_crops``: the model's own limit. Raises
-    InvalidRequest."""
+    """Returns the image as it was given, and which parts of it to prepare. ``most_crops``: the model's own limit.
+    Raises InvalidRequest."""
     tiles: Tiles | None = None
     box: Edges | None = None
     max_crops: int | None = None
@@ -131,25 +140,28 @@ def selection_of(source: Any, most_crops: int) -> tuple[Any, Selection]:
         else:
             break
         source = source.source
-    if isinstance(source, (Tiled, InRegion, InCrops)):
+    mirrored = isinstance(source, Mirrored)
+    if isinstance(source, Mirrored):
+        source = source.source
+    if isinstance(source, (Tiled, InRegion, InCrops, Mirrored)):
         field = MAX_CROPS if isinstance(source, InCrops) else REGION
         raise InvalidRequest(field, "is set twice, or beside tiles of its own; set it once")
-    return source, Selection(box, tiles, max_crops or 0)
+    return source, Selection(box, tiles, max_crops or 0, mirrored)
 
 
 def selection_values(selection: Selection) -> Any:
     """The selection as JSON values, for ``read_selection``."""
-    box, tiles, max_crops = selection
-    return [box, None if tiles is None else asdict(tiles), max_crops]
+    box, tiles, *others = selection
+    return [box, None if tiles is None else asdict(tiles), *others]
 
 
 def read_selection(values: Any) -> Selection:
     """The selection of ``selection_values``."""
-    box, tiles, max_crops = values
+    box, tiles, *others = values
     return Selection(
         None if box is None else checked_box(box),
         None if tiles is None else Tiles(**tiles),
-        max_crops,
+        *others,
     )
 
 
@@ -186,7 +198,7 @@ def checked_max_crops(value: Any, most: int) -> int:
 def regions(width: int, height: int, selection: Selection) -> list[ImageRegion | None]:
     """Returns the looks at an image of ``width`` x ``height`` pixels: the whole ``selection.box`` first, if it is among
     them, then its tiles row by row. None is the whole image. Raises InvalidRequest for looks that are too small."""
-    box, tiles, _ = selection
+    box, tiles = selection.box, selection.tiles
     x0, x1 = _snapped(box[0], box[2], width) if box is not None else (0, width)
     y0, y1 = _snapped(box[1], box[3], height) if box is not None else (0, height)
     if box is not None and (x1 - x0 < MIN_SIDE or y1 - y0 < MIN_SIDE):

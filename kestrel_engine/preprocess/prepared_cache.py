@@ -15,7 +15,7 @@ import numpy as np
 from ..byte_cache import ByteCache
 from ..types.requests import PreparedImage
 from .decoding.images import Colour, OnBackground
-from .looks import WHOLE, InCrops, InRegion, Selection, Tiled
+from .looks import WHOLE, InCrops, InRegion, Mirrored, Selection, Tiled
 
 RECORD_BYTES = 4096
 """What the cache takes for an image beside its crops or pixels: some 2,000 measured. Without it, a caller could fill
@@ -47,13 +47,13 @@ def in_namespace(image: PreparedImage, namespace: str) -> PreparedImage:
 
 
 def source_digest(source: Any) -> bytes | None:
-    """Returns a SHA-256 of the source, without its background, region, tiles and budget; None if only decoding can
-    identify the source. Raw pixels whose crops the device makes have another one (raw_images.py).
+    """Returns a SHA-256 of the source, without its background, region, tiles and budget, mirrored or not; None if only
+    decoding can identify the source. Raw pixels whose crops the device makes have another one (raw_images.py).
 
     A file is identified by its path, device, inode, size and time. A repeated image waits for this hash. SHA-256 runs
     at 2 GB/s on a processor with instructions for it, three times as fast as BLAKE2b.
     """
-    while isinstance(source, (OnBackground, InRegion, InCrops, Tiled)):
+    while isinstance(source, (OnBackground, InRegion, InCrops, Mirrored, Tiled)):
         source = source.source
     digest = hashlib.sha256()
     if isinstance(source, (bytes, bytearray, memoryview)):

@@ -33,7 +33,16 @@ from ...processes.lines import Line
 from ...types.model_config import VisionConfig
 from ...types.requests import PreparedImage
 from ..crop_keys import crop_keys
-from ..crops import Piece, Run, content_key, device_makes_crops, prepare, region_of, stored_shape
+from ..crops import (
+    Piece,
+    Run,
+    content_key,
+    device_makes_crops,
+    mirrored,
+    prepare,
+    region_of,
+    stored_shape,
+)
 from ..decoding.bmp import load_reader
 from ..decoding.costs import PIXELS, Cost, check_size, cost_of
 from ..decoding.decoded_image import DecodedImage, new_bytes
@@ -235,6 +244,9 @@ class Work:
                 check_size(*look_size(look, width, height), self._limits, PIXELS)
             decoded.decode()
             key = content_key(decoded, self._vision)
+            if selection.mirrored:
+                decoded = mirrored(decoded, key)
+                key = content_key(decoded, self._vision)
             shapes = [
                 stored_shape(*look_size(look, width, height), vision, device_pixels)
                 for look in looks
